@@ -1,0 +1,176 @@
+"""Which checkpoint a folder offers, found without torch and before anything starts.
+
+    SAVE/latest                               name of the newest tag, read by DeepSpeed
+    SAVE/latest_checkpointed_iteration.txt    its iteration, read by Megatron
+    SAVE/global_stepN/run.json                what was saved; written last, so it marks a whole tag
+"""
+
+import dataclasses
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config import RunConfig
+from megatron.errors import CheckpointError
+
+LATEST = "latest"
+TRACKER = "latest_checkpointed_iteration.txt"
+RUN_FILE = "run.json"
+_TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A whole tag of a checkpoint folder, and what its ``run.json`` says."""
+
+    folder: Path
+    tag: str
+    description: dict[str, Any]
+
+    @property
+    def iteration(self) -> int:
+        """Finished iterations."""
+        return self.description["iteration"]
+
+
+def resolve(run: RunConfig) -> SavedRun | None:
+    """The checkpoint that ``--load`` means, or None where the run starts fresh.
+
+    Raises CheckpointError where there is none, where it is broken, and where it does not fit the run.
+    """
+    config = run.checkpoint
+    if config.load is None:
+        return None
+    folder = Path(config.load)
+    if _is_empty(folder):
+        if config.save is not None and folder.resolve() == Path(config.save).resolve():
+            return None
+        raise CheckpointError(
+            f"--load {folder}: no checkpoint there; name a folder that holds one, or leave --load out to start fresh"
+        )
+    saved = _read(folder, _latest_tag(folder))
+    _check_fit(saved, run)
+    return saved
+
+
+def publish(folder: Path, tag: str, iteration: int) -> None:
+    """Point both tracker files to ``tag``; each changes at one instant."""
+    _replace_text(folder / LATEST, tag)
+    _replace_text(folder / TRACKER, str(iteration))
+
+
+def describe(run: RunConfig, iteration: int) -> dict[str, Any]:
+    """What ``run.json`` says of a tag saved after ``iteration``."""
+    samples = iteration * run.train.global_batch_size
+    return {
+        "iteration": iteration,
+        "consumed_samples": samples,
+        "consumed_tokens": samples * run.data.seq_length,
+        "layout": _layout(run),
+        "has_optimizer": not run.checkpoint.no_save_optim,
+        "has_rng": not run.checkpoint.no_save_rng,
+        "config": dataclasses.asdict(run),
+    }
+
+
+def write_description(tag_folder: Path, description: dict[str, Any]) -> None:
+    """Write ``run.json``, which says that all else of the tag stands."""
+    _replace_text(tag_folder / RUN_FILE, json.dumps(description, indent=2) + "\n")
+
+
+def _is_empty(folder: Path) -> bool:
+    return not (folder / LATEST).exists() and not (folder / TRACKER).exists() and not any(folder.glob("global_step*"))
+
+
+def _latest_tag(folder: Path) -> str:
+    pointer = folder / LATEST
+    try:
+        tag = pointer.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise CheckpointError(f"{pointer} is missing{_suggestion(folder)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{pointer} cannot be read ({error}){_suggestion(folder)}") from None
+    if not _TAG.fullmatch(tag):
+        raise CheckpointError(f"{pointer} holds {tag[:40]!r}, which is no name of a checkpoint{_suggestion(folder)}")
+    if not (folder / tag).is_dir():
+        raise CheckpointError(f"{pointer} names {tag}, which is not in {folder}{_suggestion(folder)}")
+    return tag
+
+
+def _read(folder: Path, tag: str) -> SavedRun:
+    path = folder / tag / RUN_FILE
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        saved = SavedRun(folder, tag, description)
+        int(saved.iteration), saved.description["layout"], saved.description["config"]["model"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise CheckpointError(
+            f"{folder / tag} is not whole: its {RUN_FILE}, written last, is missing or broken{_suggestion(folder)}"
+        ) from None
+    return saved
+
+
+def _suggestion(folder: Path) -> str:
+    whole = [path.parent for path in folder.glob(f"*/{RUN_FILE}")]
+    if not whole:
+        return f"; no whole checkpoint is left in {folder}"
+    newest = max(whole, key=lambda path: path.stat().st_mtime).name
+    return f"; the newest whole checkpoint is {newest}: to use it, write that name into {folder / LATEST}"
+
+
+_SHAPE_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "vocab_size",
+)
+
+
+def _layout(run: RunConfig) -> dict[str, Any]:
+    return {
+        "--model-parallel-size": run.parallel.model_parallel_size,
+        "--pipe-parallel-size": run.parallel.pipe_parallel_size,
+        "data-parallel size": run.parallel.data_parallel_size,
+        "--zero-stage": run.zero.zero_stage,
+        "precision": run.precision.dtype,
+    }
+
+
+def _check_fit(saved: SavedRun, run: RunConfig) -> None:
+    """The same model on the same layout, and the state that the flags ask for."""
+    messages = []
+    place = saved.folder / saved.tag
+    shape = saved.description["config"]["model"]
+    for name in _SHAPE_FIELDS:
+        if shape.get(name) != getattr(run.model, name):
+            messages.append(f"{name} is {getattr(run.model, name)}, but {shape.get(name)} in {place}: load a model of the same shape")
+    layout = _layout(run)
+    weights_only = (run.checkpoint.finetune or run.checkpoint.no_load_optim) and run.zero.zero_stage < 3
+    matters = ("--model-parallel-size", "--pipe-parallel-size") if weights_only else layout
+    for name in matters:
+        if saved.description["layout"].get(name) != layout[name]:
+            messages.append(
+                f"{name} is {layout[name]}, but {saved.description['layout'].get(name)} in {place}: resume on the layout it was saved on"
+            )
+    asked = not (run.checkpoint.finetune or run.checkpoint.no_load_optim)
+    if asked and not saved.description.get("has_optimizer"):
+        messages.append(f"{place} was saved with --no-save-optim: add --no-load-optim or --finetune")
+    asked = not (run.checkpoint.finetune or run.checkpoint.no_load_rng)
+    if asked and not saved.description.get("has_rng"):
+        messages.append(f"{place} was saved with --no-save-rng: add --no-load-rng or --finetune")
+    if messages:
+        raise CheckpointError(messages)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)

@@ -1,0 +1,177 @@
+"""The only file that knows there are two DeepSpeed engines, the plain one and the pipeline's."""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import Tensor, nn
+
+from megatron.config import OptimConfig, RunConfig, TrainConfig
+from megatron.data.loader import Batch
+from megatron.learning_rates import AnnealingLR
+from megatron.metrics import StepStatus
+from megatron.model.gpt2_model import GPT2Model, GPT2ModelPipe
+from megatron.model.kernels import uses_apex
+from megatron.mpu.layout import ParallelLayout
+
+
+def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
+    """The model, its optimizer and its schedule in the engine that ``run.parallel`` asks for."""
+    ds_config = dict(run.ds_config)
+    deepspeed.checkpointing.configure(layout, deepspeed_config=ds_config)
+    module = build_module(run, layout)
+    groups = weight_decay_groups(module)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        model_parameters=groups,
+        optimizer=_apex_adam(run, groups),
+        config=ds_config,
+        lr_scheduler=partial(annealing_lr, optim=run.optim, train=run.train),
+        mpu=None if run.parallel.uses_pipeline else layout,  # the pipeline engine brings its own grid
+    )
+    if run.parallel.uses_pipeline:
+        # By the name GPT2ModelPipe DeepSpeed takes the last tensor between stages for a mask. We send none.
+        engine.set_has_attention_mask(False)
+    if run.precision.dtype == "fp32" and run.zero.zero_stage == 0:
+        _clip_by_true_norm(engine, layout)
+    return engine
+
+
+def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
+    """This rank's part of GPT-2, in the container that its engine runs."""
+    if run.parallel.uses_pipeline:
+        return GPT2ModelPipe(run.model, run.activation, layout)
+    with deepspeed.zero.Init(
+        data_parallel_group=layout.data_group,
+        config_dict_or_path=dict(run.ds_config),
+        mpu=layout,
+        enabled=run.zero.zero_stage == 3,
+    ):
+        return GPT2Model(run.model, run.activation, layout)
+
+
+def weight_decay_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Decay matrices, not biases or norms. By name: under ZeRO-3 a shape says nothing."""
+    named = dict(module.named_parameters())
+    spared = {name for name in named if name.endswith("bias")}
+    # By the name of its class, since a layer norm may be apex's.
+    spared |= {f"{name}.weight" for name, part in module.named_modules() if type(part).__name__.endswith("LayerNorm")}
+    return [
+        {"params": [named[name] for name in named if name not in spared]},
+        {"params": [named[name] for name in named if name in spared], "weight_decay": 0.0},
+    ]
+
+
+def annealing_lr(optimizer: torch.optim.Optimizer, *, optim: OptimConfig, train: TrainConfig) -> AnnealingLR:
+    """The schedule that the learning-rate flags describe."""
+    return AnnealingLR(
+        optimizer,
+        start_lr=optim.lr,
+        warmup_iter=optim.warmup_iters(train),
+        total_iters=optim.decay_iters(train),
+        decay_style=optim.lr_decay_style,
+        last_iter=0,
+        min_lr=optim.min_lr,
+        use_checkpoint_lr_scheduler=optim.use_checkpoint_lr_scheduler,
+        override_lr_scheduler=optim.override_lr_scheduler,
+        wsd_decay_iters=optim.lr_wsd_decay_iters,
+        wsd_decay_style=optim.lr_wsd_decay_style,
+    )
+
+
+def train_batch(engine: DeepSpeedEngine, batches: Iterator[Batch]) -> Tensor:
+    """One optimizer step over a global batch; its loss, the same on every rank."""
+    if isinstance(engine, PipelineEngine):
+        return engine.train_batch(batches)
+    engine.train()
+    losses = [_train_micro_batch(engine, next(batches)) for _ in range(engine.gradient_accumulation_steps())]
+    return _mean_over_ranks(losses, engine)
+
+
+@torch.no_grad()
+def eval_batch(engine: DeepSpeedEngine, batches: Iterator[Batch]) -> Tensor:
+    """The loss of a global batch, the same on every rank, without a step."""
+    if isinstance(engine, PipelineEngine):
+        return engine.eval_batch(batches)
+    engine.eval()
+    losses = [_forward(engine, next(batches)) for _ in range(engine.gradient_accumulation_steps())]
+    return _mean_over_ranks(losses, engine)
+
+
+def step_status(engine: DeepSpeedEngine) -> StepStatus:
+    """What the engine knows behind a step."""
+    norm = engine.get_global_grad_norm()
+    return StepStatus(
+        learning_rate=engine.get_lr()[0],
+        grad_norm=None if norm is None else float(norm),
+        loss_scale=float(getattr(engine.optimizer, "cur_scale", 1.0)),
+        skipped_iterations=engine.skipped_steps,
+    )
+
+
+def _train_micro_batch(engine: DeepSpeedEngine, batch: Batch) -> Tensor:
+    loss = _forward(engine, batch)
+    engine.backward(loss)
+    engine.step()
+    return loss.detach()
+
+
+def _forward(engine: DeepSpeedEngine, batch: Batch) -> Tensor:
+    labels, weights = (target.to(engine.device) for target in batch.targets)
+    return engine(batch.tokens.to(engine.device), (labels, weights))
+
+
+def _mean_over_ranks(losses: list[Tensor], engine: DeepSpeedEngine) -> Tensor:
+    group = engine.mpu.get_data_parallel_group()
+    loss = torch.stack(losses).mean()
+    dist.all_reduce(loss, group=group)
+    return loss / group.size()
+
+
+def _apex_adam(run: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+    """apex's fused Adam where it is asked for and the state stays on the device; else None, and DeepSpeed builds its own."""
+    if not uses_apex(run.model.fused_kernels) or run.zero.cpu_optimizer or "optimizer" not in run.ds_config:
+        return None
+    from apex.optimizers import FusedAdam
+
+    params = {k: v for k, v in run.ds_config["optimizer"]["params"].items() if k in ("lr", "betas", "eps", "weight_decay")}
+    return FusedAdam(groups, **params)
+
+
+def _clip_by_true_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:
+    """Let this engine clip by the norm of the whole model's gradient, and remember it.
+
+    In fp32 at ZeRO 0 DeepSpeed's own clipping counts a tied weight once for each stage that holds
+    it, leaves the norms and row-parallel biases of all stages but the first out, and forgets the
+    result, so that the update depends on the layout.
+    """
+
+    def clip(*_: Any) -> None:
+        parameters = [p for p in engine.module.parameters() if p.grad is not None]
+        norm = gradient_norm(parameters, layout)
+        engine._global_grad_norm = norm.item()
+        torch.nn.utils.clip_grads_with_norm_(parameters, engine.gradient_clipping() or math.inf, norm)
+
+    engine.clip_fp32_gradients = lambda: None
+    engine.optimizer.register_step_pre_hook(clip)
+
+
+def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Tensor:
+    """2-norm of the gradient of the whole model, each weight counted once, on every rank."""
+    counted = [
+        p.grad
+        for p in parameters
+        if not getattr(p, "ds_pipe_replicated", False)  # a tied weight belongs to the first stage that holds it
+        and (is_model_parallel_parameter(p) or layout.tensor_group.rank() == 0)
+    ]
+    square = torch.nn.utils.get_total_norm(counted).float().square().to(parameters[0].device)
+    dist.all_reduce(square, group=layout.tensor_group)
+    dist.all_reduce(square, group=layout.pipe_group)
+    return square.sqrt()

@@ -1,0 +1,65 @@
+"""DeepSpeed's compiled extensions: built once, by one process of a host, with a word on the screen.
+
+Torch guards a build with a file that a killed build leaves behind, and then every later start waits
+for it without a word. Here a lock of the kernel's, which dies with its owner, goes around the build;
+under it such a file can only be a dead build's, and is removed.
+"""
+
+import contextlib
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.config import RunConfig
+from megatron.errors import ResourceError
+from megatron.quiet import deepspeed_silenced
+
+
+def build_extensions(run: RunConfig) -> None:
+    """Build what ``run`` will ask for, unless it is built already."""
+    from deepspeed.accelerator import get_accelerator
+
+    for name in _needed(run, get_accelerator().device_name()):
+        builder = get_accelerator().create_op_builder(name)
+        if builder is not None and builder.is_compatible(verbose=False):
+            _build(builder)
+
+
+def _needed(run: RunConfig, device: str) -> list[str]:
+    names = ["ShareMemCommBuilder"] if device == "cpu" else []
+    if run.zero.cpu_optimizer and not run.zero.cpu_torch_adam:
+        names.append("CPUAdamBuilder")
+    return names
+
+
+def _build(builder) -> None:
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / builder.name
+    folder.mkdir(parents=True, exist_ok=True)
+    with _kernel_lock(folder / "build.flock"):
+        stale = folder / "lock"
+        if stale.exists():
+            print(f"> removing {stale}, left by a build that was killed", file=sys.stderr, flush=True)
+            stale.unlink()
+        is_new = not (folder / f"{builder.name}.so").exists()
+        if is_new:
+            print(f"> compiling {builder.name} into {folder}: once, about half a minute ...", flush=True)
+        start = time.monotonic()
+        try:
+            with deepspeed_silenced(verbose=False):
+                builder.load(verbose=False)
+        except Exception as error:  # whatever the compiler or the loader has against it
+            raise ResourceError(
+                f"{builder.name} cannot be compiled ({str(error).splitlines()[0]}): install g++ and Python's headers"
+            ) from error
+        if is_new:
+            print(f"> compiled {builder.name} in {time.monotonic() - start:.0f} s", flush=True)
+
+
+@contextlib.contextmanager
+def _kernel_lock(path: Path) -> Iterator[None]:
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

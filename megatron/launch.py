@@ -1,0 +1,54 @@
+"""The same start under deepspeed, torchrun, mpirun and plain python.
+
+DeepSpeed asks the environment who this process is. deepspeed and torchrun fill it in; under mpirun
+DeepSpeed finds out through mpi4py; a plain ``python`` is a world of one, and this file says so.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import MutableMapping
+
+from megatron.device import expected_device
+
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+
+
+def rank_in(environ: MutableMapping[str, str]) -> int:
+    """This process's rank as its launcher says, or 0."""
+    return next((int(environ[name]) for name in _RANK_VARIABLES if name in environ), 0)
+
+
+def prepare_environment(environ: MutableMapping[str, str]) -> None:
+    """Fill in what DeepSpeed and torch would otherwise guess, warn about or fail without."""
+    # Without it DeepSpeed tries one accelerator after the other, and says so.
+    environ.setdefault("DS_ACCELERATOR", expected_device(environ))
+    environ.setdefault("TORCH_EXTENSIONS_DIR", _private_extensions_folder())
+    if not any(name in environ for name in _RANK_VARIABLES):
+        environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    if environ["DS_ACCELERATOR"] == "cpu":
+        # Ranks on one host share its cores; each with all of them would spend its time in waiting.
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _ranks_on_host(environ))))
+
+
+def _ranks_on_host(environ: MutableMapping[str, str]) -> int:
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_SIZE"):
+        if name in environ:
+            return int(environ[name])
+    return int(environ.get("WORLD_SIZE", "1"))
+
+
+def _free_port() -> str:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return str(server.getsockname()[1])
+
+
+def _private_extensions_folder() -> str:
+    """A cache of compiled extensions for this Python environment alone.
+
+    In torch's default folder two environments overwrite each other's, and compile anew at every start.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    environment = sys.prefix.strip(os.sep).replace(os.sep, "-")
+    return os.path.join(cache, "megatron_deepspeed_extensions", environment)

@@ -1,0 +1,82 @@
+"""Both ends of GPT-2: tokens to hidden states, and hidden states to logits with the same table.
+
+b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron.config import ModelConfig
+from megatron.model.initial_weights import weight
+from megatron.model.transformer import Stream, unpack
+from megatron.mpu.layers import VocabParallelEmbedding
+from megatron.mpu.layout import ParallelLayout
+
+
+class WordEmbedding(nn.Module):
+    """tokens [b, s] -> hidden [b, s, h], with each token's document number where the model asks for it."""
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout):
+        super().__init__()
+        self.eod_token = config.eod_token
+        self.counts_documents = config.reset_attention_mask or config.reset_position_ids
+        self.word_embeddings = VocabParallelEmbedding(
+            config.vocab_size,
+            config.hidden_size,
+            padded_size=config.padded_vocab_size,
+            group=layout.tensor_group,
+            init=weight(config, "word_embeddings"),
+        )
+
+    def forward(self, stream: Tensor, to_logits: bool = False) -> Stream:
+        if to_logits:
+            return self.word_embeddings.logits(stream)
+        hidden = self.word_embeddings(stream)
+        return (hidden, document_numbers(stream, self.eod_token)) if self.counts_documents else hidden
+
+
+def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
+    """hidden [b, s, h] -> logits [b, s, v/t].
+
+    Through the module's own call: only there does ZeRO-3 bring the weight together.
+    """
+    return embedding(hidden, to_logits=True)
+
+
+class PositionEmbedding(nn.Module):
+    """Adds what is learned about each position, then drops out: hidden [b, s, h] -> hidden [b, s, h]."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.dropout = config.hidden_dropout
+        self.resets = config.reset_position_ids
+        self.passes_documents = config.reset_attention_mask
+        table = weight(config, "position_embeddings").draw((config.max_position_embeddings, config.hidden_size))
+        self.position_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
+
+    def forward(self, stream: Stream) -> Stream:
+        hidden, documents = unpack(stream)
+        positions = torch.arange(hidden.size(1), device=hidden.device)
+        if self.resets:
+            positions = positions_in_document(documents)
+        hidden = F.dropout(hidden + self.position_embeddings(positions), self.dropout, self.training)
+        return (hidden, documents) if self.passes_documents else hidden
+
+
+def without_documents(stream: Stream) -> Tensor:
+    """hidden [b, s, h] alone: behind the last transformer layer nobody asks for documents."""
+    return unpack(stream)[0]
+
+
+def document_numbers(tokens: Tensor, eod_token: int) -> Tensor:
+    """tokens [b, s] -> ends of document before each token, int32 [b, s]. An end belongs to what it ends."""
+    ends = (tokens == eod_token).int()
+    return ends.cumsum(-1, dtype=torch.int32) - ends
+
+
+def positions_in_document(documents: Tensor) -> Tensor:
+    """documents [b, s] -> distance from the first token of the document [b, s]."""
+    index = torch.arange(documents.size(-1), device=documents.device).expand_as(documents)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return index - index.masked_fill(~begins, 0).cummax(-1).values

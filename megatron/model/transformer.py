@@ -1,0 +1,68 @@
+"""One transformer layer, its halves cut across the tensor group.
+
+b batch, s sequence, h hidden
+"""
+
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig
+from megatron.model.attention import ParallelSelfAttention
+from megatron.model.initial_weights import residual_weight, weight
+from megatron.model.kernels import bias_gelu, dropout_add, gelu, layer_norm_class
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.mpu.layout import ParallelLayout
+
+Stream = Tensor | tuple[Tensor, Tensor]
+"""What travels from layer to layer, and from stage to stage: hidden [b, s, h], and beside it the
+number of each token's document, int32 [b, s], where attention stops at the end of a document."""
+
+
+def unpack(stream: Stream) -> tuple[Tensor, Tensor | None]:
+    """hidden, and the documents' numbers or None."""
+    return stream if isinstance(stream, tuple) else (stream, None)
+
+
+class ParallelTransformerLayer(nn.Module):
+    """hidden [b, s, h] -> hidden [b, s, h]: attention, then MLP, each behind a layer norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
+        super().__init__()
+        norm = layer_norm_class(config)
+        self.residual_is_normed = config.apply_residual_connection_post_layernorm
+        self.dropout = config.hidden_dropout
+        self.dropout_add = dropout_add(config)
+        self.input_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.attention = ParallelSelfAttention(config, layout, layer_number=layer_number)
+        self.post_attention_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
+        self.mlp = ParallelMLP(config, layout, layer_number=layer_number)
+
+    def forward(self, stream: Stream) -> Stream:
+        hidden, documents = unpack(stream)
+        normed = self.input_layernorm(hidden)
+        hidden = self._join(self.attention(normed, documents), hidden, normed)
+        normed = self.post_attention_layernorm(hidden)
+        hidden = self._join(self.mlp(normed), hidden, normed)
+        return hidden if documents is None else (hidden, documents)
+
+    def _join(self, output: Tensor, hidden: Tensor, normed: Tensor) -> Tensor:
+        residual = normed if self.residual_is_normed else hidden
+        return self.dropout_add(output, residual, self.dropout if self.training else 0.0)
+
+
+class ParallelMLP(nn.Module):
+    """hidden [b, s, h] -> hidden [b, s, h] through ``ffn_hidden_size``."""
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
+        super().__init__()
+        h, inner, group, name = config.hidden_size, config.ffn_hidden_size, layout.tensor_group, f"layers.{layer_number}.mlp"
+        fused = bias_gelu(config)
+        self.dense_h_to_4h = ColumnParallelLinear(
+            h, inner, group=group, init=weight(config, f"{name}.dense_h_to_4h"), activation=fused
+        )
+        self.activation = nn.Identity() if fused else gelu(config)
+        self.dense_4h_to_h = RowParallelLinear(
+            inner, h, group=group, init=residual_weight(config, f"{name}.dense_4h_to_h")
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))

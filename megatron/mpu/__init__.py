@@ -1,0 +1,30 @@
+"""Tensor parallelism: the layout of ranks and the layers that are cut across it. Knows nothing of GPT-2."""
+
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.mpu.data import broadcast_data
+from megatron.mpu.initialization import WeightInit
+from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mappings import (
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    reduce_from_model_parallel_region,
+    scatter_to_model_parallel_region,
+)
+from megatron.mpu.random import get_rng_tracker, model_parallel_manual_seed
+
+__all__ = [
+    "ColumnParallelLinear",
+    "ParallelLayout",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "WeightInit",
+    "broadcast_data",
+    "copy_to_model_parallel_region",
+    "gather_from_model_parallel_region",
+    "get_rng_tracker",
+    "model_parallel_manual_seed",
+    "reduce_from_model_parallel_region",
+    "scatter_to_model_parallel_region",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,40 @@
+"""Random streams: one that the ranks of a tensor group share, and one that each has to itself.
+
+Dropout outside a tensor-parallel region must be the same on every rank of the group; inside it,
+on what is cut, it must differ. The second stream is DeepSpeed's own tracker, since its activation
+checkpointing replays exactly that one.
+"""
+
+import random
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing.checkpointing import CudaRNGStatesTracker, get_cuda_rng_tracker
+
+from megatron.mpu.layout import ParallelLayout
+
+MODEL_PARALLEL_STREAM = "model-parallel-rng"
+
+
+def get_rng_tracker() -> CudaRNGStatesTracker:
+    """Holds the stream inside the tensor-parallel region: ``with get_rng_tracker().fork(): ...``."""
+    return get_cuda_rng_tracker()
+
+
+def model_parallel_manual_seed(seed: int, layout: ParallelLayout) -> None:
+    """Seed every stream of this process.
+
+    The shared stream differs between data-parallel ranks and pipeline stages, but not within a
+    tensor group; the tracker's differs there, too.
+    """
+    replica = layout.pipe_group.rank() * layout.data_group.size() + layout.data_group.rank()
+    shared, own = np.random.SeedSequence([seed, replica]).generate_state(2)
+    own = int(own) + layout.tensor_group.rank()
+    random.seed(int(shared))
+    np.random.seed(shared)
+    torch.manual_seed(int(shared))
+    get_accelerator().manual_seed_all(int(shared))
+    tracker = get_rng_tracker()
+    tracker.reset()
+    tracker.add(MODEL_PARALLEL_STREAM, own)

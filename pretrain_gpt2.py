@@ -1,0 +1,30 @@
+"""Pretrain GPT-2 with tensor, pipeline and data parallelism on DeepSpeed.
+
+    deepspeed --num_gpus 4 pretrain_gpt2.py --model-parallel-size 2 --pipe-parallel-size 2 ...
+
+Starts alike under deepspeed, torchrun, mpirun and plain python; --help lists every flag.
+"""
+
+import os
+import sys
+
+from megatron.arguments import parse_run
+from megatron.checkpoint.tracker import resolve
+from megatron.cli import run_tool
+from megatron.launch import prepare_environment
+from megatron.preflight import check
+
+
+def main() -> None:
+    """Everything that can be checked without torch comes before torch."""
+    run = check(parse_run(sys.argv[1:], os.environ), os.environ)
+    saved = resolve(run)
+    prepare_environment(os.environ)
+
+    from megatron.training import pretrain
+
+    pretrain(run, saved)
+
+
+if __name__ == "__main__":
+    run_tool(main)

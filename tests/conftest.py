@@ -1,0 +1,40 @@
+"""What many tests need: ranks that run a function together, and programs started as a user starts them."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from support.programs import Programs  # noqa: E402
+from support.ranks import RankPools  # noqa: E402
+
+os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+
+
+@pytest.fixture(scope="session")
+def _rank_pools() -> Iterator[RankPools]:
+    pools = RankPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def run_ranks(_rank_pools: RankPools) -> Callable[..., list[Any]]:
+    """``run_ranks(n, function, *args)``: call ``function(*args)`` on n gloo ranks; their results, in order.
+
+    The workers live on for the next test. A rank that raises fails the test with its traceback; ranks
+    that do not come back in time fail it with the stack of each.
+    """
+    return _rank_pools.run
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    """Start the project's programs the way a user does, with a small data set at hand."""
+    return Programs(ROOT, tmp_path_factory.mktemp("programs"))

@@ -1,0 +1,103 @@
+"""Start the project's programs as a user does: real launchers, real processes, real files."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+TIME_LIMIT = 240
+BIN = Path(sys.executable).parent
+
+TINY_MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    " --num-workers 0 --log-interval 1 --lr 1e-2 --lr-decay-style cosine --min-lr 1e-3 --warmup 0.2"
+).split()
+"""Small enough for eight processes on two cores, large enough for four stages and four heads."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a program ended and what it said."""
+
+    returncode: int
+    output: str
+
+    def ok(self) -> "Finished":
+        """Itself, if it succeeded."""
+        assert self.returncode == 0, self.output[-6000:]
+        return self
+
+
+class Programs:
+    """The project's programs in its root folder, with a corpus of made-up words."""
+
+    def __init__(self, root: Path, folder: Path):
+        self.root, self.folder = root, folder
+
+    def run(self, *command: str | Path, time_limit: float = TIME_LIMIT, **environ: str) -> Finished:
+        """Run ``command`` to its end; its whole process group dies with it."""
+        process = subprocess.Popen(
+            [str(part) for part in command],
+            cwd=self.root,
+            env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=time_limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(f"{command} ran past {time_limit} s:\n{process.communicate()[0][-6000:]}") from None
+        return Finished(process.returncode, output)
+
+    def python(self, *arguments: str | Path, **options: Any) -> Finished:
+        """``python ARGUMENTS``."""
+        return self.run(sys.executable, *arguments, **options)
+
+    def torchrun(self, processes: int, *arguments: str | Path, **options: Any) -> Finished:
+        """``torchrun`` on a free port."""
+        return self.run(
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes),
+            *arguments, **options,
+        )  # fmt: skip
+
+    def pretrain(self, processes: int, *arguments: str | Path, **options: Any) -> Finished:
+        """``pretrain_gpt2.py`` with the tiny model and corpus, under torchrun where there are several processes."""
+        arguments = ("pretrain_gpt2.py", *TINY_MODEL, *self.data_arguments, *arguments)
+        if processes == 1:
+            return self.python(*arguments, **options)
+        return self.torchrun(processes, *arguments, **options)
+
+    @cached_property
+    def data_arguments(self) -> list[str]:
+        """Flags that name the tiny corpus and its vocabulary."""
+        words = [f"w{n}" for n in range(90)]
+        vocabulary = {token: n for n, token in enumerate([*words, "<unk>", "<|endoftext|>"])}
+        (self.folder / "vocab.json").write_text(json.dumps(vocabulary))
+        chance = random.Random(1)
+        with open(self.folder / "corpus.jsonl", "w") as file:
+            for _ in range(200):
+                text = " ".join(chance.choices(words, weights=range(1, 91), k=chance.randint(5, 60)))
+                file.write(json.dumps({"text": text}) + "\n")
+        self.python(
+            "tools/preprocess_data.py", "--input", self.folder / "corpus.jsonl", "--tokenizer-type",
+            "WhitespaceTokenizer", "--vocab-file", self.folder / "vocab.json", "--append-eod",
+            "--output-prefix", self.folder / "tiny",
+        ).ok()  # fmt: skip
+        return [
+            "--data-path", str(self.folder / "tiny_text_document"), "--vocab-file", str(self.folder / "vocab.json"),
+            "--tokenizer-type", "WhitespaceTokenizer", "--split", "8,1,1",
+        ]  # fmt: skip
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]

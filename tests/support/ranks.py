@@ -1,0 +1,158 @@
+"""Gloo ranks on this machine that outlive a single check."""
+
+import faulthandler
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+TIME_LIMIT = 240.0
+"""Seconds for one call, the first of a session included, which may have to compile DeepSpeed's extension."""
+
+
+class RankPools:
+    """One pool of workers for each world size asked for; a pool that failed is replaced."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, _Pool] = {}
+
+    def run(self, world_size: int, function: Callable, *args: Any, time_limit: float = TIME_LIMIT) -> list[Any]:
+        """``function(*args)`` on every rank; the results in the order of ranks."""
+        pool = self._pools.get(world_size)
+        if pool is None or not pool.is_whole:
+            pool = self._pools[world_size] = _Pool(world_size)
+        return pool.run(function, args, time_limit)
+
+    def close(self) -> None:
+        """End all workers."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+class _Pool:
+    def __init__(self, world_size: int) -> None:
+        self.is_whole = True
+        self._stacks = [Path(tempfile.mkstemp(suffix=f".rank{rank}.stack")[1]) for rank in range(world_size)]
+        self._pipes: list[Connection] = []
+        self._processes = []
+        port = _free_port()
+        context = multiprocessing.get_context("spawn")
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_work, args=(theirs, rank, world_size, port, str(self._stacks[rank])), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable, args: tuple, time_limit: float) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((inspect.getfile(function), function.__qualname__, args))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + time_limit
+        while len(answers) < len(self._pipes):
+            missing = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+            ready = wait(missing, timeout=max(deadline - time.monotonic(), 0))
+            if not ready:
+                self._fail(f"no answer after {time_limit:.0f} s; the stacks:\n{self._dump_stacks()}")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    self._fail(f"rank {rank} died with exit code {self._processes[rank].exitcode}")
+                if not answers[rank][0]:
+                    self._fail(f"rank {rank} raised:\n{answers[rank][1]}")
+        return [answers[rank][1] for rank in range(len(self._pipes))]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            try:
+                pipe.send(None)
+            except OSError:
+                pass
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+        for path in self._stacks:
+            path.unlink(missing_ok=True)
+
+    def _fail(self, message: str) -> None:
+        self.is_whole = False
+        for process in self._processes:
+            process.kill()
+        raise AssertionError(message)
+
+    def _dump_stacks(self) -> str:
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1)
+        return "\n".join(f"--- rank {rank}\n{path.read_text()}" for rank, path in enumerate(self._stacks))
+
+
+def _work(pipe: Connection, rank: int, world_size: int, port: int, stack_file: str) -> None:
+    faulthandler.register(signal.SIGUSR1, file=open(stack_file, "w"), all_threads=True)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+    )  # fmt: skip
+    started = False
+    while (task := pipe.recv()) is not None:
+        try:
+            if not started:
+                _start()
+                started = True
+            file, name, args = task
+            pipe.send((True, _function(file, name)(*args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    if started:
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+
+
+def _start() -> None:
+    from megatron.launch import prepare_environment
+
+    prepare_environment(os.environ)
+    import deepspeed
+    import torch
+
+    from megatron.quiet import deepspeed_silenced, silence_known_warnings
+
+    torch.set_num_threads(1)
+    silence_known_warnings()
+    with deepspeed_silenced(verbose=False):
+        deepspeed.init_distributed("gloo", verbose=False)
+
+
+def _function(file: str, name: str) -> Callable:
+    """By file, since a test's module may have come into being after this worker."""
+    module_name = Path(file).stem
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
