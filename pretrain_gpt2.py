@@ -10,14 +10,13 @@ import sys
 
 from megatron.arguments import parse_run
 from megatron.checkpoint.tracker import resolve
-from megatron.cli import run_tool
-from megatron.launch import prepare_environment
+from megatron.launch import prepare_environment, run_rank
 from megatron.preflight import check
 
 
 def main() -> None:
     """Everything that can be checked without torch comes before torch."""
-    run = check(parse_run(sys.argv[1:], os.environ), os.environ)
+    run = check(parse_run(sys.argv[1:], os.environ))
     saved = resolve(run)
     prepare_environment(os.environ)
 
@@ -27,4 +26,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_rank(main)

@@ -109,7 +109,6 @@ def step_status(engine: DeepSpeedEngine) -> StepStatus:
     """What the engine knows behind a step."""
     norm = engine.get_global_grad_norm()
     return StepStatus(
-        learning_rate=engine.get_lr()[0],
         grad_norm=None if norm is None else float(norm),
         loss_scale=float(getattr(engine.optimizer, "cur_scale", 1.0)),
         skipped_iterations=engine.skipped_steps,
@@ -141,7 +140,9 @@ def _apex_adam(run: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Opti
         return None
     from apex.optimizers import FusedAdam
 
-    params = {k: v for k, v in run.ds_config["optimizer"]["params"].items() if k in ("lr", "betas", "eps", "weight_decay")}
+    params = {
+        k: v for k, v in run.ds_config["optimizer"]["params"].items() if k in ("lr", "betas", "eps", "weight_decay")
+    }
     return FusedAdam(groups, **params)
 
 

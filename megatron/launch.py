@@ -7,9 +7,12 @@ DeepSpeed finds out through mpi4py; a plain ``python`` is a world of one, and th
 import os
 import socket
 import sys
-from collections.abc import MutableMapping
+import traceback
+from collections.abc import Callable, MutableMapping
+from typing import NoReturn
 
 from megatron.device import expected_device
+from megatron.errors import UserError
 
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -52,3 +55,37 @@ def _private_extensions_folder() -> str:
     cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
     environment = sys.prefix.strip(os.sep).replace(os.sep, "-")
     return os.path.join(cache, "megatron_deepspeed_extensions", environment)
+
+
+def run_rank(main: Callable[[], None]) -> NoReturn:
+    """Run ``main`` as one of several ranks and leave the process with its exit code.
+
+    What every rank sees before they have joined is said by the first alone. Behind that the rank that
+    fails says so, and leaves at once, without waiting for others in the middle of a collective.
+    """
+    rank = rank_in(os.environ)
+    try:
+        main()
+    except UserError as error:
+        joined = _has_joined()
+        if joined or rank == 0:
+            for message in error.messages:
+                print(
+                    f"pretrain_gpt2.py: error: {f'rank {rank}: ' if joined else ''}{message}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        os._exit(error.exit_code)
+    except KeyboardInterrupt:
+        os._exit(130)
+    except Exception:
+        print(f"pretrain_gpt2.py: rank {rank} failed:", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.exit(0)
+
+
+def _has_joined() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()

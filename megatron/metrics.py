@@ -21,7 +21,6 @@ from megatron.flops import flops_per_iteration
 class StepStatus:
     """What the engine says behind an iteration."""
 
-    learning_rate: float
     grad_norm: float | None
     loss_scale: float
     skipped_iterations: int
@@ -34,7 +33,7 @@ class MetricsLogger:
         self._run = run
         self._speaks = speaks
         self._losses: list[Tensor] = []
-        self._since = time.monotonic()
+        self._since = 0.0
         self._file: TextIO | None = None
         self._board: SummaryWriter | None = None
         if speaks and run.logging.metrics_file:
@@ -53,11 +52,11 @@ class MetricsLogger:
         if self._board:
             self._board.add_text(name, f"```\n{text}\n```")
 
-    def step(self, iteration: int, loss: Tensor, status: StepStatus) -> None:
-        """Count an iteration, and speak where a log interval ends."""
+    def step(self, iteration: int, loss: Tensor, learning_rate: float, status: StepStatus) -> None:
+        """Count an iteration made at ``learning_rate``, and speak where a log interval ends."""
         self._losses.append(loss.detach())
         if iteration % self._run.logging.log_interval == 0 or iteration == self._run.train.train_iters:
-            self._report(iteration, status)
+            self._report(iteration, learning_rate, status)
 
     def evaluation(self, iteration: int, loss: float, split: str) -> None:
         """Say the result of an evaluation on the split ``valid`` or ``test``."""
@@ -65,6 +64,10 @@ class MetricsLogger:
         perplexity = math.exp(min(loss, 20.0))
         self.say(f"  {kind} after iteration {iteration} | loss {loss:.4f} | perplexity {perplexity:.3f}")
         self._record(iteration, {f"{kind}_loss": loss, f"{kind}_ppl": perplexity})
+
+    def start(self) -> None:
+        """Training begins now."""
+        self._since = time.monotonic()
 
     def pause(self, seconds: float) -> None:
         """Leave ``seconds`` spent on something else out of the pace."""
@@ -77,7 +80,7 @@ class MetricsLogger:
         if self._board:
             self._board.close()
 
-    def _report(self, iteration: int, status: StepStatus) -> None:
+    def _report(self, iteration: int, learning_rate: float, status: StepStatus) -> None:
         loss = torch.stack(self._losses).float().mean().item()
         seconds = (time.monotonic() - self._since) / len(self._losses)
         self._losses, self._since = [], time.monotonic()
@@ -87,7 +90,7 @@ class MetricsLogger:
             "consumed_samples": iteration * train.global_batch_size,
             "consumed_tokens": iteration * tokens,
             "lm_loss": loss,
-            "learning_rate": status.learning_rate,
+            "learning_rate": learning_rate,
             "grad_norm": status.grad_norm,
             "loss_scale": status.loss_scale,
             "skipped_iterations": status.skipped_iterations,

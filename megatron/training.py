@@ -53,9 +53,11 @@ class Trainer:
         config, save_interval = self.run.train, self.run.checkpoint.save_interval
         iteration = saved_at = finished
         train_batches = self._batches("train", first_sample=finished * config.global_batch_size)
+        self.log.start()
         for iteration in range(finished + 1, config.train_iters + 1):
+            learning_rate = self.engine.get_lr()[0]
             loss = train_batch(self.engine, train_batches)
-            self.log.step(iteration, loss, step_status(self.engine))
+            self.log.step(iteration, loss, learning_rate, step_status(self.engine))
             if _due(iteration, config.eval_interval):
                 self.evaluate(iteration)
             if _due(iteration, save_interval):

@@ -1,8 +1,8 @@
 """Which checkpoint a folder offers, found without torch and before anything starts.
 
-    SAVE/latest                               name of the newest tag, read by DeepSpeed
-    SAVE/latest_checkpointed_iteration.txt    its iteration, read by Megatron
-    SAVE/global_stepN/run.json                what was saved; written last, so it marks a whole tag
+SAVE/latest                               name of the newest tag, read by DeepSpeed
+SAVE/latest_checkpointed_iteration.txt    its iteration, read by Megatron
+SAVE/global_stepN/run.json                what was saved; written last, so it marks a whole tag
 """
 
 import dataclasses
@@ -48,12 +48,20 @@ def resolve(run: RunConfig) -> SavedRun | None:
     if _is_empty(folder):
         if config.save is not None and folder.resolve() == Path(config.save).resolve():
             return None
-        raise CheckpointError(
-            f"--load {folder}: no checkpoint there; name a folder that holds one, or leave --load out to start fresh"
-        )
-    saved = _read(folder, _latest_tag(folder))
+    saved = newest(folder)
     _check_fit(saved, run)
     return saved
+
+
+def newest(folder: str | Path) -> SavedRun:
+    """The checkpoint that ``folder`` points to.
+
+    Raises CheckpointError where there is none or where it is broken.
+    """
+    folder = Path(folder)
+    if _is_empty(folder):
+        raise CheckpointError(f"--load {folder}: no checkpoint there; name a folder that holds one")
+    return _read(folder, _latest_tag(folder))
 
 
 def publish(folder: Path, tag: str, iteration: int) -> None:
@@ -148,7 +156,9 @@ def _check_fit(saved: SavedRun, run: RunConfig) -> None:
     shape = saved.description["config"]["model"]
     for name in _SHAPE_FIELDS:
         if shape.get(name) != getattr(run.model, name):
-            messages.append(f"{name} is {getattr(run.model, name)}, but {shape.get(name)} in {place}: load a model of the same shape")
+            messages.append(
+                f"{name} is {getattr(run.model, name)}, but {shape.get(name)} in {place}: load a model of the same shape"
+            )
     layout = _layout(run)
     weights_only = (run.checkpoint.finetune or run.checkpoint.no_load_optim) and run.zero.zero_stage < 3
     matters = ("--model-parallel-size", "--pipe-parallel-size") if weights_only else layout

@@ -16,7 +16,7 @@ BIN = Path(sys.executable).parent
 
 TINY_MODEL = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-    " --num-workers 0 --log-interval 1 --lr 1e-2 --lr-decay-style cosine --min-lr 1e-3 --warmup 0.2"
+    " --num-workers 0 --log-interval 1 --lr 1e-3 --lr-decay-style cosine --min-lr 1e-4 --warmup 0.2"
 ).split()
 """Small enough for eight processes on two cores, large enough for four stages and four heads."""
 

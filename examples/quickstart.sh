@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# From nothing to a trained GPT-2 on two CPU cores: corpus, tokenizer, data set, training under tensor
+# and pipeline parallelism, a picture of the loss, and a prompt continued with the trained weights.
+#
+#   bash examples/quickstart.sh          about 4 minutes behind the installation
+#   bash examples/quickstart.sh --fast   about a minute; shows the way, not the result
+#
+# Knobs (environment variables):
+OUT=${OUT:-quickstart}   # folder for everything it makes; an earlier one is replaced
+TP=${TP:-2}              # tensor-parallel size
+PP=${PP:-2}              # pipeline stages
+PROCESSES=${PROCESSES:-$((TP * PP))}
+PROMPT=${PROMPT:-Return the}
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+VOCABULARY=2048 ITERATIONS=500 LAYERS=4 HIDDEN=128 MEGABYTES=4
+case "${1:-}" in
+"") ;;
+--fast) VOCABULARY=512 ITERATIONS=40 LAYERS=2 HIDDEN=64 MEGABYTES=0.5 ;;
+*) sed -n '2,/^set/p' "$0" | grep '^#' >&2 && exit 2 ;;
+esac
+
+source tools/environment.sh requirements.txt
+export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+rm -rf "$OUT"
+mkdir -p "$OUT"
+
+step() { printf '\n== %s\n' "$*"; }
+
+step "a corpus from this Python's own documentation"
+python tools/make_python_corpus.py --output "$OUT/corpus.jsonl" --max-megabytes "$MEGABYTES"
+
+step "a byte-level BPE of $VOCABULARY tokens"
+python tools/train_tokenizer.py --input "$OUT/corpus.jsonl" --vocab-size "$VOCABULARY" --output-dir "$OUT"
+
+step "the data set: corpus_text_document.bin and .idx"
+python tools/preprocess_data.py --input "$OUT/corpus.jsonl" --output-prefix "$OUT/corpus" --append-eod \
+    --tokenizer-type GPT2BPETokenizer --vocab-file "$OUT/vocab.json" --merge-file "$OUT/merges.txt" --workers 2
+
+step "training on $PROCESSES processes: tensor parallel $TP x pipeline $PP"
+deepspeed --num_gpus "$PROCESSES" pretrain_gpt2.py \
+    --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
+    --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads 4 \
+    --seq-length 128 --max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0 \
+    --batch-size 8 --gas 2 --train-iters "$ITERATIONS" \
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --warmup 0.05 --weight-decay 0.1 \
+    --data-path "$OUT/corpus_text_document" --split 90,9,1 --num-workers 0 \
+    --vocab-file "$OUT/vocab.json" --merge-file "$OUT/merges.txt" \
+    --log-interval 10 --eval-interval $((ITERATIONS / 5)) --eval-iters 4 \
+    --save "$OUT/checkpoints" --metrics-file "$OUT/metrics.jsonl" --tensorboard-dir "$OUT/tensorboard"
+
+step "what it learned"
+ENTROPY=$(python tools/unigram_entropy.py --data-path "$OUT/corpus_text_document")
+python tools/plot_metrics.py "$OUT/metrics.jsonl" --output "$OUT/loss.png" --baseline "unigram entropy=$ENTROPY"
+python - "$OUT/metrics.jsonl" "$ENTROPY" <<'PYTHON'
+import json, sys
+losses = [json.loads(line).get("validation_loss") for line in open(sys.argv[1])]
+print(f"validation loss {[loss for loss in losses if loss is not None][-1]:.3f} nats a token; unigram entropy of the corpus {float(sys.argv[2]):.3f}")
+PYTHON
+
+step "the trained weights continue: $PROMPT"
+python tools/generate.py --load "$OUT/checkpoints" --prompt "$PROMPT" --new-tokens 60 --temperature 0.7 --top_k 40
+
+step "done: loss curve in $OUT/loss.png, checkpoint in $OUT/checkpoints"

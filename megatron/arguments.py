@@ -1,0 +1,41 @@
+"""From a command line to a run: reads the flags and the JSON, brings them together, and checks all of it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from megatron.command_line import CONFIG_FILE, read_flags
+from megatron.config import RunConfig
+from megatron.ds_config import compile_config, read_knobs
+from megatron.ds_config_file import ConfigFile, read_config_file
+from megatron.ds_optimizers import optimizer_problems
+from megatron.errors import ConfigError
+from megatron.given import merge
+from megatron.legality import violations
+from megatron.resolve import resolve_run
+from megatron.value_checks import value_problems
+
+
+def parse_run(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
+    """The run that ``argv`` asks for, in the world that ``environ`` describes. Imports no torch.
+
+    What the tokenizer decides (``vocab_size``, ``padded_vocab_size``, ``eod_token``) is left open.
+
+    Raises:
+        ConfigError: with a line for each thing that is wrong. Where a value or the file cannot be
+            read at all, the lines stop there, for the rules have nothing to judge.
+    """
+    flags, problems = read_flags(argv)
+    file = ConfigFile("", {})
+    if CONFIG_FILE in flags:
+        try:
+            file, faults = read_config_file(flags.pop(CONFIG_FILE).value)
+        except ConfigError as error:
+            raise ConfigError([*problems, *error.messages]) from None
+        problems += faults
+    given, contradictions = merge(flags, read_knobs(file))
+    run, unsettled = resolve_run(given, environ)
+    problems += contradictions + value_problems(given) + unsettled
+    problems += violations(run) + optimizer_problems(run, file.tree, given)
+    if problems:
+        raise ConfigError(problems)
+    return replace(run, ds_config=compile_config(run, given, file.tree))

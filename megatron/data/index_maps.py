@@ -1,0 +1,122 @@
+"""Which tokens make sample j: an endless stream of shuffled epochs, cut into samples, shuffled again.
+
+The stream is epoch 0 of the documents, then epoch 1, and so on, each in an order of its own. Sample j
+starts at token ``j * seq_length`` of it and has ``seq_length + 1`` tokens, so neighbours share one.
+The samples that start in epoch e are block e; each block is shuffled by itself. Nothing depends on how
+many samples are asked for: a longer run sees the samples of a shorter one first, in the same order.
+
+Three maps hold this, as in every program of the Megatron family:
+
+    documents  [document epochs * documents]  documents in the order of the stream
+    samples    [n + 1, 2]                     where sample j starts: position in ``documents``, token offset
+    shuffle    [n]                            the sample that is the i-th to be trained on
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class SampleStream:
+    """What the maps are made from.
+
+    Attributes:
+        lengths: tokens of each document, int64 [documents].
+        seq_length: tokens of a sample, less one.
+        wanted: samples asked for; the stream holds whole epochs, so more.
+        seed: seed of both orders.
+        salt: tells apart streams that share a seed.
+    """
+
+    lengths: np.ndarray
+    seq_length: int
+    wanted: int
+    seed: int
+    salt: int = 0
+
+    @cached_property
+    def tokens(self) -> int:
+        """Tokens of an epoch."""
+        return int(self.lengths.sum())
+
+    @property
+    def epochs(self) -> int:
+        """Epochs whose blocks together hold the samples asked for."""
+        return ((self.wanted - 1) * self.seq_length) // self.tokens + 1 if self.wanted else 0
+
+    @property
+    def samples(self) -> int:
+        """Samples of all these blocks."""
+        return self.first_sample(self.epochs)
+
+    @property
+    def document_epochs(self) -> int:
+        """Epochs of documents that reach the last token of the last sample."""
+        return -(-(self.samples * self.seq_length + 1) // self.tokens)
+
+    def first_sample(self, epoch: int) -> int:
+        """First sample that starts in ``epoch``."""
+        return -(-epoch * self.tokens // self.seq_length)
+
+
+@dataclass(frozen=True)
+class IndexMaps:
+    """The three maps of a stream; see the top of the file."""
+
+    documents: np.ndarray
+    samples: np.ndarray
+    shuffle: np.ndarray
+
+
+def build_index_maps(stream: SampleStream) -> IndexMaps:
+    """Compute the maps of a stream that has at least one token."""
+    documents = np.concatenate([_document_order(stream, epoch) for epoch in range(stream.document_epochs)])
+    lengths = stream.lengths[documents]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    starts = np.arange(stream.samples + 1, dtype=np.int64) * stream.seq_length
+    positions = np.searchsorted(ends, starts, side="right")
+    offsets = starts - (ends - lengths)[positions]
+    widest = max(len(documents), int(stream.lengths.max()))
+    blocks = [_block_order(stream, epoch) for epoch in range(stream.epochs)]
+    return IndexMaps(
+        documents=documents.astype(_fitting(len(stream.lengths), np.int32)),
+        samples=np.stack([positions, offsets], axis=1).astype(_fitting(widest, np.int32)),
+        shuffle=np.concatenate([np.empty(0, np.int64), *blocks]).astype(_fitting(stream.samples, np.uint32)),
+    )
+
+
+def map_shapes(stream: SampleStream) -> dict[str, tuple[int, ...]]:
+    """The shape of each of a stream's maps, without building them."""
+    return {
+        "documents": (stream.document_epochs * len(stream.lengths),),
+        "samples": (stream.samples + 1, 2),
+        "shuffle": (stream.samples,),
+    }
+
+
+def _document_order(stream: SampleStream, epoch: int) -> np.ndarray:
+    """Order of the documents in one epoch."""
+    return _random(stream, epoch, 0).permutation(len(stream.lengths))
+
+
+def _block_order(stream: SampleStream, epoch: int) -> np.ndarray:
+    """Order of the samples that start in one epoch."""
+    first, end = stream.first_sample(epoch), stream.first_sample(epoch + 1)
+    return first + _random(stream, epoch, 1).permutation(end - first)
+
+
+def _random(stream: SampleStream, epoch: int, purpose: int) -> np.random.RandomState:
+    """A generator of its own for every epoch and purpose.
+
+    ``RandomState`` because NumPy has frozen its stream: a run resumed after an upgrade must go on in
+    the same order, which the newer ``Generator`` does not promise.
+    """
+    seed_words = [stream.seed & 0xFFFFFFFF, stream.seed >> 32 & 0xFFFFFFFF]
+    return np.random.RandomState([*seed_words, stream.salt, epoch, purpose])
+
+
+def _fitting(bound: int, narrow: type[np.integer]) -> type[np.integer]:
+    """``narrow`` if it holds all numbers up to ``bound``, else int64."""
+    return narrow if bound <= np.iinfo(narrow).max else np.int64

@@ -1,0 +1,209 @@
+"""The indexed data set of the Megatron family (MMIDIDX), read by memory map.
+
+``PREFIX.bin`` holds the tokens of all sequences one after the other, without a header. ``PREFIX.idx``,
+little-endian and packed, with S sequences and D - 1 documents:
+
+    offset     type       content
+    0          9 bytes    magic "MMIDIDX", two zero bytes
+    9          u64        version, 1
+    17         u8         dtype code of the tokens
+    18         u64        S
+    26         u64        D
+    34         i32[S]     sizes: tokens of each sequence
+    34 + 4S    i64[S]     pointers: byte offset of each sequence in PREFIX.bin
+    34 + 12S   i64[D]     doc_idx: 0, then for each document the number of sequences up to its end
+    ...        i8[S]      modes; only multimodal data sets have them, and they are not read
+"""
+
+import hashlib
+import os
+import struct
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from megatron.errors import DataError
+
+MAGIC = b"MMIDIDX\x00\x00"
+LEGACY_MAGIC = b"TNTIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {
+    1: np.dtype("u1"),
+    2: np.dtype("i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+
+
+class IndexedDataset:
+    """Read access to the data set ``PREFIX.bin`` and ``PREFIX.idx``.
+
+    Opening costs a pass over the index and none over the tokens. Everything the index says is
+    checked first, so that nothing read later can lie outside of ``PREFIX.bin``.
+
+    Attributes:
+        sizes: tokens of each sequence, int32 [S].
+        pointers: byte offset of each sequence in ``PREFIX.bin``, int64 [S].
+        doc_idx: sequences up to the end of each document, after a leading 0, int64 [D].
+        dtype: type of the tokens on disk.
+
+    Raises:
+        DataError: a file is missing, unreadable, of another format, damaged or truncated.
+    """
+
+    def __init__(self, prefix: str | Path, *, warmup: bool = False) -> None:
+        self.prefix = str(prefix)
+        self.bin_path = Path(f"{self.prefix}.bin")
+        self.idx_path = Path(f"{self.prefix}.idx")
+        self._bin_stat, self._idx_stat = _stat_files(self.prefix, self.bin_path, self.idx_path)
+        try:
+            with open(self.idx_path, "rb") as file:
+                self._header = file.read(HEADER.size)
+            self.dtype, sequences, documents = _read_header(self.idx_path, self._header, self._idx_stat.st_size)
+            memory = np.memmap(self.idx_path, np.uint8, "r")
+            self.sizes = np.frombuffer(memory, "<i4", sequences, HEADER.size)
+            self.pointers = np.frombuffer(memory, "<i8", sequences, HEADER.size + 4 * sequences)
+            self.doc_idx = np.frombuffer(memory, "<i8", documents, HEADER.size + 12 * sequences)
+            _check_index(self.idx_path, self.dtype, self.sizes, self.pointers, self.doc_idx)
+            self.num_tokens = int(self.sizes.sum(dtype=np.int64))
+            _check_bin_size(self.bin_path, self._bin_stat.st_size, self.num_tokens, self.dtype)
+            if warmup:
+                _read_through(self.bin_path)
+            # An empty file cannot be mapped.
+            self._tokens = np.memmap(self.bin_path, self.dtype, "r") if self.num_tokens else np.empty(0, self.dtype)
+        except OSError as error:
+            raise DataError(f"cannot read {error.filename or self.prefix}: {error.strerror}") from error
+
+    def __len__(self) -> int:
+        """Sequences in the data set."""
+        return len(self.sizes)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the data set."""
+        return len(self.doc_idx) - 1
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens ``offset`` to ``offset + length`` (default: to the end) of sequence ``index``, without a copy."""
+        size = int(self.sizes[index])
+        length = size - offset if length is None else length
+        if not (0 <= offset and 0 <= length and offset + length <= size):
+            raise IndexError(f"tokens {offset} to {offset + length} of sequence {index}, which has {size}")
+        start = int(self.pointers[index]) // self.dtype.itemsize + offset
+        return self._tokens[start : start + length]
+
+    @cached_property
+    def document_starts(self) -> np.ndarray:
+        """Where each document begins in the tokens of the whole data set, and their number, int64 [D]."""
+        return np.append(self.pointers // self.dtype.itemsize, self.num_tokens)[self.doc_idx]
+
+    def span(self, start: int, length: int) -> np.ndarray:
+        """Tokens ``start`` to ``start + length`` of the whole data set, without a copy."""
+        return self._tokens[start : start + length]
+
+    def content_hash(self) -> str:
+        """A name for these contents that costs no reading: from the sizes and times of both files and the header."""
+        stats = [(stat.st_size, stat.st_mtime_ns) for stat in (self._bin_stat, self._idx_stat)]
+        return hashlib.sha256(repr((stats, self._header)).encode()).hexdigest()
+
+
+def _stat_files(prefix: str, bin_path: Path, idx_path: Path) -> tuple[os.stat_result, os.stat_result]:
+    """Both files' status; DataError if one is missing."""
+    missing = [str(path) for path in (bin_path, idx_path) if not path.is_file()]
+    if missing:
+        hint = ""
+        if prefix.endswith((".bin", ".idx")):
+            hint = f" (give the prefix without the ending: {prefix[:-4]})"
+        raise DataError(f"no data set at {prefix}: {' and '.join(missing)} missing{hint}")
+    return bin_path.stat(), idx_path.stat()
+
+
+def _read_header(path: Path, header: bytes, file_size: int) -> tuple[np.dtype, int, int]:
+    """Token type, S and D; DataError unless the header is whole and fits the size of the file."""
+    if header.startswith(LEGACY_MAGIC):
+        raise DataError(
+            f"{path} is in the older lazy/cached format (magic TNTIDX): make the data set again from its text "
+            "with tools/preprocess_data.py"
+        )
+    if not MAGIC.startswith(header[: len(MAGIC)]):
+        raise DataError(f"{path} is not an index: offset 0 holds {header[: len(MAGIC)]!r} instead of {MAGIC!r}")
+    if len(header) < HEADER.size:
+        raise DataError(f"{path} is truncated: {file_size} bytes do not hold the header of {HEADER.size}")
+    _, version, code, sequences, documents = HEADER.unpack(header)
+    if version != VERSION:
+        raise DataError(f"{path} has version {version} at offset 9; only version {VERSION} can be read")
+    if code in (6, 7):
+        raise DataError(
+            f"{path} has dtype code {code} at offset 17: floating point, whose width programs disagree on; "
+            "tokens must be integers"
+        )
+    if code not in DTYPES:
+        known = ", ".join(f"{code} {dtype.name}" for code, dtype in DTYPES.items())
+        raise DataError(f"{path} has the unknown dtype code {code} at offset 17 (known: {known})")
+    promised = HEADER.size + 12 * sequences + 8 * documents
+    if file_size < promised:
+        raise DataError(
+            f"{path} is truncated: it ends at offset {file_size}, its header promises {promised} bytes "
+            f"({sequences} sequences, {documents} document bounds)"
+        )
+    if file_size not in (promised, promised + sequences):
+        raise DataError(
+            f"{path} has {file_size - promised} bytes too many at offset {promised}: its header promises "
+            f"{sequences} sequences and {documents} document bounds"
+        )
+    return DTYPES[code], sequences, documents
+
+
+def _check_index(path: Path, dtype: np.dtype, sizes: np.ndarray, pointers: np.ndarray, doc_idx: np.ndarray) -> None:
+    """DataError naming the first entry of the index that contradicts another."""
+    sequences = len(sizes)
+    if (bad := _first(sizes < 0)) is not None:
+        raise DataError(f"{path} has the negative size {sizes[bad]} for sequence {bad}, at offset {34 + 4 * bad}")
+    # Sequences lie one behind the other, so each pointer follows from the one before it.
+    gaps = np.diff(pointers) - np.multiply(sizes[:-1], dtype.itemsize, dtype=np.int64)
+    bad = 0 if sequences and pointers[0] != 0 else _first(gaps != 0, shift=1)
+    if bad is not None:
+        raise DataError(
+            f"{path} has the pointer {pointers[bad]} for sequence {bad}, at offset {34 + 4 * sequences + 8 * bad}: "
+            "not the end of the sequence before it"
+        )
+    bounds = 34 + 12 * sequences
+    if not len(doc_idx) or doc_idx[0] != 0:
+        raise DataError(f"{path} does not begin its documents with sequence 0, at offset {bounds}")
+    if (bad := _first(np.diff(doc_idx) < 0, shift=1)) is not None:
+        raise DataError(
+            f"{path} ends document {bad - 1} at sequence {doc_idx[bad]}, before it begins, at offset {bounds + 8 * bad}"
+        )
+    if doc_idx[-1] != sequences:
+        raise DataError(
+            f"{path} ends its last document at sequence {doc_idx[-1]} of {sequences}, "
+            f"at offset {bounds + 8 * (len(doc_idx) - 1)}"
+        )
+
+
+def _first(wrong: np.ndarray, shift: int = 0) -> int | None:
+    """Position of the first true value, plus ``shift``."""
+    return int(wrong.argmax()) + shift if wrong.any() else None
+
+
+def _check_bin_size(path: Path, size: int, num_tokens: int, dtype: np.dtype) -> None:
+    """DataError unless the token file is as long as the index says."""
+    expected = num_tokens * dtype.itemsize
+    if size != expected:
+        fault = "is truncated" if size < expected else "does not belong to its index"
+        raise DataError(
+            f"{path} {fault}: it has {size} bytes, its index says {num_tokens} tokens of {dtype.itemsize} bytes, "
+            f"{expected} in all"
+        )
+
+
+def _read_through(path: Path, chunk: int = 1 << 22) -> None:
+    """Read a file once from end to end, so that the page cache holds it."""
+    buffer = bytearray(chunk)
+    with open(path, "rb", buffering=0) as file:
+        while file.readinto(buffer):
+            pass

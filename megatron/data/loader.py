@@ -1,0 +1,131 @@
+"""Batches for one data-parallel rank: its rows of every global batch, as micro-batches, in order.
+
+Shapes: b micro-batch size, s sequence length.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from megatron.data.workers import leave_with_parent
+from megatron.errors import UserError
+
+
+class Batch(NamedTuple):
+    """A micro-batch, as both engines take it."""
+
+    tokens: Tensor
+    """int64 [b, s]"""
+    targets: tuple[Tensor, Tensor]
+    """labels int64 [b, s], and loss_mask float32 [b, s]"""
+
+
+class MicroBatches(Dataset):
+    """The micro-batches of one data-parallel rank, numbered from ``first_sample`` on.
+
+    Global batch n is ``global_batch_size`` samples from ``first_sample + n * global_batch_size`` on.
+    Rank r of D has the r-th of D equal runs of them, cut into micro-batches. What a global batch
+    consists of depends on nothing else.
+    """
+
+    def __init__(
+        self,
+        dataset: Sequence[np.ndarray],
+        *,
+        first_sample: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        data_rank: int,
+        data_size: int,
+    ) -> None:
+        assert global_batch_size % (data_size * micro_batch_size) == 0
+        self.dataset = dataset
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.per_global_batch = global_batch_size // (data_size * micro_batch_size)
+        self.first_row = first_sample + data_rank * (global_batch_size // data_size)
+        self.global_batches = max(len(dataset) - first_sample, 0) // global_batch_size
+
+    def __len__(self) -> int:
+        return self.global_batches * self.per_global_batch
+
+    def __getitem__(self, number: int) -> Tensor | UserError:
+        """Samples of micro-batch ``number``, int64 [b, s + 1].
+
+        A ``UserError`` is returned, not raised: from a worker the loader would raise it with the
+        worker's traceback for its message.
+        """
+        global_batch, part = divmod(number, self.per_global_batch)
+        start = self.first_row + global_batch * self.global_batch_size + part * self.micro_batch_size
+        try:
+            return torch.from_numpy(
+                np.stack([self.dataset[row] for row in range(start, start + self.micro_batch_size)])
+            )
+        except UserError as error:
+            return error
+
+
+def batches(
+    dataset: Sequence[np.ndarray],
+    *,
+    first_sample: int,
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_rank: int,
+    data_size: int,
+    num_workers: int,
+    eod_token: int,
+    eod_mask_loss: bool,
+) -> Iterator[Batch]:
+    """Micro-batches of data-parallel rank ``data_rank`` of ``data_size``, until the last whole global batch.
+
+    Args:
+        dataset: samples, int64 [s + 1], in the order of training.
+        first_sample: sample the first global batch starts with: those a resumed run has consumed.
+        num_workers: processes that read ahead; 0 reads here.
+        eod_mask_loss: leave positions whose input is ``eod_token`` out of the loss.
+
+    Raises:
+        DataError: as ``dataset`` does, also where a worker read.
+    """
+    micro_batches = MicroBatches(
+        dataset,
+        first_sample=first_sample,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        data_rank=data_rank,
+        data_size=data_size,
+    )
+    loader = DataLoader(
+        micro_batches,
+        batch_size=None,
+        sampler=range(len(micro_batches)),
+        collate_fn=_unchanged,
+        num_workers=num_workers,
+        # A forked worker shares the index maps with this process instead of a copy of them. It
+        # reads files and nothing else, so what forking does to process groups and devices is no matter.
+        multiprocessing_context="fork" if num_workers else None,
+        worker_init_fn=_start_worker,
+        # The loader draws a seed for its workers. From the global stream it would change dropout.
+        generator=torch.Generator(),
+    )
+    for rows in loader:
+        if isinstance(rows, UserError):
+            raise rows
+        tokens = rows[:, :-1].contiguous()
+        loss_mask = tokens.ne(eod_token).float() if eod_mask_loss else torch.ones(tokens.shape)
+        yield Batch(tokens, (rows[:, 1:].contiguous(), loss_mask))
+
+
+def _unchanged(rows: Tensor | UserError) -> Tensor | UserError:
+    """Micro-batches come whole from the data set."""
+    return rows
+
+
+def _start_worker(worker: int) -> None:
+    """Runs in each worker before it reads."""
+    leave_with_parent()

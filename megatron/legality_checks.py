@@ -1,0 +1,210 @@
+"""The rules that compare several settings of a run: each returns the message for a run that breaks it, else None.
+
+A check is silent where a size it needs is missing or out of range, for that is reported by itself.
+"""
+
+import math
+from importlib.util import find_spec
+
+from megatron.config import RunConfig
+
+
+def _divides(small: int, large: int) -> bool:
+    """Whether ``small`` divides ``large``; also if either is no size at all, which is another rule's business."""
+    return small < 1 or large < 1 or large % small == 0
+
+
+def hidden_size(run: RunConfig) -> str | None:
+    hidden, heads = run.model.hidden_size, run.model.num_attention_heads
+    if not _divides(heads, hidden):
+        return f"--hidden-size {hidden} is not a multiple of --num-attention-heads {heads}: {_nearest(hidden, heads)}"
+    return None
+
+
+def heads(run: RunConfig) -> str | None:
+    heads, ranks = run.model.num_attention_heads, run.parallel.model_parallel_size
+    if not _divides(ranks, heads):
+        return (
+            f"--num-attention-heads {heads} is not a multiple of --model-parallel-size {ranks}: "
+            f"{_nearest(heads, ranks)}"
+        )
+    return None
+
+
+def ffn_hidden_size(run: RunConfig) -> str | None:
+    size, ranks = run.model.ffn_hidden_size, run.parallel.model_parallel_size
+    if not _divides(ranks, size):
+        return f"--ffn-hidden-size {size} is not a multiple of --model-parallel-size {ranks}: {_nearest(size, ranks)}"
+    return None
+
+
+def _nearest(number: int, factor: int) -> str:
+    below = number // factor * factor
+    return f"use {below} or {below + factor}" if below else f"use {factor}"
+
+
+def positions(run: RunConfig) -> str | None:
+    tokens, positions = run.data.seq_length, run.model.max_position_embeddings
+    if tokens > positions > 0:
+        return f"--seq-length {tokens} is more than --max-position-embeddings {positions}: raise the latter"
+    return None
+
+
+def stages(run: RunConfig) -> str | None:
+    layers, stages = run.model.num_layers, run.parallel.pipe_stages
+    if 0 < layers < stages:
+        return f"--num-layers {layers} is less than --pipe-parallel-size {stages}: use at most {layers} stages"
+    return None
+
+
+def world_size(run: RunConfig) -> str | None:
+    world, tensor, stages = run.parallel.world_size, run.parallel.model_parallel_size, run.parallel.pipe_stages
+    replica = tensor * stages
+    if tensor < 1 or world % replica == 0:
+        return None
+    below = world // replica * replica
+    remedy = f"use {below} or {below + replica} processes" if below else f"use {replica} processes"
+    legal = [str(size) for size in range(1, world + 1) if world % (size * stages) == 0]
+    if legal:
+        last = f" or {legal[-1]}" if len(legal) > 1 else legal[-1]
+        remedy += f", or --model-parallel-size {', '.join(legal[:-1])}{last}"
+    unit = "process" if world == 1 else "processes"
+    return (
+        f"{world} {unit} cannot be split into --model-parallel-size {tensor} x --pipe-parallel-size "
+        f"{run.parallel.pipe_parallel_size}: {remedy}"
+    )
+
+
+def zero_with_pipeline(run: RunConfig) -> str | None:
+    stage, stages = run.zero.zero_stage, run.parallel.pipe_parallel_size
+    if run.parallel.uses_pipeline and stage >= 2:
+        return (
+            f"--zero-stage {stage} cannot go with --pipe-parallel-size {stages}: the pipeline accumulates gradients "
+            "over micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
+            "--pipe-parallel-size 0"
+        )
+    return None
+
+
+def half_precision_norm(run: RunConfig) -> str | None:
+    if run.precision.dtype != "fp32" and run.zero.zero_stage == 0 and run.parallel.model_parallel_size > 1:
+        return (
+            f"--{run.precision.dtype} with --model-parallel-size {run.parallel.model_parallel_size} at --zero-stage 0 "
+            "would clip by the gradient norm of one rank: use --zero-stage 1"
+        )
+    return None
+
+
+def device_precision(run: RunConfig) -> str | None:
+    if run.precision.fp16 and run.parallel.device == "cpu":
+        return "--fp16 does not work on the CPU: use --bf16, or neither for fp32"
+    return None
+
+
+def backend(run: RunConfig) -> str | None:
+    if run.parallel.distributed_backend == "nccl" and run.parallel.device == "cpu":
+        return "--distributed-backend nccl needs GPUs, and this host shows none: use gloo, or leave it out"
+    return None
+
+
+def initial_loss_scale(run: RunConfig) -> str | None:
+    scale = run.precision.initial_loss_scale
+    if scale >= 1 and not math.log2(scale).is_integer():
+        power = 2 ** round(math.log2(scale))
+        return f"--initial-loss-scale {scale:g} is not a power of two: use {power}"
+    return None
+
+
+def min_scale(run: RunConfig) -> str | None:
+    if run.precision.min_scale != int(run.precision.min_scale):
+        return f"--min-scale {run.precision.min_scale:g} is not a whole number: use {round(run.precision.min_scale)}"
+    return None
+
+
+def apex(run: RunConfig) -> str | None:
+    if run.model.fused_kernels != "apex":
+        return None
+    if run.parallel.device == "cpu":
+        return "--fused-kernels apex needs CUDA, and this host shows no GPU: use auto or torch"
+    if find_spec("apex") is None:
+        return "--fused-kernels apex: apex is not installed; install it, or use auto or torch"
+    return None
+
+
+def fused_attention(run: RunConfig) -> str | None:
+    model = run.model
+    rivals = {
+        "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
+        "--apply-query-key-layer-scaling": model.apply_query_key_layer_scaling,
+        "--reset-attention-mask": model.reset_attention_mask,
+    }
+    said = [name for name, on in rivals.items() if on]
+    if model.scaled_upper_triang_masked_softmax_fusion and said:
+        return f"--scaled-upper-triang-masked-softmax-fusion rules out {' and '.join(said)}: remove one side"
+    return None
+
+
+def min_lr(run: RunConfig) -> str | None:
+    if run.optim.lr > 0 and run.optim.min_lr > run.optim.lr:
+        return f"--min-lr {run.optim.min_lr:g} is more than --lr {run.optim.lr:g}: lower it"
+    return None
+
+
+def warmup(run: RunConfig) -> str | None:
+    optim, train = run.optim, run.train
+    if train.global_batch_size < 1 or optim.decay_iters(train) < 1:
+        return None
+    warmup, decay = optim.warmup_iters(train), optim.decay_iters(train)
+    if warmup > decay:
+        return f"the warm-up of {warmup} iterations is longer than the decay of {decay}: shorten it"
+    last = optim.lr_wsd_decay_iters or 0
+    if optim.lr_decay_style == "WSD" and warmup + last > decay:
+        return (
+            f"the warm-up of {warmup} iterations and --lr-wsd-decay-iters {last} do not fit into {decay} iterations: "
+            "shorten one"
+        )
+    return None
+
+
+def wsd(run: RunConfig) -> str | None:
+    if run.optim.lr_decay_style == "WSD" and run.optim.lr_wsd_decay_iters is None:
+        return "--lr-decay-style WSD needs --lr-wsd-decay-iters"
+    if run.optim.lr_decay_style != "WSD" and run.optim.lr_wsd_decay_iters is not None:
+        return "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD: add it, or remove the former"
+    return None
+
+
+def merges(run: RunConfig) -> str | None:
+    if run.data.tokenizer_type == "GPT2BPETokenizer" and run.data.merge_file is None:
+        return "--merge-file is required with --tokenizer-type GPT2BPETokenizer"
+    return None
+
+
+def recomputed_layers(run: RunConfig) -> str | None:
+    if run.activation.checkpoint_num_layers > 1 and not run.activation.checkpoint_activations:
+        return "--checkpoint-num-layers has no effect without --checkpoint-activations: add it, or remove the former"
+    return None
+
+
+def partitioned_activations(run: RunConfig) -> str | None:
+    activation = run.activation
+    asked = {
+        "--contigious-checkpointing": activation.contigious_checkpointing,
+        "--checkpoint-in-cpu": activation.checkpoint_in_cpu,
+    }
+    said = [name for name, on in asked.items() if on]
+    if said and not activation.partition_activations:
+        return f"{' and '.join(said)} cannot work without --partition-activations: add it"
+    return None
+
+
+def half_precision_loss(run: RunConfig) -> str | None:
+    if run.model.fp16_lm_cross_entropy and run.precision.dtype == "fp32":
+        return "--fp16-lm-cross-entropy has no effect in fp32: add --bf16 or --fp16, or remove it"
+    return None
+
+
+def offload(run: RunConfig) -> str | None:
+    if run.zero.cpu_optimizer and run.zero.zero_stage == 0:
+        return "--cpu-optimizer needs ZeRO, which partitions what is offloaded: add --zero-stage 1"
+    return None

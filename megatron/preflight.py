@@ -1,0 +1,91 @@
+"""What can be seen on this host before torch is imported: files that are missing, folders that cannot be written."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from megatron.checkpoint.tracker import resolve
+from megatron.config import RunConfig
+from megatron.data.gpt2_dataset import check_data
+from megatron.errors import ConfigError, UserError
+from megatron.tokenizer import read_vocabulary
+
+T = TypeVar("T")
+
+
+def check(run: RunConfig) -> RunConfig:
+    """``run`` with the sizes that its vocabulary decides, once everything it names on this host is found in order.
+
+    Raises:
+        UserError: with a line for each thing that is not. Its class, and so the exit code, is that of
+            the smallest exit code among them: a wrong configuration goes before wrong data.
+    """
+    errors: list[UserError] = []
+    _attempt(errors, lambda: _check_outputs(run))
+    _attempt(errors, lambda: check_data(run.data, train_iters=run.train.train_iters, eval_iters=run.train.eval_iters))
+    sized = _attempt(errors, lambda: _with_vocabulary(run))
+    if sized is not None:
+        # A checkpoint is compared with the whole model, so the vocabulary has to be known.
+        _attempt(errors, lambda: resolve(sized))
+    if errors or sized is None:
+        gravest = min(errors, key=lambda error: error.exit_code)
+        raise type(gravest)([message for error in errors for message in error.messages])
+    return sized
+
+
+def _attempt(errors: list[UserError], step: Callable[[], T]) -> T | None:
+    """The result of ``step``; where it raises a UserError, None, and the error joins ``errors``."""
+    try:
+        return step()
+    except UserError as error:
+        errors.append(error)
+        return None
+
+
+def _with_vocabulary(run: RunConfig) -> RunConfig:
+    vocabulary = read_vocabulary(run.data.tokenizer_type, run.data.vocab_file, run.data.merge_file)
+    multiple = run.model.make_vocab_size_divisible_by * run.parallel.model_parallel_size
+    model = replace(
+        run.model,
+        vocab_size=vocabulary.size,
+        padded_vocab_size=-(-vocabulary.size // multiple) * multiple,
+        eod_token=vocabulary.eod,
+    )
+    return replace(run, model=model)
+
+
+def _check_outputs(run: RunConfig) -> None:
+    """Raises ConfigError with a line for each output that could not be written. Writes nothing itself."""
+    folders = {
+        "--save": run.checkpoint.save,
+        "--tensorboard-dir": run.logging.tensorboard_dir,
+        "--data-cache-path": run.data.data_cache_path,
+    }
+    problems = [_folder_problem(flag, Path(folder)) for flag, folder in folders.items() if folder is not None]
+    if run.logging.metrics_file is not None:
+        problems.append(_file_problem("--metrics-file", Path(run.logging.metrics_file)))
+    if any(problems):
+        raise ConfigError(problem for problem in problems if problem)
+
+
+def _folder_problem(flag: str, folder: Path) -> str | None:
+    """What keeps ``folder`` from being written to, or from being made where it is not there yet."""
+    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    if not existing.is_dir():
+        return f"{flag} {folder}: {existing} is not a folder; name another place, or move it away"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{flag} {folder}: no permission to write in {existing}; name another place, or change its permissions"
+    return None
+
+
+def _file_problem(flag: str, file: Path) -> str | None:
+    """What keeps ``file`` from being written."""
+    if not os.path.lexists(file):
+        return _folder_problem(flag, file.parent)
+    if file.is_dir():
+        return f"{flag} {file} is a folder; name a file"
+    if not os.access(file, os.W_OK):
+        return f"{flag} {file}: no permission to write it; name another file, or change its permissions"
+    return None

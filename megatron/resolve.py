@@ -1,0 +1,95 @@
+"""From what was given to a whole run: what was left open follows from the rest and from the environment."""
+
+from collections.abc import Mapping
+from dataclasses import Field, fields, replace
+
+from megatron.batch_size import solve_batch
+from megatron.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, ZeroConfig
+from megatron.device import expected_device
+from megatron.errors import ConfigError
+from megatron.given import Given, sections
+from megatron.launcher import local_rank, world_size
+
+_BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
+def resolve_run(given: Mapping[str, Given], environ: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
+    """The run with every field in its final value, and a message for each that has none.
+
+    The sizes that padding and the tokenizer decide, and the DeepSpeed config, come later.
+    """
+    problems: list[str] = []
+    run = _build(given)
+    try:
+        run = replace(run, parallel=_parallel(run, environ))
+    except ConfigError as error:
+        problems += error.messages
+    run = replace(run, model=_model(run), zero=_zero(run, given))
+    # The batch can be judged only where the processes fall into whole replicas.
+    replica = run.parallel.model_parallel_size * run.parallel.pipe_stages
+    if not problems and replica >= 1 and run.parallel.world_size % replica == 0:
+        try:
+            run = replace(run, train=_train(run, given))
+        except ConfigError as error:
+            problems += error.messages
+    return run, problems
+
+
+def _build(given: Mapping[str, Given]) -> RunConfig:
+    parts = {
+        name: section(**{field.name: given[field.name].value for field in fields(section) if _is_given(field, given)})
+        for name, section in sections().items()
+    }
+    return RunConfig(**parts, ds_config={})
+
+
+def _is_given(field: Field, given: Mapping[str, Given]) -> bool:
+    return "flag" in field.metadata and field.name in given
+
+
+def _parallel(run: RunConfig, environ: Mapping[str, str]) -> ParallelConfig:
+    device = expected_device(environ)
+    said = run.parallel
+    return replace(
+        said,
+        world_size=world_size(environ),
+        device=device,
+        distributed_backend=said.distributed_backend or _BACKENDS.get(device),
+        local_rank=local_rank(environ) if said.local_rank is None else said.local_rank,
+    )
+
+
+def _model(run: RunConfig) -> ModelConfig:
+    said = run.model
+    return replace(
+        said,
+        ffn_hidden_size=said.ffn_hidden_size or 4 * said.hidden_size,
+        max_position_embeddings=said.max_position_embeddings or run.data.seq_length,
+        reset_position_ids=run.data.reset_position_ids,
+        reset_attention_mask=run.data.reset_attention_mask,
+        dtype=run.precision.dtype,
+        seed=run.train.seed,
+    )
+
+
+def _zero(run: RunConfig, given: Mapping[str, Given]) -> ZeroConfig:
+    if run.precision.dtype == "fp32" or "zero_stage" in given:
+        return run.zero
+    # Without ZeRO, DeepSpeed's half-precision optimizer measures the gradient norm of one tensor-parallel
+    # rank only, and sums gradients in half precision. Stage 1 keeps both in fp32, for less memory.
+    return replace(run.zero, zero_stage=1)
+
+
+def _train(run: RunConfig, given: Mapping[str, Given]) -> TrainConfig:
+    batch = solve_batch(given, run.parallel.data_parallel_size)
+    said = run.train
+    iterations = said.train_iters if said.train_samples is None else said.train_samples // batch.global_size
+    if said.train_samples is not None and iterations < 1:
+        raise ConfigError(f"--train-samples {said.train_samples} is less than one global batch of {batch.global_size}")
+    return replace(
+        said,
+        micro_batch_size=batch.micro_size,
+        gradient_accumulation_steps=batch.accumulation,
+        global_batch_size=batch.global_size,
+        train_iters=iterations,
+    )

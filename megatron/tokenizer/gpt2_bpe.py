@@ -1,0 +1,99 @@
+"""GPT-2's byte-level BPE (Radford et al., 2019), run by the Rust library ``tokenizers``."""
+
+from collections.abc import Iterable, Sequence
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from megatron.errors import DataError
+from megatron.tokenizer.vocabulary import EOD, check_known, read_text, read_vocab_json, require_files
+
+
+class GPT2BPETokenizer:
+    """Byte-level BPE from GPT-2's two files; it can spell any text, and gives it back unchanged.
+
+    ``vocab.json`` maps tokens to ids, ``merges.txt`` holds a merge a line, first merges first.
+    Both write a byte as one printable character. No blank is put before the text. A text that
+    spells ``<|endoftext|>`` is tokenized as the characters it is made of: a corpus cannot end
+    documents by quoting the token, and ``detokenize`` spells ``eod`` out.
+    """
+
+    def __init__(self, vocab_file: str | None, merge_file: str | None):
+        """Raises DataError if a file is absent or broken, or if the two do not fit each other."""
+        require_files("GPT2BPETokenizer", {"--vocab-file": vocab_file, "--merge-file": merge_file})
+        vocabulary = read_vocab_json(vocab_file, required=(EOD,))
+        check_byte_symbols(vocab_file, vocabulary)
+        merges = read_merges(merge_file, vocabulary)
+        self.vocab_size = len(vocabulary)
+        self.eod = vocabulary[EOD]
+        # EOD is no special token to the library, or it would be found in texts.
+        self._encoder = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+        self._encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._encoder.decoder = decoders.ByteLevel()
+
+    def tokenize(self, text: str) -> list[int]:
+        """The ids of ``text``. Raises DataError for a text that UTF-8 cannot write."""
+        return self.tokenize_batch([text])[0]
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, by all cores. Raises DataError for a text that UTF-8 cannot write."""
+        try:
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:
+            check_encodable(texts)
+            raise
+        return [encoding.ids for encoding in encodings]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``; bytes that are not UTF-8, as of half a character, become U+FFFD.
+
+        Raises DataError for an id outside the vocabulary.
+        """
+        ids = [int(id) for id in ids]
+        check_known(ids, self.vocab_size)
+        return self._encoder.decode(ids, skip_special_tokens=False)
+
+
+def check_byte_symbols(path: str, vocabulary: dict[str, int]) -> None:
+    """Raises DataError if some byte has no token: BPE would drop it from texts without a word."""
+    absent = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys())
+    if absent:
+        raise DataError(
+            f"{path}: {len(absent)} of the 256 byte symbols have no token, {absent[0]!r} among them; "
+            "this is not the vocabulary of a byte-level BPE"
+        )
+
+
+def read_merges(path: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """The pairs of a ``merges.txt``, in order.
+
+    Raises DataError for a line that is no pair, and for a pair whose parts or whole are not in the vocabulary.
+    """
+    merges = []
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        # Only as the first line, for "#" is a token, too.
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        left, _, right = line.partition(" ")
+        if not left or not right or " " in right:
+            raise DataError(f"{path}:{number}: {line!r} is no merge, which is two tokens with one blank between them")
+        for token in (left, right, left + right):
+            if token not in vocabulary:
+                raise DataError(
+                    f"{path}:{number}: merge {line!r} needs the token {token!r}, which the vocabulary lacks; "
+                    "give the --vocab-file and the --merge-file of one training"
+                )
+        merges.append((left, right))
+    return merges
+
+
+def check_encodable(texts: Iterable[str]) -> None:
+    """Raises DataError for a text with half of a surrogate pair, which JSON can write and UTF-8 cannot."""
+    for text in texts:
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            code = ord(text[error.start])
+            raise DataError(
+                f"character {error.start} of the text is U+{code:04X}, half of a surrogate pair; remove or replace it"
+            ) from error

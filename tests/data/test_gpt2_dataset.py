@@ -1,0 +1,182 @@
+"""Samples against the token stream they are cut from; what a data set too small says."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config import DataConfig
+from megatron.data.gpt2_dataset import Datasets, GPT2Dataset, build_datasets, check_data
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.errors import ConfigError, DataError
+
+DOCUMENTS = [list(range(100 * n, 100 * n + 1 + 7 * n % 23)) for n in range(60)]
+"""Tokens that tell the document (hundreds) and the place in it."""
+
+SIZES = {"vocab_size": 6000, "global_batch_size": 4, "train_iters": 20, "eval_interval": 7, "eval_iters": 2, "seed": 5}
+
+
+@pytest.fixture
+def data(write_dataset: Callable[..., str]) -> DataConfig:
+    """A data set of 60 short documents, split in three."""
+    return DataConfig(data_path=write_dataset(DOCUMENTS), seq_length=16, split="40,10,10")
+
+
+def all_samples(dataset: GPT2Dataset) -> list[list[int]]:
+    return [dataset[n].tolist() for n in range(len(dataset))]
+
+
+def test_samples_are_all_runs_of_the_shuffled_documents(data: DataConfig) -> None:
+    """A split's first epoch, put in order again, is a sequence of whole documents of the split."""
+    dataset = build_datasets(data, **SIZES).train
+    tokens = sum(len(document) for document in DOCUMENTS[:40])
+    first_epoch = all_samples(dataset)[: -(-tokens // 16)]
+    assert all(len(sample) == 17 for sample in first_epoch)
+    following = {sample[0]: sample for sample in first_epoch}
+    # A document starts at a multiple of 100, so the stream can be followed from sample to sample.
+    last_tokens = {sample[-1] for sample in first_epoch}
+    start = next(sample for sample in first_epoch if sample[0] not in last_tokens)
+    stream = start[:1]
+    while stream[-1] in following and len(stream) <= tokens:
+        stream += following[stream[-1]][1:]
+    stream = stream[:tokens]
+    seen = [token // 100 for token in stream if token % 100 == 0]
+    assert sorted(seen) == list(range(40))
+    assert seen != list(range(40))
+    assert stream == [token for document in seen for token in DOCUMENTS[document]]
+
+
+def test_a_sample_is_int64(data: DataConfig) -> None:
+    sample = build_datasets(data, **SIZES).train[0]
+    assert sample.dtype == np.int64
+    assert sample.shape == (17,)
+
+
+def test_splits_have_their_own_documents(data: DataConfig) -> None:
+    datasets = build_datasets(data, **SIZES)
+    used = [
+        {token // 100 for sample in all_samples(dataset) for token in sample}
+        for dataset in (datasets.train, datasets.valid, datasets.test)
+    ]
+    assert used == [set(range(40)), set(range(40, 50)), set(range(50, 60))]
+
+
+def test_there_are_as_many_samples_as_the_run_takes(data: DataConfig) -> None:
+    datasets = build_datasets(data, **SIZES)
+    assert len(datasets.train) >= 20 * 4
+    assert len(datasets.valid) >= 3 * 2 * 4
+    assert len(datasets.test) >= 2 * 4
+
+
+def test_a_longer_run_sees_the_same_samples_first(data: DataConfig) -> None:
+    short = all_samples(build_datasets(data, **SIZES).train)
+    long = all_samples(build_datasets(data, **{**SIZES, "train_iters": 100, "global_batch_size": 8}).train)
+    assert long[: len(short)] == short
+
+
+def test_seed_and_sequence_length_change_the_samples(data: DataConfig) -> None:
+    first = all_samples(build_datasets(data, **SIZES).train)
+    assert all_samples(build_datasets(data, **{**SIZES, "seed": 6}).train) != first
+    assert len(build_datasets(replace(data, seq_length=8), **SIZES).train[0]) == 9
+
+
+def test_the_cache_is_beside_the_data_and_knows_what_it_holds(data: DataConfig) -> None:
+    folder = Path(data.data_path).parent / "index-cache"
+
+    def names(config: DataConfig, **sizes: int) -> set[str]:
+        build_datasets(config, **{**SIZES, "eval_iters": 0, **sizes})
+        return {path.name for path in folder.glob("*.npy")}
+
+    before = names(data)
+    assert len(before) == 3
+    assert names(data) == before
+    for changed in ({"seed": 6}, {"train_iters": 100}):
+        after = names(data, **changed)
+        assert len(after) == len(before) + 3
+        before = after
+    for config in (replace(data, split="41,9,10"), replace(data, seq_length=15)):
+        after = names(config)
+        assert len(after) == len(before) + 3
+        before = after
+    os.utime(f"{data.data_path}.bin", ns=(0, 0))
+    assert len(names(data)) == len(before) + 3
+
+
+def test_the_cache_may_be_elsewhere(data: DataConfig, tmp_path: Path) -> None:
+    elsewhere = replace(data, data_cache_path=str(tmp_path / "a" / "b"))
+    assert all_samples(build_datasets(elsewhere, **SIZES).train) == all_samples(build_datasets(data, **SIZES).train)
+    assert len(list((tmp_path / "a" / "b").glob("*.npy"))) == 9
+
+
+def test_what_is_not_read_is_none(data: DataConfig) -> None:
+    assert build_datasets(replace(data, split="1"), **SIZES).valid is None
+    assert build_datasets(replace(data, split="1"), **SIZES).test is None
+    nothing_evaluated = build_datasets(data, **{**SIZES, "eval_iters": 0})
+    assert (nothing_evaluated.valid, nothing_evaluated.test) == (None, None)
+    assert isinstance(build_datasets(data, **{**SIZES, "train_iters": 0}), Datasets)
+    assert build_datasets(data, **{**SIZES, "train_iters": 0}).train is None
+
+
+def test_documents_may_have_several_sequences(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
+        for document in DOCUMENTS:
+            for start in range(0, len(document), 5):
+                builder.add_sequence(document[start : start + 5])
+            builder.end_document()
+    in_pieces = DataConfig(data_path=str(tmp_path / "data"), seq_length=16, split="40,10,10")
+    dataset = build_datasets(in_pieces, **SIZES).valid
+    assert {token // 100 for sample in all_samples(dataset) for token in sample} == set(range(40, 50))
+
+
+def test_a_token_outside_the_vocabulary_is_located(write_dataset: Callable[..., str]) -> None:
+    documents = [[1] * 10, [2] * 10, [3] * 4 + [99] + [3] * 5]
+    data = DataConfig(data_path=write_dataset(documents), seq_length=29, split="1")
+    dataset = build_datasets(data, **{**SIZES, "vocab_size": 100}).train
+    assert max(dataset[0]) == 99
+    dataset = build_datasets(data, **{**SIZES, "vocab_size": 99}).train
+    with pytest.raises(DataError, match=r"data\.bin holds token 99 in document 2 at offset 4, .* ends at 98"):
+        dataset[0]
+
+
+def test_the_document_is_numbered_in_the_data_set_not_in_the_split(write_dataset: Callable[..., str]) -> None:
+    data = DataConfig(data_path=write_dataset([[1] * 20, [1] * 3 + [-7] * 17], "i4"), seq_length=8, split="1,1")
+    valid = build_datasets(data, **SIZES).valid
+    with pytest.raises(DataError, match="token -7 in document 1 at offset 3"):
+        all_samples(valid)
+
+
+def test_a_split_without_a_sample_is_refused_with_the_arithmetic(data: DataConfig) -> None:
+    tokens = sum(len(document) for document in DOCUMENTS[40:50])
+    long = replace(data, seq_length=tokens)
+    expected = (
+        f'the validation split of {data.data_path} by --split "40,10,10" (documents 40 to 49 of 60: {tokens} tokens) '
+        f"holds no sample of {tokens}+1 tokens: use more text, a smaller --seq-length or another --split"
+    )
+    with pytest.raises(DataError) as caught:
+        check_data(long, train_iters=1, eval_iters=1)
+    assert expected in caught.value.messages
+    with pytest.raises(DataError):
+        build_datasets(long, **SIZES)
+    assert not (Path(data.data_path).parent / "index-cache").exists()
+    check_data(replace(data, seq_length=tokens - 1, split="40,10"), train_iters=1, eval_iters=1)
+    check_data(long, train_iters=1, eval_iters=0)
+
+
+def test_every_split_at_fault_is_named(write_dataset: Callable[..., str]) -> None:
+    data = DataConfig(data_path=write_dataset([]), seq_length=4)
+    with pytest.raises(DataError) as caught:
+        check_data(data, train_iters=1, eval_iters=1)
+    assert [message.split(" of ")[0] for message in caught.value.messages] == [
+        "the training split",
+        "the validation split",
+        "the test split",
+    ]
+    assert "(no document of 0: 0 tokens)" in caught.value.messages[0]
+
+
+def test_no_data_path() -> None:
+    with pytest.raises(ConfigError, match="--data-path is missing"):
+        check_data(DataConfig(seq_length=4), train_iters=1, eval_iters=0)

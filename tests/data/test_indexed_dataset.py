@@ -1,0 +1,219 @@
+"""The format, byte for byte; every kind of damage is found when the data set is opened."""
+
+import multiprocessing
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
+from megatron.errors import DataError
+
+GOLDEN_IDX = bytes.fromhex(
+    "4d4d4944494458000001000000000000000802000000000000000300000000000000"
+    "0300000002000000"
+    "00000000000000000600000000000000"
+    "000000000000000001000000000000000200000000000000"
+)
+GOLDEN_BIN = bytes.fromhex("01000200030004000500")
+GOLDEN_DOCUMENTS = [[1, 2, 3], [4, 5]]
+
+
+def test_writes_the_golden_bytes(write_dataset: Callable[..., str]) -> None:
+    prefix = write_dataset(GOLDEN_DOCUMENTS)
+    assert Path(f"{prefix}.idx").read_bytes() == GOLDEN_IDX
+    assert Path(f"{prefix}.bin").read_bytes() == GOLDEN_BIN
+
+
+def test_reads_the_golden_bytes(tmp_path: Path) -> None:
+    (tmp_path / "data.idx").write_bytes(GOLDEN_IDX)
+    (tmp_path / "data.bin").write_bytes(GOLDEN_BIN)
+    dataset = IndexedDataset(tmp_path / "data", warmup=True)
+    assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (2, 2, 5)
+    assert dataset.dtype == np.uint16
+    assert dataset.sizes.tolist() == [3, 2]
+    assert dataset.pointers.tolist() == [0, 6]
+    assert dataset.doc_idx.tolist() == [0, 1, 2]
+    assert [dataset.get(n).tolist() for n in range(2)] == GOLDEN_DOCUMENTS
+    assert dataset.get(0, 1, 1).tolist() == [2]
+    assert dataset.get(0, 2).tolist() == [3]
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "i8", "u2"])
+def test_every_integer_type_goes_there_and_back(write_dataset: Callable[..., str], dtype: str) -> None:
+    limits = np.iinfo(dtype)
+    documents = [[limits.min, limits.max, 7], [], [0]]
+    dataset = IndexedDataset(write_dataset(documents, dtype))
+    assert dataset.dtype == np.dtype(dtype)
+    assert [dataset.get(n).tolist() for n in range(3)] == documents
+
+
+def test_a_document_may_have_several_sequences(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", "i4") as builder:
+        builder.add_sequence([1, 2])
+        builder.add_sequence(np.array([9, 3, 9])[1:2])
+        builder.end_document()
+        builder.end_document()
+        builder.add_sequence([4])
+        builder.end_document()
+    dataset = IndexedDataset(tmp_path / "data")
+    assert dataset.doc_idx.tolist() == [0, 2, 2, 3]
+    assert dataset.document_starts.tolist() == [0, 3, 3, 4]
+    assert dataset.span(1, 3).tolist() == [2, 3, 4]
+
+
+def test_a_data_set_without_documents_can_be_read(write_dataset: Callable[..., str]) -> None:
+    dataset = IndexedDataset(write_dataset([]))
+    assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (0, 0, 0)
+
+
+def test_modes_behind_the_index_are_tolerated(write_dataset: Callable[..., str]) -> None:
+    prefix = write_dataset(GOLDEN_DOCUMENTS)
+    with open(f"{prefix}.idx", "ab") as file:
+        file.write(b"\x00\x01")
+    assert IndexedDataset(prefix).get(1).tolist() == [4, 5]
+
+
+def test_tokens_are_views_of_the_file(write_dataset: Callable[..., str]) -> None:
+    tokens = IndexedDataset(write_dataset(GOLDEN_DOCUMENTS)).get(0)
+    assert isinstance(tokens, np.memmap)
+    assert not tokens.flags.owndata
+    assert not tokens.flags.writeable
+
+
+@pytest.mark.parametrize("where", [(2, 0, None), (0, 0, 4), (0, 4, None), (0, -1, 1), (1, 1, -1)])
+def test_nothing_outside_of_a_sequence_is_given(write_dataset: Callable[..., str], where: tuple) -> None:
+    with pytest.raises(IndexError):
+        IndexedDataset(write_dataset(GOLDEN_DOCUMENTS)).get(*where)
+
+
+@pytest.mark.parametrize(("vocab_size", "name"), [(65499, "uint16"), (65500, "int32")])
+def test_the_type_follows_from_the_vocabulary(vocab_size: int, name: str) -> None:
+    assert best_dtype(vocab_size).name == name
+
+
+def replaced(offset: int, layout: str, *values: int) -> bytes:
+    """The golden index with some bytes replaced."""
+    index = bytearray(GOLDEN_IDX)
+    struct.pack_into(layout, index, offset, *values)
+    return bytes(index)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        pytest.param(b"", "truncated: 0 bytes", id="empty"),
+        pytest.param(GOLDEN_IDX[:20], "truncated: 20 bytes", id="header cut off"),
+        pytest.param(GOLDEN_IDX[:81], "ends at offset 81, its header promises 82 bytes", id="one byte short"),
+        pytest.param(GOLDEN_IDX + b"\x00", "1 bytes too many at offset 82", id="one byte long"),
+        pytest.param(b"TNTIDX\x00\x00" + GOLDEN_IDX[8:], "older lazy/cached format", id="legacy"),
+        pytest.param(b"PK\x03\x04" + GOLDEN_IDX, "not an index: offset 0 holds b'PK", id="other magic"),
+        pytest.param(replaced(9, "<Q", 2), "version 2 at offset 9", id="version"),
+        pytest.param(replaced(17, "<B", 9), "unknown dtype code 9 at offset 17", id="dtype"),
+        pytest.param(replaced(17, "<B", 6), "dtype code 6 at offset 17: floating point", id="float"),
+        pytest.param(replaced(17, "<B", 7), "dtype code 7 at offset 17: floating point", id="double"),
+        pytest.param(replaced(18, "<Q", 2**62), "is truncated", id="huge count of sequences"),
+        pytest.param(replaced(18, "<q", -1), "is truncated", id="negative count of sequences"),
+        pytest.param(replaced(26, "<Q", 2**63), "is truncated", id="huge count of documents"),
+        pytest.param(replaced(34, "<i", -3), "negative size -3 for sequence 0, at offset 34", id="negative size"),
+        pytest.param(replaced(42, "<q", 2), "pointer 2 for sequence 0, at offset 42", id="first pointer"),
+        pytest.param(replaced(50, "<q", -6), "pointer -6 for sequence 1, at offset 50", id="pointer backwards"),
+        pytest.param(replaced(50, "<q", 4), "pointer 4 for sequence 1, at offset 50", id="overlap"),
+        pytest.param(replaced(58, "<q", 1), "documents with sequence 0, at offset 58", id="first document"),
+        pytest.param(replaced(66, "<qq", 2, 1), "document 1 at sequence 1, before it begins", id="document backwards"),
+        pytest.param(replaced(74, "<q", 9), "last document at sequence 9 of 2, at offset 74", id="last document"),
+    ],
+)
+def test_a_damaged_index_is_refused(tmp_path: Path, index: bytes, message: str) -> None:
+    (tmp_path / "data.idx").write_bytes(index)
+    (tmp_path / "data.bin").write_bytes(GOLDEN_BIN)
+    with pytest.raises(DataError) as caught:
+        IndexedDataset(tmp_path / "data")
+    assert message in str(caught.value)
+    assert str(tmp_path / "data.idx") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"), [(GOLDEN_BIN[:-1], "is truncated: it has 9 bytes"), (GOLDEN_BIN + b"\0\0", "12 bytes")]
+)
+def test_a_token_file_of_another_size_is_refused(tmp_path: Path, tokens: bytes, message: str) -> None:
+    (tmp_path / "data.idx").write_bytes(GOLDEN_IDX)
+    (tmp_path / "data.bin").write_bytes(tokens)
+    with pytest.raises(DataError, match=message):
+        IndexedDataset(tmp_path / "data")
+
+
+def test_missing_files_are_named(tmp_path: Path, write_dataset: Callable[..., str]) -> None:
+    with pytest.raises(DataError, match=r"data\.bin and .*data\.idx missing"):
+        IndexedDataset(tmp_path / "data")
+    prefix = write_dataset(GOLDEN_DOCUMENTS)
+    with pytest.raises(DataError, match=f"without the ending: {prefix}"):
+        IndexedDataset(f"{prefix}.bin")
+    os.remove(f"{prefix}.bin")
+    with pytest.raises(DataError, match=r"data\.bin missing"):
+        IndexedDataset(prefix)
+
+
+def test_the_content_hash_follows_the_contents(write_dataset: Callable[..., str]) -> None:
+    prefix = write_dataset(GOLDEN_DOCUMENTS)
+    before = IndexedDataset(prefix).content_hash()
+    assert IndexedDataset(prefix).content_hash() == before
+    os.utime(f"{prefix}.bin", ns=(0, 0))
+    touched = IndexedDataset(prefix).content_hash()
+    assert touched != before
+    write_dataset([[1, 2, 3, 4, 5], []])
+    os.utime(f"{prefix}.bin", ns=(0, 0))
+    assert IndexedDataset(prefix).content_hash() != touched
+
+
+def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
+        builder.add_sequence([1])
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exception_leaves_the_data_set_that_was_there(write_dataset: Callable[..., str]) -> None:
+    prefix = write_dataset(GOLDEN_DOCUMENTS)
+    with pytest.raises(KeyError), IndexedDatasetBuilder(prefix, "u2") as builder:
+        builder.add_sequence([7])
+        raise KeyError
+    assert IndexedDataset(prefix).get(0).tolist() == [1, 2, 3]
+
+
+def test_two_writers_do_not_disturb_each_other(tmp_path: Path) -> None:
+    with IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
+        builder.add_sequence([1])
+        builder.end_document()
+        with pytest.raises(DataError, match="being written by another process"):
+            IndexedDatasetBuilder(tmp_path / "data", "u2").__enter__()
+    assert IndexedDataset(tmp_path / "data").num_tokens == 1
+
+
+def write_for_ever(prefix: str) -> None:
+    """A writer that never ends."""
+    with IndexedDatasetBuilder(prefix, "u2") as builder:
+        while True:
+            builder.add_sequence(range(10000))
+            builder.end_document()
+
+
+def test_what_a_killed_writer_left_is_overwritten(tmp_path: Path, write_dataset: Callable[..., str]) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=write_for_ever, args=(str(tmp_path / "data"),))
+    process.start()
+    partial = tmp_path / "data.bin.partial"
+    while not partial.exists() or partial.stat().st_size == 0:
+        assert process.is_alive()
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert {path.name for path in tmp_path.iterdir()} == {"data.bin.partial", "data.idx.partial"}
+    assert IndexedDataset(write_dataset(GOLDEN_DOCUMENTS)).num_tokens == 5
+    assert {path.name for path in tmp_path.iterdir()} == {"data.bin", "data.idx"}

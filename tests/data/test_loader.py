@@ -1,0 +1,145 @@
+"""Global batches do not depend on who reads them; a resumed reader goes on exactly."""
+
+import os
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data.loader import Batch, batches
+from megatron.errors import DataError
+
+SAMPLES = 64
+
+
+class Counting:
+    """Sample n is the tokens 10 n .. 10 n + 4."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.arange(10 * index, 10 * index + 5)
+
+
+class Broken(Counting):
+    """Sample 5 cannot be read."""
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if index == 5:
+            raise DataError("x.bin holds token 9 in document 3")
+        return super().__getitem__(index)
+
+
+def read(dataset: object = None, **changes: object) -> Iterator[Batch]:
+    """``batches`` of 8 by 2 on one rank, but for the changes."""
+    settings = {
+        "first_sample": 0,
+        "global_batch_size": 8,
+        "micro_batch_size": 2,
+        "data_rank": 0,
+        "data_size": 1,
+        "num_workers": 0,
+        "eod_token": 12,
+        "eod_mask_loss": False,
+    }
+    return batches(dataset or Counting(), **{**settings, **changes})
+
+
+def rows(micro_batches: Iterator[Batch]) -> list[int]:
+    """The samples that were read."""
+    return [int(first) // 10 for batch in micro_batches for first in batch.tokens[:, 0]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_one_rank_reads_all_in_order(num_workers: int) -> None:
+    assert rows(read(num_workers=num_workers)) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("data_size", [1, 2, 4, 8])
+def test_global_batches_are_the_same_for_every_layout(data_size: int, micro_batch_size: int) -> None:
+    if data_size * micro_batch_size > 8:
+        data_size = 8 // micro_batch_size
+    of_rank = [
+        rows(read(data_rank=rank, data_size=data_size, micro_batch_size=micro_batch_size)) for rank in range(data_size)
+    ]
+    per_rank = 8 // data_size
+    for number in range(SAMPLES // 8):
+        parts = [mine[number * per_rank : (number + 1) * per_rank] for mine in of_rank]
+        assert [row for part in parts for row in part] == list(range(8 * number, 8 * number + 8))
+
+
+def test_micro_batches_have_the_asked_size() -> None:
+    assert [batch.tokens.shape for batch in read(micro_batch_size=4)] == [(4, 4)] * (SAMPLES // 4)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_resumed_reader_goes_on_exactly(num_workers: int) -> None:
+    at_once = rows(read(data_rank=1, data_size=2))
+    resumed = rows(read(first_sample=24, data_rank=1, data_size=2, num_workers=num_workers))
+    assert at_once[12:] == resumed
+
+
+def test_the_batch_may_grow_on_resume() -> None:
+    assert rows(read(first_sample=24, global_batch_size=16)) == list(range(24, 56))
+
+
+@pytest.mark.parametrize("first_sample", [57, 64, 100])
+def test_it_ends_with_the_last_whole_global_batch(first_sample: int) -> None:
+    assert rows(read(first_sample=first_sample)) == []
+
+
+def test_labels_are_the_next_tokens() -> None:
+    tokens, (labels, loss_mask) = next(read())
+    assert tokens.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    assert labels.tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
+    assert loss_mask.tolist() == [[1.0] * 4] * 2
+    assert (tokens.dtype, labels.dtype, loss_mask.dtype) == (torch.int64, torch.int64, torch.float32)
+    assert tokens.is_contiguous() and labels.is_contiguous()
+
+
+def test_the_mask_is_on_the_token_that_goes_in() -> None:
+    _, (_, loss_mask) = next(read(eod_mask_loss=True))
+    assert loss_mask.tolist() == [[1.0] * 4, [1.0, 1.0, 0.0, 1.0]]
+    assert loss_mask.dtype == torch.float32
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_global_random_stream_is_untouched(num_workers: int) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    reader = read(num_workers=num_workers)
+    for _ in range(3):
+        next(reader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_data_error_keeps_its_message(num_workers: int) -> None:
+    reader = read(Broken(), num_workers=num_workers)
+    assert rows([next(reader), next(reader)]) == [0, 1, 2, 3]
+    with pytest.raises(DataError) as caught:
+        next(reader)
+    assert caught.value.messages == ["x.bin holds token 9 in document 3"]
+
+
+def test_workers_leave_with_the_reader() -> None:
+    before = child_processes()
+    reader = read(num_workers=2)
+    next(reader)
+    workers = child_processes() - before
+    assert len(workers) >= 2
+    reader.close()
+    deadline = time.monotonic() + 10
+    while child_processes() & workers and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not child_processes() & workers
+
+
+def child_processes() -> set[int]:
+    """Process ids of this process's children."""
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return {int(child) for child in file.read().split()}

@@ -1,0 +1,60 @@
+"""Helper processes do not outlive the one they work for."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+PARENT = """
+import multiprocessing, os, time
+from megatron.data.workers import leave_with_parent
+
+def work():
+    leave_with_parent()
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+multiprocessing.get_context("fork").Process(target=work).start()
+time.sleep(600)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is more than an entry nobody has collected."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def start() -> tuple[subprocess.Popen, int]:
+    """A parent, and the id of its worker, which is at work."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    return parent, int(parent.stdout.readline())
+
+
+def test_a_worker_dies_with_its_parent() -> None:
+    parent, worker = start()
+    assert is_running(worker)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while is_running(worker) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(worker)
+
+
+def test_a_worker_leaves_ctrl_c_to_its_parent() -> None:
+    parent, worker = start()
+    try:
+        os.kill(worker, signal.SIGINT)
+        time.sleep(0.2)
+        assert is_running(worker)
+    finally:
+        parent.kill()
+        parent.wait()

@@ -1,0 +1,96 @@
+"""The ruling test: every layout gives the same losses, gradient norms and weights."""
+
+from pathlib import Path
+
+import pytest
+from support.programs import Programs, read_metrics
+
+TOLERANCE = 1e-4
+ITERATIONS = 10
+SETTINGS = (
+    f"--train-iters {ITERATIONS} --batch-size 2 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0"
+    " --clip-grad 0.4 --eval-iters 1 --eval-interval 5 --eod-mask-loss"
+).split()
+
+LAYOUTS = {
+    "tp2": (2, "--model-parallel-size 2"),
+    "pp2": (2, "--pipe-parallel-size 2"),
+    "dp2": (2, ""),
+    "tp2-pp2": (4, "--model-parallel-size 2 --pipe-parallel-size 2"),
+    "tp2-pp2-dp2": (8, "--model-parallel-size 2 --pipe-parallel-size 2"),
+    "plain-tp2-dp2": (4, "--model-parallel-size 2"),
+    "pp2-zero1-recompute": (
+        2,
+        "--pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations --checkpoint-num-layers 2",
+    ),
+    "plain-dp2-zero2": (2, "--zero-stage 2"),
+    "plain-dp2-zero3-recompute": (2, "--zero-stage 3 --checkpoint-activations"),
+    "documents-tp2-pp2": (
+        4,
+        "--model-parallel-size 2 --pipe-parallel-size 2 --reset-attention-mask --reset-position-ids",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def train(programs: Programs, tmp_path_factory: pytest.TempPathFactory):
+    """Train on so many processes with these flags; where its metrics and its checkpoint are."""
+
+    def run(processes: int, flags: str) -> Path:
+        folder = tmp_path_factory.mktemp("layout")
+        programs.pretrain(
+            processes, *SETTINGS, *flags.split(), "--metrics-file", folder / "metrics", "--save", folder / "checkpoint"
+        ).ok()
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_process(train) -> Path:
+    return train(1, "")
+
+
+@pytest.fixture(scope="module")
+def one_process_with_documents(train) -> Path:
+    return train(1, "--reset-attention-mask --reset-position-ids")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_agrees_with_one_process(train, run_ranks, layout, request):
+    reference = request.getfixturevalue("one_process_with_documents" if "documents" in layout else "one_process")
+    processes, flags = LAYOUTS[layout]
+    folder = train(processes, flags)
+    expected, found = read_metrics(reference / "metrics"), read_metrics(folder / "metrics")
+    assert len(found) == len(expected) == ITERATIONS + 3  # two validations and the test
+    for one, other in zip(expected, found, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() & {"lm_loss", "grad_norm", "learning_rate", "validation_loss", "test_loss"}:
+            assert other[name] == pytest.approx(one[name], rel=TOLERANCE), (layout, one["iteration"], name)
+    assert any(line.get("grad_norm", 0) > 0.4 for line in expected), "clipping had nothing to do"
+    if "zero3" not in layout:
+        (differences,) = run_ranks(1, compare_weights, str(reference / "checkpoint"), str(folder / "checkpoint"))
+        assert not differences
+
+
+def compare_weights(one: str, other: str) -> list[str]:
+    """Names of the weights that differ between two checkpoints, each brought together from its ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.checkpoint.tracker import newest
+    from megatron.checkpoint.weights import load_weights, whole_model_config
+    from megatron.config import ActivationConfig, ParallelConfig
+    from megatron.model.gpt2_model import GPT2Model
+    from megatron.mpu import ParallelLayout
+
+    layout = ParallelLayout.create(ParallelConfig(world_size=dist.get_world_size()))
+    models = []
+    for folder in (one, other):
+        saved = newest(folder)
+        models.append(GPT2Model(whole_model_config(saved), ActivationConfig(), layout))
+        load_weights(models[-1], saved)
+    first, second = (dict(model.named_parameters()) for model in models)
+    assert first.keys() == second.keys() and len(first) > 30
+    # Adam divides by the root of the squared gradient, and so blows rounding up where a gradient is next to nothing.
+    return [name for name in first if not torch.allclose(first[name], second[name], rtol=TOLERANCE, atol=TOLERANCE)]

@@ -1,0 +1,311 @@
+"""Each rule about what may be combined: broken, it says what is wrong and what to do; kept, it is silent."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.command_lines import CPU, CUDA, SMALL, complaints, parse
+
+from megatron.arguments import parse_run
+from megatron.device import expected_device
+from megatron.errors import ConfigError
+from megatron.given import flag_fields
+from megatron.launcher import local_rank, world_size
+from megatron.legality import RULES, violations
+from megatron.value_checks import ends, inside
+
+# Name of the rule; a command line that breaks it alone; the start of its message; what mends it.
+BROKEN = [
+    ("heads divide the hidden size", "--hidden-size 66", "--hidden-size 66 is not a multiple", "--hidden-size 68"),
+    (
+        "tensor-parallel ranks divide the heads",
+        "--model-parallel-size 8",
+        "--num-attention-heads 4 is not a multiple of --model-parallel-size 8: use 8",
+        "--num-attention-heads 8",
+    ),
+    (
+        "tensor-parallel ranks divide the MLP",
+        "--model-parallel-size 2 --ffn-hidden-size 33",
+        "--ffn-hidden-size 33 is not a multiple of --model-parallel-size 2: use 32 or 34",
+        "--ffn-hidden-size 34",
+    ),
+    (
+        "positions cover the sequence",
+        "--max-position-embeddings 16",
+        "--seq-length 32 is more than --max-position-embeddings 16",
+        "--seq-length 16",
+    ),
+    ("a layer for each stage", "--pipe-parallel-size 8", "--num-layers 4 is less than", "--num-layers 8"),
+    (
+        "the pipeline runs at ZeRO 0 or 1",
+        "--pipe-parallel-size 1 --zero-stage 2",
+        "--zero-stage 2 cannot go with --pipe-parallel-size 1: the pipeline accumulates gradients over micro-batches",
+        "--zero-stage 1",
+    ),
+    (
+        "half precision with tensor parallelism needs ZeRO",
+        "--bf16 --zero-stage 0 --model-parallel-size 2",
+        "--bf16 with --model-parallel-size 2 at --zero-stage 0",
+        "--zero-stage 1",
+    ),
+    ("fp16 needs a GPU", "--fp16", "--fp16 does not work on the CPU: use --bf16", None),
+    ("--fp16 excludes --bf16", "gpu --fp16 --bf16", "--fp16 and --bf16 exclude each other", None),
+    (
+        "the initial loss scale is a power of two",
+        "--initial-loss-scale 1000",
+        "--initial-loss-scale 1000 is not a power of two: use 1024",
+        "--initial-loss-scale 1024",
+    ),
+    ("the smallest loss scale is whole", "--min-scale 1.5", "--min-scale 1.5 is not a whole", "--min-scale 2"),
+    ("--loss-scale needs --fp16", "gpu --loss-scale 8", "--loss-scale has no effect without --fp16", "--fp16"),
+    (
+        "a half-precision loss needs half precision",
+        "--fp16-lm-cross-entropy",
+        "--fp16-lm-cross-entropy has no effect in fp32",
+        "--bf16",
+    ),
+    (
+        "NCCL needs GPUs",
+        "--distributed-backend nccl",
+        "--distributed-backend nccl needs GPUs",
+        "--distributed-backend gloo",
+    ),
+    (
+        "apex is there when it is asked for",
+        "--fused-kernels apex",
+        "--fused-kernels apex needs CUDA",
+        "--fused-kernels auto",
+    ),
+    *(
+        (
+            "the fused causal attention is possible",
+            f"--scaled-upper-triang-masked-softmax-fusion {flag}",
+            f"--scaled-upper-triang-masked-softmax-fusion rules out {flag}",
+            None,
+        )
+        for flag in ("--attention-softmax-in-fp32", "--apply-query-key-layer-scaling", "--reset-attention-mask")
+    ),
+    ("an offloaded optimizer needs ZeRO", "--cpu-optimizer", "--cpu-optimizer needs ZeRO", "--zero-stage 1"),
+    (
+        "--cpu-torch-adam needs --cpu-optimizer",
+        "--cpu_torch_adam --zero-stage 1",
+        "--cpu-torch-adam has no effect without --cpu-optimizer",
+        "--cpu-optimizer",
+    ),
+    *(
+        (
+            f"{flag} needs --checkpoint-activations",
+            f"{flag} {company}",
+            f"{flag} has no effect without --checkpoint-activations",
+            "--checkpoint-activations",
+        )
+        for flag, company in [
+            ("--partition-activations", ""),
+            ("--synchronize-each-layer", ""),
+            ("--profile-backward", ""),
+        ]
+    ),
+    (
+        "groups of recomputed layers need recomputation",
+        "--checkpoint-num-layers 2",
+        "--checkpoint-num-layers has no effect without",
+        "--checkpoint-activations",
+    ),
+    *(
+        (
+            "activations in one buffer, or in CPU memory, are partitioned",
+            f"{flag} --checkpoint-activations",
+            f"{flag} cannot work without --partition-activations",
+            "--partition-activations",
+        )
+        for flag in ("--contigious-checkpointing", "--checkpoint-in-cpu")
+    ),
+    ("the learning rate falls", "--min-lr 1", "--min-lr 1 is more than --lr 0.001", "--lr 1"),
+    (
+        "warm-up and decay fit",
+        "--lr-warmup-iters 101",
+        "the warm-up of 101 iterations is longer than the decay of 100",
+        "--train-iters 101",
+    ),
+    (
+        "warm-up and decay fit",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 90 --warmup 0.2",
+        "the warm-up of 20 iterations and --lr-wsd-decay-iters 90 do not fit into 100",
+        "--warmup 0.1",
+    ),
+    ("WSD says how long it decays", "--lr-decay-style WSD", "--lr-decay-style WSD needs", "--lr-wsd-decay-iters 5"),
+    (
+        "WSD says how long it decays",
+        "--lr-wsd-decay-iters 5",
+        "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD",
+        "--lr-decay-style WSD",
+    ),
+    (
+        "--override-lr-scheduler excludes --use-checkpoint-lr-scheduler",
+        "--override-lr-scheduler --use-checkpoint-lr-scheduler",
+        "--override-lr-scheduler and --use-checkpoint-lr-scheduler exclude each other",
+        None,
+    ),
+    ("--save-interval needs --save", "--save-interval 5", "--save-interval has no effect without --save", "--save out"),
+    ("--finetune needs --load", "--finetune", "--finetune has no effect without --load", "--load in"),
+]
+if find_spec("apex") is None:
+    BROKEN.append(
+        (
+            "apex is there when it is asked for",
+            "gpu --fused-kernels apex",
+            "--fused-kernels apex: apex is not installed",
+            "--fused-kernels torch",
+        )
+    )
+
+
+@pytest.mark.parametrize("name, words, message, remedy", BROKEN, ids=[row[1] for row in BROKEN])
+def test_a_broken_rule_says_what_to_do(name: str, words: str, message: str, remedy: str | None) -> None:
+    environ = CUDA if words.startswith("gpu") else CPU
+    words = words.removeprefix("gpu")
+    ranks = 8 if "parallel" in words else 1
+    (said,) = complaints(words, ranks=ranks, environ=environ)
+    assert said.startswith(message)
+    if remedy:
+        assert complaints(f"{words} {remedy}", ranks=ranks, environ=environ) == []
+
+
+def test_every_rule_is_tested_and_explained() -> None:
+    tested = {name for name, *_ in BROKEN} | {
+        "processes = TP x PP x DP",
+        "BPE has merges",
+        "--contigious-checkpointing needs --checkpoint-activations",
+        "--checkpoint-in-cpu needs --checkpoint-activations",
+    }
+    assert {rule.name for rule in RULES} == tested
+    assert len(tested) == len(RULES)
+    assert all(rule.why.endswith(".") for rule in RULES)
+
+
+def test_a_legal_run_breaks_no_rule() -> None:
+    assert violations(parse()) == []
+
+
+@pytest.mark.parametrize("flag", ["--contigious-checkpointing", "--checkpoint-in-cpu"])
+def test_forms_of_recomputation_need_recomputation(flag: str) -> None:
+    said = complaints(f"{flag} --partition-activations")
+    assert [message.split(":")[0] for message in said] == [
+        "--partition-activations has no effect without --checkpoint-activations",
+        f"{flag} has no effect without --checkpoint-activations",
+    ]
+
+
+@pytest.mark.parametrize(
+    "ranks, words, message",
+    [
+        (
+            6,
+            "--model-parallel-size 4",
+            "6 processes cannot be split into --model-parallel-size 4 x --pipe-parallel-size 0: "
+            "use 4 or 8 processes, or --model-parallel-size 1, 2, 3 or 6",
+        ),
+        (
+            1,
+            "--model-parallel-size 2 --pipe-parallel-size 2",
+            "1 process cannot be split into --model-parallel-size 2 x --pipe-parallel-size 2: use 4 processes",
+        ),
+        (
+            2,
+            "--model-parallel-size 2 --pipe-parallel-size 2",
+            "2 processes cannot be split into --model-parallel-size 2 x --pipe-parallel-size 2: "
+            "use 4 processes, or --model-parallel-size 1",
+        ),
+    ],
+)
+def test_processes_that_make_no_grid(ranks: int, words: str, message: str) -> None:
+    assert complaints(words, ranks=ranks) == [message]
+
+
+def test_merges_belong_to_bpe_only() -> None:
+    words = SMALL.replace("--merge-file merges.txt", "").split()
+    with pytest.raises(ConfigError, match="--merge-file is required with --tokenizer-type GPT2BPETokenizer"):
+        parse_run(words, CPU)
+    assert parse_run([*words, "--tokenizer-type", "WhitespaceTokenizer"], CPU).data.merge_file is None
+
+
+def test_all_broken_rules_come_at_once() -> None:
+    words = "--model-parallel-size 3 --pipe-parallel-size 8 --zero-stage 3 --fp16 --checkpoint-in-cpu --dropout 1"
+    assert len(complaints(f"{words} --hidden-dropout 1.5 --hidden-size 66 --unheard-of", ranks=8)) >= 9
+
+
+def test_required_values_are_asked_for_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run([], CPU)
+    assert {message.split()[0] for message in caught.value.messages} == {
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
+        "--lr",
+        "--train-iters",
+        "--batch-size",
+        "--data-path",
+        "--vocab-file",
+        "--merge-file",
+    }
+
+
+@pytest.mark.parametrize("name", [name for name, field in flag_fields().items() if field.metadata["flag"]["within"]])
+def test_values_out_of_range_are_refused(name: str) -> None:
+    field = flag_fields()[name]
+    interval = field.metadata["flag"]["within"]
+    low, high = ends(interval)
+    outside = low - 1 if interval[0] == "[" else low
+    flag = "--" + (field.metadata["flag"]["name"] or name).replace("_", "-")
+    environ = {**CUDA, "LOCAL_RANK": "0"}
+    assert any(
+        message.startswith(f"{flag} {outside:g} must be ")
+        for message in complaints(f"{flag} {outside:g}", environ=environ)
+    )
+    if interval.endswith(")") and high < float("inf"):
+        assert not inside(high, interval) and inside((low + high) / 2, interval)
+
+
+def test_words_of_a_range() -> None:
+    assert complaints("--hidden-dropout 1") == ["--hidden-dropout 1 must be from 0 to 1, 1 excluded"]
+    assert complaints("--zero-stage 4") == ["--zero-stage 4 must be from 0 to 3"]
+    assert complaints("--layernorm-epsilon 0") == ["--layernorm-epsilon 0 must be more than 0"]
+
+
+@pytest.mark.parametrize(
+    "environ, size, rank",
+    [
+        ({}, 1, None),
+        ({"WORLD_SIZE": "8", "LOCAL_RANK": "3"}, 8, 3),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 4, 1),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, 2, 0),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}, 4, None),
+        ({"SLURM_NTASKS": "4"}, 1, None),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 1, None),
+    ],
+)
+def test_what_launchers_say(environ: dict[str, str], size: int, rank: int | None) -> None:
+    assert (world_size(environ), local_rank(environ)) == (size, rank)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", ""])
+def test_a_world_size_that_is_none(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"the environment says WORLD_SIZE={value}: set a whole number from 1 on"):
+        parse_run(SMALL.split(), {**CPU, "WORLD_SIZE": value})
+
+
+def test_the_device_is_told_without_torch(tmp_path: Path) -> None:
+    assert expected_device({}, tmp_path) == "cpu"
+    (tmp_path / "nvidiactl").touch()  # a container may have it without a GPU
+    assert expected_device({}, tmp_path) == "cpu"
+    (tmp_path / "nvidia0").touch()
+    assert expected_device({}, tmp_path) == "cuda"
+    assert expected_device({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == "cuda"
+    assert expected_device({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == "cpu"
+    assert expected_device({"DS_ACCELERATOR": "cpu"}, tmp_path) == "cpu"
+
+
+@pytest.mark.parametrize("environ, backend", [(CPU, "gloo"), (CUDA, "nccl")])
+def test_the_backend_follows_the_device(environ: dict[str, str], backend: str) -> None:
+    assert parse(environ=environ).parallel.distributed_backend == backend

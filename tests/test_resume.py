@@ -1,0 +1,37 @@
+"""Stopping and resuming equals not stopping, to the last bit."""
+
+import pytest
+from support.programs import read_metrics
+
+SETTINGS = (
+    "--train-iters 6 --batch-size 2 --gas 2 --eval-iters 1 --eval-interval 2 --num-workers 1"
+).split()
+EXACT = ("consumed_samples", "lm_loss", "learning_rate", "grad_norm", "validation_loss", "test_loss")
+
+
+@pytest.mark.parametrize(
+    ("processes", "flags"),
+    [
+        (1, ""),
+        (4, "--model-parallel-size 2 --pipe-parallel-size 2"),
+        (2, "--pipe-parallel-size 2 --zero-stage 1 --bf16 --checkpoint-activations"),
+        (4, "--model-parallel-size 2 --zero-stage 2"),
+        (2, "--zero-stage 3"),
+    ],
+)
+def test_resume_is_bit_identical(programs, tmp_path, processes, flags):
+    """With dropout on, gradient accumulation and a validation between: losses, rates and samples go on exactly."""
+    flags = flags.split()
+    programs.pretrain(processes, *SETTINGS, *flags, "--metrics-file", tmp_path / "whole").ok()
+    folder = ("--save", tmp_path / "ck", "--load", tmp_path / "ck", "--metrics-file", tmp_path / "parts")
+    first = programs.pretrain(processes, *SETTINGS, *flags, *folder, "--exit-interval", "3").ok()
+    assert "a fresh start" in first.output
+    assert [line["iteration"] for line in read_metrics(tmp_path / "parts")] == [1, 2, 2, 3]
+    second = programs.pretrain(processes, *SETTINGS, *flags, *folder).ok()
+    assert "goes on behind iteration 3" in second.output
+    whole, parts = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
+    assert [{name: line.get(name) for name in EXACT} for line in parts] == [
+        {name: line.get(name) for name in EXACT} for line in whole
+    ]
+    assert (tmp_path / "ck" / "latest").read_text() == "global_step6"
+    assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "6"

@@ -1,0 +1,150 @@
+"""The byte-level BPE: any text comes back unchanged, the eod comes from no text, and broken files are named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import DataError
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron.tokenizer.training import train_gpt2_bpe
+
+EOD = "<|endoftext|>"
+CORPUS = ["the cat sat on the mat", "the hat of the cat", "naïve café 日本語", EOD * 5] * 3
+
+ODD_TEXTS = [
+    "",
+    " ",
+    "\n\n\t  trailing blanks \r\n",
+    "don't you're we'll",
+    "naïve e\u0301 \u00e9",
+    "日本語のテキスト",
+    "👩\u200d👩\u200d👧 \U0010ffff",
+    "\x00\x01\x7f\x85\xa0\xad",
+    "\ufeffBOM \u2028 \u2029 \ufffd \ufffe",
+    "שלום \u202eעברית",
+    f"{EOD}{EOD} a {EOD}",
+    "#version: 0.2",
+]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """vocab.json and merges.txt of a BPE of 300 tokens."""
+    vocabulary, merges = train_gpt2_bpe(CORPUS, vocab_size=300, min_frequency=2)
+    vocab_file, merge_file = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    vocab_file.write_text(json.dumps(vocabulary), encoding="utf-8")
+    merge_file.write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
+    return vocab_file, merge_file
+
+
+@pytest.fixture
+def tokenizer(files: tuple[Path, Path]) -> GPT2BPETokenizer:
+    return GPT2BPETokenizer(*map(str, files))
+
+
+@pytest.mark.parametrize("text", ODD_TEXTS)
+def test_any_text_comes_back_unchanged(tokenizer: GPT2BPETokenizer, text: str):
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+def test_merges_are_applied_in_order(tokenizer: GPT2BPETokenizer, files: tuple[Path, Path]):
+    vocabulary = json.loads(files[0].read_text())
+    assert tokenizer.tokenize("the the") == [vocabulary["the"], vocabulary["Ġthe"]]
+    assert tokenizer.tokenize("xq") == [vocabulary["x"], vocabulary["q"]], "no prefix space, and no merge of rare pairs"
+
+
+def test_no_text_spells_the_end_of_a_document(tokenizer: GPT2BPETokenizer):
+    assert tokenizer.eod == tokenizer.vocab_size - 1
+    for text in (EOD, f"a{EOD}b", f" {EOD} ", EOD * 3):
+        assert tokenizer.eod not in tokenizer.tokenize(text)
+    assert tokenizer.detokenize([*tokenizer.tokenize("the"), tokenizer.eod]) == "the" + EOD
+
+
+def test_a_batch_equals_its_texts_one_by_one(tokenizer: GPT2BPETokenizer):
+    assert tokenizer.tokenize_batch(ODD_TEXTS) == [tokenizer.tokenize(text) for text in ODD_TEXTS]
+    assert tokenizer.tokenize_batch([]) == []
+
+
+def test_half_a_character_is_shown_as_such(tokenizer: GPT2BPETokenizer):
+    first_byte = tokenizer.tokenize("\U0010ffff")[:1]
+    assert tokenizer.detokenize(first_byte) == "\ufffd"
+
+
+def test_half_a_surrogate_pair_is_a_data_error(tokenizer: GPT2BPETokenizer):
+    with pytest.raises(DataError, match=r"character 2 of the text is U\+D800, half of a surrogate pair"):
+        tokenizer.tokenize_batch(["fine", "ab\ud800"])
+
+
+@pytest.mark.parametrize("id", [-1, 300])
+def test_an_id_outside_the_vocabulary_is_a_data_error(tokenizer: GPT2BPETokenizer, id: int):
+    assert tokenizer.vocab_size == 300
+    with pytest.raises(DataError, match=f"token {id} is not in the vocabulary of 300 tokens"):
+        tokenizer.detokenize([0, id])
+
+
+def test_all_absent_files_are_named_at_once(files: tuple[Path, Path], tmp_path: Path):
+    with pytest.raises(DataError) as caught:
+        build_tokenizer("GPT2BPETokenizer", None, str(tmp_path / "nowhere.txt"))
+    assert len(caught.value.messages) == 2
+    assert "--vocab-file is not given" in caught.value.messages[0]
+    assert f"--merge-file {tmp_path / 'nowhere.txt'}: no such file" in caught.value.messages[1]
+
+
+def broken_vocabularies() -> dict[str, tuple[bytes, str]]:
+    vocabulary, _ = train_gpt2_bpe(CORPUS, vocab_size=300, min_frequency=2)
+
+    def without(token: str) -> bytes:
+        rest = [other for other in vocabulary if other != token]
+        return json.dumps({other: id for id, other in enumerate(rest)}).encode()
+
+    return {
+        "not JSON": (b'{"a": 0,\n "b" 1}', r"vocab\.json:2: not JSON"),
+        "not UTF-8": (b'{"\xff": 0}', r"byte 2 is not UTF-8"),
+        "not a table": (b'["a", "b"]', r"a JSON list"),
+        "not an integer": (json.dumps(vocabulary | {"the": "7"}).encode(), r"the id of 'the' is '7'"),
+        "an id twice": (json.dumps(vocabulary | {"the": 0}).encode(), rf"no token has {vocabulary['the']}$"),
+        "an id too large": (
+            json.dumps(vocabulary | {EOD: 300}).encode(),
+            r"need the ids 0 to 299, .* no token has 299",
+        ),
+        "no end of document": (without(EOD), r"lacks <\|endoftext\|>; add it with the id 299"),
+        "a byte without a token": (without("~"), r"1 of the 256 byte symbols have no token, '~'"),
+        "of other merges": (without("the"), r"merges\.txt:\d+: merge '.*' needs the token 'the'"),
+    }
+
+
+@pytest.mark.parametrize("fault", broken_vocabularies())
+def test_a_broken_vocabulary_is_one_line(files: tuple[Path, Path], fault: str):
+    content, expected = broken_vocabularies()[fault]
+    files[0].write_bytes(content)
+    with pytest.raises(DataError, match=expected) as caught:
+        GPT2BPETokenizer(*map(str, files))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("the", r"merges\.txt:3: 'the' is no merge"),
+        ("t h e", r"merges\.txt:3: 't h e' is no merge"),
+        ("the ", r"merges\.txt:3: 'the ' is no merge"),
+        ("z z", r"merges\.txt:3: merge 'z z' needs the token 'zz'"),
+        ("zz z", r"merges\.txt:3: merge 'zz z' needs the token 'zz'"),
+    ],
+)
+def test_a_merge_that_does_not_fit_is_named_with_its_line(files: tuple[Path, Path], line: str, expected: str):
+    merges = files[1].read_text(encoding="utf-8").splitlines()
+    files[1].write_text("\n".join([*merges[:2], line, *merges[3:]]), encoding="utf-8")
+    with pytest.raises(DataError, match=expected):
+        GPT2BPETokenizer(*map(str, files))
+
+
+def test_files_with_windows_line_ends_and_without_a_version_are_read(
+    tokenizer: GPT2BPETokenizer, files: tuple[Path, Path]
+):
+    merges = files[1].read_text(encoding="utf-8").splitlines()[1:]
+    files[1].write_bytes("\r\n".join(merges).encode("utf-8"))
+    again = GPT2BPETokenizer(*map(str, files))
+    assert again.tokenize(CORPUS[0]) == tokenizer.tokenize(CORPUS[0])

@@ -1,0 +1,68 @@
+"""The whitespace tokenizer, and the table of kinds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
+from megatron.tokenizer.whitespace import WhitespaceTokenizer
+
+WORDS = {"<unk>": 0, "the": 1, "cat": 2, "日本": 3, "<|endoftext|>": 4}
+
+
+@pytest.fixture
+def vocab_file(tmp_path: Path) -> str:
+    path = tmp_path / "vocab.json"
+    path.write_text(json.dumps(WORDS), encoding="utf-8")
+    return str(path)
+
+
+def test_words_between_blanks_and_unknown_words(vocab_file: str):
+    tokenizer = WhitespaceTokenizer(vocab_file)
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.unk) == (5, 4, 0)
+    assert tokenizer.tokenize(" the\tcat\n日本  dog <unk> ") == [1, 2, 3, 0, 0]
+    assert tokenizer.tokenize_batch(["the", "", "cat the"]) == [[1], [], [2, 1]]
+    assert tokenizer.detokenize([1, 2, 3, 4]) == "the cat 日本 <|endoftext|>"
+
+
+def test_no_text_spells_the_end_of_a_document(vocab_file: str):
+    assert WhitespaceTokenizer(vocab_file).tokenize("the <|endoftext|> cat") == [1, 0, 2]
+
+
+def test_an_id_outside_the_vocabulary_is_a_data_error(vocab_file: str):
+    with pytest.raises(DataError, match="token 5 is not in the vocabulary of 5 tokens"):
+        WhitespaceTokenizer(vocab_file).detokenize([1, 5])
+
+
+@pytest.mark.parametrize("token", ["<unk>", "<|endoftext|>"])
+def test_the_two_special_tokens_are_needed(tmp_path: Path, token: str):
+    path = tmp_path / "vocab.json"
+    path.write_text(json.dumps({word: id for id, word in enumerate(set(WORDS) - {token})}))
+    with pytest.raises(DataError) as caught:
+        WhitespaceTokenizer(str(path))
+    assert f"lacks {token}" in str(caught.value)
+
+
+def test_merges_are_refused(vocab_file: str):
+    with pytest.raises(DataError, match=r"--merge-file m\.txt: WhitespaceTokenizer has no merges"):
+        build_tokenizer("WhitespaceTokenizer", vocab_file, "m.txt")
+
+
+def test_a_vocabulary_is_read_by_kind(vocab_file: str):
+    assert read_vocabulary("WhitespaceTokenizer", vocab_file, None) == Vocabulary(size=5, eod=4)
+
+
+def test_an_unknown_kind_names_those_there_are():
+    with pytest.raises(ConfigError, match="choose one of GPT2BPETokenizer, WhitespaceTokenizer"):
+        build_tokenizer("CharTokenizer", None, None)
+
+
+def test_the_package_imports_no_torch():
+    code = "import sys, megatron.tokenizer; print('torch' in sys.modules)"
+    root = Path(__file__).resolve().parents[2]
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

@@ -1,0 +1,98 @@
+"""tools/plot_metrics.py: pictures of metrics files; a bad line is named with its number."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def plot(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "tools" / "plot_metrics.py", *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+
+
+def write_metrics(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def step(iteration: int, loss: float | None) -> dict:
+    return {
+        "iteration": iteration,
+        "lm_loss": loss,
+        "learning_rate": 1e-3,
+        "grad_norm": 0.5,
+        "tokens_per_second": 2e4,
+    }
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    """A run that was resumed at iteration 20, so that iteration 30 is there twice."""
+    records = [step(10, 6.0), step(20, 5.0), step(30, 9.0), step(30, 4.5), step(40, float("nan")), step(50, None)]
+    return write_metrics(tmp_path / "run.jsonl", [*records, {"iteration": 20, "validation_loss": 5.25}])
+
+
+def test_two_runs_and_a_baseline_in_one_vector_picture(metrics: Path, tmp_path: Path):
+    other = write_metrics(tmp_path / "other.jsonl", [step(10, 7.0)])
+    output = tmp_path / "pictures" / "loss.svg"
+    flags = ("--output", output, "--baseline", "unigram entropy=6.41", "uniform=7.6", "--title", "Two runs")
+    result = plot(metrics, other, *flags)
+    assert result.returncode == 0, result.stderr
+    assert "run lm_loss 4.5000 at iteration 30, run validation_loss 5.2500 at iteration 20" in result.stdout
+    assert "other lm_loss 7.0000 at iteration 10" in result.stdout
+    # matplotlib draws text as shapes, and writes it into a comment.
+    picture = output.read_text(encoding="utf-8")
+    for text in ("Two runs", "run: training", "other: training", "unigram entropy, 6.410", "uniform, 7.600"):
+        assert f"<!-- {text} -->" in picture
+    assert "run: validation, 5.250 at the end (perplexity 190.6)" in picture
+    assert "other: validation" not in picture
+    assert [path.name for path in output.parent.iterdir()] == ["loss.svg"]
+
+
+def test_a_png(metrics: Path, tmp_path: Path):
+    output = tmp_path / "loss.png"
+    assert plot(metrics, "--output", output).returncode == 0
+    assert output.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert output.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'{"iteration": 1, "lm_loss": 2}\n{"iteration": 2, "lm', "run.jsonl:2: not JSON"),
+        (b"[1, 2]\n", "run.jsonl:1: no JSON object with a whole number as its iteration"),
+        (b'{"lm_loss": 2}\n', "run.jsonl:1: no JSON object with a whole number as its iteration"),
+        (b'{"iteration": 1, "lm_loss": "2"}\n', "run.jsonl:1: lm_loss is '2', which is no number"),
+        (b'{"iteration": 1, "learning_rate": 2}\n', "run.jsonl: no lm_loss and no validation_loss to draw"),
+        (b"", "run.jsonl: no lm_loss and no validation_loss to draw"),
+        (b"\x89PNG\xff", "run.jsonl: not UTF-8"),
+        (None, "run.jsonl: cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_bad_file_is_one_line(tmp_path: Path, content: bytes | None, expected: str):
+    path = tmp_path / "run.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    result = plot(path, "--output", tmp_path / "loss.png")
+    assert (result.returncode, len(result.stderr.splitlines())) == (3, 1)
+    assert expected in result.stderr
+    assert not (tmp_path / "loss.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--output", "loss.bmp"], "--output loss.bmp: the name must end in .png, .svg, .pdf"),
+        (["--output", "loss.png", "--baseline", "unigram"], "--baseline unigram: give NAME=VALUE"),
+        (["--output", "loss.png", "--baseline", "unigram=nan"], "--baseline unigram=nan: give NAME=VALUE"),
+    ],
+)
+def test_bad_flags_are_one_line(metrics: Path, flags: list[str], expected: str):
+    result = plot(metrics, *flags)
+    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
+    assert expected in result.stderr

@@ -1,0 +1,219 @@
+"""The tool as a user runs it: what it writes, and what it says to bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.data.indexed_dataset import IndexedDataset
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ["a", "b", "c", "d", "<unk>", "<|endoftext|>"]
+EOD = 5
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[..., list[str]]:
+    """``command(inputs, *flags)``: the command line with a vocabulary of five words, writing to ``tmp_path/out``."""
+    (tmp_path / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(WORDS)}))
+
+    def build(inputs: Sequence[Path], *flags: str) -> list[str]:
+        tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", *map(str, inputs)]
+        tool += ["--tokenizer-type", "WhitespaceTokenizer", "--vocab-file", str(tmp_path / "vocab.json")]
+        return [*tool, "--output-prefix", str(tmp_path / "out"), *flags]
+
+    return build
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    # Away from the project: the tool must find its package by itself.
+    return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=120, check=False)
+
+
+def outputs(folder: Path) -> set[str]:
+    """Names of what was written."""
+    return {path.name for path in folder.glob("out*")}
+
+
+def documents(prefix: Path) -> list[list[int]]:
+    dataset = IndexedDataset(prefix)
+    assert dataset.doc_idx.tolist() == list(range(len(dataset) + 1))
+    return [dataset.get(n).tolist() for n in range(len(dataset))]
+
+
+def write_jsonl(path: Path, lines: Sequence[object]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def one_error(finished: subprocess.CompletedProcess[str], code: int) -> str:
+    """The single line of an error, with nothing else on the screen but the progress bar."""
+    assert finished.returncode == code, finished.stderr
+    assert finished.stdout == ""
+    lines = [line for line in finished.stderr.splitlines() if line and "B/s" not in line]
+    assert len(lines) == 1, finished.stderr
+    assert lines[0].startswith("preprocess_data.py: error: ")
+    return lines[0]
+
+
+def test_jsonl(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+    first = write_jsonl(tmp_path / "first.jsonl", [{"text": "a b c"}, {"text": ""}, {"text": "d\nzzz"}])
+    second = write_jsonl(tmp_path / "second", [{"text": "c"}])
+    finished = run(command([first, second], "--append-eod"))
+    assert finished.returncode == 0, finished.stderr
+    prefix = tmp_path / "out_text_document"
+    assert documents(prefix) == [[0, 1, 2, EOD], [3, 4, EOD], [2, EOD]]
+    assert IndexedDataset(prefix).dtype.name == "uint16"
+    size = first.stat().st_size + second.stat().st_size
+    assert finished.stdout == (
+        f"{prefix}.bin and .idx: 3 documents, 9 tokens, 18 bytes from {size} bytes of text; 1 empty documents left out\n"
+    )
+    assert "documents/s" in finished.stderr
+    assert "B/s" in finished.stderr
+
+
+def test_plain_text(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+    (tmp_path / "corpus.txt").write_bytes(b"\xef\xbb\xbfa b\r\n\r\n  \nc \x00 d")
+    assert run(command([tmp_path / "corpus.txt"])).returncode == 0
+    assert documents(tmp_path / "out_text_document") == [[0, 1], [2, 4, 3]]
+    (tmp_path / "corpus.md").write_text("d d\n")
+    assert run(command([tmp_path / "corpus.md"], "--input-format", "text")).returncode == 0
+    assert documents(tmp_path / "out_text_document") == [[3, 3]]
+
+
+def test_each_key_has_its_data_set(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"title": "a", "body": "b c"}, {"title": "", "body": "d"}])
+    finished = run(command([corpus], "--json-keys", "title", "body"))
+    assert finished.returncode == 0, finished.stderr
+    assert documents(tmp_path / "out_title_document") == [[0]]
+    assert documents(tmp_path / "out_body_document") == [[1, 2], [3]]
+    assert outputs(tmp_path) == {f"out_{key}_document.{end}" for key in ("title", "body") for end in ("bin", "idx")}
+
+
+def test_workers_change_nothing(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a b c d " * (n % 50)} for n in range(30000)])
+    written = []
+    for workers in ("1", "3"):
+        finished = run(command([corpus], "--workers", workers))
+        assert finished.returncode == 0, finished.stderr
+        written.append([(tmp_path / f"out_text_document.{end}").read_bytes() for end in ("bin", "idx")])
+    assert written[0] == written[1]
+    assert len(documents(tmp_path / "out_text_document")) == 29400
+
+
+BAD_LINES = [
+    (b'{"text": "a"', "not JSON: Expecting ',' delimiter, at column 13"),
+    (b"[" * 100000, "JSON that cannot be read"),
+    (b'["a"]', "a JSON list, where an object is needed"),
+    (b'{"txt": "a"}', 'no key "text" (choose keys with --json-keys)'),
+    (b'{"text": 3}', '"text" is a number, where a string is needed'),
+    (b'{"text": null}', '"text" is a null, where a string is needed'),
+    (b'{"text": "a\xff"}', "byte 12 of the line is not UTF-8"),
+    (b'{"text": "\\ud800"}', '"text" holds half of a surrogate pair'),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES)
+def test_a_bad_line_is_named(tmp_path: Path, command: Callable[..., list[str]], line: bytes, message: str) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
+    error = one_error(run(command([corpus])), 3)
+    assert f"{corpus}:2: {message}" in error
+    assert outputs(tmp_path) == set()
+
+
+def test_bad_lines_can_be_skipped(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(b'{"text": "a"}\n' + b"\n".join(line for line, _ in BAD_LINES) + b'\n{"text": "b"}')
+    finished = run(command([corpus], "--on-error", "skip", "--workers", "2"))
+    assert finished.returncode == 0, finished.stderr
+    assert f"; 8 bad lines skipped, the first: {corpus}:2: not JSON" in finished.stdout
+    assert documents(tmp_path / "out_text_document") == [[0], [1]]
+
+
+def test_a_very_long_line_is_one_document(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a b c d " * 500_000}, {"text": "a"}])
+    assert run(command([corpus])).returncode == 0
+    assert IndexedDataset(tmp_path / "out_text_document").sizes.tolist() == [2_000_000, 1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--split-sentences"], 2, "--split-sentences is not supported: GPT-2 trains on whole documents"),
+        (["--keep-newlines"], 2, "--keep-newlines is not supported: newlines are always kept"),
+        (["--dataset-impl", "lazy"], 2, "--dataset-impl lazy is not supported"),
+        (["--workers", "0"], 2, "--workers 0 must be 1 or more"),
+        (["--worker", "2"], 2, "unrecognized arguments: --worker 2"),
+        (["--vocab", "/nowhere.json"], 3, "/nowhere.json"),
+        (["--output-prefix", "/proc/nowhere/out"], 7, "cannot write /proc/nowhere"),
+    ],
+)
+def test_bad_flags(
+    tmp_path: Path, command: Callable[..., list[str]], flags: list[str], code: int, message: str
+) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a"}])
+    assert message in one_error(run(command([corpus], *flags)), code)
+    assert outputs(tmp_path) == set()
+
+
+def test_missing_and_empty_inputs(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+    assert "nowhere.jsonl: no such file" in one_error(run(command([tmp_path / "nowhere.jsonl"])), 3)
+    empty = write_jsonl(tmp_path / "empty.jsonl", [{"text": ""}])
+    assert f"no document in {empty}: nothing to write" in one_error(run(command([empty])), 3)
+    assert outputs(tmp_path) == set()
+
+
+def test_all_keys_or_none(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"title": "a", "body": "b"}, {"title": "c"}])
+    assert f'{corpus}:2: no key "body"' in one_error(run(command([corpus], "--json-keys", "title", "body")), 3)
+    assert outputs(tmp_path) == set()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a b c d " * 1000}] * 100)
+    finished = run(["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command([corpus])])
+    assert "cannot write" in one_error(finished, 7)
+    assert outputs(tmp_path) == set()
+
+
+def test_killed_it_leaves_no_data_set_and_can_be_run_again(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+    pipe = tmp_path / "endless"
+    os.mkfifo(pipe)
+    process = subprocess.Popen(command([pipe], "--workers", "2"), stderr=subprocess.DEVNULL)
+    partial = tmp_path / "out_text_document.bin.partial"
+    with open(pipe, "wb") as corpus:
+        while not partial.exists() or partial.stat().st_size == 0:
+            assert process.poll() is None
+            corpus.write(b'{"text": "a b c d a b c d"}\n' * 10000)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert outputs(tmp_path) == {"out_text_document.bin.partial", "out_text_document.idx.partial"}
+    whole = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a"}])
+    deadline = time.monotonic() + 10
+    # The workers hold the lock on the output for as long as the kernel takes to end them.
+    while (finished := run(command([whole]))).returncode == 3 and time.monotonic() < deadline:
+        assert "being written by another process" in finished.stderr
+    assert finished.returncode == 0, finished.stderr
+    assert outputs(tmp_path) == {"out_text_document.bin", "out_text_document.idx"}
+
+
+def test_help_tells_every_flag() -> None:
+    finished = run([sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--help"])
+    assert finished.returncode == 0
+    for flag in (
+        "--input",
+        "--json-keys",
+        "--vocab-file FILE, --vocab FILE",
+        "--append-eod",
+        "--workers",
+        "(default: 1)",
+    ):
+        assert flag in finished.stdout
+    assert "None" not in finished.stdout

@@ -1,0 +1,110 @@
+"""tools/train_tokenizer.py: whole, equal files from equal text; bad input is one line with exit code 2 or 3."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES = ["the cat sat on the mat", "the hat of the cat naïve 日本", "dogs and cats and <|endoftext|> <unk>"]
+
+
+def train(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "tools" / "train_tokenizer.py", *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": line, "title": "zzz zzz"}) + "\n\n" for line in LINES))
+    return path
+
+
+def test_a_bpe_that_its_tokenizer_reads(corpus: Path, tmp_path: Path):
+    flags = ("--vocab-size", 280, "--min-frequency", 1, "--output-dir", tmp_path / "made" / "here")
+    result = train("--input", corpus, *flags)
+    assert result.returncode == 0, result.stderr
+    summary = f"{tmp_path / 'made' / 'here'}: 280 tokens, <|endoftext|> = 279, from 3 documents, 0.00 MB\n"
+    assert result.stdout == summary
+    assert "reading" in result.stderr
+    folder = tmp_path / "made" / "here"
+    assert sorted(path.name for path in folder.iterdir()) == ["merges.txt", "vocab.json"]
+    tokenizer = build_tokenizer("GPT2BPETokenizer", str(folder / "vocab.json"), str(folder / "merges.txt"))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (280, 279)
+    assert len(tokenizer.tokenize(LINES[0])) < len(LINES[0]), "merges apply"
+    assert tokenizer.detokenize(tokenizer.tokenize(LINES[1])) == LINES[1]
+
+
+def test_equal_text_makes_equal_files_from_either_format(corpus: Path, tmp_path: Path):
+    text = tmp_path / "corpus.txt"
+    text.write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
+    assert train("--input", corpus, "--vocab-size", 280, "--output-dir", tmp_path / "a").returncode == 0
+    assert train("--input", text, "--vocab-size", 280, "--output-dir", tmp_path / "b").returncode == 0
+    for name in ("vocab.json", "merges.txt"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_a_small_corpus_makes_a_small_vocabulary_and_says_so(corpus: Path, tmp_path: Path):
+    result = train("--input", corpus, "--vocab-size", 5000, "--min-frequency", 3, "--output-dir", tmp_path)
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
+    assert 257 < len(vocabulary) < 300
+    assert vocabulary["<|endoftext|>"] == len(vocabulary) - 1
+    assert f"{len(vocabulary)} tokens (the text makes no more; 5000 were asked for)" in result.stdout
+
+
+def test_the_words_of_a_whitespace_vocabulary_go_by_frequency(corpus: Path, tmp_path: Path):
+    flags = ("--tokenizer-type", "WhitespaceTokenizer", "--min-frequency", 2, "--json-keys", "title", "text")
+    result = train("--input", corpus, "--vocab-size", 6, "--output-dir", tmp_path, *flags)
+    assert result.returncode == 0, result.stderr
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
+    # zzz 6 times, the 4; and, cat 2, by the alphabet; the rest once.
+    assert vocabulary == {"<unk>": 0, "zzz": 1, "the": 2, "and": 3, "cat": 4, "<|endoftext|>": 5}
+    assert not (tmp_path / "merges.txt").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b'{"text": "a"}\n{"text": \n', "corpus.jsonl:2: not JSON"),
+        (b'["a"]\n', "corpus.jsonl:1: a JSON list"),
+        (b'{"text": "a"}\n{"body": "b"}\n', 'corpus.jsonl:2: no key "text"'),
+        (b'{"text": 7}\n', 'corpus.jsonl:1: "text" is a number'),
+        (b'{"text": "\xff"}\n', "corpus.jsonl:1: byte 11 of the line is not UTF-8"),
+        (b'{"text": "\\ud800"}\n', 'corpus.jsonl:1: "text" holds half of a surrogate pair'),
+        (b"\n\n", "corpus.jsonl: no text to train on"),
+    ],
+)
+def test_bad_text_is_one_line_and_leaves_no_files(tmp_path: Path, content: bytes, expected: str):
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(content)
+    result = train("--input", corpus, "--vocab-size", 300, "--output-dir", tmp_path / "out")
+    assert result.returncode == 3
+    assert expected in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "expected"),
+    [
+        (["--vocab-size", 256], 2, "--vocab-size 256 is too small: a byte-level BPE needs 257 or more"),
+        (["--vocab-size", 2, "--tokenizer-type", "WhitespaceTokenizer"], 2, "--vocab-size 2 is too small"),
+        (["--vocab-size", 300, "--min-frequency", 0], 2, "--min-frequency 0 must be 1 or more"),
+        (["--vocab-size", 300, "--input", "nowhere.txt", "x.jsonl"], 3, "--input x.jsonl: no such file"),
+        (
+            ["--vocab-size", 300, "--output-dir", "/proc/here"],
+            2,
+            "--output-dir /proc/here/vocab.json: cannot be written",
+        ),
+    ],
+)
+def test_bad_flags_are_one_line(corpus: Path, tmp_path: Path, flags: list[object], code: int, expected: str):
+    result = train("--input", corpus, "--output-dir", tmp_path / "out", *flags)
+    assert result.returncode == code
+    assert expected in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr

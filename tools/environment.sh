@@ -1,0 +1,29 @@
+# Sourced by the scripts that must work on a fresh machine: a Python environment with FILE installed.
+#
+#   source tools/environment.sh FILE
+#
+# Takes the virtual environment that is active, or else .venv in the checkout, which it makes if need
+# be. Installs only when FILE has changed since the last time.
+
+_checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+_requirements=$_checkout/$1
+
+if [ -z "${VIRTUAL_ENV:-}" ]; then
+    if [ ! -x "$_checkout/.venv/bin/pip" ]; then
+        echo "> making $_checkout/.venv"
+        # Debian keeps the part of venv that brings pip in a package of its own; pip itself can stand in for it.
+        python3 -m venv "$_checkout/.venv" 2>/dev/null ||
+            { python3 -m venv --without-pip --clear "$_checkout/.venv" &&
+                python3 -m pip --python "$_checkout/.venv/bin/python" install --quiet pip; }
+    fi
+    # shellcheck disable=SC1091
+    source "$_checkout/.venv/bin/activate"
+fi
+
+_stamp=$VIRTUAL_ENV/.installed-$1
+_wanted=$(cat "$_checkout/requirements.txt" "$_requirements")
+if [ ! -f "$_stamp" ] || [ "$(cat "$_stamp")" != "$_wanted" ]; then
+    echo "> installing $1 into $VIRTUAL_ENV (a minute or two)"
+    python -m pip install --quiet --disable-pip-version-check -r "$_requirements"
+    printf '%s\n' "$_wanted" >"$_stamp"
+fi

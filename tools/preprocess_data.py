@@ -1,0 +1,123 @@
+"""Tokenize text into the indexed data sets that pretrain_gpt2.py reads.
+
+Writes PREFIX_KEY_document.bin and .idx for each key. Give PREFIX_KEY_document as --data-path.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import _project_root  # noqa: F401
+from tqdm import tqdm
+
+from megatron.cli import ToolParser, run_tool
+from megatron.data.corpus import FORMATS
+from megatron.data.preprocess import Job, Summary, preprocess
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer import TOKENIZERS
+
+
+def main() -> None:
+    """Read the flags, tokenize, say what was written."""
+    args = parse_arguments()
+    # Each of --workers is one process on one core, unless the environment wants otherwise.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    job = Job(
+        inputs=tuple(args.input),
+        output_prefix=args.output_prefix,
+        input_format=args.input_format,
+        json_keys=tuple(dict.fromkeys(args.json_keys)),
+        tokenizer_type=args.tokenizer_type,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        append_eod=args.append_eod,
+        workers=args.workers,
+        skip_errors=args.on_error == "skip",
+    )
+    with progress_bar(job.inputs, args.log_interval) as report:
+        summary = preprocess(job, report)
+    print(describe(job, summary))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line, checked. Raises ConfigError, or DataError for absent inputs."""
+    parser = ToolParser(__doc__)
+    add = parser.add_argument
+    add("--input", type=Path, nargs="+", required=True, metavar="FILE", help="text: JSONL, or a document a line")
+    add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: text for .txt, else jsonl)")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the JSON objects to tokenize")
+    add("--on-error", choices=("abort", "skip"), default="abort", help="what to do with a line that cannot be read")
+    add("--tokenizer-type", choices=tuple(TOKENIZERS), default="GPT2BPETokenizer", help="kind of tokenizer")
+    add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (vocab.json)")
+    add("--merge-file", metavar="FILE", help="merges of the BPE (merges.txt)")
+    add("--append-eod", action="store_true", help="end each document with the token <|endoftext|>")
+    add("--output-prefix", required=True, metavar="PREFIX", help="where to write: folder and first part of the names")
+    add("--dataset-impl", default="mmap", metavar="mmap", help="format to write; mmap is the only one")
+    add("--workers", type=int, default=1, metavar="N", help="processes that tokenize")
+    add("--log-interval", type=int, default=100, metavar="N", help="documents between updates of the progress bar")
+    add("--split-sentences", action="store_true", help=argparse.SUPPRESS)
+    add("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if faults := [message for broken, message in _rules(args) if broken]:
+        raise ConfigError(faults)
+    if missing := [f"--input {path}: no such file" for path in args.input if not path.exists() or path.is_dir()]:
+        raise DataError(missing)
+    return args
+
+
+def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
+    """What may not be asked for, and why."""
+    return [
+        (
+            args.split_sentences,
+            "--split-sentences is not supported: GPT-2 trains on whole documents; leave the flag out",
+        ),
+        (
+            args.keep_newlines,
+            "--keep-newlines is not supported: newlines are always kept, only splitting sentences would lose them",
+        ),
+        (
+            args.dataset_impl != "mmap",
+            f"--dataset-impl {args.dataset_impl} is not supported: nothing here reads the older formats; use mmap",
+        ),
+        (args.workers < 1, f"--workers {args.workers} must be 1 or more"),
+        (args.log_interval < 1, f"--log-interval {args.log_interval} must be 1 or more"),
+    ]
+
+
+@contextmanager
+def progress_bar(inputs: tuple[Path, ...], interval: int) -> Iterator[Callable[[Summary], None]]:
+    """A bar on stderr with MB/s and documents/s; the function it gives moves it, once in ``interval`` documents."""
+    shown = 0
+
+    def report(summary: Summary) -> None:
+        nonlocal shown
+        if summary.finished or summary.documents >= shown + interval:
+            shown = summary.documents
+            rate = shown / max(bar.format_dict["elapsed"], 1e-9)
+            bar.set_postfix_str(f"{shown:,} documents, {rate:,.0f} documents/s", refresh=False)
+            bar.update(summary.input_bytes - bar.n)
+
+    # A pipe has no size; the bar then only counts.
+    with tqdm(total=sum(path.stat().st_size for path in inputs) or None, unit="B", unit_scale=True) as bar:
+        yield report
+
+
+def describe(job: Job, summary: Summary) -> str:
+    """What was done, in one line."""
+    files = ", ".join(f"{prefix}.bin and .idx" for prefix in job.prefixes.values())
+    line = (
+        f"{files}: {summary.documents:,} documents, {summary.tokens:,} tokens, {summary.output_bytes:,} bytes "
+        f"from {summary.input_bytes:,} bytes of text"
+    )
+    if summary.empty:
+        line += f"; {summary.empty:,} empty documents left out"
+    if summary.bad_lines:
+        line += f"; {summary.bad_lines:,} bad lines skipped, the first: {summary.first_fault}"
+    return line
+
+
+if __name__ == "__main__":
+    run_tool(main)
