@@ -9,15 +9,14 @@ import os
 import sys
 
 from megatron.arguments import parse_run
-from megatron.checkpoint.tracker import resolve
-from megatron.launch import prepare_environment, run_rank
+from megatron.launch.environment import prepare_environment
+from megatron.launch.rank import run_rank
 from megatron.preflight import check
 
 
 def main() -> None:
     """Everything that can be checked without torch comes before torch."""
-    run = check(parse_run(sys.argv[1:], os.environ))
-    saved = resolve(run)
+    run, saved = check(parse_run(sys.argv[1:], os.environ))
     prepare_environment(os.environ)
 
     from megatron.training import pretrain

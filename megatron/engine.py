@@ -135,7 +135,7 @@ def _mean_over_ranks(losses: list[Tensor], engine: DeepSpeedEngine) -> Tensor:
 
 
 def _apex_adam(run: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-    """apex's fused Adam where it is asked for and the state stays on the device; else None, and DeepSpeed builds its own."""
+    """apex's fused Adam where it is asked for and its state stays on the device; else None for DeepSpeed's."""
     if not uses_apex(run.model.fused_kernels) or run.zero.cpu_optimizer or "optimizer" not in run.ds_config:
         return None
     from apex.optimizers import FusedAdam

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.checkpoint.tracker import resolve
+from megatron.checkpoint.tracker import SavedRun, resolve
 from megatron.config import RunConfig
 from megatron.data.gpt2_dataset import check_data
 from megatron.errors import ConfigError, UserError
@@ -15,8 +15,10 @@ from megatron.tokenizer import read_vocabulary
 T = TypeVar("T")
 
 
-def check(run: RunConfig) -> RunConfig:
-    """``run`` with the sizes that its vocabulary decides, once everything it names on this host is found in order.
+def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
+    """``run`` with the sizes that its vocabulary decides, and the checkpoint it goes on from, if any.
+
+    Both once everything that it names on this host is found in order.
 
     Raises:
         UserError: with a line for each thing that is not. Its class, and so the exit code, is that of
@@ -26,13 +28,12 @@ def check(run: RunConfig) -> RunConfig:
     _attempt(errors, lambda: _check_outputs(run))
     _attempt(errors, lambda: check_data(run.data, train_iters=run.train.train_iters, eval_iters=run.train.eval_iters))
     sized = _attempt(errors, lambda: _with_vocabulary(run))
-    if sized is not None:
-        # A checkpoint is compared with the whole model, so the vocabulary has to be known.
-        _attempt(errors, lambda: resolve(sized))
+    # A checkpoint is compared with the whole model, so the vocabulary has to be known.
+    saved = _attempt(errors, lambda: resolve(sized)) if sized is not None else None
     if errors or sized is None:
         gravest = min(errors, key=lambda error: error.exit_code)
         raise type(gravest)([message for error in errors for message in error.messages])
-    return sized
+    return sized, saved
 
 
 def _attempt(errors: list[UserError], step: Callable[[], T]) -> T | None:

@@ -14,12 +14,12 @@ from megatron.data.gpt2_dataset import Datasets, GPT2Dataset, build_datasets
 from megatron.data.loader import Batch, batches
 from megatron.data.splits import split_weights
 from megatron.engine import build_engine, eval_batch, step_status, train_batch
-from megatron.extensions import build_extensions
+from megatron.launch.extensions import build_extensions
+from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
 from megatron.loss_weights import weighted
 from megatron.metrics import MetricsLogger
 from megatron.mpu.layout import ParallelLayout, distributed
 from megatron.mpu.random import model_parallel_manual_seed
-from megatron.quiet import deepspeed_silenced, silence_known_warnings
 from megatron.summary import describe_model, describe_run, full_config
 
 

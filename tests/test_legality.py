@@ -7,12 +7,12 @@ import pytest
 from support.command_lines import CPU, CUDA, SMALL, complaints, parse
 
 from megatron.arguments import parse_run
-from megatron.device import expected_device
+from megatron.arguments.value_checks import ends, inside
 from megatron.errors import ConfigError
 from megatron.given import flag_fields
-from megatron.launcher import local_rank, world_size
+from megatron.launch.device import expected_device
+from megatron.launch.launcher import local_rank, world_size
 from megatron.legality import RULES, violations
-from megatron.value_checks import ends, inside
 
 # Name of the rule; a command line that breaks it alone; the start of its message; what mends it.
 BROKEN = [

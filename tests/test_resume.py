@@ -3,9 +3,7 @@
 import pytest
 from support.programs import read_metrics
 
-SETTINGS = (
-    "--train-iters 6 --batch-size 2 --gas 2 --eval-iters 1 --eval-interval 2 --num-workers 1"
-).split()
+SETTINGS = ("--train-iters 6 --batch-size 2 --gas 2 --eval-iters 1 --eval-interval 2 --num-workers 1").split()
 EXACT = ("consumed_samples", "lm_loss", "learning_rate", "grad_norm", "validation_loss", "test_loss")
 
 

@@ -9,7 +9,7 @@ from megatron.checkpoint.tracker import SavedRun, newest
 from megatron.cli import ToolParser, run_tool
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.errors import ConfigError
-from megatron.launch import prepare_environment
+from megatron.launch.environment import prepare_environment
 
 
 def main() -> None:
@@ -33,8 +33,8 @@ def main() -> None:
 
     from megatron.checkpoint.weights import whole_model_config
     from megatron.inference.sampling import Sampling, generate
+    from megatron.launch.quiet import silence_known_warnings
     from megatron.mpu.layout import distributed
-    from megatron.quiet import silence_known_warnings
 
     silence_known_warnings()
     with distributed(ParallelConfig()) as layout:

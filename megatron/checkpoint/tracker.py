@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,9 @@ def resolve(run: RunConfig) -> SavedRun | None:
     if config.load is None:
         return None
     folder = Path(config.load)
-    if _is_empty(folder):
-        if config.save is not None and folder.resolve() == Path(config.save).resolve():
-            return None
+    is_also_save = config.save is not None and folder.resolve() == Path(config.save).resolve()
+    if is_also_save and _is_empty(folder):
+        return None
     saved = newest(folder)
     _check_fit(saved, run)
     return saved
@@ -151,30 +152,29 @@ def _layout(run: RunConfig) -> dict[str, Any]:
 
 def _check_fit(saved: SavedRun, run: RunConfig) -> None:
     """The same model on the same layout, and the state that the flags ask for."""
-    messages = []
-    place = saved.folder / saved.tag
-    shape = saved.description["config"]["model"]
-    for name in _SHAPE_FIELDS:
-        if shape.get(name) != getattr(run.model, name):
-            messages.append(
-                f"{name} is {getattr(run.model, name)}, but {shape.get(name)} in {place}: load a model of the same shape"
-            )
+    config, place = run.checkpoint, saved.folder / saved.tag
+    model = saved.description["config"]["model"]
+    shape = {name: getattr(run.model, name) for name in _SHAPE_FIELDS}
+    messages = _differences(shape, model, place, "load a model of the same shape")
     layout = _layout(run)
-    weights_only = (run.checkpoint.finetune or run.checkpoint.no_load_optim) and run.zero.zero_stage < 3
-    matters = ("--model-parallel-size", "--pipe-parallel-size") if weights_only else layout
-    for name in matters:
-        if saved.description["layout"].get(name) != layout[name]:
-            messages.append(
-                f"{name} is {layout[name]}, but {saved.description['layout'].get(name)} in {place}: resume on the layout it was saved on"
-            )
-    asked = not (run.checkpoint.finetune or run.checkpoint.no_load_optim)
-    if asked and not saved.description.get("has_optimizer"):
+    if (config.finetune or config.no_load_optim) and run.zero.zero_stage < 3:
+        # Weights alone are cut by tensor and pipeline parallelism only; ZeRO-3 cuts them once more.
+        layout = {name: layout[name] for name in ("--model-parallel-size", "--pipe-parallel-size")}
+    messages += _differences(layout, saved.description["layout"], place, "resume on the layout it was saved on")
+    if not (config.finetune or config.no_load_optim or saved.description.get("has_optimizer")):
         messages.append(f"{place} was saved with --no-save-optim: add --no-load-optim or --finetune")
-    asked = not (run.checkpoint.finetune or run.checkpoint.no_load_rng)
-    if asked and not saved.description.get("has_rng"):
+    if not (config.finetune or config.no_load_rng or saved.description.get("has_rng")):
         messages.append(f"{place} was saved with --no-save-rng: add --no-load-rng or --finetune")
     if messages:
         raise CheckpointError(messages)
+
+
+def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], place: Path, remedy: str) -> list[str]:
+    return [
+        f"{name} is {value}, but {theirs.get(name)} in {place}: {remedy}"
+        for name, value in ours.items()
+        if theirs.get(name) != value
+    ]
 
 
 def _replace_text(path: Path, text: str) -> None:

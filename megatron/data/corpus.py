@@ -18,7 +18,7 @@ class Chunk(NamedTuple):
 
 
 def read_chunks(path: Path, *, size: int) -> Iterator[Chunk]:
-    """Cut a file into chunks of whole lines, of ``size`` bytes or a little more. Raises DataError if it cannot be read."""
+    """Cut a file into chunks of whole lines, of ``size`` bytes or a little more. Raises DataError if unreadable."""
     try:
         with open(path, "rb") as file:
             first_line, lines, held = 1, [], 0

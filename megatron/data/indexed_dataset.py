@@ -91,7 +91,7 @@ class IndexedDataset:
         """Tokens ``offset`` to ``offset + length`` (default: to the end) of sequence ``index``, without a copy."""
         size = int(self.sizes[index])
         length = size - offset if length is None else length
-        if not (0 <= offset and 0 <= length and offset + length <= size):
+        if not (offset >= 0 and length >= 0 and offset + length <= size):
             raise IndexError(f"tokens {offset} to {offset + length} of sequence {index}, which has {size}")
         start = int(self.pointers[index]) // self.dtype.itemsize + offset
         return self._tokens[start : start + length]

@@ -13,7 +13,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, Proce
 from torch.distributed import ProcessGroup
 
 from megatron.config import ParallelConfig
-from megatron.quiet import deepspeed_silenced
+from megatron.launch.quiet import deepspeed_silenced
 
 
 @dataclass(frozen=True)

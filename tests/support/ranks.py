@@ -126,13 +126,13 @@ def _work(pipe: Connection, rank: int, world_size: int, port: int, stack_file: s
 
 
 def _start() -> None:
-    from megatron.launch import prepare_environment
+    from megatron.launch.environment import prepare_environment
 
     prepare_environment(os.environ)
     import deepspeed
     import torch
 
-    from megatron.quiet import deepspeed_silenced, silence_known_warnings
+    from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
 
     torch.set_num_threads(1)
     silence_known_warnings()

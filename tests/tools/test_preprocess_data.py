@@ -72,7 +72,8 @@ def test_jsonl(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     assert IndexedDataset(prefix).dtype.name == "uint16"
     size = first.stat().st_size + second.stat().st_size
     assert finished.stdout == (
-        f"{prefix}.bin and .idx: 3 documents, 9 tokens, 18 bytes from {size} bytes of text; 1 empty documents left out\n"
+        f"{prefix}.bin and .idx: 3 documents, 9 tokens, 18 bytes from {size} bytes of text; "
+        "1 empty documents left out\n"
     )
     assert "documents/s" in finished.stderr
     assert "B/s" in finished.stderr

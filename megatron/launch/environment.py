@@ -7,19 +7,10 @@ DeepSpeed finds out through mpi4py; a plain ``python`` is a world of one, and th
 import os
 import socket
 import sys
-import traceback
-from collections.abc import Callable, MutableMapping
-from typing import NoReturn
+from collections.abc import MutableMapping
 
-from megatron.device import expected_device
-from megatron.errors import UserError
-
-_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-
-
-def rank_in(environ: MutableMapping[str, str]) -> int:
-    """This process's rank as its launcher says, or 0."""
-    return next((int(environ[name]) for name in _RANK_VARIABLES if name in environ), 0)
+from megatron.launch.device import expected_device
+from megatron.launch.launcher import rank
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
@@ -27,7 +18,7 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     # Without it DeepSpeed tries one accelerator after the other, and says so.
     environ.setdefault("DS_ACCELERATOR", expected_device(environ))
     environ.setdefault("TORCH_EXTENSIONS_DIR", _private_extensions_folder())
-    if not any(name in environ for name in _RANK_VARIABLES):
+    if rank(environ) is None:
         environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
     if environ["DS_ACCELERATOR"] == "cpu":
         # Ranks on one host share its cores; each with all of them would spend its time in waiting.
@@ -55,37 +46,3 @@ def _private_extensions_folder() -> str:
     cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
     environment = sys.prefix.strip(os.sep).replace(os.sep, "-")
     return os.path.join(cache, "megatron_deepspeed_extensions", environment)
-
-
-def run_rank(main: Callable[[], None]) -> NoReturn:
-    """Run ``main`` as one of several ranks and leave the process with its exit code.
-
-    What every rank sees before they have joined is said by the first alone. Behind that the rank that
-    fails says so, and leaves at once, without waiting for others in the middle of a collective.
-    """
-    rank = rank_in(os.environ)
-    try:
-        main()
-    except UserError as error:
-        joined = _has_joined()
-        if joined or rank == 0:
-            for message in error.messages:
-                print(
-                    f"pretrain_gpt2.py: error: {f'rank {rank}: ' if joined else ''}{message}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        os._exit(error.exit_code)
-    except KeyboardInterrupt:
-        os._exit(130)
-    except Exception:
-        print(f"pretrain_gpt2.py: rank {rank} failed:", file=sys.stderr)
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.exit(0)
-
-
-def _has_joined() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_initialized()

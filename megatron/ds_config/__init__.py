@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
-from megatron.ds_config_file import ConfigFile
-from megatron.ds_optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, offloads_optimizer, optimizer_name
+from megatron.ds_config.file import ConfigFile
+from megatron.ds_config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, offloads_optimizer, optimizer_name
 from megatron.given import Given
 
 _NEVER = 2**31 - 1

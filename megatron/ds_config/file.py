@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from megatron.ds_config_keys import INTEGERS, TOP_KEYS, Keys
-from megatron.ds_config_refused import REFUSED_KEYS
-from megatron.ds_optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_name
+from megatron.ds_config.keys import INTEGERS, TOP_KEYS, Keys
+from megatron.ds_config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_name
+from megatron.ds_config.refused import REFUSED_KEYS
 from megatron.errors import ConfigError
 from megatron.spelling import did_you_mean
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron.config import RunConfig
 from megatron.errors import ResourceError
-from megatron.quiet import deepspeed_silenced
+from megatron.launch.quiet import deepspeed_silenced
 
 
 def build_extensions(run: RunConfig) -> None:

@@ -6,9 +6,9 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron import legality_checks as checks
 from megatron.config import RunConfig
 from megatron.given import flag_fields, flag_name
+from megatron.legality import checks
 
 
 class Rule(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
-from megatron.ds_config_keys import AMOUNT, BETAS, BOOL, Keys
+from megatron.ds_config.keys import AMOUNT, BETAS, BOOL, Keys
 from megatron.given import Given
 
 _COMMON: Keys = {"lr": AMOUNT, "weight_decay": AMOUNT}

@@ -10,7 +10,7 @@ from support.command_lines import CUDA, SMALL, complaints, parse
 from megatron.arguments import parse_run
 from megatron.ds_config import describe
 
-SHIPPED = sorted((Path(__file__).resolve().parents[1] / "ds_configs").glob("*.json"))
+SHIPPED = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.json"))
 
 
 @pytest.fixture

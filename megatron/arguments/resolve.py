@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 
-from megatron.batch_size import solve_batch
+from megatron.arguments.batch_size import solve_batch
 from megatron.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, ZeroConfig
-from megatron.device import expected_device
 from megatron.errors import ConfigError
 from megatron.given import Given, sections
-from megatron.launcher import local_rank, world_size
+from megatron.launch.device import expected_device
+from megatron.launch.launcher import local_rank, world_size
 
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 

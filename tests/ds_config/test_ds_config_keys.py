@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from megatron.ds_config_keys import BOOL, TOP_KEYS
-from megatron.ds_config_refused import REFUSED_KEYS
-from megatron.ds_optimizers import OPTIMIZERS
+from megatron.ds_config.keys import BOOL, TOP_KEYS
+from megatron.ds_config.optimizers import OPTIMIZERS
+from megatron.ds_config.refused import REFUSED_KEYS
 
 
 class Recorder(dict):

@@ -11,6 +11,7 @@ _SIZES = (
     ("PMI_SIZE", ("PMI_RANK",)),
     ("SLURM_NTASKS", ("SLURM_PROCID", "SLURM_STEP_ID")),
 )
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 
@@ -26,16 +27,26 @@ def world_size(environ: Mapping[str, str]) -> int:
     return 1
 
 
+def rank(environ: Mapping[str, str]) -> int | None:
+    """This process's number among all; None where no launcher says.
+
+    Raises:
+        ConfigError: the variable is not a whole number.
+    """
+    return _first(environ, _RANKS)
+
+
 def local_rank(environ: Mapping[str, str]) -> int | None:
     """This process's place on its host, counted from 0; None where no launcher says.
 
     Raises:
         ConfigError: the variable is not a whole number.
     """
-    for variable in _LOCAL_RANKS:
-        if variable in environ:
-            return _number(environ, variable, minimum=0)
-    return None
+    return _first(environ, _LOCAL_RANKS)
+
+
+def _first(environ: Mapping[str, str], variables: tuple[str, ...]) -> int | None:
+    return next((_number(environ, variable, minimum=0) for variable in variables if variable in environ), None)
 
 
 def _number(environ: Mapping[str, str], variable: str, *, minimum: int) -> int:

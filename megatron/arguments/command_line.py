@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn, get_args
 
+from megatron.arguments.refused import REFUSED, REFUSED_VALUES
 from megatron.errors import ConfigError
 from megatron.given import Given, flag_fields, flag_name, sections
-from megatron.refused_arguments import REFUSED, REFUSED_VALUES
 from megatron.spelling import did_you_mean, nearest
 
 CONFIG_FILE = "deepspeed_config"

@@ -9,10 +9,10 @@ import pytest
 from support.command_lines import CPU, CUDA, SMALL, complaints, parse
 
 from megatron.arguments import parse_run
-from megatron.command_line import build_parser
+from megatron.arguments.command_line import build_parser
+from megatron.arguments.refused import REFUSED, REFUSED_VALUES
 from megatron.errors import ConfigError
 from megatron.given import flag_fields, flag_name, sections
-from megatron.refused_arguments import REFUSED, REFUSED_VALUES
 
 CLASSIC = """
 num-layers num-unique-layers param-sharing-style hidden-size num-attention-heads max-position-embeddings
@@ -267,6 +267,6 @@ def test_parsing_imports_no_torch() -> None:
         "import sys; from megatron.arguments import parse_run; import megatron.preflight; "
         "parse_run(sys.argv[1:], {}); print([m for m in ('torch', 'deepspeed') if m in sys.modules])"
     )
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     words = [sys.executable, "-c", program, *SMALL.split()]
     assert subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -3,16 +3,16 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from megatron.command_line import CONFIG_FILE, read_flags
+from megatron.arguments.command_line import CONFIG_FILE, read_flags
+from megatron.arguments.resolve import resolve_run
+from megatron.arguments.value_checks import value_problems
 from megatron.config import RunConfig
 from megatron.ds_config import compile_config, read_knobs
-from megatron.ds_config_file import ConfigFile, read_config_file
-from megatron.ds_optimizers import optimizer_problems
+from megatron.ds_config.file import ConfigFile, read_config_file
+from megatron.ds_config.optimizers import optimizer_problems
 from megatron.errors import ConfigError
 from megatron.given import merge
 from megatron.legality import violations
-from megatron.resolve import resolve_run
-from megatron.value_checks import value_problems
 
 
 def parse_run(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
