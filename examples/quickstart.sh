@@ -14,10 +14,10 @@ PROMPT=${PROMPT:-Return the}
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-VOCABULARY=2048 ITERATIONS=500 LAYERS=4 HIDDEN=128 MEGABYTES=4
+VOCABULARY=2048 ITERATIONS=600 LAYERS=4 HIDDEN=128 MEGABYTES=4
 case "${1:-}" in
 "") ;;
---fast) VOCABULARY=512 ITERATIONS=40 LAYERS=2 HIDDEN=64 MEGABYTES=0.5 ;;
+--fast) VOCABULARY=512 ITERATIONS=200 LAYERS=2 HIDDEN=64 MEGABYTES=0.5 ;;
 *) sed -n '2,/^set/p' "$0" | grep '^#' >&2 && exit 2 ;;
 esac
 
@@ -39,7 +39,7 @@ python tools/preprocess_data.py --input "$OUT/corpus.jsonl" --output-prefix "$OU
     --tokenizer-type GPT2BPETokenizer --vocab-file "$OUT/vocab.json" --merge-file "$OUT/merges.txt" --workers 2
 
 step "training on $PROCESSES processes: tensor parallel $TP x pipeline $PP"
-deepspeed --num_gpus "$PROCESSES" pretrain_gpt2.py \
+deepspeed --log_level warning --num_gpus "$PROCESSES" pretrain_gpt2.py \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
     --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads 4 \
     --seq-length 128 --max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0 \

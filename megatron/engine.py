@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +17,20 @@ from torch import Tensor, nn
 from megatron.config import OptimConfig, RunConfig, TrainConfig
 from megatron.data.loader import Batch
 from megatron.learning_rates import AnnealingLR
-from megatron.metrics import StepStatus
 from megatron.model.gpt2_model import GPT2Model, GPT2ModelPipe
 from megatron.model.kernels import uses_apex
 from megatron.mpu.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class StepStatus:
+    """What an engine says behind a step."""
+
+    grad_norm: float | None
+    """2-norm of the whole model's gradient, before clipping; None where the step was skipped."""
+    loss_scale: float
+    skipped_iterations: int
+    """Iterations since the beginning whose fp16 gradients overflowed."""
 
 
 def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
@@ -106,11 +117,11 @@ def eval_batch(engine: DeepSpeedEngine, batches: Iterator[Batch]) -> Tensor:
 
 
 def step_status(engine: DeepSpeedEngine) -> StepStatus:
-    """What the engine knows behind a step."""
+    """What ``engine`` says behind a step."""
     norm = engine.get_global_grad_norm()
     return StepStatus(
         grad_norm=None if norm is None else float(norm),
-        loss_scale=float(getattr(engine.optimizer, "cur_scale", 1.0)),
+        loss_scale=float(getattr(engine.optimizer, "loss_scale", 1.0)),
         skipped_iterations=engine.skipped_steps,
     )
 

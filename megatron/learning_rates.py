@@ -259,6 +259,10 @@ class AnnealingLR(LRScheduler):
     def _move_to(self, iteration: int) -> None:
         """Set the groups as after ``iteration`` iterations."""
         self.last_epoch = iteration
+        self.apply()
+
+    def apply(self) -> None:
+        """Give every group the rate of the next step."""
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = lr
         self._last_lr = self.get_lr()

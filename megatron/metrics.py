@@ -4,7 +4,6 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,16 +13,8 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron.config import RunConfig
+from megatron.engine import StepStatus
 from megatron.flops import flops_per_iteration
-
-
-@dataclass(frozen=True)
-class StepStatus:
-    """What the engine says behind an iteration."""
-
-    grad_norm: float | None
-    loss_scale: float
-    skipped_iterations: int
 
 
 class MetricsLogger:

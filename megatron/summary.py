@@ -13,7 +13,7 @@ from megatron.mpu.layout import ParallelLayout
 
 
 def describe_run(run: RunConfig) -> str:
-    """Layout, batch, precision, device and schedule, a line each."""
+    """Layout, model, batch, schedule, device and the finished DeepSpeed config, a line each."""
     parallel, train, model = run.parallel, run.train, run.model
     engine = f"pipeline engine, {parallel.pipe_stages} stages" if parallel.uses_pipeline else "plain engine"
     accelerator = get_accelerator()
@@ -32,6 +32,7 @@ def describe_run(run: RunConfig) -> str:
         f" ({run.optim.lr_decay_style}, {run.optim.warmup_iters(train)} to warm up), clip {run.optim.clip_grad:g}",
         "device": f"{device}, {run.precision.dtype}, torch {torch.__version__}, {_recomputation(run)}",
     }
+    rows["deepspeed"] = json.dumps(run.ds_config)
     return "\n".join(f"> {name:9} {text}" for name, text in rows.items())
 
 

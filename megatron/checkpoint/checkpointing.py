@@ -52,6 +52,8 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, saved: SavedRun) ->
         load_optimizer_states=not (weights_only or config.no_load_optim),
         load_lr_scheduler_states=not weights_only,
     )
+    # With ZeRO, DeepSpeed restores the optimizer's groups behind the schedule, and the saved rates with them.
+    engine.lr_scheduler.apply()
     if weights_only:
         return 0
     if not config.no_load_rng:

@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Pretrain GPT-2 (345M) on DeepSpeed's pipeline engine: tensor x pipeline x data parallel, ZeRO 0 or 1.
+#
+#   bash examples/ds_pretrain_gpt2_pipe.sh                              on this host's 8 GPUs: TP 2 x PP 2 x DP 2
+#   TP=1 PP=4 GPUS=4 bash examples/ds_pretrain_gpt2_pipe.sh --seed 7    other knobs, and a further flag
+#   DS_ACCELERATOR=cpu GPUS=4 LAYERS=4 HIDDEN=128 SEQ_LENGTH=128 bash examples/ds_pretrain_gpt2_pipe.sh
+#
+# With --deepspeed_config FILE, what the file sets must be what the knobs say.
+set -euo pipefail
+
+# Data, as tools/preprocess_data.py writes it (PREFIX.bin and .idx), and checkpoints: a run goes on from its own.
+DATA=${DATA:-data/corpus_text_document}
+VOCAB=${VOCAB:-data/vocab.json}
+MERGES=${MERGES:-data/merges.txt}
+SAVE=${SAVE:-checkpoints/gpt2_345m}
+SAVE_INTERVAL=${SAVE_INTERVAL:-5000}
+
+# Model.
+LAYERS=${LAYERS:-24}
+HIDDEN=${HIDDEN:-1024}
+HEADS=${HEADS:-16}
+SEQ_LENGTH=${SEQ_LENGTH:-1024}
+
+# Training. Batches are counted in samples; a global batch takes as many micro-batches as it needs,
+# and a pipeline idles the less the more there are.
+MICRO_BATCH=${MICRO_BATCH:-4}
+GLOBAL_BATCH=${GLOBAL_BATCH:-64}
+ITERATIONS=${ITERATIONS:-320000}
+LR=${LR:-1.5e-4}
+MIN_LR=${MIN_LR:-1e-5}
+PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo fp16)} # fp32, bf16 or fp16
+
+# Hosts. GPUS is the number of processes on each, on a CPU too. Without a hostfile it is this host alone.
+GPUS=${GPUS:-8}
+HOSTFILE=${HOSTFILE:-} # see hostfile.example
+NODES=${NODES:-}       # so many of the hostfile's hosts; empty is all
+MASTER_PORT=${MASTER_PORT:-29500}
+TP=${TP:-2} # tensor-parallel size
+PP=${PP:-2} # pipeline stages; processes beyond TP x PP are data parallel
+
+# ZeRO. Bucket sizes are counted in elements. Here and below 1 is on and 0 is off.
+ZERO_STAGE=${ZERO_STAGE:-1}
+REDUCE_BUCKET=${REDUCE_BUCKET:-5e7}
+ALLGATHER_BUCKET=${ALLGATHER_BUCKET:-5e8}
+CONTIGUOUS_GRADIENTS=${CONTIGUOUS_GRADIENTS:-1}
+REDUCE_SCATTER=${REDUCE_SCATTER:-1}
+CPU_OPTIMIZER=${CPU_OPTIMIZER:-0}
+
+# Activation checkpointing. The others need the first; contiguous and in CPU need partitioned, which needs TP.
+CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
+CHECKPOINT_LAYERS=${CHECKPOINT_LAYERS:-1} # recomputed together
+PARTITION_ACTIVATIONS=${PARTITION_ACTIVATIONS:-0}
+CONTIGUOUS_CHECKPOINTING=${CONTIGUOUS_CHECKPOINTING:-0}
+CHECKPOINT_IN_CPU=${CHECKPOINT_IN_CPU:-0}
+SYNCHRONIZE_EACH_LAYER=${SYNCHRONIZE_EACH_LAYER:-0}
+PROFILE_BACKWARD=${PROFILE_BACKWARD:-0}
+
+SWITCHES=()
+switch() { if (($1)); then SWITCHES+=("$2"); else SWITCHES+=("${@:3}"); fi; } # knob, flag for 1, flag for 0
+switch "$CONTIGUOUS_GRADIENTS" --zero-contiguous-gradients --no-zero-contiguous-gradients
+switch "$REDUCE_SCATTER" --zero-reduce-scatter --no-zero-reduce-scatter
+switch "$CPU_OPTIMIZER" --cpu-optimizer
+switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
+switch "$PARTITION_ACTIVATIONS" --partition-activations
+switch "$CONTIGUOUS_CHECKPOINTING" --contiguous-checkpointing
+switch "$CHECKPOINT_IN_CPU" --checkpoint-in-cpu
+switch "$SYNCHRONIZE_EACH_LAYER" --synchronize-each-layer
+switch "$PROFILE_BACKWARD" --profile-backward
+if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
+
+HOSTS=(--log_level error --num_gpus "$GPUS" --master_port "$MASTER_PORT")
+if [ -n "$HOSTFILE" ]; then HOSTS+=(--log_level warning --hostfile "$HOSTFILE" ${NODES:+--num_nodes "$NODES"}); fi
+
+# DRY_RUN=1 shows the command instead of running it.
+run() { if ((${DRY_RUN:-0})); then printf '%q ' "$@" && echo; else "$@"; fi; }
+run deepspeed "${HOSTS[@]}" "$(dirname "$0")/../pretrain_gpt2.py" \
+    --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
+    --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" \
+    --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" \
+    --batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH" --train-iters "$ITERATIONS" \
+    --lr "$LR" --min-lr "$MIN_LR" --lr-decay-style cosine --warmup 0.01 --weight-decay 0.01 --clip-grad 1.0 \
+    --zero-stage "$ZERO_STAGE" \
+    --zero-reduce-bucket-size "$REDUCE_BUCKET" --zero-allgather-bucket-size "$ALLGATHER_BUCKET" \
+    --checkpoint-num-layers "$CHECKPOINT_LAYERS" "${SWITCHES[@]}" \
+    --data-path "$DATA" --vocab-file "$VOCAB" --merge-file "$MERGES" --split 949,50,1 \
+    --save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL" \
+    --log-interval 100 --eval-interval 1000 --eval-iters 10 "$@"

@@ -1,0 +1,132 @@
+"""What a checkpoint is made of, and what the flags about saving and loading do."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.programs import read_metrics
+
+SETTINGS = "--train-iters 4 --batch-size 2 --gas 2 --eval-iters 0 --exit-interval 2".split()
+PIPELINE = "--model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1".split()
+
+
+@pytest.fixture(scope="module")
+def plain(programs, tmp_path_factory) -> Path:
+    """A checkpoint of iteration 2, from one process."""
+    folder = tmp_path_factory.mktemp("plain")
+    programs.pretrain(1, *SETTINGS, "--save", folder).ok()
+    return folder
+
+
+@pytest.fixture
+def resume(programs, plain, tmp_path):
+    """Go on from a copy of the plain checkpoint with some flags; the metrics of iterations 3 and 4."""
+
+    def run(*flags: str, metrics: str = "metrics") -> list[dict]:
+        folder = tmp_path / "copy"
+        if not folder.exists():
+            shutil.copytree(plain, folder)
+        programs.pretrain(1, *SETTINGS, "--load", folder, *flags, "--metrics-file", tmp_path / metrics).ok()
+        return read_metrics(tmp_path / metrics)
+
+    return run
+
+
+def test_a_pipeline_checkpoint_has_deepspeeds_files(programs, tmp_path):
+    programs.pretrain(4, *SETTINGS, *PIPELINE, "--save", tmp_path).ok()
+    layers = [0, 1, 2, 3, 4, 5, 7]  # 6 has no parameters, 8 is the embedding again
+    expected = {f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for layer in layers for rank in (0, 1)}
+    expected |= {f"mp_rank_{rank:02d}_model_states.pt" for rank in range(4)}
+    expected |= {f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt" for rank in range(4)}
+    expected |= {f"rng_state_{rank:05d}.pt" for rank in range(4)} | {"run.json"}
+    assert {path.name for path in (tmp_path / "global_step2").iterdir()} == expected
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+
+    def weights(layer: int) -> dict[str, list[int]]:
+        file = tmp_path / "global_step2" / f"layer_{layer:02d}-model_00-model_states.pt"
+        return {name: list(tensor.shape) for name, tensor in torch.load(file, weights_only=True).items()}
+
+    assert weights(0) == {"word_embeddings.weight": [128, 32]}
+    assert weights(1) == {"position_embeddings.weight": [32, 32]}
+    assert weights(2) == {
+        "input_layernorm.weight": [32],
+        "input_layernorm.bias": [32],
+        "attention.query_key_value.weight": [48, 32],
+        "attention.query_key_value.bias": [48],
+        "attention.dense.weight": [32, 16],
+        "attention.dense.bias": [32],
+        "post_attention_layernorm.weight": [32],
+        "post_attention_layernorm.bias": [32],
+        "mlp.dense_h_to_4h.weight": [64, 32],
+        "mlp.dense_h_to_4h.bias": [64],
+        "mlp.dense_4h_to_h.weight": [32, 64],
+        "mlp.dense_4h_to_h.bias": [32],
+    }
+    assert weights(7) == {"weight": [32], "bias": [32]}
+    state = torch.load(tmp_path / "global_step2" / "mp_rank_00_model_states.pt", weights_only=False)
+    assert (state["iteration"], state["consumed_samples"], state["checkpoint_version"]) == (2, 8, 3.0)
+    assert state["args"]["model"]["hidden_size"] == 32
+    scheduler = {"start_lr", "warmup_iter", "num_iters", "decay_style", "end_iter", "min_lr"}
+    assert scheduler <= set(state["lr_scheduler"])
+    description = json.loads((tmp_path / "global_step2" / "run.json").read_text())
+    assert description["config"]["ds_config"]["train_batch_size"] == 4
+
+
+def test_resume_from_a_plain_checkpoint(resume):
+    assert [line["iteration"] for line in resume()] == [3, 4]
+
+
+def test_finetune_begins_at_0_with_the_weights(resume, programs, tmp_path):
+    fresh = programs.pretrain(1, *SETTINGS, "--metrics-file", tmp_path / "fresh").ok()
+    assert "a fresh start" in fresh.output
+    tuned = resume("--finetune")
+    assert [line["iteration"] for line in tuned] == [1, 2]
+    assert tuned[0]["learning_rate"] == read_metrics(tmp_path / "fresh")[0]["learning_rate"]
+    assert tuned[0]["lm_loss"] != read_metrics(tmp_path / "fresh")[0]["lm_loss"]
+
+
+def test_without_optimizer_state(resume):
+    exact, without = resume(), resume("--no-load-optim", metrics="without")
+    assert [line["iteration"] for line in without] == [3, 4]
+    assert without[0]["lm_loss"] == exact[0]["lm_loss"], "the same weights, rng and samples"
+    assert without[1]["lm_loss"] != exact[1]["lm_loss"], "Adam begins anew"
+
+
+def test_without_random_states(resume):
+    exact, without = resume(), resume("--no-load-rng", metrics="without")
+    assert without[0]["lm_loss"] != exact[0]["lm_loss"], "another dropout"
+    assert without[0]["learning_rate"] == exact[0]["learning_rate"]
+
+
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_saving_less(programs, tmp_path, zero):
+    flags = (*SETTINGS, "--zero-stage", zero)
+    programs.pretrain(1, *flags, "--save", tmp_path / "ck", "--no-save-optim", "--no-save-rng").ok()
+    tag = tmp_path / "ck" / "global_step2"
+    assert sorted(path.name for path in tag.iterdir()) == ["mp_rank_00_model_states.pt", "run.json"]
+    assert torch.load(tag / "mp_rank_00_model_states.pt", weights_only=False)["optimizer"] is None
+    refused = programs.pretrain(1, *flags, "--load", tmp_path / "ck")
+    assert refused.returncode == 4
+    assert "saved with --no-save-optim: add --no-load-optim" in refused.output
+    assert "saved with --no-save-rng: add --no-load-rng" in refused.output
+    programs.pretrain(1, *flags, "--load", tmp_path / "ck", "--no-load-optim", "--no-load-rng").ok()
+
+
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_a_changed_schedule_needs_a_word(programs, tmp_path, zero):
+    flags = (*SETTINGS, "--zero-stage", zero)
+    programs.pretrain(1, *flags, "--save", tmp_path / "ck").ok()
+    changed = (*flags, "--load", tmp_path / "ck", "--lr", "5e-3")
+    refused = programs.pretrain(1, *changed)
+    assert refused.returncode == 4
+    assert "start_lr is 0.005 on the command line but 0.001 in the checkpoint" in refused.output
+    assert "Traceback" not in refused.output
+    rates = {}
+    for choice in ("--override-lr-scheduler", "--use-checkpoint-lr-scheduler"):
+        programs.pretrain(1, *changed, choice, "--metrics-file", tmp_path / choice).ok()
+        rates[choice] = [line["learning_rate"] for line in read_metrics(tmp_path / choice)]
+    overridden, kept = rates.values()
+    assert all(ours > 3 * theirs for ours, theirs in zip(overridden, kept, strict=True)), "from the first iteration on"

@@ -1,0 +1,238 @@
+"""GPT-2 against a plain account of it, and its two containers against each other."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.engine import weight_decay_groups
+from megatron.model.gpt2_model import GPT2Model, GPT2ModelPipe, gpt2_layers
+from megatron.model.transformer import ParallelTransformerLayer
+from megatron.mpu import ParallelLayout, model_parallel_manual_seed
+
+EOD = 4
+CONFIG = ModelConfig(
+    num_layers=3,
+    hidden_size=16,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    max_position_embeddings=12,
+    vocab_size=21,
+    padded_vocab_size=24,
+    eod_token=EOD,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    init_method_std=0.3,
+)
+TOKENS = torch.randint(0, 21, (2, 12), generator=torch.Generator().manual_seed(2))
+TARGETS = (TOKENS.roll(-1, 1), torch.full((2, 12), 1 / 24))
+KEEP, RECOMPUTE = ActivationConfig(), ActivationConfig(checkpoint_activations=True)
+
+
+def _layout(tensor: int = 1, pipe: int = 0) -> ParallelLayout:
+    return ParallelLayout.create(
+        ParallelConfig(model_parallel_size=tensor, pipe_parallel_size=pipe, world_size=dist.get_world_size())
+    )
+
+
+def _model(config: ModelConfig = CONFIG, activation: ActivationConfig = KEEP) -> GPT2Model:
+    return GPT2Model(config, activation, _layout(dist.get_world_size()))
+
+
+def plain_gpt2(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig) -> Tensor:
+    """tokens [b, s] -> logits [b, s, v]: the formulae of the GPT-2 paper, with no parallelism anywhere."""
+    b, s = tokens.shape
+    heads, size = config.num_attention_heads, config.head_size
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        weight, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+        return F.layer_norm(x, weight.shape, weight, bias, config.layernorm_epsilon)
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+    table = weights["tied_modules.embed.word_embeddings.weight"]
+    x = table[tokens] + weights["1.position_embeddings.weight"][:s]
+    for layer in range(2, 2 + config.num_layers):
+        q, k, v = (
+            linear(norm(x, f"{layer}.input_layernorm"), f"{layer}.attention.query_key_value")
+            .view(b, s, heads, 3, size)
+            .permute(3, 0, 2, 1, 4)
+        )
+        scores = (q @ k.transpose(-1, -2) / size**0.5).masked_fill(torch.ones(s, s).triu(1).bool(), -torch.inf)
+        x = x + linear((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, s, -1), f"{layer}.attention.dense")
+        inner = F.gelu(linear(norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp.dense_h_to_4h"))
+        x = x + linear(inner, f"{layer}.mlp.dense_4h_to_h")
+    return norm(x, str(config.num_layers + 3)) @ table.T
+
+
+def test_equals_the_plain_account(run_ranks):
+    run_ranks(1, equals_the_plain_account)
+
+
+def equals_the_plain_account():
+    model = _model()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or parameter.dim() == 1:
+                parameter.add_(torch.linspace(-0.2, 0.3, parameter.numel()))
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    logits = plain_gpt2(weights, TOKENS, CONFIG)
+    assert_close(model(TOKENS), logits)
+    model(TOKENS, TARGETS).backward()
+    F.cross_entropy(logits[..., :21].reshape(-1, 21), TARGETS[0].view(-1)).backward()
+    for name, parameter in model.named_parameters():
+        assert_close(parameter.grad, weights[name].grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_padding_the_vocabulary_changes_nothing(run_ranks):
+    run_ranks(1, padding_changes_nothing)
+
+
+def padding_changes_nothing():
+    padded, bare = _model(), _model(replace(CONFIG, padded_vocab_size=21))
+    losses = [model(TOKENS, TARGETS) for model in (padded, bare)]
+    assert_close(*losses)
+    sum(losses).backward()
+    for (name, one), (_, other) in zip(padded.named_parameters(), bare.named_parameters(), strict=True):
+        assert_close(one.grad[: len(other)], other.grad)
+        assert not one.grad[len(other) :].any(), name
+
+
+def test_both_containers_name_their_parameters_alike(run_ranks):
+    whole, *rest = run_ranks(2, parameter_names)
+    assert set(whole["plain"]) == set(whole["pipe"]) | set(rest[0]["pipe"])
+    assert whole["plain"] == rest[0]["plain"]
+    shared = set(whole["pipe"]) & set(rest[0]["pipe"])
+    assert shared == {"tied_modules.embed.word_embeddings.weight"}
+
+
+def parameter_names() -> dict[str, list[str]]:
+    models = {
+        "plain": GPT2Model(CONFIG, KEEP, _layout()),
+        "pipe": GPT2ModelPipe(CONFIG, KEEP, _layout(pipe=2)),
+    }
+    return {kind: [name for name, _ in model.named_parameters()] for kind, model in models.items()}
+
+
+def test_initial_weights_do_not_depend_on_the_layout(run_ranks):
+    (whole,) = run_ranks(1, initial_weights)
+    parts = run_ranks(2, initial_weights)
+    for name, (weight, dim) in whole.items():
+        if dim is None:
+            assert torch.equal(parts[1][name][0], weight), name
+        else:
+            assert torch.equal(torch.cat([part[name][0] for part in parts], dim), weight), name
+
+
+def initial_weights() -> dict[str, tuple[Tensor, int | None]]:
+    return {n: (p.detach(), getattr(p, "partition_dim", None)) for n, p in _model().named_parameters()}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_documents_do_not_see_each_other(run_ranks, size):
+    run_ranks(size, documents_do_not_see_each_other)
+
+
+def documents_do_not_see_each_other():
+    """Packed into one sample with both resets, each document gets the logits that it gets alone."""
+    model = _model(replace(CONFIG, reset_attention_mask=True, reset_position_ids=True))
+    first, second, third = [1, 2, 3, EOD], [EOD], [7, 8, 9, 10, 11, 12, 13]
+    packed = model(torch.tensor([first + second + third]))
+    alone = [model(torch.tensor([document])) for document in (first, second, third)]
+    assert_close(packed, torch.cat(alone, 1))
+    only_mask = _model(replace(CONFIG, reset_attention_mask=True))(torch.tensor([first + second + third]))
+    assert_close(only_mask[:, :4], packed[:, :4])
+    assert not torch.allclose(only_mask[:, 5:], packed[:, 5:])
+    only_positions = _model(replace(CONFIG, reset_position_ids=True))(torch.tensor([first + second + third]))
+    assert not torch.allclose(only_positions[:, 5:], packed[:, 5:])
+
+
+EQUAL_VARIANTS = [
+    {"attention_softmax_in_fp32": True},
+    {"apply_query_key_layer_scaling": True},
+    {"attention_softmax_in_fp32": True, "reset_attention_mask": True},
+    {"bias_gelu_fusion": True, "bias_dropout_fusion": True},
+    {"use_cpu_initialization": True, "scaled_upper_triang_masked_softmax_fusion": True},
+]
+OTHER_VARIANTS = [{"openai_gelu": True}, {"apply_residual_connection_post_layernorm": True}, {"seed": 5}]
+
+
+def test_variants(run_ranks):
+    run_ranks(1, variants)
+
+
+def variants():
+    """Other ways to compute the same give the same; flags that change the model change it."""
+    for changes in EQUAL_VARIANTS:
+        plain = _model(replace(CONFIG, reset_attention_mask=changes.get("reset_attention_mask", False)))
+        model = _model(replace(CONFIG, **changes))
+        losses = [m.train()(TOKENS, TARGETS) for m in (plain, model)]
+        assert_close(*losses, msg=str(changes))
+        sum(losses).backward()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert_close(one.grad, other.grad, msg=str(changes))
+    for changes in OTHER_VARIANTS:
+        assert not torch.allclose(_model(replace(CONFIG, **changes))(TOKENS), _model()(TOKENS)), changes
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+@pytest.mark.parametrize("documents", [False, True])
+def test_recomputation_recomputes_every_layer_and_changes_nothing(run_ranks, together, documents):
+    run_ranks(2, recomputation, together, documents)
+
+
+def recomputation(together: int, documents: bool):
+    """With dropout on, under tensor parallelism: equal losses and gradients, and each layer runs twice."""
+    config = replace(CONFIG, attention_dropout=0.2, hidden_dropout=0.2, reset_attention_mask=documents)
+    layout = _layout(2)
+    results = []
+    for activation in (KEEP, replace(RECOMPUTE, checkpoint_num_layers=together)):
+        model = GPT2Model(config, activation, layout).train()
+        runs = []
+        for layer in model.modules():
+            if isinstance(layer, ParallelTransformerLayer):
+                layer.register_forward_hook(lambda *_, runs=runs: runs.append(1))
+        model_parallel_manual_seed(3, layout)
+        loss = model(TOKENS, TARGETS)
+        loss.backward()
+        results.append((len(runs), loss.detach(), [p.grad for p in model.parameters()]))
+    (runs, loss, grads), (runs_again, loss_again, grads_again) = results
+    assert (runs, runs_again) == (3, 6)
+    assert torch.equal(loss, loss_again)
+    assert all(torch.equal(one, other) for one, other in zip(grads, grads_again, strict=True))
+
+
+def test_evaluation_recomputes_and_drops_nothing(run_ranks):
+    run_ranks(1, evaluation)
+
+
+def evaluation():
+    model = _model(replace(CONFIG, attention_dropout=0.5, hidden_dropout=0.5), RECOMPUTE).eval()
+    assert_close(model(TOKENS), _model()(TOKENS))
+
+
+def test_weight_decay_spares_biases_and_norms(run_ranks):
+    run_ranks(1, weight_decay)
+
+
+def weight_decay():
+    model = _model()
+    decayed, spared = weight_decay_groups(model)
+    assert spared["weight_decay"] == 0.0 and "weight_decay" not in decayed
+    assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in spared["params"]} == {1}
+    assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
+
+
+def test_the_list_is_numbered_as_checkpoint_files_are(run_ranks):
+    assert run_ranks(1, layer_names) == [["WordEmbedding", "PositionEmbedding", *["ParallelTransformerLayer"] * 3,
+        "without_documents", "LayerNorm", "WordEmbedding"]]  # fmt: skip
+
+
+def layer_names() -> list[str]:
+    return [getattr(spec, "typename", spec).__name__ for spec in gpt2_layers(CONFIG, _layout())]

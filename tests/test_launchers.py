@@ -1,0 +1,44 @@
+"""The program starts alike under every launcher, and says the same."""
+
+import pytest
+from support.programs import TINY_MODEL, Programs, read_metrics
+
+SETTINGS = (
+    "--train-iters 2 --batch-size 2 --global-batch-size 8 --eval-iters 0 --model-parallel-size 2 --pipe-parallel-size 1"
+).split()
+
+
+@pytest.fixture(scope="module")
+def arguments(programs: Programs) -> list[str]:
+    return ["pretrain_gpt2.py", *TINY_MODEL, *SETTINGS, *programs.data_arguments]
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(programs: Programs, arguments, tmp_path_factory):
+    metrics = tmp_path_factory.mktemp("torchrun") / "metrics"
+    programs.torchrun(2, *arguments, "--metrics-file", metrics).ok()
+    return read_metrics(metrics)
+
+
+COMMANDS = {
+    "deepspeed": ["deepspeed", "--log_level", "warning", "--master_port", "29641", "--num_gpus", "2"],
+    "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "python"],
+}
+
+
+@pytest.mark.parametrize("launcher", COMMANDS)
+def test_equal_losses_under(programs, arguments, under_torchrun, tmp_path, launcher):
+    finished = programs.run(*COMMANDS[launcher], *arguments, "--metrics-file", tmp_path / "metrics").ok()
+    found = read_metrics(tmp_path / "metrics")
+    assert [line["lm_loss"] for line in found] == [line["lm_loss"] for line in under_torchrun]
+    assert len(found) == 2
+    assert finished.output.count("> layout") == 1, "one rank speaks"
+
+
+def test_the_screen_is_the_users_own(programs, arguments):
+    """Nothing of DeepSpeed's, torch's or gloo's chatter; the summary, a line an iteration, and that is all."""
+    lines = programs.python(*arguments, "--model-parallel-size", "1").ok().output.splitlines()
+    begins = ("> layout", "> model", "> batch", "> training", "> device", "> deepspeed", "> parameters", "> a fresh")
+    for begin, line in zip((*begins, "iteration 1/2", "iteration 2/2"), lines, strict=True):
+        assert line.startswith(begin), lines
+    assert "DeepSpeed" in programs.python(*arguments, "--model-parallel-size", "1", "--verbose").ok().output
