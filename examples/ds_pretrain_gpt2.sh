@@ -11,8 +11,8 @@ set -euo pipefail
 # Data, as tools/preprocess_data.py writes it (PREFIX.bin and .idx), and checkpoints: a run goes on from its own.
 DATA=${DATA:-data/corpus_text_document}
 VOCAB=${VOCAB:-data/vocab.json}
-MERGES=${MERGES:-data/merges.txt}
-SAVE=${SAVE:-checkpoints/gpt2_345m}
+MERGES=${MERGES-data/merges.txt} # empty with --tokenizer-type WhitespaceTokenizer, which has none
+SAVE=${SAVE:-checkpoints/gpt2_345m_zero}
 SAVE_INTERVAL=${SAVE_INTERVAL:-5000}
 
 # Model.
@@ -80,6 +80,6 @@ run deepspeed "${HOSTS[@]}" "$(dirname "$0")/../pretrain_gpt2.py" \
     --zero-stage "$ZERO_STAGE" \
     --zero-reduce-bucket-size "$REDUCE_BUCKET" --zero-allgather-bucket-size "$ALLGATHER_BUCKET" \
     --checkpoint-num-layers "$CHECKPOINT_LAYERS" "${SWITCHES[@]}" \
-    --data-path "$DATA" --vocab-file "$VOCAB" --merge-file "$MERGES" --split 949,50,1 \
+    --data-path "$DATA" --vocab-file "$VOCAB" ${MERGES:+--merge-file "$MERGES"} --split 949,50,1 \
     --save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL" \
     --log-interval 100 --eval-interval 1000 --eval-iters 10 "$@"

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Pretrain GPT-2 (345M) under torchrun: one call on each host, and no ssh between them.
 #
-#   bash examples/pretrain_gpt2_distributed.sh                          on this host's 8 GPUs, data parallel
-#   NODES=2 NODE_RANK=0 MASTER_ADDR=first bash examples/...             on two hosts: with NODE_RANK=1 on the other
+#   bash examples/pretrain_gpt2_distributed.sh --seed 7     on this host's 8 GPUs, with a further flag
+#   NODES=2 NODE_RANK=0 MASTER_ADDR=HOST bash examples/pretrain_gpt2_distributed.sh     on HOST and, as rank 1, another
 #   DS_ACCELERATOR=cpu GPUS=2 LAYERS=4 HIDDEN=128 SEQ_LENGTH=128 bash examples/pretrain_gpt2_distributed.sh
 #
 # With --deepspeed_config FILE, what the file sets must be what the knobs say.
@@ -11,8 +11,8 @@ set -euo pipefail
 # Data, as tools/preprocess_data.py writes it (PREFIX.bin and .idx), and checkpoints: a run goes on from its own.
 DATA=${DATA:-data/corpus_text_document}
 VOCAB=${VOCAB:-data/vocab.json}
-MERGES=${MERGES:-data/merges.txt}
-SAVE=${SAVE:-checkpoints/gpt2_345m}
+MERGES=${MERGES-data/merges.txt} # empty with --tokenizer-type WhitespaceTokenizer, which has none
+SAVE=${SAVE:-checkpoints/gpt2_345m_torchrun}
 SAVE_INTERVAL=${SAVE_INTERVAL:-5000}
 
 # Model.
@@ -32,12 +32,12 @@ PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo fp
 # Hosts. GPUS is the number of processes on each, on a CPU too.
 GPUS=${GPUS:-8}
 NODES=${NODES:-1}
-NODE_RANK=${NODE_RANK:-0} # this host's number
+NODE_RANK=${NODE_RANK:-0}             # this host's number
 MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} # host 0, as the others know it
 MASTER_PORT=${MASTER_PORT:-29500}
-TP=${TP:-1} # tensor-parallel size
-PP=${PP:-0} # pipeline stages; 0 is the plain engine. Processes beyond TP x PP are data parallel
-ZERO_STAGE=${ZERO_STAGE:-1} # a pipeline takes 0 or 1
+TP=${TP:-1}                 # tensor-parallel size
+PP=${PP:-0}                 # pipeline stages, 0 for the plain engine; processes beyond TP x PP are data parallel
+ZERO_STAGE=${ZERO_STAGE:-1} # with a pipeline 0 or 1
 
 # Activation checkpointing: 1 is on, 0 is off. Partitioning needs TP.
 CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
@@ -49,7 +49,7 @@ switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
 switch "$PARTITION_ACTIVATIONS" --partition-activations
 if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 
-# Its own default, which it would announce.
+# What torchrun takes by itself where nothing is said, with a warning.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # DRY_RUN=1 shows the command instead of running it.
@@ -62,6 +62,6 @@ run torchrun --nnodes "$NODES" --node_rank "$NODE_RANK" --nproc_per_node "$GPUS"
     --batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH" --train-iters "$ITERATIONS" \
     --lr "$LR" --min-lr "$MIN_LR" --lr-decay-style cosine --warmup 0.01 --weight-decay 0.01 --clip-grad 1.0 \
     --zero-stage "$ZERO_STAGE" "${SWITCHES[@]}" \
-    --data-path "$DATA" --vocab-file "$VOCAB" --merge-file "$MERGES" --split 949,50,1 \
+    --data-path "$DATA" --vocab-file "$VOCAB" ${MERGES:+--merge-file "$MERGES"} --split 949,50,1 \
     --save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL" \
     --log-interval 100 --eval-interval 1000 --eval-iters 10 "$@"

@@ -10,6 +10,7 @@ OUT=${OUT:-quickstart}   # folder for everything it makes; an earlier one is rep
 TP=${TP:-2}              # tensor-parallel size
 PP=${PP:-2}              # pipeline stages
 PROCESSES=${PROCESSES:-$((TP * PP))}
+MASTER_PORT=${MASTER_PORT:-29500}
 PROMPT=${PROMPT:-Return the}
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,7 +19,7 @@ VOCABULARY=2048 ITERATIONS=600 LAYERS=4 HIDDEN=128 MEGABYTES=4
 case "${1:-}" in
 "") ;;
 --fast) VOCABULARY=512 ITERATIONS=200 LAYERS=2 HIDDEN=64 MEGABYTES=0.5 ;;
-*) sed -n '2,/^set/p' "$0" | grep '^#' >&2 && exit 2 ;;
+*) sed -n '2,/^PROMPT/p' "$0" >&2 && exit 2 ;;
 esac
 
 source tools/environment.sh requirements.txt
@@ -39,7 +40,7 @@ python tools/preprocess_data.py --input "$OUT/corpus.jsonl" --output-prefix "$OU
     --tokenizer-type GPT2BPETokenizer --vocab-file "$OUT/vocab.json" --merge-file "$OUT/merges.txt" --workers 2
 
 step "training on $PROCESSES processes: tensor parallel $TP x pipeline $PP"
-deepspeed --log_level warning --num_gpus "$PROCESSES" pretrain_gpt2.py \
+deepspeed --log_level error --num_gpus "$PROCESSES" --master_port "$MASTER_PORT" pretrain_gpt2.py \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
     --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads 4 \
     --seq-length 128 --max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0 \

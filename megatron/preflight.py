@@ -9,7 +9,7 @@ from typing import TypeVar
 from megatron.checkpoint.tracker import SavedRun, resolve
 from megatron.config import RunConfig
 from megatron.data.gpt2_dataset import check_data
-from megatron.errors import ConfigError, UserError
+from megatron.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.tokenizer import read_vocabulary
 
 T = TypeVar("T")
@@ -25,24 +25,30 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
             the smallest exit code among them: a wrong configuration goes before wrong data.
     """
     errors: list[UserError] = []
-    _attempt(errors, lambda: _check_outputs(run))
-    _attempt(errors, lambda: check_data(run.data, train_iters=run.train.train_iters, eval_iters=run.train.eval_iters))
-    sized = _attempt(errors, lambda: _with_vocabulary(run))
+    data, train = run.data, run.train
+    _attempt(errors, ConfigError, lambda: _check_outputs(run))
+    _attempt(errors, DataError, lambda: check_data(data, train_iters=train.train_iters, eval_iters=train.eval_iters))
+    sized = _attempt(errors, DataError, lambda: _with_vocabulary(run))
     # A checkpoint is compared with the whole model, so the vocabulary has to be known.
-    saved = _attempt(errors, lambda: resolve(sized)) if sized is not None else None
+    saved = _attempt(errors, CheckpointError, lambda: resolve(sized)) if sized is not None else None
     if errors or sized is None:
         gravest = min(errors, key=lambda error: error.exit_code)
         raise type(gravest)([message for error in errors for message in error.messages])
     return sized, saved
 
 
-def _attempt(errors: list[UserError], step: Callable[[], T]) -> T | None:
-    """The result of ``step``; where it raises a UserError, None, and the error joins ``errors``."""
+def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], T]) -> T | None:
+    """The result of ``step``; where it raises a UserError, None, and the error joins ``errors``.
+
+    So does what the system has against a file, such as its permissions or the length of its name, as a ``kind``.
+    """
     try:
         return step()
     except UserError as error:
         errors.append(error)
-        return None
+    except OSError as error:
+        errors.append(kind(f"{error.filename}: {error.strerror}"))
+    return None
 
 
 def _with_vocabulary(run: RunConfig) -> RunConfig:
@@ -73,6 +79,8 @@ def _check_outputs(run: RunConfig) -> None:
 
 def _folder_problem(flag: str, folder: Path) -> str | None:
     """What keeps ``folder`` from being written to, or from being made where it is not there yet."""
+    if fault := _name_problem(folder):
+        return f"{flag} {folder}: {fault}; name another place"
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
     if not existing.is_dir():
         return f"{flag} {folder}: {existing} is not a folder; name another place, or move it away"
@@ -83,10 +91,23 @@ def _folder_problem(flag: str, folder: Path) -> str | None:
 
 def _file_problem(flag: str, file: Path) -> str | None:
     """What keeps ``file`` from being written."""
+    if fault := _name_problem(file):
+        return f"{flag} {file}: {fault}; name another file"
     if not os.path.lexists(file):
         return _folder_problem(flag, file.parent)
     if file.is_dir():
         return f"{flag} {file} is a folder; name a file"
     if not os.access(file, os.W_OK):
         return f"{flag} {file}: no permission to write it; name another file, or change its permissions"
+    return None
+
+
+def _name_problem(place: Path) -> str | None:
+    """What the system has against the name of ``place``, whether there is anything there or not."""
+    try:
+        place.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        return error.strerror
     return None

@@ -3,17 +3,19 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.checkpoint.tracker import SavedRun
+from megatron.checkpoint.tracker import SavedRun, keep_ds_config
 from megatron.config import RunConfig
 from megatron.data.gpt2_dataset import Datasets, GPT2Dataset, build_datasets
 from megatron.data.loader import Batch, batches
 from megatron.data.splits import split_weights
 from megatron.engine import build_engine, eval_batch, step_status, train_batch
+from megatron.launch.accelerator import check_device
 from megatron.launch.extensions import build_extensions
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
 from megatron.loss_weights import weighted
@@ -26,11 +28,14 @@ from megatron.summary import describe_model, describe_run, full_config
 def pretrain(run: RunConfig, saved: SavedRun | None) -> None:
     """Train as ``run`` says, from ``saved`` on or from the beginning. Every rank calls it."""
     silence_known_warnings()
+    check_device(run.parallel.device, run.parallel.local_rank or 0)
     build_extensions(run)
     with distributed(run.parallel, verbose=run.logging.verbose) as layout:
         log = MetricsLogger(run, speaks=layout.rank == 0)
         log.say(describe_run(run))
         log.text("config", full_config(run))
+        if layout.rank == 0 and run.checkpoint.save:
+            keep_ds_config(run, Path(run.checkpoint.save))
         model_parallel_manual_seed(run.train.seed, layout)
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)

@@ -202,8 +202,8 @@ def test_forms_of_recomputation_need_recomputation(flag: str) -> None:
         (
             6,
             "--model-parallel-size 4",
-            "6 processes cannot be split into --model-parallel-size 4 x --pipe-parallel-size 0: "
-            "use 4 or 8 processes, or --model-parallel-size 1, 2, 3 or 6",
+            "6 processes cannot be split into --model-parallel-size 4: "
+            "use 4 or 8 processes, or --model-parallel-size 1 or 2",
         ),
         (
             1,
@@ -214,7 +214,7 @@ def test_forms_of_recomputation_need_recomputation(flag: str) -> None:
             2,
             "--model-parallel-size 2 --pipe-parallel-size 2",
             "2 processes cannot be split into --model-parallel-size 2 x --pipe-parallel-size 2: "
-            "use 4 processes, or --model-parallel-size 1",
+            "use 4 processes, or --model-parallel-size 1, or --pipe-parallel-size 1",
         ),
     ],
 )

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the scripts that must work on a fresh machine: a Python environment with FILE installed.
 #
 #   source tools/environment.sh FILE

@@ -139,10 +139,10 @@ def _read_values(said: list[tuple[str, str, Any]]) -> tuple[list[tuple[str, str,
     given: list[tuple[str, str, Given]] = []
     faults: list[str] = []
     for name, flag, value in said:
-        source = flag if not isinstance(value, str) else f"{flag} {value}"
+        source = flag if not isinstance(value, str) else f"{flag} {value or repr(value)}"
         try:
-            if isinstance(value, str) and name in every_field:
-                value = _read_value(every_field[name], value)
+            if isinstance(value, str):
+                value = _read_value(every_field[name], value) if name in every_field else _text(value)
         except ValueError as error:
             faults.append(f"{source}: {error}")
         else:
@@ -171,8 +171,14 @@ def _drop_repetitions(given: list[tuple[str, str, Given]], problems: list[str]) 
     return settled
 
 
+_LARGEST = 2**53
+"""Whole numbers up to here are exact, whichever way they are written."""
+
+
 def _whole(text: str) -> int:
     number = _number(text)
+    if abs(number) > _LARGEST:
+        raise ValueError(f"must be {_LARGEST} at most")
     if number != int(number):
         raise ValueError("must be a whole number")
     # Through float only where there is a point or an exponent: large seeds would lose digits.
@@ -199,6 +205,9 @@ _READERS: dict[type, Callable[[str], Any]] = {int: _whole, float: _number, str: 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
+_ARGPARSE_WORDS = {"expected one argument": "needs a value", "ignored explicit argument": "takes no value: remove"}
+
+
 class _Record(argparse.Action):
     """Keeps (field, flag, text) of each flag given. Texts are read afterwards, so that no fault hides another."""
 
@@ -210,6 +219,8 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are ours: one line, no usage."""
 
     def error(self, message: str) -> NoReturn:
+        for words, ours in _ARGPARSE_WORDS.items():
+            message = message.replace(words, ours)
         raise ConfigError(message.removeprefix("argument "))
 
 

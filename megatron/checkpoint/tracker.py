@@ -90,6 +90,12 @@ def write_description(tag_folder: Path, description: dict[str, Any]) -> None:
     _replace_text(tag_folder / RUN_FILE, json.dumps(description, indent=2) + "\n")
 
 
+def keep_ds_config(run: RunConfig, folder: Path) -> None:
+    """Write the finished DeepSpeed config into ``folder``, where the run will save."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace_text(folder / "ds_config.json", json.dumps(run.ds_config, indent=2) + "\n")
+
+
 def _is_empty(folder: Path) -> bool:
     return not (folder / LATEST).exists() and not (folder / TRACKER).exists() and not any(folder.glob("global_step*"))
 
@@ -100,8 +106,10 @@ def _latest_tag(folder: Path) -> str:
         tag = pointer.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         raise CheckpointError(f"{pointer} is missing{_suggestion(folder)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{pointer} cannot be read ({error}){_suggestion(folder)}") from None
+    except OSError as error:
+        raise CheckpointError(f"{pointer} cannot be read ({error.strerror}){_suggestion(folder)}") from None
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{pointer} holds bytes that are no text{_suggestion(folder)}") from None
     if not _TAG.fullmatch(tag):
         raise CheckpointError(f"{pointer} holds {tag[:40]!r}, which is no name of a checkpoint{_suggestion(folder)}")
     if not (folder / tag).is_dir():
@@ -110,23 +118,33 @@ def _latest_tag(folder: Path) -> str:
 
 
 def _read(folder: Path, tag: str) -> SavedRun:
-    path = folder / tag / RUN_FILE
-    try:
-        description = json.loads(path.read_text(encoding="utf-8"))
-        saved = SavedRun(folder, tag, description)
-        int(saved.iteration), saved.description["layout"], saved.description["config"]["model"]
-    except (OSError, ValueError, KeyError, TypeError):
+    saved = _whole(folder, tag)
+    if saved is None:
         raise CheckpointError(
             f"{folder / tag} is not whole: its {RUN_FILE}, written last, is missing or broken{_suggestion(folder)}"
-        ) from None
+        )
     return saved
 
 
+def _whole(folder: Path, tag: str) -> SavedRun | None:
+    """The tag, if its description is there and says what a resume must know."""
+    try:
+        description = json.loads((folder / tag / RUN_FILE).read_text(encoding="utf-8"))
+        parts = description["layout"], description["config"]["model"]
+        iteration = description["iteration"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not (all(isinstance(part, dict) for part in parts) and type(iteration) is int and iteration >= 0):
+        return None
+    return SavedRun(folder, tag, description)
+
+
 def _suggestion(folder: Path) -> str:
-    whole = [path.parent for path in folder.glob(f"*/{RUN_FILE}")]
+    tags = [_whole(folder, path.parent.name) for path in folder.glob(f"*/{RUN_FILE}")]
+    whole = [saved for saved in tags if saved is not None]
     if not whole:
         return f"; no whole checkpoint is left in {folder}"
-    newest = max(whole, key=lambda path: path.stat().st_mtime).name
+    newest = max(whole, key=lambda saved: saved.iteration).tag
     return f"; the newest whole checkpoint is {newest}: to use it, write that name into {folder / LATEST}"
 
 
@@ -154,8 +172,9 @@ def _check_fit(saved: SavedRun, run: RunConfig) -> None:
     """The same model on the same layout, and the state that the flags ask for."""
     config, place = run.checkpoint, saved.folder / saved.tag
     model = saved.description["config"]["model"]
-    shape = {name: getattr(run.model, name) for name in _SHAPE_FIELDS}
-    messages = _differences(shape, model, place, "load a model of the same shape")
+    shape = {_flag(name): getattr(run.model, name) for name in _SHAPE_FIELDS}
+    saved_shape = {_flag(name): model.get(name) for name in _SHAPE_FIELDS}
+    messages = _differences(shape, saved_shape, place, "load a model of the same shape")
     layout = _layout(run)
     if (config.finetune or config.no_load_optim) and run.zero.zero_stage < 3:
         # Weights alone are cut by tensor and pipeline parallelism only; ZeRO-3 cuts them once more.
@@ -167,6 +186,10 @@ def _check_fit(saved: SavedRun, run: RunConfig) -> None:
         messages.append(f"{place} was saved with --no-save-rng: add --no-load-rng or --finetune")
     if messages:
         raise CheckpointError(messages)
+
+
+def _flag(field: str) -> str:
+    return "the vocabulary's size" if field == "vocab_size" else "--" + field.replace("_", "-")
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], place: Path, remedy: str) -> list[str]:

@@ -15,6 +15,7 @@ little-endian and packed, with S sequences and D - 1 documents:
     ...        i8[S]      modes; only multimodal data sets have them, and they are not read
 """
 
+import glob
 import hashlib
 import os
 import struct
@@ -115,11 +116,19 @@ def _stat_files(prefix: str, bin_path: Path, idx_path: Path) -> tuple[os.stat_re
     """Both files' status; DataError if one is missing."""
     missing = [str(path) for path in (bin_path, idx_path) if not path.is_file()]
     if missing:
-        hint = ""
-        if prefix.endswith((".bin", ".idx")):
-            hint = f" (give the prefix without the ending: {prefix[:-4]})"
-        raise DataError(f"no data set at {prefix}: {' and '.join(missing)} missing{hint}")
+        raise DataError(f"no data set at {prefix}: {' and '.join(missing)} missing ({_where_else(prefix)})")
     return bin_path.stat(), idx_path.stat()
+
+
+def _where_else(prefix: str) -> str:
+    """What somebody may have meant who gave a prefix without a data set."""
+    if prefix.endswith((".bin", ".idx")):
+        return f"give the prefix without the ending: {prefix[:-4]}"
+    place = Path(prefix)
+    longer = sorted(place.parent.glob(f"{glob.escape(place.name)}_*.idx"))
+    if longer:
+        return f"did you mean {longer[0].with_suffix('')}?"
+    return "tools/preprocess_data.py makes one"
 
 
 def _read_header(path: Path, header: bytes, file_size: int) -> tuple[np.dtype, int, int]:

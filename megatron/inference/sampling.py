@@ -37,14 +37,14 @@ def generate(
     while len(tokens) < length:
         window = torch.tensor([tokens[-context:]], device=device)
         logits = model(window)[0, -1, :vocab_size].float()
-        token = int(_choose(logits, sampling, generator))
+        token = int(choose(logits, sampling, generator))
         if token == eod:
             return
         tokens.append(token)
         yield token
 
 
-def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
     """One token from logits [v]."""
     if sampling.greedy:
         return logits.argmax()

@@ -7,17 +7,26 @@ DeepSpeed finds out through mpi4py; a plain ``python`` is a world of one, and th
 import os
 import socket
 import sys
+import sysconfig
 from collections.abc import MutableMapping
 
 from megatron.launch.device import expected_device
-from megatron.launch.launcher import rank
+from megatron.launch.launcher import check_place, rank
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
-    """Fill in what DeepSpeed and torch would otherwise guess, warn about or fail without."""
+    """Fill in what DeepSpeed and torch would otherwise guess, warn about or fail without.
+
+    Raises:
+        ConfigError: what the environment says of this process's place among the others makes no sense.
+    """
+    check_place(environ)
     # Without it DeepSpeed tries one accelerator after the other, and says so.
     environ.setdefault("DS_ACCELERATOR", expected_device(environ))
     environ.setdefault("TORCH_EXTENSIONS_DIR", _private_extensions_folder())
+    # Torch compiles with the first ninja on the path. One of another version than the last time's, as on
+    # a start without the environment being active, would compile everything anew.
+    environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
     if rank(environ) is None:
         environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
     if environ["DS_ACCELERATOR"] == "cpu":

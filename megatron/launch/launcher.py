@@ -13,6 +13,8 @@ _SIZES = (
 )
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_COMPANIONS_OF_RANK = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_START = "start with deepspeed, torchrun or mpirun"
 
 
 def world_size(environ: Mapping[str, str]) -> int:
@@ -43,6 +45,30 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
         ConfigError: the variable is not a whole number.
     """
     return _first(environ, _LOCAL_RANKS)
+
+
+def check_place(environ: Mapping[str, str]) -> None:
+    """See that the environment gives this process a place among the others, or none and no others.
+
+    Raises:
+        ConfigError: a number of processes without this one's, a number beyond the last, or a place
+            without an address to meet the others at.
+    """
+    size, number = world_size(environ), rank(environ)
+    if number is None and size > 1:
+        raise ConfigError(
+            f"the environment says that there are {size} processes, but not which one this is (RANK): {_START}, or "
+            "unset WORLD_SIZE"
+        )
+    if number is not None and number >= size:
+        raise ConfigError(f"the environment says that this is rank {number} of {size}, counted from 0: {_START}")
+    # Under mpirun DeepSpeed asks MPI for the rest.
+    if "RANK" in environ:
+        missing = [variable for variable in _COMPANIONS_OF_RANK if variable not in environ]
+        if missing:
+            raise ConfigError(f"the environment has RANK without {', '.join(missing)}: {_START}, or unset RANK")
+        if _number(environ, "MASTER_PORT", minimum=1) > 65535:
+            raise ConfigError(f"the environment says MASTER_PORT={environ['MASTER_PORT']}: ports end at 65535")
 
 
 def _first(environ: Mapping[str, str], variables: tuple[str, ...]) -> int | None:

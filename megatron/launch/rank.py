@@ -6,7 +6,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron.errors import UserError
+from megatron.errors import ConfigError, UserError
+from megatron.launch.launcher import check_place
 from megatron.launch.launcher import rank as rank_of
 
 
@@ -16,7 +17,7 @@ def run_rank(main: Callable[[], None]) -> NoReturn:
     What every rank sees before they have joined is said by the first alone. Behind that the rank that
     fails says so, and leaves at once, without waiting for others in the middle of a collective.
     """
-    rank = rank_of(os.environ) or 0
+    rank = _rank()
     try:
         main()
     except UserError as error:
@@ -37,6 +38,14 @@ def run_rank(main: Callable[[], None]) -> NoReturn:
         sys.stderr.flush()
         os._exit(1)
     sys.exit(0)
+
+
+def _rank() -> int:
+    try:
+        check_place(os.environ)
+    except ConfigError:
+        return 0  # nobody else may be there to say it
+    return rank_of(os.environ) or 0
 
 
 def _has_joined() -> bool:

@@ -63,16 +63,23 @@ def world_size(run: RunConfig) -> str | None:
     if tensor < 1 or world % replica == 0:
         return None
     below = world // replica * replica
-    remedy = f"use {below} or {below + replica} processes" if below else f"use {replica} processes"
-    legal = [str(size) for size in range(1, world + 1) if world % (size * stages) == 0]
-    if legal:
-        last = f" or {legal[-1]}" if len(legal) > 1 else legal[-1]
-        remedy += f", or --model-parallel-size {', '.join(legal[:-1])}{last}"
+    remedies = [f"{below} or {below + replica} processes" if below else f"{replica} processes"]
+    sizes = [n for n in range(1, world + 1) if world % (n * stages) == 0 and _divides(n, run.model.num_attention_heads)]
+    if sizes:
+        remedies.append(f"--model-parallel-size {_either(sizes)}")
+    grid = f"--model-parallel-size {tensor}"
+    if run.parallel.uses_pipeline:
+        grid += f" x --pipe-parallel-size {stages}"
+        depths = [n for n in range(1, world + 1) if world % (n * tensor) == 0 and n <= run.model.num_layers]
+        if depths:
+            remedies.append(f"--pipe-parallel-size {_either(depths)}")
     unit = "process" if world == 1 else "processes"
-    return (
-        f"{world} {unit} cannot be split into --model-parallel-size {tensor} x --pipe-parallel-size "
-        f"{run.parallel.pipe_parallel_size}: {remedy}"
-    )
+    return f"{world} {unit} cannot be split into {grid}: use {', or '.join(remedies)}"
+
+
+def _either(numbers: list[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def zero_with_pipeline(run: RunConfig) -> str | None:

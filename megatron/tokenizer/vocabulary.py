@@ -20,7 +20,8 @@ def require_files(kind: str, files: Mapping[str, str | None]) -> None:
         if path is None:
             problems.append(f"{flag} is not given: {kind} needs it (tools/train_tokenizer.py makes one)")
         elif not Path(path).is_file():
-            problems.append(f"{flag} {path}: no such file (tools/train_tokenizer.py makes one)")
+            fault = "is a folder" if Path(path).is_dir() else "no such file"
+            problems.append(f"{flag} {path}: {fault} (tools/train_tokenizer.py makes one)")
     if problems:
         raise DataError(problems)
 

@@ -225,7 +225,7 @@ def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
     [
         ("--hiden-size 64", "unknown flag --hiden-size: did you mean --hidden-size?"),
         ("--zzzzzzzzzz 1", "unknown flag --zzzzzzzzzz: see --help"),
-        ("--lr", "--lr: expected one argument"),
+        ("--lr", "--lr: needs a value"),
         ("--num-layers four", "--num-layers four: must be a number"),
         ("--num-layers 4.5", "--num-layers 4.5: must be a whole number"),
         ("--lr nan", "--lr nan: must be a finite number"),

@@ -1,0 +1,40 @@
+"""The first command a newcomer runs: from nothing to a trained model, on a CPU."""
+
+import re
+import struct
+import sys
+
+from support.ports import free_port
+from support.programs import Programs, read_metrics
+
+
+def test_the_quickstart_learns(programs: Programs, tmp_path) -> None:
+    """It trains under TP 2 x PP 2 to well below the unigram entropy it prints, and leaves all that it promises."""
+    prompt = "Return the"
+    finished = programs.run(
+        "bash", "examples/quickstart.sh", "--fast",
+        OUT=str(tmp_path), VIRTUAL_ENV=sys.prefix, PROMPT=prompt, MASTER_PORT=str(free_port()),
+    ).ok()  # fmt: skip
+    assert "4 processes = TP 2 x PP 2 x DP 1, pipeline engine, 2 stages" in finished.output
+
+    entropy = float(re.search(r"unigram entropy of the corpus ([\d.]+)", finished.output)[1])
+    validation = [
+        line["validation_loss"] for line in read_metrics(tmp_path / "metrics.jsonl") if "validation_loss" in line
+    ]
+    assert f"validation loss {validation[-1]:.3f}" in finished.output
+    assert len(validation) == 5 and validation[-1] < entropy - 0.5
+
+    picture = (tmp_path / "loss.png").read_bytes()
+    assert picture[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", picture[16:24])
+    assert width >= 1000 and height >= 600 and len(picture) > 20_000
+
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step200"
+    continued = finished.output.partition(f"continue: {prompt}\n")[2]
+    assert continued.startswith(prompt) and len(continued.partition("\n== done")[0]) > len(prompt) + 20
+
+
+def test_an_unknown_argument_shows_the_knobs(programs: Programs) -> None:
+    finished = programs.run("bash", "examples/quickstart.sh", "--slow")
+    assert finished.returncode == 2
+    assert "--fast" in finished.output and "OUT" in finished.output

@@ -1,0 +1,268 @@
+"""The files a user starts from work as they are shipped: scripts, DeepSpeed configs, hostfile, pins, containers."""
+
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.command_lines import CPU, CUDA
+from support.ports import free_port
+from support.programs import Programs, read_metrics
+
+from megatron.arguments import parse_run
+from megatron.config import RunConfig
+from megatron.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[1]
+PLAIN, PIPE, TORCHRUN = "ds_pretrain_gpt2.sh", "ds_pretrain_gpt2_pipe.sh", "pretrain_gpt2_distributed.sh"
+SCRIPTS = (PLAIN, PIPE, TORCHRUN)
+CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").iterdir())
+DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
+
+
+def command_of(script: str, *arguments: str, **knobs: str) -> list[str]:
+    """The words of the command that an example would run."""
+    words = ["bash", str(ROOT / "examples" / script), *arguments]
+    environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", **knobs}
+    return shlex.split(subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout)
+
+
+def run_of(script: str, *arguments: str, **knobs: str) -> RunConfig:
+    """The run that an example would start."""
+    words = command_of(script, *arguments, **knobs)
+    program = next(place for place, word in enumerate(words) if word.endswith("pretrain_gpt2.py"))
+    processes = words[1 + next(place for place, word in enumerate(words) if word in ("--num_gpus", "--nproc_per_node"))]
+    return parse_run(words[program + 1 :], {**knobs, "WORLD_SIZE": processes})
+
+
+def test_no_script_goes_untested() -> None:
+    assert {path.name for path in (ROOT / "examples").glob("*.sh")} == {*SCRIPTS, "quickstart.sh"}
+
+
+@pytest.mark.parametrize(
+    ("script", "layout", "zero_stage"), [(PLAIN, (1, 0, 8), 2), (PIPE, (2, 2, 2), 1), (TORCHRUN, (1, 0, 8), 1)]
+)
+@pytest.mark.parametrize(("environ", "dtype"), [(CPU, "fp32"), (CUDA, "fp16")], ids=["cpu", "cuda"])
+def test_a_script_starts_its_run(script, layout, zero_stage, environ, dtype) -> None:
+    run = run_of(script, "--seed", "7", **environ)
+    model, parallel = run.model, run.parallel
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads, run.data.seq_length) == (24, 1024, 16, 1024)
+    assert (parallel.model_parallel_size, parallel.pipe_parallel_size, parallel.data_parallel_size) == layout
+    assert (run.zero.zero_stage, run.precision.dtype, run.train.global_batch_size) == (zero_stage, dtype, 64)
+    assert run.activation.checkpoint_activations and not run.activation.partition_activations
+    assert run.train.seed == 7, "further arguments are passed on"
+
+
+def knobs_of(script: str) -> dict[str, str]:
+    """Each environment variable that a script reads as a knob, with its default."""
+    text = (ROOT / "examples" / script).read_text()
+    return dict(re.findall(r"^([A-Z_]+)=\$\{\1:?-(.*?)\}(?: |$)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize(("script", "knob"), [(script, knob) for script in SCRIPTS for knob in knobs_of(script)])
+def test_every_knob_changes_the_command(script, knob) -> None:
+    company = {"HOSTFILE": "hostfile.example"} if knob == "NODES" else {}
+    value = {"0": "1", "1": "0"}.get(knobs_of(script)[knob], "77")
+    assert command_of(script, **company, **{knob: value}) != command_of(script, **company)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_switch_is_on_or_off(script) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        command_of(script, CHECKPOINT_ACTIVATIONS="yes")
+    assert "yes" in caught.value.stderr
+
+
+SWITCHES = {
+    "CPU_OPTIMIZER": "zero.cpu_optimizer",
+    "CONTIGUOUS_GRADIENTS": "zero.zero_contigious_gradients",
+    "REDUCE_SCATTER": "zero.zero_reduce_scatter",
+    "CHECKPOINT_ACTIVATIONS": "activation.checkpoint_activations",
+    "PARTITION_ACTIVATIONS": "activation.partition_activations",
+    "CONTIGUOUS_CHECKPOINTING": "activation.contigious_checkpointing",
+    "CHECKPOINT_IN_CPU": "activation.checkpoint_in_cpu",
+    "SYNCHRONIZE_EACH_LAYER": "activation.synchronize_each_layer",
+    "PROFILE_BACKWARD": "activation.profile_backward",
+}
+
+
+@pytest.mark.parametrize("script", [PLAIN, PIPE])
+def test_switches_set_what_they_name(script) -> None:
+    def settings(value: str, **others: str) -> list[bool]:
+        run = run_of(script, **CUDA, TP="2", **(dict.fromkeys(SWITCHES, value) | others))
+        sections = (place.split(".") for place in SWITCHES.values())
+        return [getattr(getattr(run, section), field) for section, field in sections]
+
+    assert settings("1") == [True] * len(SWITCHES)
+    assert settings("0") == [False] * len(SWITCHES)
+
+
+MATCHING_KNOBS = {
+    "3d.json": {"ZERO_STAGE": "1"},
+    "bf16.json": {"PRECISION": "bf16"},
+    "fp16.json": {"PRECISION": "fp16"},
+    "zero0.json": {"ZERO_STAGE": "0"},
+    "zero1.json": {"ZERO_STAGE": "1"},
+    "zero1_offload.json": {"ZERO_STAGE": "1", "CPU_OPTIMIZER": "1"},
+    "zero2.json": {"ZERO_STAGE": "2"},
+    "zero3.json": {"ZERO_STAGE": "3"},
+    "zero3_offload.json": {"ZERO_STAGE": "3", "CPU_OPTIMIZER": "1"},
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_config_goes_with_the_knobs_that_say_the_same(config) -> None:
+    script = PIPE if config == "3d.json" else PLAIN
+    file = ROOT / "ds_configs" / config
+    run = run_of(script, "--deepspeed_config", str(file), **CUDA, **MATCHING_KNOBS[config])
+    for name, section in json.loads(file.read_text()).items():
+        assert section.items() <= run.ds_config[name].items()
+
+
+def test_a_config_that_says_otherwise_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--zero-stage 2 and zero_optimization.stage 3 in .*zero3.json"):
+        run_of(PLAIN, "--deepspeed_config", str(ROOT / "ds_configs" / "zero3.json"), **CUDA)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [*(f"examples/{name}" for name in (*SCRIPTS, "quickstart.sh")), "docker/run.sh", "run_tests.sh", ".ci/run"],
+)
+def test_shellcheck_has_no_complaint(script) -> None:
+    checker = Path(sys.executable).parent / "shellcheck"
+    words = [str(checker), "--external-sources", script]
+    finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout
+    subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
+
+
+TINY = {
+    **{"LAYERS": "4", "HIDDEN": "32", "HEADS": "4", "SEQ_LENGTH": "32", "LR": "1e-3"},
+    **{"MICRO_BATCH": "2", "GLOBAL_BATCH": "8", "ITERATIONS": "2", "GPUS": "2"},
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "knobs", "layout"),
+    [
+        (PIPE, {"TP": "1", "PP": "2"}, "TP 1 x PP 2 x DP 1, pipeline engine, 2 stages, ZeRO 1"),
+        (PLAIN, {"ZERO_STAGE": "2"}, "TP 1 x PP 1 x DP 2, plain engine, ZeRO 2"),
+        (TORCHRUN, {"TP": "2", "PARTITION_ACTIVATIONS": "1"}, "TP 2 x PP 1 x DP 1, plain engine, ZeRO 1"),
+    ],
+)
+def test_a_script_trains(programs: Programs, tmp_path, script, knobs, layout) -> None:
+    """A tiny model on two CPU processes, through the knobs; its first loss is that of a guess."""
+    prefix, vocabulary = (programs.data_arguments[place] for place in (1, 3))
+    files = {"DATA": prefix, "VOCAB": vocabulary, "MERGES": "", "SAVE": str(tmp_path / "saved")}
+    finished = programs.run(
+        "bash", f"examples/{script}", *programs.data_arguments[4:], "--num-workers", "0", "--log-interval", "1",
+        "--eval-iters", "1", "--metrics-file", tmp_path / "metrics",
+        MASTER_PORT=str(free_port()), **CPU, **TINY, **files, **knobs,
+    ).ok()  # fmt: skip
+    assert f"> layout    2 processes = {layout}" in finished.output
+    losses = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line]
+    assert len(losses) == 2 and losses[0] == pytest.approx(math.log(92), abs=0.2)
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
+
+
+CLASSIC_CONFIG = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 4,
+    "steps_per_print": 1,
+    "zero_optimization": {
+        "stage": 2,
+        "allgather_partitions": True,
+        "reduce_scatter": True,
+        "allgather_bucket_size": 50000000,
+        "reduce_bucket_size": 50000000,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+    },
+    "gradient_clipping": 1.0,
+    "wall_clock_breakdown": True,
+    "zero_allow_untested_optimizer": False,
+}
+"""In content the ZeRO 2 file of Megatron-LM v1.1.5-3D_parallelism."""
+
+CLASSIC_WORDS = (
+    "--model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 32 --batch-size 4 --train-iters 1 --lr-decay-iters 1 --data-impl mmap "
+    "--lr 1.5e-4 --lr-decay-style cosine --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --warmup 0.01 "
+    "--checkpoint-activations --log-interval 1 --save-interval 10000 --eval-interval 1000 --eval-iters 1 "
+    "--deepspeed --zero-stage 2 --zero-reduce-bucket-size 50000000 --zero-allgather-bucket-size 50000000 "
+    "--zero-contigious-gradients --zero-reduce-scatter --deepspeed-activation-checkpointing "
+    "--checkpoint-num-layers 1 --partition-activations --contigious-checkpointing --checkpoint-in-cpu "
+    "--synchronize-each-layer --profile-backward"
+).split()
+"""The command line of its script for one host, less what asks for a GPU: fp16 and NCCL."""
+
+
+def test_the_classic_command_line_trains(programs: Programs, tmp_path) -> None:
+    (tmp_path / "ds_config.json").write_text(json.dumps(CLASSIC_CONFIG))
+    finished = programs.run(
+        "deepspeed", "--num_nodes", "1", "--num_gpus", "4", "--master_port", str(free_port()), "pretrain_gpt2.py",
+        *CLASSIC_WORDS, *programs.data_arguments, "--save", tmp_path / "saved", "--load", tmp_path / "saved",
+        "--deepspeed_config", tmp_path / "ds_config.json", "--metrics-file", tmp_path / "metrics",
+    ).ok()  # fmt: skip
+    assert "TP 2 x PP 1 x DP 2, plain engine, ZeRO 2" in finished.output
+    assert read_metrics(tmp_path / "metrics")[0]["lm_loss"] == pytest.approx(math.log(92), abs=0.2)
+
+
+def test_deepspeed_reads_the_hostfile() -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    assert fetch_hostfile(str(ROOT / "hostfile.example")) == {"worker-1": 8, "worker-2": 8}
+
+
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-test.txt"])
+def test_every_package_is_pinned(name) -> None:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
+    packages = [line for line in lines if line and line != "-r requirements.txt"]
+    assert packages and all(re.fullmatch(r"[\w-]+==\d+(\.\d+)+", package) for package in packages)
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_an_image_is_made_of_pinned_parts_for_an_ordinary_user(name) -> None:
+    text = (ROOT / "docker" / name).read_text().replace("\\\n", " ")
+    steps = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    tag = next(step[1] for step in steps if step[0] == "FROM").partition(":")[2]
+    assert re.search(r"\d+\.\d+", tag)
+    users = [step[1] for step in steps if step[0] == "USER"]
+    assert users == ["trainer"] and ["RUN", "useradd", "--create-home", "trainer"] in steps
+    sources = [source for step in steps if step[0] == "COPY" for source in step[1:-1]]
+    assert {"requirements.txt", "pretrain_gpt2.py", "megatron"} <= set(sources)
+    assert [source for source in sources if not (ROOT / source).exists()] == []
+
+
+def test_the_gpu_image_keeps_its_own_torch(tmp_path) -> None:
+    """The step that makes pip's list leaves torch and its kin without a version, so that pip finds them installed."""
+    program = re.search(r"RUN (sed .*?) >", (ROOT / "docker" / "Dockerfile").read_text())[1]
+    finished = subprocess.run(["bash", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    wanted = {line.partition("#")[0].strip() for line in finished.stdout.splitlines()}
+    assert {"torch", "numpy", "setuptools"} <= wanted
+    assert {name.partition("==")[0] for name in wanted if "==" in name} == {"deepspeed", "mpi4py", "tokenizers"}
+
+
+def test_the_container_gets_the_hosts_gpus_network_and_folders(tmp_path) -> None:
+    def docker(**knobs: str) -> list[str]:
+        environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "DATA_DIR": str(tmp_path / "my data"), **knobs}
+        words = ["bash", "docker/run.sh", "bash", "examples/ds_pretrain_gpt2.sh", "--seed", "7"]
+        finished = subprocess.run(
+            words, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
+        )
+        return shlex.split(finished.stdout.splitlines()[-1])
+
+    words = docker()
+    inside = re.search(r"^WORKDIR (.*)", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)[1]
+    assert words[:2] == ["docker", "run"]
+    assert words[-5:] == ["megatron-deepspeed", "bash", "examples/ds_pretrain_gpt2.sh", "--seed", "7"]
+    assert f"type=bind,source={tmp_path}/my data,target={inside}/data" in words
+    assert f"type=bind,source={ROOT}/checkpoints,target={inside}/checkpoints" in words
+    for flag in ("--gpus all", "--ulimit memlock=-1", "--network host", "--ipc=host"):
+        assert f" {flag} " in " ".join(words)
+    assert "--gpus" not in docker(GPUS="")
+    assert not (tmp_path / "my data").exists(), "a dry run makes nothing"
