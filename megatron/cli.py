@@ -16,6 +16,10 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, False) else super()._get_help_string(action)
 
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """One paragraph is wrapped; several keep their lines."""
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
 
 class ToolParser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that reports wrong usage as ``ConfigError`` and takes no abbreviated flags."""

@@ -82,10 +82,24 @@ class ModelConfig:
     apply_query_key_layer_scaling: bool = flag(
         False, "Divide attention scores by the layer number and multiply them back in fp32, against fp16 overflow."
     )
-    attention_softmax_in_fp32: bool = flag(False, "Compute the attention softmax in fp32.")
+    attention_softmax_in_fp32: bool = flag(False, "Compute attention scores and their softmax in fp32.")
     fp16_lm_cross_entropy: bool = flag(False, "Compute the loss in the model's half precision instead of fp32.")
     use_cpu_initialization: bool = flag(
         False, "Draw initial weights on the CPU, so that they are the same on any device."
+    )
+    shape_order: str = flag(
+        "BSH",
+        "Layout of hidden states between layers: batch, sequence, hidden, or sequence first.",
+        choices=("BSH", "SBH"),
+    )
+    pre_tokens: int = flag(65536, "Tokens before itself that each token sees.", within="[0, inf)")
+    next_tokens: int = flag(
+        65536,
+        "Tokens behind itself that each token may see, within causality: a decoder sees none, whatever is said.",
+        within="[0, inf)",
+    )
+    fp32_residual_connection: bool = flag(
+        False, "Keep the residual stream in fp32 where weights are in half precision."
     )
     vocab_size: int = derived(0)
     """Tokens the tokenizer knows."""
@@ -97,7 +111,14 @@ class ModelConfig:
     reset_attention_mask: bool = derived(False)
     dtype: str = derived("fp32")
     """Type of weights and activations: fp32, bf16 or fp16."""
+    recomputes_attention: bool = derived(False)
+    """Whether the backward pass recomputes the attention core alone."""
     seed: int = derived(1234)
+
+    @property
+    def sequence_dim(self) -> int:
+        """Dimension of the sequence in hidden states: [b, s, h], or [s, b, h] with ``--shape-order SBH``."""
+        return 0 if self.shape_order == "SBH" else 1
 
     @property
     def head_size(self) -> int:
@@ -122,6 +143,32 @@ class ParallelConfig:
         switches={"no-pipeline-parallel": 0},
         within="[0, inf)",
     )
+    pipeline_partition: str = flag(
+        "type:ParallelTransformerLayer",
+        "What the stages get equal shares of: layers, the embeddings and the head counted as one each (uniform); "
+        "parameters; operations of the forward pass, with the head's 2 x hidden x vocabulary a token (flops); layers "
+        "whose class matches REGEX (type:REGEX). Or the transformer layers of each stage, such as 5,6,6,4. The "
+        "embeddings are always with the first, the head with the last.",
+        metavar="METHOD",
+    )
+    pipeline_schedule: str = flag(
+        "1f1b",
+        "Order of forward and backward passes. dualpipev cuts the model into twice as many pieces, gives each stage "
+        "one on the way out and one on the way back, and so waits less; the first stage has both ends. It needs twice "
+        "as many micro-batches as stages, and an explicit partition has a number for each piece.",
+        choices=("1f1b", "dualpipev"),
+    )
+    sequence_parallel: bool = flag(
+        False,
+        "Between the parts of a layer that are cut by tensor parallelism, cut norms, dropout and residuals along the "
+        "sequence over the same ranks.",
+    )
+    ds_sequence_parallel_size: int = flag(
+        1,
+        "Ranks that share each sample, a part of its sequence on each, and exchange sequence for heads around "
+        "attention (DeepSpeed-Ulysses).",
+        within="[1, inf)",
+    )
     distributed_backend: str | None = flag(
         None, "Backend of torch.distributed (default: nccl on CUDA, gloo on CPU).", choices=("nccl", "gloo")
     )
@@ -145,9 +192,24 @@ class ParallelConfig:
         return max(self.pipe_parallel_size, 1)
 
     @property
+    def folds_pipeline(self) -> bool:
+        """Whether the model turns around behind the last stage and ends on the first."""
+        return self.pipeline_schedule == "dualpipev"
+
+    @property
+    def pipe_pieces(self) -> int:
+        """Pieces the model is cut into: one for each stage, or two."""
+        return self.pipe_stages * (2 if self.folds_pipeline else 1)
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that share a sample: tensor-parallel size x stages x sequence-parallel size of DeepSpeed-Ulysses."""
+        return self.model_parallel_size * self.pipe_stages * self.ds_sequence_parallel_size
+
+    @property
     def data_parallel_size(self) -> int:
         """Replicas of the model."""
-        return self.world_size // (self.model_parallel_size * self.pipe_stages)
+        return self.world_size // self.replica_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +226,11 @@ class PrecisionConfig:
     hysteresis: int = flag(2, "Overflows before the loss scale halves.", within="[1, inf)")
     min_scale: float = flag(1, "Smallest dynamic loss scale, a whole number.", within="[1, inf)")
     fp32_allreduce: bool = flag(False, "Reduce gradients in fp32.")
+    grad_accum_dtype: str | None = flag(
+        None,
+        "Type that half-precision gradients are accumulated in over micro-batches (default: that of the weights).",
+        choices=("fp32", "bf16"),
+    )
 
     @property
     def dtype(self) -> str:
@@ -198,10 +265,42 @@ class ZeroConfig:
     zero_allgather_bucket_size: float = flag(
         0.0, "Elements gathered at a time; 0 leaves it to DeepSpeed.", within="[0, inf)"
     )
-    cpu_optimizer: bool = flag(False, "Keep optimizer state and step on the CPU (ZeRO-Offload; needs ZeRO 1 or more).")
-    cpu_torch_adam: bool = flag(
-        False, "With --cpu-optimizer: torch's Adam instead of DeepSpeedCPUAdam.", name="cpu_torch_adam"
+    zero_overlap_comm: bool | None = flag(
+        None,
+        "Reduce gradients while the backward pass goes on, or do not (default: at stage 3 only).",
+        switches={"no-zero-overlap-comm": False},
     )
+    zero_round_robin_gradients: bool = flag(
+        False, "Deal gradients out to the ranks in turn, so that all copy at once (stages 1 and 2)."
+    )
+    offload_optimizer: str = flag(
+        "none",
+        "Where optimizer state lives; off the device the CPU steps. nvme needs ZeRO 3.",
+        choices=("none", "cpu", "nvme"),
+        switches={"cpu-optimizer": "cpu"},
+    )
+    offload_param: str = flag(
+        "none", "Where ZeRO 3 keeps weights that are not in use.", choices=("none", "cpu", "nvme")
+    )
+    nvme_path: str | None = flag(None, "Folder on the NVMe device, for what is offloaded there.", metavar="DIR")
+    offload_pin_memory: bool = flag(
+        True,
+        "Page-lock what is offloaded, as DeepSpeed does by itself, or do not.",
+        switches={"no-offload-pin-memory": False},
+    )
+    cpu_torch_adam: bool = flag(
+        False, "With --offload-optimizer: torch's Adam instead of DeepSpeedCPUAdam.", name="cpu_torch_adam"
+    )
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the CPU takes the optimizer's step."""
+        return self.offload_optimizer != "none"
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether anything is offloaded to files."""
+        return "nvme" in (self.offload_optimizer, self.offload_param)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +311,13 @@ class ActivationConfig:
         False,
         "Keep only the layers' inputs and recompute the rest.",
         aliases=("deepspeed-activation-checkpointing",),
+    )
+    recompute_granularity: str | None = flag(
+        None,
+        "Recompute whole layers (full), or scores, softmax, dropout and context of attention alone (selective). "
+        "Turns recomputation on; --checkpoint-activations alone is full.",
+        choices=("full", "selective"),
+        switches={"recompute-activations": "selective"},
     )
     checkpoint_num_layers: int = flag(1, "Layers recomputed together.", within="[1, inf)")
     partition_activations: bool = flag(
@@ -225,6 +331,12 @@ class ActivationConfig:
     checkpoint_in_cpu: bool = flag(False, "Keep inputs in CPU memory; needs --partition-activations.")
     synchronize_each_layer: bool = flag(False, "Synchronize the device around each recomputed layer.")
     profile_backward: bool = flag(False, "Time forward and backward of the recomputed layers.")
+
+    @property
+    def layers_together(self) -> int:
+        """Transformer layers that keep one input between them; 0 where whole layers are not recomputed."""
+        whole = self.checkpoint_activations and self.recompute_granularity != "selective"
+        return self.checkpoint_num_layers if whole else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,6 +420,12 @@ class TrainConfig:
         0, "Samples of one iteration: micro-batch size x gas x data-parallel size.", within="[1, inf)"
     )
     train_iters: int = flag(0, "Iterations to train; this or --train-samples is required.", within="[1, inf)")
+    loss_normalization: str = flag(
+        "global-batch",
+        "With --eod-mask-loss, the loss is the mean over the global batch's tokens that count, which does not depend "
+        "on how the batch is split; or the mean of each micro-batch's own mean, as it was in the beginning.",
+        choices=("global-batch", "micro-batch"),
+    )
     train_samples: int | None = flag(None, "Samples to train on, instead of iterations.", within="[1, inf)")
     exit_interval: int | None = flag(None, "Save and leave after an iteration divisible by this.", within="[1, inf)")
     eval_iters: int = flag(100, "Global batches of one evaluation; 0 evaluates never.", within="[0, inf)")

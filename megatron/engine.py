@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from megatron.config import OptimConfig, RunConfig, TrainConfig
 from megatron.data.loader import Batch
 from megatron.learning_rates import AnnealingLR
-from megatron.model.gpt2_model import GPT2Model, GPT2ModelPipe
+from megatron.model.gpt2_model import GPT2Model, GPT2ModelDualPipeV, GPT2ModelPipe
 from megatron.model.kernels import uses_apex
 from megatron.mpu.layout import ParallelLayout
+from megatron.partition import bounds, layers_of_pieces
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,10 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
 def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
     """This rank's part of GPT-2, in the container that its engine runs."""
     if run.parallel.uses_pipeline:
-        return GPT2ModelPipe(run.model, run.activation, layout)
+        container = GPT2ModelDualPipeV if run.parallel.folds_pipeline else GPT2ModelPipe
+        return container(run.model, run.activation, layout, bounds=bounds(layers_of_pieces(run)))
     with deepspeed.zero.Init(
-        data_parallel_group=layout.data_group,
+        data_parallel_group=layout.get_sequence_data_parallel_group(),
         config_dict_or_path=dict(run.ds_config),
         mpu=layout,
         enabled=run.zero.zero_stage == 3,
@@ -139,7 +141,7 @@ def _forward(engine: DeepSpeedEngine, batch: Batch) -> Tensor:
 
 
 def _mean_over_ranks(losses: list[Tensor], engine: DeepSpeedEngine) -> Tensor:
-    group = engine.mpu.get_data_parallel_group()
+    group = engine.mpu.get_sequence_data_parallel_group()
     loss = torch.stack(losses).mean()
     dist.all_reduce(loss, group=group)
     return loss / group.size()
@@ -147,7 +149,7 @@ def _mean_over_ranks(losses: list[Tensor], engine: DeepSpeedEngine) -> Tensor:
 
 def _apex_adam(run: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
     """apex's fused Adam where it is asked for and its state stays on the device; else None for DeepSpeed's."""
-    if not uses_apex(run.model.fused_kernels) or run.zero.cpu_optimizer or "optimizer" not in run.ds_config:
+    if not uses_apex(run.model.fused_kernels) or run.zero.offloads_optimizer or "optimizer" not in run.ds_config:
         return None
     from apex.optimizers import FusedAdam
 

@@ -1,4 +1,4 @@
-"""Weights that make the loss a mean over the tokens of the global batch, however it is split."""
+"""Weights that make the loss a mean: over the tokens of the global batch, however it is split, or of means."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -29,3 +29,13 @@ def weighted(micro_batches: Iterator[Batch], accumulated: int, group: ProcessGro
         scale = accumulated * group.size() / counted.clamp(min=1)
         for tokens, (labels, loss_mask) in batch:
             yield Batch(tokens, (labels, loss_mask * scale))
+
+
+def weighted_by_micro_batch(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
+    """``micro_batches`` with their loss masks [b, s] scaled so that each one's loss is the mean over its own tokens.
+
+    DeepSpeed's average of them is the classic mean of means: where micro-batches count different
+    numbers of tokens, it depends on how the global batch is split.
+    """
+    for tokens, (labels, loss_mask) in micro_batches:
+        yield Batch(tokens, (labels, loss_mask / loss_mask.sum().clamp(min=1)))

@@ -71,6 +71,8 @@ def _check_outputs(run: RunConfig) -> None:
         "--data-cache-path": run.data.data_cache_path,
     }
     problems = [_folder_problem(flag, Path(folder)) for flag, folder in folders.items() if folder is not None]
+    if run.zero.nvme_path is not None and not Path(run.zero.nvme_path).is_dir():
+        problems.append(f"--nvme-path {run.zero.nvme_path}: no such folder; name one on the NVMe device")
     if run.logging.metrics_file is not None:
         problems.append(_file_problem("--metrics-file", Path(run.logging.metrics_file)))
     if any(problems):

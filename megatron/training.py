@@ -18,11 +18,11 @@ from megatron.engine import build_engine, eval_batch, step_status, train_batch
 from megatron.launch.accelerator import check_device
 from megatron.launch.extensions import build_extensions
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-from megatron.loss_weights import weighted
+from megatron.loss_weights import weighted, weighted_by_micro_batch
 from megatron.metrics import MetricsLogger
 from megatron.mpu.layout import ParallelLayout, distributed
 from megatron.mpu.random import model_parallel_manual_seed
-from megatron.summary import describe_model, describe_run, full_config
+from megatron.summary import describe_model, describe_run, describe_stages, full_config
 
 
 def pretrain(run: RunConfig, saved: SavedRun | None) -> None:
@@ -33,6 +33,8 @@ def pretrain(run: RunConfig, saved: SavedRun | None) -> None:
     with distributed(run.parallel, verbose=run.logging.verbose) as layout:
         log = MetricsLogger(run, speaks=layout.rank == 0)
         log.say(describe_run(run))
+        if run.parallel.uses_pipeline:
+            log.say(describe_stages(run))
         log.text("config", full_config(run))
         if layout.rank == 0 and run.checkpoint.save:
             keep_ds_config(run, Path(run.checkpoint.save))
@@ -115,6 +117,8 @@ class Trainer:
             eod_token=self.run.model.eod_token,
             eod_mask_loss=data.eod_mask_loss,
         )
+        if train.loss_normalization == "micro-batch":
+            return weighted_by_micro_batch(micro_batches)
         return weighted(micro_batches, train.gradient_accumulation_steps, group, masks=data.eod_mask_loss)
 
     @contextmanager

@@ -30,12 +30,113 @@ BROKEN = [
         "--ffn-hidden-size 34",
     ),
     (
+        "sequence parallelism needs tensor parallelism",
+        "--sequence-parallel",
+        "--sequence-parallel has no effect with --model-parallel-size 1",
+        "--model-parallel-size 2",
+    ),
+    (
+        "ranks divide a cut sequence",
+        "--sequence-parallel --model-parallel-size 4 --seq-length 30",
+        "--seq-length 30 is not a multiple of --sequence-parallel's --model-parallel-size 4: use 28 or 32",
+        "--seq-length 28",
+    ),
+    (
+        "ranks divide a cut sequence",
+        "--ds-sequence-parallel-size 4 --seq-length 30",
+        "--seq-length 30 is not a multiple of --ds-sequence-parallel-size 4: use 28 or 32",
+        "--seq-length 28",
+    ),
+    (
+        "ranks divide a cut sequence",
+        "--ds-sequence-parallel-size 2 --sequence-parallel --model-parallel-size 2 --seq-length 30",
+        "--seq-length 30 is not a multiple of --ds-sequence-parallel-size 2 x --sequence-parallel's "
+        "--model-parallel-size 2: use 28 or 32",
+        "--seq-length 28",
+    ),
+    (
+        "sequence-parallel ranks divide the heads",
+        "--ds-sequence-parallel-size 4 --model-parallel-size 2",
+        "--num-attention-heads 4 is not a multiple of --ds-sequence-parallel-size 4 x --model-parallel-size 2: use 8",
+        "--num-attention-heads 8",
+    ),
+    (
+        "DeepSpeed's sequence parallelism runs on the plain engine",
+        "--ds-sequence-parallel-size 2 --pipe-parallel-size 1",
+        "--ds-sequence-parallel-size 2 cannot go with --pipe-parallel-size 1: DeepSpeed's pipeline has no axis",
+        "--pipe-parallel-size 0",
+    ),
+    (
+        "partitioned activations are whole before",
+        "--sequence-parallel --model-parallel-size 2 --checkpoint-activations --partition-activations",
+        "--partition-activations cannot go with --sequence-parallel",
+        None,
+    ),
+    (
         "positions cover the sequence",
         "--max-position-embeddings 16",
         "--seq-length 32 is more than --max-position-embeddings 16",
         "--seq-length 16",
     ),
     ("a layer for each stage", "--pipe-parallel-size 8", "--num-layers 4 is less than", "--num-layers 8"),
+    (
+        "a layer for each stage",
+        "--pipe-parallel-size 4 --pipeline-schedule dualpipev --gas 8",
+        "--num-layers 4 is less than the two pieces to a stage of --pipe-parallel-size 4",
+        "--num-layers 8",
+    ),
+    (
+        "a layer for each stage",
+        "--pipe-parallel-size 8 --pipeline-partition uniform",
+        "--pipeline-partition uniform has 5 parts to share, less than --pipe-parallel-size 8: use at most 5 stages",
+        "--num-layers 7",
+    ),
+    *(
+        (
+            "the partition fits the model",
+            f"--pipe-parallel-size {stages} --pipeline-partition {method}",
+            message,
+            remedy,
+        )
+        for stages, method, message, remedy in [
+            (2, "profile", "--pipeline-partition profile: choose from uniform, parameters, flops, type:REG", None),
+            (2, "type:(", "--pipeline-partition type:(: that is no regular expression", None),
+            (2, "type:Mamba", "--pipeline-partition type:Mamba matches no layer: the layers are WordEmbedding, ", None),
+            (2, "4", "--pipeline-partition 4: give 2 numbers, one for each of", "--pipe-parallel-size 1"),
+            (2, "1,2", "--pipeline-partition 1,2 comes to 3 layers, and --num-layers is 4", "--num-layers 3"),
+            (4, "2,0,1,1", "--pipeline-partition 2,0,1,1 leaves a stage between others empty", None),
+            (
+                2,
+                "2,2 --pipeline-schedule dualpipev --gas 4",
+                "--pipeline-partition 2,2: give 4 numbers, two for each stage of --pipeline-schedule dualpipev",
+                "--pipeline-partition 0,2,2,0",
+            ),
+        ]
+    ),
+    (
+        "embeddings alone are a stage in fp32 at ZeRO 0 only",
+        "--pipe-parallel-size 2 --pipeline-partition 0,4 --zero-stage 1",
+        "--pipeline-partition 0,4 leaves the embeddings alone, which works in fp32 at --zero-stage 0 only",
+        "--pipeline-partition 1,3",
+    ),
+    (
+        "a partition needs a pipeline",
+        "--pipeline-partition 4",
+        "--pipeline-partition has no effect without --pipe-parallel-size",
+        "--pipe-parallel-size 1",
+    ),
+    (
+        "a schedule needs a pipeline",
+        "--pipeline-schedule dualpipev",
+        "--pipeline-schedule dualpipev has no effect without --pipe-parallel-size",
+        "--pipe-parallel-size 1 --gas 2",
+    ),
+    (
+        "DualPipeV has micro-batches for both ways",
+        "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 3",
+        "--pipeline-schedule dualpipev with --pipe-parallel-size 2 needs 4 micro-batches or more, and there are 3",
+        "--gas 4",
+    ),
     (
         "the pipeline runs at ZeRO 0 or 1",
         "--pipe-parallel-size 1 --zero-stage 2",
@@ -57,11 +158,23 @@ BROKEN = [
         "--initial-loss-scale 1024",
     ),
     ("the smallest loss scale is whole", "--min-scale 1.5", "--min-scale 1.5 is not a whole", "--min-scale 2"),
+    (
+        "a patient loss scale needs ZeRO",
+        "gpu --fp16 --zero-stage 0 --hysteresis 3",
+        "--hysteresis 3 has no effect at --zero-stage 0",
+        "--zero-stage 1",
+    ),
     ("--loss-scale needs --fp16", "gpu --loss-scale 8", "--loss-scale has no effect without --fp16", "--fp16"),
     (
         "a half-precision loss needs half precision",
         "--fp16-lm-cross-entropy",
         "--fp16-lm-cross-entropy has no effect in fp32",
+        "--bf16",
+    ),
+    (
+        "an fp32 residual stream needs half precision",
+        "--fp32-residual-connection",
+        "--fp32-residual-connection has no effect in fp32",
         "--bf16",
     ),
     (
@@ -83,14 +196,100 @@ BROKEN = [
             f"--scaled-upper-triang-masked-softmax-fusion rules out {flag}",
             None,
         )
-        for flag in ("--attention-softmax-in-fp32", "--apply-query-key-layer-scaling", "--reset-attention-mask")
+        for flag in (
+            "--attention-softmax-in-fp32",
+            "--apply-query-key-layer-scaling",
+            "--reset-attention-mask",
+            "--pre-tokens 30",
+        )
     ),
-    ("an offloaded optimizer needs ZeRO", "--cpu-optimizer", "--cpu-optimizer needs ZeRO", "--zero-stage 1"),
+    *(
+        ("an offloaded optimizer needs ZeRO", flag, "--offload-optimizer cpu needs ZeRO", "--zero-stage 1")
+        for flag in ("--offload-optimizer cpu", "--cpu-optimizer")
+    ),
+    *(
+        (
+            "an optimizer on NVMe needs ZeRO 3",
+            f"--offload-optimizer nvme --nvme-path d --zero-stage {stage}",
+            "--offload-optimizer nvme works at ZeRO 3 only: use --zero-stage 3, or --offload-optimizer cpu",
+            "--zero-stage 3",
+        )
+        for stage in (0, 1, 2)
+    ),
+    *(
+        (
+            "offloaded weights need ZeRO 3",
+            f"--offload-param cpu --zero-stage {stage}",
+            "--offload-param cpu works at ZeRO 3 only: use --zero-stage 3, or remove it",
+            "--zero-stage 3",
+        )
+        for stage in (0, 1, 2)
+    ),
+    *(
+        (
+            "NVMe has a folder",
+            f"{flag} nvme --zero-stage 3",
+            "what is offloaded to nvme needs a folder on that device: add --nvme-path",
+            "--nvme-path d",
+        )
+        for flag in ("--offload-optimizer", "--offload-param")
+    ),
     (
-        "--cpu-torch-adam needs --cpu-optimizer",
+        "NVMe has a folder",
+        "--nvme-path d --zero-stage 3",
+        "--nvme-path has no effect without --offload-optimizer nvme or --offload-param nvme",
+        "--offload-param nvme",
+    ),
+    (
+        "settings of offload need offload",
         "--cpu_torch_adam --zero-stage 1",
-        "--cpu-torch-adam has no effect without --cpu-optimizer",
+        "--cpu-torch-adam has no effect without --offload-optimizer",
         "--cpu-optimizer",
+    ),
+    (
+        "settings of offload need offload",
+        "--no-offload-pin-memory --zero-stage 3",
+        "--no-offload-pin-memory has no effect without --offload-optimizer or --offload-param",
+        "--offload-param cpu",
+    ),
+    (
+        "overlapped reduction needs ZeRO on the plain engine",
+        "--zero-overlap-comm",
+        "--zero-overlap-comm has no effect without ZeRO: add --zero-stage 1",
+        "--zero-stage 1",
+    ),
+    (
+        "overlapped reduction needs ZeRO on the plain engine",
+        "--zero-overlap-comm --zero-stage 1 --pipe-parallel-size 1",
+        "--zero-overlap-comm does not work in a pipeline",
+        "--pipe-parallel-size 0",
+    ),
+    *(
+        (
+            "round-robin gradients need ZeRO 1 or 2",
+            f"--zero-round-robin-gradients --zero-stage {stage}",
+            f"--zero-round-robin-gradients has no effect at --zero-stage {stage}: use --zero-stage 1 or 2",
+            "--zero-stage 2",
+        )
+        for stage in (0, 3)
+    ),
+    (
+        "gradients accumulate in fp32 or in the weights' type",
+        "--grad-accum-dtype fp32",
+        "--grad-accum-dtype fp32 is for half precision, and weights are fp32: add --bf16",
+        "--bf16",
+    ),
+    (
+        "gradients accumulate in fp32 or in the weights' type",
+        "--grad-accum-dtype fp32 --bf16 --zero-stage 0",
+        "--grad-accum-dtype fp32 needs ZeRO, which keeps the sum: use --zero-stage 1",
+        "--zero-stage 1",
+    ),
+    (
+        "gradients accumulate in fp32 or in the weights' type",
+        "gpu --grad-accum-dtype bf16 --fp16",
+        "--grad-accum-dtype bf16 cannot go with --fp16: use --grad-accum-dtype fp32",
+        "--grad-accum-dtype fp32",
     ),
     *(
         (
@@ -113,12 +312,27 @@ BROKEN = [
     ),
     *(
         (
+            "selective recomputation takes no other form",
+            f"{flag} --recompute-granularity selective",
+            f"{flag} cannot go with --recompute-granularity selective: use full",
+            "--recompute-granularity full",
+        )
+        for flag in ("--partition-activations", "--checkpoint-num-layers 2")
+    ),
+    *(
+        (
             "activations in one buffer, or in CPU memory, are partitioned",
             f"{flag} --checkpoint-activations",
             f"{flag} cannot work without --partition-activations",
             "--partition-activations",
         )
         for flag in ("--contigious-checkpointing", "--checkpoint-in-cpu")
+    ),
+    (
+        "a mean of means needs a mask",
+        "--loss-normalization micro-batch",
+        "--loss-normalization micro-batch has no effect without --eod-mask-loss",
+        "--eod-mask-loss",
     ),
     ("the learning rate falls", "--min-lr 1", "--min-lr 1 is more than --lr 0.001", "--lr 1"),
     (
@@ -173,7 +387,7 @@ def test_a_broken_rule_says_what_to_do(name: str, words: str, message: str, reme
 
 def test_every_rule_is_tested_and_explained() -> None:
     tested = {name for name, *_ in BROKEN} | {
-        "processes = TP x PP x DP",
+        "processes = TP x PP x SP x DP",
         "BPE has merges",
         "--contigious-checkpointing needs --checkpoint-activations",
         "--checkpoint-in-cpu needs --checkpoint-activations",
@@ -215,6 +429,12 @@ def test_forms_of_recomputation_need_recomputation(flag: str) -> None:
             "--model-parallel-size 2 --pipe-parallel-size 2",
             "2 processes cannot be split into --model-parallel-size 2 x --pipe-parallel-size 2: "
             "use 4 processes, or --model-parallel-size 1, or --pipe-parallel-size 1",
+        ),
+        (
+            6,
+            "--model-parallel-size 2 --ds-sequence-parallel-size 2",
+            "6 processes cannot be split into --model-parallel-size 2 x --ds-sequence-parallel-size 2: "
+            "use 4 or 8 processes, or --model-parallel-size 1, or --ds-sequence-parallel-size 1",
         ),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from support.command_lines import CPU
 
 from megatron.arguments import parse_run
+from megatron.checkpoint.tracker import describe, publish, write_description
 from megatron.config import RunConfig
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.errors import CheckpointError, ConfigError, DataError, UserError
@@ -112,6 +113,23 @@ def test_places_without_permission() -> None:
 def test_a_folder_without_a_checkpoint(corpus: Path) -> None:
     assert isinstance(refusal(run_of(corpus, f"--load {corpus}/none")), CheckpointError)
     assert check(run_of(corpus, f"--load {corpus}/none --save {corpus}/none"))[1] is None
+
+
+def test_a_checkpoint_of_other_stages(corpus: Path) -> None:
+    """Its optimizer files hold what its own stages held."""
+    folder = corpus / "saved"
+    words = f"--pipe-parallel-size 2 --gas 4 --load {folder}"
+    run, _ = check(run_of(corpus, f"{words} --save {folder} --pipeline-partition 2,0"))
+    (folder / "global_step1").mkdir(parents=True)
+    write_description(folder / "global_step1", describe(run, 1))
+    publish(folder, "global_step1", 1)
+    assert check(run_of(corpus, f"{words} --pipeline-partition 2,0"))[1].iteration == 1
+    assert refusal(run_of(corpus, words)).messages == [
+        f"the partition into stages is 1, 1, but 2, 0 in {folder}/global_step1: resume on the layout it was saved on"
+    ]
+    folded = refusal(run_of(corpus, f"{words} --pipeline-schedule dualpipev --pipeline-partition 0,1,1,0"))
+    assert folded.messages[0].startswith("--pipeline-schedule is dualpipev, but 1f1b in")
+    assert check(run_of(corpus, f"{words} --finetune"))[1].iteration == 1  # weights lie in a file for each layer
 
 
 def test_the_gravest_error_gives_its_class(corpus: Path) -> None:

@@ -78,7 +78,7 @@ def test_a_switch_is_on_or_off(script) -> None:
 
 
 SWITCHES = {
-    "CPU_OPTIMIZER": "zero.cpu_optimizer",
+    "CPU_OPTIMIZER": "zero.offloads_optimizer",
     "CONTIGUOUS_GRADIENTS": "zero.zero_contigious_gradients",
     "REDUCE_SCATTER": "zero.zero_reduce_scatter",
     "CHECKPOINT_ACTIVATIONS": "activation.checkpoint_activations",

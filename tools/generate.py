@@ -1,4 +1,4 @@
-"""Continue a prompt with the weights of a checkpoint, from whatever layout it was saved on (ZeRO 0 to 2)."""
+"""Continue a prompt with the weights of a checkpoint, from whatever layout it was saved on."""
 
 import os
 from typing import Any

@@ -9,8 +9,8 @@ from megatron.arguments.value_checks import value_problems
 from megatron.config import RunConfig
 from megatron.ds_config import compile_config, read_knobs
 from megatron.ds_config.file import ConfigFile, read_config_file
-from megatron.ds_config.offload import offload_problems
 from megatron.ds_config.optimizers import optimizer_problems
+from megatron.ds_config.pipeline import pipeline_problems
 from megatron.errors import ConfigError
 from megatron.given import merge
 from megatron.legality import violations
@@ -36,7 +36,8 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
     given, contradictions = merge(flags, read_knobs(file))
     run, unsettled = resolve_run(given, environ)
     problems += contradictions + value_problems(given) + unsettled
-    problems += violations(run) + optimizer_problems(run, file.tree, given) + offload_problems(run, file)
+    problems += violations(run) + optimizer_problems(run, file.tree, given)
+    problems += pipeline_problems(run, file.tree)
     if problems:
         raise ConfigError(problems)
     return replace(run, ds_config=compile_config(run, given, file.tree))

@@ -133,15 +133,15 @@ def _is_flag(word: str) -> bool:
     return False
 
 
-def _read_values(said: list[tuple[str, str, Any]]) -> tuple[list[tuple[str, str, Given]], list[str]]:
-    """Each (field, name, text) with its value read, and a message for each that cannot be read."""
+def _read_values(said: list[tuple[str, str, Any, bool]]) -> tuple[list[tuple[str, str, Given]], list[str]]:
+    """Each (field, name, text, is switch) with its value read, and a message for each that cannot be read."""
     every_field = flag_fields()
     given: list[tuple[str, str, Given]] = []
     faults: list[str] = []
-    for name, flag, value in said:
-        source = flag if not isinstance(value, str) else f"{flag} {value or repr(value)}"
+    for name, flag, value, is_switch in said:
+        source = flag if is_switch else f"{flag} {value or repr(value)}"
         try:
-            if isinstance(value, str):
+            if not is_switch:
                 value = _read_value(every_field[name], value) if name in every_field else _text(value)
         except ValueError as error:
             faults.append(f"{source}: {error}")
@@ -209,10 +209,14 @@ _ARGPARSE_WORDS = {"expected one argument": "needs a value", "ignored explicit a
 
 
 class _Record(argparse.Action):
-    """Keeps (field, flag, text) of each flag given. Texts are read afterwards, so that no fault hides another."""
+    """Keeps field, flag, text, and whether it is a switch, of each flag given.
+
+    Texts are read afterwards, so that no fault hides another.
+    """
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        namespace.said.append((self.dest, option_string, self.const if self.nargs == 0 else values))
+        is_switch = self.nargs == 0
+        namespace.said.append((self.dest, option_string, self.const if is_switch else values, is_switch))
 
 
 class _Parser(argparse.ArgumentParser):

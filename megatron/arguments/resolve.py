@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 
 from megatron.arguments.batch_size import solve_batch
-from megatron.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig, ZeroConfig
+from megatron.config import ActivationConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig, ZeroConfig
 from megatron.errors import ConfigError
 from megatron.given import Given, sections
 from megatron.launch.device import expected_device
@@ -24,9 +24,10 @@ def resolve_run(given: Mapping[str, Given], environ: Mapping[str, str]) -> tuple
         run = replace(run, parallel=_parallel(run, environ))
     except ConfigError as error:
         problems += error.messages
+    run = replace(run, activation=_activation(run))
     run = replace(run, model=_model(run), zero=_zero(run, given))
     # The batch can be judged only where the processes fall into whole replicas.
-    replica = run.parallel.model_parallel_size * run.parallel.pipe_stages
+    replica = run.parallel.replica_size
     if not problems and replica >= 1 and run.parallel.world_size % replica == 0:
         try:
             run = replace(run, train=_train(run, given))
@@ -69,7 +70,15 @@ def _model(run: RunConfig) -> ModelConfig:
         reset_attention_mask=run.data.reset_attention_mask,
         dtype=run.precision.dtype,
         seed=run.train.seed,
+        recomputes_attention=run.activation.recompute_granularity == "selective",
     )
+
+
+def _activation(run: RunConfig) -> ActivationConfig:
+    said = run.activation
+    if said.recompute_granularity:
+        return replace(said, checkpoint_activations=True)
+    return replace(said, recompute_granularity="full") if said.checkpoint_activations else said
 
 
 def _zero(run: RunConfig, given: Mapping[str, Given]) -> ZeroConfig:

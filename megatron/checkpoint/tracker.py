@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.config import RunConfig
 from megatron.errors import CheckpointError
+from megatron.partition import layers_of_pieces
 
 LATEST = "latest"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -162,10 +163,20 @@ def _layout(run: RunConfig) -> dict[str, Any]:
     return {
         "--model-parallel-size": run.parallel.model_parallel_size,
         "--pipe-parallel-size": run.parallel.pipe_parallel_size,
+        "--ds-sequence-parallel-size": run.parallel.ds_sequence_parallel_size,
         "data-parallel size": run.parallel.data_parallel_size,
         "--zero-stage": run.zero.zero_stage,
         "precision": run.precision.dtype,
+        **_stages(run),
     }
+
+
+def _stages(run: RunConfig) -> dict[str, Any]:
+    """How the layers lie on pipeline stages: the files of a stage's optimizer hold what that stage holds."""
+    if not run.parallel.uses_pipeline:
+        return {}
+    layers = ", ".join(map(str, layers_of_pieces(run)))
+    return {"--pipeline-schedule": run.parallel.pipeline_schedule, "the partition into stages": layers}
 
 
 def _check_fit(saved: SavedRun, run: RunConfig) -> None:

@@ -1,14 +1,15 @@
-"""The weights of a checkpoint in one piece, from however many tensor-parallel ranks and stages saved them."""
+"""The weights of a checkpoint in one piece, from whatever layout saved them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron.checkpoint.files import read_file
 from megatron.checkpoint.tracker import SavedRun
+from megatron.checkpoint.zero3 import zero3_weights
 from megatron.config import ModelConfig
 from megatron.errors import CheckpointError
 
@@ -27,6 +28,18 @@ def load_weights(module: nn.Module, saved: SavedRun) -> None:
 
     Raises CheckpointError where a file or a weight is missing or has another shape.
     """
+    parameters = dict(module.named_parameters())
+    for name, copies in whole_weights(module, saved):
+        with torch.no_grad():
+            parameters[name].copy_(copies[0])
+
+
+def whole_weights(module: nn.Module, saved: SavedRun) -> Iterator[tuple[str, list[Tensor]]]:
+    """Each weight of the whole ``module`` as ``saved`` has it, in the order of its layers.
+
+    One copy where tensor-parallel ranks have a part each, and a copy from each rank where all have the whole.
+    Raises CheckpointError where a file or a weight is missing or has another shape.
+    """
     shards = list(_shards(saved))
     for name, parameter in module.named_parameters():
         try:
@@ -34,43 +47,38 @@ def load_weights(module: nn.Module, saved: SavedRun) -> None:
         except KeyError:
             raise CheckpointError(f"{saved.folder / saved.tag} holds no weight {name}") from None
         dim = getattr(parameter, "partition_dim", None)
-        whole = parts[0] if dim is None else torch.cat(parts, dim)
+        copies = parts if dim is None else [torch.cat(parts, dim)]
         if name.endswith("word_embeddings.weight"):
-            whole = _with_rows(whole, parameter.size(0))  # the padding depends on the tensor-parallel size
-        if whole.shape != parameter.shape:
+            # The padding depends on the tensor-parallel size.
+            copies = [_with_rows(copy, parameter.size(0)) for copy in copies]
+        if any(copy.shape != parameter.shape for copy in copies):
             raise CheckpointError(
-                f"{saved.folder / saved.tag}: {name} is {list(whole.shape)}, and the model's {list(parameter.shape)}"
+                f"{saved.folder / saved.tag}: {name} is {list(copies[0].shape)}, and the model's "
+                f"{list(parameter.shape)}"
             )
-        with torch.no_grad():
-            parameter.copy_(whole)
+        yield name, copies
 
 
 def _shards(saved: SavedRun) -> Iterator[dict[str, Tensor]]:
     """The weights of each tensor-parallel rank, under the names of GPT2Model."""
     layout, folder = saved.description["layout"], saved.folder / saved.tag
-    if layout["--zero-stage"] == 3:
-        raise CheckpointError(f"{folder} was saved at ZeRO 3, which scatters the weights over its optimizer files")
     for rank in range(layout["--model-parallel-size"]):
-        if layout["--pipe-parallel-size"] == 0:
-            yield _load(folder / f"mp_rank_{rank:02d}_model_states.pt")["module"]
+        if layout["--zero-stage"] == 3:
+            ranks = layout["data-parallel size"] * layout["--ds-sequence-parallel-size"]  # ZeRO cuts over both
+            yield zero3_weights(folder, tensor_rank=rank, data_size=ranks)
+        elif layout["--pipe-parallel-size"] == 0:
+            yield read_file(folder / f"mp_rank_{rank:02d}_model_states.pt")["module"]
         else:
             files = sorted(folder.glob(f"layer_*-model_{rank:02d}-model_states.pt"))
             yield {
                 _full_name(int(file.name.split("-")[0].removeprefix("layer_")), name): tensor
                 for file in files
-                for name, tensor in _load(file).items()
+                for name, tensor in read_file(file).items()
             }
 
 
 def _full_name(layer: int, name: str) -> str:
     return f"tied_modules.embed.{name}" if layer == 0 else f"{layer}.{name}"
-
-
-def _load(path: Path) -> dict:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch has many names for a file that is not whole
-        raise CheckpointError(f"{path} cannot be read ({str(error).splitlines()[0]})") from error
 
 
 def _with_rows(table: Tensor, rows: int) -> Tensor:

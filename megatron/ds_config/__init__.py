@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
 from megatron.ds_config.file import ConfigFile
-from megatron.ds_config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, offloads_optimizer, optimizer_name
+from megatron.ds_config.offload import complete_offload, shared_offload_settings
+from megatron.ds_config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_name
+from megatron.ds_config.pipeline import complete_pipeline
 from megatron.given import Given
+from megatron.partition import inputs_in_flight
 
 _NEVER = 2**31 - 1
 """Steps between DeepSpeed's own reports when nobody wants them. Its pipeline engine cannot do with null."""
@@ -72,6 +75,10 @@ def _true_or_silent(value: bool) -> bool | None:
     return value or None
 
 
+def _device_or_silent(device: str) -> str | None:
+    return None if device == "none" else device
+
+
 _ZERO = "zero_optimization"
 _RECOMPUTE = "activation_checkpointing"
 _PARAMS = ("optimizer", "params")
@@ -102,6 +109,7 @@ KNOBS: tuple[Knob, ...] = (
         read=lambda dtype: dtype == "fp32",
         write=lambda wanted: "fp32" if wanted else None,
     ),
+    Knob("precision", "grad_accum_dtype", ("data_types", "grad_accum_dtype")),
     Knob("zero", "zero_stage", (_ZERO, "stage"), read=int),
     Knob("zero", "zero_reduce_scatter", (_ZERO, "reduce_scatter"), _with_zero),
     Knob("zero", "zero_contigious_gradients", (_ZERO, "contiguous_gradients"), _with_zero),
@@ -114,13 +122,10 @@ KNOBS: tuple[Knob, ...] = (
         float,
         lambda n: int(n) or None,
     ),
-    Knob(
-        "zero",
-        "cpu_optimizer",
-        (_ZERO, "offload_optimizer", "device"),
-        read=lambda device: device == "cpu",
-        write=lambda wanted: "cpu" if wanted else None,
-    ),
+    Knob("zero", "zero_overlap_comm", (_ZERO, "overlap_comm"), _with_zero),
+    Knob("zero", "zero_round_robin_gradients", (_ZERO, "round_robin_gradients"), write=_true_or_silent),
+    Knob("zero", "offload_optimizer", (_ZERO, "offload_optimizer", "device"), write=_device_or_silent),
+    Knob("zero", "offload_param", (_ZERO, "offload_param", "device"), write=_device_or_silent),
     Knob("activation", "partition_activations", (_RECOMPUTE, "partition_activations"), _recomputing),
     Knob("activation", "contigious_checkpointing", (_RECOMPUTE, "contiguous_memory_optimization"), _recomputing),
     Knob("activation", "checkpoint_in_cpu", (_RECOMPUTE, "cpu_checkpointing"), _recomputing),
@@ -146,10 +151,13 @@ def read_knobs(file: ConfigFile) -> dict[str, Given]:
         if (value := _get(file.tree, knob.key)) is not None
     }
     torch_adam = _get(file.tree, (*_PARAMS, "torch_adam"))
-    offloads = "cpu_optimizer" in given and given["cpu_optimizer"].value
+    offloads = "offload_optimizer" in given and given["offload_optimizer"].value != "none"
     # On the device torch's Adam is the rule; only an offloaded step has a flag for it.
     if torch_adam is False or (torch_adam and offloads):
         given["cpu_torch_adam"] = Given(torch_adam, said("optimizer.params.torch_adam", torch_adam))
+    for field, section, key in shared_offload_settings(file.tree):
+        name, value = f"{_ZERO}.{section}.{key}", file.tree[_ZERO][section][key]
+        given[field] = Given(value, said(name, value))
     return given
 
 
@@ -185,9 +193,13 @@ def compile_config(run: RunConfig, given: Mapping[str, Given], file: Mapping[str
         if not of_other_optimizer and (knob.written(run) or knob.field in given) and _get(tree, knob.key) is None:
             _set(tree, knob.key, knob.write(getattr(getattr(run, knob.section), knob.field)))
     if "torch_adam" in known:
-        params.setdefault("torch_adam", run.zero.cpu_torch_adam or not offloads_optimizer(tree))
+        params.setdefault("torch_adam", run.zero.cpu_torch_adam or not run.zero.offloads_optimizer)
+    complete_offload(tree, run.zero)
+    complete_pipeline(tree, run.parallel)
     if run.activation.contigious_checkpointing and tree[_RECOMPUTE].get("number_checkpoints") is None:
-        tree[_RECOMPUTE]["number_checkpoints"] = run.model.num_layers
+        in_flight = inputs_in_flight(run) if run.parallel.uses_pipeline else run.model.num_layers
+        tree[_RECOMPUTE]["number_checkpoints"] = in_flight
+    complete_pipeline(tree, run.parallel)
     if tree.get("steps_per_print") is None:
         tree["steps_per_print"] = run.logging.log_interval if run.logging.verbose else _NEVER
     tree.setdefault("wall_clock_breakdown", False)

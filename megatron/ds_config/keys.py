@@ -183,7 +183,7 @@ TOP_KEYS: Keys = {
     "bf16": _BF16,
     "torch_autocast": {"enabled": BOOL, "dtype": TEXT, "lower_precision_safe_modules": TEXTS},
     "data_types": {
-        "grad_accum_dtype": _or_null(TEXT),
+        "grad_accum_dtype": _or_null(_DTYPE),
         "param_dtype": _or_null(TEXT),
         "buffer_dtype": _or_null(TEXT),
         "keep_in_fp32_modules": Kind(

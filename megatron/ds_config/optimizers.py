@@ -48,24 +48,17 @@ def optimizer_name(text: str) -> str | None:
     return next((name for name in OPTIMIZERS if name.lower() == text.lower()), None)
 
 
-def offloads_optimizer(config: Mapping[str, Any]) -> bool:
-    """Whether a config lets the CPU take the optimizer's step."""
-    offload = config.get("zero_optimization", {}).get("offload_optimizer", {})
-    return offload.get("device", "none") != "none"
-
-
 def optimizer_problems(run: RunConfig, file: Mapping[str, Any], given: Mapping[str, Given]) -> list[str]:
     """A message for each way in which the optimizer that a config file names does not fit the run."""
     name = optimizer_name(file.get("optimizer", {}).get("type", DEFAULT_OPTIMIZER)) or DEFAULT_OPTIMIZER
     optimizer = OPTIMIZERS[name]
-    offloaded = run.zero.cpu_optimizer or offloads_optimizer(file)
     problems = []
     if run.zero.zero_stage > 0 and not optimizer.tested_with_zero and not file.get("zero_allow_untested_optimizer"):
         problems.append(
             f"optimizer {name} is untested with ZeRO: use AdamW, --zero-stage 0, "
             'or "zero_allow_untested_optimizer": true'
         )
-    if optimizer.needs_gpu and run.parallel.device == "cpu" and not offloaded:
+    if optimizer.needs_gpu and run.parallel.device == "cpu" and not run.zero.offloads_optimizer:
         problems.append(f"optimizer {name} needs a GPU, and this host shows none: use AdamW")
     for field, param in (("adam_beta1", "betas"), ("adam_beta2", "betas"), ("adam_eps", "eps")):
         if field in given and param not in optimizer.params:

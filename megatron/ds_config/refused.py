@@ -7,7 +7,7 @@ REFUSED_KEYS: dict[str, str] = {
     "and --warmup",
     "bfloat16": 'the old name of "bf16": rename it',
     "tensor_parallel": "the model cuts its own layers: use --model-parallel-size",
-    "sequence_parallel_size": "not supported by pretrain_gpt2.py: remove it",
+    "sequence_parallel_size": "it belongs to the command line: use --ds-sequence-parallel-size",
     "expert_parallel": "the model has no experts: remove it",
     "data_efficiency": "pretrain_gpt2.py reads its own data: remove it",
     "hybrid_engine": "it serves generation during training, which pretrain_gpt2.py does not do: remove it",

@@ -19,19 +19,29 @@ from megatron.launch.quiet import deepspeed_silenced
 
 
 def build_extensions(run: RunConfig) -> None:
-    """Build what ``run`` will ask for, unless it is built already."""
+    """Build what ``run`` will ask for, unless it is built already.
+
+    Raises ResourceError where a compiler, or a library that the run cannot do without, is missing.
+    """
     from deepspeed.accelerator import get_accelerator
 
+    create = get_accelerator().create_op_builder
+    if run.zero.uses_nvme and not create("AsyncIOBuilder").is_compatible(verbose=False):
+        raise ResourceError(
+            "offload to nvme needs libaio, which is not found: install libaio-dev (libaio-devel), or offload to cpu"
+        )
     for name in _needed(run, get_accelerator().device_name()):
-        builder = get_accelerator().create_op_builder(name)
+        builder = create(name)
         if builder is not None and builder.is_compatible(verbose=False):
             _build(builder)
 
 
 def _needed(run: RunConfig, device: str) -> list[str]:
     names = ["ShareMemCommBuilder"] if device == "cpu" else []
-    if run.zero.cpu_optimizer and not run.zero.cpu_torch_adam:
+    if run.zero.offloads_optimizer and not run.zero.cpu_torch_adam:
         names.append("CPUAdamBuilder")
+    if run.zero.uses_nvme:
+        names += ["PinMemoryBuilder", "AsyncIOBuilder"]
     return names
 
 

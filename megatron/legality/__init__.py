@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
 from megatron.given import flag_fields, flag_name
-from megatron.legality import checks
+from megatron.legality import checks, pipeline
 
 
 class Rule(NamedTuple):
@@ -62,9 +62,52 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("tensor-parallel ranks divide the heads", "A rank computes whole attention heads.", checks.heads),
     Rule("tensor-parallel ranks divide the MLP", "A rank holds an equal part of its columns.", checks.ffn_hidden_size),
+    Rule(
+        "sequence parallelism needs tensor parallelism",
+        "It cuts over the tensor-parallel ranks; one rank alone has nothing to cut.",
+        checks.sequence_parallel,
+    ),
+    Rule("ranks divide a cut sequence", "Each holds an equal part of it.", checks.sequence_length),
+    Rule(
+        "sequence-parallel ranks divide the heads",
+        "Around attention they exchange their parts of the sequence for whole heads.",
+        checks.sequence_heads,
+    ),
+    Rule(
+        "DeepSpeed's sequence parallelism runs on the plain engine",
+        "The pipeline's grid of ranks has no axis for it.",
+        checks.ulysses_with_pipeline,
+    ),
     Rule("positions cover the sequence", "Each token of a sample needs a learned position.", checks.positions),
-    Rule("a layer for each stage", "A stage without a layer would only pass tensors on.", checks.stages),
-    Rule("processes = TP x PP x DP", "Processes form a grid of whole replicas.", checks.world_size),
+    Rule("a layer for each stage", "A stage without a layer would only pass tensors on.", pipeline.pieces),
+    Rule(
+        "the partition fits the model",
+        "Each stage has its part, and all parts together are the model.",
+        pipeline.partition_fits,
+    ),
+    Rule(
+        "embeddings alone are a stage in fp32 at ZeRO 0 only",
+        "DeepSpeed reduces the gradient norm once for each group of parameters, and drops an empty group; a stage with "
+        "fewer of them than the others waits for ever.",
+        pipeline.embeddings_alone,
+    ),
+    Rule(
+        "a partition needs a pipeline",
+        "The plain engine has the model in one piece.",
+        pipeline.partition_needs_pipeline,
+    ),
+    Rule(
+        "a schedule needs a pipeline",
+        "The plain engine has no stages to put in order.",
+        pipeline.schedule_needs_pipeline,
+    ),
+    Rule(
+        "DualPipeV has micro-batches for both ways",
+        "Each stage runs forward and backward on both of its pieces at a time, and DeepSpeed asserts that there are "
+        "enough micro-batches to fill them.",
+        pipeline.micro_batches_for_dualpipev,
+    ),
+    Rule("processes = TP x PP x SP x DP", "Processes form a grid of whole replicas.", checks.world_size),
     Rule(
         "the pipeline runs at ZeRO 0 or 1",
         "It accumulates gradients over micro-batches, so sharded ones would be reduced for each of them.",
@@ -83,11 +126,21 @@ RULES: tuple[Rule, ...] = (
     _excludes("precision.fp16", "precision.bf16", "Weights have one type."),
     Rule("the initial loss scale is a power of two", "DeepSpeed keeps its exponent.", checks.initial_loss_scale),
     Rule("the smallest loss scale is whole", "DeepSpeed keeps it as an integer.", checks.min_scale),
+    Rule(
+        "a patient loss scale needs ZeRO",
+        "Without it DeepSpeed steps with another optimizer wrapper, whose loss scale halves at the first overflow.",
+        checks.hysteresis,
+    ),
     _needs("precision.loss_scale", "precision.fp16"),
     Rule(
         "a half-precision loss needs half precision",
         "In fp32 there is nothing to save.",
         checks.half_precision_loss,
+    ),
+    Rule(
+        "an fp32 residual stream needs half precision",
+        "In fp32 it is fp32 already.",
+        checks.half_precision_residual,
     ),
     Rule("NCCL needs GPUs", "On the CPU, gloo is the backend.", checks.backend),
     Rule("apex is there when it is asked for", "Only auto may fall back to torch.", checks.apex),
@@ -96,8 +149,40 @@ RULES: tuple[Rule, ...] = (
         "The fused kernel knows one mask and one arithmetic.",
         checks.fused_attention,
     ),
-    Rule("an offloaded optimizer needs ZeRO", "DeepSpeed offloads only what ZeRO has partitioned.", checks.offload),
-    _needs("zero.cpu_torch_adam", "zero.cpu_optimizer"),
+    Rule(
+        "an offloaded optimizer needs ZeRO",
+        "DeepSpeed offloads only what ZeRO has partitioned.",
+        checks.offloaded_optimizer,
+    ),
+    Rule(
+        "an optimizer on NVMe needs ZeRO 3",
+        "Stages 1 and 2 would keep it in CPU memory, silently.",
+        checks.optimizer_on_nvme,
+    ),
+    Rule(
+        "offloaded weights need ZeRO 3", "The other stages keep the weights whole on each rank.", checks.offloaded_param
+    ),
+    Rule("NVMe has a folder", "What is offloaded there goes into files.", checks.nvme_path),
+    Rule(
+        "settings of offload need offload",
+        "Without something offloaded they would do nothing, silently.",
+        checks.offload_settings,
+    ),
+    Rule(
+        "overlapped reduction needs ZeRO on the plain engine",
+        "Without ZeRO there is nothing to overlap, and in a pipeline DeepSpeed switches it off.",
+        checks.overlap_comm,
+    ),
+    Rule(
+        "round-robin gradients need ZeRO 1 or 2",
+        "At stage 3 each gradient is cut over all ranks already.",
+        checks.round_robin_gradients,
+    ),
+    Rule(
+        "gradients accumulate in fp32 or in the weights' type",
+        "DeepSpeed has no other mix, and none without ZeRO.",
+        checks.grad_accum_dtype,
+    ),
     _needs("activation.partition_activations", "activation.checkpoint_activations"),
     _needs("activation.contigious_checkpointing", "activation.checkpoint_activations"),
     _needs("activation.checkpoint_in_cpu", "activation.checkpoint_activations"),
@@ -105,9 +190,25 @@ RULES: tuple[Rule, ...] = (
     _needs("activation.profile_backward", "activation.checkpoint_activations"),
     Rule("groups of recomputed layers need recomputation", "Nothing is grouped otherwise.", checks.recomputed_layers),
     Rule(
+        "selective recomputation takes no other form",
+        "It keeps query, key and value of each layer, and no two tensor-parallel ranks hold equal ones to cut.",
+        checks.selective_recomputation,
+    ),
+    Rule(
+        "partitioned activations are whole before",
+        "DeepSpeed cuts what all tensor-parallel ranks hold alike, and puts it together again: of parts of the "
+        "sequence it would make a tensor that no rank had.",
+        checks.partitioned_sequence,
+    ),
+    Rule(
         "activations in one buffer, or in CPU memory, are partitioned",
         "DeepSpeed has these two forms for partitioned activations only.",
         checks.partitioned_activations,
+    ),
+    Rule(
+        "a mean of means needs a mask",
+        "Without --eod-mask-loss every micro-batch counts as many tokens, and both means are the same.",
+        checks.loss_normalization,
     ),
     Rule("the learning rate falls", "The decay goes from --lr down to --min-lr.", checks.min_lr),
     Rule("warm-up and decay fit", "Both are counted in the same iterations.", checks.warmup),

@@ -38,6 +38,49 @@ def ffn_hidden_size(run: RunConfig) -> str | None:
     return None
 
 
+def sequence_parallel(run: RunConfig) -> str | None:
+    if run.parallel.sequence_parallel and run.parallel.model_parallel_size == 1:
+        return "--sequence-parallel has no effect with --model-parallel-size 1: use 2 or more, or remove it"
+    return None
+
+
+def sequence_length(run: RunConfig) -> str | None:
+    tokens, parallel, cuts = run.data.seq_length, run.parallel, []
+    if parallel.ds_sequence_parallel_size > 1:
+        cuts.append(("--ds-sequence-parallel-size", parallel.ds_sequence_parallel_size))
+    if parallel.sequence_parallel:
+        cuts.append(("--sequence-parallel's --model-parallel-size", parallel.model_parallel_size))
+    parts = math.prod(size for _, size in cuts)
+    if not _divides(parts, tokens):
+        product = " x ".join(f"{name} {size}" for name, size in cuts)
+        return f"--seq-length {tokens} is not a multiple of {product}: {_nearest(tokens, parts)}"
+    return None
+
+
+def sequence_heads(run: RunConfig) -> str | None:
+    heads, tensor, ranks = (
+        run.model.num_attention_heads,
+        run.parallel.model_parallel_size,
+        run.parallel.ds_sequence_parallel_size,
+    )
+    if ranks > 1 and tensor >= 1 and _divides(tensor, heads) and not _divides(tensor * ranks, heads):
+        product = f"--ds-sequence-parallel-size {ranks}"
+        if tensor > 1:
+            product += f" x --model-parallel-size {tensor}"
+        return f"--num-attention-heads {heads} is not a multiple of {product}: {_nearest(heads, tensor * ranks)}"
+    return None
+
+
+def ulysses_with_pipeline(run: RunConfig) -> str | None:
+    if run.parallel.ds_sequence_parallel_size > 1 and run.parallel.uses_pipeline:
+        return (
+            f"--ds-sequence-parallel-size {run.parallel.ds_sequence_parallel_size} cannot go with "
+            f"--pipe-parallel-size {run.parallel.pipe_parallel_size}: DeepSpeed's pipeline has no axis for it; use "
+            "--pipe-parallel-size 0, or --sequence-parallel with --model-parallel-size"
+        )
+    return None
+
+
 def _nearest(number: int, factor: int) -> str:
     below = number // factor * factor
     return f"use {below} or {below + factor}" if below else f"use {factor}"
@@ -50,29 +93,28 @@ def positions(run: RunConfig) -> str | None:
     return None
 
 
-def stages(run: RunConfig) -> str | None:
-    layers, stages = run.model.num_layers, run.parallel.pipe_stages
-    if 0 < layers < stages:
-        return f"--num-layers {layers} is less than --pipe-parallel-size {stages}: use at most {layers} stages"
-    return None
-
-
 def world_size(run: RunConfig) -> str | None:
     world, tensor, stages = run.parallel.world_size, run.parallel.model_parallel_size, run.parallel.pipe_stages
-    replica = tensor * stages
-    if tensor < 1 or world % replica == 0:
+    parts, replica = run.parallel.ds_sequence_parallel_size, run.parallel.replica_size
+    if replica < 1 or world % replica == 0:
         return None
     below = world // replica * replica
     remedies = [f"{below} or {below + replica} processes" if below else f"{replica} processes"]
-    sizes = [n for n in range(1, world + 1) if world % (n * stages) == 0 and _divides(n, run.model.num_attention_heads)]
+    heads = run.model.num_attention_heads
+    sizes = [n for n in range(1, world + 1) if world % (n * stages * parts) == 0 and _divides(n * parts, heads)]
     if sizes:
         remedies.append(f"--model-parallel-size {_either(sizes)}")
     grid = f"--model-parallel-size {tensor}"
     if run.parallel.uses_pipeline:
         grid += f" x --pipe-parallel-size {stages}"
-        depths = [n for n in range(1, world + 1) if world % (n * tensor) == 0 and n <= run.model.num_layers]
+        depths = [n for n in range(1, world + 1) if world % (n * tensor * parts) == 0 and n <= run.model.num_layers]
         if depths:
             remedies.append(f"--pipe-parallel-size {_either(depths)}")
+    if parts > 1:
+        grid += f" x --ds-sequence-parallel-size {parts}"
+        shares = [n for n in range(1, world + 1) if world % (n * tensor * stages) == 0 and _divides(n * tensor, heads)]
+        if shares:
+            remedies.append(f"--ds-sequence-parallel-size {_either(shares)}")
     unit = "process" if world == 1 else "processes"
     return f"{world} {unit} cannot be split into {grid}: use {', or '.join(remedies)}"
 
@@ -128,6 +170,16 @@ def min_scale(run: RunConfig) -> str | None:
     return None
 
 
+def hysteresis(run: RunConfig) -> str | None:
+    precision, stage = run.precision, run.zero.zero_stage
+    if precision.fp16 and stage == 0 and precision.hysteresis > 2:
+        return (
+            f"--hysteresis {precision.hysteresis} has no effect at --zero-stage 0, where each overflow halves the loss "
+            "scale: use --zero-stage 1, or remove it"
+        )
+    return None
+
+
 def apex(run: RunConfig) -> str | None:
     if run.model.fused_kernels != "apex":
         return None
@@ -144,10 +196,17 @@ def fused_attention(run: RunConfig) -> str | None:
         "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
         "--apply-query-key-layer-scaling": model.apply_query_key_layer_scaling,
         "--reset-attention-mask": model.reset_attention_mask,
+        f"--pre-tokens {model.pre_tokens}": model.pre_tokens < run.data.seq_length - 1,
     }
     said = [name for name, on in rivals.items() if on]
     if model.scaled_upper_triang_masked_softmax_fusion and said:
         return f"--scaled-upper-triang-masked-softmax-fusion rules out {' and '.join(said)}: remove one side"
+    return None
+
+
+def loss_normalization(run: RunConfig) -> str | None:
+    if run.train.loss_normalization == "micro-batch" and not run.data.eod_mask_loss:
+        return "--loss-normalization micro-batch has no effect without --eod-mask-loss: add it, or remove the former"
     return None
 
 
@@ -193,6 +252,27 @@ def recomputed_layers(run: RunConfig) -> str | None:
     return None
 
 
+def selective_recomputation(run: RunConfig) -> str | None:
+    activation = run.activation
+    asked = {
+        "--partition-activations": activation.partition_activations,
+        f"--checkpoint-num-layers {activation.checkpoint_num_layers}": activation.checkpoint_num_layers > 1,
+    }
+    said = [name for name, on in asked.items() if on]
+    if activation.recompute_granularity == "selective" and said:
+        return f"{' and '.join(said)} cannot go with --recompute-granularity selective: use full, or remove the former"
+    return None
+
+
+def partitioned_sequence(run: RunConfig) -> str | None:
+    if run.parallel.sequence_parallel and run.activation.partition_activations:
+        return (
+            "--partition-activations cannot go with --sequence-parallel, by which each rank keeps a part of the "
+            "sequence already: remove one"
+        )
+    return None
+
+
 def partitioned_activations(run: RunConfig) -> str | None:
     activation = run.activation
     asked = {
@@ -205,13 +285,85 @@ def partitioned_activations(run: RunConfig) -> str | None:
     return None
 
 
+def half_precision_residual(run: RunConfig) -> str | None:
+    if run.model.fp32_residual_connection and run.precision.dtype == "fp32":
+        return "--fp32-residual-connection has no effect in fp32: add --bf16 or --fp16, or remove it"
+    return None
+
+
 def half_precision_loss(run: RunConfig) -> str | None:
     if run.model.fp16_lm_cross_entropy and run.precision.dtype == "fp32":
         return "--fp16-lm-cross-entropy has no effect in fp32: add --bf16 or --fp16, or remove it"
     return None
 
 
-def offload(run: RunConfig) -> str | None:
-    if run.zero.cpu_optimizer and run.zero.zero_stage == 0:
-        return "--cpu-optimizer needs ZeRO, which partitions what is offloaded: add --zero-stage 1"
+def offloaded_optimizer(run: RunConfig) -> str | None:
+    device = run.zero.offload_optimizer
+    if device == "cpu" and run.zero.zero_stage == 0:
+        return f"--offload-optimizer {device} needs ZeRO, which partitions what is offloaded: add --zero-stage 1"
+    return None
+
+
+def optimizer_on_nvme(run: RunConfig) -> str | None:
+    if run.zero.offload_optimizer == "nvme" and run.zero.zero_stage < 3:
+        return "--offload-optimizer nvme works at ZeRO 3 only: use --zero-stage 3, or --offload-optimizer cpu"
+    return None
+
+
+def offloaded_param(run: RunConfig) -> str | None:
+    device = run.zero.offload_param
+    if device != "none" and run.zero.zero_stage < 3:
+        return f"--offload-param {device} works at ZeRO 3 only: use --zero-stage 3, or remove it"
+    return None
+
+
+def nvme_path(run: RunConfig) -> str | None:
+    if run.zero.uses_nvme and run.zero.nvme_path is None:
+        return "what is offloaded to nvme needs a folder on that device: add --nvme-path"
+    if run.zero.nvme_path is not None and not run.zero.uses_nvme:
+        return (
+            "--nvme-path has no effect without --offload-optimizer nvme or --offload-param nvme: add one, or remove it"
+        )
+    return None
+
+
+def offload_settings(run: RunConfig) -> str | None:
+    zero = run.zero
+    if zero.cpu_torch_adam and not zero.offloads_optimizer:
+        return "--cpu-torch-adam has no effect without --offload-optimizer: add it, or remove the former"
+    if not zero.offload_pin_memory and not zero.offloads_optimizer and zero.offload_param == "none":
+        return "--no-offload-pin-memory has no effect without --offload-optimizer or --offload-param: remove it"
+    return None
+
+
+def overlap_comm(run: RunConfig) -> str | None:
+    if run.zero.zero_overlap_comm and run.parallel.uses_pipeline:
+        return (
+            "--zero-overlap-comm does not work in a pipeline, which reduces gradients behind its last micro-batch: "
+            "remove it, or use --pipe-parallel-size 0"
+        )
+    if run.zero.zero_overlap_comm and run.zero.zero_stage == 0:
+        return "--zero-overlap-comm has no effect without ZeRO: add --zero-stage 1, or remove it"
+    return None
+
+
+def round_robin_gradients(run: RunConfig) -> str | None:
+    if run.zero.zero_round_robin_gradients and run.zero.zero_stage not in (1, 2):
+        return (
+            f"--zero-round-robin-gradients has no effect at --zero-stage {run.zero.zero_stage}: use --zero-stage 1 or "
+            "2, or remove it"
+        )
+    return None
+
+
+def grad_accum_dtype(run: RunConfig) -> str | None:
+    accumulated, dtype = run.precision.grad_accum_dtype, run.precision.dtype
+    if accumulated is None:
+        return None
+    if dtype == "fp32":
+        return f"--grad-accum-dtype {accumulated} is for half precision, and weights are fp32: add --bf16, or remove it"
+    if accumulated not in ("fp32", dtype):
+        return f"--grad-accum-dtype {accumulated} cannot go with --{dtype}: use --grad-accum-dtype fp32"
+    if accumulated == "fp32" and run.zero.zero_stage == 0:
+        return "--grad-accum-dtype fp32 needs ZeRO, which keeps the sum: use --zero-stage 1"
     return None

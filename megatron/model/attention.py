@@ -4,20 +4,24 @@ b batch, s sequence, h hidden, n heads of this rank, d size of a head
 """
 
 import math
+from functools import lru_cache
 
+import deepspeed
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.initial_weights import residual_weight, weight
+from megatron.model.sequence import cut_dim
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mappings import exchange_parts
 from megatron.mpu.random import get_rng_tracker
 
 
 class ParallelSelfAttention(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h], causal.
+    """hidden [b, s, h] -> hidden [b, s, h], or [s, b, h] both times. Causal, and no further back than ``pre_tokens``.
 
     With ``documents`` [b, s], the number of each token's document, a token sees its own document only.
     """
@@ -27,26 +31,49 @@ class ParallelSelfAttention(nn.Module):
         h, group, name = config.hidden_size, layout.tensor_group, f"layers.{layer_number}.attention"
         self.heads = config.num_attention_heads // group.size()
         self.dropout = config.attention_dropout
+        dim = cut_dim(config, layout)
         # Rows are [heads, 3, d]: a rank's slice holds whole heads, whatever the size of the group.
         self.query_key_value = ColumnParallelLinear(
-            h, 3 * h, group=group, init=weight(config, f"{name}.query_key_value")
+            h, 3 * h, group=group, init=weight(config, f"{name}.query_key_value"), sequence_dim=dim
         )
-        self.dense = RowParallelLinear(h, h, group=group, init=residual_weight(config, f"{name}.dense"))
+        self.dense = RowParallelLinear(
+            h, h, group=group, init=residual_weight(config, f"{name}.dense"), sequence_dim=dim
+        )
+        self.sequence_group = layout.sequence_group
+        self.batch_dim = 1 - config.sequence_dim
+        self.pre_tokens = config.pre_tokens
+        self.recomputes = config.recomputes_attention
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.score_divisor = layer_number if config.apply_query_key_layer_scaling else None
 
     def forward(self, hidden: Tensor, documents: Tensor | None = None) -> Tensor:
-        b, s, _ = hidden.shape
-        heads = self.query_key_value(hidden).view(b, s, self.heads, -1).transpose(1, 2)  # [b, n, s, 3d]
-        mask = None if documents is None else _document_mask(documents)
-        core = self._explicit if self.softmax_in_fp32 or self.score_divisor else self._fused
-        dropout = self.dropout if self.training else 0.0
-        if dropout:
-            with get_rng_tracker().fork():  # each rank has heads of its own, and so dropout of its own
-                context = core(*heads.chunk(3, dim=-1), mask, dropout)
+        # [b, s, n, 3d] or [s, b, n, 3d] -> [b, n, s, 3d]
+        heads = self.query_key_value(hidden).unflatten(-1, (self.heads, -1)).movedim((self.batch_dim, 2), (0, 1))
+        if self.sequence_group:  # a part of the sequence for all heads, and all of it for a part of the heads
+            heads = exchange_parts(heads, self.sequence_group, cut=1, join=2)
+        tensors = heads.chunk(3, dim=-1) if documents is None else (*heads.chunk(3, dim=-1), documents)
+        if self.recomputes and self.training:
+            context = deepspeed.checkpointing.checkpoint(self._core, *tensors)
         else:
-            context = core(*heads.chunk(3, dim=-1), mask, dropout)
-        return self.dense(context.transpose(1, 2).reshape(b, s, -1))
+            context = self._core(*tensors)
+        if self.sequence_group:
+            context = exchange_parts(context, self.sequence_group, cut=2, join=1)
+        return self.dense(context.movedim((0, 1), (self.batch_dim, 2)).flatten(2))
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Scores, softmax, dropout and context: [b, n, s, d] thrice -> [b, n, s, d]."""
+        mask = self._mask(query.size(2), query.device, documents)
+        core = self._explicit if self.softmax_in_fp32 or self.score_divisor else self._fused
+        if not (self.training and self.dropout):
+            return core(query, key, value, mask, 0.0)
+        with get_rng_tracker().fork():  # each rank has heads of its own, and so dropout of its own
+            return core(query, key, value, mask, self.dropout)
+
+    def _mask(self, s: int, device: torch.device, documents: Tensor | None) -> Tensor | None:
+        """True where a row may see a column, [s, s] or [b, 1, s, s]; None for all of the past."""
+        if documents is not None:
+            return _document_mask(documents) & _window_mask(s, self.pre_tokens, device)
+        return None if self.pre_tokens >= s - 1 else _window_mask(s, self.pre_tokens, device)
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -56,16 +83,22 @@ class ParallelSelfAttention(nn.Module):
     def _explicit(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
         """Step by step, for what the fused kernel cannot be told: the softmax's type and scaled scores."""
         divisor = self.score_divisor or 1
+        if self.softmax_in_fp32:  # of scores rounded to half precision the softmax would be no better than they are
+            query, key = query.float(), key.float()
         scores = (query / (math.sqrt(query.size(-1)) * divisor)) @ key.transpose(-1, -2)  # [b, n, s, s]
         if mask is None:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        if self.softmax_in_fp32 or self.score_divisor:
-            scores = scores.float() * divisor
+            mask = _window_mask(scores.size(-1), self.pre_tokens, scores.device)
+        scores = scores.float() * divisor
         weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype)
         return F.dropout(weights, dropout) @ value
 
 
 def _document_mask(documents: Tensor) -> Tensor:
-    """documents [b, s] -> True where a row may see a column [b, 1, s, s]."""
-    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
-    return same.tril().unsqueeze(1)
+    """documents [b, s] -> True where row and column are of one document [b, 1, s, s]."""
+    return (documents.unsqueeze(-1) == documents.unsqueeze(-2)).unsqueeze(1)
+
+
+@lru_cache(maxsize=4)
+def _window_mask(s: int, pre_tokens: int, device: torch.device) -> Tensor:
+    """True where a column is the row's own or one of the ``pre_tokens`` before it [s, s]; made once."""
+    return torch.ones(s, s, dtype=torch.bool, device=device).tril().triu(-pre_tokens)

@@ -1,7 +1,10 @@
 """Both ends of GPT-2: tokens to hidden states, and hidden states to logits with the same table.
 
-b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size
+b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size. Hidden states are written
+[b, s, h], and are [s, b, h] where ``sequence_dim`` is 0; tokens and logits begin with the batch always.
 """
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -9,9 +12,12 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.initial_weights import weight
+from megatron.model.sequence import cut_dim, own_part
 from megatron.model.transformer import Stream, unpack
+from megatron.mpu.initialization import sum_gradient
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.random import random_stream
 
 
 class WordEmbedding(nn.Module):
@@ -20,6 +26,9 @@ class WordEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
         self.eod_token = config.eod_token
+        self.sequence_group = layout.sequence_group
+        self.sequence_dim = config.sequence_dim
+        self.stream_is_fp32 = config.fp32_residual_connection
         self.counts_documents = config.reset_attention_mask or config.reset_position_ids
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
@@ -27,12 +36,15 @@ class WordEmbedding(nn.Module):
             padded_size=config.padded_vocab_size,
             group=layout.tensor_group,
             init=weight(config, "word_embeddings"),
+            sequence_dim=cut_dim(config, layout),
         )
 
     def forward(self, stream: Tensor, to_logits: bool = False) -> Stream:
         if to_logits:
-            return self.word_embeddings.logits(stream)
-        hidden = self.word_embeddings(stream)
+            return self.word_embeddings.logits(stream).movedim(self.sequence_dim, 1)
+        tokens = own_part(stream, self.sequence_group, 1)
+        hidden = self.word_embeddings(tokens.movedim(1, self.sequence_dim))
+        hidden = hidden.float() if self.stream_is_fp32 else hidden
         return (hidden, document_numbers(stream, self.eod_token)) if self.counts_documents else hidden
 
 
@@ -47,20 +59,32 @@ def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
 class PositionEmbedding(nn.Module):
     """Adds what is learned about each position, then drops out: hidden [b, s, h] -> hidden [b, s, h]."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
+        self.cutting_groups = [layout.sequence_group, layout.tensor_group if layout.sequence_parallel else None]
+        self.draws_its_own = layout.sequence_parallel
         self.dropout = config.hidden_dropout
+        self.sequence_dim = config.sequence_dim
         self.resets = config.reset_position_ids
         self.passes_documents = config.reset_attention_mask
         table = weight(config, "position_embeddings").draw((config.max_position_embeddings, config.hidden_size))
         self.position_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
+        if layout.sequence_parallel:
+            sum_gradient(self.position_embeddings.weight, layout.tensor_group)
 
     def forward(self, stream: Stream) -> Stream:
         hidden, documents = unpack(stream)
-        positions = torch.arange(hidden.size(1), device=hidden.device)
+        parts = math.prod(group.size() for group in self.cutting_groups if group)
+        positions = torch.arange(hidden.size(self.sequence_dim) * parts, device=hidden.device).unsqueeze(0)  # [1, s]
         if self.resets:
             positions = positions_in_document(documents)
-        hidden = F.dropout(hidden + self.position_embeddings(positions), self.dropout, self.training)
+        positions = positions.movedim(1, self.sequence_dim)
+        for group in self.cutting_groups:
+            positions = own_part(positions, group, self.sequence_dim)
+        hidden = hidden + self.position_embeddings(positions)
+        if self.training and self.dropout:
+            with random_stream(own=self.draws_its_own):
+                hidden = F.dropout(hidden, self.dropout)
         return (hidden, documents) if self.passes_documents else hidden
 
 

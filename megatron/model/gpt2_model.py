@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import deepspeed
-from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.config import ActivationConfig, ModelConfig
 from megatron.model.embedding import PositionEmbedding, WordEmbedding, to_logits, without_documents
-from megatron.model.kernels import layer_norm_class
+from megatron.model.sequence import own_part, stream_norm_class
 from megatron.model.transformer import ParallelTransformerLayer, Stream
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.layout import ParallelLayout
@@ -31,37 +31,53 @@ def gpt2_layers(config: ModelConfig, layout: ParallelLayout) -> list[LayerSpec |
     )
     return [
         embedding(),  # tokens [b, s] -> hidden [b, s, h]
-        LayerSpec(PositionEmbedding, config),
+        LayerSpec(PositionEmbedding, config, layout),
         *(LayerSpec(ParallelTransformerLayer, config, layout, layer_number=n + 1) for n in range(config.num_layers)),
         without_documents,
-        LayerSpec(layer_norm_class(config), config.hidden_size, eps=config.layernorm_epsilon),
+        LayerSpec(stream_norm_class(config, layout), config.hidden_size, eps=config.layernorm_epsilon),
         embedding(forward_fn=to_logits),  # hidden -> logits [b, s, v/t]
     ]
 
 
 def lm_loss(
-    logits: Tensor, targets: tuple[Tensor, Tensor], *, group: ProcessGroup, vocab_size: int, in_fp32: bool
+    logits: Tensor,
+    targets: tuple[Tensor, Tensor],
+    *,
+    group: ProcessGroup,
+    vocab_size: int,
+    in_fp32: bool,
+    sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
     """The weighted sum of the tokens' cross entropies.
 
-    targets: labels [b, s], and weights [b, s] that come to 1 over what the loss is a mean of.
+    targets: labels [b, s], and weights [b, s] that come to 1 over what the loss is a mean of. Where a
+    group shares the sequence, the logits are of this rank's part, and the mean over the group is the loss.
     """
-    labels, weights = targets
+    labels, weights = (own_part(target, sequence_group, 1) for target in targets)
+    if sequence_group:
+        weights = weights * sequence_group.size()
     losses = vocab_parallel_cross_entropy(logits.float() if in_fp32 else logits, labels, group, vocab_size)
     return (losses.float() * weights).sum()
 
 
 class GPT2ModelPipe(PipelineModule):
-    """GPT-2 cut into pipeline stages; ZeRO 0 or 1."""
+    """GPT-2 cut into pipeline stages, where ``bounds`` in the list of its layers say; ZeRO 0 or 1."""
 
-    def __init__(self, config: ModelConfig, activation: ActivationConfig, layout: ParallelLayout):
-        self.recomputed_together = _recomputed_together(activation)
+    def __init__(
+        self, config: ModelConfig, activation: ActivationConfig, layout: ParallelLayout, *, bounds: Sequence[int]
+    ):
+        self.recomputed_together = activation.layers_together
+        self.parts = list(bounds)
         super().__init__(
             layers=gpt2_layers(config, layout),
             loss_fn=_loss_fn(config, layout),
             topology=layout.topology,
-            partition_method=f"type:{ParallelTransformerLayer.__name__}",
         )
+
+    def _partition_layers(self, method: str) -> None:
+        """In place of PipelineModule's own, whose methods can neither be given a list nor weigh operations."""
+        assert self.parts[-1] == self._num_layers
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
     def forward(self, stream: Stream) -> Stream:
         """This stage's part of the model.
@@ -72,12 +88,16 @@ class GPT2ModelPipe(PipelineModule):
         return run_layers(self.forward_funcs, stream, self.recomputed_together if self.training else 0)
 
 
+class GPT2ModelDualPipeV(DualPipeVModule, GPT2ModelPipe):
+    """The same with two pieces to a stage, for DeepSpeed's DualPipeV engine, which it is known to by its class."""
+
+
 class GPT2Model(nn.Module):
     """GPT-2 whole on every rank; any ZeRO stage. Its parameters are named as GPT2ModelPipe's."""
 
     def __init__(self, config: ModelConfig, activation: ActivationConfig, layout: ParallelLayout):
         super().__init__()
-        self.recomputed_together = _recomputed_together(activation)
+        self.recomputed_together = activation.layers_together
         self.loss_fn = _loss_fn(config, layout)
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs = [self._build(index, spec) for index, spec in enumerate(gpt2_layers(config, layout))]
@@ -137,13 +157,10 @@ def _groups(layers: Sequence[Layer], size: int) -> Iterator[list[Layer]]:
         yield group
 
 
-def _recomputed_together(activation: ActivationConfig) -> int:
-    return activation.checkpoint_num_layers if activation.checkpoint_activations else 0
-
-
 def _loss_fn(config: ModelConfig, layout: ParallelLayout) -> Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]:
     return partial(
         lm_loss,
+        sequence_group=layout.sequence_group,
         group=layout.tensor_group,
         vocab_size=config.vocab_size,
         in_fp32=not config.fp16_lm_cross_entropy,

@@ -19,12 +19,20 @@ def uses_apex(fused_kernels: str) -> bool:
 
 
 def layer_norm_class(config: ModelConfig) -> type[nn.Module]:
-    """apex's fused layer norm or torch's; both are made from (size, eps=...) and name their parameters alike."""
+    """apex's fused layer norm or torch's; all are made from (size, eps=...) and name their parameters alike."""
     if uses_apex(config.fused_kernels):
-        from apex.normalization import FusedLayerNorm
+        from apex.normalization import FusedLayerNorm, MixedFusedLayerNorm
 
-        return FusedLayerNorm
-    return nn.LayerNorm
+        return MixedFusedLayerNorm if config.fp32_residual_connection else FusedLayerNorm
+    return Fp32StreamLayerNorm if config.fp32_residual_connection else nn.LayerNorm
+
+
+class Fp32StreamLayerNorm(nn.LayerNorm):
+    """Out of an fp32 residual stream into the type of the weights."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        weight, bias = self.weight.float(), self.bias.float()
+        return F.layer_norm(hidden, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
 def bias_gelu(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor] | None:

@@ -8,13 +8,16 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig
 from megatron.model.attention import ParallelSelfAttention
 from megatron.model.initial_weights import residual_weight, weight
-from megatron.model.kernels import bias_gelu, dropout_add, gelu, layer_norm_class
+from megatron.model.kernels import bias_gelu, dropout_add, gelu
+from megatron.model.sequence import cut_dim, stream_norm_class
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.random import random_stream
 
 Stream = Tensor | tuple[Tensor, Tensor]
-"""What travels from layer to layer, and from stage to stage: hidden [b, s, h], and beside it the
-number of each token's document, int32 [b, s], where attention stops at the end of a document."""
+"""What travels from layer to layer, and from stage to stage: hidden [b, s, h], or [s, b, h] as ``sequence_dim``
+says, and beside it the number of each token's document, int32 [b, s], where attention stops at the end of a
+document. In half precision hidden may be fp32 all the same: norms take it, and every sum keeps it."""
 
 
 def unpack(stream: Stream) -> tuple[Tensor, Tensor | None]:
@@ -27,7 +30,8 @@ class ParallelTransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
         super().__init__()
-        norm = layer_norm_class(config)
+        norm = stream_norm_class(config, layout)
+        self.cuts_sequence = layout.sequence_parallel
         self.residual_is_normed = config.apply_residual_connection_post_layernorm
         self.dropout = config.hidden_dropout
         self.dropout_add = dropout_add(config)
@@ -45,8 +49,11 @@ class ParallelTransformerLayer(nn.Module):
         return hidden if documents is None else (hidden, documents)
 
     def _join(self, output: Tensor, hidden: Tensor, normed: Tensor) -> Tensor:
-        residual = normed if self.residual_is_normed else hidden
-        return self.dropout_add(output, residual, self.dropout if self.training else 0.0)
+        residual = normed.to(hidden.dtype) if self.residual_is_normed else hidden
+        if not (self.training and self.dropout):
+            return self.dropout_add(output, residual, 0.0)
+        with random_stream(own=self.cuts_sequence):
+            return self.dropout_add(output, residual, self.dropout)
 
 
 class ParallelMLP(nn.Module):
@@ -61,12 +68,13 @@ class ParallelMLP(nn.Module):
             f"layers.{layer_number}.mlp",
         )
         fused = bias_gelu(config)
+        dim = cut_dim(config, layout)
         self.dense_h_to_4h = ColumnParallelLinear(
-            h, inner, group=group, init=weight(config, f"{name}.dense_h_to_4h"), activation=fused
+            h, inner, group=group, init=weight(config, f"{name}.dense_h_to_4h"), activation=fused, sequence_dim=dim
         )
         self.activation = nn.Identity() if fused else gelu(config)
         self.dense_4h_to_h = RowParallelLinear(
-            inner, h, group=group, init=residual_weight(config, f"{name}.dense_4h_to_h")
+            inner, h, group=group, init=residual_weight(config, f"{name}.dense_4h_to_h"), sequence_dim=dim
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -2,16 +2,20 @@
 
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
 from megatron.mpu.data import broadcast_data
-from megatron.mpu.initialization import WeightInit
+from megatron.mpu.initialization import WeightInit, sum_gradient
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.mappings import (
     copy_to_model_parallel_region,
+    exchange_parts,
     gather_from_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
     scatter_to_model_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
-from megatron.mpu.random import get_rng_tracker, model_parallel_manual_seed
+from megatron.mpu.random import get_rng_tracker, model_parallel_manual_seed, random_stream
 
 __all__ = [
     "ColumnParallelLinear",
@@ -21,10 +25,16 @@ __all__ = [
     "WeightInit",
     "broadcast_data",
     "copy_to_model_parallel_region",
+    "exchange_parts",
     "gather_from_model_parallel_region",
+    "gather_from_sequence_parallel_region",
     "get_rng_tracker",
     "model_parallel_manual_seed",
+    "random_stream",
     "reduce_from_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
     "scatter_to_model_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "sum_gradient",
     "vocab_parallel_cross_entropy",
 ]

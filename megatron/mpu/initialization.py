@@ -2,10 +2,13 @@
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from megatron.mpu.mappings import all_reduce
 
 
 @dataclass(frozen=True)
@@ -43,4 +46,15 @@ def mark_sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:
     """
     parameter.model_parallel = True
     parameter.partition_dim = dim
+    return parameter
+
+
+def sum_gradient(parameter: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
+    """Let the backward pass sum the gradient of ``parameter`` over ``group``.
+
+    For one that every rank holds whole and uses on its part of the sequence. The sum comes before
+    anything else sees the gradient: DeepSpeed's own hooks, at every stage of ZeRO, and accumulation.
+    """
+    if group.size() > 1:
+        parameter.register_hook(partial(all_reduce, group=group))
     return parameter

@@ -1,6 +1,9 @@
 """Layers whose weight is cut along one axis of a process group.
 
 t ranks of the group, i inputs, o outputs, v rows of the embedding, h hidden
+
+Outside of a layer every rank holds the whole of what is not cut. With ``sequence_dim`` it holds its
+part of the sequence, which is that dimension of the hidden states: [b, s/t, ..] where it is 1.
 """
 
 from collections.abc import Callable
@@ -10,13 +13,29 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megatron.mpu.initialization import WeightInit, mark_sharded, sharded_parameter
+from megatron.mpu.initialization import WeightInit, mark_sharded, sharded_parameter, sum_gradient
 from megatron.mpu.mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
+    gather_from_sequence_parallel_region,
     reduce_from_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
     scatter_to_model_parallel_region,
 )
+
+
+def enter_region(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
+    """What a tensor-parallel region takes in, whole on every rank."""
+    if sequence_dim is None:
+        return copy_to_model_parallel_region(x, group)
+    return gather_from_sequence_parallel_region(x, group, sequence_dim)
+
+
+def leave_region(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
+    """The sum of what the ranks of a tensor-parallel region give, each its part."""
+    if sequence_dim is None:
+        return reduce_from_model_parallel_region(x, group)
+    return reduce_scatter_to_sequence_parallel_region(x, group, sequence_dim)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -34,16 +53,18 @@ class ColumnParallelLinear(nn.Module):
         init: WeightInit,
         gather_output: bool = False,
         activation: Callable[[Tensor, Tensor], Tensor] | None = None,
+        sequence_dim: int | None = None,
     ):
         super().__init__()
         self.group = group
+        self.sequence_dim = sequence_dim
         self.gather_output = gather_output
         self.activation = activation
         self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=0, group=group)
         self.bias = mark_sharded(nn.Parameter(torch.zeros(output_size // group.size())), dim=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = copy_to_model_parallel_region(x, self.group)
+        x = enter_region(x, self.group, self.sequence_dim)
         if self.activation is None:
             y = F.linear(x, self.weight, self.bias)
         else:
@@ -65,17 +86,21 @@ class RowParallelLinear(nn.Module):
         group: ProcessGroup,
         init: WeightInit,
         input_is_parallel: bool = True,
+        sequence_dim: int | None = None,
     ):
         super().__init__()
         self.group = group
+        self.sequence_dim = sequence_dim
         self.input_is_parallel = input_is_parallel
         self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=1, group=group)
         self.bias = nn.Parameter(torch.zeros(output_size))
+        if sequence_dim is not None:
+            sum_gradient(self.bias, group)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
-        return reduce_from_model_parallel_region(F.linear(x, self.weight), self.group) + self.bias
+        return leave_region(F.linear(x, self.weight), self.group, self.sequence_dim) + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -92,9 +117,11 @@ class VocabParallelEmbedding(nn.Module):
         padded_size: int | None = None,
         group: ProcessGroup,
         init: WeightInit,
+        sequence_dim: int | None = None,
     ):
         super().__init__()
         self.group = group
+        self.sequence_dim = sequence_dim
         whole = init.draw((num_embeddings, embedding_dim))  # before padding, which depends on the layout
         whole = F.pad(whole, (0, 0, 0, (padded_size or num_embeddings) - num_embeddings))
         self.rows = whole.size(0) // group.size()
@@ -104,8 +131,8 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.rows * self.group.rank()
         elsewhere = (local < 0) | (local >= self.rows)
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return reduce_from_model_parallel_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        return leave_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group, self.sequence_dim)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The table as the output projection: hidden [b, s, h] -> logits [b, s, v/t]."""
-        return F.linear(copy_to_model_parallel_region(hidden, self.group), self.weight)
+        return F.linear(enter_region(hidden, self.group, self.sequence_dim), self.weight)

@@ -1,11 +1,12 @@
 """Random streams: one that the ranks of a tensor group share, and one that each has to itself.
 
-Dropout outside a tensor-parallel region must be the same on every rank of the group; inside it,
-on what is cut, it must differ. The second stream is DeepSpeed's own tracker, since its activation
+Dropout of what every rank of the group holds must be the same on each of them; of what is cut, by
+heads or along the sequence, it must differ. The second stream is DeepSpeed's own tracker, since its activation
 checkpointing replays exactly that one.
 """
 
 import random
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -22,13 +23,19 @@ def get_rng_tracker() -> CudaRNGStatesTracker:
     return get_cuda_rng_tracker()
 
 
+def random_stream(*, own: bool) -> AbstractContextManager[None]:
+    """Inside, random numbers come from this rank's own stream, or from the one its tensor group shares."""
+    return get_rng_tracker().fork() if own else nullcontext()
+
+
 def model_parallel_manual_seed(seed: int, layout: ParallelLayout) -> None:
     """Seed every stream of this process.
 
     The shared stream differs between data-parallel ranks and pipeline stages, but not within a
     tensor group; the tracker's differs there, too.
     """
-    replica = layout.pipe_group.rank() * layout.data_group.size() + layout.data_group.rank()
+    replicas = layout.get_sequence_data_parallel_world_size()
+    replica = layout.pipe_group.rank() * replicas + layout.get_sequence_data_parallel_rank()
     shared, own = np.random.SeedSequence([seed, replica]).generate_state(2)
     own = int(own) + layout.tensor_group.rank()
     random.seed(int(shared))

@@ -51,9 +51,17 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "attention_dropout": ("--attention-dropout 0", ""),
     "hidden_dropout": ("--hidden-dropout 0", ""),
     "init_method_std": ("--init-method-std 0.01", ""),
+    "shape_order": ("--shape-order SBH", ""),
+    "pre_tokens": ("--pre-tokens 8", ""),
+    "next_tokens": ("--next-tokens 0", ""),
+    "fp32_residual_connection": ("--fp32-residual-connection", "--bf16"),
     "fp16_lm_cross_entropy": ("--fp16-lm-cross-entropy", "--bf16"),
     "model_parallel_size": ("--model-parallel-size 2", ""),
     "pipe_parallel_size": ("--pipe-parallel-size 2", ""),
+    "ds_sequence_parallel_size": ("--ds-sequence-parallel-size 2", ""),
+    "sequence_parallel": ("--sequence-parallel", "--model-parallel-size 2"),
+    "pipeline_partition": ("--pipeline-partition 1,3", "--pipe-parallel-size 2"),
+    "pipeline_schedule": ("--pipeline-schedule dualpipev", "--pipe-parallel-size 2 --gas 4"),
     "distributed_backend": ("--distributed-backend gloo", "gpu"),
     "distributed_timeout_minutes": ("--distributed-timeout-minutes 5", ""),
     "local_rank": ("--local_rank=1", ""),
@@ -68,8 +76,15 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "zero_contigious_gradients": ("--no-zero-contigious-gradients", "--zero-stage 1"),
     "zero_reduce_bucket_size": ("--zero-reduce-bucket-size 5e6", "--zero-stage 1"),
     "zero_allgather_bucket_size": ("--zero-allgather-bucket-size 5000000", "--zero-stage 1"),
-    "cpu_optimizer": ("--cpu-optimizer", "--zero-stage 1"),
+    "zero_overlap_comm": ("--zero-overlap-comm", "--zero-stage 1"),
+    "zero_round_robin_gradients": ("--zero-round-robin-gradients", "--zero-stage 1"),
+    "grad_accum_dtype": ("--grad-accum-dtype fp32", "--bf16"),
+    "offload_optimizer": ("--offload-optimizer cpu", "--zero-stage 1"),
+    "offload_param": ("--offload-param cpu", "--zero-stage 3"),
+    "nvme_path": ("--nvme-path b", "--nvme-path a --zero-stage 3 --offload-param nvme"),
+    "offload_pin_memory": ("--no-offload-pin-memory", "--zero-stage 3 --offload-param cpu"),
     "cpu_torch_adam": ("--cpu_torch_adam", "--zero-stage 1 --cpu-optimizer"),
+    "recompute_granularity": ("--recompute-granularity selective", "--checkpoint-activations"),
     "checkpoint_num_layers": ("--checkpoint-num-layers 2", "--checkpoint-activations"),
     "partition_activations": ("--partition-activations", "--checkpoint-activations"),
     "contigious_checkpointing": ("--contigious-checkpointing", "--checkpoint-activations --partition-activations"),
@@ -95,6 +110,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "gradient_accumulation_steps": ("--gas 2", ""),
     "global_batch_size": ("--global-batch-size 8", ""),
     "train_iters": ("--train-iters 50", ""),
+    "loss_normalization": ("--loss-normalization micro-batch", "--eod-mask-loss"),
     "exit_interval": ("--exit-interval 5", ""),
     "eval_iters": ("--eval-iters 5", ""),
     "eval_interval": ("--eval-interval 5", ""),
@@ -125,7 +141,7 @@ def test_every_flag_changes_the_run(name: str) -> None:
     words, company = EFFECTS.get(name, (flag_name(flag_fields()[name]), ""))
     environ = CUDA if company.startswith("gpu") else CPU
     company = company.removeprefix("gpu")
-    ranks = 2 if name in ("model_parallel_size", "pipe_parallel_size") else 1
+    ranks = 2 if "parallel-size 2" in f"{company} {words}" else 1
     assert parse(f"{company} {words}", ranks=ranks, environ=environ) != parse(company, ranks=ranks, environ=environ)
 
 
@@ -174,7 +190,10 @@ def test_refused_values_give_their_reason(field: str, value: str) -> None:
         ("--local_rank 1", "--local-rank=1"),
         ("--zero-stage 1", "--zero_stage 1.0"),
         ("--zero-contigious-gradients", "--zero-contiguous-gradients"),
+        ("--zero-stage 1 --cpu-optimizer", "--zero-stage 1 --offload-optimizer cpu"),
         ("--checkpoint-activations", "--deepspeed-activation-checkpointing"),
+        ("--checkpoint-activations", "--recompute-granularity full"),
+        ("--checkpoint-activations --recompute-granularity selective", "--recompute-activations"),
         (
             "--checkpoint-activations --partition-activations --contigious-checkpointing",
             "--checkpoint_activations --distribute-checkpointed-activations --contiguous-checkpointing",

@@ -79,6 +79,25 @@ BOTH_WORLDS = [
             "optimizer": {"params": {"torch_adam": True}},
         },
     ),
+    ("--zero-stage 2 --zero-overlap-comm", {"zero_optimization": {"stage": 2, "overlap_comm": True}}),
+    ("--zero-stage 3 --no-zero-overlap-comm", {"zero_optimization": {"stage": 3, "overlap_comm": False}}),
+    ("--zero-stage 1 --zero-round-robin-gradients", {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}),
+    ("--bf16 --grad-accum-dtype fp32", {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
+    (
+        "--zero-stage 3 --offload-optimizer cpu --no-offload-pin-memory",
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": False}}},
+    ),
+    ("--zero-stage 3 --offload-param cpu", {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}),
+    (
+        "--zero-stage 3 --offload-optimizer nvme --offload-param nvme --nvme-path /x",
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/x"},
+                "offload_param": {"device": "nvme", "nvme_path": "/x"},
+            }
+        },
+    ),
     ("--lr 0.001", {"optimizer": {"params": {"lr": 0.001}}}),
     ("--adam-beta1 0.8 --adam-beta2 0.9", {"optimizer": {"type": "AdamW", "params": {"betas": [0.8, 0.9]}}}),
     ("--adam-eps 1e-6", {"optimizer": {"params": {"eps": 1e-6}}}),
@@ -179,6 +198,33 @@ def test_what_only_the_file_knows_is_passed_on(config_file) -> None:
     assert (config["steps_per_print"], config["wall_clock_breakdown"]) == (10, True)
 
 
+def test_a_cut_sequence_travels_as_it_is(config_file) -> None:
+    """Else the pipeline would take the ranks' parts of the sequence for one tensor, and mix them."""
+    words = "--sequence-parallel --model-parallel-size 2"
+    whole = {"pipe_partitioned": False, "grad_partitioned": False}
+    kept = config_file({"pipeline": {"use_reentrant": False}})
+    assert parse(f"{words} --pipe-parallel-size 1", ranks=2).ds_config["pipeline"] == whole
+    assert parse(f"{words} --pipe-parallel-size 1 {kept}", ranks=2).ds_config["pipeline"] == {
+        "use_reentrant": False,
+        **whole,
+    }
+    assert "pipeline" not in parse(words, ranks=2).ds_config
+    asked = config_file({"pipeline": {"pipe_partitioned": True, "grad_partitioned": False}})
+    assert complaints(f"{words} --pipe-parallel-size 1 {asked}", ranks=2) == [
+        "pipeline.pipe_partitioned true cannot go with --sequence-parallel, by which no two tensor-parallel ranks "
+        "send the same tensor: set it to false, or remove it"
+    ]
+
+
+def test_dualpipev_sends_whole_tensors(config_file) -> None:
+    """DeepSpeed's engine for it asserts as much, though only where tensor parallelism would cut them."""
+    words = "--pipe-parallel-size 1 --gas 2 --pipeline-schedule dualpipev"
+    assert parse(words).ds_config["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
+    (message,) = complaints(f"{words} {config_file({'pipeline': {'grad_partitioned': True}})}")
+    assert message.startswith("pipeline.grad_partitioned true cannot go with --pipeline-schedule dualpipev")
+    assert "pipeline" not in parse("--pipe-parallel-size 1").ds_config
+
+
 def test_whole_numbers_become_integers(config_file) -> None:
     config = parse(
         config_file({"gradient_accumulation_steps": 2.0, "zero_optimization": {"sub_group_size": 1e9}})
@@ -197,6 +243,54 @@ def test_half_precision_takes_stage_1_where_nothing_is_said(config_file) -> None
     assert parse("--bf16").zero.zero_stage == parse("--bf16").ds_config["zero_optimization"]["stage"] == 1
     assert parse("--bf16 --zero-stage 0").zero.zero_stage == 0
     assert parse(config_file({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}})).zero.zero_stage == 0
+
+
+ZERO_KEYS = [
+    ("--zero-stage 1", "", ("stage",), 1),
+    ("--no-zero-reduce-scatter", "--zero-stage 1", ("reduce_scatter",), False),
+    ("--no-zero-contigious-gradients", "--zero-stage 1", ("contiguous_gradients",), False),
+    ("--zero-reduce-bucket-size 5e6", "--zero-stage 1", ("reduce_bucket_size",), 5_000_000),
+    ("--zero-allgather-bucket-size 5e6", "--zero-stage 1", ("allgather_bucket_size",), 5_000_000),
+    ("--zero-overlap-comm", "--zero-stage 1", ("overlap_comm",), True),
+    ("--no-zero-overlap-comm", "--zero-stage 3", ("overlap_comm",), False),
+    ("--zero-round-robin-gradients", "--zero-stage 2", ("round_robin_gradients",), True),
+    ("--offload-optimizer cpu", "--zero-stage 1", ("offload_optimizer", "device"), "cpu"),
+    ("--cpu-optimizer", "--zero-stage 1", ("offload_optimizer", "device"), "cpu"),
+    ("--offload-optimizer nvme --nvme-path d", "--zero-stage 3", ("offload_optimizer", "device"), "nvme"),
+    ("--offload-optimizer nvme --nvme-path d", "--zero-stage 3", ("offload_optimizer", "nvme_path"), "d"),
+    ("--offload-param cpu", "--zero-stage 3", ("offload_param", "device"), "cpu"),
+    ("--offload-param nvme --nvme-path d", "--zero-stage 3", ("offload_param", "nvme_path"), "d"),
+    ("--no-offload-pin-memory", "--zero-stage 3 --offload-param cpu", ("offload_param", "pin_memory"), False),
+    ("--no-offload-pin-memory", "--zero-stage 1 --cpu-optimizer", ("offload_optimizer", "pin_memory"), False),
+]
+
+
+@pytest.mark.parametrize("words, company, key, value", ZERO_KEYS)
+def test_every_flag_of_zero_changes_the_finished_config(words: str, company: str, key: tuple, value: Any) -> None:
+    """And DeepSpeed, reading that config, takes the value."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    def told(words: str) -> Any:
+        config: Any = DeepSpeedZeroConfig(**parse(words).ds_config["zero_optimization"])
+        for name in key:
+            config = getattr(config, name, None)
+        return config
+
+    with_flag, without = told(f"{company} {words}"), told(company)
+    assert with_flag != without
+    assert (str(with_flag) if key[-1] == "nvme_path" else with_flag) == value
+
+
+def test_gradients_accumulate_in_the_type_that_is_asked_for() -> None:
+    assert "data_types" not in parse("--bf16").ds_config
+    assert parse("--bf16 --grad-accum-dtype fp32").ds_config["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_each_kind_of_offload_may_have_its_own_folder(config_file) -> None:
+    folders = {"offload_optimizer": "/x", "offload_param": "/y"}
+    tree = {name: {"device": "nvme", "nvme_path": folder} for name, folder in folders.items()}
+    compiled = parse(config_file({"zero_optimization": {"stage": 3, **tree}})).ds_config["zero_optimization"]
+    assert {name: compiled[name]["nvme_path"] for name in folders} == folders
 
 
 @pytest.mark.parametrize(

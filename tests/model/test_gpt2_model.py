@@ -14,6 +14,7 @@ from megatron.engine import weight_decay_groups
 from megatron.model.gpt2_model import GPT2Model, GPT2ModelPipe, gpt2_layers
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
+from megatron.partition import bounds
 
 EOD = 4
 CONFIG = ModelConfig(
@@ -115,7 +116,7 @@ def test_both_containers_name_their_parameters_alike(run_ranks):
 def parameter_names() -> dict[str, list[str]]:
     models = {
         "plain": GPT2Model(CONFIG, KEEP, _layout()),
-        "pipe": GPT2ModelPipe(CONFIG, KEEP, _layout(pipe=2)),
+        "pipe": GPT2ModelPipe(CONFIG, KEEP, _layout(pipe=2), bounds=bounds([2, 1])),
     }
     return {kind: [name for name, _ in model.named_parameters()] for kind, model in models.items()}
 

@@ -55,6 +55,34 @@ def crossings():
     assert_close(grad, _part(weight, -1))
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_sequence_crossings(run_ranks, size, dim):
+    run_ranks(size, sequence_crossings, dim)
+
+
+def sequence_crossings(dim: int):
+    """Forward by its definition along ``dim``; backward is the conjugate crossing of the gradient."""
+    group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    x, weight, scale = _input(4, 8, 3), torch.arange(96.0).view(4, 8, 3), rank + 1.0
+    total = sum(r + 1.0 for r in range(n))
+
+    y = mpu.scatter_to_sequence_parallel_region(x, group, dim)
+    assert_close(y, _part(x, dim))
+    (grad,) = torch.autograd.grad((y * _part(weight, dim)).sum(), x)
+    assert_close(grad, weight)
+
+    part = _part(x, dim).detach().requires_grad_()
+    y = mpu.gather_from_sequence_parallel_region(part, group, dim)
+    assert_close(y, x)
+    (grad,) = torch.autograd.grad((y * weight * scale).sum(), part)
+    assert_close(grad, _part(weight, dim) * total)
+
+    y = mpu.reduce_scatter_to_sequence_parallel_region(x * scale, group, dim)
+    assert_close(y, _part(x, dim) * total)
+    (grad,) = torch.autograd.grad((y * _part(weight, dim)).sum(), x)
+    assert_close(grad, weight * scale)
+
+
 def test_linears(run_ranks, size):
     run_ranks(size, linears)
 
@@ -90,6 +118,57 @@ def linears():
     assert_close(cutting(z), F.linear(z, serial[2].weight))
     fused = mpu.ColumnParallelLinear(8, 12, group=group, init=first, activation=lambda y, bias: F.gelu(y + bias))
     assert_close(fused(x), _part(F.gelu(F.linear(x, serial[0].weight)), -1))
+
+
+def test_exchange(run_ranks, size):
+    run_ranks(size, exchange)
+
+
+def exchange():
+    """Parts of the sequence with all heads become parts of the heads with the whole sequence, and back."""
+    group, whole, weight = dist.group.WORLD, _input(2, 4, 8, 3), torch.arange(192.0).view(2, 4, 8, 3)
+    part = _part(whole, 2).detach().requires_grad_()
+    heads = mpu.exchange_parts(part, group, cut=1, join=2)
+    assert_close(heads, _part(whole, 1))
+    assert_close(mpu.exchange_parts(heads, group, cut=2, join=1), part)
+    (grad,) = torch.autograd.grad((heads * _part(weight, 1)).sum(), part)
+    assert_close(grad, _part(weight, 2))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_layers_between_parts_of_the_sequence(run_ranks, size, dim):
+    run_ranks(size, layers_between_parts_of_the_sequence, dim)
+
+
+def layers_between_parts_of_the_sequence(dim: int):
+    """Embedding, column, row and logits on parts of the sequence equal the same layers on the whole of it."""
+    group, inits = dist.group.WORLD, [mpu.WeightInit(**INIT, name=name) for name in ("table", "first", "second")]
+
+    def build(sequence_dim: int | None) -> list[nn.Module]:
+        cut = {"group": group, "sequence_dim": sequence_dim}
+        return [
+            mpu.VocabParallelEmbedding(16, 8, init=inits[0], **cut),
+            mpu.ColumnParallelLinear(8, 12, init=inits[1], **cut),
+            mpu.RowParallelLinear(12, 8, init=inits[2], **cut),
+        ]
+
+    def run(layers: list[nn.Module], repeats: int) -> tuple[torch.Tensor, torch.Tensor]:
+        embedding, column, row = layers
+        for _ in range(repeats):  # gradients accumulate
+            hidden = row(F.gelu(column(embedding(tokens))))
+            logits = embedding.logits(hidden)
+            (logits * _part(weight, -1)).sum().backward()
+        return hidden, logits
+
+    tokens = torch.arange(32).view(4, 8) % 16
+    weight = _input(4, 8, 16).detach()
+    whole, cut = build(None), build(dim)
+    (hidden, logits), (hidden_part, logits_cut) = run(whole, 2), run(cut, 2)
+    assert_close(hidden_part, _part(hidden, dim))
+    assert_close(logits_cut, logits)
+    for one, other in zip(whole, cut, strict=True):
+        for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert_close(q.grad, p.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_embedding(run_ranks, size):

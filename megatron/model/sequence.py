@@ -1,0 +1,47 @@
+"""What differs where each rank holds its part of the sequence.
+
+Two groups may cut it: the sequence group whatever it is, but for the heads of attention (DeepSpeed-Ulysses),
+and then the tensor group what it does not cut otherwise (Megatron's sequence parallelism).
+
+b batch, s sequence, or its part on this rank's sequence group, h hidden, t tensor-parallel size
+"""
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.config import ModelConfig
+from megatron.model.kernels import layer_norm_class
+from megatron.mpu.initialization import sum_gradient
+from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.mappings import scatter_to_sequence_parallel_region
+
+
+def cut_dim(config: ModelConfig, layout: ParallelLayout) -> int | None:
+    """The dimension along which hidden states are cut between the layers' parallel parts; None where they are whole.
+
+    Cut they are [b, s/t, h], or [s/t, b, h] as ``sequence_dim`` says.
+    """
+    return config.sequence_dim if layout.sequence_parallel else None
+
+
+def own_part(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
+    """The part of ``x`` along ``dim`` that is this rank's of ``group``; all of it where no group cuts."""
+    return x if group is None else scatter_to_sequence_parallel_region(x, group, dim)
+
+
+def stream_norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Module]:
+    """A layer norm for hidden states between the layers' parallel parts, made from (size, eps=...)."""
+    norm = layer_norm_class(config)
+    return _on_a_part(norm, layout.tensor_group) if layout.sequence_parallel else norm
+
+
+def _on_a_part(norm: type[nn.Module], group: ProcessGroup) -> type[nn.Module]:
+    class SequenceParallelLayerNorm(norm):
+        """Weights whole on every rank, and so the sum of what each rank's part of the sequence says of them."""
+
+        def __init__(self, size: int, eps: float):
+            super().__init__(size, eps=eps)
+            for parameter in self.parameters():
+                sum_gradient(parameter, group)
+
+    return SequenceParallelLayerNorm

@@ -1,0 +1,169 @@
+"""How the model is cut into pipeline stages: arithmetic alone, for the rules, the model and the printed plan.
+
+A *unit* is what is never cut: the embeddings, each transformer layer, and the final norm with the
+head. A *piece* is a run of units. A stage holds one piece; with DualPipeV two, one on the way out
+and the one opposite it on the way back.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from megatron.config import ModelConfig, RunConfig
+
+FRONT = ("WordEmbedding", "PositionEmbedding")
+LAYER = ("ParallelTransformerLayer",)
+BACK = ("without_documents", "LayerNorm", "WordEmbedding")
+"""Names of what each kind of unit takes up in the list of ``gpt2_layers()``, in order."""
+
+EXPLICIT = re.compile(r"\d+( *, *\d+)*")
+BY_TYPE = "type:"
+
+
+class Unit(NamedTuple):
+    """What is never cut, and what it costs, all tensor-parallel ranks together."""
+
+    names: tuple[str, ...]
+    parameters: int
+    flops: int
+    """Operations of the forward pass for one token."""
+    tied: int = 0
+    """Of the parameters, those that the first unit has too: a stage that holds both has them once."""
+
+
+class Stage(NamedTuple):
+    """What one pipeline stage holds, all of its tensor-parallel ranks together."""
+
+    pieces: tuple[range, ...]
+    """Its runs of units: 0 is the embeddings, n transformer layer n, the last one the head."""
+    parameters: int
+    flops: int
+
+
+METHODS: dict[str, Callable[[Unit], int]] = {
+    "uniform": lambda unit: 1,
+    "parameters": lambda unit: unit.parameters,
+    "flops": lambda unit: unit.flops,
+}
+"""What each unit weighs, where stages shall weigh the same."""
+
+
+def units(model: ModelConfig, seq_length: int) -> list[Unit]:
+    """The units of GPT-2, from the embeddings to the head.
+
+    A matrix takes two operations for each of its weights and tokens, and attention 4 s h: its two
+    products in full, without what causality would save. The rest is next to nothing.
+    """
+    h, inner, table = model.hidden_size, model.ffn_hidden_size, model.padded_vocab_size * model.hidden_size
+    matrices = 4 * h * h + 2 * h * inner
+    biases_and_norms = 9 * h + inner
+    front = Unit(FRONT, table + model.max_position_embeddings * h, 0)
+    layer = Unit(LAYER, matrices + biases_and_norms, 2 * matrices + 4 * seq_length * h)
+    back = Unit(BACK, 2 * h + table, 2 * table, tied=table)
+    return [front, *[layer] * model.num_layers, back]
+
+
+def weights(method: str, units: Sequence[Unit]) -> list[int]:
+    """What each unit weighs by ``method``, which is no explicit list."""
+    if method.startswith(BY_TYPE):
+        pattern = re.compile(method.removeprefix(BY_TYPE), re.IGNORECASE)
+        return [sum(bool(pattern.search(name)) for name in unit.names) for unit in units]
+    return [METHODS[method](unit) for unit in units]
+
+
+def explicit(method: str) -> tuple[int, ...] | None:
+    """The numbers of an explicit list such as ``3,5,4``; None where ``method`` is another one."""
+    return tuple(int(number) for number in method.split(",")) if EXPLICIT.fullmatch(method) else None
+
+
+def layers_of_pieces(run: RunConfig) -> tuple[int, ...]:
+    """Transformer layers of each piece, in the order of the model.
+
+    Only an explicit list may part the embeddings from the first layer: not every engine can do with that.
+    """
+    method = run.parallel.pipeline_partition
+    if (said := explicit(method)) is not None:
+        return said
+    front, first, *others = weights(method, units(run.model, run.data.seq_length))
+    *sizes, last = balanced([front + first, *others], run.parallel.pipe_pieces)
+    return (*sizes, last - 1)  # the head is no layer
+
+
+def balanced(weights: Sequence[int], parts: int) -> list[int]:
+    """Lengths of ``parts`` runs of ``weights``, none of them empty.
+
+    The heaviest run is as light as can be, and the others then as equal as can be. Among equals the
+    first runs are the longer ones.
+    """
+    sums = [0, *accumulate(weights)]
+    lightest, _ = _cheapest(sums, parts, max, lambda weight: weight)
+    _, lengths = _cheapest(sums, parts, sum, lambda weight: weight * weight if weight <= lightest else float("inf"))
+    return lengths
+
+
+def _cheapest(
+    sums: Sequence[int], parts: int, join: Callable[[tuple[float, float]], float], price: Callable[[int], float]
+) -> tuple[float, list[int]]:
+    """The cheapest way to cut ``sums`` (running sums from 0 on) into ``parts``, and the parts' lengths.
+
+    The parts' prices, joined, are the cost. Dynamic programming over where each part ends.
+    """
+    best: dict[int, tuple[float, list[int]]] = {0: (0, [])}
+    for _ in range(parts):
+        longer = {}
+        for end in range(1, len(sums)):
+            begins = [begin for begin in range(end - 1, -1, -1) if begin in best]
+            if begins:
+                costs = [join((best[begin][0], price(sums[end] - sums[begin]))) for begin in begins]
+                cost = min(costs)
+                begin = begins[costs.index(cost)]
+                longer[end] = (cost, [*best[begin][1], end - begin])
+        best = longer
+    return best[len(sums) - 1]
+
+
+def bounds(layers_of_pieces: Sequence[int]) -> list[int]:
+    """Where each piece begins in the list of ``gpt2_layers()``, and behind them the length of the list."""
+    inner = [len(FRONT) + layers for layers in accumulate(layers_of_pieces)]
+    return [0, *inner[:-1], inner[-1] + len(BACK)]
+
+
+def plan(run: RunConfig) -> list[Stage]:
+    """What each stage of ``run`` holds."""
+    of_units, pieces = units(run.model, run.data.seq_length), _pieces(layers_of_pieces(run))
+    stages = run.parallel.pipe_stages
+    # With two pieces to a stage, the way out is the first half of them, and the way back begins where it turns.
+    halves = (pieces[:stages], pieces[: stages - 1 : -1])[: run.parallel.pipe_pieces // stages]
+    return [_stage(pieces_of_stage, of_units) for pieces_of_stage in zip(*halves, strict=True)]
+
+
+def _pieces(layers_of_pieces: Sequence[int]) -> list[range]:
+    """The units of each piece."""
+    ends = [1 + layers for layers in accumulate(layers_of_pieces)]
+    ends[-1] += 1
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def _stage(pieces: tuple[range, ...], units: Sequence[Unit]) -> Stage:
+    held = {number for piece in pieces for number in piece}
+    parameters = sum(units[number].parameters for number in held)
+    if {0, len(units) - 1} <= held:
+        parameters -= units[-1].tied
+    return Stage(pieces, parameters, sum(units[number].flops for number in held))
+
+
+def inputs_in_flight(run: RunConfig) -> int:
+    """Most transformer layers whose inputs one rank keeps at a time, however small they are.
+
+    Stage n of N, from 0 on, has run N - n micro-batches forward before the first goes backward; with
+    DualPipeV a stage has run its pieces 2 N times by then, and the last one once more.
+    """
+    stages, method = run.parallel.pipe_stages, run.parallel.pipeline_partition
+    if method in ("parameters", "flops"):
+        # They depend on the vocabulary, which is not read yet; nothing a stage can hold is more than this.
+        return (run.parallel.pipe_pieces + 1) * run.model.num_layers
+    layers = layers_of_pieces(run)
+    if run.parallel.folds_pipeline:
+        return (2 * stages + 1) * max(layers)
+    return max((stages - stage) * count for stage, count in enumerate(layers))

@@ -1,0 +1,104 @@
+"""What is to be compared: a command line of pretrain_gpt2.py, on one layout after the other. No torch here."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.arguments import parse_run
+from megatron.arguments.command_line import read_flags
+from megatron.config import RunConfig
+from megatron.errors import ConfigError
+from megatron.verify.names import ONE_PROCESS, Layout, grids
+
+_OF_LAYOUT = (
+    "model_parallel_size",
+    "pipe_parallel_size",
+    "zero_stage",
+    "sequence_parallel",
+    "ds_sequence_parallel_size",
+    "pipeline_schedule",
+)
+_OF_TOOL = ("save", "load", "save_interval", "exit_interval", "finetune", "metrics_file", "local_rank")
+_REPLACED = ("attention_dropout", "hidden_dropout", "eval_iters", "log_interval", "global_batch_size")
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The words that all layouts share, and what else makes a run of them."""
+
+    words: tuple[str, ...]
+    iterations: int
+    environ: Mapping[str, str]
+
+    def run(self, layout: Layout) -> RunConfig:
+        """The run of ``layout``. Raises ConfigError where it is illegal."""
+        return parse_run([*self.words, *layout.flags], {**self.environ, "WORLD_SIZE": str(layout.processes)})
+
+    def command(self, layout: Layout, folder: Path) -> list[str]:
+        """Arguments that train on ``layout`` and leave metrics and checkpoint in ``folder``."""
+        outputs = ["--metrics-file", str(metrics_file(folder)), "--save", str(checkpoint_folder(folder))]
+        return [*self.words, *layout.flags, "--exit-interval", str(self.iterations), *outputs]
+
+
+def metrics_file(folder: Path) -> Path:
+    """Where a run leaves its metrics."""
+    return folder / "metrics.jsonl"
+
+
+def checkpoint_folder(folder: Path) -> Path:
+    """Where a run leaves its checkpoint."""
+    return folder / "checkpoint"
+
+
+def make_request(argv: Sequence[str], iterations: int, first: Layout, environ: Mapping[str, str]) -> Request:
+    """The request that ``argv``, arguments of pretrain_gpt2.py, amounts to; its global batch is that of ``first``.
+
+    Raises ConfigError with a line for each thing that is wrong.
+    """
+    given, problems = read_flags(argv)
+    for names, owner in ((_OF_LAYOUT, "the layouts: say it in their names"), (_OF_TOOL, "the comparison: remove it")):
+        problems += [f"{given[name].source} belongs to {owner}" for name in names if name in given]
+    if problems:
+        raise ConfigError(problems)
+    environ = {name: value for name, value in environ.items() if name not in _PLACE}
+    words = ["--attention-dropout", "0", "--hidden-dropout", "0", "--eval-iters", "0", "--log-interval", "1"]
+    if not {"train_iters", "train_samples"} & given.keys():
+        words += ["--train-iters", str(iterations)]
+    for name, value in given.items():
+        if name not in _REPLACED:
+            words += value.source.split(" ", 1)
+    batch = given["global_batch_size"].source.split(" ", 1) if "global_batch_size" in given else []
+    run = Request((*words, *batch), iterations, environ).run(first)
+    if run.train.train_iters < iterations:
+        raise ConfigError(
+            f"--iterations {iterations} is more than the {run.train.train_iters} that are trained: lower it"
+        )
+    if "micro_batch_size" in given and "gradient_accumulation_steps" in given:
+        # How often a rank accumulates follows from its micro-batch and from the number of ranks.
+        words = _without(words, given["gradient_accumulation_steps"].source.split(" ", 1))
+    return Request((*words, "--global-batch-size", str(run.train.global_batch_size)), iterations, environ)
+
+
+def _without(words: list[str], pair: list[str]) -> list[str]:
+    place = next(n for n in range(len(words)) if words[n : n + 2] == pair)
+    return words[:place] + words[place + 2 :]
+
+
+def illegal(request: Request, layouts: Sequence[Layout]) -> list[str]:
+    """A message for each rule that one of ``layouts`` breaks."""
+    return [f"layout {layout.name}: {message}" for layout in layouts for message in _complaints(request, layout)]
+
+
+def legal_layouts(request: Request, processes: int) -> list[Layout]:
+    """One process, and every layout of ``processes`` that no rule is against."""
+    legal = [layout for layout in grids(processes) if not _complaints(request, layout)]
+    return [ONE_PROCESS, *(layout for layout in legal if layout != ONE_PROCESS)]
+
+
+def _complaints(request: Request, layout: Layout) -> list[str]:
+    try:
+        request.run(layout)
+    except ConfigError as error:
+        return error.messages
+    return []

@@ -1,0 +1,186 @@
+"""Attention against an account of it token by token: windows, documents, the softmax's type, what is recomputed."""
+
+from dataclasses import replace
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing import assert_close
+
+from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.model.attention import ParallelSelfAttention
+from megatron.model.gpt2_model import GPT2Model
+from megatron.mpu import ParallelLayout, model_parallel_manual_seed
+
+B, S, H, HEADS = 2, 9, 16, 4
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=H,
+    ffn_hidden_size=4 * H,
+    num_attention_heads=HEADS,
+    max_position_embeddings=S,
+    vocab_size=21,
+    padded_vocab_size=24,
+    eod_token=4,
+    attention_dropout=0.0,
+    hidden_dropout=0.0,
+    init_method_std=0.3,
+)
+HIDDEN = torch.randn(B, S, H, generator=torch.Generator().manual_seed(1))
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 5 + [1] * 4], dtype=torch.int32)
+TOKENS = torch.randint(0, 21, (B, S), generator=torch.Generator().manual_seed(2))
+TARGETS = (TOKENS.roll(-1, 1), torch.full((B, S), 1 / (B * S)))
+
+
+def _layout() -> ParallelLayout:
+    size = dist.get_world_size()
+    layout = ParallelLayout.create(ParallelConfig(model_parallel_size=size, world_size=size))
+    deepspeed.checkpointing.configure(layout)
+    return layout
+
+
+def _attention(config: ModelConfig = CONFIG) -> ParallelSelfAttention:
+    attention = ParallelSelfAttention(config, _layout(), layer_number=2)
+    torch.nn.init.normal_(attention.query_key_value.bias, generator=torch.Generator().manual_seed(7))
+    return attention
+
+
+def token_by_token(attention: ParallelSelfAttention, config: ModelConfig, documents: Tensor | None) -> Tensor:
+    """HIDDEN -> [b, s, h] on one rank: token i sees i - N ... i, and of its own document only."""
+    heads = attention.query_key_value(HIDDEN).view(B, S, HEADS, 3, H // HEADS)
+    output = torch.empty(B, S, H)
+    for sample in range(B):
+        for i in range(S):
+            seen = [
+                j
+                for j in range(i + 1)
+                if i - j <= config.pre_tokens and (documents is None or documents[sample, i] == documents[sample, j])
+            ]
+            context = []
+            for head in range(HEADS):
+                query, (key, value) = heads[sample, i, head, 0], heads[sample, seen, head, 1:].unbind(1)
+                context.append((key @ query / (H // HEADS) ** 0.5).softmax(0) @ value)
+            output[sample, i] = attention.dense(torch.cat(context))
+    return output
+
+
+@pytest.mark.parametrize("pre_tokens", [0, 2, S - 2, S - 1, 65536])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("explicit", [False, True], ids=["fused", "explicit"])
+def test_a_token_sees_its_window(run_ranks, pre_tokens, documents, explicit):
+    run_ranks(1, a_token_sees_its_window, pre_tokens, documents, explicit)
+
+
+def a_token_sees_its_window(pre_tokens: int, documents: bool, explicit: bool):
+    config = replace(CONFIG, pre_tokens=pre_tokens, attention_softmax_in_fp32=explicit)
+    numbers = DOCUMENTS if documents else None
+    attention = _attention(config)
+    output, expected = attention(HIDDEN, numbers), token_by_token(attention, config, numbers)
+    assert_close(output, expected)
+    parameters = list(attention.parameters())
+    grads = [torch.autograd.grad((y * y).mean(), parameters) for y in (output, expected)]
+    assert_close(*grads, rtol=1e-4, atol=1e-6)
+    shut = not documents and pre_tokens < S - 1
+    everything = _attention(replace(CONFIG, attention_softmax_in_fp32=explicit))(HIDDEN)
+    assert torch.allclose(output, everything) != (shut or documents)
+
+
+def test_no_token_sees_ahead_whatever_next_tokens_says(run_ranks):
+    run_ranks(1, no_token_sees_ahead)
+
+
+def no_token_sees_ahead():
+    for next_tokens in (0, 3, 65536):
+        assert torch.equal(_attention(replace(CONFIG, next_tokens=next_tokens))(HIDDEN), _attention()(HIDDEN))
+
+
+def test_a_window_is_the_same_on_every_tensor_parallel_size(run_ranks):
+    (whole,), halves = run_ranks(1, windowed_loss), run_ranks(2, windowed_loss)
+    assert halves == pytest.approx([whole] * 2, rel=1e-5)
+    assert whole != pytest.approx(run_ranks(1, windowed_loss, 65536)[0], rel=1e-3)
+
+
+def windowed_loss(pre_tokens: int = 3) -> float:
+    config = replace(CONFIG, pre_tokens=pre_tokens)
+    return GPT2Model(config, ActivationConfig(), _layout())(TOKENS, TARGETS).item()
+
+
+def test_the_softmax_in_fp32_is_closer_to_fp32(run_ranks):
+    run_ranks(1, softmax_in_fp32)
+
+
+def softmax_in_fp32():
+    """In bf16: the flag's own scores and softmax, against those of scores that were rounded to bf16 first."""
+    attention = _attention(replace(CONFIG, attention_softmax_in_fp32=True))
+    heads = (4 * torch.randn(3, 2, HEADS, 64, 8, generator=torch.Generator().manual_seed(3))).bfloat16()
+    exact = attention._explicit(*heads.float(), None, 0.0)
+    in_fp32 = attention._explicit(*heads, None, 0.0)
+    attention.softmax_in_fp32 = False
+    of_bf16 = attention._explicit(*heads, None, 0.0)
+    assert in_fp32.dtype == of_bf16.dtype == torch.bfloat16
+    assert (in_fp32 - exact).abs().mean() < 0.3 * (of_bf16 - exact).abs().mean()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("changes", [{}, {"attention_softmax_in_fp32": True}, {"reset_attention_mask": True}])
+def test_selective_recomputation_repeats_the_core_alone(run_ranks, size, changes):
+    run_ranks(size, selective_recomputation, changes)
+
+
+def selective_recomputation(changes: dict):
+    """With dropout: each core runs twice, each layer's linears once, and nothing changes, to the last bit."""
+    layout, results = _layout(), []
+    for recomputes in (False, True):
+        config = replace(CONFIG, attention_dropout=0.3, hidden_dropout=0.2, recomputes_attention=recomputes, **changes)
+        model = GPT2Model(config, ActivationConfig(), layout).train()
+        cores, linears = [], []
+        for module in model.modules():
+            if isinstance(module, ParallelSelfAttention):
+                module._core = _counted(module._core, cores)
+                module.query_key_value.register_forward_hook(lambda *_, linears=linears: linears.append(1))
+        model_parallel_manual_seed(5, layout)
+        losses = []
+        for _ in range(2):
+            loss = model(TOKENS, TARGETS)
+            loss.backward()
+            losses.append(loss.detach())
+        results.append((losses, [p.grad for p in model.parameters()]))
+        assert (len(cores), len(linears)) == (8 if recomputes else 4, 4)
+    (losses, grads), (losses_again, grads_again) = results
+    assert losses == losses_again and losses[0] != losses[1]
+    assert all(torch.equal(one, other) for one, other in zip(grads, grads_again, strict=True))
+    assert len(cores) == 8
+    model.eval()(TOKENS)
+    assert len(cores) == 10
+
+
+def _counted(function, calls: list):
+    def run(*arguments):
+        calls.append(1)
+        return function(*arguments)
+
+    return run
+
+
+def test_selective_recomputation_keeps_less(run_ranks):
+    """Bytes that autograd holds behind the explicit core: the scores are gone, query, key and value stay."""
+    (kept,), (recomputed,) = (run_ranks(1, bytes_kept, recomputes) for recomputes in (False, True))
+    scores = B * HEADS * S * S * 4
+    assert kept - recomputed > 3 * scores
+
+
+def bytes_kept(recomputes: bool) -> int:
+    config = replace(CONFIG, attention_dropout=0.1, attention_softmax_in_fp32=True, recomputes_attention=recomputes)
+    attention, storages = _attention(config).train(), {}
+    model_parallel_manual_seed(5, _layout())
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = attention(HIDDEN.clone().requires_grad_())
+    assert output.requires_grad
+    return sum(storages.values())

@@ -1,0 +1,51 @@
+"""Every kind of activation checkpointing gives the losses of none, to the last bit, with dropout on."""
+
+from pathlib import Path
+
+import pytest
+from support.programs import Programs, read_metrics
+
+SETTINGS = (
+    "--train-iters 4 --batch-size 2 --global-batch-size 4 --attention-dropout 0.1 --hidden-dropout 0.1"
+    " --clip-grad 0.4 --eval-iters 1 --eval-interval 2 --model-parallel-size 2"
+).split()
+ENGINES = {"plain": (2, ""), "pipeline": (4, "--pipe-parallel-size 2")}
+KINDS = {
+    "full": "--checkpoint-activations",
+    "selective": "--recompute-granularity selective",
+    "partitioned": "--checkpoint-activations --partition-activations",
+    "in CPU memory": "--checkpoint-activations --partition-activations --checkpoint-in-cpu",
+    "contiguous": "--checkpoint-activations --partition-activations --contigious-checkpointing",
+    "synchronized and profiled": "--checkpoint-activations --synchronize-each-layer --profile-backward",
+}
+
+
+@pytest.fixture(scope="module")
+def losses(programs: Programs, tmp_path_factory: pytest.TempPathFactory):
+    """Train with an engine and these flags: losses, validation losses and gradient norms."""
+
+    def run(engine: str, flags: str) -> list[float]:
+        processes, layout = ENGINES[engine]
+        metrics: Path = tmp_path_factory.mktemp("kind") / "metrics"
+        programs.pretrain(processes, *SETTINGS, *layout.split(), *flags.split(), "--metrics-file", metrics).ok()
+        names = ("lm_loss", "grad_norm", "validation_loss", "test_loss")
+        return [line[name] for line in read_metrics(metrics) for name in names if name in line]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def kept(losses) -> dict[str, list[float]]:
+    """What each engine finds without checkpointing."""
+    return {engine: losses(engine, "") for engine in ENGINES}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_changes_nothing(losses, kept, engine, kind) -> None:
+    assert len(kept[engine]) == 4 + 4 + 2 + 1
+    assert losses(engine, KINDS[kind]) == kept[engine]
+
+
+def test_dropout_has_a_say(losses, kept) -> None:
+    assert losses("plain", "--attention-dropout 0")[0] != kept["plain"][0]
