@@ -26,11 +26,7 @@ def run_rank(main: Callable[[], None]) -> NoReturn:
         joined = _has_joined()
         if joined or is_first_here:
             for message in error.messages:
-                print(
-                    f"pretrain_gpt2.py: error: {f'rank {rank}: ' if joined or rank else ''}{message}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _say(f"rank {rank}: {message}" if joined or rank else message)
         else:
             # The launcher ends all ranks with the first that ends, which must not be one that said nothing.
             time.sleep(1)
@@ -39,15 +35,17 @@ def run_rank(main: Callable[[], None]) -> NoReturn:
         os._exit(130)
     except Exception as error:
         if _lost_a_rank(error):
-            print(
-                f"pretrain_gpt2.py: error: rank {rank}: another rank ended before this one", file=sys.stderr, flush=True
-            )
+            _say(f"rank {rank}: another rank ended before this one")
             os._exit(LaunchError.exit_code)
         print(f"pretrain_gpt2.py: rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    sys.exit(0)
+    _leave_mpi()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's end: there gloo's threads abort one process in twenty, the group left or not.
+    os._exit(0)
 
 
 def _place() -> tuple[int, bool]:
@@ -59,11 +57,22 @@ def _place() -> tuple[int, bool]:
         return 0, True  # nobody else may be there to say it
 
 
+def _say(message: str) -> None:
+    print(f"pretrain_gpt2.py: error: {message}", file=sys.stderr, flush=True)
+
+
 def _lost_a_rank(error: Exception) -> bool:
     """Whether gloo says that the other end is gone: then the cause, and the traceback that helps, are there."""
     return isinstance(error, RuntimeError) and any(
         words in str(error) for words in ("Connection closed by peer", "Connection reset by peer")
     )
+
+
+def _leave_mpi() -> None:
+    """What mpi4py would do at the interpreter's end; mpirun takes a process that has not for a failed one."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def _has_joined() -> bool:

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PREFIX = "pretrain_gpt2.py: error: "
 COMMAND = (
     *TINY_MODEL,
-    *"--data-path tiny_text_document --vocab-file vocab.json --tokenizer-type WhitespaceTokenizer --split 8,1,1".split(),
+    *"--data-path tiny_text_document --split 8,1,1".split(),
+    *"--vocab-file vocab.json --tokenizer-type WhitespaceTokenizer".split(),
     *"--batch-size 2 --train-iters 4 --eval-iters 1".split(),
 )
 """A legal command line, in a folder with the tiny data set. Of a flag given twice the later value counts."""
