@@ -6,7 +6,7 @@
 set -euo pipefail
 
 IMAGE=${IMAGE:-megatron-deepspeed}
-GPUS=${GPUS-all}                                   # all, a number, or "device=0,1"; empty is none
+GPUS=${GPUS-all}                                   # all, a number, or '"device=0,1"' with its quotes; empty is none
 DATA_DIR=${DATA_DIR:-$PWD/data}                    # data/ inside; index maps are written there, beside the data
 CHECKPOINT_DIR=${CHECKPOINT_DIR:-$PWD/checkpoints} # checkpoints/ inside
 

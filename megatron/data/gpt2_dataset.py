@@ -61,8 +61,8 @@ class GPT2Dataset:
             at = int(wrong.argmax())
             raise DataError(
                 f"{self._indexed.bin_path} holds token {tokens[at]} in document {self._first_document + document} at "
-                f"offset {start + at}, but the vocabulary ends at {self._vocab_size - 1}: the data set was made with "
-                "another tokenizer, or is damaged"
+                f"offset {start + at}, but the vocabulary ends at {self._vocab_size - 1}: name the vocabulary "
+                "that the data set was made with, or make the data set again"
             )
         return tokens
 

@@ -7,6 +7,7 @@ from megatron.errors import ResourceError
 
 def check_device(device: str, local_rank: int) -> None:
     """See that torch finds a ``device`` for the process ``local_rank`` of this host.
+
     Raises:
         ResourceError: it does not.
     """

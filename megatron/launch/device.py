@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.errors import ConfigError
-from megatron.spelling import did_you_mean
 
 ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
 """Kinds of device that DeepSpeed has an accelerator for, by its names."""
@@ -22,8 +21,7 @@ def expected_device(environ: Mapping[str, str], dev: Path = Path("/dev")) -> str
     """
     if name := environ.get("DS_ACCELERATOR"):
         if name not in ACCELERATORS:
-            guess = did_you_mean(name, ACCELERATORS, otherwise=f"choose from {', '.join(ACCELERATORS)}")
-            raise ConfigError(f"the environment says DS_ACCELERATOR={name}: {guess}")
+            raise ConfigError(f"the environment says DS_ACCELERATOR={name}: choose from {', '.join(ACCELERATORS)}")
         return name
     if environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return "cpu"

@@ -2,50 +2,77 @@
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from megatron.errors import ConfigError, UserError
-from megatron.launch.launcher import check_place
+from megatron.errors import ConfigError, LaunchError, UserError
+from megatron.launch.launcher import check_place, local_rank
 from megatron.launch.launcher import rank as rank_of
 
 
 def run_rank(main: Callable[[], None]) -> NoReturn:
     """Run ``main`` as one of several ranks and leave the process with its exit code.
 
-    What every rank sees before they have joined is said by the first alone. Behind that the rank that
-    fails says so, and leaves at once, without waiting for others in the middle of a collective.
+    What every rank sees before they have joined is said by the first of each host alone. Behind that the
+    rank that fails says so, and leaves at once, without waiting for others in the middle of a collective;
+    they notice, and leave with a line each.
     """
-    rank = _rank()
+    rank, is_first_here = _place()
     try:
         main()
     except UserError as error:
         joined = _has_joined()
-        if joined or rank == 0:
+        if joined or is_first_here:
             for message in error.messages:
-                print(
-                    f"pretrain_gpt2.py: error: {f'rank {rank}: ' if joined else ''}{message}",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _say(f"rank {rank}: {message}" if joined or rank else message)
+        else:
+            # The launcher ends all ranks with the first that ends, which must not be one that said nothing.
+            time.sleep(1)
         os._exit(error.exit_code)
     except KeyboardInterrupt:
         os._exit(130)
-    except Exception:
+    except Exception as error:
+        if _lost_a_rank(error):
+            _say(f"rank {rank}: another rank ended before this one")
+            os._exit(LaunchError.exit_code)
         print(f"pretrain_gpt2.py: rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
-    sys.exit(0)
+    _leave_mpi()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's end: there gloo's threads abort one process in twenty, the group left or not.
+    os._exit(0)
 
 
-def _rank() -> int:
+def _place() -> tuple[int, bool]:
+    """This process's rank, and whether it is the first on its host."""
     try:
         check_place(os.environ)
+        return rank_of(os.environ) or 0, not local_rank(os.environ)
     except ConfigError:
-        return 0  # nobody else may be there to say it
-    return rank_of(os.environ) or 0
+        return 0, True  # nobody else may be there to say it
+
+
+def _say(message: str) -> None:
+    print(f"pretrain_gpt2.py: error: {message}", file=sys.stderr, flush=True)
+
+
+def _lost_a_rank(error: Exception) -> bool:
+    """Whether gloo says that the other end is gone: then the cause, and the traceback that helps, are there."""
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("Connection closed by peer", "Connection reset by peer")
+    )
+
+
+def _leave_mpi() -> None:
+    """What mpi4py would do at the interpreter's end; mpirun takes a process that has not for a failed one."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def _has_joined() -> bool:

@@ -1,0 +1,85 @@
+"""The cache of compiled extensions: an environment's own, built once, and never waited for in vain."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.programs import BIN, Programs
+
+from megatron.launch.environment import prepare_environment
+
+NAME = "deepspeed_shm_comm"
+BRIEF = "--batch-size 2 --train-iters 1 --eval-iters 0".split()
+
+
+@pytest.fixture(scope="module")
+def built(programs: Programs) -> Path:
+    """The folder that programs find the extension in, built."""
+    programs.pretrain(1, *BRIEF).ok()
+    environ = dict(os.environ)
+    prepare_environment(environ)
+    return Path(environ["TORCH_EXTENSIONS_DIR"])
+
+
+@pytest.fixture
+def compiler(built: Path, tmp_path: Path) -> Path:
+    """A compiler that takes what is built already for its work, writes a line about each piece, and needs no time."""
+    script = tmp_path / "c++"
+    script.write_text(f"""#!/bin/bash
+        output= depends=
+        arguments=("$@")
+        while [ $# -gt 0 ]; do
+            case $1 in -o) output=$2 ;; -MF) depends=$2 ;; esac
+            shift
+        done
+        case "$PWD" in */{NAME}) ;; *) exec c++ "${{arguments[@]}}" ;; esac
+        [ -n "$output" ] || exec c++ "${{arguments[@]}}"
+        echo "$output" >> {tmp_path}/compiled
+        sleep 0.5
+        cp {built}/{NAME}/"$output" "$output"
+        [ -z "$depends" ] || echo "$output:" > "$depends"
+    """)
+    script.chmod(0o755)
+    return script
+
+
+def compiled(tmp_path: Path) -> list[str]:
+    record = tmp_path / "compiled"
+    return sorted(record.read_text().split()) if record.exists() else []
+
+
+def test_two_processes_build_it_once_and_later_ones_never(programs: Programs, compiler: Path, tmp_path: Path) -> None:
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), "CXX": str(compiler)}
+    first = programs.pretrain(2, *BRIEF, **environ).ok()
+    pieces = sorted(["shm.o", "shm_interface.o", f"{NAME}.so"])
+    assert compiled(tmp_path) == pieces
+    assert first.output.count("> compiling") == first.output.count("> compiled") == 1
+
+    # Another ninja, which would not know what the first has built, comes first on the path.
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ninja").symlink_to(shutil.which("false"))
+    path = os.pathsep.join([str(tmp_path / "bin"), str(BIN), os.environ["PATH"]])
+    again = programs.pretrain(1, *BRIEF, **environ, PATH=path).ok()
+    assert compiled(tmp_path) == pieces
+    assert "> compil" not in again.output
+
+
+def test_what_a_killed_build_left_is_not_waited_for(programs: Programs, built: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(built, tmp_path / "cache") / NAME
+    (folder / "lock").touch()
+    ended = programs.pretrain(1, *BRIEF, TORCH_EXTENSIONS_DIR=str(folder.parent)).ok()
+    assert f"> removing {folder}/lock, left by a build that was killed" in ended.output
+    assert not (folder / "lock").exists()
+
+
+def test_two_environments_have_two_caches(programs: Programs, built: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    program = (
+        "import os; from megatron.launch.environment import prepare_environment; "
+        "prepare_environment(os.environ); print(os.environ['TORCH_EXTENSIONS_DIR'])"
+    )
+    said = programs.run(tmp_path / "venv" / "bin" / "python", "-c", program).ok().output.strip()
+    assert Path(said).parent == built.parent and Path(said) != built

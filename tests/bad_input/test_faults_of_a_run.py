@@ -1,0 +1,54 @@
+"""Faults that only a running program meets, on one process and on two: it ends at once and says why."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.programs import Programs
+
+BRIEF = "--batch-size 2 --train-iters 20 --eval-iters 0".split()
+LAYOUTS = {
+    "one process": (1, ""),
+    "one process, read ahead": (1, "--num-workers 2"),
+    "two replicas": (2, ""),
+    "two stages": (2, "--pipe-parallel-size 2"),
+    "two stages, read ahead": (2, "--pipe-parallel-size 2 --num-workers 1"),
+    "two tensor-parallel ranks": (2, "--model-parallel-size 2"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_token_outside_the_vocabulary(programs: Programs, tmp_path: Path, layout: str) -> None:
+    """The vocabulary lacks the data's last words, and so their tokens."""
+    processes, flags = LAYOUTS[layout]
+    words = [*(f"w{n}" for n in range(50)), "<unk>", "<|endoftext|>"]
+    (tmp_path / "small.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
+    flags = [*flags.split(), "--vocab-file", str(tmp_path / "small.json"), "--save", str(tmp_path / "ck")]
+    ended = programs.pretrain(processes, *BRIEF, *flags)
+    said = [line for line in ended.output.splitlines() if line.startswith("pretrain_gpt2.py: error: ")]
+    causes = [line for line in said if "another rank ended before this one" not in line]
+    assert causes and len(said) <= processes
+    for line in causes:
+        assert "tiny_text_document.bin holds token " in line and " in document " in line and " at offset " in line
+        assert "but the vocabulary ends at 51: name the vocabulary that the data set was made with" in line
+    if processes == 1:
+        assert ended.returncode == 3 and "Traceback" not in ended.output
+    else:  # torchrun's own report
+        assert "exitcode  : 3 " in ended.output and ended.output.count("Traceback") == 1
+    assert not list(tmp_path.glob("ck/global_step*"))
+
+
+def test_a_device_that_is_not_there(programs: Programs) -> None:
+    ended = programs.pretrain(1, *BRIEF, DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES="")
+    assert ended.returncode == 7
+    assert ended.output.splitlines() == [
+        "pretrain_gpt2.py: error: process 0 of this host has no device: torch finds 0 of cuda; start fewer processes, "
+        "install a torch that knows the device, or set DS_ACCELERATOR=cpu to train on the CPU"
+    ]
+
+
+def test_a_normal_end_is_one_every_time(programs: Programs) -> None:
+    """Gloo aborts now and then where a process ends without leaving its group."""
+    for _ in range(5):
+        ended = programs.pretrain(2, "--batch-size", "2", "--train-iters", "1", "--eval-iters", "0").ok()
+        assert ended.output.splitlines()[-1].startswith("iteration 1/1 "), ended.output

@@ -1,0 +1,322 @@
+"""Every mistake that the command line, the environment or the JSON shows: a line each, before torch is imported."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.programs import Programs
+from support.refusals import PREFIX, launched, refusal
+
+TWO = launched(0, 2)
+
+# What is wrong: flags, environment, and the lines.
+SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
+    "heads do not divide the hidden size": (
+        "--hidden-size 33",
+        {},
+        ["--hidden-size 33 is not a multiple of --num-attention-heads 4: use 32 or 36"],
+    ),
+    "tensor-parallel ranks do not divide the heads": (
+        "--model-parallel-size 2 --num-attention-heads 1",
+        TWO,
+        ["--num-attention-heads 1 is not a multiple of --model-parallel-size 2: use 2"],
+    ),
+    "fewer layers than stages": (
+        "--pipe-parallel-size 2 --num-layers 1",
+        TWO,
+        ["--num-layers 1 is less than --pipe-parallel-size 2: use at most 1 stages"],
+    ),
+    "processes do not make a grid": (
+        "--model-parallel-size 2 --pipe-parallel-size 2",
+        launched(0, 6),
+        [
+            "6 processes cannot be split into --model-parallel-size 2 x --pipe-parallel-size 2: use 4 or 8 processes, "
+            "or --model-parallel-size 1, or --pipe-parallel-size 1 or 3"
+        ],
+    ),
+    "one process for two tensor-parallel ranks": (
+        "--model-parallel-size 2",
+        {},
+        ["1 process cannot be split into --model-parallel-size 2: use 2 processes, or --model-parallel-size 1"],
+    ),
+    "batch sizes that contradict each other": (
+        "--global-batch-size 16 --gas 3",
+        TWO,
+        [
+            "--global-batch-size 16 is not --batch-size 2 x --gas 3 x data-parallel size 2 = 12: "
+            "set a global batch of 12 or an accumulation of 4"
+        ],
+    ),
+    "a batch that the replicas cannot share": (
+        "--global-batch-size 6",
+        TWO,
+        [
+            "--global-batch-size 6 is not a multiple of --batch-size 2 x data-parallel size 2 = 4: "
+            "set a global batch of 4 or 8"
+        ],
+    ),
+    "activations in CPU memory that are not partitioned": (
+        "--checkpoint-activations --checkpoint-in-cpu",
+        {},
+        ["--checkpoint-in-cpu cannot work without --partition-activations: add it"],
+    ),
+    "ZeRO 2 under a pipeline": (
+        "--pipe-parallel-size 1 --zero-stage 2",
+        {},
+        [
+            "--zero-stage 2 cannot go with --pipe-parallel-size 1: the pipeline accumulates gradients over "
+            "micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
+            "--pipe-parallel-size 0"
+        ],
+    ),
+    "fp16 on the CPU": ("--fp16", {}, ["--fp16 does not work on the CPU: use --bf16, or neither for fp32"]),
+    "fp16 and bf16": (
+        "--fp16 --bf16",
+        {"DS_ACCELERATOR": "cuda"},
+        ["--fp16 and --bf16 exclude each other: remove one"],
+    ),
+    "apex on the CPU": (
+        "--fused-kernels apex",
+        {},
+        ["--fused-kernels apex needs CUDA, and this host shows no GPU: use auto or torch"],
+    ),
+    "more tokens than positions": (
+        "--seq-length 1024",
+        {},
+        ["--seq-length 1024 is more than --max-position-embeddings 32: raise the latter"],
+    ),
+    "a misspelt flag": ("--hiden-size 32", {}, ["unknown flag --hiden-size: did you mean --hidden-size?"]),
+    "an argument of another program": (
+        "--top-k 5",
+        {},
+        ["--top-k: not supported by pretrain_gpt2.py (text generation)"],
+    ),
+    "a value behind a switch": ("--bf16 true", {}, ["unexpected argument 'true': every value follows its flag"]),
+    "a value tied to a switch": ("--bf16=true", {}, ["--bf16: takes no value: remove 'true'"]),
+    "a flag without its value": ("--lr", {}, ["--lr: needs a value"]),
+    "a word for a number": ("--batch-size two", {}, ["--batch-size two: must be a number"]),
+    "half an iteration": ("--train-iters 1.5", {}, ["--train-iters 1.5: must be a whole number"]),
+    "no number": ("--lr nan", {}, ["--lr nan: must be a finite number"]),
+    "negative": ("--batch-size -1", {}, ["--batch-size -1 must be 1 or more"]),
+    "zero": ("--exit-interval 0", {}, ["--exit-interval 0 must be 1 or more"]),
+    "huge": ("--hidden-size 1e300", {}, ["--hidden-size 1e300: must be 9007199254740992 at most"]),
+    "four parts of the data": (
+        "--split 1,1,1,1",
+        {},
+        ['--split "1,1,1,1": expected one to three weights for training, validation and test, such as "969, 30, 1"'],
+    ),
+    "an empty name": ("--save ''", {}, ["--save '': must not be empty"]),
+    "an empty name of the config": ("--deepspeed_config ''", {}, ["--deepspeed-config '': must not be empty"]),
+    "two units": (
+        "--train-samples 8",
+        {},
+        ["--train-iters 4 and --train-samples 8 exclude each other: give one"],
+    ),
+    "two names that differ": (
+        "--micro-batch-size 4",
+        {},
+        ["--batch-size 2 and --micro-batch-size 4 set the same thing: remove one"],
+    ),
+    "a rank that is no number": (
+        "",
+        {**TWO, "RANK": "abc"},
+        ["the environment says RANK=abc: set a whole number from 0 on, or unset it"],
+    ),
+    "a rank beyond the last": (
+        "",
+        {**TWO, "RANK": "2"},
+        ["the environment says that this is rank 2 of 2, counted from 0: start with deepspeed, torchrun or mpirun"],
+    ),
+    "a world without a rank": (
+        "",
+        {"WORLD_SIZE": "2"},
+        [
+            "the environment says that there are 2 processes, but not which one this is (RANK): start with deepspeed, "
+            "torchrun or mpirun, or unset WORLD_SIZE"
+        ],
+    ),
+    "a rank without an address": (
+        "",
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        [
+            "the environment has RANK without LOCAL_RANK, MASTER_ADDR, MASTER_PORT: start with deepspeed, torchrun or "
+            "mpirun, or unset RANK"
+        ],
+    ),
+    "no world": (
+        "",
+        {"WORLD_SIZE": "0"},
+        ["the environment says WORLD_SIZE=0: set a whole number from 1 on, or unset it"],
+    ),
+    "a port that is no number": (
+        "",
+        {**TWO, "MASTER_PORT": "http"},
+        ["the environment says MASTER_PORT=http: set a whole number from 1 on, or unset it"],
+    ),
+    "a port that there is not": (
+        "",
+        {**TWO, "MASTER_PORT": "65536"},
+        ["the environment says MASTER_PORT=65536: ports end at 65535"],
+    ),
+    "a device that there is not": (
+        "",
+        {"DS_ACCELERATOR": "gpu"},
+        ["the environment says DS_ACCELERATOR=gpu: choose from cuda, cpu, xpu, npu, mps, hpu, mlu, sdaa, supa, klxpu"],
+    ),
+    "all at once": (
+        "--hidden-size 33 --zero-stage 3 --pipe-parallel-size 3 --fp16 --adam-beta1 1 --checkpoint-in-cpu --tok-k 3",
+        TWO,
+        [
+            "unknown flag --tok-k: see --help",
+            "--adam-beta1 1 must be from 0 to 1, 1 excluded",
+            "--hidden-size 33 is not a multiple of --num-attention-heads 4: use 32 or 36",
+            "2 processes cannot be split into --model-parallel-size 1 x --pipe-parallel-size 3: use 3 processes, "
+            "or --pipe-parallel-size 1 or 2",
+            "--zero-stage 3 cannot go with --pipe-parallel-size 3: the pipeline accumulates gradients over "
+            "micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
+            "--pipe-parallel-size 0",
+            "--fp16 does not work on the CPU: use --bf16, or neither for fp32",
+            "--checkpoint-in-cpu has no effect without --checkpoint-activations: add --checkpoint-activations, or "
+            "remove --checkpoint-in-cpu",
+            "--checkpoint-in-cpu cannot work without --partition-activations: add it",
+        ],
+    ),
+}
+if find_spec("apex") is None:
+    SETTINGS["apex that is not there"] = (
+        "--fused-kernels apex",
+        {"DS_ACCELERATOR": "cuda"},
+        ["--fused-kernels apex: apex is not installed; install it, or use auto or torch"],
+    )
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_setting_is_refused(place: Path, case: str) -> None:
+    words, environ, lines = SETTINGS[case]
+    assert refusal(place, words, environ) == (2, lines)
+
+
+# What is wrong: the file's text, flags, and the lines.
+CONFIGS: dict[str, tuple[str, str, list[str]]] = {
+    "no file": ("", "--deepspeed_config none.json", ["--deepspeed_config none.json: No such file or directory"]),
+    "a folder": ("", "--deepspeed_config ck", ["--deepspeed_config ck: Is a directory"]),
+    "empty": ("", "", ["ds.json, line 1, column 1: not JSON: Expecting value"]),
+    "a list": ("[1]", "", ["ds.json: must hold a JSON object, that is, begin with an opening brace"]),
+    "null": ("null", "", ["ds.json: must hold a JSON object, that is, begin with an opening brace"]),
+    "a comma too many": (
+        '{"gradient_clipping": 1.0,\n}',
+        "",
+        ["ds.json, line 2, column 1: not JSON: Expecting property name enclosed in double quotes"],
+    ),
+    "a comment": (
+        '{\n  // ZeRO\n  "steps_per_print": 1\n}',
+        "",
+        ["ds.json, line 2, column 3: not JSON: Expecting property name enclosed in double quotes"],
+    ),
+    "a misspelt key": (
+        '{"zero_optimisation": {"stage": 1}}',
+        "",
+        ["ds.json, line 1: zero_optimisation: unknown key, did you mean zero_optimization?"],
+    ),
+    "a misspelt key within a section": (
+        '{"zero_optimization": {\n"stag": 1}}',
+        "",
+        ["ds.json, line 2: zero_optimization.stag: unknown key, did you mean stage?"],
+    ),
+    "a key twice": (
+        '{"gradient_clipping": 1.0,\n "gradient_clipping": 2.0}',
+        "",
+        ["ds.json, line 2: gradient_clipping was already given in line 1"],
+    ),
+    "a section that is none": (
+        '{"zero_optimization": true}',
+        "",
+        ["ds.json, line 1: zero_optimization: true must be an object"],
+    ),
+    "a word for a number": (
+        '{"train_batch_size": "8"}',
+        "",
+        ['ds.json, line 1: train_batch_size: "8" must be a whole number from 1 on'],
+    ),
+    "negative": (
+        '{"gradient_clipping": -1}',
+        "",
+        ["ds.json, line 1: gradient_clipping: -1 must be a number from 0 on"],
+    ),
+    "ZeRO 4": (
+        '{"zero_optimization": {"stage": 4}}',
+        "",
+        ["ds.json, line 1: zero_optimization.stage: 4 must be one of 0, 1, 2, 3"],
+    ),
+    "an optimizer that there is not": (
+        '{"optimizer": {"type": "Adm"}}',
+        "",
+        ['ds.json, line 1: optimizer.type: "Adm" must be one of Adam, AdamW, Adagrad, Lamb, Lion, SGD'],
+    ),
+    "a scheduler": (
+        '{"scheduler": {"type": "WarmupLR"}}',
+        "",
+        [
+            "ds.json, line 1: scheduler: the schedule belongs to the command line: use --lr, --min-lr, "
+            "--lr-decay-style, --lr-decay-iters and --warmup"
+        ],
+    ),
+    "a batch that does not add up": (
+        '{"train_batch_size": 7}',
+        "",
+        [
+            "train_batch_size 7 in ds.json is not a multiple of --batch-size 2 x data-parallel size 1 = 2: "
+            "set a global batch of 6 or 8"
+        ],
+    ),
+    "another value than the flag's": (
+        '{"gradient_clipping": 2.0}',
+        "--clip-grad 1.0",
+        ["--clip-grad 1.0 and gradient_clipping 2.0 in ds.json contradict each other: remove one"],
+    ),
+    "fp16 on the CPU": (
+        '{"fp16": {"enabled": true}}',
+        "",
+        ["--fp16 does not work on the CPU: use --bf16, or neither for fp32"],
+    ),
+    "weights offloaded without ZeRO 3": (
+        '{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
+        "",
+        [
+            'zero_optimization.offload_param.device "cpu" in ds.json works at ZeRO 3 only: '
+            "use --zero-stage 3, or remove it"
+        ],
+    ),
+    "NVMe without a place": (
+        '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}',
+        "",
+        [
+            'zero_optimization.offload_optimizer.device "nvme" in ds.json needs "nvme_path", a folder on the NVMe '
+            "device: add it"
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_file_is_refused(place: Path, case: str) -> None:
+    text, words, lines = CONFIGS[case]
+    (place / "ds.json").write_text(text)
+    assert refusal(place, f"--deepspeed_config ds.json {words}") == (2, lines)
+
+
+def test_the_first_rank_of_each_host_speaks(place: Path) -> None:
+    words = "--hidden-size 33"
+    (line,) = refusal(place, words, launched(0, 2))[1]
+    assert refusal(place, words, launched(1, 2)) == (2, [])
+    assert refusal(place, words, {**launched(1, 2), "LOCAL_RANK": "0"}) == (2, [f"rank 1: {line}"])
+
+
+def test_two_processes_say_it_once(programs: Programs) -> None:
+    ended = programs.pretrain(2, "--batch-size", "2", "--train-iters", "1", "--model-parallel-size", "4")
+    said = [line for line in ended.output.splitlines() if line.startswith(PREFIX)]
+    assert said == [
+        f"{PREFIX}2 processes cannot be split into --model-parallel-size 4: use 4 processes, or "
+        "--model-parallel-size 1 or 2"
+    ]
+    assert ended.returncode != 0 and "exitcode  : 2 " in ended.output
