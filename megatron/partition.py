@@ -78,16 +78,20 @@ def explicit(method: str) -> tuple[int, ...] | None:
 
 
 def layers_of_pieces(run: RunConfig) -> tuple[int, ...]:
-    """Transformer layers of each piece, in the order of the model.
-
-    Only an explicit list may part the embeddings from the first layer: not every engine can do with that.
-    """
-    method = run.parallel.pipeline_partition
-    if (said := explicit(method)) is not None:
+    """Transformer layers of each piece, in the order of the model."""
+    if (said := explicit(run.parallel.pipeline_partition)) is not None:
         return said
-    front, first, *others = weights(method, units(run.model, run.data.seq_length))
-    *sizes, last = balanced([front + first, *others], run.parallel.pipe_pieces)
+    *sizes, last = balanced(shares(run), run.parallel.pipe_pieces)
     return (*sizes, last - 1)  # the head is no layer
+
+
+def shares(run: RunConfig) -> list[int]:
+    """What each layer weighs, the embeddings with the first one, and what the head does; of no explicit list.
+
+    Only an explicit list may part the embeddings from the first layer: not every optimizer can do with that.
+    """
+    front, first, *others = weights(run.parallel.pipeline_partition, units(run.model, run.data.seq_length))
+    return [front + first, *others]
 
 
 def balanced(weights: Sequence[int], parts: int) -> list[int]:

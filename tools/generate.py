@@ -6,10 +6,11 @@ from typing import Any
 import _project_root  # noqa: F401
 
 from megatron.checkpoint.tracker import SavedRun, newest
-from megatron.cli import ToolParser, run_tool
+from megatron.cli import ToolParser
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.errors import ConfigError
 from megatron.launch.environment import prepare_environment
+from megatron.launch.rank import run_rank
 
 
 def main() -> None:
@@ -91,4 +92,4 @@ def _parser() -> ToolParser:
 
 
 if __name__ == "__main__":
-    run_tool(main)
+    run_rank(main)

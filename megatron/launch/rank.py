@@ -5,6 +5,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from megatron.errors import ConfigError, LaunchError, UserError
@@ -37,7 +38,7 @@ def run_rank(main: Callable[[], None]) -> NoReturn:
         if _lost_a_rank(error):
             _say(f"rank {rank}: another rank ended before this one")
             os._exit(LaunchError.exit_code)
-        print(f"pretrain_gpt2.py: rank {rank} failed:", file=sys.stderr)
+        print(f"{_program()}: rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
@@ -58,7 +59,11 @@ def _place() -> tuple[int, bool]:
 
 
 def _say(message: str) -> None:
-    print(f"pretrain_gpt2.py: error: {message}", file=sys.stderr, flush=True)
+    print(f"{_program()}: error: {message}", file=sys.stderr, flush=True)
+
+
+def _program() -> str:
+    return Path(sys.argv[0]).name
 
 
 def _lost_a_rank(error: Exception) -> bool:

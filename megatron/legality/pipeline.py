@@ -12,9 +12,8 @@ def pieces(run: RunConfig) -> str | None:
     method = parallel.pipeline_partition
     if layers < 1 or not parallel.uses_pipeline or _method_problem(method) or partition.explicit(method):
         return None
-    most = layers + 1  # the head may stand alone
-    if method.startswith(partition.BY_TYPE):
-        most = sum(map(bool, partition.weights(method, partition.units(run.model, run.data.seq_length))))
+    # By parameters and operations the head weighs what the vocabulary does, which is not known yet.
+    most = sum(map(bool, partition.shares(run))) if method.startswith(partition.BY_TYPE) else layers + 1
     if most >= parallel.pipe_pieces or not most:
         return None
     pieces = f"--pipe-parallel-size {parallel.pipe_stages}"
@@ -37,7 +36,7 @@ def partition_fits(run: RunConfig) -> str | None:
     numbers = partition.explicit(method)
     if numbers is None and layers > 0 and method.startswith(partition.BY_TYPE):
         names = partition.FRONT + partition.LAYER + partition.BACK
-        if not any(partition.weights(method, partition.units(run.model, run.data.seq_length))):
+        if not any(partition.shares(run)):
             return f"{said} matches no layer: the layers are {', '.join(dict.fromkeys(names))}"
     if numbers is None or layers < 1 or not parallel.uses_pipeline:
         return None
