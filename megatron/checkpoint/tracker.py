@@ -205,9 +205,10 @@ def _flag(field: str) -> str:
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], place: Path, remedy: str) -> list[str]:
     return [
-        f"{name} is {value}, but {theirs.get(name)} in {place}: {remedy}"
+        f"{name} is {value}, but {theirs[name]} in {place}: {remedy}"
         for name, value in ours.items()
-        if theirs.get(name) != value
+        # One engine has names that the other has not; that it is another shows in those they share.
+        if theirs.get(name, value) != value
     ]
 
 

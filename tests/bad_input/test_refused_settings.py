@@ -282,18 +282,12 @@ CONFIGS: dict[str, tuple[str, str, list[str]]] = {
     "weights offloaded without ZeRO 3": (
         '{"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
         "",
-        [
-            'zero_optimization.offload_param.device "cpu" in ds.json works at ZeRO 3 only: '
-            "use --zero-stage 3, or remove it"
-        ],
+        ["--offload-param cpu works at ZeRO 3 only: use --zero-stage 3, or remove it"],
     ),
     "NVMe without a place": (
         '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}',
         "",
-        [
-            'zero_optimization.offload_optimizer.device "nvme" in ds.json needs "nvme_path", a folder on the NVMe '
-            "device: add it"
-        ],
+        ["what is offloaded to nvme needs a folder on that device: add --nvme-path"],
     ),
 }
 

@@ -6,7 +6,6 @@ import inspect
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -15,6 +14,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from support.ports import free_port
 
 TIME_LIMIT = 240.0
 """Seconds for one call, the first of a session included, which may have to compile DeepSpeed's extension."""
@@ -45,7 +46,7 @@ class _Pool:
         self._stacks = [Path(tempfile.mkstemp(suffix=f".rank{rank}.stack")[1]) for rank in range(world_size)]
         self._pipes: list[Connection] = []
         self._processes = []
-        port = _free_port()
+        port = free_port()
         context = multiprocessing.get_context("spawn")
         for rank in range(world_size):
             ours, theirs = context.Pipe()
@@ -150,9 +151,3 @@ def _function(file: str, name: str) -> Callable:
         sys.modules[module_name] = module
         spec.loader.exec_module(module)
     return getattr(module, name)
-
-
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
