@@ -15,8 +15,8 @@ KINDS = {
     "selective": "--recompute-granularity selective",
     "partitioned": "--checkpoint-activations --partition-activations",
     "in CPU memory": "--checkpoint-activations --partition-activations --checkpoint-in-cpu",
-    "contiguous": "--checkpoint-activations --partition-activations --contigious-checkpointing",
-    "synchronized and profiled": "--checkpoint-activations --synchronize-each-layer --profile-backward",
+    "contiguous, synchronized and profiled": "--checkpoint-activations --partition-activations"
+    " --contigious-checkpointing --synchronize-each-layer --profile-backward",
 }
 
 

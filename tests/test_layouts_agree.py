@@ -23,19 +23,16 @@ LAYOUTS = {
         2,
         "--pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations --checkpoint-num-layers 2",
     ),
-    "plain-dp2-zero2": (2, "--zero-stage 2"),
     "plain-dp2-zero3-recompute": (2, "--zero-stage 3 --checkpoint-activations"),
     "plain-dp2-zero1-offload": (2, "--zero-stage 1 --offload-optimizer cpu"),
     "plain-dp2-zero3-offload": (2, "--zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
     "plain-dp2-zero2-overlap-round-robin": (2, "--zero-stage 2 --zero-overlap-comm --zero-round-robin-gradients"),
     "pp2-zero1-offload": (2, "--pipe-parallel-size 2 --zero-stage 1 --offload-optimizer cpu"),
-    "plain-tp2-other-order": (2, "--model-parallel-size 2 --shape-order SBH"),
     "documents-tp2-pp2-other-order-selective": (
         4,
         "--model-parallel-size 2 --pipe-parallel-size 2 --shape-order SBH --recompute-granularity selective"
         " --reset-attention-mask --reset-position-ids",
     ),
-    "plain-tp2-sequence": (2, "--model-parallel-size 2 --sequence-parallel"),
     "tp2-pp2-sequence": (4, "--model-parallel-size 2 --pipe-parallel-size 2 --sequence-parallel --shape-order SBH"),
     "plain-tp2-dp2-sequence-zero1": (4, "--model-parallel-size 2 --sequence-parallel --zero-stage 1"),
     "plain-tp2-sequence-zero3": (2, "--model-parallel-size 2 --sequence-parallel --zero-stage 3"),
@@ -44,9 +41,7 @@ LAYOUTS = {
         "--model-parallel-size 2 --pipe-parallel-size 2 --sequence-parallel --checkpoint-activations"
         " --reset-attention-mask --reset-position-ids",
     ),
-    "pp2-uneven": (2, "--pipe-parallel-size 2 --pipeline-partition 1,3"),
     "pp4-ends-alone": (4, "--pipe-parallel-size 4 --pipeline-partition 0,2,2,0"),
-    "pp2-dualpipev": (2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev"),
     "tp2-pp2-dualpipev-zero1-recompute": (
         4,
         "--model-parallel-size 2 --pipe-parallel-size 2 --pipeline-schedule dualpipev --pipeline-partition 2,1,1,0"
@@ -56,7 +51,6 @@ LAYOUTS = {
         2,
         "--pipe-parallel-size 2 --pipeline-schedule dualpipev --reset-attention-mask --reset-position-ids",
     ),
-    "plain-ulysses2": (2, "--ds-sequence-parallel-size 2"),
     "plain-ulysses2-zero2-recompute": (2, "--ds-sequence-parallel-size 2 --zero-stage 2 --checkpoint-activations"),
     "documents-plain-tp2-ulysses2-sequence-zero1": (
         4,
