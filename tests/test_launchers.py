@@ -29,7 +29,8 @@ COMMANDS = {
 
 @pytest.mark.parametrize("launcher", COMMANDS)
 def test_equal_losses_under(programs, arguments, under_torchrun, tmp_path, launcher):
-    finished = programs.run(*COMMANDS[launcher], *arguments, "--metrics-file", tmp_path / "metrics").ok()
+    metrics = ("--metrics-file", tmp_path / "metrics")
+    finished = programs.run(*COMMANDS[launcher], *arguments, *metrics, MASTER_PORT=str(free_port())).ok()
     found = read_metrics(tmp_path / "metrics")
     assert [line["lm_loss"] for line in found] == [line["lm_loss"] for line in under_torchrun]
     assert len(found) == 2

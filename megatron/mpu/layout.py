@@ -115,6 +115,8 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     with deepspeed_silenced(verbose):
         deepspeed.init_distributed(
             dist_backend=_backend(parallel),
+            # Only under mpirun, which tells no port, DeepSpeed asks for one: two runs on a host need two.
+            distributed_port=int(os.environ.get("MASTER_PORT", "29500")),
             timeout=datetime.timedelta(minutes=parallel.distributed_timeout_minutes),
             verbose=verbose,
         )
