@@ -8,15 +8,20 @@ Starts alike under deepspeed, torchrun, mpirun and plain python; --help lists ev
 import os
 import sys
 
-from megatron.arguments import parse_run
+from megatron.arguments import read_run, settled
+from megatron.explain import explain
 from megatron.launch.environment import prepare_environment
+from megatron.launch.launcher import rank
 from megatron.launch.rank import run_rank
 from megatron.preflight import check
 
 
 def main() -> None:
     """Everything that can be checked without torch comes before torch."""
-    run, saved = check(parse_run(sys.argv[1:], os.environ))
+    reading = read_run(sys.argv[1:], os.environ)
+    if reading.run.logging.explain:
+        return None if rank(os.environ) else explain(reading)
+    run, saved = check(settled(reading))
     prepare_environment(os.environ)
 
     from megatron.training import pretrain

@@ -176,8 +176,9 @@ class ParallelConfig:
     local_rank: int | None = flag(
         None, "Set by the launcher: this process's place on its host.", name="local_rank", within="[0, inf)"
     )
-    world_size: int = derived(1)
-    """Processes in the run, as the launcher says."""
+    world_size: int = flag(
+        1, "With --explain: processes to explain the run for. Otherwise the launcher says.", within="[1, inf)"
+    )
     device: str = derived("cpu")
     """What the ranks compute on: cuda, cpu, or another accelerator by DeepSpeed's name for it."""
 
@@ -482,6 +483,9 @@ class LoggingConfig:
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard.", metavar="DIR")
     metrics_file: str | None = flag(None, "File for one JSON object per logged iteration.", metavar="FILE")
     verbose: bool = flag(False, "Let DeepSpeed talk.")
+    explain: bool = flag(
+        False, "Print layout, groups of ranks, DeepSpeed config and every rule with what it finds, and start nothing."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from megatron.config import RunConfig
 from megatron.data.gpt2_dataset import Datasets, GPT2Dataset, build_datasets
 from megatron.data.loader import Batch, batches
 from megatron.data.splits import split_weights
+from megatron.describe import describe_stages
 from megatron.engine import build_engine, eval_batch, step_status, train_batch
 from megatron.launch.accelerator import check_device
 from megatron.launch.extensions import build_extensions
@@ -22,7 +23,7 @@ from megatron.loss_weights import weighted, weighted_by_micro_batch
 from megatron.metrics import MetricsLogger
 from megatron.mpu.layout import ParallelLayout, distributed
 from megatron.mpu.random import model_parallel_manual_seed
-from megatron.summary import describe_model, describe_run, describe_stages, full_config
+from megatron.summary import describe_model, describe_run, full_config
 
 
 def pretrain(run: RunConfig, saved: SavedRun | None) -> None:

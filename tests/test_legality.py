@@ -149,6 +149,12 @@ BROKEN = [
         "--bf16 with --model-parallel-size 2 at --zero-stage 0",
         "--zero-stage 1",
     ),
+    (
+        "bf16 weights have an fp32 copy",
+        "--bf16 --zero-stage 0",
+        "--bf16 at --zero-stage 0 would keep no fp32 copy of the weights: use --zero-stage 1",
+        "--zero-stage 1",
+    ),
     ("fp16 needs a GPU", "--fp16", "--fp16 does not work on the CPU: use --bf16", None),
     ("--fp16 excludes --bf16", "gpu --fp16 --bf16", "--fp16 and --bf16 exclude each other", None),
     (
@@ -281,7 +287,7 @@ BROKEN = [
     ),
     (
         "gradients accumulate in fp32 or in the weights' type",
-        "--grad-accum-dtype fp32 --bf16 --zero-stage 0",
+        "--grad-accum-dtype fp32 --bf16 --zero-stage 0 --pipe-parallel-size 1",
         "--grad-accum-dtype fp32 needs ZeRO, which keeps the sum: use --zero-stage 1",
         "--zero-stage 1",
     ),

@@ -26,6 +26,7 @@ from _atomic_file import atomic_file
 
 from megatron.cli import ToolParser, run_tool
 from megatron.errors import ConfigError
+from megatron.explain import explain
 from megatron.verify.names import ONE_PROCESS, parse_layout
 from megatron.verify.request import illegal, legal_layouts, make_request
 
@@ -39,9 +40,14 @@ def main() -> None:
         raise ConfigError("--iterations and --all take whole numbers from 1 on")
     named = [parse_layout(name) for name in args.layouts or ()]
     request = make_request(words, args.iterations, named[0] if named else ONE_PROCESS, os.environ)
+    layouts = named or legal_layouts(request, args.all)
+    if args.explain:
+        for layout in layouts:
+            print(f"\n{layout.name}")
+            explain(request.reading(layout))
+        return
     if problems := illegal(request, named):
         raise ConfigError(problems)
-    layouts = named or legal_layouts(request, args.all)
     if args.list:
         print("\n".join(layout.name for layout in layouts))
         return
@@ -78,6 +84,7 @@ def _parser() -> ToolParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     parser.add_argument("--list", action="store_true", help="print the layouts, and run nothing")
+    parser.add_argument("--explain", action="store_true", help="explain each layout, rule by rule, and run nothing")
     parser.add_argument("--time-limit", type=float, default=1800, metavar="S", help="seconds that a run may take")
     return parser
 

@@ -17,7 +17,9 @@ INTRODUCTION = """\
 
 This page is made from the rules themselves: `python tools/write_layout_docs.py` writes it. What breaks a rule is
 refused before anything starts, with a message that names the nearest legal settings; all broken rules come at once.
-Whether the legal ones compute the same on your own model, [tools/verify_layout.py](verify.md) shows.
+`--explain` on any command line prints layout, groups of ranks, DeepSpeed config and what each rule finds, and starts
+nothing; `--world-size N` with it stands for the launcher. Whether legal layouts compute the same on your own model,
+[tools/verify_layout.py](verify.md) shows.
 
 ## At a glance
 
@@ -28,8 +30,8 @@ Each row is a setting, each column an engine with what goes with it: tensor para
 RULES_INTRODUCTION = """
 ## The rules
 
-| | what must hold | because |
-|---|---|---|
+| | what must hold | because | DeepSpeed would otherwise |
+|---|---|---|---|
 """
 
 SAMPLE = (
@@ -115,7 +117,7 @@ def against(words: str) -> list[int]:
 
 def rules() -> list[str]:
     """A row for each rule."""
-    return [f"| {number} | {rule.name} | {rule.why} |\n" for number, rule in enumerate(RULES, start=1)]
+    return [f"| {number} | {rule.name} | {rule.why} | {rule.otherwise} |\n" for number, rule in enumerate(RULES, 1)]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron.arguments.command_line import CONFIG_FILE, read_flags
 from megatron.arguments.resolve import resolve_run
@@ -16,6 +17,14 @@ from megatron.given import merge
 from megatron.legality import violations
 
 
+class Reading(NamedTuple):
+    """What a command line asks for, and what speaks against it."""
+
+    run: RunConfig
+    """Without its DeepSpeed config where something does."""
+    problems: list[str]
+
+
 def parse_run(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
     """The run that ``argv`` asks for, in the world that ``environ`` describes. Imports no torch.
 
@@ -25,6 +34,18 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
         ConfigError: with a line for each thing that is wrong. Where a value or the file cannot be
             read at all, the lines stop there, for the rules have nothing to judge.
     """
+    return settled(read_run(argv, environ))
+
+
+def settled(reading: Reading) -> RunConfig:
+    """Its run. Raises ConfigError with a line for each thing that speaks against it."""
+    if reading.problems:
+        raise ConfigError(reading.problems)
+    return reading.run
+
+
+def read_run(argv: Sequence[str], environ: Mapping[str, str]) -> Reading:
+    """The same, with what is wrong beside it. Raises ConfigError where a value or the file cannot be read at all."""
     flags, problems = read_flags(argv)
     file = ConfigFile("", {})
     if CONFIG_FILE in flags:
@@ -38,6 +59,4 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
     problems += contradictions + value_problems(given) + unsettled
     problems += violations(run) + optimizer_problems(run, file.tree, given)
     problems += pipeline_problems(run, file.tree)
-    if problems:
-        raise ConfigError(problems)
-    return replace(run, ds_config=compile_config(run, given, file.tree))
+    return Reading(run if problems else replace(run, ds_config=compile_config(run, given, file.tree)), problems)

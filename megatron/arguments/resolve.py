@@ -21,7 +21,7 @@ def resolve_run(given: Mapping[str, Given], environ: Mapping[str, str]) -> tuple
     problems: list[str] = []
     run = _build(given)
     try:
-        run = replace(run, parallel=_parallel(run, environ))
+        run = replace(run, parallel=_parallel(run, given, environ))
     except ConfigError as error:
         problems += error.messages
     run = replace(run, activation=_activation(run))
@@ -48,12 +48,15 @@ def _is_given(field: Field, given: Mapping[str, Given]) -> bool:
     return "flag" in field.metadata and field.name in given
 
 
-def _parallel(run: RunConfig, environ: Mapping[str, str]) -> ParallelConfig:
+def _parallel(run: RunConfig, given: Mapping[str, Given], environ: Mapping[str, str]) -> ParallelConfig:
     device = expected_device(environ)
     said = run.parallel
+    explained = "world_size" in given
+    if explained and not run.logging.explain:
+        raise ConfigError(f"{given['world_size'].source} is for --explain: the launcher starts the processes of a run")
     return replace(
         said,
-        world_size=world_size(environ),
+        world_size=said.world_size if explained else world_size(environ),
         device=device,
         distributed_backend=said.distributed_backend or _BACKENDS.get(device),
         local_rank=local_rank(environ) if said.local_rank is None else said.local_rank,

@@ -199,7 +199,6 @@ def compile_config(run: RunConfig, given: Mapping[str, Given], file: Mapping[str
     if run.activation.contigious_checkpointing and tree[_RECOMPUTE].get("number_checkpoints") is None:
         in_flight = inputs_in_flight(run) if run.parallel.uses_pipeline else run.model.num_layers
         tree[_RECOMPUTE]["number_checkpoints"] = in_flight
-    complete_pipeline(tree, run.parallel)
     if tree.get("steps_per_print") is None:
         tree["steps_per_print"] = run.logging.log_interval if run.logging.verbose else _NEVER
     tree.setdefault("wall_clock_breakdown", False)

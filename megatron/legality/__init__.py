@@ -18,6 +18,8 @@ class Rule(NamedTuple):
     why: str
     check: Callable[[RunConfig], str | None]
     """The message for a run that breaks it, else None."""
+    otherwise: str = ""
+    """What DeepSpeed would do with such a run, where it is DeepSpeed's rule."""
 
 
 def violations(run: RunConfig) -> list[str]:
@@ -42,7 +44,7 @@ def _needs(path: str, other: str) -> Rule:
     return Rule(f"{flag} needs {needed}", "Without the other it would do nothing, silently.", check)
 
 
-def _excludes(path: str, other: str, why: str) -> Rule:
+def _excludes(path: str, other: str, why: str, otherwise: str = "") -> Rule:
     """A rule for two settings that cannot both be on."""
     flag, rival = (flag_name(flag_fields()[name.split(".")[1]]) for name in (path, other))
 
@@ -51,7 +53,7 @@ def _excludes(path: str, other: str, why: str) -> Rule:
             return f"{flag} and {rival} exclude each other: remove one"
         return None
 
-    return Rule(f"{flag} excludes {rival}", why, check)
+    return Rule(f"{flag} excludes {rival}", why, check, otherwise)
 
 
 RULES: tuple[Rule, ...] = (
@@ -90,6 +92,7 @@ RULES: tuple[Rule, ...] = (
         "DeepSpeed reduces the gradient norm once for each group of parameters, and drops an empty group; a stage with "
         "fewer of them than the others waits for ever.",
         pipeline.embeddings_alone,
+        "waits for ever",
     ),
     Rule(
         "a partition needs a pipeline",
@@ -106,24 +109,44 @@ RULES: tuple[Rule, ...] = (
         "Each stage runs forward and backward on both of its pieces at a time, and DeepSpeed asserts that there are "
         "enough micro-batches to fill them.",
         pipeline.micro_batches_for_dualpipev,
+        "AssertionError: DualPipeV needs gradient_accumulation_steps >= 2 * stages",
     ),
-    Rule("processes = TP x PP x SP x DP", "Processes form a grid of whole replicas.", checks.world_size),
+    Rule(
+        "processes = TP x PP x SP x DP",
+        "Processes form a grid of whole replicas.",
+        checks.world_size,
+        "AssertionError: Invalid Grid",
+    ),
     Rule(
         "the pipeline runs at ZeRO 0 or 1",
         "It accumulates gradients over micro-batches, so sharded ones would be reduced for each of them.",
         checks.zero_with_pipeline,
+        "AssertionError: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",
     ),
     Rule(
         "half precision with tensor parallelism needs ZeRO",
         "At stage 0 DeepSpeed leaves the shards of the other ranks out of the gradient norm, so it clips wrongly.",
         checks.half_precision_norm,
+        "clips by a wrong norm, or stops with: stack expects a non-empty TensorList",
+    ),
+    Rule(
+        "bf16 weights have an fp32 copy",
+        "What an update adds to a weight is often less than bf16 can tell apart there, and would be lost.",
+        checks.bf16_master_weights,
+        "updates the bf16 weights themselves, silently",
     ),
     Rule(
         "fp16 needs a GPU",
         "DeepSpeed has no fp16 on the CPU; bf16 needs no loss scale either.",
         checks.device_precision,
+        "ValueError: Type fp16 is not supported on your device.",
     ),
-    _excludes("precision.fp16", "precision.bf16", "Weights have one type."),
+    _excludes(
+        "precision.fp16",
+        "precision.bf16",
+        "Weights have one type.",
+        "AssertionError: bfloat16 and fp16 modes cannot be simultaneously enabled",
+    ),
     Rule("the initial loss scale is a power of two", "DeepSpeed keeps its exponent.", checks.initial_loss_scale),
     Rule("the smallest loss scale is whole", "DeepSpeed keeps it as an integer.", checks.min_scale),
     Rule(
@@ -153,11 +176,13 @@ RULES: tuple[Rule, ...] = (
         "an offloaded optimizer needs ZeRO",
         "DeepSpeed offloads only what ZeRO has partitioned.",
         checks.offloaded_optimizer,
+        "leaves it on the device, silently",
     ),
     Rule(
         "an optimizer on NVMe needs ZeRO 3",
         "Stages 1 and 2 would keep it in CPU memory, silently.",
         checks.optimizer_on_nvme,
+        "keeps it in CPU memory, silently",
     ),
     Rule(
         "offloaded weights need ZeRO 3", "The other stages keep the weights whole on each rank.", checks.offloaded_param
@@ -172,6 +197,7 @@ RULES: tuple[Rule, ...] = (
         "overlapped reduction needs ZeRO on the plain engine",
         "Without ZeRO there is nothing to overlap, and in a pipeline DeepSpeed switches it off.",
         checks.overlap_comm,
+        "ignores it, silently",
     ),
     Rule(
         "round-robin gradients need ZeRO 1 or 2",
@@ -182,6 +208,7 @@ RULES: tuple[Rule, ...] = (
         "gradients accumulate in fp32 or in the weights' type",
         "DeepSpeed has no other mix, and none without ZeRO.",
         checks.grad_accum_dtype,
+        "NotImplementedError: unsupported mix of model_dtype and grad_accum_dtype",
     ),
     _needs("activation.partition_activations", "activation.checkpoint_activations"),
     _needs("activation.contigious_checkpointing", "activation.checkpoint_activations"),
@@ -199,11 +226,14 @@ RULES: tuple[Rule, ...] = (
         "DeepSpeed cuts what all tensor-parallel ranks hold alike, and puts it together again: of parts of the "
         "sequence it would make a tensor that no rank had.",
         checks.partitioned_sequence,
+        "computes with mixed-up activations, silently",
     ),
     Rule(
         "activations in one buffer, or in CPU memory, are partitioned",
         "DeepSpeed has these two forms for partitioned activations only.",
         checks.partitioned_activations,
+        "AssertionError: Contiguous Checkpointing is only available with partitioned activations; for those in CPU "
+        "memory, an error in the middle of the backward pass",
     ),
     Rule(
         "a mean of means needs a mask",

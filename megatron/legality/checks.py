@@ -144,6 +144,14 @@ def half_precision_norm(run: RunConfig) -> str | None:
     return None
 
 
+def bf16_master_weights(run: RunConfig) -> str | None:
+    parallel, precision = run.parallel, run.precision
+    plain = not parallel.uses_pipeline and parallel.model_parallel_size == 1  # with more, another rule is against it
+    if precision.bf16 and not precision.fp16 and run.zero.zero_stage == 0 and plain:
+        return "--bf16 at --zero-stage 0 would keep no fp32 copy of the weights: use --zero-stage 1"
+    return None
+
+
 def device_precision(run: RunConfig) -> str | None:
     if run.precision.fp16 and run.parallel.device == "cpu":
         return "--fp16 does not work on the CPU: use --bf16, or neither for fp32"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.arguments import parse_run
+from megatron.arguments import Reading, read_run, settled
 from megatron.arguments.command_line import read_flags
 from megatron.config import RunConfig
 from megatron.errors import ConfigError
@@ -33,7 +33,11 @@ class Request:
 
     def run(self, layout: Layout) -> RunConfig:
         """The run of ``layout``. Raises ConfigError where it is illegal."""
-        return parse_run([*self.words, *layout.flags], {**self.environ, "WORLD_SIZE": str(layout.processes)})
+        return settled(self.reading(layout))
+
+    def reading(self, layout: Layout) -> Reading:
+        """The run of ``layout``, and what speaks against it."""
+        return read_run([*self.words, *layout.flags], {**self.environ, "WORLD_SIZE": str(layout.processes)})
 
     def command(self, layout: Layout, folder: Path) -> list[str]:
         """Arguments that train on ``layout`` and leave metrics and checkpoint in ``folder``."""

@@ -58,6 +58,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "fp16_lm_cross_entropy": ("--fp16-lm-cross-entropy", "--bf16"),
     "model_parallel_size": ("--model-parallel-size 2", ""),
     "pipe_parallel_size": ("--pipe-parallel-size 2", ""),
+    "world_size": ("--world-size 2", "--explain"),
     "ds_sequence_parallel_size": ("--ds-sequence-parallel-size 2", ""),
     "sequence_parallel": ("--sequence-parallel", "--model-parallel-size 2"),
     "pipeline_partition": ("--pipeline-partition 1,3", "--pipe-parallel-size 2"),

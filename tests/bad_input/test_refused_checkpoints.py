@@ -129,9 +129,12 @@ OTHER_RUNS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         ["data-parallel size is 2, but 1 in ck/global_step2: resume on the layout it was saved on"],
     ),
     "another precision": (
-        f"{SAME} --bf16 --zero-stage 0",
+        f"{SAME} --bf16 --zero-stage 1",
         {},
-        ["precision is bf16, but fp32 in ck/global_step2: resume on the layout it was saved on"],
+        [
+            "--zero-stage is 1, but 0 in ck/global_step2: resume on the layout it was saved on",
+            "precision is bf16, but fp32 in ck/global_step2: resume on the layout it was saved on",
+        ],
     ),
 }
 

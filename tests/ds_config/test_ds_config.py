@@ -241,8 +241,12 @@ def test_deepspeed_speaks_only_when_asked() -> None:
 
 def test_half_precision_takes_stage_1_where_nothing_is_said(config_file) -> None:
     assert parse("--bf16").zero.zero_stage == parse("--bf16").ds_config["zero_optimization"]["stage"] == 1
-    assert parse("--bf16 --zero-stage 0").zero.zero_stage == 0
-    assert parse(config_file({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}})).zero.zero_stage == 0
+    said, pipeline = (
+        config_file({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}),
+        "--pipe-parallel-size 1",
+    )
+    assert parse(f"--bf16 --zero-stage 0 {pipeline}").zero.zero_stage == 0
+    assert parse(f"{said} {pipeline}").zero.zero_stage == 0
 
 
 ZERO_KEYS = [

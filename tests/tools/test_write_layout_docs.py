@@ -19,7 +19,7 @@ def test_the_page_is_what_the_rules_say(tmp_path: Path) -> None:
 def test_every_rule_is_on_the_page() -> None:
     lines = PAGE.read_text().splitlines()
     assert [line for line in lines if line[2:3].isdigit()] == [
-        f"| {number} | {rule.name} | {rule.why} |" for number, rule in enumerate(RULES, start=1)
+        f"| {number} | {rule.name} | {rule.why} | {rule.otherwise} |" for number, rule in enumerate(RULES, start=1)
     ]
 
 
