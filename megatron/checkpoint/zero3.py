@@ -25,7 +25,9 @@ def zero3_weights(folder: Path, *, tensor_rank: int, data_size: int) -> dict[str
 
 
 def _file(folder: Path, data_rank: int, tensor_rank: int, kind: str) -> Path:
-    return folder / f"zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_{kind}_states.pt"
+    name = f"zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_{kind}_states.pt"
+    in_bf16 = folder / f"bf16_{name}"
+    return in_bf16 if in_bf16.exists() else folder / name
 
 
 def _flat(file: Path) -> Tensor:

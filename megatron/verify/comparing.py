@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -26,6 +27,23 @@ class Result:
     """By name, in the order of layers; a copy from each tensor-parallel rank where each has the whole."""
 
 
+class Tolerances(NamedTuple):
+    """The largest relative differences that count as equal."""
+
+    loss: float
+    grad_norm: float
+    weights: float
+
+    @classmethod
+    def of(cls, dtype: str) -> "Tolerances":
+        """What rounding alone explains in fp32, bf16 or fp16, with a margin of some ten times.
+
+        In half precision no bound on weights means anything: Adam makes a step of full size of the smallest
+        gradient, whose sign is then a matter of rounding.
+        """
+        return cls(1e-4, 1e-4, 1e-4) if dtype == "fp32" else cls(1e-3, 1e-2, math.inf)
+
+
 @dataclass(frozen=True)
 class Differences:
     """How far a run is from another, relative to the other."""
@@ -36,9 +54,10 @@ class Differences:
     first_tensor: str | None
     """Name of the first weight, in the order of layers, that is further off than the tolerance."""
 
-    def agree(self, tolerance: float) -> bool:
-        """Whether nothing is further off than that."""
-        return max(self.loss, self.grad_norm, self.weights) <= tolerance
+    def agree(self, tolerances: Tolerances) -> bool:
+        """Whether nothing is further off than that. What is no number never agrees."""
+        found = (self.loss, self.grad_norm, self.weights)
+        return all(math.isfinite(a) and a <= bound for a, bound in zip(found, tolerances, strict=True))
 
 
 def read_result(folder: Path, layout: ParallelLayout) -> Result:
@@ -63,14 +82,14 @@ def _with_effect(name: str, weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, 3, -1)[:, ::2] if name.endswith("query_key_value.bias") else weight
 
 
-def compare(reference: Result, other: Result, tolerance: float) -> Differences:
+def compare(reference: Result, other: Result, tolerances: Tolerances) -> Differences:
     """``other`` beside ``reference``."""
     weights = {name: _of_weight(copies[0], other.weights[name]) for name, copies in reference.weights.items()}
     return Differences(
         loss=_of_series(reference.losses, other.losses),
         grad_norm=_of_series(reference.grad_norms, other.grad_norms),
         weights=_largest(weights.values()),
-        first_tensor=next((name for name, difference in weights.items() if not difference <= tolerance), None),
+        first_tensor=next((name for name, difference in weights.items() if not difference <= tolerances.weights), None),
     )
 
 

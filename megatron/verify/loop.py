@@ -10,14 +10,16 @@ from megatron.config import ParallelConfig
 from megatron.errors import CheckpointError
 from megatron.launch.environment import prepare_environment
 from megatron.mpu.layout import ParallelLayout, distributed
-from megatron.verify.comparing import Result, compare, read_result
+from megatron.verify.comparing import Result, Tolerances, compare, read_result
 from megatron.verify.names import Layout
 from megatron.verify.report import Verdict
 from megatron.verify.request import Request
 from megatron.verify.running import train
 
 
-def verdicts(request: Request, layouts: Sequence[Layout], tolerance: float, time_limit: float) -> Iterator[Verdict]:
+def verdicts(
+    request: Request, layouts: Sequence[Layout], tolerances: Tolerances, time_limit: float
+) -> Iterator[Verdict]:
     """What comes of each layout, as soon as it is known. Where the first fails there is nothing to compare with."""
     prepare_environment(os.environ)  # the runs take theirs from the request
     reference: Result | None = None
@@ -30,7 +32,7 @@ def verdicts(request: Request, layouts: Sequence[Layout], tolerance: float, time
                 result, failure = _result(folder, whole)
             if reference is None:
                 reference = result
-            yield _verdict(layout, seconds, reference, result, failure, tolerance)
+            yield _verdict(layout, seconds, reference, result, failure, tolerances)
             if reference is None:
                 return
             shutil.rmtree(folder, ignore_errors=True)
@@ -49,9 +51,9 @@ def _verdict(
     reference: Result | None,
     result: Result | None,
     failure: str | None,
-    tolerance: float,
+    tolerances: Tolerances,
 ) -> Verdict:
     if reference is None or result is None:
         return Verdict(layout, seconds, None, agrees=False, failure=failure)
-    differences = compare(reference, result, tolerance)
-    return Verdict(layout, seconds, differences, differences.agree(tolerance))
+    differences = compare(reference, result, tolerances)
+    return Verdict(layout, seconds, differences, differences.agree(tolerances))

@@ -50,6 +50,8 @@ class Layout:
 
 
 ONE_PROCESS = Layout(1, 0, 1)
+ONE_PROCESS_WITH_ZERO = Layout(1, 0, 1, zero=1)
+"""What half precision takes on one process, for the sake of its fp32 weights."""
 
 
 def parse_layout(name: str) -> Layout:

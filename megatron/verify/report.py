@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.verify.comparing import Differences
+from megatron.verify.comparing import Differences, Tolerances
 from megatron.verify.names import Layout
 
 
@@ -53,7 +53,7 @@ def table(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def as_json(verdicts: Sequence[Verdict], *, tolerance: float, iterations: int) -> str:
+def as_json(verdicts: Sequence[Verdict], *, tolerances: Tolerances, iterations: int) -> str:
     """All that is known, for programs. A difference that is infinite, or not a number, is null."""
     layouts = []
     for verdict in verdicts:
@@ -68,4 +68,5 @@ def as_json(verdicts: Sequence[Verdict], *, tolerance: float, iterations: int) -
                 **{key: None if value == math.inf else value for key, value in found.items()},
             }
         )
-    return json.dumps({"tolerance": tolerance, "iterations": iterations, "layouts": layouts}, indent=2)
+    bounds = {name: None if bound == math.inf else bound for name, bound in tolerances._asdict().items()}
+    return json.dumps({"tolerances": bounds, "iterations": iterations, "layouts": layouts}, indent=2)

@@ -8,7 +8,7 @@ from megatron.arguments import Reading, read_run, settled
 from megatron.arguments.command_line import read_flags
 from megatron.config import RunConfig
 from megatron.errors import ConfigError
-from megatron.verify.names import ONE_PROCESS, Layout, grids
+from megatron.verify.names import ONE_PROCESS, ONE_PROCESS_WITH_ZERO, Layout, grids
 
 _OF_LAYOUT = (
     "model_parallel_size",
@@ -30,6 +30,8 @@ class Request:
     words: tuple[str, ...]
     iterations: int
     environ: Mapping[str, str]
+    first: Layout = ONE_PROCESS
+    """What the others are held to."""
 
     def run(self, layout: Layout) -> RunConfig:
         """The run of ``layout``. Raises ConfigError where it is illegal."""
@@ -55,10 +57,10 @@ def checkpoint_folder(folder: Path) -> Path:
     return folder / "checkpoint"
 
 
-def make_request(argv: Sequence[str], iterations: int, first: Layout, environ: Mapping[str, str]) -> Request:
+def make_request(argv: Sequence[str], iterations: int, first: Layout | None, environ: Mapping[str, str]) -> Request:
     """The request that ``argv``, arguments of pretrain_gpt2.py, amounts to; its global batch is that of ``first``.
 
-    Raises ConfigError with a line for each thing that is wrong.
+    Without a ``first`` that is one process. Raises ConfigError with a line for each thing that is wrong.
     """
     given, problems = read_flags(argv)
     for names, owner in ((_OF_LAYOUT, "the layouts: say it in their names"), (_OF_TOOL, "the comparison: remove it")):
@@ -73,7 +75,10 @@ def make_request(argv: Sequence[str], iterations: int, first: Layout, environ: M
         if name not in _REPLACED:
             words += value.source.split(" ", 1)
     batch = given["global_batch_size"].source.split(" ", 1) if "global_batch_size" in given else []
-    run = Request((*words, *batch), iterations, environ).run(first)
+    whole = Request((*words, *batch), iterations, environ)
+    if first is None:
+        first = ONE_PROCESS if not _complaints(whole, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
+    run = whole.run(first)
     if run.train.train_iters < iterations:
         raise ConfigError(
             f"--iterations {iterations} is more than the {run.train.train_iters} that are trained: lower it"
@@ -81,7 +86,7 @@ def make_request(argv: Sequence[str], iterations: int, first: Layout, environ: M
     if "micro_batch_size" in given and "gradient_accumulation_steps" in given:
         # How often a rank accumulates follows from its micro-batch and from the number of ranks.
         words = _without(words, given["gradient_accumulation_steps"].source.split(" ", 1))
-    return Request((*words, "--global-batch-size", str(run.train.global_batch_size)), iterations, environ)
+    return Request((*words, "--global-batch-size", str(run.train.global_batch_size)), iterations, environ, first)
 
 
 def _without(words: list[str], pair: list[str]) -> list[str]:
@@ -95,9 +100,9 @@ def illegal(request: Request, layouts: Sequence[Layout]) -> list[str]:
 
 
 def legal_layouts(request: Request, processes: int) -> list[Layout]:
-    """One process, and every layout of ``processes`` that no rule is against."""
+    """The first, and every layout of ``processes`` that no rule is against."""
     legal = [layout for layout in grids(processes) if not _complaints(request, layout)]
-    return [ONE_PROCESS, *(layout for layout in legal if layout != ONE_PROCESS)]
+    return [request.first, *(layout for layout in legal if layout != request.first)]
 
 
 def _complaints(request: Request, layout: Layout) -> list[str]:

@@ -51,7 +51,7 @@ def test_names_are_different() -> None:
     assert all(layout.processes == 8 for layout in grids(8))
 
 
-def request(words: str = "", iterations: int = 5, first: Layout = ONE_PROCESS) -> Request:
+def request(words: str = "", iterations: int = 5, first: Layout | None = None) -> Request:
     return make_request([*SMALL_WORDS, *words.split()], iterations, first, CPU)
 
 
@@ -69,9 +69,11 @@ def test_every_legal_layout_of_two_processes() -> None:
     assert {f"{name}-dualpipev" for name in stages if "pp2" in name} <= legal
 
 
-def test_half_precision_at_zero_0_stands_without_tensor_parallelism() -> None:
-    legal = {layout.name for layout in legal_layouts(request("--bf16"), 2)}
-    assert "tp1-pp0-dp2" in legal and "tp2-pp0-dp1" not in legal and "tp2-pp0-dp1-zero1" in legal
+def test_in_half_precision_one_process_has_zero_as_well() -> None:
+    first, *others = (layout.name for layout in legal_layouts(request("--bf16"), 2))
+    assert first == "tp1-pp0-dp1-zero1"
+    assert "tp1-pp2-dp1" in others and not {"tp1-pp0-dp2", "tp2-pp0-dp1", "tp1-pp0-dp1"} & set(others)
+    assert {"tp1-pp0-dp2-zero1", "tp2-pp0-dp1-zero1"} <= set(others)
 
 
 def test_an_illegal_layout_is_refused_with_the_rule() -> None:
