@@ -16,7 +16,7 @@ from megatron.launch.rank import run_rank
 from megatron.preflight import check
 
 
-def main() -> None:
+def main() -> int | None:
     """Everything that can be checked without torch comes before torch."""
     reading = read_run(sys.argv[1:], os.environ)
     if reading.run.logging.explain:
@@ -26,7 +26,7 @@ def main() -> None:
 
     from megatron.training import pretrain
 
-    pretrain(run, saved)
+    return pretrain(run, saved)
 
 
 if __name__ == "__main__":

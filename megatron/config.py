@@ -429,6 +429,23 @@ class TrainConfig:
     )
     train_samples: int | None = flag(None, "Samples to train on, instead of iterations.", within="[1, inf)")
     exit_interval: int | None = flag(None, "Save and leave after an iteration divisible by this.", within="[1, inf)")
+    exit_duration_in_mins: float | None = flag(
+        None, "Save and leave after the first iteration that ends so many minutes behind the start.", within="(0, inf)"
+    )
+    max_consecutive_bad_steps: int = flag(
+        10,
+        "Stop, or go back, at so many iterations in a row whose loss or gradient norm is not finite. None of them "
+        "changes a weight; fp16's are not counted while its loss scale can fall.",
+        within="[1, inf)",
+    )
+    rewind_on_spike: bool = flag(
+        False,
+        "At a spike of the loss, or at that many bad iterations, go back to the newest checkpoint in --save and leave "
+        "out the samples that did it.",
+    )
+    spike_factor: float = flag(
+        2.0, "With --rewind-on-spike: a loss so many times the mean of the last 20 is a spike.", within="(1, inf)"
+    )
     eval_iters: int = flag(100, "Global batches of one evaluation; 0 evaluates never.", within="[0, inf)")
     eval_interval: int = flag(1000, "Iterations between evaluations.", within="[1, inf)")
     seed: int = flag(1234, "Seed of weights, dropout and the order of samples.", within="[0, 4294967295]")

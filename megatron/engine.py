@@ -27,11 +27,13 @@ from megatron.partition import bounds, layers_of_pieces
 class StepStatus:
     """What an engine says behind a step."""
 
+    applied: bool
+    """Whether it changed the weights; not where the gradient was not finite."""
     grad_norm: float | None
     """2-norm of the whole model's gradient, before clipping; None where the step was skipped."""
     loss_scale: float
     skipped_iterations: int
-    """Iterations since the beginning whose fp16 gradients overflowed."""
+    """Iterations since the beginning whose gradients were not finite."""
 
 
 def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
@@ -52,7 +54,7 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
         # By the name GPT2ModelPipe DeepSpeed takes the last tensor between stages for a mask. We send none.
         engine.set_has_attention_mask(False)
     if run.precision.dtype == "fp32" and run.zero.zero_stage == 0:
-        _clip_by_true_norm(engine, layout)
+        _step_by_true_norm(engine, layout)
     return engine
 
 
@@ -120,9 +122,10 @@ def eval_batch(engine: DeepSpeedEngine, batches: Iterator[Batch]) -> Tensor:
 
 def step_status(engine: DeepSpeedEngine) -> StepStatus:
     """What ``engine`` says behind a step."""
-    norm = engine.get_global_grad_norm()
+    applied, norm = engine.was_step_applied(), engine.get_global_grad_norm()
     return StepStatus(
-        grad_norm=None if norm is None else float(norm),
+        applied=applied,
+        grad_norm=float(norm) if applied and norm is not None else None,
         loss_scale=float(getattr(engine.optimizer, "loss_scale", 1.0)),
         skipped_iterations=engine.skipped_steps,
     )
@@ -159,22 +162,26 @@ def _apex_adam(run: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Opti
     return FusedAdam(groups, **params)
 
 
-def _clip_by_true_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:
-    """Let this engine clip by the norm of the whole model's gradient, and remember it.
+def _step_by_true_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:
+    """Let this engine clip by the norm of the whole model's gradient, remember it, and skip what is not finite.
 
     In fp32 at ZeRO 0 DeepSpeed's own clipping counts a tied weight once for each stage that holds
     it, leaves the norms and row-parallel biases of all stages but the first out, and forgets the
-    result, so that the update depends on the layout.
+    result, so that the update depends on the layout. And there alone it steps with any gradient.
     """
+    optimizer, step = engine.optimizer, engine.optimizer.step
 
-    def clip(*_: Any) -> None:
+    def clip_and_step(closure: None = None) -> None:
         parameters = [p for p in engine.module.parameters() if p.grad is not None]
         norm = gradient_norm(parameters, layout)
         engine._global_grad_norm = norm.item()
-        torch.nn.utils.clip_grads_with_norm_(parameters, engine.gradient_clipping() or math.inf, norm)
+        optimizer.overflow = not math.isfinite(engine._global_grad_norm)  # DeepSpeed's word for a step not made
+        if not optimizer.overflow:
+            torch.nn.utils.clip_grads_with_norm_(parameters, engine.gradient_clipping() or math.inf, norm)
+            step()
 
     engine.clip_fp32_gradients = lambda: None
-    engine.optimizer.register_step_pre_hook(clip)
+    optimizer.step = clip_and_step
 
 
 def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Tensor:

@@ -11,6 +11,8 @@ class UserError(Exception):
     """
 
     exit_code = 2
+    on_every_rank = False
+    """Whether all ranks raise it alike, so that one of them says it for all."""
 
     def __init__(self, messages: str | Iterable[str]):
         self.messages = [messages] if isinstance(messages, str) else list(messages)
@@ -39,6 +41,7 @@ class NumericsError(UserError):
     """Training that left the numbers, such as a loss that is not finite."""
 
     exit_code = 5
+    on_every_rank = True
 
 
 class LaunchError(UserError):

@@ -72,7 +72,8 @@ class MetricsLogger:
             self._board.close()
 
     def _report(self, iteration: int, learning_rate: float, status: StepStatus) -> None:
-        loss = torch.stack(self._losses).float().mean().item()
+        losses = torch.stack(self._losses).float()
+        loss = losses[losses.isfinite()].mean().item()  # nan where none is
         seconds = (time.monotonic() - self._since) / len(self._losses)
         self._losses, self._since = [], time.monotonic()
         train, world = self._run.train, self._run.parallel.world_size
@@ -94,6 +95,8 @@ class MetricsLogger:
         self._record(iteration, values)
 
     def _record(self, iteration: int, values: dict[str, Any]) -> None:
+        # JSON has no word for what is no number.
+        values = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
         if self._file:
             self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")
         if self._board:

@@ -1,7 +1,7 @@
 """The training run: build, resume, train, evaluate, save."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,13 +9,15 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.checkpoint.tracker import SavedRun, keep_ds_config
+from megatron.checkpoint.tracker import SavedRun, holds_checkpoint, keep_ds_config, newest
 from megatron.config import RunConfig
 from megatron.data.gpt2_dataset import Datasets, GPT2Dataset, build_datasets
-from megatron.data.loader import Batch, batches
+from megatron.data.loader import Batch, batches, sample_number, with_range
 from megatron.data.splits import split_weights
+from megatron.departure import Departures
 from megatron.describe import describe_stages
 from megatron.engine import build_engine, eval_batch, step_status, train_batch
+from megatron.errors import NumericsError
 from megatron.launch.accelerator import check_device
 from megatron.launch.extensions import build_extensions
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
@@ -23,11 +25,16 @@ from megatron.loss_weights import weighted, weighted_by_micro_batch
 from megatron.metrics import MetricsLogger
 from megatron.mpu.layout import ParallelLayout, distributed
 from megatron.mpu.random import model_parallel_manual_seed
+from megatron.numerics import StepWatch, Verdict, find_origin
 from megatron.summary import describe_model, describe_run, full_config
 
 
-def pretrain(run: RunConfig, saved: SavedRun | None) -> None:
-    """Train as ``run`` says, from ``saved`` on or from the beginning. Every rank calls it."""
+def pretrain(run: RunConfig, saved: SavedRun | None) -> int:
+    """Train as ``run`` says, from ``saved`` on or from the beginning. Every rank calls it.
+
+    Returns the exit code of the process: 0, or that of the departure it was asked for.
+    """
+    departures = Departures(run)
     silence_known_warnings()
     check_device(run.parallel.device, run.parallel.local_rank or 0)
     build_extensions(run)
@@ -45,40 +52,101 @@ def pretrain(run: RunConfig, saved: SavedRun | None) -> None:
             iteration = load_checkpoint(engine, run, saved) if saved else 0
         log.say(describe_model(engine.module, layout))
         log.say(_describe_start(run, saved, iteration))
-        Trainer(run, engine, layout, log).train(iteration)
+        left_out = saved.left_out if saved and iteration else ()
+        exit_code = Trainer(run, engine, layout, log, departures, left_out).train(iteration)
         log.close()
+    return exit_code
 
 
 class Trainer:
     """An engine with its data: what the training loop needs at hand."""
 
-    def __init__(self, run: RunConfig, engine: DeepSpeedEngine, layout: ParallelLayout, log: MetricsLogger):
-        self.run, self.engine, self.layout, self.log = run, engine, layout, log
-        self.datasets: Datasets | None = _datasets(run) if layout.is_first_stage or layout.is_last_stage else None
+    def __init__(
+        self,
+        run: RunConfig,
+        engine: DeepSpeedEngine,
+        layout: ParallelLayout,
+        log: MetricsLogger,
+        departures: Departures,
+        left_out: Sequence[range] = (),
+    ):
+        self.run, self.engine, self.layout, self.log, self.departures = run, engine, layout, log, departures
+        self.watch = StepWatch(run)
+        self.left_out = left_out
+        self.datasets = self._datasets()
 
-    def train(self, finished: int) -> None:
-        """From the iteration behind ``finished`` to the last; then evaluate on the test split."""
+    def train(self, finished: int) -> int:
+        """From the iteration behind ``finished`` to the last, then evaluate on the test split; the exit code.
+
+        Raises NumericsError where too many iterations in a row went wrong.
+        """
         config, save_interval = self.run.train, self.run.checkpoint.save_interval
         iteration = saved_at = finished
-        train_batches = self._batches("train", first_sample=finished * config.global_batch_size)
+        departure = None
+        train_batches = self._training_batches(finished)
         self.log.start()
-        for iteration in range(finished + 1, config.train_iters + 1):
+        while iteration < config.train_iters and departure is None:
+            iteration += 1
             learning_rate = self.engine.get_lr()[0]
             loss = train_batch(self.engine, train_batches)
-            self.log.step(iteration, loss, learning_rate, step_status(self.engine))
+            status = step_status(self.engine)
+            self.log.step(iteration, loss, learning_rate, status)
+            verdict = self.watch.judge(iteration, loss.item(), status)
+            if verdict.fault and (restart := self._answer(iteration, verdict)) is not None:
+                iteration = saved_at = restart
+                train_batches = self._training_batches(restart)
+                continue
             if _due(iteration, config.eval_interval):
                 self.evaluate(iteration)
             if _due(iteration, save_interval):
                 saved_at = self.save(iteration)
-            if _due(iteration, config.exit_interval):
-                self.log.say(f"leaving after iteration {iteration}, as --exit-interval {config.exit_interval} says")
-                break
+            if departure := self.departures.due(iteration):
+                self.log.say(f"leaving after iteration {iteration}: {departure.reason}")
         if saved_at != iteration:
             self.save(iteration)
-        if iteration == config.train_iters:
-            if not _due(iteration, config.eval_interval):
-                self.evaluate(iteration)
-            self.evaluate(iteration, split="test")
+        if departure:
+            return departure.exit_code
+        if not _due(iteration, config.eval_interval):
+            self.evaluate(iteration)
+        self.evaluate(iteration, split="test")
+        return 0
+
+    def _answer(self, iteration: int, verdict: Verdict) -> int | None:
+        """Say what went wrong, and go back or stop where that was the last straw.
+
+        Returns the iteration that training went back to, or None where it goes on.
+        """
+        text = f"iteration {iteration}: {verdict.fault}"
+        if verdict.since == iteration and not verdict.is_spike:
+            with self._paused():
+                text += f"; {find_origin(self.engine, self._training_batches(iteration - 1))}"
+        self.log.say(f"  {text}")
+        can_go_back = self.run.train.rewind_on_spike and holds_checkpoint(Path(self.run.checkpoint.save))
+        if can_go_back and (verdict.is_spike or verdict.is_last_straw):
+            with self._paused():
+                return self._go_back(range(verdict.since, iteration + 1))
+        if verdict.is_last_straw:
+            raise NumericsError(
+                f"{text}: as many in a row as --max-consecutive-bad-steps {self.run.train.max_consecutive_bad_steps} "
+                "allows; weights and checkpoints are as they were: lower --lr, look at the data, or go on with "
+                "--rewind-on-spike"
+            )
+        return None
+
+    def _go_back(self, culprits: range) -> int:
+        """Load the newest checkpoint, and leave the samples of iterations ``culprits`` out; its iteration."""
+        size = self.run.train.global_batch_size
+        first, last = (
+            sample_number(place, self.left_out)
+            for place in ((culprits.start - 1) * size, (culprits.stop - 1) * size - 1)
+        )
+        self.left_out = with_range(self.left_out, range(first, last + 1))
+        saved = newest(Path(self.run.checkpoint.save))
+        load_checkpoint(self.engine, self.run, saved)
+        self.watch.forget()
+        self.datasets = self._datasets()
+        self.log.say(f"  going back to {saved.folder / saved.tag}, without samples {first} to {last}")
+        return saved.iteration
 
     def evaluate(self, iteration: int, split: str = "valid") -> None:
         """The loss over ``--eval-iters`` global batches, the next ones of the split."""
@@ -89,7 +157,7 @@ class Trainer:
         with self._paused():
             earlier = (iteration - 1) // config.eval_interval if split == "valid" else 0
             first_sample = earlier * config.eval_iters * config.global_batch_size
-            eval_batches = self._batches(split, first_sample=first_sample)
+            eval_batches = self._batches(split, first_sample)
             losses = [eval_batch(self.engine, eval_batches) for _ in range(config.eval_iters)]
             self.log.evaluation(iteration, torch.stack(losses).mean().item(), split)
 
@@ -97,11 +165,15 @@ class Trainer:
         """Write a checkpoint, if there is a folder for it; ``iteration`` again."""
         if self.run.checkpoint.save:
             with self._paused():
-                path = save_checkpoint(self.engine, self.run, iteration)
+                path = save_checkpoint(self.engine, self.run, iteration, self.left_out)
                 self.log.say(f"  saved {path}")
         return iteration
 
-    def _batches(self, split: str, *, first_sample: int) -> Iterator[Batch] | None:
+    def _training_batches(self, finished: int) -> Iterator[Batch] | None:
+        """Those of the iterations behind ``finished``."""
+        return self._batches("train", finished * self.run.train.global_batch_size, self.left_out)
+
+    def _batches(self, split: str, first_sample: int, left_out: Sequence[range] = ()) -> Iterator[Batch] | None:
         """Micro-batches of this rank from ``first_sample`` on; None where a stage reads no data."""
         if self.datasets is None:
             return None
@@ -117,10 +189,26 @@ class Trainer:
             num_workers=data.num_workers,
             eod_token=self.run.model.eod_token,
             eod_mask_loss=data.eod_mask_loss,
+            left_out=left_out,
         )
         if train.loss_normalization == "micro-batch":
             return weighted_by_micro_batch(micro_batches)
         return weighted(micro_batches, train.gradient_accumulation_steps, group, masks=data.eod_mask_loss)
+
+    def _datasets(self) -> Datasets | None:
+        """What this rank reads; None on a stage between others."""
+        if not (self.layout.is_first_stage or self.layout.is_last_stage):
+            return None
+        run, train = self.run, self.run.train
+        return build_datasets(
+            run.data,
+            vocab_size=run.model.vocab_size,
+            global_batch_size=train.global_batch_size,
+            train_iters=train.train_iters + -(-sum(map(len, self.left_out)) // train.global_batch_size),
+            eval_interval=train.eval_interval,
+            eval_iters=train.eval_iters,
+            seed=train.seed,
+        )
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -132,18 +220,6 @@ class Trainer:
 
 def _due(iteration: int, interval: int | None) -> bool:
     return bool(interval) and iteration % interval == 0
-
-
-def _datasets(run: RunConfig) -> Datasets:
-    return build_datasets(
-        run.data,
-        vocab_size=run.model.vocab_size,
-        global_batch_size=run.train.global_batch_size,
-        train_iters=run.train.train_iters,
-        eval_interval=run.train.eval_interval,
-        eval_iters=run.train.eval_iters,
-        seed=run.train.seed,
-    )
 
 
 def _describe_start(run: RunConfig, saved: SavedRun | None, iteration: int) -> str:

@@ -367,6 +367,18 @@ BROKEN = [
         None,
     ),
     ("--save-interval needs --save", "--save-interval 5", "--save-interval has no effect without --save", "--save out"),
+    (
+        "--rewind-on-spike needs --save-interval",
+        "--rewind-on-spike --save out",
+        "--rewind-on-spike has no effect without --save-interval",
+        "--save-interval 5",
+    ),
+    (
+        "a spike is told by those who look for it",
+        "--spike-factor 3",
+        "--spike-factor has no effect without --rewind-on-spike",
+        "--rewind-on-spike --save out --save-interval 5",
+    ),
     ("--finetune needs --load", "--finetune", "--finetune has no effect without --load", "--load in"),
 ]
 if find_spec("apex") is None:

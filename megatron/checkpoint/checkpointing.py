@@ -1,5 +1,6 @@
 """Save and load a run in DeepSpeed's layout of files, with Megatron's tracker beside it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,10 +15,10 @@ CHECKPOINT_VERSION = 3.0
 """Megatron's number for weights whose query-key-value rows are [heads, 3, head size]."""
 
 
-def save_checkpoint(engine: DeepSpeedEngine, run: RunConfig, iteration: int) -> Path:
+def save_checkpoint(engine: DeepSpeedEngine, run: RunConfig, iteration: int, left_out: Sequence[range] = ()) -> Path:
     """Write the tag of ``iteration`` under ``--save`` and point the trackers to it. Every rank must call it."""
     folder, tag = Path(run.checkpoint.save), f"global_step{iteration}"
-    description = describe(run, iteration)
+    description = describe(run, iteration, left_out)
     client_state = {
         "iteration": iteration,
         "consumed_samples": description["consumed_samples"],

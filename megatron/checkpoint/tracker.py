@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,11 @@ class SavedRun:
         """Finished iterations."""
         return self.description["iteration"]
 
+    @property
+    def left_out(self) -> tuple[range, ...]:
+        """Samples of the stream that training goes past, in order."""
+        return tuple(range(start, stop) for start, stop in self.description.get("left_out_samples", ()))
+
 
 def resolve(run: RunConfig) -> SavedRun | None:
     """The checkpoint that ``--load`` means, or None where the run starts fresh.
@@ -53,6 +58,11 @@ def resolve(run: RunConfig) -> SavedRun | None:
     saved = newest(folder)
     _check_fit(saved, run)
     return saved
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether there is anything to load in ``folder``."""
+    return not _is_empty(folder)
 
 
 def newest(folder: str | Path) -> SavedRun:
@@ -72,13 +82,14 @@ def publish(folder: Path, tag: str, iteration: int) -> None:
     _replace_text(folder / TRACKER, str(iteration))
 
 
-def describe(run: RunConfig, iteration: int) -> dict[str, Any]:
+def describe(run: RunConfig, iteration: int, left_out: Sequence[range] = ()) -> dict[str, Any]:
     """What ``run.json`` says of a tag saved after ``iteration``."""
     samples = iteration * run.train.global_batch_size
     return {
         "iteration": iteration,
         "consumed_samples": samples,
         "consumed_tokens": samples * run.data.seq_length,
+        "left_out_samples": [[span.start, span.stop] for span in left_out],
         "layout": _layout(run),
         "has_optimizer": not run.checkpoint.no_save_optim,
         "has_rng": not run.checkpoint.no_save_rng,

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.data.workers import leave_with_parent
 from megatron.errors import UserError
+from megatron.launch.signals import ignore_leave_signals
 
 
 class Batch(NamedTuple):
@@ -27,9 +28,9 @@ class Batch(NamedTuple):
 class MicroBatches(Dataset):
     """The micro-batches of one data-parallel rank, numbered from ``first_sample`` on.
 
-    Global batch n is ``global_batch_size`` samples from ``first_sample + n * global_batch_size`` on.
-    Rank r of D has the r-th of D equal runs of them, cut into micro-batches. What a global batch
-    consists of depends on nothing else.
+    Global batch n is ``global_batch_size`` samples from ``first_sample + n * global_batch_size`` on,
+    counted without those ``left_out``. Rank r of D has the r-th of D equal runs of them, cut into
+    micro-batches. What a global batch consists of depends on nothing else.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class MicroBatches(Dataset):
         micro_batch_size: int,
         data_rank: int,
         data_size: int,
+        left_out: Sequence[range] = (),
     ) -> None:
         assert global_batch_size % (data_size * micro_batch_size) == 0
         self.dataset = dataset
@@ -48,7 +50,8 @@ class MicroBatches(Dataset):
         self.micro_batch_size = micro_batch_size
         self.per_global_batch = global_batch_size // (data_size * micro_batch_size)
         self.first_row = first_sample + data_rank * (global_batch_size // data_size)
-        self.global_batches = max(len(dataset) - first_sample, 0) // global_batch_size
+        self.left_out = left_out
+        self.global_batches = max(len(dataset) - first_sample - sum(map(len, left_out)), 0) // global_batch_size
 
     def __len__(self) -> int:
         return self.global_batches * self.per_global_batch
@@ -62,11 +65,25 @@ class MicroBatches(Dataset):
         global_batch, part = divmod(number, self.per_global_batch)
         start = self.first_row + global_batch * self.global_batch_size + part * self.micro_batch_size
         try:
-            return torch.from_numpy(
-                np.stack([self.dataset[row] for row in range(start, start + self.micro_batch_size)])
-            )
+            rows = [sample_number(row, self.left_out) for row in range(start, start + self.micro_batch_size)]
+            return torch.from_numpy(np.stack([self.dataset[row] for row in rows]))
         except UserError as error:
             return error
+
+
+def sample_number(place: int, left_out: Sequence[range]) -> int:
+    """The sample in ``place`` of a stream, counted from 0, without the samples ``left_out``, which are in order."""
+    for samples in left_out:
+        if samples.start > place:
+            break
+        place += len(samples)
+    return place
+
+
+def with_range(left_out: Sequence[range], samples: range) -> tuple[range, ...]:
+    """``left_out`` and ``samples``, in order and without overlap. ``samples`` covers whole ranges or none of them."""
+    others = [other for other in left_out if other.start not in samples]
+    return tuple(sorted([*others, samples], key=lambda span: span.start))
 
 
 def batches(
@@ -80,12 +97,14 @@ def batches(
     num_workers: int,
     eod_token: int,
     eod_mask_loss: bool,
+    left_out: Sequence[range] = (),
 ) -> Iterator[Batch]:
     """Micro-batches of data-parallel rank ``data_rank`` of ``data_size``, until the last whole global batch.
 
     Args:
         dataset: samples, int64 [s + 1], in the order of training.
         first_sample: sample the first global batch starts with: those a resumed run has consumed.
+        left_out: samples that are not in the stream, in order.
         num_workers: processes that read ahead; 0 reads here.
         eod_mask_loss: leave positions whose input is ``eod_token`` out of the loss.
 
@@ -99,6 +118,7 @@ def batches(
         micro_batch_size=micro_batch_size,
         data_rank=data_rank,
         data_size=data_size,
+        left_out=left_out,
     )
     loader = DataLoader(
         micro_batches,
@@ -129,3 +149,4 @@ def _unchanged(rows: Tensor | UserError) -> Tensor | UserError:
 def _start_worker(worker: int) -> None:
     """Runs in each worker before it reads."""
     leave_with_parent()
+    ignore_leave_signals()

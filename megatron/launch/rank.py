@@ -13,8 +13,8 @@ from megatron.launch.launcher import check_place, local_rank
 from megatron.launch.launcher import rank as rank_of
 
 
-def run_rank(main: Callable[[], None]) -> NoReturn:
-    """Run ``main`` as one of several ranks and leave the process with its exit code.
+def run_rank(main: Callable[[], int | None]) -> NoReturn:
+    """Run ``main`` as one of several ranks and leave the process with the exit code that it returns.
 
     What every rank sees before they have joined is said by the first of each host alone. Behind that the
     rank that fails says so, and leaves at once, without waiting for others in the middle of a collective;
@@ -22,12 +22,12 @@ def run_rank(main: Callable[[], None]) -> NoReturn:
     """
     rank, is_first_here = _place()
     try:
-        main()
+        exit_code = main() or 0
     except UserError as error:
         joined = _has_joined()
-        if joined or is_first_here:
+        if not rank if error.on_every_rank else joined or is_first_here:
             for message in error.messages:
-                _say(f"rank {rank}: {message}" if joined or rank else message)
+                _say(f"rank {rank}: {message}" if rank or (joined and not error.on_every_rank) else message)
         else:
             # The launcher ends all ranks with the first that ends, which must not be one that said nothing.
             time.sleep(1)
@@ -46,7 +46,7 @@ def run_rank(main: Callable[[], None]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     # Not by way of the interpreter's end: there gloo's threads abort one process in twenty, the group left or not.
-    os._exit(0)
+    os._exit(exit_code)
 
 
 def _place() -> tuple[int, bool]:

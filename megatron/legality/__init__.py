@@ -251,4 +251,6 @@ RULES: tuple[Rule, ...] = (
     Rule("BPE has merges", "The vocabulary alone does not say how text is cut.", checks.merges),
     _needs("checkpoint.save_interval", "checkpoint.save"),
     _needs("checkpoint.finetune", "checkpoint.load"),
+    _needs("train.rewind_on_spike", "checkpoint.save_interval"),
+    Rule("a spike is told by those who look for it", "Nobody does otherwise.", checks.spike_factor),
 )

@@ -218,6 +218,13 @@ def loss_normalization(run: RunConfig) -> str | None:
     return None
 
 
+def spike_factor(run: RunConfig) -> str | None:
+    train = run.train
+    if train.spike_factor != type(train)().spike_factor and not train.rewind_on_spike:
+        return "--spike-factor has no effect without --rewind-on-spike: add --rewind-on-spike, or remove --spike-factor"
+    return None
+
+
 def min_lr(run: RunConfig) -> str | None:
     if run.optim.lr > 0 and run.optim.min_lr > run.optim.lr:
         return f"--min-lr {run.optim.min_lr:g} is more than --lr {run.optim.lr:g}: lower it"

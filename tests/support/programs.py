@@ -76,6 +76,13 @@ class Programs:
             return self.python(*arguments, **options)
         return self.torchrun(processes, *arguments, **options)
 
+    def faulty(self, processes: int, fault: str, *arguments: str | Path) -> Finished:
+        """The same with a fault planted in it, see ``support/faulty_pretrain.py``."""
+        arguments = ("tests/support/faulty_pretrain.py", *TINY_MODEL, *self.data_arguments, *arguments)
+        if processes == 1:
+            return self.python(*arguments, FAULT=fault)
+        return self.torchrun(processes, *arguments, FAULT=fault)
+
     @cached_property
     def data_arguments(self) -> list[str]:
         """Flags that name the tiny corpus and its vocabulary."""

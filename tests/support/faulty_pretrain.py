@@ -1,0 +1,65 @@
+"""pretrain_gpt2.py with one fault planted in it, as FAULT in the environment says.
+
+gradient RANK ITERATION       the loss of that iteration on that rank is not a number
+weights RANK LAYER ITERATION  a weight of that layer on that rank is none, from that iteration on
+samples FIRST LAST FACTOR     the loss of a batch with one of these samples is so many times what it is
+signal RANK ITERATION NAMES   that rank gets these signals at the start of that iteration
+"""
+
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron import training
+from megatron.data.gpt2_dataset import GPT2Dataset
+from megatron.model import gpt2_model
+from megatron.model.transformer import ParallelTransformerLayer
+
+MARK = 7
+"""The one token of a sample that is at fault."""
+
+iteration = 0
+kind, *words = os.environ["FAULT"].split()
+numbers = [float(word) for word in words if not word.startswith("SIG")]
+real_train_batch, real_loss, real_sample = training.train_batch, gpt2_model.lm_loss, GPT2Dataset.__getitem__
+
+
+def train_batch(engine, batches):
+    global iteration
+    iteration += 1
+    if kind == "weights" and [dist.get_rank(), iteration] == [numbers[0], numbers[2]]:
+        layers = {
+            name: part for name, part in engine.module.named_modules() if isinstance(part, ParallelTransformerLayer)
+        }
+        layers[f"{numbers[1] + 1:.0f}"].input_layernorm.weight.data[0] = torch.nan
+    if kind == "signal" and [dist.get_rank(), iteration] == numbers:
+        for name in words[2:]:
+            os.kill(os.getpid(), getattr(signal, name))
+    return real_train_batch(engine, batches)
+
+
+def lm_loss(logits, targets, **options):
+    loss = real_loss(logits, targets, **options)
+    labels = targets[0]
+    if kind == "gradient" and [dist.get_rank(), iteration] == numbers and loss.requires_grad:
+        return loss * torch.nan
+    if kind == "samples" and (labels == MARK).all(dim=1).any():
+        return loss * numbers[2]
+    return loss
+
+
+def sample(dataset, index):
+    tokens = real_sample(dataset, index)
+    return tokens * 0 + MARK if kind == "samples" and numbers[0] <= index <= numbers[1] else tokens
+
+
+training.train_batch, gpt2_model.lm_loss, GPT2Dataset.__getitem__ = train_batch, lm_loss, sample
+sys.argv[0] = "pretrain_gpt2.py"
+runpy.run_path("pretrain_gpt2.py", run_name="__main__")

@@ -1,0 +1,41 @@
+"""Runs that are asked to leave: the iteration is finished, saved and taken up again."""
+
+import pytest
+from support.programs import read_metrics
+
+SETTINGS = "--train-iters 6 --batch-size 2 --global-batch-size 8 --eval-iters 0".split()
+
+
+def test_a_signal_to_one_rank_makes_all_save_and_leave(programs, tmp_path) -> None:
+    """With dropout on, in a pipeline with tensor parallelism; going on gives what an undisturbed run gives."""
+    layout = "--model-parallel-size 2 --pipe-parallel-size 2".split()
+    programs.pretrain(4, *SETTINGS, *layout, "--metrics-file", tmp_path / "whole").ok()
+    parts = (*layout, "--save", tmp_path / "ck", "--load", tmp_path / "ck", "--metrics-file", tmp_path / "parts")
+    left = programs.faulty(4, "signal 2 3 SIGTERM", *SETTINGS, *parts)
+    assert "leaving after iteration 3: SIGTERM asks for it" in left.output and "exitcode  : 75" in left.output
+    assert [path.name for path in tmp_path.glob("ck/global_step*")] == ["global_step3"]
+    programs.pretrain(4, *SETTINGS, *parts).ok()
+    whole, found = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
+    names = ("iteration", "lm_loss", "grad_norm", "learning_rate")
+    assert [[line[name] for name in names] for line in found] == [[line[name] for name in names] for line in whole]
+
+
+@pytest.mark.parametrize(
+    ("signals", "save", "code"),
+    [("SIGUSR1", True, 75), ("SIGUSR1", False, 138), ("SIGTERM SIGTERM", True, 143), ("SIGUSR1 SIGTERM", True, 143)],
+)
+def test_exit_codes(programs, tmp_path, signals: str, save: bool, code: int) -> None:
+    """The first signal waits for the end of the iteration, the second does not."""
+    places = ("--save", tmp_path / "ck") if save else ()
+    left = programs.faulty(1, f"signal 0 2 {signals}", *SETTINGS, *places, "--num-workers", "1")
+    assert left.returncode == code, left.output
+    at_once = " " in signals
+    assert ("leaving after iteration 2: SIGUSR1" in left.output) == (not at_once)
+    assert (tmp_path / "ck" / "latest").exists() == (save and not at_once)
+
+
+def test_time_is_over_behind_an_iteration(programs, tmp_path) -> None:
+    places = ("--save", tmp_path / "ck", "--exit-duration-in-mins", "0.001")
+    left = programs.pretrain(1, *SETTINGS, *places).ok()
+    assert "leaving after iteration 1: --exit-duration-in-mins 0.001 are over" in left.output
+    assert (tmp_path / "ck" / "latest").read_text() == "global_step1"
