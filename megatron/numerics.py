@@ -1,6 +1,7 @@
 """Steps whose numbers went wrong: told from the others, counted, and traced to the layer where they begin."""
 
 import math
+import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,6 +56,11 @@ class StepWatch:
         is_last_straw = len(self._bad) >= self._limit
         return Verdict(f"the {what} is not finite, {made}", self._bad[0], is_last_straw=is_last_straw)
 
+    @property
+    def trusts_weights(self) -> bool:
+        """Whether the last step was a good one, so that the weights are worth keeping."""
+        return not self._bad
+
     def forget(self) -> None:
         """Begin anew, behind a return to a checkpoint."""
         self._bad.clear()
@@ -88,8 +94,11 @@ def find_origin(engine: DeepSpeedEngine, batches: Iterator[Batch] | None) -> str
         ranks = [str(rank) for place, rank in found if place[1] == name]
         return f"once more it begins in {name} on rank {', '.join(ranks)}"
     if not math.isfinite(loss):
-        return "once more it begins in the head or the loss"
+        return "once more it begins in the loss"
     return "a second forward pass is finite: it was in the gradients alone, or has passed"
+
+
+_EMBEDDING, _HEAD = (0, "the embedding"), (sys.maxsize, "the head")
 
 
 @contextmanager
@@ -98,9 +107,10 @@ def _watched(module: nn.Module) -> Iterator[set[tuple[int, str]]]:
     seen: set[tuple[int, str]] = set()
 
     def watch(place: tuple[int, str], layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def look(_: nn.Module, __: tuple, output: Stream) -> None:
+        def look(_: nn.Module, inputs: tuple, output: Stream) -> None:
             if not _is_finite(unpack(output)[0]):
-                seen.add(place)
+                # The embedding is called once more, with hidden states instead of tokens, as the head.
+                seen.add(_HEAD if place == _EMBEDDING and unpack(inputs[0])[0].is_floating_point() else place)
 
         return layer.register_forward_hook(look)
 
@@ -117,7 +127,7 @@ def _layers(module: nn.Module) -> Iterator[tuple[tuple[int, str], nn.Module]]:
     for name, layer in module.named_modules():
         last = name.rpartition(".")[2]
         if last == "embed":
-            yield (0, "the embedding"), layer
+            yield _EMBEDDING, layer
         elif isinstance(layer, ParallelTransformerLayer):
             yield (int(last), f"layer {int(last) - 1}"), layer
 

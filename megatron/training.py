@@ -1,6 +1,7 @@
 """The training run: build, resume, train, evaluate, save."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -73,6 +74,7 @@ class Trainer:
         self.run, self.engine, self.layout, self.log, self.departures = run, engine, layout, log, departures
         self.watch = StepWatch(run)
         self.left_out = left_out
+        self.returns: Counter[str] = Counter()
         self.datasets = self._datasets()
 
     def train(self, finished: int) -> int:
@@ -142,6 +144,12 @@ class Trainer:
         )
         self.left_out = with_range(self.left_out, range(first, last + 1))
         saved = newest(Path(self.run.checkpoint.save))
+        self.returns[saved.tag] += 1
+        if self.returns[saved.tag] > self.run.train.max_consecutive_bad_steps:
+            raise NumericsError(
+                f"iteration {culprits.stop - 1} went wrong again behind {self.returns[saved.tag] - 1} returns to "
+                f"{saved.folder / saved.tag}: lower --lr, or begin at an older checkpoint"
+            )
         load_checkpoint(self.engine, self.run, saved)
         self.watch.forget()
         self.datasets = self._datasets()
@@ -162,8 +170,10 @@ class Trainer:
             self.log.evaluation(iteration, torch.stack(losses).mean().item(), split)
 
     def save(self, iteration: int) -> int:
-        """Write a checkpoint, if there is a folder for it; ``iteration`` again."""
-        if self.run.checkpoint.save:
+        """Write a checkpoint, if there is a folder for it and the weights can be trusted; ``iteration`` again."""
+        if self.run.checkpoint.save and not self.watch.trusts_weights:
+            self.log.say(f"  nothing saved behind iteration {iteration}, which went wrong: a weight may be the cause")
+        elif self.run.checkpoint.save:
             with self._paused():
                 path = save_checkpoint(self.engine, self.run, iteration, self.left_out)
                 self.log.say(f"  saved {path}")
