@@ -1,6 +1,7 @@
 """pretrain_gpt2.py with one fault planted in it, as FAULT in the environment says.
 
-gradient RANK ITERATION       the loss of that iteration on that rank is not a number
+gradient RANK ITERATION       the loss of that iteration on that rank is not a number; each rank says of each
+                              iteration how many of its weights it left as they were
 weights RANK LAYER ITERATION  a weight of that layer on that rank is none, from that iteration on
 samples FIRST LAST FACTOR     the loss of a batch with one of these samples is so many times what it is
 signal RANK ITERATION NAMES   that rank gets these signals at the start of that iteration
@@ -42,7 +43,16 @@ def train_batch(engine, batches):
     if kind == "signal" and [dist.get_rank(), iteration] == numbers:
         for name in words[2:]:
             os.kill(os.getpid(), getattr(signal, name))
-    return real_train_batch(engine, batches)
+    before = weights(engine)
+    loss = real_train_batch(engine, batches)
+    if kind == "gradient":
+        kept = sum(map(torch.equal, before, weights(engine)))
+        print(f"rank {dist.get_rank()} iteration {iteration} kept {kept} of {len(before)} weights", flush=True)
+    return loss
+
+
+def weights(engine):
+    return [getattr(weight, "ds_tensor", weight).detach().clone() for weight in engine.module.parameters()]
 
 
 def lm_loss(logits, targets, **options):
