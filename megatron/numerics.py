@@ -47,7 +47,7 @@ class StepWatch:
         self._recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
     def judge(self, iteration: int, loss: float, status: StepStatus) -> Verdict:
-        """What iteration ``iteration`` came to. Alike on every rank, since loss and status are."""
+        """What iteration ``iteration`` came to: alike on every rank if ``loss`` is, for ``status`` is."""
         if math.isfinite(loss) and (status.applied or self._finds_its_scale(status)):
             return self._judge_height(iteration, loss)
         self._bad.append(iteration)
@@ -79,13 +79,23 @@ class StepWatch:
         return self._scale_that_moves is not None and status.loss_scale > self._scale_that_moves
 
 
+def agreed(loss: Tensor) -> float:
+    """The largest over all ranks, infinite where it is no number on any. Every rank must call it.
+
+    Ranks that should have the same loss may differ where something is broken, and must not part ways over it.
+    """
+    largest = loss.detach().float().nan_to_num(nan=torch.inf)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.item()
+
+
 def find_origin(engine: DeepSpeedEngine, batches: Iterator[Batch] | None) -> str:
     """Where in the model numbers that are not finite begin, in words. Every rank must call it.
 
     Runs the batch once more, forward only and without dropout.
     """
     with _watched(engine.module) as seen:
-        loss = eval_batch(engine, batches).item()
+        loss = agreed(eval_batch(engine, batches))
     everyone: list[tuple[int, str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, min(seen, default=None))
     found = [(place, rank) for rank, place in enumerate(everyone) if place is not None]

@@ -26,7 +26,7 @@ from megatron.loss_weights import weighted, weighted_by_micro_batch
 from megatron.metrics import MetricsLogger
 from megatron.mpu.layout import ParallelLayout, distributed
 from megatron.mpu.random import model_parallel_manual_seed
-from megatron.numerics import StepWatch, Verdict, find_origin
+from megatron.numerics import StepWatch, Verdict, agreed, find_origin
 from megatron.summary import describe_model, describe_run, full_config
 
 
@@ -93,7 +93,7 @@ class Trainer:
             loss = train_batch(self.engine, train_batches)
             status = step_status(self.engine)
             self.log.step(iteration, loss, learning_rate, status)
-            verdict = self.watch.judge(iteration, loss.item(), status)
+            verdict = self.watch.judge(iteration, agreed(loss), status)
             if verdict.fault and (restart := self._answer(iteration, verdict)) is not None:
                 iteration = saved_at = restart
                 train_batches = self._training_batches(restart)

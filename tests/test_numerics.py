@@ -30,7 +30,8 @@ SETTINGS = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --clip-grad 0.4"
 def test_a_bad_step_changes_no_weight(programs, tmp_path, layout: str) -> None:
     """A rank's loss is no number in iteration 2: no weight of any rank changes, and then training goes on."""
     words = ("--train-iters", "3", *layout.split(), "--metrics-file", tmp_path / "metrics")
-    finished = programs.faulty(2, "gradient 1 2", *SETTINGS, *words).ok()
+    rank = 0 if "model-parallel" in layout else 1  # the vocabulary is so small that the second part of it is padding
+    finished = programs.faulty(2, f"gradient {rank} 2", *SETTINGS, *words).ok()
     assert "iteration 2: the" in finished.output and "is not finite, the step was skipped" in finished.output
     assert "a second forward pass is finite" in finished.output
     for rank, iteration in itertools.product((0, 1), (1, 2, 3)):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import deepspeed
+import torch
 from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -48,7 +49,7 @@ def lm_loss(
     in_fp32: bool,
     sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """The weighted sum of the tokens' cross entropies.
+    """The weighted sum of the tokens' cross entropies. Where it is not finite, no gradient of it is.
 
     targets: labels [b, s], and weights [b, s] that come to 1 over what the loss is a mean of. Where a
     group shares the sequence, the logits are of this rank's part, and the mean over the group is the loss.
@@ -57,7 +58,9 @@ def lm_loss(
     if sequence_group:
         weights = weights * sequence_group.size()
     losses = vocab_parallel_cross_entropy(logits.float() if in_fp32 else logits, labels, group, vocab_size)
-    return (losses.float() * weights).sum()
+    loss = (losses.float() * weights).sum()
+    # Behind an infinite loss there may be finite gradients. None may change a weight.
+    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
 class GPT2ModelPipe(PipelineModule):

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engine import weight_decay_groups
-from megatron.model.gpt2_model import GPT2Model, GPT2ModelPipe, gpt2_layers
+from megatron.model.gpt2_model import GPT2Model, GPT2ModelPipe, gpt2_layers, lm_loss
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.partition import bounds
@@ -237,3 +237,18 @@ def test_the_list_is_numbered_as_checkpoint_files_are(run_ranks):
 
 def layer_names() -> list[str]:
     return [getattr(spec, "typename", spec).__name__ for spec in gpt2_layers(CONFIG, _layout())]
+
+
+def test_an_infinite_loss_leaves_no_finite_gradient(run_ranks):
+    run_ranks(1, infinite_loss_leaves_no_finite_gradient)
+
+
+def infinite_loss_leaves_no_finite_gradient() -> None:
+    """A label whose logit is minus infinity has an infinite loss; its softmax alone has a finite gradient."""
+    logits = torch.zeros(1, 2, 8).index_fill_(-1, torch.tensor(3), -torch.inf).requires_grad_()
+    options = {"group": _layout().tensor_group, "vocab_size": 8, "in_fp32": True}
+    for label, finite in ((2, True), (3, False)):
+        loss = lm_loss(logits, (torch.full((1, 2), label), torch.full((1, 2), 0.5)), **options)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        assert loss.isfinite() == finite
+        assert gradient.isfinite().all() if finite else not gradient.isfinite().any()
