@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron.config import OptimConfig, RunConfig, TrainConfig
 from megatron.data.loader import Batch
+from megatron.errors import NumericsError
 from megatron.learning_rates import AnnealingLR
 from megatron.model.gpt2_model import GPT2Model, GPT2ModelDualPipeV, GPT2ModelPipe
 from megatron.model.kernels import uses_apex
@@ -102,12 +104,29 @@ def annealing_lr(optimizer: torch.optim.Optimizer, *, optim: OptimConfig, train:
 
 
 def train_batch(engine: DeepSpeedEngine, batches: Iterator[Batch]) -> Tensor:
-    """One optimizer step over a global batch; its loss, the same on every rank."""
-    if isinstance(engine, PipelineEngine):
-        return engine.train_batch(batches)
-    engine.train()
-    losses = [_train_micro_batch(engine, next(batches)) for _ in range(engine.gradient_accumulation_steps())]
-    return _mean_over_ranks(losses, engine)
+    """One optimizer step over a global batch; its loss, the same on every rank.
+
+    Raises NumericsError where gradients overflow at fp16's smallest loss scale.
+    """
+    with scale_exhaustion_named():
+        if isinstance(engine, PipelineEngine):
+            return engine.train_batch(batches)
+        engine.train()
+        losses = [_train_micro_batch(engine, next(batches)) for _ in range(engine.gradient_accumulation_steps())]
+        return _mean_over_ranks(losses, engine)
+
+
+@contextmanager
+def scale_exhaustion_named() -> Iterator[None]:
+    """Give DeepSpeed's word for a loss scale that can fall no further, which all ranks raise alike, its exit code."""
+    try:
+        yield
+    except Exception as error:
+        if "loss scale already at minimum" not in str(error):
+            raise
+        raise NumericsError(
+            "gradients overflow even at the smallest loss scale, --min-scale: lower --lr, or use --bf16"
+        ) from error
 
 
 @torch.no_grad()
