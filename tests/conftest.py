@@ -13,6 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from support.programs import Programs  # noqa: E402
 from support.ranks import RankPools  # noqa: E402
+from support.training import RankTraining  # noqa: E402
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
 
@@ -38,3 +39,9 @@ def run_ranks(_rank_pools: RankPools) -> Callable[..., list[Any]]:
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """Start the project's programs the way a user does, with a small data set at hand."""
     return Programs(ROOT, tmp_path_factory.mktemp("programs"))
+
+
+@pytest.fixture(scope="session")
+def train_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
+    """Train with the tiny model on n gloo ranks that live on, where many runs are compared."""
+    return RankTraining(_rank_pools.run, programs)

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from support.programs import Programs, read_metrics
+from support.programs import read_metrics
+from support.training import RankTraining
 
 SETTINGS = (
     "--train-iters 4 --batch-size 2 --global-batch-size 4 --attention-dropout 0.1 --hidden-dropout 0.1"
@@ -21,13 +22,13 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def losses(programs: Programs, tmp_path_factory: pytest.TempPathFactory):
+def losses(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory):
     """Train with an engine and these flags: losses, validation losses and gradient norms."""
 
     def run(engine: str, flags: str) -> list[float]:
         processes, layout = ENGINES[engine]
         metrics: Path = tmp_path_factory.mktemp("kind") / "metrics"
-        programs.pretrain(processes, *SETTINGS, *layout.split(), *flags.split(), "--metrics-file", metrics).ok()
+        train_in_ranks(processes, *SETTINGS, *layout.split(), *flags.split(), "--metrics-file", metrics)
         names = ("lm_loss", "grad_norm", "validation_loss", "test_loss")
         return [line[name] for line in read_metrics(metrics) for name in names if name in line]
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from support.programs import Programs, read_metrics
+from support.programs import read_metrics
+from support.training import RankTraining
 
 TOLERANCE = 1e-4
 ITERATIONS = 10
@@ -66,14 +67,13 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def train(programs: Programs, tmp_path_factory: pytest.TempPathFactory):
+def train(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory):
     """Train on so many processes with these flags; where its metrics and its checkpoint are."""
 
     def run(processes: int, flags: str) -> Path:
         folder = tmp_path_factory.mktemp("layout")
-        programs.pretrain(
-            processes, *SETTINGS, *flags.split(), "--metrics-file", folder / "metrics", "--save", folder / "checkpoint"
-        ).ok()
+        places = ("--metrics-file", folder / "metrics", "--save", folder / "checkpoint")
+        train_in_ranks(processes, *SETTINGS, *flags.split(), *places)
         return folder
 
     return run

@@ -108,10 +108,11 @@ class ParallelLayout:
 
 @contextmanager
 def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[ParallelLayout]:
-    """Join the other ranks, and part from them on the way out.
+    """Join the other ranks, and part from them on the way out. Ranks that have joined already stay together.
 
     Without the parting gloo aborts now and then at the end of the process.
     """
+    joins = not dist.is_initialized()
     with deepspeed_silenced(verbose):
         deepspeed.init_distributed(
             dist_backend=_backend(parallel),
@@ -123,7 +124,8 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         layout = ParallelLayout.create(parallel)
     yield layout
-    dist.destroy_process_group()
+    if joins:
+        dist.destroy_process_group()
 
 
 def _backend(parallel: ParallelConfig) -> str:

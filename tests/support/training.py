@@ -1,0 +1,43 @@
+"""Train in ranks that are there already: what pretrain_gpt2.py does, without starting processes and importing torch.
+
+For tests that compare many runs. How a run starts and ends is for others to show, with real launchers.
+"""
+
+import contextlib
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support.programs import TINY_MODEL, Programs
+
+RunRanks = Callable[..., list[Any]]
+
+
+class RankTraining:
+    """``pretrain_gpt2.py`` with the tiny model and corpus on the ranks of this session."""
+
+    def __init__(self, run_ranks: RunRanks, programs: Programs):
+        self._run_ranks, self._data = run_ranks, programs.data_arguments
+
+    def __call__(self, processes: int, *arguments: str | Path) -> str:
+        """Train to the end on so many ranks; what the first of them printed."""
+        words = [str(word) for word in (*TINY_MODEL, *self._data, *arguments)]
+        outputs = self._run_ranks(processes, pretrain, words)
+        assert all(code == 0 for code, _ in outputs), outputs
+        return outputs[0][1]
+
+
+def pretrain(words: list[str]) -> tuple[int, str]:
+    """Exit code and output of a run with these arguments, on this rank."""
+    import deepspeed
+
+    from megatron import training
+    from megatron.arguments import parse_run
+    from megatron.preflight import check
+
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = training.pretrain(*check(parse_run(words, os.environ)))
+    deepspeed.checkpointing.reset()  # buffers of a layout that the next run does not have
+    return code, output.getvalue()
