@@ -33,25 +33,26 @@ def atomic_file(path: Path, flag: str, *, binary: bool = False) -> Iterator[IO[A
 
 
 @contextmanager
-def atomic_folder(path: Path, flag: str) -> Iterator[Path]:
-    """An empty folder to write into, that takes the name ``path`` when the block ends without an error.
+def atomic_path(path: Path, flag: str) -> Iterator[Path]:
+    """A name to write a file or a folder under, which becomes ``path`` when the block ends without an error.
 
-    ``path`` must not be there yet, or be an empty folder. ``flag`` is the one that named it, for the
-    messages: raises ConfigError if it cannot be written, ResourceError if the disk is full.
+    ``path`` must not be there yet, or be an empty folder. Folders on the way are made. ``flag`` is the one that
+    named it, for the messages: raises ConfigError if it cannot be written, ResourceError if the disk is full.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        temporary.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary
-        for written in temporary.rglob("*"):
+        for written in (*temporary.rglob("*"), temporary):
             _sync(written)
-        _sync(temporary)
         os.replace(temporary, path)
         _sync(path.parent)
     except OSError as error:
         raise _told(error, path, flag) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        temporary.unlink(missing_ok=True)
 
 
 def check_vacant(path: Path, flag: str) -> None:

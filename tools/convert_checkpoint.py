@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_file, atomic_folder, check_vacant
+from _atomic_file import atomic_path, check_vacant
 
 from megatron.checkpoint.exchange.kinds import KINDS, Found, find
 from megatron.cli import ToolParser, run_tool
@@ -57,12 +57,11 @@ def _merge(args: argparse.Namespace) -> None:
     from megatron.checkpoint.exchange.tensor_files import write_file, write_tensors
 
     model = read_model(found)
-    if is_file:
-        with atomic_file(args.output, "--output", binary=True) as file:
-            write_file(model.weights, Path(file.name), run_metadata(model))
-    else:
-        with atomic_folder(args.output, "--output") as folder:
-            write_tensors(model.weights, folder, max_shard_size=size, metadata=run_metadata(model))
+    with atomic_path(args.output, "--output") as output:
+        if is_file:
+            write_file(model.weights, output, run_metadata(model))
+        else:
+            write_tensors(model.weights, output, max_shard_size=size, metadata=run_metadata(model))
     _report(args, model)
 
 
@@ -85,7 +84,7 @@ def _to_hf(args: argparse.Namespace) -> None:
 
     model = read_model(found)
     bpe = read_run_bpe(model.description, args.vocab_file, args.merge_file)
-    with atomic_folder(args.output, "--output") as folder:
+    with atomic_path(args.output, "--output") as folder:
         write_huggingface(folder, model, bpe, max_shard_size=size)
     _report(args, model)
     if bpe is None:
@@ -187,7 +186,7 @@ def _parser() -> ToolParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=ToolParser)
     for name, command in COMMANDS.items():
         text = inspect.cleandoc(command.run.__doc__)
-        command.add_flags(commands.add_parser(name, description=text, help=text.partition(".")[0]))
+        command.add_flags(commands.add_parser(name, description=text, help=text.splitlines()[0].rstrip(".")))
     return parser
 
 
@@ -229,7 +228,8 @@ def _write_checkpoint(args: argparse.Namespace, model: Any, bpe: Any) -> None:
     from megatron.checkpoint.exchange.saving import write_checkpoint
 
     files = (args.output / VOCAB, args.output / MERGES) if bpe else (None, None)
-    with atomic_folder(args.output, "--output") as folder:
+    with atomic_path(args.output, "--output") as folder:
+        folder.mkdir()
         if bpe:
             bpe.write(folder)
         write_checkpoint(folder, model, vocab_file=files[0], merge_file=files[1])

@@ -33,12 +33,13 @@ _LINEARS = {
 
 
 def write_huggingface(folder: Path, model: WholeModel, bpe: BPE | None, *, max_shard_size: int) -> None:
-    """Write ``config.json``, the weights, and the tokenizer if there is one.
+    """Write ``config.json``, the weights, and the tokenizer if there is one, into ``folder``, made if need be.
 
     Raises ConfigError for what Hugging Face's GPT-2 cannot do, ResourceError where the disk has no room.
     """
     dtype = str(model.weights[WORDS].dtype).removeprefix("torch.")
     config = to_huggingface(model.config, dtype)
+    folder.mkdir(exist_ok=True)
     (folder / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_tensors(_outward_all(model), folder, max_shard_size=max_shard_size, metadata={})
     if bpe is not None:

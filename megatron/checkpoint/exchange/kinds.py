@@ -55,12 +55,14 @@ def _is_folder(path: Path) -> bool:
     return _has(LATEST, TRACKER)(path) or path.is_dir() and any(path.glob(f"*/{RUN_FILE}"))
 
 
-def _described(path: Path) -> SavedRun | None:
-    return tag_at(path) if (path / RUN_FILE).exists() else None
+def _source(path: Path) -> SavedRun | None:
+    """The tag that a universal checkpoint lies beside, which says what both are."""
+    tag = path.with_name(path.name.removesuffix("_universal"))
+    return next((tag_at(place) for place in (path, tag) if (place / RUN_FILE).exists()), None)
 
 
 KINDS = {
-    "universal": Kind("a universal checkpoint", _has("zero"), _described),
+    "universal": Kind("a universal checkpoint", _has("zero"), _source),
     "tag": Kind("one checkpoint", _has(RUN_FILE), tag_at),
     "folder": Kind("a folder of checkpoints", _is_folder, newest),
     "huggingface": Kind("a Hugging Face folder", _has(HF_CONFIG)),

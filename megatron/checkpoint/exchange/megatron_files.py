@@ -76,7 +76,7 @@ def _folder_with_files(path: Path) -> Path:
         if any(folder.glob("mp_rank_*")) or any(folder.glob("layer_*-model_*-model_states.pt")):
             return folder
     raise CheckpointError(
-        f"{path}: no checkpoint of Megatron there: neither mp_rank_* nor layer_* files, nor a tracker that points to them"
+        f"{path}: no checkpoint of Megatron there, neither mp_rank_* nor layer_* files, nor a tracker that names one"
     )
 
 

@@ -26,6 +26,31 @@ def read_model(found: Found) -> WholeModel:
     return _READERS[found.kind](found)
 
 
+def read_weights(found: Found) -> Mapping[str, Tensor]:
+    """All weights by name, also where nothing says what model they are of. Raises as ``read_model`` does."""
+    if found.kind == "universal" and found.saved is None:
+        return _universal_weights(found.path)
+    return read_model(found).weights
+
+
+def read_description(found: Found) -> dict[str, Any] | None:
+    """``run.json`` of the training that it comes from, if that was one of this suite."""
+    return _kept_description(found.path) if found.kind == "safetensors" else found.description
+
+
+def read_versions(found: Found) -> dict[str, Any] | None:
+    """Which DeepSpeed wrote it, and Megatron's number for what the names and rows mean."""
+    if found.kind not in ("tag", "folder"):
+        return None
+    file = next((found.saved.folder / found.saved.tag).glob("*mp_rank_00_model_states.pt"), None)
+    if file is None:
+        raise CheckpointError(
+            f"{found.saved.folder / found.saved.tag} has no mp_rank_00_model_states.pt; it is not whole"
+        )
+    state = read_file(file)
+    return {"DeepSpeed": state.get("ds_version"), "checkpoint": state.get("checkpoint_version")}
+
+
 def run_metadata(model: WholeModel) -> dict[str, str]:
     """What the header of merged weights says, for ``read_model`` to know the model by."""
     return {RUN_KEY: json.dumps(model.description)}
@@ -39,16 +64,20 @@ def _of_suite(found: Found) -> WholeModel:
 
 
 def _of_universal(found: Found) -> WholeModel:
-    """What DeepSpeed calls universal: ``zero/NAME/fp32.pt`` for each weight."""
     if found.saved is None:
-        raise CheckpointError(
-            f"{found.path} has no run.json, which says what model it is; name the tag it was made from"
-        )
+        raise CheckpointError(f"{found.path} does not say what model it is, nor does a tag beside it: name that tag")
     config = whole_model_config(found.saved)
-    weights = {file.parent.name: _fp32(file) for file in sorted((found.path / "zero").glob("*/fp32.pt"))}
+    weights = _universal_weights(found.path)
     if WORDS in weights:
         weights[WORDS] = weights[WORDS][: config.vocab_size]  # the rest is padding
     return WholeModel(config, in_order(weights, config, str(found.path)), found.saved.description)
+
+
+def _universal_weights(path: Path) -> dict[str, Tensor]:
+    """``zero/NAME/fp32.pt`` for each weight, in the order of the layers as far as their names tell."""
+    files = {file.parent.name: file for file in (path / "zero").glob("*/fp32.pt")}
+    number = {name: int(layer) if (layer := name.split(".")[0]).isdecimal() else -1 for name in files}
+    return {name: _fp32(files[name]) for name in sorted(files, key=lambda name: (number[name], name))}
 
 
 def _fp32(file: Path) -> Tensor:

@@ -49,8 +49,10 @@ def write_tensors(
 ) -> list[Path]:
     """Write safetensors files of at most so many bytes each, with an index where there are several.
 
-    A tensor that is larger by itself has a file of its own. Raises ResourceError where the disk has no room.
+    A tensor that is larger by itself has a file of its own. ``folder`` is made where it is not there. Raises
+    ResourceError where the disk has no room.
     """
+    folder.mkdir(exist_ok=True)
     check_room(folder, tensors)
     shards = split(tensors, max_shard_size)
     names = [SAFETENSORS]
@@ -67,10 +69,13 @@ def write_tensors(
 
 
 def write_file(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
-    """Write one safetensors file."""
+    """Write one safetensors file. Raises ResourceError where the disk has no room."""
     check_room(file.parent, tensors)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    file.touch()
+    mode = file.stat().st_mode
     save_file(contiguous, file, {"format": "pt", **metadata})
+    file.chmod(mode)  # the library makes files that nobody else may read
 
 
 def split(tensors: Mapping[str, Tensor], max_size: int) -> list[dict[str, Tensor]]:
