@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.checkpoint.exchange.huggingface_config import from_huggingface, to_huggingface
 from megatron.checkpoint.exchange.huggingface_tokenizer import BPE, write_folder_bpe
 from megatron.checkpoint.exchange.kinds import HF_CONFIG, read_json
-from megatron.checkpoint.exchange.outline import POSITIONS, WORDS, layer_prefix, norm_prefix, outline
+from megatron.checkpoint.exchange.outline import POSITIONS, WORDS, layer_prefix, norm_prefix
 from megatron.checkpoint.exchange.tensor_files import read_tensors, write_tensors
 from megatron.checkpoint.exchange.whole import WholeModel, in_order
 from megatron.config import ModelConfig
@@ -69,9 +69,9 @@ def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeMod
     weights = {ours.get(name, name): tensor.float() for name, tensor in theirs.items() if not _MASK.fullmatch(name)}
     if WORDS in weights and len(weights[WORDS]) > config.vocab_size == vocab_size:
         weights[WORDS] = weights[WORDS][:vocab_size]
-    shapes = dict(outline(config).named_parameters())
-    weights = {name: _inward(name, tensor, config) if name in shapes else tensor for name, tensor in weights.items()}
-    return WholeModel(config, in_order(weights, config, str(folder)))
+    weights = {name: tensor.t() if _is_matrix(name) and tensor.dim() == 2 else tensor for name, tensor in weights.items()}
+    weights = in_order(weights, config, str(folder))
+    return WholeModel(config, {name: _by_heads(name, tensor, config).contiguous() for name, tensor in weights.items()})
 
 
 def _names(config: ModelConfig) -> dict[str, str]:
@@ -98,8 +98,8 @@ def _outward(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     return tensor.t().contiguous() if _is_matrix(name) else tensor.contiguous()
 
 
-def _inward(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    tensor = tensor.t() if _is_matrix(name) and tensor.dim() == 2 else tensor
-    if "query_key_value" in name and tensor.size(0) == 3 * config.hidden_size:  # other shapes are told of later
-        tensor = tensor.unflatten(0, (3, config.num_attention_heads, -1)).transpose(0, 1).flatten(0, 2)
-    return tensor.contiguous()
+def _by_heads(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    if "query_key_value" not in name:
+        return tensor
+    # [3, n, d, ..] -> [n, 3, d, ..]
+    return tensor.unflatten(0, (3, config.num_attention_heads, -1)).transpose(0, 1).flatten(0, 2)

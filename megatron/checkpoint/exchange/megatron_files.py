@@ -1,12 +1,12 @@
 """The files of other Megatrons: which there are, and what is in them, under one set of names.
 
 The names are word_embeddings.weight, position_embeddings.weight, layers.N. and then those of our layers,
-final_layernorm.weight and .bias, and head.weight.
+final_layernorm.weight and .bias, and head.weight for a table of its own behind the last norm.
 """
 
 import re
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _WRAPPER = re.compile(r"(module\.)*(language_model\.)?(embedding\.|transformer\.|encoder\.)?")
+HEAD = "head.weight"
 _HEADS = ("word_embeddings_for_head.weight", "output_layer.weight", "lm_head.weight")
 
 
@@ -45,10 +46,10 @@ def read_shards(path: Path) -> Shards:
     Raises CheckpointError where there is nothing known, or something is missing, broken, or could run code.
     """
     place = _folder_with_files(path)
-    layers = sorted(_LAYER_FILE.fullmatch(file.name).groups() for file in place.glob("layer_*-model_states.pt"))
+    layers = [match for file in place.glob("layer_*-model_states.pt") if (match := _LAYER_FILE.fullmatch(file.name))]
     ranks = sorted(file for file in place.glob("mp_rank_*_model_states.pt") if _RANK_FILE.fullmatch(file.name))
     if layers:
-        states = [_of_layers(place, rank) for rank in sorted({rank for _, rank in layers})]
+        states = [_of_layers(place, rank) for rank in sorted({match[2] for match in layers})]
         return _shards(place, states, read_foreign(ranks[0]) if ranks else {}, version=3.0)
     if ranks:  # DeepSpeed without a pipeline
         files = [read_foreign(file) for file in ranks]
@@ -65,7 +66,7 @@ def _shards(place: Path, states: list[State], file: Mapping[str, Any], version: 
         place,
         states,
         args=args if isinstance(args, Namespace) else Namespace(),
-        version=version if said is None else float(said),
+        version=float(said) if isinstance(said, int | float) else version,
     )
 
 
@@ -101,6 +102,8 @@ def _rank_folders(place: Path) -> dict[int, list[Path]]:
             found.setdefault(int(match[1]), {})[int(match[2] or 0)] = file
     if not found:
         raise CheckpointError(f"{place}: no mp_rank_XX/model_optim_rng.pt there; only such files can be read")
+    for rank, stages in found.items():
+        _check_gapless([-1, *stages], f"{place}/mp_rank_{rank:02d}_PPP")
     return {rank: [stages[stage] for stage in sorted(stages)] for rank, stages in sorted(found.items())}
 
 
@@ -129,20 +132,32 @@ def _of_stages(place: Path, stages: Iterable[Mapping[str, Any]]) -> State:
 def _of_layers(place: Path, rank: str) -> State:
     """Files in the order of the layers; which layer each is, its names say: the numbers differ among Megatrons."""
     state: State = {}
-    layer = 0
-    files = place.glob(f"layer_*-model_{rank}-model_states.pt")
-    for file in sorted(files, key=lambda file: int(_LAYER_FILE.fullmatch(file.name)[1])):
+    numbers: list[int] = []
+    for number, file in sorted(_layer_files(place, rank)):
         own = {_plain_name(name): tensor for name, tensor in _flat(read_foreign(file))}
         if "input_layernorm.weight" in own:
-            prefix, layer = f"layers.{layer}.", layer + 1
+            prefix = f"layers.{len(numbers)}."
+            numbers.append(number)
         elif own.keys() == {"weight", "bias"}:
             prefix = "final_layernorm."
         elif "word_embeddings.weight" in own and "word_embeddings.weight" in state:
-            own, prefix = {"weight": own["word_embeddings.weight"]}, "head."
+            own, prefix = {HEAD: own["word_embeddings.weight"]}, ""
         else:
             prefix = ""
         state |= {prefix + name: tensor for name, tensor in own.items()}
+    _check_gapless(numbers, f"{place}/layer_LL-model_{rank}-model_states.pt")
     return state
+
+
+def _layer_files(place: Path, rank: str) -> Iterator[tuple[int, Path]]:
+    for file in place.glob(f"layer_*-model_{rank}-model_states.pt"):
+        yield int(_LAYER_FILE.fullmatch(file.name)[1]), file
+
+
+def _check_gapless(numbers: Sequence[int], files: str) -> None:
+    missing = set(range(min(numbers, default=0), max(numbers, default=0))) - set(numbers)
+    if missing:
+        raise CheckpointError(f"{files}: number {min(missing)} is missing between {min(numbers)} and {max(numbers)}")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -159,4 +174,4 @@ def _plain_name(name: str) -> str:
     name = re.sub(r"(input|post_attention|final)_norm\.", r"\1_layernorm.", name).replace(
         "self_attention.", "attention."
     )
-    return "head.weight" if name in _HEADS else name
+    return HEAD if name in _HEADS else name
