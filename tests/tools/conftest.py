@@ -14,3 +14,11 @@ def trained(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Pat
     layout = "--model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1".split()
     programs.pretrain(4, *settings, *layout, "--save", folder).ok()
     return folder
+
+
+@pytest.fixture(scope="session")
+def merged(programs: Programs, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights of ``trained`` in one file, as tools/convert_checkpoint.py brings them together."""
+    file = tmp_path_factory.mktemp("merged") / "one.safetensors"
+    programs.python("tools/convert_checkpoint.py", "merge", trained, "--output", file).ok()
+    return file

@@ -69,7 +69,9 @@ def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeMod
     weights = {ours.get(name, name): tensor.float() for name, tensor in theirs.items() if not _MASK.fullmatch(name)}
     if WORDS in weights and len(weights[WORDS]) > config.vocab_size == vocab_size:
         weights[WORDS] = weights[WORDS][:vocab_size]
-    weights = {name: tensor.t() if _is_matrix(name) and tensor.dim() == 2 else tensor for name, tensor in weights.items()}
+    weights = {
+        name: tensor.t() if _is_matrix(name) and tensor.dim() == 2 else tensor for name, tensor in weights.items()
+    }
     weights = in_order(weights, config, str(folder))
     return WholeModel(config, {name: _by_heads(name, tensor, config).contiguous() for name, tensor in weights.items()})
 

@@ -1,6 +1,7 @@
 """Checkpoints of other Megatrons, made here from known weights as each of them writes its files."""
 
 import enum
+import os
 import random
 import sys
 import types
@@ -159,12 +160,12 @@ WRITERS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def logits(run_ranks_of_module, tmp_path_factory: pytest.TempPathFactory) -> Tensor:
+@pytest.fixture
+def logits(run_ranks, tmp_path: Path) -> Tensor:
     """What our model computes with the known weights."""
-    folder = tmp_path_factory.mktemp("known")
-    write_checkpoint(folder, WholeModel(CONFIG, WEIGHTS), vocab_file=None, merge_file=None)
-    return run_ranks_of_module(1, logits_and_weights, folder)[0][0]
+    (tmp_path / "known").mkdir()
+    write_checkpoint(tmp_path / "known", WholeModel(CONFIG, WEIGHTS), vocab_file=None, merge_file=None)
+    return run_ranks(1, logits_and_weights, tmp_path / "known")[0][0]
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -176,3 +177,132 @@ def test_the_same_model_comes_out_of_each(run_ranks, logits: Tensor, tmp_path: P
     ((found, weights),) = run_ranks(1, logits_and_weights, tmp_path / "ours")
     assert found.equal(logits) and logits.std() > 0.1
     assert weights.keys() == WEIGHTS.keys() and all(weights[name].equal(WEIGHTS[name]) for name in WEIGHTS)
+
+
+def test_the_tool(programs: Programs, run_ranks, logits: Tensor, tmp_path: Path):
+    write_megatron_lm(tmp_path / "theirs", 0.0, size=2, stages=1, **OLD)
+    command = ("tools/convert_checkpoint.py", "from-megatron", tmp_path / "theirs", "--output", tmp_path / "ours")
+    refused = programs.python(*command)
+    assert refused.returncode == 2 and "has 96 rows of tokens, padding among them: give --vocab-file" in refused.output
+    assert not (tmp_path / "ours").exists()
+    finished = programs.python(*command, "--vocab-size", str(TOKENS)).ok()
+    assert "query_key_value read as of checkpoint version 0" in finished.output
+    assert run_ranks(1, logits_and_weights, tmp_path / "ours")[0][0].equal(logits)
+
+
+def test_what_the_arguments_say_and_what_the_user_says(tmp_path: Path):
+    write_megatron_lm(tmp_path, 2.0, size=1, stages=1, **OLD)
+    shards = read_shards(tmp_path / "iter_0000007")
+    config = whole_model(shards, Said(vocab_size=90)).config
+    assert (config.hidden_dropout, config.attention_dropout, config.eod_token) == (0.25, 0.1, 89)
+    assert (config.openai_gelu, config.vocab_size, config.ffn_hidden_size) == (False, 90, 24)
+    shards.args.bias_gelu_fusion = True
+    assert whole_model(shards, SAID).config.openai_gelu
+    other = whole_model(shards, Said(vocab_size=TOKENS, version=0.0)).weights
+    assert not other["2.attention.query_key_value.weight"].equal(WEIGHTS["2.attention.query_key_value.weight"])
+
+
+def without(file: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "global_step7" / file).unlink()
+
+
+def changed(number: int, change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        file = folder / "global_step7" / f"layer_{number:02d}-model_00-model_states.pt"
+        state = torch.load(file, weights_only=True)
+        change(state)
+        torch.save(state, file)
+
+    return apply
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a layer is missing": (
+        without("layer_03-model_01-model_states.pt"),
+        "layer_LL-model_01-model_states.pt: number 3 is missing between 2 and 5",
+    ),
+    "the last layer is missing": (without("layer_05-model_00-model_states.pt"), "holds 3 of 4 layers"),
+    "the embedding is missing": (without("layer_01-model_00-model_states.pt"), "holds no position_embeddings.weight"),
+    "half a file": (
+        lambda folder: (folder / "global_step7" / "layer_02-model_00-model_states.pt").write_bytes(b"PK\3\4half"),
+        "layer_02-model_00-model_states.pt cannot be read",
+    ),
+    "no file of that kind": (
+        lambda folder: (folder / "latest").write_text("../elsewhere"),
+        "no checkpoint of Megatron",
+    ),
+    "another shape": (
+        changed(2, lambda state: state.update({"mlp.dense_4h_to_h.bias": torch.rand(3)})),
+        "2.mlp.dense_4h_to_h.bias is [3], and the model's [16]",
+    ),
+    "no shape": (
+        changed(2, lambda state: state.update({"self_attention.query_key_value.bias": torch.tensor(1.0)})),
+        "layers.0.attention.query_key_value.bias: the ranks' parts do not fit each other",
+    ),
+    "a weight that is none of ours": (
+        changed(3, lambda state: state.update({"mlp.gate.weight": torch.rand(3)})),
+        "holds no layers.1.mlp.gate.weight",
+    ),
+    "a head of its own": (
+        changed(LAYERS + 3, lambda state: state["word_embeddings.weight"].add_(1)),
+        "the head is another table than the embedding",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_said(tmp_path: Path, fault: str):
+    write_megatron_deepspeed(tmp_path, size=2)
+    spoil, message = FAULTS[fault]
+    spoil(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        whole_model(read_shards(tmp_path), SAID)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (Said(vocab_size=TOKENS), "does not say how many heads the model has: give --num-attention-heads"),
+        (Said(heads=3, vocab_size=TOKENS), "3 heads do not go into 16 and 2 parts"),
+        (Said(heads=HEADS, vocab_size=97), "the vocabulary has 97 tokens"),
+    ],
+)
+def test_what_has_to_be_said(tmp_path: Path, said: Said, message: str):
+    write_ancestor(tmp_path, size=2)
+    with pytest.raises(ConfigError) as caught:
+        whole_model(read_shards(tmp_path), said)
+    assert message in str(caught.value)
+
+
+class Harm:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("file", ["layer_02-model_00-model_states.pt", "mp_rank_00_model_states.pt"])
+def test_a_pickle_runs_no_code(tmp_path: Path, file: str):
+    write_megatron_deepspeed(tmp_path, size=1)
+    torch.save({"optimizer": Harm(tmp_path / "marker")}, tmp_path / "global_step7" / file)
+    with pytest.raises(UserError, match=f"{file} cannot be read .it asks for posix.system") as caught:
+        whole_model(read_shards(tmp_path), SAID)
+    assert "which could run code" in str(caught.value) and not (tmp_path / "marker").exists()
+
+
+def test_their_own_objects_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Enumerations and loss scalers of a package that is called as ours is, and has not to be there."""
+    module = types.ModuleType("megatron.enums")
+    module.ModelType = enum.Enum("ModelType", "encoder decoder", module="megatron.enums", qualname="ModelType")
+    module.LossScaler = type("LossScaler", (), {"__module__": "megatron.enums"})
+    monkeypatch.setitem(sys.modules, "megatron.enums", module)
+    write_megatron_deepspeed(tmp_path, size=1)
+    scaler = module.LossScaler()
+    scaler.cur_scale = 2.0
+    file = {"args": Namespace(**vars(ARGS), kind=module.ModelType.decoder), "scaler": scaler, "checkpoint_version": 3.0}
+    torch.save(file, tmp_path / "global_step7" / "mp_rank_00_model_states.pt")
+    monkeypatch.delitem(sys.modules, "megatron.enums")
+    model = whole_model(read_shards(tmp_path), Said(vocab_size=TOKENS))
+    assert model.config.num_attention_heads == HEADS and model.weights["7.bias"].equal(WEIGHTS["7.bias"])
