@@ -39,11 +39,12 @@ def main() -> None:
 def _inspect(found: Found, args: argparse.Namespace) -> None:
     whole = integrity(found)
 
-    from megatron.checkpoint.exchange.reading import read_description, read_versions, read_weights
+    from megatron.checkpoint.exchange.reading import read_config, read_description, read_versions, read_weights
     from megatron.checkpoint.inspection.parameters import parameters
     from megatron.checkpoint.inspection.report import as_json, heading, listing
 
-    told = facts(found, read_description(found)) | {"versions": read_versions(found), "whole": whole}
+    told = facts(found, read_description(found), read_config(found))
+    told |= {"versions": read_versions(found), "whole": whole}
     if not args.json:
         print(heading(told) + "\n", flush=True)
     listed = parameters(read_weights(found))

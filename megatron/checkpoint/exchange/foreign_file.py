@@ -1,5 +1,6 @@
 """Reading a file that somebody else's program pickled, without letting it run code."""
 
+import zipfile
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,10 @@ def read_foreign(path: Path) -> dict[str, Any]:
 
 def _globals(path: Path) -> list[str]:
     """What the file asks for beside what is always safe; all else than what ``_SHELVED`` names is refused."""
+    if not zipfile.is_zipfile(
+        path
+    ):  # of the time before torch 1.6: nobody can tell beforehand; torch refuses on the way
+        return []
     asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     strange = sorted(name for name in asked if name != "argparse.Namespace" and not name.startswith(_SHELVED))
     if strange:

@@ -14,7 +14,7 @@ from megatron.checkpoint.exchange.huggingface_tokenizer import BPE, write_folder
 from megatron.checkpoint.exchange.kinds import HF_CONFIG, read_json
 from megatron.checkpoint.exchange.outline import POSITIONS, WORDS, layer_prefix, norm_prefix
 from megatron.checkpoint.exchange.tensor_files import read_tensors, write_tensors
-from megatron.checkpoint.exchange.whole import WholeModel, in_order
+from megatron.checkpoint.exchange.whole import WholeModel, check_sizes, in_order
 from megatron.config import ModelConfig
 from megatron.errors import CheckpointError
 
@@ -53,26 +53,24 @@ def _outward_all(model: WholeModel) -> dict[str, Tensor]:
 
 
 def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeModel:
-    """The GPT-2 in a Hugging Face folder, in fp32.
+    """The GPT-2 in a Hugging Face folder.
 
     Where its tokenizer has but ``vocab_size`` tokens, the rows behind them, which pad the table, are left out.
     Raises CheckpointError for a model that is none of ours, and for files that are missing or not whole.
     """
     config = from_huggingface(read_json(folder / HF_CONFIG), folder / HF_CONFIG, vocab_size=vocab_size)
     theirs = {name.removeprefix(_PREFIX): tensor for name, tensor in read_tensors(folder).items()}
+    check_sizes(config, len(theirs), str(folder))
     head = theirs.pop(_HEAD, None)
     if head is not None and "wte.weight" in theirs and not head.equal(theirs["wte.weight"]):
         raise CheckpointError(
             f"{folder}: {_HEAD} is another table than wte.weight; here both ends of a model share one"
         )
     ours = {hf_name: name for name, hf_name in _names(config).items()}
-    weights = {ours.get(name, name): tensor.float() for name, tensor in theirs.items() if not _MASK.fullmatch(name)}
-    if WORDS in weights and len(weights[WORDS]) > config.vocab_size == vocab_size:
-        weights[WORDS] = weights[WORDS][:vocab_size]
-    weights = {
-        name: tensor.t() if _is_matrix(name) and tensor.dim() == 2 else tensor for name, tensor in weights.items()
-    }
-    weights = in_order(weights, config, str(folder))
+    weights = {ours.get(name, name): tensor for name, tensor in theirs.items() if not _MASK.fullmatch(name)}
+    weights = in_order(
+        {name: _turned(name, tensor, vocab_size) for name, tensor in weights.items()}, config, str(folder)
+    )
     return WholeModel(config, {name: _by_heads(name, tensor, config).contiguous() for name, tensor in weights.items()})
 
 
@@ -98,6 +96,14 @@ def _outward(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     if "query_key_value" in name:  # [n, 3, d, ..] -> [3, n, d, ..]
         tensor = tensor.unflatten(0, (config.num_attention_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
     return tensor.t().contiguous() if _is_matrix(name) else tensor.contiguous()
+
+
+def _turned(name: str, tensor: Tensor, vocab_size: int | None) -> Tensor:
+    if tensor.dim() != 2:
+        return tensor
+    if _is_matrix(name):
+        return tensor.t()
+    return tensor[:vocab_size] if name == WORDS else tensor
 
 
 def _by_heads(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpoint.exchange.foreign_file import read_foreign
+from megatron.checkpoint.tracker import RUN_FILE
 from megatron.errors import CheckpointError
 
 State = dict[str, Tensor]
@@ -23,6 +24,7 @@ _LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _WRAPPER = re.compile(r"(module\.)*(language_model\.)?(embedding\.|transformer\.|encoder\.)?")
+_LAYER_NAME = re.compile(r"layers\.(\d+)\.(.+)")
 HEAD = "head.weight"
 _HEADS = ("word_embeddings_for_head.weight", "output_layer.weight", "lm_head.weight")
 
@@ -73,6 +75,8 @@ def _shards(place: Path, states: list[State], file: Mapping[str, Any], version: 
 def _folder_with_files(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder")
+    if any(path.glob(RUN_FILE)) or any(path.glob(f"*/{RUN_FILE}")):
+        raise CheckpointError(f"{path} is a checkpoint of this suite: --load it as it is")
     for folder in (path, *_tracked(path)):
         if any(folder.glob("mp_rank_*")) or any(folder.glob("layer_*-model_*-model_states.pt")):
             return folder
@@ -89,7 +93,7 @@ def _tracked(path: Path) -> Iterator[Path]:
             continue
         if re.fullmatch(r"\w[\w.-]*", name):
             yield path / name
-        if name.isdecimal():
+        if name.isdecimal() and len(name) < 19:
             yield path / f"iter_{int(name):07d}"
             yield path / f"global_step{int(name)}"
 
@@ -121,11 +125,13 @@ def _of_stages(place: Path, stages: Iterable[Mapping[str, Any]]) -> State:
     first = 0
     for stage in stages:
         own = {_plain_name(name): tensor for name, tensor in _flat(stage)}
-        layers = {int(name.split(".")[1]) for name in own if re.match(r"layers\.\d+\.", name)}
+        last = first - 1
         for name, tensor in own.items():
-            head, number, rest = ("", "", name) if not name.startswith("layers.") else name.split(".", 2)
-            state[f"{head}.{first + int(number)}.{rest}" if head else rest] = tensor
-        first += max(layers, default=-1) + 1
+            if match := _LAYER_NAME.fullmatch(name):
+                number = first + int(match[1])
+                name, last = f"layers.{number}.{match[2]}", max(number, last)
+            state[name] = tensor
+        first = last + 1
     return state
 
 

@@ -64,8 +64,8 @@ def whole_model(shards: Shards, said: Said) -> WholeModel:
 def _config(shards: Shards, args: Mapping[str, Any], said: Said) -> ModelConfig:
     first, size = shards.states[0], len(shards.states)
     rows, hidden = _tensor(first, "word_embeddings.weight", shards, dims=2).shape
-    heads = said.heads or args.get("num_attention_heads")
-    vocab_size = said.vocab_size or args.get("vocab_size")
+    heads = _given(said.heads, args.get("num_attention_heads"))
+    vocab_size = _given(said.vocab_size, args.get("vocab_size"))
     layers = len({name.split(".")[1] for name in first if name.startswith("layers.")})
     problems = []
     if not heads:
@@ -96,6 +96,11 @@ def _config(shards: Shards, args: Mapping[str, Any], said: Said) -> ModelConfig:
         padded_vocab_size=vocab_size,
         eod_token=vocab_size - 1 if said.eod_token is None else said.eod_token,
     )
+
+
+def _given(*values: Any) -> int | None:
+    """The first that is a size."""
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _names(config: ModelConfig) -> dict[str, str]:

@@ -30,11 +30,12 @@ TAG = "global_step0"
 
 
 def write_checkpoint(folder: Path, model: WholeModel, *, vocab_file: Path | None, merge_file: Path | None) -> None:
-    """Write the weights as the plain engine of one process would, at iteration 0 and without optimizer.
+    """Write the weights in fp32, as the plain engine of one process would, at iteration 0 and without optimizer.
 
     The two files are those that a run with this checkpoint will find its tokenizer in.
     Raises ResourceError where the disk has no room.
     """
+    model = replace(model, weights={name: tensor.float() for name, tensor in model.weights.items()})
     check_room(folder, model.weights)
     run = _run(model, vocab_file, merge_file)
     description = describe(run, 0)

@@ -95,13 +95,17 @@ def check_room(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Raises ResourceError where ``folder`` lies on a disk that the tensors do not fit on."""
     needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(folder).free
     if needed > free:
-        raise ResourceError(f"{folder}: {needed:,} bytes are needed and {free:,} are free; name another disk")
+        raise ResourceError(
+            f"{needed:,} bytes are needed and {free:,} are free in {folder.parent}; name a place on another disk"
+        )
 
 
 def _read_one(path: Path) -> dict[str, Tensor]:
     if path.suffix != ".safetensors":
         tensors = read_file(path)
-        if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()):
+        if not isinstance(tensors, dict) or not all(
+            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+        ):
             raise CheckpointError(f"{path} holds more than named tensors; give the weights alone")
         return tensors
     try:

@@ -23,6 +23,24 @@ class WholeModel:
     """``run.json`` of the training it comes from, if it comes from one of this suite."""
 
 
+_LARGEST = 1 << 24
+"""What no size of a model comes near, and what sizes can be multiplied with."""
+
+
+def check_sizes(config: ModelConfig, count: int, place: str) -> None:
+    """Raises CheckpointError where ``config`` cannot be that of ``count`` tensors: before anything is made so large."""
+    sizes = (
+        config.num_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        config.ffn_hidden_size,
+        config.max_position_embeddings,
+        config.vocab_size,
+    )
+    if config.num_layers > count or not all(type(size) is int and 0 < size <= _LARGEST for size in sizes):
+        raise CheckpointError(f"{place} holds {count} tensors, which cannot be the model of {sizes} that it describes")
+
+
 def in_order(weights: Mapping[str, Tensor], config: ModelConfig, place: str) -> dict[str, Tensor]:
     """``weights`` in the order of the layers of ``config``.
 

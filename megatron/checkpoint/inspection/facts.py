@@ -6,6 +6,7 @@ from typing import Any
 from megatron.checkpoint.exchange.kinds import Found
 from megatron.checkpoint.inspection.integrity import verify
 from megatron.checkpoint.tracker import RUN_FILE
+from megatron.config import ModelConfig
 
 _SIZES = {
     "num_layers": "layers",
@@ -24,7 +25,7 @@ _LOADERS = {
 }
 
 
-def facts(found: Found, description: Mapping[str, Any] | None) -> dict[str, Any]:
+def facts(found: Found, description: Mapping[str, Any] | None, config: ModelConfig | None) -> dict[str, Any]:
     """What a checkpoint is, and where it comes from, as ``run.json`` or the header of merged weights says."""
     told: dict[str, Any] = {"path": str(found.path), "kind": found.what}
     if found.kind == "folder":
@@ -33,8 +34,9 @@ def facts(found: Found, description: Mapping[str, Any] | None) -> dict[str, Any]
     if description is not None:
         told |= {name: description.get(name) for name in ("iteration", "consumed_samples", "consumed_tokens")}
         told["layout"] = description["layout"]
-        told["model"] = {words: description["config"]["model"].get(name) for name, words in _SIZES.items()}
         told["holds"] = _holds(found, description)
+    if config is not None:
+        told["model"] = {words: getattr(config, name) for name, words in _SIZES.items()}
     return told | {"loaded_by": loaders(found, description)}
 
 

@@ -292,6 +292,26 @@ def test_a_pickle_runs_no_code(tmp_path: Path, file: str):
     assert "which could run code" in str(caught.value) and not (tmp_path / "marker").exists()
 
 
+@pytest.mark.parametrize("held", ["weights", "harm"])
+def test_files_of_the_time_before_zip(tmp_path: Path, held: str):
+    write_megatron_deepspeed(tmp_path, size=1)
+    file = tmp_path / "global_step7" / "mp_rank_00_model_states.pt"
+    value = {"args": ARGS, "more": Harm(tmp_path / "marker") if held == "harm" else None}
+    torch.save(value, file, _use_new_zipfile_serialization=False)
+    if held == "weights":
+        assert whole_model(read_shards(tmp_path), Said(vocab_size=TOKENS)).config.num_attention_heads == HEADS
+        return
+    with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt cannot be read"):
+        read_shards(tmp_path)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_a_checkpoint_of_ours_is_none_of_theirs(tmp_path: Path):
+    write_checkpoint(tmp_path, WholeModel(CONFIG, WEIGHTS), vocab_file=None, merge_file=None)
+    with pytest.raises(CheckpointError, match="is a checkpoint of this suite"):
+        read_shards(tmp_path)
+
+
 def test_their_own_objects_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Enumerations and loss scalers of a package that is called as ours is, and has not to be there."""
     module = types.ModuleType("megatron.enums")

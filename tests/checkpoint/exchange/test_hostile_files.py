@@ -121,6 +121,14 @@ def test_older_files_hold_masks_and_a_head_too(tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize("size", ["n_layer", "n_embd", "n_positions", "n_inner", "vocab_size"])
+def test_a_size_beyond_all_bounds_makes_nothing_large(tmp_path: Path, size: str):
+    (tmp_path / "config.json").write_text(json.dumps(GPT2 | {size: 1 << 60}))
+    save_file(weights(), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="holds 16 tensors, which cannot be the model of"):
+        read_huggingface(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
