@@ -21,6 +21,7 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_path, check_vacant
 
 from megatron.checkpoint.exchange.kinds import KINDS, Found, find
+from megatron.checkpoint.inspection.integrity import verify_weights
 from megatron.cli import ToolParser, run_tool
 from megatron.errors import ConfigError
 
@@ -88,7 +89,7 @@ def _to_hf(args: argparse.Namespace) -> None:
         write_huggingface(folder, model, bpe, max_shard_size=size)
     _report(args, model)
     if bpe is None:
-        print("  no tokenizer files: Hugging Face's GPT-2 has no WhitespaceTokenizer")
+        print("  no tokenizer files: the training names no BPE; --vocab-file and --merge-file can")
 
 
 def _to_hf_flags(parser: argparse.ArgumentParser) -> None:
@@ -220,6 +221,8 @@ def _find(args: argparse.Namespace, *kinds: str) -> Found:
     if found.kind not in kinds:
         takes = " or ".join(KINDS[kind].words for kind in kinds)
         raise ConfigError(f"{args.path} is {found.what}, and {args.command} takes {takes}")
+    if found.saved:
+        verify_weights(found.saved)
     return found
 
 

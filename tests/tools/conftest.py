@@ -1,5 +1,8 @@
 """A checkpoint that several tools are tried on."""
 
+import hashlib
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,3 +25,18 @@ def merged(programs: Programs, trained: Path, tmp_path_factory: pytest.TempPathF
     file = tmp_path_factory.mktemp("merged") / "one.safetensors"
     programs.python("tools/convert_checkpoint.py", "merge", trained, "--output", file).ok()
     return file
+
+
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the trained checkpoint to spoil, with a manifest."""
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    manifest = folder / "global_step3" / "manifest.json"
+    if not manifest.exists():
+        files = {
+            file.name: {"size": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+            for file in manifest.parent.iterdir()
+        }
+        manifest.write_text(json.dumps({"files": files}))
+    return folder

@@ -156,3 +156,13 @@ def test_mistakes(
     assert finished.returncode == code and len(said) == 1 and message in said[0], said
     assert not any(line.rpartition("|")[2].strip() == "torch" for line in finished.output.splitlines())
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_not_those_that_were_saved(programs: Programs, copy: Path, tmp_path: Path):
+    file = copy / "global_step3" / "layer_03-model_01-model_states.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    finished = programs.python(TOOL, "merge", copy, "--output", tmp_path / "one.safetensors")
+    assert finished.returncode == 4 and finished.output.count("\n") == 1 and str(file) in finished.output
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]

@@ -1,8 +1,6 @@
 """tools/inspect_checkpoint.py on checkpoints that are whole, broken, and unlike each other."""
 
-import hashlib
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -21,21 +19,6 @@ TAG = "global_step3"
 
 def inspect(programs: Programs, *words: str | Path) -> Finished:
     return programs.python(TOOL, *words)
-
-
-@pytest.fixture
-def copy(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the trained checkpoint to spoil, with a manifest."""
-    folder = tmp_path / "copy"
-    shutil.copytree(trained, folder)
-    manifest = folder / TAG / "manifest.json"
-    if not manifest.exists():
-        files = {
-            file.name: {"size": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
-            for file in (folder / TAG).iterdir()
-        }
-        manifest.write_text(json.dumps({"files": files}))
-    return folder
 
 
 def test_what_is_said_of_a_folder(programs: Programs, copy: Path):

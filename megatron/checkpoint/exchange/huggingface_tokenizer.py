@@ -37,14 +37,13 @@ def read_bpe(vocab_file: str | None, merge_file: str | None) -> BPE:
 
 
 def read_run_bpe(description: Mapping[str, Any], vocab_file: str | None, merge_file: str | None) -> BPE | None:
-    """The tokenizer of a training, from the files it names in ``run.json`` or from others; None where it was no BPE.
+    """The tokenizer of a training, from the files it names in ``run.json`` or from others; None where it names no BPE.
 
     Raises DataError as ``read_bpe`` does, and where its size is not the model's.
     """
     data, model = description["config"]["data"], description["config"]["model"]
-    if data["tokenizer_type"] != "GPT2BPETokenizer":
-        return None
-    vocab_file, merge_file = vocab_file or data["vocab_file"], merge_file or data["merge_file"]
+    if data["tokenizer_type"] == "GPT2BPETokenizer":
+        vocab_file, merge_file = vocab_file or data["vocab_file"], merge_file or data["merge_file"]
     if vocab_file is merge_file is None:
         return None
     bpe = read_bpe(vocab_file, merge_file)

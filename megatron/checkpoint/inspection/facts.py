@@ -52,7 +52,7 @@ def loaders(found: Found, description: Mapping[str, Any] | None) -> list[str]:
     others = list(_LOADERS[found.kind])
     if found.kind not in ("folder", "tag"):
         return others
-    how = "to go on" if description["has_optimizer"] else "with --finetune or --no-load-optim, for it has no optimizer"
+    how = "to go on" if description["has_optimizer"] else "with --finetune, for it has no optimizer"
     via = "" if found.kind == "folder" else f", where {found.path.parent / 'latest'} names it"
     return [f"pretrain_gpt2.py --load {how}{via}", *others]
 

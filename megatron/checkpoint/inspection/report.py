@@ -1,4 +1,4 @@
-"""What is said about a checkpoint: text to read, and JSON. No torch here."""
+"""What is said about a checkpoint: text to read, and JSON."""
 
 import json
 import math
