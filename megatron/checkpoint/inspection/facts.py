@@ -60,5 +60,6 @@ def loaders(found: Found, description: Mapping[str, Any] | None) -> list[str]:
 def _holds(found: Found, description: Mapping[str, Any]) -> list[str]:
     if found.kind == "safetensors":
         return ["weights"]
-    state = {"the optimizer": description.get("has_optimizer"), "random streams": description.get("has_rng")}
+    has_rng = description.get("has_rng") and found.kind != "universal"
+    state = {"the optimizer": description.get("has_optimizer"), "random streams": has_rng}
     return ["weights", *(name for name, is_there in state.items() if is_there)]

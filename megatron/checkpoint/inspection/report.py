@@ -66,7 +66,8 @@ def _rows(found: list[Parameter]) -> Iterator[tuple[str, str, str, str]]:
 
 def _words(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name.removeprefix('--').replace('-', ' ')} {part}" for name, part in value.items())
+        told = {name.removeprefix("--").replace("-", " "): part for name, part in value.items()}
+        return ", ".join(f"{name} {part}" for name, part in told.items() if part not in (None, False, "none"))
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "; ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else str(value)
