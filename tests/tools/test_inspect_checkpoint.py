@@ -12,6 +12,7 @@ from support.programs import Finished, Programs
 from megatron.checkpoint.exchange.kinds import find
 from megatron.checkpoint.exchange.reading import read_weights
 from megatron.checkpoint.inspection.comparing import are_equal, as_text, differences
+from megatron.checkpoint.inspection.report import heading
 
 TOOL = "tools/inspect_checkpoint.py"
 TAG = "global_step3"
@@ -141,6 +142,11 @@ def test_differences_that_are_no_numbers():
     ]
     assert found[3].relative == 1.0 and not are_equal(found, 1e9)
     assert "1 of 5 tensors are equal" in as_text(found, 0.0) and "2 of 5 tensors are equal" in as_text(found, 1.0)
+
+
+def test_what_is_off_goes_without_saying():
+    layout = {"--zero-stage": 0, "--offload-param": "none", "--cpu_torch_adam": False, "sub_group_size": None, "TP": 2}
+    assert heading({"path": "p", "kind": "one", "layout": layout}) == "p: one\n  layout      zero stage 0, TP 2"
 
 
 def test_a_universal_checkpoint(tmp_path: Path):

@@ -67,7 +67,9 @@ def _rows(found: list[Parameter]) -> Iterator[tuple[str, str, str, str]]:
 def _words(value: Any) -> str:
     if isinstance(value, Mapping):
         told = {name.removeprefix("--").replace("-", " "): part for name, part in value.items()}
-        return ", ".join(f"{name} {part}" for name, part in told.items() if part not in (None, False, "none"))
+        # By identity, for 0 equals False.
+        is_off = {name: part is None or part is False or part == "none" for name, part in told.items()}
+        return ", ".join(f"{name} {part}" for name, part in told.items() if not is_off[name])
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "; ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else str(value)
