@@ -76,6 +76,11 @@ def newest(folder: str | Path) -> SavedRun:
     return _read(folder, _latest_tag(folder))
 
 
+def tag_at(path: Path) -> SavedRun:
+    """The checkpoint that is the folder ``path`` itself. Raises CheckpointError where it is not whole."""
+    return _read(path.parent, path.name)
+
+
 def publish(folder: Path, tag: str, iteration: int) -> None:
     """Point both tracker files to ``tag``; each changes at one instant."""
     _replace_text(folder / LATEST, tag)

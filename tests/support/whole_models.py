@@ -1,0 +1,37 @@
+"""Models in one piece: what a checkpoint's weights compute, and made-up weights."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig
+
+TOKENS = torch.tensor([[3, 90, 41, 7, 0, 91, 12, 12], [60, 1, 2, 3, 4, 5, 6, 7]])
+
+
+def logits_and_weights(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    """What GPT2Model makes of ``TOKENS`` with the newest checkpoint of ``folder``, and its weights."""
+    from megatron.checkpoint.tracker import newest
+    from megatron.checkpoint.weights import load_weights, whole_model_config
+    from megatron.config import ActivationConfig, ParallelConfig
+    from megatron.model.gpt2_model import GPT2Model
+    from megatron.mpu.layout import ParallelLayout
+
+    saved = newest(folder)
+    model = GPT2Model(whole_model_config(saved), ActivationConfig(), ParallelLayout.create(ParallelConfig()))
+    load_weights(model, saved)
+    with torch.no_grad():
+        logits = model.eval()(TOKENS)
+    return logits, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def made_up_weights(config: ModelConfig, seed: int = 1) -> dict[str, Tensor]:
+    """Every weight drawn at random, biases and norms too, so that none can be mistaken for another."""
+    from megatron.checkpoint.exchange.outline import outline
+
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(tensor.shape, generator=generator) * 0.2
+        for name, tensor in outline(config).named_parameters()
+    }

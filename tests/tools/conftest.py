@@ -1,0 +1,42 @@
+"""A checkpoint that several tools are tried on."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from support.programs import Programs
+
+
+@pytest.fixture(scope="session")
+def trained(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of checkpoints, from a few iterations at tensor parallel 2 x pipeline 2, ZeRO 1. Not to be changed."""
+    folder = tmp_path_factory.mktemp("trained") / "checkpoints"
+    settings = "--train-iters 3 --batch-size 4 --gas 1 --eval-iters 0".split()
+    layout = "--model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1".split()
+    programs.pretrain(4, *settings, *layout, "--save", folder).ok()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def merged(programs: Programs, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights of ``trained`` in one file, as tools/convert_checkpoint.py brings them together."""
+    file = tmp_path_factory.mktemp("merged") / "one.safetensors"
+    programs.python("tools/convert_checkpoint.py", "merge", trained, "--output", file).ok()
+    return file
+
+
+@pytest.fixture
+def copy(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the trained checkpoint to spoil, with a manifest."""
+    folder = tmp_path / "copy"
+    shutil.copytree(trained, folder)
+    manifest = folder / "global_step3" / "manifest.json"
+    if not manifest.exists():
+        files = {
+            file.name: {"size": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+            for file in manifest.parent.iterdir()
+        }
+        manifest.write_text(json.dumps({"files": files}))
+    return folder

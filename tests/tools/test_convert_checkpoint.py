@@ -1,0 +1,168 @@
+"""tools/convert_checkpoint.py merge, to-hf and from-hf, with Hugging Face's own programs at the other end."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.programs import Programs, read_metrics
+from support.whole_models import TOKENS, logits_and_weights
+from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+TOOL = "tools/convert_checkpoint.py"
+
+
+def huggingface_model(folder: Path):
+    """The model of a folder, as its users load it."""
+    from transformers import GPT2LMHeadModel
+
+    model, report = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return model.eval()
+
+
+@torch.no_grad()
+def huggingface_logits(folder: Path) -> Tensor:
+    return huggingface_model(folder)(TOKENS).logits
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that Hugging Face wrote, without a tokenizer; every weight is drawn at random."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=92, n_positions=32, n_embd=32, n_layer=4, n_head=4, eos_token_id=91, bos_token_id=91)
+    torch.manual_seed(5)
+    model = GPT2LMHeadModel(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.2)
+    folder = tmp_path_factory.mktemp("foreign")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(programs: Programs, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What to-hf makes of the trained checkpoint."""
+    folder = tmp_path_factory.mktemp("exported") / "hf"
+    programs.python(TOOL, "to-hf", trained, "--output", folder).ok()
+    return folder
+
+
+def test_what_was_cut_computes_the_same_at_hugging_face(trained: Path, exported: Path, run_ranks):
+    ((ours, _),) = run_ranks(1, logits_and_weights, trained)
+    theirs = huggingface_logits(exported)
+    assert theirs.shape == (2, 8, 92) and theirs.std() > 0.01
+    torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=0)
+
+
+def test_from_hugging_face_to_training_and_back(programs: Programs, foreign: Path, tmp_path: Path, run_ranks):
+    ours, again, tuned = tmp_path / "ours", tmp_path / "again", tmp_path / "tuned"
+    programs.python(TOOL, "from-hf", foreign, "--output", ours).ok()
+    programs.python(TOOL, "to-hf", ours, "--output", again).ok()
+    first, second = (load_file(folder / "model.safetensors") for folder in (foreign, again))
+    assert first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
+    ((logits, _),) = run_ranks(1, logits_and_weights, ours)
+    torch.testing.assert_close(logits, huggingface_logits(foreign), atol=1e-4, rtol=0)
+
+    settings = "--train-iters 1 --batch-size 2 --eval-iters 0 --openai-gelu --warmup 0 --finetune".split()
+    metrics = tmp_path / "metrics"
+    programs.pretrain(1, *settings, "--load", ours, "--save", tuned, "--metrics-file", metrics).ok()
+    assert [line["iteration"] for line in read_metrics(metrics)] == [1]
+    programs.python(TOOL, "to-hf", tuned, "--output", tmp_path / "tuned-hf").ok()
+    ((logits, _),) = run_ranks(1, logits_and_weights, tuned)
+    torch.testing.assert_close(huggingface_logits(tmp_path / "tuned-hf"), logits, atol=1e-4, rtol=0)
+    third = load_file(tmp_path / "tuned-hf" / "model.safetensors")
+    moved = {name: (third[name] - first[name]).abs().max().item() for name in first}
+    assert all(0 < distance < 1.1e-3 for distance in moved.values()), "one step of Adam, from those very weights"
+
+
+def test_the_tokenizer_comes_along(programs: Programs, tmp_path: Path):
+    """Out of tokenizer.json and into GPT-2's two files; the rows that pad the table stay behind."""
+    from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
+
+    from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
+    from megatron.tokenizer.training import train_gpt2_bpe
+
+    text = "The sea, the sea! 3 ships sailed in; we'd seen\n\n them before — naïvely."
+    vocabulary, merges = train_gpt2_bpe([text] * 3, 300, 2)
+    merges_text = "\n".join(["#version: 0.2", *map(" ".join, merges)]) + "\n"
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "vocab.json").write_text(json.dumps(vocabulary))
+    (source / "merges.txt").write_text(merges_text)
+    size = len(vocabulary)
+    GPT2Tokenizer.from_pretrained(source).save_pretrained(source)
+    (source / "vocab.json").unlink(missing_ok=True)
+    (source / "merges.txt").unlink(missing_ok=True)
+    assert (source / "tokenizer.json").exists()
+    GPT2LMHeadModel(GPT2Config(vocab_size=size + 5, n_positions=16, n_embd=8, n_layer=1, n_head=2)).save_pretrained(
+        source
+    )
+
+    programs.python(TOOL, "from-hf", source, "--output", tmp_path / "ours").ok()
+    ours = GPT2BPETokenizer(str(tmp_path / "ours" / "vocab.json"), str(tmp_path / "ours" / "merges.txt"))
+    assert (ours.vocab_size, ours.eod) == (size, vocabulary["<|endoftext|>"])
+    programs.python(TOOL, "to-hf", tmp_path / "ours", "--output", tmp_path / "hf").ok()
+    theirs = GPT2Tokenizer.from_pretrained(tmp_path / "hf")
+    assert len(theirs) == size and theirs.eos_token_id == ours.eod
+    assert theirs(text)["input_ids"] == ours.tokenize(text) and len(ours.tokenize(text)) < len(text)
+    assert huggingface_model(tmp_path / "hf").config.vocab_size == size
+
+
+def test_merged_weights_are_those_of_the_layout(
+    programs: Programs, trained: Path, merged: Path, exported: Path, tmp_path: Path, run_ranks
+):
+    ((_, expected),) = run_ranks(1, logits_and_weights, trained)
+    programs.python(
+        TOOL, "merge", trained / "global_step3", "--output", tmp_path / "many", "--max-shard-size", "30kB"
+    ).ok()
+    one = load_file(merged)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "many").glob("*.safetensors"))
+    assert {file.name for file in files} == set(index["weight_map"].values()) and len(files) > 2
+    shards = {file.name: load_file(file) for file in files}
+    assert all(sum(tensor.nbytes for tensor in shard.values()) <= 30_000 for shard in shards.values())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    assert one.keys() == expected.keys() == index["weight_map"].keys()
+    for name, tensor in expected.items():
+        assert tensor.equal(one[name]) and tensor.equal(shards[index["weight_map"][name]][name]), name
+    programs.python(TOOL, "to-hf", tmp_path / "many", "--output", tmp_path / "hf").ok()
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "code"),
+    [
+        ("merge nowhere --output {out}", "nowhere: no such file or folder", 4),
+        ("merge {trained} --output {trained}", "is there already; name another place", 2),
+        ("merge {trained} --output {out} --max-shard-size much", "--max-shard-size much is no size", 2),
+        ("merge {trained} --output {out}.safetensors --max-shard-size 1GB", "is one file", 2),
+        ("merge {foreign} --output {out}", "is a Hugging Face folder, and merge takes one checkpoint", 2),
+        ("from-hf {trained} --output {out}", "is a folder of checkpoints, and from-hf takes a Hugging Face folder", 2),
+        ("to-hf {trained}", "--output", 2),
+        ("squeeze {trained}", "squeeze", 2),
+    ],
+)
+def test_mistakes(
+    programs: Programs, trained: Path, foreign: Path, tmp_path: Path, words: str, message: str, code: int
+):
+    words = [word.format(trained=trained, foreign=foreign, out=tmp_path / "out") for word in words.split()]
+    finished = programs.python("-X", "importtime", TOOL, *words)
+    said = [line for line in finished.output.splitlines() if not line.startswith("import time:")]
+    assert finished.returncode == code and len(said) == 1 and message in said[0], said
+    assert not any(line.rpartition("|")[2].strip() == "torch" for line in finished.output.splitlines())
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_not_those_that_were_saved(programs: Programs, copy: Path, tmp_path: Path):
+    file = copy / "global_step3" / "layer_03-model_01-model_states.pt"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    finished = programs.python(TOOL, "merge", copy, "--output", tmp_path / "one.safetensors")
+    assert finished.returncode == 4 and finished.output.count("\n") == 1 and str(file) in finished.output
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]

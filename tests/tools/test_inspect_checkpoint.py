@@ -1,0 +1,163 @@
+"""tools/inspect_checkpoint.py on checkpoints that are whole, broken, and unlike each other."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.programs import Finished, Programs
+
+from megatron.checkpoint.exchange.kinds import find
+from megatron.checkpoint.exchange.reading import read_weights
+from megatron.checkpoint.inspection.comparing import are_equal, as_text, differences
+from megatron.checkpoint.inspection.report import heading
+
+TOOL = "tools/inspect_checkpoint.py"
+TAG = "global_step3"
+
+
+def inspect(programs: Programs, *words: str | Path) -> Finished:
+    return programs.python(TOOL, *words)
+
+
+def test_what_is_said_of_a_folder(programs: Programs, copy: Path):
+    said = inspect(programs, copy).ok().output
+    assert said.startswith(f"{copy}: a folder of checkpoints\n")
+    for words in (
+        f"newest tag  {TAG}",
+        "iteration   3\n  samples     12\n  tokens      384\n",
+        "model parallel size 2, pipe parallel size 2",
+        "layers 4, hidden 32, heads 4, inside the MLP 128, positions 32, tokens 92",
+        "weights; the optimizer; random streams",
+        "DeepSpeed 0.19.8, checkpoint 3",
+        "whole       yes: 2",
+        "pretrain_gpt2.py --load to go on",
+    ):
+        assert words in said
+    rows = [line.split("  ") for line in said.splitlines()]
+    assert ["", "attention.query_key_value.weight", "96 x 32", "float32"] in [
+        [part.strip() for part in row if part.strip() or part == row[0]][:4] for row in rows
+    ]
+
+
+def test_every_parameter_is_measured(programs: Programs, trained: Path, merged: Path):
+    weights = load_file(merged)
+    told = json.loads(inspect(programs, trained / TAG, "--json").ok().output)
+    assert told["iteration"] == 3 and told["layout"]["--pipe-parallel-size"] == 2
+    assert [parameter["name"] for parameter in told["parameters"]][:2] == [
+        "tied_modules.embed.word_embeddings.weight",
+        "1.position_embeddings.weight",
+    ]
+    assert {parameter["name"]: parameter["shape"] for parameter in told["parameters"]} == {
+        name: list(tensor.shape) for name, tensor in weights.items()
+    }
+    for parameter in told["parameters"]:
+        assert parameter["norm"] == pytest.approx(weights[parameter["name"]].double().norm().item(), rel=1e-12)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+SPOILED = {
+    "a bit flipped": flip_a_bit,
+    "cut short": lambda file: file.write_bytes(file.read_bytes()[:-100]),
+    "missing": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("way", SPOILED)
+def test_a_spoiled_file_is_named(programs: Programs, copy: Path, way: str):
+    file = copy / TAG / "layer_03-model_01-model_states.pt"
+    SPOILED[way](file)
+    finished = inspect(programs, copy / TAG)
+    assert finished.returncode == 4 and finished.output.count("\n") == 1, finished.output
+    assert str(file) in finished.output
+
+
+def test_without_a_manifest_a_broken_file_is_named_all_the_same(programs: Programs, merged: Path, tmp_path: Path):
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(merged.read_bytes()[:-100])
+    finished = inspect(programs, broken)
+    assert finished.returncode == 4 and finished.output.count("\n") == 1, finished.output
+    assert f"{broken} is no whole safetensors file" in finished.output
+
+
+def test_two_checkpoints_of_different_kinds_are_compared(
+    programs: Programs, trained: Path, merged: Path, tmp_path: Path
+):
+    equal = inspect(programs, "--diff", trained, merged).ok()
+    assert equal.output == "52 of 52 tensors are equal, largest relative difference 0\n"
+    weights, name = load_file(merged), "4.mlp.dense_4h_to_h.bias"
+    with safe_open(merged, "pt") as file:
+        metadata = file.metadata()
+    weights[name] = weights[name].clone()
+    weights[name][5] += 0.5
+    save_file(weights, tmp_path / "changed.safetensors", metadata)
+    finished = inspect(programs, "--diff", trained, tmp_path / "changed.safetensors", "--json")
+    assert finished.returncode == 1, finished.output
+    told = json.loads(finished.output)
+    differing = [tensor for tensor in told["tensors"] if tensor["absolute"]]
+    assert [tensor["name"] for tensor in differing] == [name] and len(told["tensors"]) == 52
+    largest = load_file(merged)[name].abs().max().item()
+    assert differing[0]["absolute"] == pytest.approx(0.5, rel=1e-6)
+    assert differing[0]["relative"] == pytest.approx(0.5 / largest, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "code"),
+    [
+        ([], "give one PATH, or --diff with two", 2),
+        (["{}", "--diff", "{}", "{}"], "give one PATH, or --diff with two", 2),
+        (["nowhere"], "nowhere: no such file or folder", 4),
+        (["docs"], "docs is no checkpoint", 4),
+        (["--diff", "{}"], "expected 2 arguments", 2),
+    ],
+)
+def test_mistakes(programs: Programs, trained: Path, words: list[str], message: str, code: int):
+    finished = inspect(programs, *(word.format(trained) for word in words))
+    assert finished.returncode == code and message in finished.output and finished.output.count("\n") == 1
+
+
+def test_differences_that_are_no_numbers():
+    one = {"a": torch.ones(2), "b": torch.ones(3), "c": torch.tensor([1.0, float("nan")]), "e": torch.zeros(2)}
+    two = {
+        "a": torch.ones(2),
+        "b": torch.ones(4),
+        "c": torch.tensor([1.0, 2.0]),
+        "d": torch.ones(1),
+        "e": torch.ones(2),
+    }
+    found = differences(one, two)
+    assert [difference.note for difference in found] == [
+        "",
+        "[3] and [4]",
+        "values that are no numbers",
+        "",
+        "only in the second",
+    ]
+    assert found[3].relative == 1.0 and not are_equal(found, 1e9)
+    assert "1 of 5 tensors are equal" in as_text(found, 0.0) and "2 of 5 tensors are equal" in as_text(found, 1.0)
+
+
+def test_what_is_off_goes_without_saying():
+    layout = {"--zero-stage": 0, "--offload-param": "none", "--cpu_torch_adam": False, "sub_group_size": None, "TP": 2}
+    assert heading({"path": "p", "kind": "one", "layout": layout}) == "p: one\n  layout      zero stage 0, TP 2"
+
+
+def test_a_universal_checkpoint(tmp_path: Path):
+    """DeepSpeed's form, of which nobody says what model it is: its tensors are listed and compared all the same."""
+    zero = tmp_path / "universal" / "zero"
+    for name, tensor in {"10.weight": torch.ones(3), "2.mlp.bias": torch.arange(4.0)}.items():
+        (zero / name).mkdir(parents=True)
+        torch.save({"param": tensor, "cat_dim": 0}, zero / name / "fp32.pt")
+    found = find(tmp_path / "universal")
+    assert found.what == "a universal checkpoint"
+    assert [(name, tensor.tolist()) for name, tensor in read_weights(found).items()] == [
+        ("2.mlp.bias", [0, 1, 2, 3]),
+        ("10.weight", [1, 1, 1]),
+    ]

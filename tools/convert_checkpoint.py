@@ -1,0 +1,248 @@
+"""Take weights out of a checkpoint, or bring weights from elsewhere into one.
+
+    python tools/convert_checkpoint.py merge checkpoints/my --output my.safetensors
+    python tools/convert_checkpoint.py to-hf checkpoints/my --output my-hf
+    python tools/convert_checkpoint.py from-hf gpt2 --output checkpoints/gpt2
+    python tools/convert_checkpoint.py from-megatron old/global_step1000 --output checkpoints/old
+
+The output is new: nothing is overwritten, and what goes wrong leaves nothing behind.
+"""
+
+import argparse
+import inspect
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import _project_root  # noqa: F401
+from _atomic_file import atomic_path, check_vacant
+
+from megatron.checkpoint.exchange.kinds import KINDS, Found, find
+from megatron.checkpoint.inspection.integrity import verify_weights
+from megatron.cli import ToolParser, run_tool
+from megatron.errors import ConfigError
+
+MAX_SHARD_SIZE = "5GB"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A sub-command: the flags it takes, and what it does with them; its docstring is its help."""
+
+    add_flags: Callable[[argparse.ArgumentParser], Any]
+    run: Callable[[argparse.Namespace], None]
+
+
+def main() -> None:
+    """Read the arguments, and leave the rest to the sub-command."""
+    args = _parser().parse_args()
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    COMMANDS[args.command].run(args)
+
+
+def _merge(args: argparse.Namespace) -> None:
+    """Bring the weights of a checkpoint of any layout together in one safetensors file, or in a folder of them.
+
+    They keep their type and the names they have in the plain engine. The header of each file keeps run.json.
+    """
+    is_file = args.output.suffix == ".safetensors"
+    if is_file and args.max_shard_size:
+        raise ConfigError(f"--max-shard-size is for a folder, and --output {args.output} is one file")
+    size = _bytes(args.max_shard_size or MAX_SHARD_SIZE)
+    found = _find(args, "tag", "folder", "universal")
+
+    from megatron.checkpoint.exchange.reading import read_model, run_metadata
+    from megatron.checkpoint.exchange.tensor_files import write_file, write_tensors
+
+    model = read_model(found)
+    with atomic_path(args.output, "--output") as output:
+        if is_file:
+            write_file(model.weights, output, run_metadata(model))
+        else:
+            write_tensors(model.weights, output, max_shard_size=size, metadata=run_metadata(model))
+    _report(args, model)
+
+
+def _merge_flags(parser: argparse.ArgumentParser) -> None:
+    _paths(parser, "a checkpoint folder or one tag of it", "a name that ends in .safetensors, or a folder")
+    _max_shard_size(parser)
+
+
+def _to_hf(args: argparse.Namespace) -> None:
+    """Write a folder that Hugging Face's GPT2LMHeadModel and GPT2Tokenizer read, from a checkpoint of any layout.
+
+    Weights keep their type. The rows that pad the vocabulary are left out.
+    """
+    size = _bytes(args.max_shard_size or MAX_SHARD_SIZE)
+    found = _find(args, "tag", "folder", "universal", "safetensors")
+
+    from megatron.checkpoint.exchange.huggingface import write_huggingface
+    from megatron.checkpoint.exchange.huggingface_tokenizer import read_run_bpe
+    from megatron.checkpoint.exchange.reading import read_model
+
+    model = read_model(found)
+    bpe = read_run_bpe(model.description, args.vocab_file, args.merge_file)
+    with atomic_path(args.output, "--output") as folder:
+        write_huggingface(folder, model, bpe, max_shard_size=size)
+    _report(args, model)
+    if bpe is None:
+        print("  no tokenizer files: the training names no BPE; --vocab-file and --merge-file can")
+
+
+def _to_hf_flags(parser: argparse.ArgumentParser) -> None:
+    _paths(parser, "a checkpoint folder, one tag of it, or merged weights", "folder to write")
+    _tokenizer(parser, "if it is no longer where the run found it")
+    _max_shard_size(parser)
+
+
+def _from_hf(args: argparse.Namespace) -> None:
+    """Make a checkpoint of the weights of a Hugging Face GPT-2, for pretrain_gpt2.py --load FOLDER --finetune.
+
+    The folder has config.json and model.safetensors or pytorch_model.bin, whole or with an index. Its tokenizer,
+    if it has one, comes along as vocab.json and merges.txt.
+    """
+    found = _find(args, "huggingface")
+
+    from megatron.checkpoint.exchange.huggingface_tokenizer import read_folder_bpe
+
+    bpe = read_folder_bpe(found.path)
+
+    from megatron.checkpoint.exchange.huggingface import read_huggingface
+
+    model = read_huggingface(found.path, vocab_size=bpe and len(bpe.vocabulary))
+    _write_checkpoint(args, model, bpe)
+    _report(args, model)
+    if bpe is None:
+        print("  no tokenizer files there: give the run its own --vocab-file and --merge-file")
+
+
+def _from_hf_flags(parser: argparse.ArgumentParser) -> None:
+    _paths(parser, "a Hugging Face folder", "checkpoint folder to make")
+
+
+def _from_megatron(args: argparse.Namespace) -> None:
+    """Make a checkpoint of GPT weights that another Megatron saved, for pretrain_gpt2.py --load FOLDER --finetune.
+
+    It reads mp_rank_XX/model_optim_rng.pt (Megatron-LM), mp_rank_XX_model_states.pt and
+    layer_LL-model_XX-model_states.pt (Megatron on DeepSpeed), and brings tensor-parallel parts and pipeline stages
+    together. What the files do not say of the model has to be said with flags.
+    """
+    check_vacant(args.output, "--output")
+
+    from megatron.checkpoint.exchange.huggingface_tokenizer import read_bpe
+    from megatron.tokenizer.vocabulary import EOD
+
+    gives_tokenizer = args.vocab_file or args.merge_file
+    bpe = read_bpe(args.vocab_file, args.merge_file) if gives_tokenizer else None
+
+    from megatron.checkpoint.exchange.megatron_files import read_shards
+    from megatron.checkpoint.exchange.megatron_model import Said, whole_model
+
+    shards = read_shards(args.path)
+    said = Said(
+        heads=args.num_attention_heads,
+        vocab_size=len(bpe.vocabulary) if bpe else args.vocab_size,
+        eod_token=bpe.vocabulary[EOD] if bpe else None,
+        version=args.checkpoint_version,
+        openai_gelu=args.openai_gelu,
+        layernorm_epsilon=args.layernorm_epsilon,
+    )
+    model = whole_model(shards, said)
+    _write_checkpoint(args, model, bpe)
+    _report(args, model)
+    print(f"  query_key_value read as of checkpoint version {said.version_of(shards):g}")
+
+
+def _from_megatron_flags(parser: argparse.ArgumentParser) -> None:
+    _paths(parser, "folder with a tracker file, or the folder that holds the files", "checkpoint folder to make")
+    _tokenizer(parser, "to come along; decides the vocabulary's size")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens without padding, where no file is given")
+    parser.add_argument("--num-attention-heads", type=int, metavar="N", help="where the files do not say")
+    parser.add_argument(
+        "--openai-gelu", action="store_true", help="GELU is the tanh approximation, as with bias fusion"
+    )
+    parser.add_argument("--layernorm-epsilon", type=float, metavar="E", help="where it is not 1e-5 or the files say it")
+    parser.add_argument(
+        "--checkpoint-version",
+        type=float,
+        choices=(0.0, 1.0, 2.0, 3.0),
+        help="order of query_key_value, where the files say nothing or say it wrong: 0 [3, heads, size], "
+        "1 [heads, size, 3], 2 and 3 [heads, 3, size]",
+    )
+
+
+COMMANDS = {
+    "merge": Command(_merge_flags, _merge),
+    "to-hf": Command(_to_hf_flags, _to_hf),
+    "from-hf": Command(_from_hf_flags, _from_hf),
+    "from-megatron": Command(_from_megatron_flags, _from_megatron),
+}
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=ToolParser)
+    for name, command in COMMANDS.items():
+        text = inspect.cleandoc(command.run.__doc__)
+        command.add_flags(commands.add_parser(name, description=text, help=text.splitlines()[0].rstrip(".")))
+    return parser
+
+
+def _paths(parser: argparse.ArgumentParser, source: str, output: str) -> None:
+    parser.add_argument("path", type=Path, metavar="PATH", help=source)
+    parser.add_argument("--output", type=Path, required=True, metavar="NAME", help=output)
+
+
+def _tokenizer(parser: argparse.ArgumentParser, why: str) -> None:
+    parser.add_argument("--vocab-file", metavar="FILE", help=f"vocab.json, {why}")
+    parser.add_argument("--merge-file", metavar="FILE", help=f"merges.txt, {why}")
+
+
+def _max_shard_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help=f"largest file of a folder, such as 500MB (default: {MAX_SHARD_SIZE})"
+    )
+
+
+def _bytes(size: str) -> int:
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?)B?", size, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(f"--max-shard-size {size} is no size; write one such as 500MB or 2GiB")
+    return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+
+
+def _find(args: argparse.Namespace, *kinds: str) -> Found:
+    """What PATH is, if the command takes it, and a place for --output. Raises ConfigError or CheckpointError."""
+    check_vacant(args.output, "--output")
+    found = find(args.path)
+    if found.kind not in kinds:
+        takes = " or ".join(KINDS[kind].words for kind in kinds)
+        raise ConfigError(f"{args.path} is {found.what}, and {args.command} takes {takes}")
+    if found.saved:
+        verify_weights(found.saved)
+    return found
+
+
+def _write_checkpoint(args: argparse.Namespace, model: Any, bpe: Any) -> None:
+    from megatron.checkpoint.exchange.huggingface_tokenizer import MERGES, VOCAB
+    from megatron.checkpoint.exchange.saving import write_checkpoint
+
+    files = (args.output / VOCAB, args.output / MERGES) if bpe else (None, None)
+    with atomic_path(args.output, "--output") as folder:
+        folder.mkdir()
+        if bpe:
+            bpe.write(folder)
+        write_checkpoint(folder, model, vocab_file=files[0], merge_file=files[1])
+
+
+def _report(args: argparse.Namespace, model: Any) -> None:
+    count = sum(tensor.numel() for tensor in model.weights.values())
+    dtype = str(next(iter(model.weights.values())).dtype).removeprefix("torch.")
+    print(f"{args.output}: {len(model.weights)} tensors, {count:,} parameters, {dtype}, from {args.path}")
+
+
+if __name__ == "__main__":
+    run_tool(main)

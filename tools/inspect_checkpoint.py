@@ -1,0 +1,80 @@
+"""Say what a checkpoint is, whether it is whole and what is in it; or how two differ.
+
+    python tools/inspect_checkpoint.py checkpoints/my
+    python tools/inspect_checkpoint.py --diff checkpoints/my checkpoints/other
+
+A path is a folder of checkpoints, one tag of it, a universal checkpoint, merged weights, or a Hugging Face GPT-2.
+Two of them are compared tensor by tensor under the names of the plain engine, from whatever layouts they come: max
+|b - a| and the same relative to max |a|.
+
+Exit code 0: whole, or equal; 1: they differ; 2: wrong usage; 4: broken.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import _project_root  # noqa: F401
+
+from megatron.checkpoint.exchange.kinds import Found, find
+from megatron.checkpoint.inspection.facts import facts, integrity
+from megatron.cli import ToolParser, run_tool
+from megatron.errors import ConfigError
+
+
+def main() -> None:
+    """Find out what the paths are, and only then bring in torch."""
+    args = _parser().parse_args()
+    if (args.path is None) == (args.diff is None):
+        raise ConfigError("give one PATH, or --diff with two (see --help)")
+    found = [find(path) for path in args.diff or [args.path]]
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if args.diff:
+        _compare(found, args)
+    else:
+        _inspect(found[0], args)
+
+
+def _inspect(found: Found, args: argparse.Namespace) -> None:
+    whole = integrity(found)
+
+    from megatron.checkpoint.exchange.reading import read_config, read_description, read_versions, read_weights
+    from megatron.checkpoint.inspection.parameters import parameters
+    from megatron.checkpoint.inspection.report import as_json, heading, listing
+
+    told = facts(found, read_description(found), read_config(found))
+    told |= {"versions": read_versions(found), "whole": whole}
+    if not args.json:
+        print(heading(told) + "\n", flush=True)
+    listed = parameters(read_weights(found))
+    print(as_json(told, listed) if args.json else listing(listed))
+
+
+def _compare(found: list[Found], args: argparse.Namespace) -> None:
+    for each in found:
+        integrity(each)
+
+    from megatron.checkpoint.exchange.reading import read_weights
+    from megatron.checkpoint.inspection.comparing import are_equal, as_json, as_text, differences
+
+    first, second = map(read_weights, found)
+    result = differences(first, second)
+    print((as_json if args.json else as_text)(result, args.tolerance), flush=True)
+    if not are_equal(result, args.tolerance):
+        sys.exit(1)
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(__doc__)
+    parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help="what to look at")
+    parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two")
+    parser.add_argument(
+        "--tolerance", type=float, default=0.0, metavar="T", help="largest relative difference that counts as equal"
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    return parser
+
+
+if __name__ == "__main__":
+    run_tool(main)
