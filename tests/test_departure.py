@@ -6,10 +6,10 @@ from support.programs import read_metrics
 SETTINGS = "--train-iters 6 --batch-size 2 --global-batch-size 8 --eval-iters 0".split()
 
 
-def test_a_signal_to_one_rank_makes_all_save_and_leave(programs, tmp_path) -> None:
+def test_a_signal_to_one_rank_makes_all_save_and_leave(programs, train_in_ranks, tmp_path) -> None:
     """With dropout on, in a pipeline with tensor parallelism; going on gives what an undisturbed run gives."""
     layout = "--model-parallel-size 2 --pipe-parallel-size 2".split()
-    programs.pretrain(4, *SETTINGS, *layout, "--metrics-file", tmp_path / "whole").ok()
+    train_in_ranks(4, *SETTINGS, *layout, "--metrics-file", tmp_path / "whole")
     parts = (*layout, "--save", tmp_path / "ck", "--load", tmp_path / "ck", "--metrics-file", tmp_path / "parts")
     left = programs.faulty(4, "signal 2 3 SIGTERM", *SETTINGS, *parts)
     assert "leaving after iteration 3: SIGTERM asks for it" in left.output and "exitcode  : 75" in left.output

@@ -47,10 +47,10 @@ def test_file_board_and_screen_say_the_same(programs, tmp_path):
     assert len(progress) == 4 and f"loss {steps[3]['lm_loss']:.4f}" in progress[3] and "ETA 0:00:00" in progress[3]
 
 
-def test_a_log_interval_is_averaged(programs, tmp_path):
+def test_a_log_interval_is_averaged(train_in_ranks, tmp_path):
     settings = "--train-iters 5 --batch-size 2 --eval-iters 0".split()
-    programs.pretrain(1, *settings, "--metrics-file", tmp_path / "each").ok()
-    programs.pretrain(1, *settings, "--metrics-file", tmp_path / "some", "--log-interval", "2").ok()
+    train_in_ranks(1, *settings, "--metrics-file", tmp_path / "each")
+    train_in_ranks(1, *settings, "--metrics-file", tmp_path / "some", "--log-interval", "2")
     each = [line["lm_loss"] for line in read_metrics(tmp_path / "each")]
     some = {line["iteration"]: line["lm_loss"] for line in read_metrics(tmp_path / "some")}
     assert some == pytest.approx({2: sum(each[:2]) / 2, 4: sum(each[2:4]) / 2, 5: each[4]})

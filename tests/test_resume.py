@@ -18,13 +18,13 @@ EXACT = ("consumed_samples", "lm_loss", "learning_rate", "grad_norm", "validatio
         (2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 4 --pipeline-partition 0,1,1,2"),
     ],
 )
-def test_resume_is_bit_identical(programs, tmp_path, processes, flags):
+def test_resume_is_bit_identical(programs, train_in_ranks, tmp_path, processes, flags):
     """With dropout on, gradient accumulation and a validation between: losses, rates and samples go on exactly."""
     flags = flags.split()
-    programs.pretrain(processes, *SETTINGS, *flags, "--metrics-file", tmp_path / "whole").ok()
+    train_in_ranks(processes, *SETTINGS, *flags, "--metrics-file", tmp_path / "whole")
     folder = ("--save", tmp_path / "ck", "--load", tmp_path / "ck", "--metrics-file", tmp_path / "parts")
-    first = programs.pretrain(processes, *SETTINGS, *flags, *folder, "--exit-interval", "3").ok()
-    assert "a fresh start" in first.output
+    first = train_in_ranks(processes, *SETTINGS, *flags, *folder, "--exit-interval", "3")
+    assert "a fresh start" in first
     assert [line["iteration"] for line in read_metrics(tmp_path / "parts")] == [1, 2, 2, 3]
     second = programs.pretrain(processes, *SETTINGS, *flags, *folder).ok()
     assert "goes on behind iteration 3" in second.output

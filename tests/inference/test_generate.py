@@ -31,15 +31,15 @@ def test_frequencies_are_the_probabilities():
 
 
 @pytest.fixture(scope="module")
-def checkpoints(programs, tmp_path_factory):
+def checkpoints(train_in_ranks, tmp_path_factory):
     """The same training, saved by one process and by four."""
     folder = tmp_path_factory.mktemp("trained")
     settings = (
         "--train-iters 5 --batch-size 4 --gas 1 --eval-iters 0 --attention-dropout 0 --hidden-dropout 0 --eod-mask-loss"
     ).split()
-    programs.pretrain(1, *settings, "--save", folder / "whole").ok()
+    train_in_ranks(1, *settings, "--save", folder / "whole")
     cut = "--model-parallel-size 2 --pipe-parallel-size 2".split()
-    programs.pretrain(4, *settings, *cut, "--save", folder / "cut").ok()
+    train_in_ranks(4, *settings, *cut, "--save", folder / "cut")
     return folder
 
 

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from support.programs import Programs, read_metrics
+from support.programs import read_metrics
+from support.training import RankTraining
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -103,7 +104,7 @@ def nothing_in_fp32():
 
 
 @pytest.fixture(scope="module")
-def train_in_bf16(programs: Programs, tmp_path_factory: pytest.TempPathFactory):
+def train_in_bf16(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory):
     """The losses of three steps with bf16 weights and an fp32 residual stream, on so many processes."""
     words = (
         "--train-iters 3 --batch-size 2 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
@@ -112,7 +113,7 @@ def train_in_bf16(programs: Programs, tmp_path_factory: pytest.TempPathFactory):
 
     def run(processes: int, layout: str) -> list[float]:
         metrics = tmp_path_factory.mktemp("bf16") / "metrics"
-        programs.pretrain(processes, *words, metrics, *layout.split()).ok()
+        train_in_ranks(processes, *words, metrics, *layout.split())
         return [line["lm_loss"] for line in read_metrics(metrics)]
 
     return run

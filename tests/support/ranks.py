@@ -17,6 +17,8 @@ from typing import Any
 
 from support.ports import free_port
 
+from megatron.data.workers import leave_with_parent
+
 TIME_LIMIT = 240.0
 """Seconds for one call, the first of a session included, which may have to compile DeepSpeed's extension."""
 
@@ -50,9 +52,7 @@ class _Pool:
         context = multiprocessing.get_context("spawn")
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_work, args=(theirs, rank, world_size, port, str(self._stacks[rank])), daemon=True
-            )
+            process = context.Process(target=_work, args=(theirs, rank, world_size, port, str(self._stacks[rank])))
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -105,6 +105,7 @@ class _Pool:
 
 
 def _work(pipe: Connection, rank: int, world_size: int, port: int, stack_file: str) -> None:
+    leave_with_parent()  # a daemon would, too, but may have no children, and data is read by some
     faulthandler.register(signal.SIGUSR2, file=open(stack_file, "w"), all_threads=True)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),

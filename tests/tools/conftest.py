@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 from support.programs import Programs
+from support.training import RankTraining
 
 
 @pytest.fixture(scope="session")
-def trained(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of checkpoints, from a few iterations at tensor parallel 2 x pipeline 2, ZeRO 1. Not to be changed."""
     folder = tmp_path_factory.mktemp("trained") / "checkpoints"
     settings = "--train-iters 3 --batch-size 4 --gas 1 --eval-iters 0".split()
     layout = "--model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1".split()
-    programs.pretrain(4, *settings, *layout, "--save", folder).ok()
+    train_in_ranks(4, *settings, *layout, "--save", folder)
     return folder
 
 
