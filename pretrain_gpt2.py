@@ -16,12 +16,12 @@ from megatron.preflight import check
 
 def main() -> None:
     """Everything that can be checked without torch comes before torch."""
-    run, saved = check(parse_run(sys.argv[1:], os.environ))
+    run, _ = check(parse_run(sys.argv[1:], os.environ))
     prepare_environment(os.environ)
 
     from megatron.training import pretrain
 
-    pretrain(run, saved)
+    pretrain(run)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
-from megatron.checkpoint.tracker import SavedRun, keep_ds_config
+from megatron.checkpoint.checkpointing import load_checkpoint
+from megatron.checkpoint.choice import choose_checkpoint
+from megatron.checkpoint.saving import Checkpointer
+from megatron.checkpoint.tracker import SavedRun
 from megatron.config import RunConfig
 from megatron.data.gpt2_dataset import Datasets, GPT2Dataset, build_datasets
 from megatron.data.loader import Batch, batches
@@ -25,8 +26,8 @@ from megatron.mpu.random import model_parallel_manual_seed
 from megatron.summary import describe_model, describe_run, describe_stages, full_config
 
 
-def pretrain(run: RunConfig, saved: SavedRun | None) -> None:
-    """Train as ``run`` says, from ``saved`` on or from the beginning. Every rank calls it."""
+def pretrain(run: RunConfig) -> None:
+    """Train as ``run`` says, from its checkpoint on or from the beginning. Every rank calls it."""
     silence_known_warnings()
     check_device(run.parallel.device, run.parallel.local_rank or 0)
     build_extensions(run)
@@ -36,23 +37,30 @@ def pretrain(run: RunConfig, saved: SavedRun | None) -> None:
         if run.parallel.uses_pipeline:
             log.say(describe_stages(run))
         log.text("config", full_config(run))
-        if layout.rank == 0 and run.checkpoint.save:
-            keep_ds_config(run, Path(run.checkpoint.save))
+        saved = choose_checkpoint(run)
         model_parallel_manual_seed(run.train.seed, layout)
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)
+            checkpointer = Checkpointer(engine, run, log.say)
             iteration = load_checkpoint(engine, run, saved) if saved else 0
         log.say(describe_model(engine.module, layout))
         log.say(_describe_start(run, saved, iteration))
-        Trainer(run, engine, layout, log).train(iteration)
+        Trainer(run, engine, layout, log, checkpointer).train(iteration)
         log.close()
 
 
 class Trainer:
     """An engine with its data: what the training loop needs at hand."""
 
-    def __init__(self, run: RunConfig, engine: DeepSpeedEngine, layout: ParallelLayout, log: MetricsLogger):
-        self.run, self.engine, self.layout, self.log = run, engine, layout, log
+    def __init__(
+        self,
+        run: RunConfig,
+        engine: DeepSpeedEngine,
+        layout: ParallelLayout,
+        log: MetricsLogger,
+        checkpointer: Checkpointer,
+    ):
+        self.run, self.engine, self.layout, self.log, self.checkpointer = run, engine, layout, log, checkpointer
         self.datasets: Datasets | None = _datasets(run) if layout.is_first_stage or layout.is_last_stage else None
 
     def train(self, finished: int) -> None:
@@ -65,6 +73,8 @@ class Trainer:
             learning_rate = self.engine.get_lr()[0]
             loss = train_batch(self.engine, train_batches)
             self.log.step(iteration, loss, learning_rate, step_status(self.engine))
+            with self._paused():
+                self.checkpointer.poll()
             if _due(iteration, config.eval_interval):
                 self.evaluate(iteration)
             if _due(iteration, save_interval):
@@ -74,6 +84,7 @@ class Trainer:
                 break
         if saved_at != iteration:
             self.save(iteration)
+        self.checkpointer.finish()
         if iteration == config.train_iters:
             if not _due(iteration, config.eval_interval):
                 self.evaluate(iteration)
@@ -93,11 +104,9 @@ class Trainer:
             self.log.evaluation(iteration, torch.stack(losses).mean().item(), split)
 
     def save(self, iteration: int) -> int:
-        """Write a checkpoint, if there is a folder for it; ``iteration`` again."""
-        if self.run.checkpoint.save:
-            with self._paused():
-                path = save_checkpoint(self.engine, self.run, iteration)
-                self.log.say(f"  saved {path}")
+        """Save a checkpoint, if there is a folder for it; ``iteration`` again."""
+        with self._paused():
+            self.checkpointer.save(iteration)
         return iteration
 
     def _batches(self, split: str, *, first_sample: int) -> Iterator[Batch] | None:
@@ -147,7 +156,10 @@ def _datasets(run: RunConfig) -> Datasets:
 
 def _describe_start(run: RunConfig, saved: SavedRun | None, iteration: int) -> str:
     if saved:
-        return f"> loaded {saved.folder / saved.tag}; training goes on behind iteration {iteration}"
+        problems = "".join(f"> warning: {problem}\n" for problem in saved.passed_over)
+        return f"{problems}> loaded {saved.folder / saved.tag}; training goes on behind iteration {iteration}"
+    if run.checkpoint.auto_resume:
+        return f"> {run.checkpoint.save} holds no checkpoint yet: a fresh start"
     if run.checkpoint.load:
         return f"> {run.checkpoint.load} holds no checkpoint yet and is also --save: a fresh start"
     return "> a fresh start"
