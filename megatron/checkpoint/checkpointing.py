@@ -38,7 +38,7 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, saved: SavedRun) ->
 def _load_zero3_weights(engine: DeepSpeedEngine, saved: SavedRun, *, go_on: bool) -> None:
     """Weights without optimizer state, for which DeepSpeed would read whatever ``latest`` names, by pickle."""
     place, layout = saved.folder / saved.tag, saved.description["layout"]
-    tensor_rank = engine.mpu.get_tensor_model_parallel_rank()
+    tensor_rank = engine.mpu.get_model_parallel_rank()
     data_size = layout["data-parallel size"] * layout["--ds-sequence-parallel-size"]
     weights = zero3_weights(place, tensor_rank=tensor_rank, data_size=data_size)
     engine.optimizer.checkpoint_event_prologue()

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron.checkpoint.durable import NewFile, Record
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
 from megatron.errors import CheckpointError
 
-_ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum]
+_ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 """What DeepSpeed's files need beside tensors and plain values. None of it does anything when it is made."""
 
 

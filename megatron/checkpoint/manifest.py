@@ -1,4 +1,4 @@
-"""``manifest.json`` of a tag: size and SHA-256 of each of its files. Written last, so it marks a whole tag. No torch here.
+"""``manifest.json``: size and SHA-256 of each file of a tag. Written last, so it marks a whole one. No torch here.
 
 {"format": 1, "files": {"run.json": {"size": 4096, "sha256": "…"}, …}, "sha256": "… of format and files"}
 """
@@ -47,9 +47,7 @@ def read_manifest(tag_folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{file} is not as it was written") from None
     if type(form) is int and form > FORMAT:
-        raise CheckpointError(
-            f"{file} has format {form}, and this program knows {FORMAT}: use the program that saved it"
-        )
+        raise CheckpointError(f"{file} has format {form}, but {FORMAT} is known here: use the program that saved it")
     if text != _render(records) or not all(map(_is_inside, records)):
         raise CheckpointError(f"{file} is not as it was written")
     return records

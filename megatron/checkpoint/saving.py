@@ -157,7 +157,7 @@ class Checkpointer:
         self._say(f"  saved {folder / tag}")
 
     def _guarded(self, iteration: int, step: Callable[[], None]) -> None:
-        """Take a step of a save; where it fails, on all ranks alike, undo the save, and do as ``--on-save-error`` says."""
+        """Take a step of a save; where it fails, on all ranks alike, undo the save and obey ``--on-save-error``."""
         try:
             step()
         except UserError as error:

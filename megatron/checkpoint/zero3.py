@@ -26,7 +26,9 @@ def zero3_weights(folder: Path, *, tensor_rank: int, data_size: int) -> dict[str
 
 def zero3_file(folder: Path, data_rank: int, tensor_rank: int, kind: str) -> Path:
     """Where a rank's ``model`` states lie, or its ``optim`` states."""
-    return folder / f"zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_{kind}_states.pt"
+    file = folder / f"zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_{kind}_states.pt"
+    of_bf16 = file.with_name(f"bf16_{file.name}")  # so DeepSpeed calls the optimizer's, where weights are bf16
+    return of_bf16 if of_bf16.exists() else file
 
 
 def _flat(file: Path) -> Tensor:
