@@ -31,9 +31,12 @@ def unfinished(tag: str) -> str:
 
 
 def begin(folder: Path, tag: str) -> Path:
-    """The empty folder to fill. Removes what saves that were killed have left."""
+    """The empty folder to fill. Removes what saves that were killed have left, and undoes half a replacement."""
     make_folder(folder)
     prune(folder)
+    for replaced in folder.glob(f"global_step*{_REPLACED}"):
+        if not os.path.lexists(replaced.with_suffix("")):
+            os.rename(replaced, replaced.with_suffix(""))
     place = folder / unfinished(tag)
     place.mkdir(FOLDER_MODE)
     return place
