@@ -24,7 +24,7 @@ SETTINGS = (
     *TINY_MODEL,
     *"--batch-size 2 --gas 2 --eval-iters 0 --pipe-parallel-size 2 --zero-stage 1 --save-interval 1".split(),
 )
-INSTANTS = ("at any time", "while a checkpoint is written", "one rank only")
+INSTANTS = ("at any time", "while a checkpoint is written", "one rank first")
 
 
 @dataclass
@@ -74,10 +74,12 @@ class Victim:
         """Whether no rank has ended."""
         return all(rank.poll() is None for rank in self.ranks)
 
-    def kill(self, ranks: list[int]) -> None:
-        """SIGKILL to ``ranks``. The others have to end by themselves."""
-        for rank in ranks:
-            self.ranks[rank].send_signal(signal.SIGKILL)
+    def kill(self, first: int, seconds: float) -> None:
+        """SIGKILL to a rank, and so many seconds later, as launchers do, to the others."""
+        self.ranks[first].send_signal(signal.SIGKILL)
+        time.sleep(seconds)
+        for rank in self.ranks:
+            rank.send_signal(signal.SIGKILL)
         self.wait()
 
     def wait(self) -> list[int]:
@@ -111,7 +113,7 @@ def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) ->
         _await(victim, instant, chance)
         if not victim.is_training():
             break
-        victim.kill([chance.randrange(RANKS)] if instant == "one rank only" else list(range(RANKS)))
+        victim.kill(chance.randrange(RANKS), chance.uniform(0, 0.5) if instant == "one rank first" else 0)
         found.kills[instant] += 1
         found.left_unfinished += any(victim.checkpoints.glob("*.partial"))
         found.resumed_at.append(_whole_iteration(victim.checkpoints))
