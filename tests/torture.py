@@ -3,8 +3,9 @@
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python tests/torture.py --kills 50
 
 Two ranks train with a checkpoint behind each iteration. A third of the kills (SIGKILL) come at any time, a third while
-a checkpoint is written, a third hit one rank half a second before the others. Behind each of them the newest checkpoint must be whole, bit by bit,
-and no older than before; in the end each loss must be that of a run that nobody killed, to the last bit.
+a checkpoint is written, and a third hit one rank up to half a second before the other. Behind each of them the newest
+checkpoint must be whole, bit by bit, and no older than before; in the end each loss must be that of a run that nobody
+killed, to the last bit.
 """
 
 import random

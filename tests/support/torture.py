@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,13 +110,14 @@ def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) ->
     found = Found()
     for _ in range(kills):
         instant = INSTANTS[sum(found.kills.values()) % len(INSTANTS)]
+        before = _unfinished(victim.checkpoints)
         victim.start()
         _await(victim, instant, chance)
         if not victim.is_training():
             break
         victim.kill(chance.randrange(RANKS), chance.uniform(0, 0.5) if instant == "one rank first" else 0)
         found.kills[instant] += 1
-        found.left_unfinished += any(victim.checkpoints.glob("*.partial"))
+        found.left_unfinished += bool(_unfinished(victim.checkpoints) - before)
         found.resumed_at.append(_whole_iteration(victim.checkpoints))
         assert found.resumed_at == sorted(found.resumed_at), "a checkpoint was lost"
     victim.wait()
@@ -129,20 +131,26 @@ def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) ->
 
 def _await(victim: Victim, instant: str, chance: random.Random) -> None:
     """Let it go on to the instant of a kill, or to its end."""
-    deadline = time.monotonic() + chance.uniform(0, 8)
-    saves = chance.randrange(1, 4)
-    while victim.is_training():
-        if instant == "while a checkpoint is written":
-            if any(victim.checkpoints.glob("global_step*.partial")):
-                saves -= 1
-                if saves == 0:
-                    time.sleep(chance.uniform(0, 0.02))
-                    return
-                while victim.is_training() and any(victim.checkpoints.glob("global_step*.partial")):
-                    time.sleep(0.001)
-        elif time.monotonic() > deadline:
-            return
-        time.sleep(0.002)
+    if instant == "at any time":
+        deadline = time.monotonic() + chance.uniform(0, 8)
+        while victim.is_training() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return
+    before = _unfinished(victim.checkpoints)
+    seen, saves = set(), chance.randrange(1, 8)
+    while victim.is_training() and len(seen) < saves:
+        seen |= _unfinished(victim.checkpoints) - before
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.02))
+
+
+def _unfinished(folder: Path) -> set[tuple[str, int]]:
+    """What is being written, or was when it was cut short."""
+    found = set()
+    for path in folder.glob("global_step*.partial"):
+        with suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_ino))
+    return found
 
 
 def _whole_iteration(folder: Path) -> int:
