@@ -41,7 +41,9 @@ def read_manifest(tag_folder: Path) -> Manifest:
         form = content["format"]
         records = {name: Record(entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
     except FileNotFoundError:
-        raise CheckpointError(f"{tag_folder} is not whole: it has no {MANIFEST}, which is written last") from None
+        raise CheckpointError(
+            f"{tag_folder} has no {MANIFEST}, which is written last: the save was cut short, or another program's"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ class _Save:
     """A checkpoint that is being written."""
 
     iteration: int
+    description: dict[str, Any]
+    """What ``run.json`` will say."""
     size: int
     """Bytes of all ranks' files, about."""
     stop: Event
@@ -107,19 +110,19 @@ class Checkpointer:
         """Take the state, and set the writer on it."""
         folder, tag = self._folder, tags.tag_of(iteration)
         on_first(on_disk(lambda: tags.begin(folder, tag), folder, _name(iteration), 0))
-        files = self._take_state(iteration, folder / tags.unfinished(tag))
+        description = describe(self._run, iteration)
+        files = self._take_state(description, folder / tags.unfinished(tag))
         size = sum(together(lambda: sum(bytes_of(state) + _ENVELOPE for _, state in files)))
         on_first(lambda: check_room(folder, _name(iteration), size))
         stop = Event()
         written = self._writer.submit(_write, files, folder / tags.unfinished(tag), stop)
-        self._in_flight = _Save(iteration, size, stop, written)
+        self._in_flight = _Save(iteration, description, size, stop, written)
 
-    def _take_state(self, iteration: int, place: Path) -> list[StateFile]:
+    def _take_state(self, description: dict[str, Any], place: Path) -> list[StateFile]:
         """What this rank has to write into the folder ``place``."""
         engine, run = self._engine, self._run
-        description = describe(run, iteration)
         client_state = {
-            "iteration": iteration,
+            "iteration": description["iteration"],
             "consumed_samples": description["consumed_samples"],
             "tokens": description["consumed_tokens"],
             "checkpoint_version": CHECKPOINT_VERSION,
@@ -149,7 +152,7 @@ class Checkpointer:
 
         def make_visible() -> None:
             records = {name: record for share in shares for name, record in share.items()}
-            tags.commit(folder, tag, describe(self._run, iteration), records)
+            tags.commit(folder, tag, save.description, records)
             tags.retain(folder, iteration, self._run.checkpoint)
 
         on_first(on_disk(make_visible, folder, what, save.size))

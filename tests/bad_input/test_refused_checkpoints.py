@@ -86,7 +86,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no manifest, as another program would leave it": (
         lambda ck: (ck / "global_step2" / "manifest.json").unlink(),
-        f"ck/global_step2 is not whole: it has no manifest.json, which is written last{ONE}",
+        "ck/global_step2 has no manifest.json, which is written last: the save was cut short, or another program's"
+        f"{ONE}",
     ),
     "manifest changed": (
         changed("manifest.json", '"size": ', '"size":  '),

@@ -104,7 +104,10 @@ def test_a_broken_file_is_found_named_and_survived(folder: Path, choose: Callabl
     chosen, (problem,) = choose(folder)
     assert chosen == "global_step1"
     if (kind, damage) == ("manifest", "missing"):
-        assert problem == f"{tag} is not whole: it has no manifest.json, which is written last"
+        assert (
+            problem
+            == f"{tag} has no manifest.json, which is written last: the save was cut short, or another program's"
+        )
     elif (kind, damage) == ("manifest", "replaced by another's"):
         assert problem.startswith(f"{tag}/") and "saved" in problem  # no file is the one that it tells of
     else:
