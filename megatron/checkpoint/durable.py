@@ -7,7 +7,10 @@ less what the umask takes away.
 import hashlib
 import os
 import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import IO, NamedTuple
 
 FILE_MODE = 0o640
@@ -35,11 +38,12 @@ class NewFile:
     def write(self, data: bytes | memoryview) -> int:
         """Take all of ``data``. What the disk has against it, ``close()`` says: torch would hide it behind its own."""
         if self._error is None:
-            try:
-                self._file.write(data)
-            except OSError as error:
-                self._error = error
-            self._digest.update(data)
+            # Both let go of the interpreter, so that each can have a core.
+            with _beside(lambda: self._digest.update(data), is_worth_it=len(data) >= _BLOCK):
+                try:
+                    self._file.write(data)
+                except OSError as error:
+                    self._error = error
             self._size += len(data)
         return len(data)
 
@@ -107,6 +111,19 @@ def record_of(path: Path) -> Record:
             digest.update(block[:count])
             size += count
     return Record(size, digest.hexdigest())
+
+
+@contextmanager
+def _beside(step: Callable[[], None], *, is_worth_it: bool) -> Iterator[None]:
+    """``step`` in a thread of its own while the block runs; or before it, where that would take longer."""
+    if is_worth_it:
+        thread = Thread(target=step)
+        thread.start()
+        yield
+        thread.join()
+    else:
+        step()
+        yield
 
 
 def _close_quietly(file: IO[bytes]) -> None:
