@@ -21,12 +21,12 @@ def main() -> int | None:
     reading = read_run(sys.argv[1:], os.environ)
     if reading.run.logging.explain:
         return None if rank(os.environ) else explain(reading)
-    run, saved = check(settled(reading))
+    run, _ = check(settled(reading))
     prepare_environment(os.environ)
 
     from megatron.training import pretrain
 
-    return pretrain(run, saved)
+    return pretrain(run)
 
 
 if __name__ == "__main__":

@@ -486,7 +486,19 @@ class CheckpointConfig:
     save_interval: int | None = flag(None, "Iterations between saves (default: only at the end).", within="[1, inf)")
     no_save_optim: bool = flag(False, "Save no optimizer state.")
     no_save_rng: bool = flag(False, "Save no random states.")
+    async_save: bool = flag(False, "Copy the state to host memory, and write it while training goes on.")
+    keep_last: int | None = flag(None, "Newest checkpoints to keep (default: all).", within="[1, inf)")
+    keep_every: int | None = flag(
+        None, "With --keep-last: keep those of iterations divisible by this as well.", within="[1, inf)"
+    )
+    on_save_error: str = flag(
+        "stop", "What a checkpoint that cannot be written does to training.", choices=("stop", "continue")
+    )
     load: str | None = flag(None, "Folder to load from. The same as --save, and empty: a fresh start.", metavar="DIR")
+    load_strict: bool = flag(False, "Refuse a broken checkpoint instead of falling back to the newest whole one.")
+    auto_resume: bool = flag(
+        False, "Go on from what is in --save; where that is nothing, begin with --load, or fresh without it."
+    )
     no_load_optim: bool = flag(False, "Load no optimizer state.")
     no_load_rng: bool = flag(False, "Load no random states.")
     finetune: bool = flag(False, "Load weights only, and begin at iteration 0.")

@@ -12,7 +12,7 @@ class UserError(Exception):
 
     exit_code = 2
     on_every_rank = False
-    """Whether all ranks raise it alike, so that one of them says it for all."""
+    """Whether all ranks raise it alike, so that one of them can say it for all."""
 
     def __init__(self, messages: str | Iterable[str]):
         self.messages = [messages] if isinstance(messages, str) else list(messages)

@@ -380,6 +380,28 @@ BROKEN = [
         "--rewind-on-spike --save out --save-interval 5",
     ),
     ("--finetune needs --load", "--finetune", "--finetune has no effect without --load", "--load in"),
+    ("--async-save needs --save", "--async-save", "--async-save has no effect without --save", "--save out"),
+    ("--keep-last needs --save", "--keep-last 2", "--keep-last has no effect without --save", "--save out"),
+    (
+        "--keep-every needs --keep-last",
+        "--save out --keep-every 2",
+        "--keep-every has no effect without --keep-last",
+        "--keep-last 1",
+    ),
+    ("--auto-resume needs --save", "--auto-resume", "--auto-resume has no effect without --save", "--save out"),
+    (
+        "--auto-resume excludes --finetune",
+        "--auto-resume --save out --load in --finetune",
+        "--auto-resume and --finetune exclude each other",
+        None,
+    ),
+    (
+        "an error of a save needs a save",
+        "--on-save-error continue",
+        "--on-save-error has no effect without --save",
+        "--save out",
+    ),
+    ("strict loading loads", "--load-strict", "--load-strict has no effect without --load", "--load in"),
 ]
 if find_spec("apex") is None:
     BROKEN.append(

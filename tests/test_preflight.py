@@ -115,14 +115,41 @@ def test_a_folder_without_a_checkpoint(corpus: Path) -> None:
     assert check(run_of(corpus, f"--load {corpus}/none --save {corpus}/none"))[1] is None
 
 
+def save(run: RunConfig, folder: Path, iteration: int) -> Path:
+    """A checkpoint without tensors; its tag."""
+    tag = folder / f"global_step{iteration}"
+    tag.mkdir(parents=True)
+    write_description(tag, describe(run, iteration))
+    publish(folder, tag.name, iteration)
+    return tag
+
+
+def test_one_command_line_begins_and_goes_on(corpus: Path) -> None:
+    """``--auto-resume`` takes what is in --save, then what is in --load, then a fresh start; never what is broken."""
+    own, other = corpus / "own", corpus / "other"
+    run = run_of(corpus, f"--auto-resume --save {own} --load {other}")
+    assert check(run)[1] is None
+    (own / "global_step1.partial").mkdir(parents=True)
+    assert check(run)[1] is None, "a save that was killed is no checkpoint"
+    sized = check(run)[0]
+    save(sized, other, 7)
+    assert (check(run)[1].folder, check(run)[1].iteration) == (other, 7)
+    tags = [save(sized, own, iteration) for iteration in (1, 2)]
+    assert (check(run)[1].folder, check(run)[1].iteration) == (own, 2)
+    (tags[1] / "run.json").unlink()
+    assert (check(run)[1].iteration, check(run)[1].passed_over) == (1, (f"{tags[1]}/run.json is missing",))
+    (tags[0] / "run.json").unlink()
+    error = refusal(run)
+    assert isinstance(error, CheckpointError)
+    assert error.messages == [f"{tags[1]}/run.json is missing; no whole checkpoint is left in {own}"]
+
+
 def test_a_checkpoint_of_other_stages(corpus: Path) -> None:
     """Its optimizer files hold what its own stages held."""
     folder = corpus / "saved"
     words = f"--pipe-parallel-size 2 --gas 4 --load {folder}"
     run, _ = check(run_of(corpus, f"{words} --save {folder} --pipeline-partition 2,0"))
-    (folder / "global_step1").mkdir(parents=True)
-    write_description(folder / "global_step1", describe(run, 1))
-    publish(folder, "global_step1", 1)
+    save(run, folder, 1)
     assert check(run_of(corpus, f"{words} --pipeline-partition 2,0"))[1].iteration == 1
     assert refusal(run_of(corpus, words)).messages == [
         f"the partition into stages is 1, 1, but 2, 0 in {folder}/global_step1: resume on the layout it was saved on"

@@ -1,6 +1,7 @@
 """Continue a prompt with the weights of a checkpoint, from whatever layout it was saved on."""
 
 import os
+import sys
 from typing import Any
 
 import _project_root  # noqa: F401
@@ -17,6 +18,8 @@ def main() -> None:
     """Read the arguments, find the checkpoint, and only then bring in torch."""
     arguments = _parser().parse_args()
     saved = newest(arguments.load)
+    for problem in saved.passed_over:
+        print(f"generate.py: warning: {problem}; taking {saved.tag}", file=sys.stderr)
     data = saved.description["config"]["data"]
     if not arguments.prompt:
         raise ConfigError("--prompt is empty: give the text to continue")

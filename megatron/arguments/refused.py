@@ -43,7 +43,6 @@ REFUSED: dict[str, str] = {
     "task": _TASKS,
     "epochs": _TASKS,
     "pretrained-checkpoint": _TASKS,
-    "keep-last": _TASKS,
     "train-data": _TASKS,
     "valid-data": _TASKS,
     "overlapping-eval": _TASKS,

@@ -1,66 +1,52 @@
-"""Save and load a run in DeepSpeed's layout of files, with Megatron's tracker beside it."""
+"""Load a run that a ``Checkpointer`` saved."""
 
-from collections.abc import Sequence
-from pathlib import Path
-
-import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megatron.checkpoint.rng import random_states, restore_random_states
-from megatron.checkpoint.tracker import SavedRun, describe, publish, write_description
+from megatron.checkpoint.files import read_checked_file
+from megatron.checkpoint.rng import restore_random_states, rng_file
+from megatron.checkpoint.tracker import SavedRun
+from megatron.checkpoint.zero3 import zero3_file, zero3_weights
 from megatron.config import RunConfig
-
-CHECKPOINT_VERSION = 3.0
-"""Megatron's number for weights whose query-key-value rows are [heads, 3, head size]."""
-
-
-def save_checkpoint(engine: DeepSpeedEngine, run: RunConfig, iteration: int, left_out: Sequence[range] = ()) -> Path:
-    """Write the tag of ``iteration`` under ``--save`` and point the trackers to it. Every rank must call it."""
-    folder, tag = Path(run.checkpoint.save), f"global_step{iteration}"
-    description = describe(run, iteration, left_out)
-    client_state = {
-        "iteration": iteration,
-        "consumed_samples": description["consumed_samples"],
-        "tokens": description["consumed_tokens"],
-        "checkpoint_version": CHECKPOINT_VERSION,
-        "args": description["config"],
-    }
-    saves_shards = engine.save_zero_checkpoint
-    if run.checkpoint.no_save_optim:
-        client_state["optimizer"] = None  # takes the place of DeepSpeed's own entry
-        engine.save_zero_checkpoint = False
-    engine.save_checkpoint(str(folder), tag=tag, client_state=client_state, save_latest=False)
-    engine.save_zero_checkpoint = saves_shards
-    if not run.checkpoint.no_save_rng:
-        torch.save(random_states(), _rng_path(folder / tag))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        write_description(folder / tag, description)
-        publish(folder, tag, iteration)
-    dist.barrier()
-    return folder / tag
 
 
 def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, saved: SavedRun) -> int:
-    """Take up ``saved``; the iteration that was finished when it was written, or 0 with ``--finetune``."""
+    """Take up ``saved``; the iteration that was finished when it was written, or 0 with ``--finetune``.
+
+    The engine is one that a ``Checkpointer`` was made for, so that DeepSpeed reads its files without running code.
+    """
     config = run.checkpoint
-    weights_only = config.finetune
-    engine.load_checkpoint(
-        str(saved.folder),
-        tag=saved.tag,
-        load_module_only=weights_only,
-        load_optimizer_states=not (weights_only or config.no_load_optim),
-        load_lr_scheduler_states=not weights_only,
-    )
+    if run.zero.zero_stage == 3 and (config.finetune or config.no_load_optim):
+        _load_zero3_weights(engine, saved, go_on=not config.finetune)
+    else:
+        engine.load_checkpoint(
+            str(saved.folder),
+            tag=saved.tag,
+            load_module_only=config.finetune,
+            load_optimizer_states=not (config.finetune or config.no_load_optim),
+            load_lr_scheduler_states=not config.finetune,
+        )
     # With ZeRO, DeepSpeed restores the optimizer's groups behind the schedule, and the saved rates with them.
     engine.lr_scheduler.apply()
-    if weights_only:
+    if config.finetune:
         return 0
     if not config.no_load_rng:
-        restore_random_states(torch.load(_rng_path(saved.folder / saved.tag), weights_only=True))
+        restore_random_states(read_checked_file(rng_file(saved.folder / saved.tag, dist.get_rank())))
     return saved.iteration
 
 
-def _rng_path(tag_folder: Path) -> Path:
-    return tag_folder / f"rng_state_{dist.get_rank():05d}.pt"
+def _load_zero3_weights(engine: DeepSpeedEngine, saved: SavedRun, *, go_on: bool) -> None:
+    """Weights without optimizer state, for which DeepSpeed would read whatever ``latest`` names, by pickle."""
+    place, layout = saved.folder / saved.tag, saved.description["layout"]
+    tensor_rank = engine.mpu.get_model_parallel_rank()
+    data_size = layout["data-parallel size"] * layout["--ds-sequence-parallel-size"]
+    weights = zero3_weights(place, tensor_rank=tensor_rank, data_size=data_size)
+    engine.optimizer.checkpoint_event_prologue()
+    engine.load_module_state_dict({"module": weights}, fetch_z3_params=True)
+    engine.optimizer.refresh_fp32_params()
+    engine.optimizer.checkpoint_event_epilogue()
+    if go_on:
+        state = read_checked_file(zero3_file(place, 0, tensor_rank, "model"))
+        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        engine.global_steps, engine.global_samples = state["global_steps"], state["global_samples"]
+        engine.skipped_steps = state["skipped_steps"]

@@ -1,6 +1,7 @@
 """The random streams of one process, as a checkpoint keeps them."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from megatron.mpu.random import get_rng_tracker
+
+
+def rng_file(tag_folder: Path, rank: int) -> Path:
+    """Where the streams of global rank ``rank`` lie."""
+    return tag_folder / f"rng_state_{rank:05d}.pt"
 
 
 def random_states() -> dict[str, Any]:

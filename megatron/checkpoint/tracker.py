@@ -2,19 +2,22 @@
 
 SAVE/latest                               name of the newest tag, read by DeepSpeed
 SAVE/latest_checkpointed_iteration.txt    its iteration, read by Megatron
-SAVE/global_stepN/run.json                what was saved; written last, so it marks a whole tag
+SAVE/global_stepN/run.json                what was saved
+SAVE/global_stepN/manifest.json           of which files; written last, so it marks a whole tag
 """
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from megatron.config import RunConfig
+from megatron.checkpoint.durable import UNFINISHED, replace_text, write_text
+from megatron.checkpoint.manifest import MANIFEST, Manifest, check_content, check_sizes, read_manifest, write_manifest
+from megatron.config import CheckpointConfig, RunConfig
 from megatron.errors import CheckpointError
 from megatron.partition import layers_of_pieces
 
@@ -22,6 +25,7 @@ LATEST = "latest"
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN_FILE = "run.json"
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_NONE_BROKEN: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class SavedRun:
     folder: Path
     tag: str
     description: dict[str, Any]
+    passed_over: tuple[str, ...] = ()
+    """What is wrong with the newer checkpoints that this one stands in for."""
 
     @property
     def iteration(self) -> int:
@@ -43,19 +49,16 @@ class SavedRun:
         return tuple(range(start, stop) for start, stop in self.description.get("left_out_samples", ()))
 
 
-def resolve(run: RunConfig) -> SavedRun | None:
-    """The checkpoint that ``--load`` means, or None where the run starts fresh.
+def resolve(run: RunConfig, broken: Mapping[str, str] = _NONE_BROKEN) -> SavedRun | None:
+    """The checkpoint that the run goes on from, or None where it starts fresh.
 
-    Raises CheckpointError where there is none, where it is broken, and where it does not fit the run.
+    ``broken`` holds tags whose contents have been found wrong, each with the reason. Raises CheckpointError where
+    there is no checkpoint, where none is whole, and where it does not fit the run.
     """
-    config = run.checkpoint
-    if config.load is None:
+    folder = _folder(run.checkpoint)
+    if folder is None:
         return None
-    folder = Path(config.load)
-    is_also_save = config.save is not None and folder.resolve() == Path(config.save).resolve()
-    if is_also_save and _is_empty(folder):
-        return None
-    saved = newest(folder)
+    saved = newest(folder, strict=run.checkpoint.load_strict, broken=broken)
     _check_fit(saved, run)
     return saved
 
@@ -65,26 +68,48 @@ def holds_checkpoint(folder: Path) -> bool:
     return not _is_empty(folder)
 
 
-def newest(folder: str | Path) -> SavedRun:
-    """The checkpoint that ``folder`` points to.
+def newest(folder: str | Path, *, strict: bool = False, broken: Mapping[str, str] = _NONE_BROKEN) -> SavedRun:
+    """The checkpoint that ``folder`` points to; where that is broken, and not ``strict``, the newest whole one.
 
-    Raises CheckpointError where there is none or where it is broken.
+    Whole is what has a manifest and all files in it, in the right sizes, and is not in ``broken``: tags whose
+    contents have been found wrong, each with the reason. Raises CheckpointError where there is none.
     """
     folder = Path(folder)
     if _is_empty(folder):
         raise CheckpointError(f"--load {folder}: no checkpoint there; name a folder that holds one")
-    return _read(folder, _latest_tag(folder))
+    try:
+        return _read(folder, _latest_tag(folder), broken)
+    except CheckpointError as error:
+        problem = error
+    whole, problems = _whole_and_broken(folder, broken)
+    if not whole:
+        raise CheckpointError(f"{problem}; no whole checkpoint is left in {folder}")
+    if strict:
+        raise CheckpointError(
+            f"{problem}; the newest whole checkpoint is {whole[0].tag}: to use it, leave --load-strict out"
+        )
+    newer = [text for text in problems if text != str(problem)]
+    return dataclasses.replace(whole[0], passed_over=(str(problem), *newer))
 
 
 def tag_at(path: Path) -> SavedRun:
     """The checkpoint that is the folder ``path`` itself. Raises CheckpointError where it is not whole."""
-    return _read(path.parent, path.name)
+    return _read(path.parent, path.name, _NONE_BROKEN)
 
 
 def publish(folder: Path, tag: str, iteration: int) -> None:
     """Point both tracker files to ``tag``; each changes at one instant."""
-    _replace_text(folder / LATEST, tag)
-    _replace_text(folder / TRACKER, str(iteration))
+    replace_text(folder / LATEST, tag)
+    replace_text(folder / TRACKER, str(iteration))
+
+
+def write_description(tag_folder: Path, description: dict[str, Any], records: Manifest | None = None) -> None:
+    """Write ``run.json`` and the manifest, which says that all of the tag stands.
+
+    ``records`` are of files written before; what they leave out is read once more.
+    """
+    own = write_text(tag_folder / RUN_FILE, json.dumps(description, indent=2) + "\n")
+    write_manifest(tag_folder, {**(records or {}), RUN_FILE: own})
 
 
 def describe(run: RunConfig, iteration: int, left_out: Sequence[range] = ()) -> dict[str, Any]:
@@ -102,19 +127,32 @@ def describe(run: RunConfig, iteration: int, left_out: Sequence[range] = ()) -> 
     }
 
 
-def write_description(tag_folder: Path, description: dict[str, Any]) -> None:
-    """Write ``run.json``, which says that all else of the tag stands."""
-    _replace_text(tag_folder / RUN_FILE, json.dumps(description, indent=2) + "\n")
-
-
 def keep_ds_config(run: RunConfig, folder: Path) -> None:
     """Write the finished DeepSpeed config into ``folder``, where the run will save."""
-    folder.mkdir(parents=True, exist_ok=True)
-    _replace_text(folder / "ds_config.json", json.dumps(run.ds_config, indent=2) + "\n")
+    replace_text(folder / "ds_config.json", json.dumps(run.ds_config, indent=2) + "\n")
+
+
+def _folder(config: CheckpointConfig) -> Path | None:
+    """Where to look for a checkpoint; None where a fresh start is meant."""
+    if config.auto_resume and not _is_empty(Path(config.save)):
+        return Path(config.save)
+    if config.load is None:
+        return None
+    folder = Path(config.load)
+    is_also_save = config.save is not None and folder.resolve() == Path(config.save).resolve()
+    may_be_empty = is_also_save or config.auto_resume
+    return None if may_be_empty and _is_empty(folder) else folder
 
 
 def _is_empty(folder: Path) -> bool:
-    return not (folder / LATEST).exists() and not (folder / TRACKER).exists() and not any(folder.glob("global_step*"))
+    return not (folder / LATEST).exists() and not (folder / TRACKER).exists() and not _tags(folder)
+
+
+def _tags(folder: Path) -> list[str]:
+    """Whatever may be a checkpoint, whole or not."""
+    names = {path.name for path in folder.glob("global_step*") if re.fullmatch(r"global_step\d+", path.name)}
+    names |= {path.parent.name for path in folder.glob(f"*/{MANIFEST}")}
+    return sorted(name for name in names if not name.endswith(UNFINISHED) and _TAG.fullmatch(name))
 
 
 def _latest_tag(folder: Path) -> str:
@@ -122,47 +160,48 @@ def _latest_tag(folder: Path) -> str:
     try:
         tag = pointer.read_text(encoding="utf-8").strip()
     except FileNotFoundError:
-        raise CheckpointError(f"{pointer} is missing{_suggestion(folder)}") from None
+        raise CheckpointError(f"{pointer} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{pointer} cannot be read ({error.strerror}){_suggestion(folder)}") from None
+        raise CheckpointError(f"{pointer} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise CheckpointError(f"{pointer} holds bytes that are no text{_suggestion(folder)}") from None
+        raise CheckpointError(f"{pointer} holds bytes that are no text") from None
     if not _TAG.fullmatch(tag):
-        raise CheckpointError(f"{pointer} holds {tag[:40]!r}, which is no name of a checkpoint{_suggestion(folder)}")
+        raise CheckpointError(f"{pointer} holds {tag[:40]!r}, which is no name of a checkpoint")
     if not (folder / tag).is_dir():
-        raise CheckpointError(f"{pointer} names {tag}, which is not in {folder}{_suggestion(folder)}")
+        raise CheckpointError(f"{pointer} names {tag}, which is not in {folder}")
     return tag
 
 
-def _read(folder: Path, tag: str) -> SavedRun:
-    saved = _whole(folder, tag)
-    if saved is None:
-        raise CheckpointError(
-            f"{folder / tag} is not whole: its {RUN_FILE}, written last, is missing or broken{_suggestion(folder)}"
-        )
-    return saved
-
-
-def _whole(folder: Path, tag: str) -> SavedRun | None:
-    """The tag, if its description is there and says what a resume must know."""
+def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
+    """The tag, where it is whole. Raises CheckpointError with what it lacks."""
+    if tag in broken:
+        raise CheckpointError(broken[tag])
+    place = folder / tag
+    manifest = read_manifest(place)
+    check_sizes(place, manifest)
+    if RUN_FILE not in manifest:
+        raise CheckpointError(f"{place} has no {RUN_FILE}: it is no checkpoint of a training run")
+    check_content(place / RUN_FILE, manifest[RUN_FILE])
     try:
-        description = json.loads((folder / tag / RUN_FILE).read_text(encoding="utf-8"))
+        description = json.loads((place / RUN_FILE).read_text(encoding="utf-8"))
         parts = description["layout"], description["config"]["model"]
         iteration = description["iteration"]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        raise CheckpointError(f"{place / RUN_FILE} does not describe a training run") from None
     if not (all(isinstance(part, dict) for part in parts) and type(iteration) is int and iteration >= 0):
-        return None
+        raise CheckpointError(f"{place / RUN_FILE} does not describe a training run")
     return SavedRun(folder, tag, description)
 
 
-def _suggestion(folder: Path) -> str:
-    tags = [_whole(folder, path.parent.name) for path in folder.glob(f"*/{RUN_FILE}")]
-    whole = [saved for saved in tags if saved is not None]
-    if not whole:
-        return f"; no whole checkpoint is left in {folder}"
-    newest = max(whole, key=lambda saved: saved.iteration).tag
-    return f"; the newest whole checkpoint is {newest}: to use it, write that name into {folder / LATEST}"
+def _whole_and_broken(folder: Path, broken: Mapping[str, str]) -> tuple[list[SavedRun], list[str]]:
+    """The whole tags, newest first, and what is wrong with the others."""
+    whole, problems = [], []
+    for tag in _tags(folder):
+        try:
+            whole.append(_read(folder, tag, broken))
+        except CheckpointError as error:
+            problems.append(str(error))
+    return sorted(whole, key=lambda saved: saved.iteration, reverse=True), problems
 
 
 _SHAPE_FIELDS = (
@@ -226,12 +265,3 @@ def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], place: Path
         # One engine has names that the other has not; that it is another shows in those they share.
         if theirs.get(name, value) != value
     ]
-
-
-def _replace_text(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)

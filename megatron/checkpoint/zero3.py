@@ -18,16 +18,17 @@ from megatron.errors import CheckpointError
 def zero3_weights(folder: Path, *, tensor_rank: int, data_size: int) -> dict[str, Tensor]:
     """The weights of one tensor-parallel rank. Raises CheckpointError where a piece is missing."""
     shapes: dict[str, torch.Size] = {}
-    for group in read_file(_file(folder, 0, tensor_rank, "model"))["param_shapes"]:
+    for group in read_file(zero3_file(folder, 0, tensor_rank, "model"))["param_shapes"]:
         shapes |= group
-    flat = [_flat(_file(folder, rank, tensor_rank, "optim")) for rank in range(data_size)]  # each [all pieces]
+    flat = [_flat(zero3_file(folder, rank, tensor_rank, "optim")) for rank in range(data_size)]  # each [all pieces]
     return dict(_whole(shapes, flat))
 
 
-def _file(folder: Path, data_rank: int, tensor_rank: int, kind: str) -> Path:
-    name = f"zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_{kind}_states.pt"
-    in_bf16 = folder / f"bf16_{name}"
-    return in_bf16 if in_bf16.exists() else folder / name
+def zero3_file(folder: Path, data_rank: int, tensor_rank: int, kind: str) -> Path:
+    """Where a rank's ``model`` states lie, or its ``optim`` states."""
+    file = folder / f"zero_pp_rank_{data_rank}_mp_rank_{tensor_rank:02d}_{kind}_states.pt"
+    of_bf16 = file.with_name(f"bf16_{file.name}")  # so DeepSpeed calls the optimizer's, where weights are bf16
+    return of_bf16 if of_bf16.exists() else file
 
 
 def _flat(file: Path) -> Tensor:

@@ -166,10 +166,7 @@ _CHECKPOINT: Keys = {
         lambda value: isinstance(value, str) and value.upper() in ("IGNORE", "WARN", "FAIL"),
     ),
     "load_universal": BOOL,
-    "use_node_local_storage": BOOL,
     "parallel_write": {"pipeline_stage": BOOL},
-    "checkpoint_serialization": BOOL,
-    "writer": _or_null(OBJECT),
 }
 
 TOP_KEYS: Keys = {
@@ -201,7 +198,6 @@ TOP_KEYS: Keys = {
     "activation_checkpointing": _CHECKPOINTING,
     "pipeline": _PIPELINE,
     "checkpoint": _CHECKPOINT,
-    "datastates_ckpt": OBJECT,
     "aio": {
         "block_size": COUNT,
         "queue_depth": COUNT,

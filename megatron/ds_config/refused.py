@@ -1,6 +1,7 @@
 """Keys of DeepSpeed configs that are refused, each with the reason and what to do."""
 
 _GONE = "DeepSpeed no longer has it: remove it"
+_WRITER = "checkpoints have a writer of their own: remove it; --async-save writes while training goes on"
 
 REFUSED_KEYS: dict[str, str] = {
     "scheduler": "the schedule belongs to the command line: use --lr, --min-lr, --lr-decay-style, --lr-decay-iters "
@@ -33,6 +34,11 @@ REFUSED_KEYS: dict[str, str] = {
     "zero_optimization.mics_hierarchical_params_gather": _GONE,
     "zero_optimization.zeropp_loco_param": _GONE,
     "optimizer.params.max_grad_norm": 'DeepSpeed does not support it: use "gradient_clipping" or --clip-grad',
+    "checkpoint.writer": _WRITER,
+    "checkpoint.checkpoint_serialization": _WRITER,
+    "checkpoint.use_node_local_storage": "a checkpoint is whole in one place: remove it, and name a folder that all "
+    "hosts share with --save",
+    "datastates_ckpt": _WRITER,
     "pipeline.stages": "the stages belong to the command line: use --pipe-parallel-size",
     "pipeline.partition": "the model says how it is cut into stages: remove it",
     "pipeline.seed_layers": "the model seeds its own layers: remove it",

@@ -16,18 +16,20 @@ from megatron.launch.launcher import rank as rank_of
 def run_rank(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as one of several ranks and leave the process with the exit code that it returns.
 
-    What every rank sees before they have joined is said by the first of each host alone. Behind that the
-    rank that fails says so, and leaves at once, without waiting for others in the middle of a collective;
-    they notice, and leave with a line each.
+    What every rank sees before they have joined is said by the first of each host alone, and what all raise alike
+    behind that by the first of all. Else the rank that fails says so, and leaves at once, without waiting for
+    others in the middle of a collective; they notice, and leave with a line each.
     """
     rank, is_first_here = _place()
     try:
         exit_code = main() or 0
     except UserError as error:
         joined = _has_joined()
-        if not rank if error.on_every_rank else joined or is_first_here:
+        speaks = (rank == 0 or not error.on_every_rank) if joined else is_first_here
+        names_itself = rank > 0 or (joined and not error.on_every_rank)
+        if speaks:
             for message in error.messages:
-                _say(f"rank {rank}: {message}" if rank or (joined and not error.on_every_rank) else message)
+                _say(f"rank {rank}: {message}" if names_itself else message)
         else:
             # The launcher ends all ranks with the first that ends, which must not be one that said nothing.
             time.sleep(1)

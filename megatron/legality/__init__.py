@@ -250,7 +250,18 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("BPE has merges", "The vocabulary alone does not say how text is cut.", checks.merges),
     _needs("checkpoint.save_interval", "checkpoint.save"),
+    _needs("checkpoint.async_save", "checkpoint.save"),
+    _needs("checkpoint.keep_last", "checkpoint.save"),
+    _needs("checkpoint.keep_every", "checkpoint.keep_last"),
+    _needs("checkpoint.auto_resume", "checkpoint.save"),
     _needs("checkpoint.finetune", "checkpoint.load"),
     _needs("train.rewind_on_spike", "checkpoint.save_interval"),
     Rule("a spike is told by those who look for it", "Nobody does otherwise.", checks.spike_factor),
+    _excludes(
+        "checkpoint.auto_resume",
+        "checkpoint.finetune",
+        "A run that was stopped would begin at iteration 0 again.",
+    ),
+    Rule("an error of a save needs a save", "Without --save nothing is written.", checks.on_save_error),
+    Rule("strict loading loads", "Without a checkpoint nothing can be broken.", checks.load_strict),
 )

@@ -382,3 +382,15 @@ def grad_accum_dtype(run: RunConfig) -> str | None:
     if accumulated == "fp32" and run.zero.zero_stage == 0:
         return "--grad-accum-dtype fp32 needs ZeRO, which keeps the sum: use --zero-stage 1"
     return None
+
+
+def on_save_error(run: RunConfig) -> str | None:
+    if run.checkpoint.on_save_error != "stop" and run.checkpoint.save is None:
+        return "--on-save-error has no effect without --save: add --save, or remove it"
+    return None
+
+
+def load_strict(run: RunConfig) -> str | None:
+    if run.checkpoint.load_strict and run.checkpoint.load is None and not run.checkpoint.auto_resume:
+        return "--load-strict has no effect without --load or --auto-resume: add one, or remove it"
+    return None

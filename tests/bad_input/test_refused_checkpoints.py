@@ -10,21 +10,41 @@ import pytest
 from support.programs import Programs
 from support.refusals import COMMAND, launched, refusal
 
+from megatron.checkpoint.manifest import write_manifest
+
 SAME = "--load ck --save ck"
-TWO = "; the newest whole checkpoint is global_step2: to use it, write that name into ck/latest"
-ONE = "; the newest whole checkpoint is global_step1: to use it, write that name into ck/latest"
+STRICT = f"{SAME} --load-strict"
+TWO = "; the newest whole checkpoint is global_step2: to use it, leave --load-strict out"
+ONE = "; the newest whole checkpoint is global_step1: to use it, leave --load-strict out"
+NONE = "; no whole checkpoint is left in ck"
+WEIGHTS = "mp_rank_00_model_states.pt"
 
 
 def latest(content: bytes) -> Callable[[Path], Any]:
     return lambda ck: (ck / "latest").write_bytes(content)
 
 
-def described(**changes: object) -> Callable[[Path], Any]:
-    """Something in the newest tag's run.json is another."""
+def changed(name: str, old: str, new: str) -> Callable[[Path], Any]:
+    """Something in a file of the newest tag is another."""
 
     def change(ck: Path) -> None:
-        file = ck / "global_step2" / "run.json"
+        file = ck / "global_step2" / name
+        text = file.read_text()
+        assert old in text
+        file.write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def described(**changes: object) -> Callable[[Path], Any]:
+    """The newest tag's run.json says something else, and its manifest agrees."""
+
+    def change(ck: Path) -> None:
+        tag = ck / "global_step2"
+        file = tag / "run.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+        (tag / "manifest.json").unlink()
+        write_manifest(tag, {})
 
     return change
 
@@ -58,27 +78,48 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "all tags gone": (
         lambda ck: [shutil.rmtree(tag) for tag in ck.glob("global_step*")],
-        "ck/latest names global_step2, which is not in ck; no whole checkpoint is left in ck",
+        f"ck/latest names global_step2, which is not in ck{NONE}",
     ),
     "broken tags only": (
         lambda ck: [file.unlink() for file in (*ck.glob("latest*"), *ck.glob("*/run.json"))],
-        "ck/latest is missing; no whole checkpoint is left in ck",
+        f"ck/latest is missing{NONE}",
+    ),
+    "no manifest, as another program would leave it": (
+        lambda ck: (ck / "global_step2" / "manifest.json").unlink(),
+        "ck/global_step2 has no manifest.json, which is written last: the save was cut short, or another program's"
+        f"{ONE}",
+    ),
+    "manifest changed": (
+        changed("manifest.json", '"size": ', '"size":  '),
+        f"ck/global_step2/manifest.json is not as it was written{ONE}",
+    ),
+    "manifest of a later version": (
+        changed("manifest.json", '"format": 1', '"format": 2'),
+        f"ck/global_step2/manifest.json has format 2, but 1 is known here: use the program that saved it{ONE}",
+    ),
+    "weights missing": (
+        lambda ck: (ck / "global_step2" / WEIGHTS).unlink(),
+        f"ck/global_step2/{WEIGHTS} is missing{ONE}",
+    ),
+    "a file too many": (
+        lambda ck: (ck / "global_step2" / "mp_rank_01_model_states.pt").touch(),
+        f"ck/global_step2/mp_rank_01_model_states.pt was not saved with the others{ONE}",
     ),
     "run.json missing": (
         lambda ck: (ck / "global_step2" / "run.json").unlink(),
-        f"ck/global_step2 is not whole: its run.json, written last, is missing or broken{ONE}",
+        f"ck/global_step2/run.json is missing{ONE}",
     ),
-    "run.json empty": (
-        lambda ck: (ck / "global_step2" / "run.json").write_text(""),
-        f"ck/global_step2 is not whole: its run.json, written last, is missing or broken{ONE}",
+    "run.json changed": (
+        changed("run.json", '"iteration": 2', '"iteration": 3'),
+        f"ck/global_step2/run.json is not what was saved: its SHA-256 is not the one in manifest.json{ONE}",
     ),
     "run.json of other types": (
         described(layout=[1], iteration="two"),
-        f"ck/global_step2 is not whole: its run.json, written last, is missing or broken{ONE}",
+        f"ck/global_step2/run.json does not describe a training run{ONE}",
     ),
     "run.json without a model": (
         described(config={"model": None}),
-        f"ck/global_step2 is not whole: its run.json, written last, is missing or broken{ONE}",
+        f"ck/global_step2/run.json does not describe a training run{ONE}",
     ),
 }
 
@@ -87,7 +128,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_a_broken_checkpoint_is_refused(place: Path, case: str) -> None:
     damage, line = BROKEN[case]
     damage(place / "ck")
-    assert refusal(place, SAME) == (4, [line])
+    assert refusal(place, STRICT) == (4, [line])
 
 
 # What is wrong: flags, the environment, and the lines.
@@ -152,13 +193,20 @@ def test_another_vocabulary(place: Path) -> None:
     assert refusal(place, SAME) == (4, [line])
 
 
-def test_what_a_message_advises_helps(programs: Programs, place: Path) -> None:
-    """Also against tests that would pass because nothing is accepted."""
+@pytest.mark.parametrize("words", [SAME, "--auto-resume --save ck"])
+def test_where_nothing_is_whole_nothing_starts_afresh(place: Path, words: str) -> None:
+    for weights in place.glob(f"ck/*/{WEIGHTS}"):
+        weights.write_bytes(weights.read_bytes()[:-1])
+    size = len(weights.read_bytes())
+    line = f"ck/global_step2/{WEIGHTS} has {size:,} bytes, and {size + 1:,} were saved{NONE}"
+    assert refusal(place, words) == (4, [line])
+
+
+def test_the_newest_whole_checkpoint_stands_in(programs: Programs, place: Path) -> None:
+    """What strict loading refuses; also against tests that would pass because nothing is accepted."""
     (place / "ck" / "global_step2" / "run.json").unlink()
-    (line,) = refusal(place, SAME)[1]
-    assert line.endswith("the newest whole checkpoint is global_step1: to use it, write that name into ck/latest")
-    (place / "ck" / "latest").write_text("global_step1")
     command = [programs.root / "pretrain_gpt2.py", *COMMAND, *SAME.split()]
     finished = programs.run("env", "-C", place, "python", *command).ok()
+    assert "> warning: ck/global_step2/run.json is missing\n" in finished.output
     assert "loaded ck/global_step1; training goes on behind iteration 1" in finished.output
     assert (place / "ck" / "latest").read_text() == "global_step4"

@@ -40,7 +40,7 @@ def test_a_pipeline_checkpoint_has_deepspeeds_files(programs, tmp_path):
     expected = {f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for layer in layers for rank in (0, 1)}
     expected |= {f"mp_rank_{rank:02d}_model_states.pt" for rank in range(4)}
     expected |= {f"zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt" for rank in range(4)}
-    expected |= {f"rng_state_{rank:05d}.pt" for rank in range(4)} | {"run.json"}
+    expected |= {f"rng_state_{rank:05d}.pt" for rank in range(4)} | {"run.json", "manifest.json"}
     assert {path.name for path in (tmp_path / "global_step2").iterdir()} == expected
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
@@ -106,7 +106,11 @@ def test_saving_less(programs, tmp_path, zero):
     flags = (*SETTINGS, "--zero-stage", zero)
     programs.pretrain(1, *flags, "--save", tmp_path / "ck", "--no-save-optim", "--no-save-rng").ok()
     tag = tmp_path / "ck" / "global_step2"
-    assert sorted(path.name for path in tag.iterdir()) == ["mp_rank_00_model_states.pt", "run.json"]
+    assert sorted(path.name for path in tag.iterdir()) == [
+        "manifest.json",
+        "mp_rank_00_model_states.pt",
+        "run.json",
+    ]
     assert torch.load(tag / "mp_rank_00_model_states.pt", weights_only=False)["optimizer"] is None
     refused = programs.pretrain(1, *flags, "--load", tmp_path / "ck")
     assert refused.returncode == 4

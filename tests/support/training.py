@@ -38,6 +38,7 @@ def pretrain(words: list[str]) -> tuple[int, str]:
     from megatron.preflight import check
 
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        code = training.pretrain(*check(parse_run(words, os.environ)))
+        run, _ = check(parse_run(words, os.environ))
+        code = training.pretrain(run)
     deepspeed.checkpointing.reset()  # buffers of a layout that the next run does not have
     return code, output.getvalue()

@@ -1,0 +1,105 @@
+"""``manifest.json``: size and SHA-256 of each file of a tag. Written last, so it marks a whole one. No torch here.
+
+{"format": 1, "files": {"run.json": {"size": 4096, "sha256": "…"}, …}, "sha256": "… of format and files"}
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatron.checkpoint.durable import Record, record_of, sync, sync_folder, write_text
+from megatron.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+Manifest = Mapping[str, Record]
+"""Path within the tag, with slashes, to the file's record."""
+
+
+def write_manifest(tag_folder: Path, records: Manifest) -> None:
+    """Say that the tag is whole. Files that ``records`` leaves out are read for theirs, and flushed to the disk."""
+    found = dict(records)
+    for name in sorted(set(_names(tag_folder)) - set(found)):
+        sync(tag_folder / name)
+        found[name] = record_of(tag_folder / name)
+    for folder in {(tag_folder / name).parent for name in found}:
+        sync_folder(folder)
+    write_text(tag_folder / MANIFEST, _render(found))
+    sync_folder(tag_folder)
+
+
+def read_manifest(tag_folder: Path) -> Manifest:
+    """What the tag is made of. Raises CheckpointError where its manifest is missing or not as it was written."""
+    file = tag_folder / MANIFEST
+    try:
+        text = file.read_text(encoding="utf-8")
+        content = json.loads(text)
+        form = content["format"]
+        records = {name: Record(entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{tag_folder} has no {MANIFEST}, which is written last: the save was cut short, or another program's"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{file} is not as it was written") from None
+    if type(form) is int and form > FORMAT:
+        raise CheckpointError(f"{file} has format {form}, but {FORMAT} is known here: use the program that saved it")
+    if text != _render(records) or not all(map(_is_inside, records)):
+        raise CheckpointError(f"{file} is not as it was written")
+    return records
+
+
+def check_sizes(tag_folder: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError where a file is missing or has another size, and where one is too many."""
+    for name, record in manifest.items():
+        try:
+            size = os.stat(tag_folder / name).st_size
+        except OSError as error:
+            raise CheckpointError(_unreadable(tag_folder / name, error)) from None
+        if size != record.size:
+            raise CheckpointError(f"{tag_folder / name} has {size:,} bytes, and {record.size:,} were saved")
+    for name in _names(tag_folder):
+        # DeepSpeed looks for its files by pattern, and would take this for one of them.
+        if name.endswith(".pt") and name not in manifest:
+            raise CheckpointError(f"{tag_folder / name} was not saved with the others")
+
+
+def check_content(file: Path, record: Record) -> None:
+    """Raises CheckpointError where ``file`` is not the one that was saved."""
+    try:
+        found = record_of(file)
+    except OSError as error:
+        raise CheckpointError(_unreadable(file, error)) from None
+    if found != record:
+        raise CheckpointError(f"{file} is not what was saved: its SHA-256 is not the one in {MANIFEST}")
+
+
+def _unreadable(file: Path, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{file} is missing"
+    return f"{file} cannot be read ({error.strerror})"
+
+
+def _render(records: Manifest) -> str:
+    files = {name: records[name]._asdict() for name in sorted(records)}
+    content: dict[str, Any] = {"format": FORMAT, "files": files}
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return json.dumps({**content, "sha256": digest}, indent=1) + "\n"
+
+
+def _names(tag_folder: Path) -> Iterator[str]:
+    for path in sorted(tag_folder.rglob("*")):
+        name = path.relative_to(tag_folder).as_posix()
+        if name != MANIFEST and not path.is_dir():
+            yield name
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts

@@ -1,0 +1,190 @@
+"""Save a run in DeepSpeed's layout of files, with Megatron's tracker beside it.
+
+A save has three steps: every rank takes its state from the engine, every rank writes it into a folder that nobody
+reads, and when all of it is on the disk the first rank makes that folder the newest checkpoint.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from megatron.checkpoint import tags
+from megatron.checkpoint.agreement import on_first, together
+from megatron.checkpoint.durable import make_folder
+from megatron.checkpoint.engine_files import EngineFiles, StateFile, bytes_of
+from megatron.checkpoint.files import write_file
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.rng import random_states, rng_file
+from megatron.checkpoint.room import check_room, on_disk
+from megatron.checkpoint.tracker import describe, keep_ds_config
+from megatron.config import RunConfig
+from megatron.errors import UserError
+
+CHECKPOINT_VERSION = 3.0
+"""Megatron's number for weights whose query-key-value rows are [heads, 3, head size]."""
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A checkpoint that is being written."""
+
+    iteration: int
+    description: dict[str, Any]
+    """What ``run.json`` will say."""
+    size: int
+    """Bytes of all ranks' files, about."""
+    stop: Event
+    """Set where the writer need not go on."""
+    written: "Future[Manifest]"
+    """Of this rank."""
+
+
+class Checkpointer:
+    """Saves the checkpoints of a run, one at a time. Every rank must call every method.
+
+    With ``--async-save`` a thread writes; it takes part in no collective: ``poll()`` asks the ranks whether all have
+    written. An error is raised on all ranks alike, or with ``--on-save-error continue`` said, and raised by
+    ``finish()`` if no later save mends it.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, run: RunConfig, say: Callable[[str], None]):
+        self._engine, self._run, self._say = engine, run, say
+        self._folder = Path(run.checkpoint.save) if run.checkpoint.save else None
+        self._files = EngineFiles(copies=run.checkpoint.async_save)
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._in_flight: _Save | None = None
+        self._failure: UserError | None = None
+        engine.checkpoint_engine = self._files
+        # It would copy scripts to --save, through links that lie there, which read checkpoints by pickle.
+        engine._copy_recovery_script = lambda folder: None
+        if self._folder is not None:
+            on_first(on_disk(self._prepare, self._folder, "ds_config.json", 0))
+
+    def save(self, iteration: int, left_out: Sequence[range] = ()) -> None:
+        """Begin the checkpoint of ``iteration``, if there is a folder for it; without ``--async-save``, end it, too.
+
+        ``left_out`` are samples that training goes past.
+
+        Raises ResourceError where the disk is full, and CheckpointError where it does not take files.
+        """
+        if self._folder is None:
+            return
+        self._complete()
+        self._guarded(iteration, lambda: self._begin(iteration, left_out))
+        if not self._run.checkpoint.async_save:
+            self._complete()
+
+    def poll(self) -> None:
+        """Make the checkpoint in flight visible, if every rank has written it. Raises what ``save()`` raises."""
+        save = self._in_flight
+        if save is None:
+            return
+        done = save.written.done()
+        sound = not done or save.written.exception() is None
+        state = torch.tensor([done, sound], dtype=torch.int32, device=get_accelerator().current_device_name())
+        dist.all_reduce(state, dist.ReduceOp.MIN)
+        all_done, all_sound = state.tolist()
+        if not all_sound:
+            save.stop.set()
+        if all_done or not all_sound:
+            self._complete()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint in flight. Raises the newest save's error, if it failed."""
+        self._complete()
+        if self._failure is not None:
+            raise self._failure
+
+    def _prepare(self) -> None:
+        make_folder(self._folder)
+        tags.prune(self._folder)
+        keep_ds_config(self._run, self._folder)
+
+    def _begin(self, iteration: int, left_out: Sequence[range]) -> None:
+        """Take the state, and set the writer on it."""
+        folder, tag = self._folder, tags.tag_of(iteration)
+        on_first(on_disk(lambda: tags.begin(folder, tag), folder, _name(iteration), 0))
+        description = describe(self._run, iteration, left_out)
+        files = self._take_state(description, folder / tags.unfinished(tag))
+        size = sum(together(lambda: sum(bytes_of(state) + _ENVELOPE for _, state in files)))
+        on_first(lambda: check_room(folder, _name(iteration), size))
+        stop = Event()
+        written = self._writer.submit(_write, files, folder / tags.unfinished(tag), stop)
+        self._in_flight = _Save(iteration, description, size, stop, written)
+
+    def _take_state(self, description: dict[str, Any], place: Path) -> list[StateFile]:
+        """What this rank has to write into the folder ``place``."""
+        engine, run = self._engine, self._run
+        client_state = {
+            "iteration": description["iteration"],
+            "consumed_samples": description["consumed_samples"],
+            "tokens": description["consumed_tokens"],
+            "checkpoint_version": CHECKPOINT_VERSION,
+            "args": description["config"],
+        }
+        saves_shards = engine.save_zero_checkpoint
+        if run.checkpoint.no_save_optim:
+            client_state["optimizer"] = None  # takes the place of DeepSpeed's own entry
+            engine.save_zero_checkpoint = False
+        engine.save_checkpoint(str(place.parent), tag=place.name, client_state=client_state, save_latest=False)
+        engine.save_zero_checkpoint = saves_shards
+        files = self._files.take()
+        if not run.checkpoint.no_save_rng:
+            files.append((rng_file(place, dist.get_rank()), random_states()))
+        return files
+
+    def _complete(self) -> None:
+        """Wait for the writers of all ranks, and make what they wrote the newest checkpoint."""
+        save, self._in_flight = self._in_flight, None
+        if save is not None:
+            self._guarded(save.iteration, lambda: self._commit(save))
+
+    def _commit(self, save: _Save) -> None:
+        folder, iteration = self._folder, save.iteration
+        tag, what = tags.tag_of(iteration), _name(iteration)
+        shares = together(on_disk(save.written.result, folder, what, save.size))
+
+        def make_visible() -> None:
+            records = {name: record for share in shares for name, record in share.items()}
+            tags.commit(folder, tag, save.description, records)
+            tags.retain(folder, iteration, self._run.checkpoint)
+
+        on_first(on_disk(make_visible, folder, what, save.size))
+        self._failure = None
+        self._say(f"  saved {folder / tag}")
+
+    def _guarded(self, iteration: int, step: Callable[[], None]) -> None:
+        """Take a step of a save; where it fails, on all ranks alike, undo the save and obey ``--on-save-error``."""
+        try:
+            step()
+        except UserError as error:
+            on_first(lambda: tags.discard(self._folder, tags.tag_of(iteration)))
+            if self._run.checkpoint.on_save_error == "stop":
+                raise
+            self._failure = error
+            self._say(f"  warning: {error}; training goes on")
+
+
+_ENVELOPE = 1 << 16
+"""Bytes of a file beside its tensors, about."""
+
+
+def _name(iteration: int) -> str:
+    return f"the checkpoint of iteration {iteration}"
+
+
+def _write(files: list[StateFile], place: Path, stop: Event) -> Manifest:
+    """Write one file after the other, and let go of what went into it."""
+    records = {}
+    while files and not stop.is_set():
+        path, state = files.pop()
+        records[path.relative_to(place).as_posix()] = write_file(path, state)
+    return records

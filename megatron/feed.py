@@ -1,0 +1,72 @@
+"""The batches of a run: which samples each iteration and each evaluation takes, on this rank."""
+
+from collections.abc import Iterator, Sequence
+
+from megatron.config import RunConfig
+from megatron.data.gpt2_dataset import Datasets, GPT2Dataset, build_datasets
+from megatron.data.loader import Batch, batches, sample_number, with_range
+from megatron.loss_weights import weighted, weighted_by_micro_batch
+from megatron.mpu.layout import ParallelLayout
+
+
+class Feed:
+    """The data sets of a run, and what this rank takes of them; nothing on a stage between others."""
+
+    def __init__(self, run: RunConfig, layout: ParallelLayout, left_out: Sequence[range] = ()):
+        self._run, self._layout = run, layout
+        self._reads = layout.is_first_stage or layout.is_last_stage
+        self.left_out = left_out
+        self._datasets = self._build()
+
+    def training(self, finished: int) -> Iterator[Batch] | None:
+        """Micro-batches of the iterations behind ``finished``; None where this rank reads nothing."""
+        return self._batches("train", finished * self._run.train.global_batch_size, self.left_out)
+
+    def evaluation(self, split: str, earlier: int) -> Iterator[Batch] | None:
+        """Micro-batches behind those of ``earlier`` evaluations on the split ``valid`` or ``test``."""
+        train = self._run.train
+        return self._batches(split, earlier * train.eval_iters * train.global_batch_size)
+
+    def leave_out(self, iterations: range) -> range:
+        """Go past the samples of ``iterations`` from now on; which these are."""
+        size = self._run.train.global_batch_size
+        places = (iterations.start - 1) * size, (iterations.stop - 1) * size - 1
+        first, last = (sample_number(place, self.left_out) for place in places)
+        self.left_out = with_range(self.left_out, range(first, last + 1))
+        self._datasets = self._build()  # it has to reach further now
+        return range(first, last + 1)
+
+    def _build(self) -> Datasets | None:
+        if not self._reads:
+            return None
+        run, train = self._run, self._run.train
+        return build_datasets(
+            run.data,
+            vocab_size=run.model.vocab_size,
+            global_batch_size=train.global_batch_size,
+            train_iters=train.train_iters + -(-sum(map(len, self.left_out)) // train.global_batch_size),
+            eval_interval=train.eval_interval,
+            eval_iters=train.eval_iters,
+            seed=train.seed,
+        )
+
+    def _batches(self, split: str, first_sample: int, left_out: Sequence[range] = ()) -> Iterator[Batch] | None:
+        if self._datasets is None:
+            return None
+        dataset: GPT2Dataset = getattr(self._datasets, split)
+        data, train, group = self._run.data, self._run.train, self._layout.data_group
+        micro_batches = batches(
+            dataset,
+            first_sample=first_sample,
+            global_batch_size=train.global_batch_size,
+            micro_batch_size=train.micro_batch_size,
+            data_rank=group.rank(),
+            data_size=group.size(),
+            num_workers=data.num_workers,
+            eod_token=self._run.model.eod_token,
+            eod_mask_loss=data.eod_mask_loss,
+            left_out=left_out,
+        )
+        if train.loss_normalization == "micro-batch":
+            return weighted_by_micro_batch(micro_batches)
+        return weighted(micro_batches, train.gradient_accumulation_steps, group, masks=data.eod_mask_loss)

@@ -1,0 +1,191 @@
+"""Each kind of file of a checkpoint, broken in each way: found before a tensor is read, named, and survived."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.programs import TINY_MODEL, Programs
+
+from megatron.checkpoint.files import check_harmless, read_file
+from megatron.checkpoint.manifest import write_manifest
+from megatron.errors import CheckpointError
+
+LAYOUT = "--pipe-parallel-size 2 --zero-stage 1 --bf16".split()
+SETTINGS = "--train-iters 4 --batch-size 2 --gas 2 --eval-iters 0".split()
+# A kind of file, one of it, and another of its kind.
+FILES = {
+    "weights of a layer": ("layer_03-model_00-model_states.pt", "layer_04-model_00-model_states.pt"),
+    "states of a rank": ("mp_rank_01_model_states.pt", "mp_rank_00_model_states.pt"),
+    "optimizer": ("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"),
+    "random streams": ("rng_state_00001.pt", "rng_state_00000.pt"),
+    "description": ("run.json", "../global_step1/run.json"),
+    "manifest": ("manifest.json", "../global_step1/manifest.json"),
+}
+
+
+def _truncate(file: Path, other: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1000])
+
+
+def _flip(file: Path, other: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _remove(file: Path, other: Path) -> None:
+    file.unlink()
+
+
+def _replace(file: Path, other: Path) -> None:
+    shutil.copyfile(other, file)
+
+
+DAMAGES: dict[str, Callable[[Path, Path], Any]] = {
+    "truncated": _truncate,
+    "one bit flipped": _flip,
+    "missing": _remove,
+    "replaced by another's": _replace,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of iterations 1 and 2, of two stages."""
+    folder = tmp_path_factory.mktemp("saved")
+    words = [*SETTINGS, *LAYOUT, "--save-interval", "1", "--exit-interval", "2", "--save", folder]
+    programs.pretrain(2, *words).ok()
+    return folder
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A copy, to break."""
+    return shutil.copytree(saved, tmp_path / "ck")
+
+
+@pytest.fixture
+def choose(run_ranks: Callable[..., list], programs: Programs) -> Callable[..., tuple[str, tuple[str, ...]]]:
+    """The tag that two ranks choose in a folder, and what they say of those they passed over."""
+
+    def chosen(folder: Path, *words: str) -> tuple[str, tuple[str, ...]]:
+        command = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, *LAYOUT, "--load", str(folder), *words]
+        first, second = run_ranks(2, choose_on_a_rank, command)
+        assert first == second
+        return first
+
+    return chosen
+
+
+def choose_on_a_rank(command: list[str]) -> tuple[str, tuple[str, ...]]:
+    from megatron.arguments import parse_run
+    from megatron.checkpoint.choice import choose_checkpoint
+    from megatron.errors import CheckpointError
+    from megatron.preflight import check
+
+    try:
+        chosen = choose_checkpoint(check(parse_run(command, os.environ))[0])
+    except CheckpointError as error:
+        return "", tuple(error.messages)
+    return chosen.tag, chosen.passed_over
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("kind", FILES)
+def test_a_broken_file_is_found_named_and_survived(folder: Path, choose: Callable, kind: str, damage: str) -> None:
+    tag = folder / "global_step2"
+    name, other = FILES[kind]
+    assert choose(folder) == ("global_step2", ())
+    DAMAGES[damage](tag / name, tag / other)
+    chosen, (problem,) = choose(folder)
+    assert chosen == "global_step1"
+    if (kind, damage) == ("manifest", "missing"):
+        assert (
+            problem
+            == f"{tag} has no manifest.json, which is written last: the save was cut short, or another program's"
+        )
+    elif (kind, damage) == ("manifest", "replaced by another's"):
+        assert problem.startswith(f"{tag}/") and "saved" in problem  # no file is the one that it tells of
+    else:
+        assert problem.startswith(f"{tag}/{name} ")
+    with pytest.raises(CheckpointError):
+        read_file(tag / name)
+    assert choose(folder, "--load-strict")[0] == ""
+
+
+def test_contents_are_compared_where_sizes_agree(folder: Path, choose: Callable) -> None:
+    """Also two checkpoints one behind the other, and the last."""
+    for step in (2, 1):
+        _flip(folder / f"global_step{step}" / "rng_state_00000.pt", folder)
+    tag, messages = choose(folder)
+    assert tag == "" and "global_step2/rng_state_00000.pt is not what was saved" in messages[0]
+    assert messages[0].endswith(f"; no whole checkpoint is left in {folder}")
+
+
+class Attack:
+    """What a pickle can have done to whoever reads it."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("kind", ["weights of a layer", "states of a rank", "optimizer", "random streams"])
+@pytest.mark.parametrize("legacy", [False, True], ids=["", "in torch's old format"])
+def test_a_file_that_would_run_code_is_refused(
+    folder: Path, choose: Callable, tmp_path: Path, kind: str, legacy: bool
+) -> None:
+    """The attacker has made the manifest agree."""
+    tag, marker = folder / "global_step2", tmp_path / "marker"
+    file = tag / FILES[kind][0]
+    content = read_file(file)
+    content["attack"] = Attack(marker)
+    torch.save(content, file, _use_new_zipfile_serialization=not legacy)
+    (tag / "manifest.json").unlink()
+    write_manifest(tag, {})
+    chosen, (problem,) = choose(folder)
+    assert chosen == "global_step1"
+    with pytest.raises(CheckpointError) as refusal:
+        read_file(file)
+    if legacy:
+        assert problem.startswith(f"{file} is no file of tensors")
+    else:
+        expected = f"{file} asks for posix.mkdir, which no checkpoint needs: it was made to run code, and is not read"
+        assert problem == str(refusal.value) == expected
+    assert not marker.exists()
+    torch.load(file, weights_only=False)
+    assert marker.exists(), "the attack is a real one"
+
+
+def test_every_file_of_a_run_is_harmless(saved: Path) -> None:
+    files = sorted(saved.glob("*/*.pt"))
+    assert len(files) == 2 * (7 + 2 + 2 + 2)
+    for file in files:
+        check_harmless(file)
+
+
+def test_a_program_refuses_or_falls_back_on_all_ranks(programs: Programs, folder: Path, tmp_path: Path) -> None:
+    """The one that finds a broken file is not the one that needs it."""
+    tag, marker = folder / "global_step2", tmp_path / "marker"
+    file = tag / FILES["optimizer"][0]
+    torch.save({"optimizer_state_dict": Attack(marker)}, file)
+    (tag / "manifest.json").unlink()
+    write_manifest(tag, {})
+    words = [*SETTINGS, *LAYOUT, "--load", folder]
+    refused = programs.pretrain(2, *words, "--load-strict")
+    said = [line for line in refused.output.splitlines() if line.startswith("pretrain_gpt2.py: ")]
+    assert said == [
+        f"pretrain_gpt2.py: error: {file} asks for posix.mkdir, which no checkpoint needs: it was made to run code, "
+        "and is not read; the newest whole checkpoint is global_step1: to use it, leave --load-strict out"
+    ]
+    assert "exitcode  : 4 " in refused.output and refused.output.count("Traceback") == 1  # torchrun's own
+    resumed = programs.pretrain(2, *words).ok()
+    assert f"> warning: {file} asks for posix.mkdir" in resumed.output
+    assert f"> loaded {folder}/global_step1; training goes on behind iteration 1" in resumed.output
+    assert not marker.exists()

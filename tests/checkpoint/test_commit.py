@@ -1,0 +1,208 @@
+"""How a tag comes and goes on the disk: cut short at any step, nothing that was there before is lost."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint import tags
+from megatron.checkpoint.durable import replace_text, write_text
+from megatron.checkpoint.manifest import check_content, read_manifest
+from megatron.checkpoint.tracker import newest
+from megatron.config import CheckpointConfig
+from megatron.errors import CheckpointError
+
+KEEP_ALL = CheckpointConfig()
+KEEP_ONE = CheckpointConfig(keep_last=1)
+CHANGES = ("open", "mkdir", "rmdir", "unlink", "rename", "replace", "fsync")
+"""Functions of ``os`` that change what is on the disk."""
+
+
+def save(folder: Path, iteration: int, text: str = "weights", config: CheckpointConfig = KEEP_ALL) -> None:
+    """What the ranks do in a save, with a text in the place of tensors."""
+    tag = tags.tag_of(iteration)
+    place = tags.begin(folder, tag)
+    records = {name: write_text(place / name, f"{text} of {name}") for name in ("first.pt", "second.pt")}
+    tags.commit(folder, tag, {"iteration": iteration, "layout": {}, "config": {"model": {}}}, records)
+    tags.retain(folder, iteration, config)
+
+
+def whole_iteration(folder: Path) -> int:
+    """The newest checkpoint's, every byte of which is what was saved."""
+    saved = newest(folder)
+    place = saved.folder / saved.tag
+    for name, record in read_manifest(place).items():
+        check_content(place / name, record)
+    return saved.iteration
+
+
+def tags_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def wrap_changes(before: Callable[[str, tuple], None]) -> None:
+    """Have ``before(name, arguments)`` called before every change. For a process that ends soon."""
+
+    def wrapped(name: str, original: Callable) -> Callable:
+        def change(*arguments: Any, **options: Any) -> Any:
+            before(name, arguments)
+            return original(*arguments, **options)
+
+        return change
+
+    for name in CHANGES:
+        setattr(os, name, wrapped(name, getattr(os, name)))
+
+
+def in_child(step: Callable[[], None]) -> int:
+    """The exit code of a process that takes ``step``."""
+    if (child := os.fork()) == 0:
+        try:
+            step()
+            os._exit(0)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def save_killed_at(change: int, folder: Path, iteration: int) -> int:
+    """The exit code of a save that is killed just before its n-th change; 0 where there are fewer."""
+    count = 0
+
+    def die(name: str, arguments: tuple) -> None:
+        nonlocal count
+        count += 1
+        if count > change:
+            os._exit(9)
+
+    def step() -> None:
+        wrap_changes(die)
+        save(folder, iteration, "new weights", KEEP_ONE)
+
+    return in_child(step)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new tag", "the only tag, saved again"])
+def test_killed_before_any_change_it_is_old_or_new(tmp_path: Path, again: bool) -> None:
+    """Rank 0 dies between any two system calls of a save, the removal of the old tag included."""
+    save(tmp_path / "before", 1)
+    iteration = 1 if again else 2
+    found, change, ended = [], 0, 9
+    while ended == 9:
+        folder = tmp_path / f"killed{change}"
+        shutil.copytree(tmp_path / "before", folder)
+        ended = save_killed_at(change, folder, iteration)
+        found.append(whole_iteration(folder))
+        save(folder, 3, config=KEEP_ONE)
+        assert whole_iteration(folder) == 3 and tags_in(folder) == ["global_step3"]
+        change += 1
+    assert ended == 0 and change > 25
+    assert found == sorted(found) and found[0] == 1 and found[-1] == iteration
+
+
+def test_the_first_save_killed_is_no_checkpoint(tmp_path: Path) -> None:
+    assert save_killed_at(6, tmp_path / "ck", 1) == 9
+    assert tags_in(tmp_path / "ck") == ["global_step1.partial"]
+    with pytest.raises(CheckpointError, match="no checkpoint there"):
+        newest(tmp_path / "ck")
+
+
+def test_everything_is_on_the_disk_before_it_is_named(tmp_path: Path) -> None:
+    """The order of changes that outlives a loss of power: content, then names in the folder, then the next name."""
+    changes = tmp_path / "changes"
+
+    def note(name: str, arguments: tuple) -> None:
+        if name in ("fsync", "rename", "replace"):
+            path = os.readlink(f"/proc/self/fd/{arguments[0]}") if name == "fsync" else str(arguments[1])
+            with open(changes, "a") as file:
+                file.write(f"{name} {Path(path).name}\n")
+
+    def step() -> None:
+        wrap_changes(note)
+        save(tmp_path / "ck", 1)
+
+    assert in_child(step) == 0
+    lines = changes.read_text().splitlines()
+    lines = lines[lines.index("fsync first.pt") :]
+    for number, line in enumerate(lines):
+        if line.startswith("fsync .latest"):
+            lines[number] = "fsync .latest"
+    assert lines == [
+        "fsync first.pt",
+        "fsync second.pt",
+        "fsync run.json",
+        "fsync global_step1.partial",
+        "fsync manifest.json",
+        "fsync global_step1.partial",
+        "rename global_step1",
+        "fsync ck",
+        "fsync .latest",
+        "replace latest",
+        "fsync ck",
+        "fsync .latest",
+        "replace latest_checkpointed_iteration.txt",
+        "fsync ck",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        (CheckpointConfig(), [1, 2, 3, 4, 5, 6, 7]),
+        (CheckpointConfig(keep_last=1), [7]),
+        (CheckpointConfig(keep_last=2), [6, 7]),
+        (CheckpointConfig(keep_last=2, keep_every=3), [3, 6, 7]),
+    ],
+)
+def test_retention(tmp_path: Path, config: CheckpointConfig, left: list[int]) -> None:
+    (tmp_path / "global_step0").mkdir()  # without a manifest, so it is not ours to remove
+    for iteration in range(1, 8):
+        save(tmp_path, iteration, config=config)
+    assert tags_in(tmp_path) == ["global_step0", *(f"global_step{iteration}" for iteration in left)]
+
+
+def test_a_run_that_goes_back_keeps_what_it_saves(tmp_path: Path) -> None:
+    """Later checkpoints, of a run that was given up, do not count as newer ones."""
+    for iteration in (1, 2, 8, 9):
+        save(tmp_path, iteration)
+    save(tmp_path, 3, config=KEEP_ONE)
+    assert tags_in(tmp_path) == ["global_step3", "global_step8", "global_step9"]
+    assert whole_iteration(tmp_path) == 3
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o640), (0o022, 0o640), (0o027, 0o640), (0o077, 0o600)])
+def test_modes_are_640_and_750_less_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+    assert in_child(lambda: (os.umask(umask), save(tmp_path / "new" / "ck", 1))) == 0
+    for path in (tmp_path / "new", *(tmp_path / "new").rglob("*")):
+        expected = mode | (mode >> 2 & 0o111) if path.is_dir() else mode
+        assert path.stat().st_mode & 0o777 == expected, path
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    (folder / "latest").symlink_to(outside / "file")
+    (folder / "global_step1.partial").symlink_to(outside)
+    (folder / "global_step1").symlink_to(outside)
+    save(folder, 1)
+    assert whole_iteration(folder) == 1 and tags_in(folder) == ["global_step1"]
+    assert [path.name for path in outside.iterdir()] == ["file"] and (outside / "file").read_text() == "mine"
+    assert not (folder / "latest").is_symlink()
+    with pytest.raises(FileExistsError):
+        (folder / "file").symlink_to(outside / "file")
+        write_text(folder / "file", "theirs")
+
+
+def test_a_text_is_replaced_in_one_instant(tmp_path: Path) -> None:
+    replace_text(tmp_path / "latest", "global_step1")
+    replace_text(tmp_path / "latest", "global_step2")
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+    assert (tmp_path / "latest").read_text() == "global_step2"

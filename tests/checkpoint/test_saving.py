@@ -1,0 +1,134 @@
+"""What a save promises while it is under way, and when it fails."""
+
+import resource
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from support.programs import TINY_MODEL, Finished, Programs, read_metrics
+
+from megatron.checkpoint.engine_files import bytes_of, in_host_memory
+
+SETTINGS = "--batch-size 2 --gas 2 --eval-iters 0 --save-interval 1".split()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("words", [[], ["--async-save"]], ids=["", "in the background"])
+def test_a_slow_rank_holds_the_checkpoint_back(programs: Programs, tmp_path: Path, words: list[str]) -> None:
+    """Rank 1 writes nothing of the second checkpoint until it is told to; all else of it is there."""
+    folder, go, metrics = tmp_path / "ck", tmp_path / "go", tmp_path / "metrics"
+    partial = folder / "global_step2.partial"
+    command = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, "--train-iters", "4", "--pipe-parallel-size", "2"]
+    command += ["--zero-stage", "1", "--save", str(folder), "--metrics-file", str(metrics), *words]
+    with ThreadPoolExecutor() as pool:
+        ended = pool.submit(programs.torchrun, 2, programs.root / "tests/support/held_writer.py", "1", go, *command)
+        try:
+            wait_for(lambda: ended.done() or (partial / "rng_state_00000.pt").exists() and _is_still(partial))
+            assert not ended.done(), ended.result().output
+            names = {path.name for path in partial.iterdir()}
+            assert "mp_rank_00_model_states.pt" in names and "mp_rank_01_model_states.pt" not in names
+            assert (folder / "latest").read_text() == "global_step1" and not (folder / "global_step2").exists()
+            # Training goes on as far as the next save, which has to wait for this one.
+            assert len(read_metrics(metrics)) == (3 if words else 2)
+        finally:
+            go.touch()
+        ended.result().ok()
+    assert (folder / "latest").read_text() == "global_step4" and len(read_metrics(metrics)) == 4
+    assert sorted(path.name for path in folder.glob("global*")) == [f"global_step{step}" for step in (1, 2, 3, 4)]
+
+
+def _is_still(folder: Path) -> bool:
+    before = sorted(folder.iterdir())
+    time.sleep(1)
+    return sorted(folder.iterdir()) == before
+
+
+def test_saving_in_the_background_saves_the_same(programs: Programs, tmp_path: Path) -> None:
+    """State of the instant of the save, though training goes on meanwhile; and it is loaded."""
+    layout = "--model-parallel-size 2 --zero-stage 2 --train-iters 4".split()
+    for words in ([], ["--async-save", "--keep-last", "3"]):
+        folder = tmp_path / ("background" if words else "at once")
+        programs.pretrain(2, *SETTINGS, *layout, "--save", folder, *words).ok()
+    assert not (tmp_path / "background" / "global_step1").exists()
+    for step in (2, 3, 4):
+        for file in sorted((tmp_path / "at once" / f"global_step{step}").glob("*optim_states.pt")):
+            other = tmp_path / "background" / file.parent.name / file.name
+            ours, theirs = (
+                torch.load(path, weights_only=False)["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+                for path in (file, other)
+            )
+            assert all(map(torch.equal, ours, theirs))
+    again = ["--load", tmp_path / "background", "--train-iters", "4", *layout[:-2], "--exit-interval", "1"]
+    assert "goes on behind iteration 4" in programs.pretrain(2, *SETTINGS[:-2], *again).ok().output
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1.5 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_is_seen_before_anything_is_written(programs: Programs, small_disk: Path) -> None:
+    """There is room for one checkpoint, not for two."""
+    ended = programs.pretrain(1, *SETTINGS, "--train-iters", "3", "--save", small_disk)
+    assert ended.returncode == 7
+    (line,) = _errors(ended)
+    assert line.startswith(f"--save {small_disk}: the checkpoint of iteration 2 needs ")
+    assert " bytes, and the disk has " in line and line.endswith(
+        " free: free some space, keep fewer checkpoints with --keep-last, or name another folder"
+    )
+    assert (small_disk / "latest").read_text() == "global_step1"
+    assert [path.name for path in small_disk.glob("global*")] == ["global_step1"]
+
+
+@pytest.mark.parametrize("words", [[], ["--async-save", "--on-save-error", "continue"]], ids=["stop", "continue"])
+def test_a_disk_that_takes_no_more(programs: Programs, tmp_path: Path, words: list[str]) -> None:
+    """The optimizer's file is larger than files may be; so it turns out in the middle of it."""
+    folder, metrics = tmp_path / "ck", tmp_path / "metrics"
+    command = [*SETTINGS, "--train-iters", "3", "--save", folder, "--metrics-file", metrics, *words]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
+    try:
+        ended = programs.pretrain(1, *command)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ended.returncode == 7 and "Traceback" not in ended.output
+    failed = 3 if words else 1  # the last save is the one that the run ends with
+    (line,) = _errors(ended)
+    assert line.startswith(f"--save {folder}: the checkpoint of iteration {failed} needs ")
+    assert " free (File too large): free some space" in line
+    assert [entry["iteration"] for entry in read_metrics(metrics)] == list(range(1, failed + 1))
+    assert ended.output.count("; training goes on\n") == (3 if words else 0)
+    assert [path.name for path in folder.iterdir()] == ["ds_config.json"]
+
+
+def _errors(ended: Finished) -> list[str]:
+    prefix = "pretrain_gpt2.py: error: "
+    return [line.removeprefix(prefix) for line in ended.output.splitlines() if line.startswith(prefix)]
+
+
+def test_copies_share_nothing_with_the_state() -> None:
+    storage = torch.arange(10.0)
+    state = {"whole": storage, "part": storage[2:4], "shapes": [torch.Size([2, 3])], "kept": {"deep": ({1: storage},)}}
+    copy = in_host_memory(state)
+    assert bytes_of(state) == 40 and bytes_of(copy) == 40 + 8 + 40
+    storage.zero_()
+    state["shapes"].clear()
+    assert copy["whole"].tolist() == list(range(10)) and copy["part"].tolist() == [2, 3]
+    assert copy["kept"]["deep"][0][1].tolist() == list(range(10))
+    assert copy["shapes"] == [torch.Size([2, 3])] and isinstance(copy["shapes"][0], torch.Size)

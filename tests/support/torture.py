@@ -1,0 +1,166 @@
+"""Training that is killed at random instants and resumed, until it is through; then compared with one that was not."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from support.ports import free_port
+from support.programs import TINY_MODEL, Programs
+
+from megatron.checkpoint.manifest import check_content, read_manifest
+from megatron.checkpoint.tracker import newest
+from megatron.errors import CheckpointError
+
+RANKS = 2
+TIME_LIMIT = 240.0
+SETTINGS = (
+    *TINY_MODEL,
+    *"--batch-size 2 --gas 2 --eval-iters 0 --pipe-parallel-size 2 --zero-stage 1 --save-interval 1".split(),
+)
+INSTANTS = ("at any time", "while a checkpoint is written", "one rank first")
+
+
+@dataclass
+class Found:
+    """What a round of torture has shown."""
+
+    kills: Counter = field(default_factory=Counter)
+    """By the kind of instant."""
+    resumed_at: list[int] = field(default_factory=list)
+    """The iteration of the checkpoint behind each kill; 0 where there was none yet."""
+    left_unfinished: int = 0
+    """Kills that left half a checkpoint."""
+    differing: list[int] = field(default_factory=list)
+    """Iterations with another loss than without kills."""
+
+
+class Victim:
+    """A training run in ``folder``, started anew after each kill."""
+
+    def __init__(self, programs: Programs, folder: Path, iterations: int, *words: str):
+        self.programs, self.folder = programs, folder
+        self.checkpoints, self.metrics, self.log = folder / "ck", folder / "metrics", folder / "log"
+        self.words = [
+            *("--train-iters", str(iterations), "--save", str(self.checkpoints), "--auto-resume"),
+            *("--metrics-file", str(self.metrics), *words),
+        ]
+        self.ranks: list[subprocess.Popen] = []
+
+    def start(self) -> None:
+        """Start every rank as a process of its own."""
+        place = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        command = [sys.executable, "pretrain_gpt2.py", *SETTINGS, *self.programs.data_arguments, *self.words]
+        with open(self.log, "w") as log:
+            self.ranks = [
+                subprocess.Popen(
+                    command,
+                    cwd=self.programs.root,
+                    env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+                for rank in range(RANKS)
+            ]
+
+    def is_training(self) -> bool:
+        """Whether no rank has ended."""
+        return all(rank.poll() is None for rank in self.ranks)
+
+    def kill(self, first: int, seconds: float) -> None:
+        """SIGKILL to a rank, and so many seconds later, as launchers do, to the others."""
+        self.ranks[first].send_signal(signal.SIGKILL)
+        time.sleep(seconds)
+        for rank in self.ranks:
+            rank.send_signal(signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> list[int]:
+        """The exit codes of all ranks."""
+        try:
+            return [rank.wait(TIME_LIMIT) for rank in self.ranks]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"ranks did not end:\n{self.log.read_text()[-4000:]}") from None
+        finally:
+            for rank in self.ranks:
+                rank.kill()
+
+    def run(self) -> None:
+        """To the end, without a kill."""
+        self.start()
+        assert self.wait() == [0] * RANKS, self.log.read_text()[-4000:]
+
+    def losses(self) -> list[tuple[int, float]]:
+        """Iteration and loss, of whatever was trained; the last line may be half."""
+        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        entries = [json.loads(line) for line in lines if line.endswith("}")]
+        return [(entry["iteration"], entry["lm_loss"]) for entry in entries if "lm_loss" in entry]
+
+
+def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) -> Found:
+    """Kill ``victim`` so many times, let it end, and compare its losses with those of ``whole``, which was let be."""
+    found = Found()
+    for _ in range(kills):
+        instant = INSTANTS[sum(found.kills.values()) % len(INSTANTS)]
+        before = _unfinished(victim.checkpoints)
+        victim.start()
+        _await(victim, instant, chance)
+        if not victim.is_training():
+            break
+        victim.kill(chance.randrange(RANKS), chance.uniform(0, 0.5) if instant == "one rank first" else 0)
+        found.kills[instant] += 1
+        found.left_unfinished += bool(_unfinished(victim.checkpoints) - before)
+        found.resumed_at.append(_whole_iteration(victim.checkpoints))
+        assert found.resumed_at == sorted(found.resumed_at), "a checkpoint was lost"
+    victim.wait()
+    victim.run()
+    expected = dict(whole.losses())
+    found.differing = sorted({step for step, loss in victim.losses() if loss != expected[step]})
+    assert {step for step, _ in victim.losses()} == set(expected)
+    assert not list(victim.checkpoints.glob("*.partial"))
+    return found
+
+
+def _await(victim: Victim, instant: str, chance: random.Random) -> None:
+    """Let it go on to the instant of a kill, or to its end."""
+    if instant == "at any time":
+        deadline = time.monotonic() + chance.uniform(0, 8)
+        while victim.is_training() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return
+    before = _unfinished(victim.checkpoints)
+    seen, saves = set(), chance.randrange(1, 8)
+    while victim.is_training() and len(seen) < saves:
+        seen |= _unfinished(victim.checkpoints) - before
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.02))
+
+
+def _unfinished(folder: Path) -> set[tuple[str, int]]:
+    """What is being written, or was when it was cut short."""
+    found = set()
+    for path in folder.glob("global_step*.partial"):
+        with suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_ino))
+    return found
+
+
+def _whole_iteration(folder: Path) -> int:
+    """The newest checkpoint's, all of whose files are what was saved; 0 where there is none at all."""
+    try:
+        saved = newest(folder, strict=True)
+    except CheckpointError as error:
+        assert "no checkpoint there" in str(error)
+        return 0
+    place = saved.folder / saved.tag
+    for name, record in read_manifest(place).items():
+        check_content(place / name, record)
+    return saved.iteration

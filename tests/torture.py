@@ -1,0 +1,69 @@
+"""Kill a training run at random instants, again and again, and see that it loses nothing.
+
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python tests/torture.py --kills 50
+
+Two ranks train with a checkpoint behind each iteration. A third of the kills (SIGKILL) come at any time, a third while
+a checkpoint is written, and a third hit one rank up to half a second before the other. Behind each of them the newest
+checkpoint must be whole, bit by bit, and no older than before; in the end each loss must be that of a run that nobody
+killed, to the last bit.
+"""
+
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from support.programs import Programs  # noqa: E402
+from support.torture import Found, Victim, torture  # noqa: E402
+
+from megatron.cli import ToolParser, run_tool  # noqa: E402
+
+
+def main() -> None:
+    """Round after round, until there were enough kills; every other round with --async-save."""
+    arguments = _parser().parse_args()
+    chance = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        programs = Programs(ROOT, _made(Path(folder, "data")))
+        whole = Victim(programs, _made(Path(folder, "whole")), arguments.iterations)
+        whole.run()
+        kills, rounds, start = 0, 0, time.monotonic()
+        while kills < arguments.kills:
+            words = ["--keep-last", "2", *(["--async-save"] if rounds % 2 else [])]
+            victim = Victim(programs, _made(Path(folder, f"round{rounds}")), arguments.iterations, *words)
+            found = torture(victim, whole, min(arguments.kills - kills, arguments.kills_of_round), chance)
+            kills, rounds = kills + sum(found.kills.values()), rounds + 1
+            print(f"{kills} kills, {time.monotonic() - start:.0f} s, {' '.join(words)}: {_told(found)}", flush=True)
+            if found.differing:
+                sys.exit(f"losses differ at iterations {found.differing}")
+
+
+def _told(found: Found) -> str:
+    return (
+        f"{dict(found.kills)}; {found.left_unfinished} left half a checkpoint; resumed at {found.resumed_at}; "
+        f"{len(found.differing)} losses differ"
+    )
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(__doc__)
+    parser.add_argument("--kills", type=int, default=50, metavar="N", help="kills in all")
+    parser.add_argument(
+        "--kills-of-round", type=int, default=13, metavar="N", help="kills of one training run, at most"
+    )
+    parser.add_argument("--iterations", type=int, default=40, metavar="N", help="iterations of each training run")
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="equal seeds choose equal instants")
+    return parser
+
+
+if __name__ == "__main__":
+    run_tool(main)
