@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megatron.checkpoint.checkpointing import load_checkpoint, save_checkpoint
+from megatron.checkpoint.checkpointing import FRESH, load_checkpoint, save_checkpoint
 from megatron.checkpoint.tracker import SavedRun, keep_ds_config
 from megatron.config import RunConfig
 from megatron.data.gpt2_dataset import Datasets, GPT2Dataset, build_datasets
@@ -41,10 +41,12 @@ def pretrain(run: RunConfig, saved: SavedRun | None) -> None:
         model_parallel_manual_seed(run.train.seed, layout)
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)
-            iteration = load_checkpoint(engine, run, saved) if saved else 0
+            loaded = load_checkpoint(engine, run, layout, saved) if saved else FRESH
         log.say(describe_model(engine.module, layout))
-        log.say(_describe_start(run, saved, iteration))
-        Trainer(run, engine, layout, log).train(iteration)
+        for line in loaded.remarks:
+            log.say(f"> {line}")
+        log.say(_describe_start(run, saved, loaded.iteration))
+        Trainer(run, engine, layout, log).train(loaded.iteration)
         log.close()
 
 
@@ -59,7 +61,7 @@ class Trainer:
         """From the iteration behind ``finished`` to the last; then evaluate on the test split."""
         config, save_interval = self.run.train, self.run.checkpoint.save_interval
         iteration = saved_at = finished
-        train_batches = self._batches("train", first_sample=finished * config.global_batch_size)
+        train_batches = self._batches("train", first_sample=config.consumed_samples(finished))
         self.log.start()
         for iteration in range(finished + 1, config.train_iters + 1):
             learning_rate = self.engine.get_lr()[0]
@@ -134,11 +136,12 @@ def _due(iteration: int, interval: int | None) -> bool:
 
 
 def _datasets(run: RunConfig) -> Datasets:
+    batch, last_sample = run.train.global_batch_size, run.train.consumed_samples(run.train.train_iters)
     return build_datasets(
         run.data,
         vocab_size=run.model.vocab_size,
-        global_batch_size=run.train.global_batch_size,
-        train_iters=run.train.train_iters,
+        global_batch_size=batch,
+        train_iters=max(run.train.train_iters, -(-last_sample // batch)),
         eval_interval=run.train.eval_interval,
         eval_iters=run.train.eval_iters,
         seed=run.train.seed,

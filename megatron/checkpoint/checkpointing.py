@@ -1,17 +1,36 @@
 """Save and load a run in DeepSpeed's layout of files, with Megatron's tracker beside it."""
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from megatron.checkpoint.fit import changes, has_same_layout, short_layout
+from megatron.checkpoint.masters import parameter_shapes
+from megatron.checkpoint.resharding import load_progress, load_weights_and_optimizer
 from megatron.checkpoint.rng import random_states, restore_random_states
 from megatron.checkpoint.tracker import SavedRun, describe, publish, write_description
+from megatron.checkpoint.universal import cached, universal_info
 from megatron.config import RunConfig
+from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.random import model_parallel_manual_seed
 
 CHECKPOINT_VERSION = 3.0
 """Megatron's number for weights whose query-key-value rows are [heads, 3, head size]."""
+
+
+class Loaded(NamedTuple):
+    """Where a run begins."""
+
+    iteration: int
+    """Finished iterations."""
+    remarks: tuple[str, ...] = ()
+    """What the user should know about the way there."""
+
+
+FRESH = Loaded(0)
 
 
 def save_checkpoint(engine: DeepSpeedEngine, run: RunConfig, iteration: int) -> Path:
@@ -24,7 +43,12 @@ def save_checkpoint(engine: DeepSpeedEngine, run: RunConfig, iteration: int) -> 
         "tokens": description["consumed_tokens"],
         "checkpoint_version": CHECKPOINT_VERSION,
         "args": description["config"],
+        "universal_checkpoint_info": universal_info(run.model),
     }
+    if run.zero.zero_stage == 0:
+        client_state["param_shapes"] = parameter_shapes(
+            engine
+        )  # DeepSpeed names the optimizer's tensors with ZeRO only
     saves_shards = engine.save_zero_checkpoint
     if run.checkpoint.no_save_optim:
         client_state["optimizer"] = None  # takes the place of DeepSpeed's own entry
@@ -41,24 +65,61 @@ def save_checkpoint(engine: DeepSpeedEngine, run: RunConfig, iteration: int) -> 
     return folder / tag
 
 
-def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, saved: SavedRun) -> int:
-    """Take up ``saved``; the iteration that was finished when it was written, or 0 with ``--finetune``."""
+def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> Loaded:
+    """Take up ``saved``, whatever layout it was saved on. Every rank must call it.
+
+    Raises CheckpointError where it is not whole, and ResourceError where it has to be converted and there is no room.
+    """
+    groups = [dict(group) for group in engine.optimizer.param_groups]
+    place = saved.folder / saved.tag
+    remarks = [f"--override: {line}" for line in changes(saved.description, place, run)]
+    if has_same_layout(saved.description, run):
+        _load_own_files(engine, run, saved)
+    else:
+        remarks += _load_converted(engine, run, layout, saved)
+    _keep_hyperparameters(engine, groups)
+    # With ZeRO, DeepSpeed restores the optimizer's groups behind the schedule, and the saved rates with them.
+    engine.lr_scheduler.apply()
+    return Loaded(0 if run.checkpoint.finetune else saved.iteration, tuple(remarks))
+
+
+def _load_own_files(engine: DeepSpeedEngine, run: RunConfig, saved: SavedRun) -> None:
+    """Each rank finds its state in the files it would write itself."""
     config = run.checkpoint
-    weights_only = config.finetune
     engine.load_checkpoint(
         str(saved.folder),
         tag=saved.tag,
-        load_module_only=weights_only,
-        load_optimizer_states=not (weights_only or config.no_load_optim),
-        load_lr_scheduler_states=not weights_only,
+        load_module_only=config.finetune,
+        load_optimizer_states=not (config.finetune or config.no_load_optim),
+        load_lr_scheduler_states=not config.finetune,
     )
-    # With ZeRO, DeepSpeed restores the optimizer's groups behind the schedule, and the saved rates with them.
-    engine.lr_scheduler.apply()
-    if weights_only:
-        return 0
-    if not config.no_load_rng:
+    if not (config.finetune or config.no_load_rng):
         restore_random_states(torch.load(_rng_path(saved.folder / saved.tag), weights_only=True))
-    return saved.iteration
+
+
+def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> list[str]:
+    """By way of a form without a layout; what there is to say about it."""
+    config, iteration = run.checkpoint, saved.iteration
+    outcome = [cached(saved) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(outcome)
+    folder, is_new = outcome[0]
+    with_optimizer = not (config.finetune or config.no_load_optim)
+    load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=with_optimizer)
+    what = "converted from" if is_new else "saved on"
+    where = "kept in" if is_new else "read from"
+    remarks = [f"{saved.folder / saved.tag}: {what} {short_layout(saved.description)}, {where} {folder}"]
+    if not config.finetune:
+        load_progress(engine, folder)
+        if not config.no_load_rng:
+            model_parallel_manual_seed(run.train.seed, layout, iteration=iteration)
+            remarks.append(f"random streams begin anew from seed {run.train.seed} and iteration {iteration}")
+    return remarks
+
+
+def _keep_hyperparameters(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> None:
+    """The command line's, where DeepSpeed restored the checkpoint's; they differ with ``--override`` only."""
+    for group, given in zip(engine.optimizer.param_groups, groups, strict=True):
+        group.update({name: value for name, value in given.items() if name not in ("params", "step")})
 
 
 def _rng_path(tag_folder: Path) -> Path:

@@ -221,4 +221,5 @@ RULES: tuple[Rule, ...] = (
     Rule("BPE has merges", "The vocabulary alone does not say how text is cut.", checks.merges),
     _needs("checkpoint.save_interval", "checkpoint.save"),
     _needs("checkpoint.finetune", "checkpoint.load"),
+    _needs("checkpoint.override", "checkpoint.load"),
 )
