@@ -36,7 +36,17 @@ def layout_of(run: RunConfig) -> dict[str, Any]:
         "--offload-optimizer": run.zero.offload_optimizer,
         "--cpu-torch-adam": run.zero.cpu_torch_adam,
         "precision": run.precision.dtype,
+        **_order(run),
         **_stages(run),
+    }
+
+
+def _order(run: RunConfig) -> dict[str, Any]:
+    """What decides on the order of parameters in the files of ZeRO."""
+    settings = run.ds_config.get("zero_optimization", {})
+    return {
+        "--zero-round-robin-gradients": run.zero.zero_round_robin_gradients,
+        **{name: settings.get(name) for name in ("parameter_alignment", "sub_group_size")},
     }
 
 

@@ -4,13 +4,15 @@ The base optimizer steps on *masters*: fp32 tensors that are the parameters them
 tensors with many parameters, of which ZeRO gives each data-parallel rank a part.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 
 class Fragment(NamedTuple):
@@ -51,20 +53,32 @@ def _zero3(optimizer: Any) -> Iterator[tuple[nn.Parameter, Fragment]]:
 
 
 def _zero1_and_2(optimizer: Any) -> Iterator[tuple[nn.Parameter, Fragment]]:
-    return _linked(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
+    # Not by DeepSpeed's links between parameters and masters: with round-robin gradients they miss the order.
+    offsets = optimizer.round_robin_bit16_offsets
+    masters = optimizer.single_partition_of_fp32_groups
+    return _partitions(optimizer.round_robin_bit16_groups, offsets, masters, optimizer.real_dp_process_group)
 
 
 def _bf16(optimizer: Any) -> Iterator[tuple[nn.Parameter, Fragment]]:
-    return _linked(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition)
+    groups = optimizer.bf16_groups
+    offsets = [list(accumulate((p.numel() for p in group), initial=0))[:-1] for group in groups]
+    return _partitions(groups, offsets, optimizer.fp32_groups_flat_partition, optimizer.real_dp_process_group)
 
 
-def _linked(groups: list[list[nn.Parameter]], masters: list[Tensor]) -> Iterator[tuple[nn.Parameter, Fragment]]:
-    """A run of a group's flat tensor, where DeepSpeed has noted which."""
-    for group, master in zip(groups, masters, strict=True):
-        for parameter in group:
-            if (link := parameter._hp_mapping) is not None:
-                here, there = link.lp_fragment_address, link.get_hp_fragment_address()
-                yield parameter, Fragment(master, there.start, here.start, here.numel)
+def _partitions(
+    groups: Sequence[Sequence[nn.Parameter]],
+    offsets: Sequence[Sequence[int]],
+    masters: Sequence[Tensor],
+    data_groups: Sequence[ProcessGroup],
+) -> Iterator[tuple[nn.Parameter, Fragment]]:
+    """Each data-parallel rank has an equal part of a group's flat tensor, in which parameters begin at ``offsets``."""
+    for group, begins, master, ranks in zip(groups, offsets, masters, data_groups, strict=True):
+        part = dist.get_rank(ranks) * master.numel()
+        for parameter, offset in zip(group, begins, strict=True):
+            begin = max(part - offset, 0)
+            end = min(part + master.numel() - offset, parameter.numel())
+            if begin < end:
+                yield parameter, Fragment(master, offset + begin - part, begin, end - begin)
 
 
 def _fused(optimizer: Any) -> Iterator[tuple[nn.Parameter, Fragment]]:

@@ -4,14 +4,15 @@ A *state* is what a rank has of one parameter: ``fp32``, the weight itself, the 
 their own names (``exp_avg``, ``exp_avg_sq``), all of one shape, and ``step``, a number.
 
 DeepSpeed keeps states in *blocks*: a flat tensor in fp32 that the optimizer steps on, flat moments of that
-length, and a table that says which run of it is which parameter. Without ZeRO a block is a parameter or
-a group of them; with ZeRO 1 and 2 a data-parallel rank's part of a group; with ZeRO 3 its parts of
-each parameter of a group, one behind the other, padded at the end.
+length, and the parameters in it. Without ZeRO a block is a parameter or a group of them; with ZeRO 1 and 2 a
+group, of which each data-parallel rank has a part; with ZeRO 3 a rank's parts of each parameter of a
+group, one behind the other, padded at the end.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def rank_states(
     if layout["--zero-stage"] == 3:
         blocks = _zero3_blocks(_shards(folder, layout, mp_rank), model["param_shapes"], data_ranks(layout))
     elif has_partitions(layout):
-        blocks = _partition_blocks(_shards(folder, layout, mp_rank))
+        blocks = _partition_blocks(_shards(folder, layout, mp_rank), model["param_shapes"])
     else:
         blocks = _group_blocks(model["optimizer"], model["param_shapes"], weights or {})
     return _assemble(blocks, shapes, folder)
@@ -102,13 +103,25 @@ def _zero3_blocks(
             yield Block(weights, _state(base, number), _one_behind_the_other(lengths))
 
 
-def _partition_blocks(shards: Iterable[Mapping[str, Any]]) -> Iterator[Block]:
-    for shard in shards:
-        base = shard["base_optimizer_state"]
-        groups = zip(shard["single_partition_of_fp32_groups"], shard["param_slice_mappings"], strict=True)
-        for number, (weights, places) in enumerate(groups):
-            runs = [Run(name, place.start, place.numel) for name, place in places.items()]
-            yield Block(weights, _state(base, number), runs)
+def _partition_blocks(
+    shards: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, torch.Size]]
+) -> Iterator[Block]:
+    """A block for each group, brought together from all data-parallel ranks.
+
+    Their files say what of which parameter each has (``param_slice_mappings``), but with round-robin
+    gradients in an order that is not that of the tensors. That of ``groups`` is.
+    """
+    shards = list(shards)
+    for number, shapes in enumerate(groups):
+        weights = torch.cat([shard["single_partition_of_fp32_groups"][number] for shard in shards])
+        states = [_state(shard["base_optimizer_state"], number) for shard in shards]
+        state = {
+            key: torch.cat([state[key] for state in states]) if _is_flat(value) else value
+            for key, value in states[0].items()
+        }
+        lengths = {name: shape.numel() for name, shape in shapes.items()}
+        gaps = shards[0]["param_alignment_paddings"][number] if "param_alignment_paddings" in shards[0] else None
+        yield Block(weights, state, _one_behind_the_other(lengths, gaps))
 
 
 def _group_blocks(
@@ -128,11 +141,12 @@ def _group_blocks(
             number += 1
 
 
-def _one_behind_the_other(lengths: Mapping[str, int]) -> Iterator[Run]:
+def _one_behind_the_other(lengths: Mapping[str, int], gaps: Sequence[int] | None = None) -> Iterator[Run]:
+    """Runs in order, each with as many elements of padding behind it as ``gaps`` says."""
     start = 0
-    for name, length in lengths.items():
+    for (name, length), gap in zip(lengths.items(), gaps or repeat(0), strict=False):
         yield Run(name, start, length)
-        start += length
+        start += length + gap
 
 
 def _state(base: Mapping[str, Any], number: int) -> dict[str, Any]:
