@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megatron.checkpoint.fit import changes, has_same_layout, short_layout
+from megatron.checkpoint.fit import changes, has_same_ranks, loads_directly, short_layout
 from megatron.checkpoint.masters import parameter_shapes
 from megatron.checkpoint.resharding import load_progress, load_weights_and_optimizer
 from megatron.checkpoint.rng import random_states, restore_random_states
@@ -73,14 +73,18 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     groups = [dict(group) for group in engine.optimizer.param_groups]
     place = saved.folder / saved.tag
     remarks = [f"--override: {line}" for line in changes(saved.description, place, run)]
-    if has_same_layout(saved.description, run):
+    if loads_directly(saved.description, run):
         _load_own_files(engine, run, saved)
     else:
-        remarks += _load_converted(engine, run, layout, saved)
+        remarks.append(_load_converted(engine, run, layout, saved))
     _keep_hyperparameters(engine, groups)
     # With ZeRO, DeepSpeed restores the optimizer's groups behind the schedule, and the saved rates with them.
     engine.lr_scheduler.apply()
-    return Loaded(0 if run.checkpoint.finetune else saved.iteration, tuple(remarks))
+    if run.checkpoint.finetune:
+        return Loaded(0, tuple(remarks))
+    if not run.checkpoint.no_load_rng:
+        remarks += _load_random_states(run, layout, saved)
+    return Loaded(saved.iteration, tuple(remarks))
 
 
 def _load_own_files(engine: DeepSpeedEngine, run: RunConfig, saved: SavedRun) -> None:
@@ -93,27 +97,31 @@ def _load_own_files(engine: DeepSpeedEngine, run: RunConfig, saved: SavedRun) ->
         load_optimizer_states=not (config.finetune or config.no_load_optim),
         load_lr_scheduler_states=not config.finetune,
     )
-    if not (config.finetune or config.no_load_rng):
-        restore_random_states(torch.load(_rng_path(saved.folder / saved.tag), weights_only=True))
 
 
-def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> list[str]:
-    """By way of a form without a layout; what there is to say about it."""
-    config, iteration = run.checkpoint, saved.iteration
+def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> str:
+    """By way of a form without a layout; a word about it."""
+    config = run.checkpoint
     outcome = [cached(saved) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(outcome)
     folder, is_new = outcome[0]
     with_optimizer = not (config.finetune or config.no_load_optim)
     load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=with_optimizer)
-    what = "converted from" if is_new else "saved on"
-    where = "kept in" if is_new else "read from"
-    remarks = [f"{saved.folder / saved.tag}: {what} {short_layout(saved.description)}, {where} {folder}"]
     if not config.finetune:
         load_progress(engine, folder)
-        if not config.no_load_rng:
-            model_parallel_manual_seed(run.train.seed, layout, iteration=iteration)
-            remarks.append(f"random streams begin anew from seed {run.train.seed} and iteration {iteration}")
-    return remarks
+    source = short_layout(saved.description)
+    if is_new:
+        return f"{saved.folder / saved.tag}: converted from {source}, cached in {folder}"
+    return f"{saved.folder / saved.tag}: saved on {source}, read from {folder}"
+
+
+def _load_random_states(run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> list[str]:
+    """Each rank's own where the ranks are the same; else new ones, and a word about them."""
+    if has_same_ranks(saved.description, run):
+        restore_random_states(torch.load(_rng_path(saved.folder / saved.tag), weights_only=True))
+        return []
+    model_parallel_manual_seed(run.train.seed, layout, iteration=saved.iteration)
+    return ["other ranks than before: random streams begin anew from --seed and the iteration"]
 
 
 def _keep_hyperparameters(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> None:

@@ -20,6 +20,7 @@ _SHAPE_FIELDS = (
     "max_position_embeddings",
     "vocab_size",
 )
+_SIZES = {"TP": "--model-parallel-size", "PP": "--pipe-parallel-size", "DP": "data-parallel size"}
 _OPTIMIZER_FIELDS = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
 _HASH_SHOWN = 12
 """Digits of a hash that a message shows."""
@@ -99,16 +100,25 @@ def schedule_of(run: RunConfig) -> dict[str, Any]:
 def short_layout(description: Mapping[str, Any]) -> str:
     """The saved layout in a few words."""
     layout = description["layout"]
-    names = {"TP": "--model-parallel-size", "PP": "--pipe-parallel-size", "DP": "data-parallel size"}
+    names = dict(_SIZES)
     if layout["--ds-sequence-parallel-size"] > 1:
         names["SP"] = "--ds-sequence-parallel-size"
     names["ZeRO"] = "--zero-stage"
     return ", ".join([f"{name} {layout[key]}" for name, key in names.items()] + [layout["precision"]])
 
 
-def has_same_layout(description: Mapping[str, Any], run: RunConfig) -> bool:
-    """Whether each rank of ``run`` finds its state in files of its own."""
-    return description["layout"] == layout_of(run)
+def loads_directly(description: Mapping[str, Any], run: RunConfig) -> bool:
+    """Whether DeepSpeed can take the checkpoint up as it is: each rank of ``run`` finds files of its own."""
+    # What the pipeline engine saves in bf16 without ZeRO it cannot load: it looks for partitions in the wrong file.
+    is_lost = run.precision.bf16 and run.zero.zero_stage == 0 and run.parallel.uses_pipeline
+    return description["layout"] == layout_of(run) and not is_lost
+
+
+def has_same_ranks(description: Mapping[str, Any], run: RunConfig) -> bool:
+    """Whether each rank of ``run`` computes what it computed before, and so can go on with its random streams."""
+    ours, theirs = layout_of(run), description["layout"]
+    names = (*_SIZES.values(), "--ds-sequence-parallel-size", *_stages(run))
+    return all(ours[name] == theirs.get(name) for name in names)
 
 
 def changes(description: Mapping[str, Any], place: Path, run: RunConfig) -> list[str]:
@@ -140,16 +150,15 @@ def check_fit(description: Mapping[str, Any], place: Path, run: RunConfig) -> No
     if not config.override:
         advice = "give --override to go on with another value, or --finetune to begin anew"
         messages += [f"{line}: {advice}" for line in changes(description, place, run)]
-    same_layout = has_same_layout(description, run)
-    if not same_layout and (run.zero.uses_nvme or "nvme" in _offload(description)):
+    if not loads_directly(description, run) and (run.zero.uses_nvme or "nvme" in _offload(description)):
         messages += [
             f"{line}: state on NVMe is resumed on the layout it was saved on"
             for line in _differences(layout_of(run), description["layout"], place)
         ]
     if not (config.finetune or config.no_load_optim):
         messages += _optimizer_messages(description, place, run)
-    # Another layout has other random streams, which are seeded anew.
-    if same_layout and not (config.finetune or config.no_load_rng or description.get("has_rng")):
+    needs_rng = has_same_ranks(description, run) and not (config.finetune or config.no_load_rng)
+    if needs_rng and not description.get("has_rng"):
         messages.append(f"{place} was saved with --no-save-rng: add --no-load-rng or --finetune")
     if messages:
         raise CheckpointError(messages)
