@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron.errors import ConfigError, UserError
 
@@ -24,8 +24,8 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 class ToolParser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that reports wrong usage as ``ConfigError`` and takes no abbreviated flags."""
 
-    def __init__(self, description: str) -> None:
-        super().__init__(description=description, allow_abbrev=False, formatter_class=_HelpFormatter)
+    def __init__(self, description: str, **settings: Any) -> None:
+        super().__init__(description=description, allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""

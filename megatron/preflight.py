@@ -35,7 +35,7 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     if errors or whole is None:
         gravest = min(errors, key=lambda error: error.exit_code)
         raise type(gravest)([message for error in errors for message in error.messages])
-    return _behind(saved, whole), saved
+    return whole, saved
 
 
 def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], T]) -> T | None:
@@ -75,14 +75,6 @@ def _with_hashes(run: RunConfig, *, readable: bool) -> RunConfig:
         tokenizer_hash=tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file),
     )
     return replace(run, data=data)
-
-
-def _behind(saved: SavedRun | None, run: RunConfig) -> RunConfig:
-    """``run`` at the sample at which ``saved`` stopped, which iterations alone do not tell if the batch was another."""
-    if saved is None or run.checkpoint.finetune:
-        return run
-    ahead = saved.consumed_samples - saved.iteration * run.train.global_batch_size
-    return replace(run, train=replace(run.train, samples_ahead=ahead))
 
 
 def _check_outputs(run: RunConfig) -> None:

@@ -9,6 +9,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron.checkpoint.checkpointing import FRESH, load_checkpoint, save_checkpoint
+from megatron.checkpoint.fit import behind
 from megatron.checkpoint.tracker import SavedRun, keep_ds_config
 from megatron.config import RunConfig
 from megatron.data.gpt2_dataset import Datasets, GPT2Dataset, build_datasets
@@ -27,6 +28,8 @@ from megatron.summary import describe_model, describe_run, describe_stages, full
 
 def pretrain(run: RunConfig, saved: SavedRun | None) -> None:
     """Train as ``run`` says, from ``saved`` on or from the beginning. Every rank calls it."""
+    if saved:
+        run = behind(saved.description, run)
     silence_known_warnings()
     check_device(run.parallel.device, run.parallel.local_rank or 0)
     build_extensions(run)

@@ -8,11 +8,10 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron.checkpoint.fit import changes, has_same_ranks, loads_directly, short_layout
-from megatron.checkpoint.masters import parameter_shapes
 from megatron.checkpoint.resharding import load_progress, load_weights_and_optimizer
 from megatron.checkpoint.rng import random_states, restore_random_states
 from megatron.checkpoint.tracker import SavedRun, describe, publish, write_description
-from megatron.checkpoint.universal import cached, universal_info
+from megatron.checkpoint.universal import cached, conversion_info
 from megatron.config import RunConfig
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.random import model_parallel_manual_seed
@@ -43,12 +42,8 @@ def save_checkpoint(engine: DeepSpeedEngine, run: RunConfig, iteration: int) -> 
         "tokens": description["consumed_tokens"],
         "checkpoint_version": CHECKPOINT_VERSION,
         "args": description["config"],
-        "universal_checkpoint_info": universal_info(run.model),
+        **conversion_info(engine, run),
     }
-    if run.zero.zero_stage == 0:
-        client_state["param_shapes"] = parameter_shapes(
-            engine
-        )  # DeepSpeed names the optimizer's tensors with ZeRO only
     saves_shards = engine.save_zero_checkpoint
     if run.checkpoint.no_save_optim:
         client_state["optimizer"] = None  # takes the place of DeepSpeed's own entry

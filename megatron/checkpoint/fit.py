@@ -5,6 +5,7 @@ shape of the model never.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,12 @@ def short_layout(description: Mapping[str, Any]) -> str:
 
 def loads_directly(description: Mapping[str, Any], run: RunConfig) -> bool:
     """Whether DeepSpeed can take the checkpoint up as it is: each rank of ``run`` finds files of its own."""
-    # What the pipeline engine saves in bf16 without ZeRO it cannot load: it looks for partitions in the wrong file.
-    is_lost = run.precision.bf16 and run.zero.zero_stage == 0 and run.parallel.uses_pipeline
-    return description["layout"] == layout_of(run) and not is_lost
+    stage, config = run.zero.zero_stage, run.checkpoint
+    # In bf16 without ZeRO the pipeline engine looks for the optimizer's partitions in a file that has none.
+    is_lost = run.precision.bf16 and stage == 0 and run.parallel.uses_pipeline
+    # At ZeRO 3 it takes weights alone from whatever tag ``latest`` names, by a pickle that may run code.
+    is_unsafe = stage == 3 and (config.finetune or config.no_load_optim)
+    return description["layout"] == layout_of(run) and not (is_lost or is_unsafe)
 
 
 def has_same_ranks(description: Mapping[str, Any], run: RunConfig) -> bool:
@@ -119,6 +123,14 @@ def has_same_ranks(description: Mapping[str, Any], run: RunConfig) -> bool:
     ours, theirs = layout_of(run), description["layout"]
     names = (*_SIZES.values(), "--ds-sequence-parallel-size", *_stages(run))
     return all(ours[name] == theirs.get(name) for name in names)
+
+
+def behind(description: Mapping[str, Any], run: RunConfig) -> RunConfig:
+    """``run`` at the sample at which the saved one stopped: iterations do not tell, if the batch was another."""
+    if run.checkpoint.finetune:
+        return run
+    ahead = description["consumed_samples"] - description["iteration"] * run.train.global_batch_size
+    return replace(run, train=replace(run.train, samples_ahead=ahead))
 
 
 def changes(description: Mapping[str, Any], place: Path, run: RunConfig) -> list[str]:

@@ -36,11 +36,6 @@ class SavedRun:
         """Finished iterations."""
         return self.description["iteration"]
 
-    @property
-    def consumed_samples(self) -> int:
-        """Samples that the finished iterations trained on."""
-        return self.description["consumed_samples"]
-
 
 def resolve(run: RunConfig) -> SavedRun | None:
     """The checkpoint that ``--load`` means, or None where the run starts fresh.
@@ -68,6 +63,11 @@ def newest(folder: str | Path) -> SavedRun:
     if _is_empty(folder):
         raise CheckpointError(f"--load {folder}: no checkpoint there; name a folder that holds one")
     return _read(folder, _latest_tag(folder))
+
+
+def tag_at(path: Path) -> SavedRun:
+    """The checkpoint that is the folder ``path`` itself. Raises CheckpointError where it is not whole."""
+    return _read(path.parent, path.name)
 
 
 def publish(folder: Path, tag: str, iteration: int) -> None:

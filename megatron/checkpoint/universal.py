@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from megatron.checkpoint.files import read_file
+from megatron.checkpoint.masters import parameter_shapes
 from megatron.checkpoint.optimizer_state import WEIGHT, State, has_partitions, model_file, rank_states
 from megatron.checkpoint.tracker import SavedRun
 from megatron.checkpoint.weights import rank_weights
-from megatron.config import ModelConfig
+from megatron.config import RunConfig
 from megatron.errors import ResourceError
 
 CUT_BY_ROWS = (r".*word_embeddings\.weight", r".*query_key_value\.(weight|bias)", r".*dense_h_to_4h\.(weight|bias)")
@@ -76,17 +78,20 @@ def partition_dim(name: str) -> int | None:
     return None
 
 
-def universal_info(model: ModelConfig) -> dict[str, Any]:
-    """What DeepSpeed's own converter wants to find in a checkpoint: which weights are cut, and how."""
-    return {
+def conversion_info(engine: DeepSpeedEngine, run: RunConfig) -> dict[str, Any]:
+    """What a conversion has to find in DeepSpeed's files, and would not, to be saved among the client's state."""
+    patterns = {
         "universal_checkpoint_version": 0.2,
-        "original_vocab_size": model.vocab_size,
-        "padded_vocab_size": model.padded_vocab_size,
+        "original_vocab_size": run.model.vocab_size,
+        "padded_vocab_size": run.model.padded_vocab_size,
         "vocabulary_parameter_patterns": [VOCABULARY],
         "tp_replicated_parameter_patterns": list(WHOLE),
         "parameter_with_row_parallelism_patterns": list(CUT_BY_COLUMNS),
         "pipeline_replicated_parameter_patterns": [TIED],
     }
+    # DeepSpeed itself says with ZeRO alone which parameters the optimizer's tensors are.
+    shapes = {} if run.zero.zero_stage else {"param_shapes": parameter_shapes(engine)}
+    return {"universal_checkpoint_info": patterns, **shapes}
 
 
 def cached(saved: SavedRun) -> tuple[Path, bool]:
@@ -127,6 +132,11 @@ def convert(saved: SavedRun, target: Path) -> None:
             f"{target}: cannot be written ({error.strerror}); {saved.folder / saved.tag} was saved on another layout "
             "and has to be converted: make room or give permission there, or copy the checkpoint elsewhere"
         ) from error
+
+
+def point_to(folder: Path) -> None:
+    """Let DeepSpeed find the universal checkpoint ``folder`` where it is told no tag."""
+    (folder.parent / "latest_universal").write_text(folder.name)
 
 
 def read_state(folder: Path, name: str, *, optimizer: bool = True) -> State:
