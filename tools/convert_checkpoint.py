@@ -41,7 +41,8 @@ def _to_universal(args: argparse.Namespace) -> None:
     """
     saved = tag_at(args.path) if (args.path / RUN_FILE).exists() else newest(args.path)
 
-    from megatron.checkpoint.universal import cached, point_to
+    from megatron.checkpoint.conversion import cached
+    from megatron.checkpoint.universal import point_to
 
     folder, is_new = cached(saved)
     point_to(folder)

@@ -7,11 +7,12 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from megatron.checkpoint.conversion import cached
 from megatron.checkpoint.fit import changes, has_same_ranks, loads_directly, short_layout
 from megatron.checkpoint.resharding import load_progress, load_weights_and_optimizer
 from megatron.checkpoint.rng import random_states, restore_random_states
 from megatron.checkpoint.tracker import SavedRun, describe, publish, write_description
-from megatron.checkpoint.universal import cached, conversion_info
+from megatron.checkpoint.universal import conversion_info
 from megatron.config import RunConfig
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.random import model_parallel_manual_seed
