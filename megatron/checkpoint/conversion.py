@@ -68,11 +68,10 @@ def is_universal_of(folder: Path, saved: SavedRun) -> bool:
 def convert(saved: SavedRun, target: Path) -> None:
     """Write the universal form of ``saved`` as ``target``, all at one instant, in place of what may be there."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
             _write(saved, aside)
-            aside.chmod(saved.folder.stat().st_mode & 0o777)
+            aside.chmod((saved.folder / saved.tag).stat().st_mode & 0o777)
             if target.exists():
                 shutil.rmtree(target)
             aside.rename(target)
@@ -100,7 +99,7 @@ def _write(saved: SavedRun, folder: Path) -> None:
     steps = [_write_parameter(folder / "zero" / name, name, parts, vocab_size) for name, parts in _parameters(saved)]
     place, layout = saved.folder / saved.tag, saved.description["layout"]
     shared = read_file(model_file(place, layout, 0))
-    common = {"module": {}, **{key: shared[key] for key in _SHARED}, "mp_world_size": 1}
+    common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
     torch.save(common, folder / "mp_rank_00_model_states.pt")
     if saved.description["has_optimizer"]:
         torch.save(_optimizer(place, layout, shared, steps[0]), folder / "zero" / "optimizer_state.pt")

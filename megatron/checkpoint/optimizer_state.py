@@ -73,9 +73,9 @@ def rank_states(
         CheckpointError: a file is missing or not whole, or lacks a part.
     """
     model = read_file(model_file(folder, layout, mp_rank))
-    shapes: dict[str, torch.Size] = {}
-    for group in model["param_shapes"] or ():
-        shapes |= group
+    if not model.get("param_shapes"):
+        raise CheckpointError(f"{folder} does not say which parameters its optimizer has: resume on the layout it has")
+    shapes = {name: shape for group in model["param_shapes"] for name, shape in group.items()}
     if layout["--zero-stage"] == 3:
         blocks = _zero3_blocks(_shards(folder, layout, mp_rank), model["param_shapes"], data_ranks(layout))
     elif has_partitions(layout):
