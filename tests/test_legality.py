@@ -361,6 +361,7 @@ BROKEN = [
         None,
     ),
     ("--save-interval needs --save", "--save-interval 5", "--save-interval has no effect without --save", "--save out"),
+    ("--override needs --load", "--override", "--override has no effect without --load", "--load in"),
     ("--finetune needs --load", "--finetune", "--finetune has no effect without --load", "--load in"),
 ]
 if find_spec("apex") is None:
