@@ -449,6 +449,12 @@ class TrainConfig:
     eval_iters: int = flag(100, "Global batches of one evaluation; 0 evaluates never.", within="[0, inf)")
     eval_interval: int = flag(1000, "Iterations between evaluations.", within="[1, inf)")
     seed: int = flag(1234, "Seed of weights, dropout and the order of samples.", within="[0, 4294967295]")
+    samples_ahead: int = derived(0)
+    """Samples consumed beyond iterations x batch, where the run began with another batch."""
+
+    def consumed_samples(self, iteration: int) -> int:
+        """Samples behind which iteration ``iteration`` + 1 begins."""
+        return iteration * self.global_batch_size + self.samples_ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -476,6 +482,10 @@ class DataConfig:
     reset_position_ids: bool = flag(False, "Count positions anew after each end of document.")
     reset_attention_mask: bool = flag(False, "Attend only within a document.")
     eod_mask_loss: bool = flag(False, "Leave end-of-document tokens out of the loss.")
+    data_hash: str = derived("")
+    """What the data set holds, told by its content alone; empty where no checkpoint is written or read."""
+    tokenizer_hash: str = derived("")
+    """The same of the tokenizer's files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -502,6 +512,9 @@ class CheckpointConfig:
     no_load_optim: bool = flag(False, "Load no optimizer state.")
     no_load_rng: bool = flag(False, "Load no random states.")
     finetune: bool = flag(False, "Load weights only, and begin at iteration 0.")
+    override: bool = flag(
+        False, "Resume although data, tokenizer, batch, learning rate or other settings differ from the checkpoint's."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
         model_parameters=groups,
         optimizer=_apex_adam(run, groups),
         config=ds_config,
-        lr_scheduler=partial(annealing_lr, optim=run.optim, train=run.train),
+        lr_scheduler=partial(annealing_lr, optim=run.optim, train=run.train, override=run.checkpoint.override),
         mpu=None if run.parallel.uses_pipeline else layout,  # the pipeline engine brings its own grid
     )
     if run.parallel.uses_pipeline:
@@ -86,8 +86,10 @@ def weight_decay_groups(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def annealing_lr(optimizer: torch.optim.Optimizer, *, optim: OptimConfig, train: TrainConfig) -> AnnealingLR:
-    """The schedule that the learning-rate flags describe."""
+def annealing_lr(
+    optimizer: torch.optim.Optimizer, *, optim: OptimConfig, train: TrainConfig, override: bool = False
+) -> AnnealingLR:
+    """The schedule that the learning-rate flags describe; with ``override`` they win over a checkpoint's."""
     return AnnealingLR(
         optimizer,
         start_lr=optim.lr,
@@ -97,7 +99,7 @@ def annealing_lr(optimizer: torch.optim.Optimizer, *, optim: OptimConfig, train:
         last_iter=0,
         min_lr=optim.min_lr,
         use_checkpoint_lr_scheduler=optim.use_checkpoint_lr_scheduler,
-        override_lr_scheduler=optim.override_lr_scheduler,
+        override_lr_scheduler=optim.override_lr_scheduler or (override and not optim.use_checkpoint_lr_scheduler),
         wsd_decay_iters=optim.lr_wsd_decay_iters,
         wsd_decay_style=optim.lr_wsd_decay_style,
     )

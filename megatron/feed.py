@@ -20,7 +20,7 @@ class Feed:
 
     def training(self, finished: int) -> Iterator[Batch] | None:
         """Micro-batches of the iterations behind ``finished``; None where this rank reads nothing."""
-        return self._batches("train", finished * self._run.train.global_batch_size, self.left_out)
+        return self._batches("train", self._run.train.consumed_samples(finished), self.left_out)
 
     def evaluation(self, split: str, earlier: int) -> Iterator[Batch] | None:
         """Micro-batches behind those of ``earlier`` evaluations on the split ``valid`` or ``test``."""
@@ -29,8 +29,8 @@ class Feed:
 
     def leave_out(self, iterations: range) -> range:
         """Go past the samples of ``iterations`` from now on; which these are."""
-        size = self._run.train.global_batch_size
-        places = (iterations.start - 1) * size, (iterations.stop - 1) * size - 1
+        consumed = self._run.train.consumed_samples
+        places = consumed(iterations.start - 1), consumed(iterations.stop - 1) - 1
         first, last = (sample_number(place, self.left_out) for place in places)
         self.left_out = with_range(self.left_out, range(first, last + 1))
         self._datasets = self._build()  # it has to reach further now
@@ -40,11 +40,12 @@ class Feed:
         if not self._reads:
             return None
         run, train = self._run, self._run.train
+        last_sample = train.consumed_samples(train.train_iters) + sum(map(len, self.left_out))
         return build_datasets(
             run.data,
             vocab_size=run.model.vocab_size,
             global_batch_size=train.global_batch_size,
-            train_iters=train.train_iters + -(-sum(map(len, self.left_out)) // train.global_batch_size),
+            train_iters=max(train.train_iters, -(-last_sample // train.global_batch_size)),
             eval_interval=train.eval_interval,
             eval_iters=train.eval_iters,
             seed=train.seed,

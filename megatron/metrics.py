@@ -77,10 +77,11 @@ class MetricsLogger:
         seconds = (time.monotonic() - self._since) / len(self._losses)
         self._losses, self._since = [], time.monotonic()
         train, world = self._run.train, self._run.parallel.world_size
+        samples = train.consumed_samples(iteration)
         tokens = train.global_batch_size * self._run.data.seq_length
         values = {
-            "consumed_samples": iteration * train.global_batch_size,
-            "consumed_tokens": iteration * tokens,
+            "consumed_samples": samples,
+            "consumed_tokens": samples * self._run.data.seq_length,
             "lm_loss": loss,
             "learning_rate": learning_rate,
             "grad_norm": status.grad_norm,

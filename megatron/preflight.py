@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from megatron.checkpoint.fingerprint import data_hash, tokenizer_hash
 from megatron.checkpoint.tracker import SavedRun, resolve
 from megatron.config import RunConfig
 from megatron.data.gpt2_dataset import check_data
@@ -28,13 +29,13 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     data, train = run.data, run.train
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
     _attempt(errors, DataError, lambda: check_data(data, train_iters=train.train_iters, eval_iters=train.eval_iters))
-    sized = _attempt(errors, DataError, lambda: _with_vocabulary(run))
-    # A checkpoint is compared with the whole model, so the vocabulary has to be known.
-    saved = _attempt(errors, CheckpointError, lambda: resolve(sized)) if sized is not None else None
-    if errors or sized is None:
+    whole = _attempt(errors, DataError, lambda: _with_hashes(_with_vocabulary(run), readable=not errors))
+    # A checkpoint is compared with the whole model and what it reads, so both have to be known.
+    saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None
+    if errors or whole is None:
         gravest = min(errors, key=lambda error: error.exit_code)
         raise type(gravest)([message for error in errors for message in error.messages])
-    return sized, saved
+    return whole, saved
 
 
 def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], T]) -> T | None:
@@ -61,6 +62,19 @@ def _with_vocabulary(run: RunConfig) -> RunConfig:
         eod_token=vocabulary.eod,
     )
     return replace(run, model=model)
+
+
+def _with_hashes(run: RunConfig, *, readable: bool) -> RunConfig:
+    """``run`` with what tells its data and tokenizer from others, where a checkpoint remembers or compares them."""
+    data = run.data
+    if not (readable and (run.checkpoint.save or run.checkpoint.load)):
+        return run
+    data = replace(
+        data,
+        data_hash=data_hash(str(data.data_path)),
+        tokenizer_hash=tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file),
+    )
+    return replace(run, data=data)
 
 
 def _check_outputs(run: RunConfig) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megatron.checkpoint.checkpointing import load_checkpoint
+from megatron.checkpoint.checkpointing import FRESH, load_checkpoint
 from megatron.checkpoint.choice import choose_checkpoint
+from megatron.checkpoint.fit import behind
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.tracker import SavedRun, holds_checkpoint
 from megatron.config import RunConfig
@@ -25,7 +26,7 @@ from megatron.launch.accelerator import check_device
 from megatron.launch.extensions import build_extensions
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
 from megatron.metrics import MetricsLogger
-from megatron.mpu.layout import distributed
+from megatron.mpu.layout import ParallelLayout, distributed
 from megatron.mpu.random import model_parallel_manual_seed
 from megatron.numerics import StepWatch, Verdict, agreed, find_origin
 from megatron.summary import describe_model, describe_run, full_config
@@ -47,15 +48,18 @@ def pretrain(run: RunConfig) -> int:
             log.say(describe_stages(run))
         log.text("config", full_config(run))
         saved = choose_checkpoint(run)
+        run = behind(saved.description, run) if saved else run
         model_parallel_manual_seed(run.train.seed, layout)
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)
             checkpointer = Checkpointer(engine, run, log.say)
-            iteration = load_checkpoint(engine, run, saved) if saved else 0
+            loaded = load_checkpoint(engine, run, layout, saved) if saved else FRESH
         log.say(describe_model(engine.module, layout))
-        log.say(_describe_start(run, saved, iteration))
-        feed = Feed(run, layout, saved.left_out if saved and iteration else ())
-        exit_code = Trainer(run, engine, feed, log, checkpointer, departures).train(iteration)
+        for line in loaded.remarks:
+            log.say(f"> {line}")
+        log.say(_describe_start(run, saved, loaded.iteration))
+        feed = Feed(run, layout, saved.left_out if saved and loaded.iteration else ())
+        exit_code = Trainer(run, engine, layout, feed, log, checkpointer, departures).train(loaded.iteration)
         log.close()
     return exit_code
 
@@ -67,12 +71,13 @@ class Trainer:
         self,
         run: RunConfig,
         engine: DeepSpeedEngine,
+        layout: ParallelLayout,
         feed: Feed,
         log: MetricsLogger,
         checkpointer: Checkpointer,
         departures: Departures,
     ):
-        self.run, self.engine, self.feed, self.log = run, engine, feed, log
+        self.run, self.engine, self.layout, self.feed, self.log = run, engine, layout, feed, log
         self.checkpointer, self.departures, self.watch = checkpointer, departures, StepWatch(run)
         self.returns: Counter[str] = Counter()
         """How often training went back to each checkpoint."""
@@ -174,7 +179,7 @@ class Trainer:
                 f"{saved.folder / saved.tag}: lower --lr, or begin at an older checkpoint"
             )
         samples = self.feed.leave_out(culprits)
-        load_checkpoint(self.engine, run, saved)
+        load_checkpoint(self.engine, run, self.layout, saved)
         self.watch.forget()
         self.log.say(
             f"  going back to {saved.folder / saved.tag}, without samples {samples.start} to {samples.stop - 1}"

@@ -379,6 +379,7 @@ BROKEN = [
         "--spike-factor has no effect without --rewind-on-spike",
         "--rewind-on-spike --save out --save-interval 5",
     ),
+    ("--override needs --load", "--override", "--override has no effect without --load", "--load in"),
     ("--finetune needs --load", "--finetune", "--finetune has no effect without --load", "--load in"),
     ("--async-save needs --save", "--async-save", "--async-save has no effect without --save", "--save out"),
     ("--keep-last needs --save", "--keep-last 2", "--keep-last has no effect without --save", "--save out"),

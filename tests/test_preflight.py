@@ -11,6 +11,7 @@ import pytest
 from support.command_lines import CPU
 
 from megatron.arguments import parse_run
+from megatron.checkpoint.fit import has_same_ranks, loads_directly
 from megatron.checkpoint.tracker import describe, publish, write_description
 from megatron.config import RunConfig
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
@@ -144,19 +145,31 @@ def test_one_command_line_begins_and_goes_on(corpus: Path) -> None:
     assert error.messages == [f"{tags[1]}/run.json is missing; no whole checkpoint is left in {own}"]
 
 
-def test_a_checkpoint_of_other_stages(corpus: Path) -> None:
-    """Its optimizer files hold what its own stages held."""
+def test_a_checkpoint_of_other_ranks_and_stages(corpus: Path) -> None:
+    """It is converted, once torch is there; what the run computes stays as it was."""
     folder = corpus / "saved"
     words = f"--pipe-parallel-size 2 --gas 4 --load {folder}"
     run, _ = check(run_of(corpus, f"{words} --save {folder} --pipeline-partition 2,0"))
     save(run, folder, 1)
-    assert check(run_of(corpus, f"{words} --pipeline-partition 2,0"))[1].iteration == 1
-    assert refusal(run_of(corpus, words)).messages == [
-        f"the partition into stages is 1, 1, but 2, 0 in {folder}/global_step1: resume on the layout it was saved on"
-    ]
-    folded = refusal(run_of(corpus, f"{words} --pipeline-schedule dualpipev --pipeline-partition 0,1,1,0"))
-    assert folded.messages[0].startswith("--pipeline-schedule is dualpipev, but 1f1b in")
-    assert check(run_of(corpus, f"{words} --finetune"))[1].iteration == 1  # weights lie in a file for each layer
+    same_ranks, other_stages = (check(run_of(corpus, f"{words} {more}")) for more in ("--pipeline-partition 2,0", ""))
+    for (found, saved), is_own in ((same_ranks, True), (other_stages, False)):
+        assert saved is not None and saved.iteration == 1
+        assert loads_directly(saved.description, found) == has_same_ranks(saved.description, found) == is_own
+    assert check(run_of(corpus, f"--gas 2 --zero-stage 2 --load {folder}"))[1] is not None
+    assert "--seed is 7, but 1234 in" in str(refusal(run_of(corpus, f"{words} --seed 7")))
+    for accepted in ("--seed 7 --override", "--seed 7 --finetune"):
+        assert check(run_of(corpus, f"{words} {accepted}"))[1] is not None
+
+
+def test_the_schedule_has_flags_of_its_own(corpus: Path) -> None:
+    folder = corpus / "saved"
+    run, _ = check(run_of(corpus, f"--save {folder}"))
+    save(run, folder, 1)
+    words = f"--load {folder} --lr 0.2"
+    assert "--lr is 0.2, but 0.1 in" in str(refusal(run_of(corpus, words)))
+    for flag in ("--override-lr-scheduler", "--use-checkpoint-lr-scheduler", "--override", "--finetune"):
+        assert check(run_of(corpus, f"{words} {flag}"))[1] is not None
+    assert "--seed is 7" in str(refusal(run_of(corpus, f"{words} --override-lr-scheduler --seed 7")))
 
 
 def test_the_gravest_error_gives_its_class(corpus: Path) -> None:

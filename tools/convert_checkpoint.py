@@ -4,6 +4,7 @@
     python tools/convert_checkpoint.py to-hf checkpoints/my --output my-hf
     python tools/convert_checkpoint.py from-hf gpt2 --output checkpoints/gpt2
     python tools/convert_checkpoint.py from-megatron old/global_step1000 --output checkpoints/old
+    python tools/convert_checkpoint.py to-universal checkpoints/my
 
 The output is new: nothing is overwritten, and what goes wrong leaves nothing behind.
 """
@@ -22,6 +23,7 @@ from _atomic_file import atomic_path, check_vacant
 
 from megatron.checkpoint.exchange.kinds import KINDS, Found, find
 from megatron.checkpoint.inspection.integrity import verify_weights
+from megatron.checkpoint.tracker import RUN_FILE, newest, tag_at
 from megatron.cli import ToolParser, run_tool
 from megatron.errors import ConfigError
 
@@ -174,11 +176,31 @@ def _from_megatron_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _to_universal(args: argparse.Namespace) -> None:
+    """Write the universal form of a checkpoint beside it, as TAG_universal: every parameter whole, in its own files.
+
+    pretrain_gpt2.py --load takes it from there for any layout; so does DeepSpeed with "load_universal".
+    """
+    saved = tag_at(args.path) if (args.path / RUN_FILE).exists() else newest(args.path)
+
+    from megatron.checkpoint.conversion import cached
+    from megatron.checkpoint.universal import point_to
+
+    folder, is_new = cached(saved)
+    point_to(folder)
+    print(f"{folder}: {'converted from' if is_new else 'is there already, of'} {saved.folder / saved.tag}")
+
+
+def _to_universal_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint folder or one tag of it")
+
+
 COMMANDS = {
     "merge": Command(_merge_flags, _merge),
     "to-hf": Command(_to_hf_flags, _to_hf),
     "from-hf": Command(_from_hf_flags, _from_hf),
     "from-megatron": Command(_from_megatron_flags, _from_megatron),
+    "to-universal": Command(_to_universal_flags, _to_universal),
 }
 
 

@@ -1,52 +1,94 @@
 """Load a run that a ``Checkpointer`` saved."""
 
+from typing import Any, NamedTuple
+
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from megatron.checkpoint.conversion import cached
 from megatron.checkpoint.files import read_checked_file
+from megatron.checkpoint.fit import changes, has_same_ranks, loads_directly, short_layout
+from megatron.checkpoint.resharding import load_progress, load_weights_and_optimizer
 from megatron.checkpoint.rng import restore_random_states, rng_file
 from megatron.checkpoint.tracker import SavedRun
-from megatron.checkpoint.zero3 import zero3_file, zero3_weights
 from megatron.config import RunConfig
+from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.random import model_parallel_manual_seed
 
 
-def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, saved: SavedRun) -> int:
-    """Take up ``saved``; the iteration that was finished when it was written, or 0 with ``--finetune``.
+class Loaded(NamedTuple):
+    """Where a run begins."""
+
+    iteration: int
+    """Finished iterations."""
+    remarks: tuple[str, ...] = ()
+    """What the user should know about the way there."""
+
+
+FRESH = Loaded(0)
+
+
+def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> Loaded:
+    """Take up ``saved``, whatever layout it was saved on. Every rank must call it.
 
     The engine is one that a ``Checkpointer`` was made for, so that DeepSpeed reads its files without running code.
+    Raises CheckpointError where it is not whole, and ResourceError where it has to be converted and there is no room.
     """
-    config = run.checkpoint
-    if run.zero.zero_stage == 3 and (config.finetune or config.no_load_optim):
-        _load_zero3_weights(engine, saved, go_on=not config.finetune)
+    groups = [dict(group) for group in engine.optimizer.param_groups]
+    place = saved.folder / saved.tag
+    remarks = [f"--override: {line}" for line in changes(saved.description, place, run)]
+    if loads_directly(saved.description, run):
+        _load_own_files(engine, run, saved)
     else:
-        engine.load_checkpoint(
-            str(saved.folder),
-            tag=saved.tag,
-            load_module_only=config.finetune,
-            load_optimizer_states=not (config.finetune or config.no_load_optim),
-            load_lr_scheduler_states=not config.finetune,
-        )
+        remarks.append(_load_converted(engine, run, layout, saved))
+    _keep_hyperparameters(engine, groups)
     # With ZeRO, DeepSpeed restores the optimizer's groups behind the schedule, and the saved rates with them.
     engine.lr_scheduler.apply()
-    if config.finetune:
-        return 0
-    if not config.no_load_rng:
+    if run.checkpoint.finetune:
+        return Loaded(0, tuple(remarks))
+    if not run.checkpoint.no_load_rng:
+        remarks += _load_random_states(run, layout, saved)
+    return Loaded(saved.iteration, tuple(remarks))
+
+
+def _load_own_files(engine: DeepSpeedEngine, run: RunConfig, saved: SavedRun) -> None:
+    """Each rank finds its state in the files it would write itself."""
+    config = run.checkpoint
+    engine.load_checkpoint(
+        str(saved.folder),
+        tag=saved.tag,
+        load_module_only=config.finetune,
+        load_optimizer_states=not (config.finetune or config.no_load_optim),
+        load_lr_scheduler_states=not config.finetune,
+    )
+
+
+def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> str:
+    """By way of a form without a layout; a word about it."""
+    config = run.checkpoint
+    outcome = [cached(saved) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(outcome)
+    folder, is_new = outcome[0]
+    with_optimizer = not (config.finetune or config.no_load_optim)
+    load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=with_optimizer)
+    if not config.finetune:
+        load_progress(engine, folder)
+    source = short_layout(saved.description)
+    if is_new:
+        return f"{saved.folder / saved.tag}: converted from {source}, cached in {folder}"
+    return f"{saved.folder / saved.tag}: saved on {source}, read from {folder}"
+
+
+def _load_random_states(run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> list[str]:
+    """Each rank's own where the ranks are the same; else new ones, and a word about them."""
+    if has_same_ranks(saved.description, run):
         restore_random_states(read_checked_file(rng_file(saved.folder / saved.tag, dist.get_rank())))
-    return saved.iteration
+        return []
+    model_parallel_manual_seed(run.train.seed, layout, iteration=saved.iteration)
+    return ["other ranks than before: random streams begin anew from --seed and the iteration"]
 
 
-def _load_zero3_weights(engine: DeepSpeedEngine, saved: SavedRun, *, go_on: bool) -> None:
-    """Weights without optimizer state, for which DeepSpeed would read whatever ``latest`` names, by pickle."""
-    place, layout = saved.folder / saved.tag, saved.description["layout"]
-    tensor_rank = engine.mpu.get_model_parallel_rank()
-    data_size = layout["data-parallel size"] * layout["--ds-sequence-parallel-size"]
-    weights = zero3_weights(place, tensor_rank=tensor_rank, data_size=data_size)
-    engine.optimizer.checkpoint_event_prologue()
-    engine.load_module_state_dict({"module": weights}, fetch_z3_params=True)
-    engine.optimizer.refresh_fp32_params()
-    engine.optimizer.checkpoint_event_epilogue()
-    if go_on:
-        state = read_checked_file(zero3_file(place, 0, tensor_rank, "model"))
-        engine.lr_scheduler.load_state_dict(state["lr_scheduler"])
-        engine.global_steps, engine.global_samples = state["global_steps"], state["global_samples"]
-        engine.skipped_steps = state["skipped_steps"]
+def _keep_hyperparameters(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> None:
+    """The command line's, where DeepSpeed restored the checkpoint's; they differ with ``--override`` only."""
+    for group, given in zip(engine.optimizer.param_groups, groups, strict=True):
+        group.update({name: value for name, value in given.items() if name not in ("params", "step")})

@@ -25,6 +25,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rng import random_states, rng_file
 from megatron.checkpoint.room import check_room, on_disk
 from megatron.checkpoint.tracker import describe, keep_ds_config
+from megatron.checkpoint.universal import conversion_info
 from megatron.config import RunConfig
 from megatron.errors import UserError
 
@@ -129,6 +130,7 @@ class Checkpointer:
             "tokens": description["consumed_tokens"],
             "checkpoint_version": CHECKPOINT_VERSION,
             "args": description["config"],
+            **conversion_info(engine, run),
         }
         saves_shards = engine.save_zero_checkpoint
         if run.checkpoint.no_save_optim:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.checkpoint.durable import FOLDER_MODE, UNFINISHED, make_folder, sync_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
-from megatron.checkpoint.tracker import publish, write_description
+from megatron.checkpoint.tracker import UNIVERSAL, publish, write_description
 from megatron.config import CheckpointConfig
 
 _REPLACED = ".replaced"
@@ -91,6 +91,7 @@ def _take_away(folder: Path, tag: str) -> None:
     os.rename(folder / tag, folder / unfinished(tag))
     sync_folder(folder)
     _remove(folder / unfinished(tag))
+    _remove(folder / f"{tag}{UNIVERSAL}")
 
 
 def _remove(path: Path) -> None:

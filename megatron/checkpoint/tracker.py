@@ -16,14 +16,16 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.durable import UNFINISHED, replace_text, write_text
+from megatron.checkpoint.fit import check_fit, layout_of, schedule_of, settings_of
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_content, check_sizes, read_manifest, write_manifest
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.errors import CheckpointError
-from megatron.partition import layers_of_pieces
 
 LATEST = "latest"
 TRACKER = "latest_checkpointed_iteration.txt"
 RUN_FILE = "run.json"
+UNIVERSAL = "_universal"
+"""Ending of the folder beside a tag that holds it without its layout."""
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _NONE_BROKEN: Mapping[str, str] = MappingProxyType({})
 
@@ -59,7 +61,7 @@ def resolve(run: RunConfig, broken: Mapping[str, str] = _NONE_BROKEN) -> SavedRu
     if folder is None:
         return None
     saved = newest(folder, strict=run.checkpoint.load_strict, broken=broken)
-    _check_fit(saved, run)
+    check_fit(saved.description, saved.folder / saved.tag, run)
     return saved
 
 
@@ -114,13 +116,15 @@ def write_description(tag_folder: Path, description: dict[str, Any], records: Ma
 
 def describe(run: RunConfig, iteration: int, left_out: Sequence[range] = ()) -> dict[str, Any]:
     """What ``run.json`` says of a tag saved after ``iteration``."""
-    samples = iteration * run.train.global_batch_size
+    samples = run.train.consumed_samples(iteration)
     return {
         "iteration": iteration,
         "consumed_samples": samples,
         "consumed_tokens": samples * run.data.seq_length,
         "left_out_samples": [[span.start, span.stop] for span in left_out],
-        "layout": _layout(run),
+        "layout": layout_of(run),
+        "settings": settings_of(run),
+        "schedule": schedule_of(run),
         "has_optimizer": not run.checkpoint.no_save_optim,
         "has_rng": not run.checkpoint.no_save_rng,
         "config": dataclasses.asdict(run),
@@ -202,66 +206,3 @@ def _whole_and_broken(folder: Path, broken: Mapping[str, str]) -> tuple[list[Sav
         except CheckpointError as error:
             problems.append(str(error))
     return sorted(whole, key=lambda saved: saved.iteration, reverse=True), problems
-
-
-_SHAPE_FIELDS = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "vocab_size",
-)
-
-
-def _layout(run: RunConfig) -> dict[str, Any]:
-    return {
-        "--model-parallel-size": run.parallel.model_parallel_size,
-        "--pipe-parallel-size": run.parallel.pipe_parallel_size,
-        "--ds-sequence-parallel-size": run.parallel.ds_sequence_parallel_size,
-        "data-parallel size": run.parallel.data_parallel_size,
-        "--zero-stage": run.zero.zero_stage,
-        "precision": run.precision.dtype,
-        **_stages(run),
-    }
-
-
-def _stages(run: RunConfig) -> dict[str, Any]:
-    """How the layers lie on pipeline stages: the files of a stage's optimizer hold what that stage holds."""
-    if not run.parallel.uses_pipeline:
-        return {}
-    layers = ", ".join(map(str, layers_of_pieces(run)))
-    return {"--pipeline-schedule": run.parallel.pipeline_schedule, "the partition into stages": layers}
-
-
-def _check_fit(saved: SavedRun, run: RunConfig) -> None:
-    """The same model on the same layout, and the state that the flags ask for."""
-    config, place = run.checkpoint, saved.folder / saved.tag
-    model = saved.description["config"]["model"]
-    shape = {_flag(name): getattr(run.model, name) for name in _SHAPE_FIELDS}
-    saved_shape = {_flag(name): model.get(name) for name in _SHAPE_FIELDS}
-    messages = _differences(shape, saved_shape, place, "load a model of the same shape")
-    layout = _layout(run)
-    if (config.finetune or config.no_load_optim) and run.zero.zero_stage < 3:
-        # Weights alone are cut by tensor and pipeline parallelism only; ZeRO-3 cuts them once more.
-        layout = {name: layout[name] for name in ("--model-parallel-size", "--pipe-parallel-size")}
-    messages += _differences(layout, saved.description["layout"], place, "resume on the layout it was saved on")
-    if not (config.finetune or config.no_load_optim or saved.description.get("has_optimizer")):
-        messages.append(f"{place} was saved with --no-save-optim: add --no-load-optim or --finetune")
-    if not (config.finetune or config.no_load_rng or saved.description.get("has_rng")):
-        messages.append(f"{place} was saved with --no-save-rng: add --no-load-rng or --finetune")
-    if messages:
-        raise CheckpointError(messages)
-
-
-def _flag(field: str) -> str:
-    return "the vocabulary's size" if field == "vocab_size" else "--" + field.replace("_", "-")
-
-
-def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], place: Path, remedy: str) -> list[str]:
-    return [
-        f"{name} is {value}, but {theirs[name]} in {place}: {remedy}"
-        for name, value in ours.items()
-        # One engine has names that the other has not; that it is another shows in those they share.
-        if theirs.get(name, value) != value
-    ]

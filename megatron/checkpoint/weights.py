@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.checkpoint.files import read_file
+from megatron.checkpoint.optimizer_state import WEIGHT, rank_states
 from megatron.checkpoint.tracker import SavedRun
-from megatron.checkpoint.zero3 import zero3_weights
 from megatron.config import ModelConfig
 from megatron.errors import CheckpointError
 
@@ -40,7 +40,7 @@ def whole_weights(module: nn.Module, saved: SavedRun) -> Iterator[tuple[str, lis
     One copy where tensor-parallel ranks have a part each, and a copy from each rank where all have the whole.
     Raises CheckpointError where a file or a weight is missing or has another shape.
     """
-    shards = list(_shards(saved))
+    shards = [rank_weights(saved, rank) for rank in range(saved.description["layout"]["--model-parallel-size"])]
     for name, parameter in module.named_parameters():
         try:
             parts = [shard[name] for shard in shards]
@@ -59,22 +59,19 @@ def whole_weights(module: nn.Module, saved: SavedRun) -> Iterator[tuple[str, lis
         yield name, copies
 
 
-def _shards(saved: SavedRun) -> Iterator[dict[str, Tensor]]:
-    """The weights of each tensor-parallel rank, under the names of GPT2Model."""
+def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
+    """The weights of one tensor-parallel rank, all stages together, under the names of GPT2Model."""
     layout, folder = saved.description["layout"], saved.folder / saved.tag
-    for rank in range(layout["--model-parallel-size"]):
-        if layout["--zero-stage"] == 3:
-            ranks = layout["data-parallel size"] * layout["--ds-sequence-parallel-size"]  # ZeRO cuts over both
-            yield zero3_weights(folder, tensor_rank=rank, data_size=ranks)
-        elif layout["--pipe-parallel-size"] == 0:
-            yield read_file(folder / f"mp_rank_{rank:02d}_model_states.pt")["module"]
-        else:
-            files = sorted(folder.glob(f"layer_*-model_{rank:02d}-model_states.pt"))
-            yield {
-                _full_name(int(file.name.split("-")[0].removeprefix("layer_")), name): tensor
-                for file in files
-                for name, tensor in read_file(file).items()
-            }
+    if layout["--zero-stage"] == 3:
+        return {name: state[WEIGHT] for name, state in rank_states(folder, layout, tensor_rank).items()}
+    if layout["--pipe-parallel-size"] == 0:
+        return read_file(folder / f"mp_rank_{tensor_rank:02d}_model_states.pt")["module"]
+    files = sorted(folder.glob(f"layer_*-model_{tensor_rank:02d}-model_states.pt"))
+    return {
+        _full_name(int(file.name.split("-")[0].removeprefix("layer_")), name): tensor
+        for file in files
+        for name, tensor in read_file(file).items()
+    }
 
 
 def _full_name(layer: int, name: str) -> str:

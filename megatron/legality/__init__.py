@@ -264,4 +264,5 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("an error of a save needs a save", "Without --save nothing is written.", checks.on_save_error),
     Rule("strict loading loads", "Without a checkpoint nothing can be broken.", checks.load_strict),
+    _needs("checkpoint.override", "checkpoint.load"),
 )

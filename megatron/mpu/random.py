@@ -28,15 +28,15 @@ def random_stream(*, own: bool) -> AbstractContextManager[None]:
     return get_rng_tracker().fork() if own else nullcontext()
 
 
-def model_parallel_manual_seed(seed: int, layout: ParallelLayout) -> None:
-    """Seed every stream of this process.
+def model_parallel_manual_seed(seed: int, layout: ParallelLayout, *, iteration: int = 0) -> None:
+    """Seed every stream of this process, as at the beginning or as behind ``iteration`` finished ones.
 
     The shared stream differs between data-parallel ranks and pipeline stages, but not within a
     tensor group; the tracker's differs there, too.
     """
     replicas = layout.get_sequence_data_parallel_world_size()
     replica = layout.pipe_group.rank() * replicas + layout.get_sequence_data_parallel_rank()
-    shared, own = np.random.SeedSequence([seed, replica]).generate_state(2)
+    shared, own = np.random.SeedSequence([seed, replica, iteration]).generate_state(2)
     own = int(own) + layout.tensor_group.rank()
     random.seed(int(shared))
     np.random.seed(shared)

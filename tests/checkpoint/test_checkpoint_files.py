@@ -126,7 +126,7 @@ def test_a_changed_schedule_needs_a_word(programs, tmp_path, zero):
     changed = (*flags, "--load", tmp_path / "ck", "--lr", "5e-3")
     refused = programs.pretrain(1, *changed)
     assert refused.returncode == 4
-    assert "start_lr is 0.005 on the command line but 0.001 in the checkpoint" in refused.output
+    assert "--lr is 0.005, but 0.001 in" in refused.output
     assert "Traceback" not in refused.output
     rates = {}
     for choice in ("--override-lr-scheduler", "--use-checkpoint-lr-scheduler"):

@@ -1,0 +1,47 @@
+"""Hashes that tell what a run reads by its content: another place or date changes nothing. No torch here."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+BLOCK = 1 << 16
+"""Bytes read at a time."""
+BLOCKS = 64
+"""Blocks that stand for a large token file."""
+
+
+def data_hash(prefix: str) -> str:
+    """SHA-256 over the size of PREFIX.bin, all of PREFIX.idx, and 64 blocks of 64 KiB of PREFIX.bin.
+
+    The blocks are evenly spaced, the first and the last bytes among them; up to 4 MiB they are the
+    whole file. In a longer one, tokens changed in place between two blocks go unseen.
+    """
+    digest = hashlib.sha256()
+    tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    digest.update(f"{tokens.stat().st_size}\n".encode())
+    for path, offsets in ((index, _all(index)), (tokens, _sampled(tokens))):
+        with open(path, "rb") as file:
+            for offset in offsets:
+                file.seek(offset)
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()
+
+
+def tokenizer_hash(kind: str, *files: str | None) -> str:
+    """SHA-256 over the kind of a tokenizer and the content of its files."""
+    digest = hashlib.sha256(kind.encode())
+    for file in files:
+        content = b"" if file is None else Path(file).read_bytes()
+        digest.update(f"\n{len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def _all(path: Path) -> Iterator[int]:
+    return iter(range(0, path.stat().st_size, BLOCK))
+
+
+def _sampled(path: Path) -> Iterator[int]:
+    size = path.stat().st_size
+    if size <= BLOCK * BLOCKS:
+        return _all(path)
+    return (part * (size - BLOCK) // (BLOCKS - 1) for part in range(BLOCKS))

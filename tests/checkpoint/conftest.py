@@ -1,0 +1,60 @@
+"""Checkpoints of iteration 3 on several layouts, each made when a test first asks for it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.programs import Programs
+
+from megatron.checkpoint.tracker import publish
+
+SAVED = 3
+SETTINGS = (
+    "--train-iters 8 --batch-size 8 --global-batch-size 32 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
+).split()
+"""More samples than the tiny corpus has, so that a second epoch begins behind iteration 5."""
+
+LAYOUTS = {
+    "one": (1, ""),
+    "one-zero3-offload": (1, "--zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
+    "dp2-zero1-offload": (2, "--zero-stage 1 --offload-optimizer cpu"),
+    "dp2-zero3": (2, "--zero-stage 3"),
+    "tp2-zero1": (2, "--model-parallel-size 2 --zero-stage 1"),
+    "tp2-zero2": (2, "--model-parallel-size 2 --zero-stage 2"),
+    "tp4": (4, "--model-parallel-size 4"),
+    "pp2": (2, "--pipe-parallel-size 2"),
+    "pp2-other-stages-zero1": (2, "--pipe-parallel-size 2 --pipeline-partition 1,3 --zero-stage 1"),
+    "pp2-dualpipev": (2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev"),
+    "tp2-pp2-zero1": (4, "--model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1"),
+    "ulysses2-zero2-round-robin": (2, "--ds-sequence-parallel-size 2 --zero-stage 2 --zero-round-robin-gradients"),
+}
+"""Name of a layout, its processes and its flags."""
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``metrics`` of all 8 iterations on one process, and ``ck``, which points to iteration 3 of it."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    words = ("--save", folder / "ck", "--save-interval", str(SAVED), "--metrics-file", folder / "metrics")
+    programs.pretrain(1, *SETTINGS, *words).ok()
+    publish(folder / "ck", f"global_step{SAVED}", SAVED)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def saved_on(
+    programs: Programs, uninterrupted: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """``saved_on(layout)``: a checkpoint folder of iteration 3."""
+    folders = {"one": uninterrupted / "ck"}
+
+    def save(layout: str) -> Path:
+        if layout not in folders:
+            processes, flags = LAYOUTS[layout]
+            folder = tmp_path_factory.mktemp("saved")
+            words = ("--exit-interval", str(SAVED), "--save", folder)
+            programs.pretrain(processes, *SETTINGS, *flags.split(), *words).ok()
+            folders[layout] = folder
+        return folders[layout]
+
+    return save

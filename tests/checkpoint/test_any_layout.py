@@ -1,0 +1,95 @@
+"""A run goes on from a checkpoint of any layout as if nothing had happened."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from checkpoint.conftest import LAYOUTS, SAVED, SETTINGS
+from support.programs import Finished, Programs, read_metrics
+
+PAIRS = [
+    ("one", "tp2-pp2-zero1"),
+    ("one", "tp4"),  # a padded vocabulary of 512 rows in place of 128
+    ("one", "dp2-zero3"),
+    ("tp2-pp2-zero1", "one"),
+    ("tp2-pp2-zero1", "ulysses2-zero2-round-robin"),
+    ("tp2-pp2-zero1", "pp2-dualpipev"),
+    ("dp2-zero3", "one-zero3-offload"),
+    ("dp2-zero3", "tp2-zero2"),
+    ("dp2-zero3", "pp2"),
+    ("ulysses2-zero2-round-robin", "tp2-zero1"),
+    ("ulysses2-zero2-round-robin", "dp2-zero3"),
+    ("pp2-dualpipev", "pp2-other-stages-zero1"),
+    ("pp2-dualpipev", "dp2-zero1-offload"),
+]
+
+
+@pytest.fixture
+def go_on(programs: Programs, saved_on: Callable[[str], Path], tmp_path: Path):
+    """Resume on a layout with some flags from a checkpoint of another; what was said, and the metrics."""
+
+    def run(source: str, layout: str, *flags: str) -> tuple[Finished, list[dict]]:
+        processes, words = LAYOUTS[layout]
+        metrics = tmp_path / "-".join((source, layout, *flags))
+        finished = programs.pretrain(
+            processes, *SETTINGS, *words.split(), *flags, "--load", saved_on(source), "--metrics-file", metrics
+        ).ok()
+        return finished, read_metrics(metrics)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(uninterrupted: Path) -> list[dict]:
+    """The iterations behind the checkpoint, uninterrupted."""
+    return read_metrics(uninterrupted / "metrics")[SAVED:]
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_the_next_losses_are_those_of_the_uninterrupted_run(go_on, expected, source: str, target: str):
+    said, found = go_on(source, target)
+    assert "goes on behind iteration 3" in said.output
+    for name in ("iteration", "consumed_samples", "learning_rate"):
+        assert [line[name] for line in found] == [line[name] for line in expected]
+    for name in ("lm_loss", "grad_norm"):
+        assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-5), name
+
+
+def test_samples_of_a_second_epoch_follow(programs: Programs, expected):
+    """The comparison above covers an end of the data, at which the order of samples is drawn anew."""
+    from megatron.data.indexed_dataset import IndexedDataset
+    from megatron.data.splits import split_documents
+
+    indexed = IndexedDataset(programs.data_arguments[1])
+    training = split_documents(indexed.num_documents, "8,1,1")[0]
+    samples = (int(indexed.document_starts[training.stop]) - 1) // 32
+    assert expected[0]["consumed_samples"] < samples < expected[-1]["consumed_samples"]
+
+
+def test_a_conversion_is_announced_once(go_on, saved_on):
+    place = saved_on("one") / "global_step3"
+    go_on("one", "one", "--zero-stage", "1")
+    said, _ = go_on("one", "one", "--zero-stage", "2")
+    assert f"{place}: saved on TP 1, PP 0, DP 1, ZeRO 0, fp32, read from {place}_universal" in said.output
+    assert "random streams" not in said.output, "the ranks are the same"
+    next((place).glob("*.pt")).touch()
+    said, _ = go_on("one", "tp2-zero1")
+    assert f"{place}: converted from TP 1, PP 0, DP 1, ZeRO 0, fp32, cached in {place}_universal" in said.output
+    assert said.output.count("random streams begin anew from --seed and the iteration") == 1
+
+
+def test_another_precision(go_on, expected):
+    _, found = go_on("one", "one", "--bf16", "--zero-stage", "1")
+    assert [line["iteration"] for line in found] == [line["iteration"] for line in expected]
+    assert [line["lm_loss"] for line in found] == pytest.approx([line["lm_loss"] for line in expected], rel=1e-3)
+    assert found[0]["lm_loss"] != expected[0]["lm_loss"]
+
+
+def test_weights_alone_on_another_layout(go_on):
+    """As on the layout that saved them, where DeepSpeed loads them itself."""
+    losses = {}
+    for source in ("one", "dp2-zero3"):
+        _, found = go_on(source, "one", "--finetune")
+        assert [line["iteration"] for line in found] == list(range(1, 9))
+        losses[source] = [line["lm_loss"] for line in found]
+    assert losses["dp2-zero3"] == pytest.approx(losses["one"], rel=1e-5)

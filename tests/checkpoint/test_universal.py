@@ -1,0 +1,156 @@
+"""The form between two layouts: every parameter whole, the same from whatever layout, and DeepSpeed's own."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.programs import Programs
+
+from megatron.checkpoint.conversion import cached, convert
+from megatron.checkpoint.tracker import newest
+from megatron.checkpoint.universal import read_state
+from megatron.errors import ResourceError
+
+MOMENTS = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture
+def universal_of(saved_on: Callable[[str], Path]) -> Callable[[str], Path]:
+    """The universal form of the checkpoint of a layout."""
+    return lambda layout: cached(newest(saved_on(layout)))[0]
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "zero").iterdir() if path.is_dir())
+
+
+def without_keys_bias(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The bias of attention's keys has no effect on anything, so its gradient is nothing but rounding."""
+    return tensor.view(4, 3, 8)[:, ::2] if name.endswith("query_key_value.bias") else tensor
+
+
+@pytest.mark.parametrize("layout", ["tp2-pp2-zero1", "ulysses2-zero2-round-robin", "dp2-zero3", "pp2-dualpipev"])
+def test_moments_are_those_of_one_process(universal_of, layout: str):
+    """There torch's Adam holds each by itself, and nothing had to be brought together."""
+    one, other = universal_of("one"), universal_of(layout)
+    assert names_in(other) == names_in(one) and len(names_in(one)) == 52
+    for name in names_in(one):
+        expected, found = read_state(one, name), read_state(other, name)
+        assert found.keys() == expected.keys() == {*MOMENTS, "step"}
+        assert int(found["step"]) == int(expected["step"]) == 3
+        for key in MOMENTS:
+            first, second = (without_keys_bias(name, state[key]) for state in (expected, found))
+            # As a whole: Adam blows rounding up where a gradient is next to nothing.
+            assert (second - first).norm() < 1e-2 * first.norm(), (name, key)
+
+
+def test_moments_of_one_process_are_its_optimizers(universal_of, saved_on):
+    state = torch.load(saved_on("one") / "global_step3" / "mp_rank_00_model_states.pt", weights_only=False)
+    decayed, spared = state["param_shapes"]
+    names = [*decayed, *spared]
+    assert len(names) == 52
+    for number, name in enumerate(names):
+        found = read_state(universal_of("one"), name)
+        for key in ("exp_avg", "exp_avg_sq"):
+            whole = state["optimizer"]["state"][number][key]
+            assert torch.equal(found[key], whole[:92] if "word" in name else whole)
+
+
+def test_it_is_what_deepspeed_makes(programs: Programs, universal_of, saved_on, tmp_path: Path):
+    source = saved_on("tp2-pp2-zero1") / "global_step3"
+    words = ("-m", "deepspeed.checkpoint.ds_to_universal", "--num_merge_workers", "1", "--num_extract_workers", "1")
+    programs.python(*words, "--input_folder", source, "--output_folder", tmp_path / "theirs").ok()
+    ours, theirs = universal_of("tp2-pp2-zero1"), tmp_path / "theirs"
+    assert names_in(ours) == names_in(theirs)
+    for name in names_in(ours):
+        for key in MOMENTS:
+            one, other = (torch.load(folder / "zero" / name / f"{key}.pt") for folder in (ours, theirs))
+            assert torch.equal(one.pop("param"), other["param"].view(read_state(ours, name)[key].shape))
+            assert one.items() <= {**other, "cat_dim": one.get("cat_dim")}.items()
+        assert torch.equal(*(torch.load(folder / "zero" / name / "step.pt") for folder in (ours, theirs)))
+
+
+def test_deepspeed_reads_it(run_ranks, universal_of):
+    run_ranks(1, deepspeed_reads, str(universal_of("tp2-pp2-zero1")))
+
+
+def deepspeed_reads(folder: str) -> None:
+    """With an engine that knows nothing of this project but the model."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    from megatron.checkpoint.universal import read_state
+
+    config = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1.0, "torch_adam": True}},
+        "zero_optimization": {"stage": 1},
+        "checkpoint": {"load_universal": True},
+    }
+    module = _whole_model(padded_vocab_size=128)
+    engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+    engine.load_checkpoint(str(Path(folder).parent), tag=Path(folder).name)
+    assert engine.global_steps == 3
+    engine.optimizer._lazy_init_hp_params_optimizer_state()
+    for name, parameter in module.named_parameters():
+        state = read_state(Path(folder), name)
+        rows = len(state["fp32"])
+        assert torch.equal(parameter[:rows], state["fp32"]), name
+        assert torch.equal(safe_get_full_fp32_param(parameter)[:rows], state["fp32"]), name
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(safe_get_full_optimizer_state(parameter, key)[:rows], state[key]), name
+
+
+def test_names_tell_how_weights_are_cut(run_ranks):
+    run_ranks(1, names_agree_with_the_model)
+
+
+def names_agree_with_the_model() -> None:
+    """By the marks that the model's own layers put on their parameters."""
+    from megatron.checkpoint.universal import CUT_BY_COLUMNS, CUT_BY_ROWS, WHOLE, partition_dim
+
+    names = dict(_whole_model(padded_vocab_size=92).named_parameters())
+    assert len(names) == 52
+    for name, parameter in names.items():
+        assert partition_dim(name) == getattr(parameter, "partition_dim", None), name
+        patterns = [pattern for pattern in (*CUT_BY_ROWS, *CUT_BY_COLUMNS, *WHOLE) if re.match(pattern, name)]
+        assert len(patterns) == 1, name
+
+
+def _whole_model(padded_vocab_size: int) -> torch.nn.Module:
+    from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+    from megatron.model.gpt2_model import GPT2Model
+    from megatron.mpu import ParallelLayout
+
+    config = ModelConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=128, max_position_embeddings=32,
+        vocab_size=92, padded_vocab_size=padded_vocab_size,
+    )  # fmt: skip
+    return GPT2Model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig(world_size=1)))
+
+
+def test_the_tool_converts_once(programs: Programs, saved_on):
+    folder = saved_on("pp2-dualpipev")
+    place = folder / "global_step3"
+    cached(newest(folder))
+    tool = ("tools/convert_checkpoint.py", "to-universal")
+    said = programs.python(*tool, place).ok().output
+    assert said == f"{place}_universal: is there already, of {place}\n"
+    assert (folder / "latest_universal").read_text() == "global_step3_universal"
+    (place / "run.json").touch()
+    assert "global_step3_universal: converted from" in programs.python(*tool, folder).ok().output
+
+
+def test_the_tool_refuses_what_is_no_checkpoint(programs: Programs, tmp_path: Path):
+    finished = programs.python("tools/convert_checkpoint.py", "to-universal", tmp_path)
+    assert finished.returncode == 4 and "no checkpoint there" in finished.output
+
+
+def test_a_folder_that_cannot_be_written(saved_on, tmp_path: Path):
+    saved = newest(saved_on("one"))
+
+    with pytest.raises(ResourceError, match="cannot be written .* has to be converted: make room"):
+        convert(saved, tmp_path / "missing" / "global_step3_universal")
+    assert not any(tmp_path.iterdir())
