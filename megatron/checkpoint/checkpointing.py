@@ -9,6 +9,9 @@ from megatron.checkpoint.tracker import SavedRun
 from megatron.checkpoint.zero3 import zero3_file, zero3_weights
 from megatron.config import RunConfig
 
+CHECKPOINT_VERSION = 3.0
+"""Megatron's number for weights whose query-key-value rows are [heads, 3, head size]."""
+
 
 def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, saved: SavedRun) -> int:
     """Take up ``saved``; the iteration that was finished when it was written, or 0 with ``--finetune``.
