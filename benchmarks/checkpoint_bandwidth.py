@@ -123,8 +123,8 @@ def _measure_files(engine: Any, run: RunConfig, folder: Path, rounds: int) -> tu
     content = file.read_bytes()
     written: Times = {way: [] for way in writers}
     read: Times = {way: [] for way in readers}
-    for _ in range(rounds):
-        for way, write in writers.items():
+    for number in range(rounds):
+        for way, write in _rotated(writers, number):
             shutil.rmtree(file.parent)
             file.parent.mkdir()
             os.sync()
@@ -132,7 +132,7 @@ def _measure_files(engine: Any, run: RunConfig, folder: Path, rounds: int) -> tu
         shutil.rmtree(file.parent)
         file.parent.mkdir()
         write_suite()
-        for way, load in readers.items():
+        for way, load in _rotated(readers, number):
             _forget(file)
             read[way].append(_seconds(load))
     shutil.rmtree(file.parent)
@@ -157,6 +157,13 @@ def _measure_waits(engine: Any, run: RunConfig, rounds: int) -> Times:
             else:
                 waits["save"].append(wait)
     return waits
+
+
+def _rotated(ways: dict[str, Callable[[], Any]], number: int) -> list[tuple[str, Callable[[], Any]]]:
+    """``ways`` from another one on in each round, so that none is always the one behind the same."""
+    items = list(ways.items())
+    start = number % len(items)
+    return items[start:] + items[:start]
 
 
 def _seconds(step: Callable[[], Any]) -> float:

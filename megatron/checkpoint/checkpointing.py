@@ -15,6 +15,9 @@ from megatron.config import RunConfig
 from megatron.mpu.layout import ParallelLayout
 from megatron.mpu.random import model_parallel_manual_seed
 
+CHECKPOINT_VERSION = 3.0
+"""Megatron's number for weights whose query-key-value rows are [heads, 3, head size]."""
+
 
 class Loaded(NamedTuple):
     """Where a run begins."""

@@ -18,6 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from megatron.checkpoint import tags
 from megatron.checkpoint.agreement import on_first, together
+from megatron.checkpoint.checkpointing import CHECKPOINT_VERSION
 from megatron.checkpoint.durable import make_folder
 from megatron.checkpoint.engine_files import EngineFiles, StateFile, bytes_of
 from megatron.checkpoint.files import write_file
@@ -28,9 +29,6 @@ from megatron.checkpoint.tracker import describe, keep_ds_config
 from megatron.checkpoint.universal import conversion_info
 from megatron.config import RunConfig
 from megatron.errors import UserError
-
-CHECKPOINT_VERSION = 3.0
-"""Megatron's number for weights whose query-key-value rows are [heads, 3, head size]."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron.checkpoint.checkpointing import CHECKPOINT_VERSION
 from megatron.checkpoint.exchange.outline import WORDS
 from megatron.checkpoint.exchange.tensor_files import check_room
 from megatron.checkpoint.exchange.whole import WholeModel
-from megatron.checkpoint.saving import CHECKPOINT_VERSION
 from megatron.checkpoint.tracker import describe, publish, write_description
 from megatron.config import (
     ActivationConfig,
