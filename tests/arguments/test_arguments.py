@@ -128,6 +128,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "save_interval": ("--save-interval 5", "--save out"),
     "load": ("--load out", ""),
     "finetune": ("--finetune", "--load out"),
+    "override": ("--override", "--load out"),
     "log_interval": ("--log-interval 5", ""),
     "tensorboard_dir": ("--tensorboard-dir board", ""),
     "metrics_file": ("--metrics-file metrics.jsonl", ""),
