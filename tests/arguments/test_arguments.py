@@ -139,6 +139,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "load_strict": ("--load-strict", "--load out"),
     "auto_resume": ("--auto-resume", "--save out"),
     "finetune": ("--finetune", "--load out"),
+    "override": ("--override", "--load out"),
     "log_interval": ("--log-interval 5", ""),
     "tensorboard_dir": ("--tensorboard-dir board", ""),
     "metrics_file": ("--metrics-file metrics.jsonl", ""),
