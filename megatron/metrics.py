@@ -4,6 +4,8 @@ import json
 import math
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -66,10 +68,11 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Write out what is still in buffers."""
-        if self._file:
-            self._file.close()
-        if self._board:
-            self._board.close()
+        with self._unless_disk_refuses():
+            if self._file:
+                self._file.close()
+            if self._board:
+                self._board.close()
 
     def _report(self, iteration: int, learning_rate: float, status: StepStatus) -> None:
         losses = torch.stack(self._losses).float()
@@ -98,12 +101,22 @@ class MetricsLogger:
     def _record(self, iteration: int, values: dict[str, Any]) -> None:
         # JSON has no word for what is no number.
         values = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
-        if self._file:
-            self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")
-        if self._board:
-            for name, value in values.items():
-                if value is not None:
-                    self._board.add_scalar(name, value, iteration)
+        with self._unless_disk_refuses():
+            if self._file:
+                self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")
+            if self._board:
+                for name, value in values.items():
+                    if value is not None:
+                        self._board.add_scalar(name, value, iteration)
+
+    @contextmanager
+    def _unless_disk_refuses(self) -> Iterator[None]:
+        """Go on without files where they cannot be written: curves are not worth a run."""
+        try:
+            yield
+        except OSError as error:
+            self.say(f"  warning: metrics cannot be written ({error.strerror}); training goes on without")
+            self._file = self._board = None
 
 
 def _progress_line(iteration: int, last: int, values: dict[str, Any]) -> str:

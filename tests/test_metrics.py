@@ -1,11 +1,13 @@
 """What one sees: the metrics file, TensorBoard, the progress line, and the formula behind TFLOP/s."""
 
+import json
 import math
+import sys
 from dataclasses import replace
 
 import pytest
 from support.command_lines import parse
-from support.programs import read_metrics
+from support.programs import TINY_MODEL, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.flops import flops_per_iteration
@@ -54,6 +56,18 @@ def test_a_log_interval_is_averaged(train_in_ranks, tmp_path):
     each = [line["lm_loss"] for line in read_metrics(tmp_path / "each")]
     some = {line["iteration"]: line["lm_loss"] for line in read_metrics(tmp_path / "some")}
     assert some == pytest.approx({2: sum(each[:2]) / 2, 4: sum(each[2:4]) / 2, 5: each[4]})
+
+
+def test_a_disk_that_takes_no_more_ends_no_run(programs, tmp_path):
+    """Neither the index maps nor the metrics fit; what is computed is what is computed elsewhere."""
+    settings = "--train-iters 20 --batch-size 2 --eval-iters 0".split()
+    command = (sys.executable, "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings)
+    places = ("--metrics-file", tmp_path / "few", "--data-cache-path", tmp_path / "maps")
+    finished = programs.run("bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *command, *places).ok()
+    assert "warning: metrics cannot be written (File too large); training goes on without" in finished.output
+    assert "iteration 20/20" in finished.output and len(list((tmp_path / "maps").glob("*.npy"))) < 3
+    few = (tmp_path / "few").read_text().splitlines()[:-1]  # the last line may be cut
+    assert 0 < len(few) < 20 and all(json.loads(line)["lm_loss"] > 0 for line in few)
 
 
 SC21_TABLE = [  # layers, hidden, batch, GPUs, and days for 300e9 tokens at so many TFLOP/s (arXiv 2104.04473, table 2)
