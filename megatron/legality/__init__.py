@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
 from megatron.given import flag_fields, flag_name
-from megatron.legality import checks, pipeline
+from megatron.legality import activation, pipeline, precision, sizes, training, zero
 
 
 class Rule(NamedTuple):
@@ -60,27 +60,27 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "heads divide the hidden size",
         "Each attention head has an equal part of the hidden states.",
-        checks.hidden_size,
+        sizes.hidden_size,
     ),
-    Rule("tensor-parallel ranks divide the heads", "A rank computes whole attention heads.", checks.heads),
-    Rule("tensor-parallel ranks divide the MLP", "A rank holds an equal part of its columns.", checks.ffn_hidden_size),
+    Rule("tensor-parallel ranks divide the heads", "A rank computes whole attention heads.", sizes.heads),
+    Rule("tensor-parallel ranks divide the MLP", "A rank holds an equal part of its columns.", sizes.ffn_hidden_size),
     Rule(
         "sequence parallelism needs tensor parallelism",
         "It cuts over the tensor-parallel ranks; one rank alone has nothing to cut.",
-        checks.sequence_parallel,
+        sizes.sequence_parallel,
     ),
-    Rule("ranks divide a cut sequence", "Each holds an equal part of it.", checks.sequence_length),
+    Rule("ranks divide a cut sequence", "Each holds an equal part of it.", sizes.sequence_length),
     Rule(
         "sequence-parallel ranks divide the heads",
         "Around attention they exchange their parts of the sequence for whole heads.",
-        checks.sequence_heads,
+        sizes.sequence_heads,
     ),
     Rule(
         "DeepSpeed's sequence parallelism runs on the plain engine",
         "The pipeline's grid of ranks has no axis for it.",
-        checks.ulysses_with_pipeline,
+        sizes.ulysses_with_pipeline,
     ),
-    Rule("positions cover the sequence", "Each token of a sample needs a learned position.", checks.positions),
+    Rule("positions cover the sequence", "Each token of a sample needs a learned position.", sizes.positions),
     Rule("a layer for each stage", "A stage without a layer would only pass tensors on.", pipeline.pieces),
     Rule(
         "the partition fits the model",
@@ -114,31 +114,31 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "processes = TP x PP x SP x DP",
         "Processes form a grid of whole replicas.",
-        checks.world_size,
+        sizes.world_size,
         "AssertionError: Invalid Grid",
     ),
     Rule(
         "the pipeline runs at ZeRO 0 or 1",
         "It accumulates gradients over micro-batches, so sharded ones would be reduced for each of them.",
-        checks.zero_with_pipeline,
+        zero.zero_with_pipeline,
         "AssertionError: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",
     ),
     Rule(
         "half precision with tensor parallelism needs ZeRO",
         "At stage 0 DeepSpeed leaves the shards of the other ranks out of the gradient norm, so it clips wrongly.",
-        checks.half_precision_norm,
+        precision.half_precision_norm,
         "clips by a wrong norm, or stops with: stack expects a non-empty TensorList",
     ),
     Rule(
         "bf16 weights have an fp32 copy",
         "What an update adds to a weight is often less than bf16 can tell apart there, and would be lost.",
-        checks.bf16_master_weights,
+        precision.bf16_master_weights,
         "updates the bf16 weights themselves, silently",
     ),
     Rule(
         "fp16 needs a GPU",
         "DeepSpeed has no fp16 on the CPU; bf16 needs no loss scale either.",
-        checks.device_precision,
+        precision.device_precision,
         "ValueError: Type fp16 is not supported on your device.",
     ),
     _excludes(
@@ -147,67 +147,67 @@ RULES: tuple[Rule, ...] = (
         "Weights have one type.",
         "AssertionError: bfloat16 and fp16 modes cannot be simultaneously enabled",
     ),
-    Rule("the initial loss scale is a power of two", "DeepSpeed keeps its exponent.", checks.initial_loss_scale),
-    Rule("the smallest loss scale is whole", "DeepSpeed keeps it as an integer.", checks.min_scale),
+    Rule("the initial loss scale is a power of two", "DeepSpeed keeps its exponent.", precision.initial_loss_scale),
+    Rule("the smallest loss scale is whole", "DeepSpeed keeps it as an integer.", precision.min_scale),
     Rule(
         "a patient loss scale needs ZeRO",
         "Without it DeepSpeed steps with another optimizer wrapper, whose loss scale halves at the first overflow.",
-        checks.hysteresis,
+        precision.hysteresis,
     ),
     _needs("precision.loss_scale", "precision.fp16"),
     Rule(
         "a half-precision loss needs half precision",
         "In fp32 there is nothing to save.",
-        checks.half_precision_loss,
+        precision.half_precision_loss,
     ),
     Rule(
         "an fp32 residual stream needs half precision",
         "In fp32 it is fp32 already.",
-        checks.half_precision_residual,
+        precision.half_precision_residual,
     ),
-    Rule("NCCL needs GPUs", "On the CPU, gloo is the backend.", checks.backend),
-    Rule("apex is there when it is asked for", "Only auto may fall back to torch.", checks.apex),
+    Rule("NCCL needs GPUs", "On the CPU, gloo is the backend.", training.backend),
+    Rule("apex is there when it is asked for", "Only auto may fall back to torch.", training.apex),
     Rule(
         "the fused causal attention is possible",
         "The fused kernel knows one mask and one arithmetic.",
-        checks.fused_attention,
+        training.fused_attention,
     ),
     Rule(
         "an offloaded optimizer needs ZeRO",
         "DeepSpeed offloads only what ZeRO has partitioned.",
-        checks.offloaded_optimizer,
+        zero.offloaded_optimizer,
         "leaves it on the device, silently",
     ),
     Rule(
         "an optimizer on NVMe needs ZeRO 3",
         "Stages 1 and 2 would keep it in CPU memory, silently.",
-        checks.optimizer_on_nvme,
+        zero.optimizer_on_nvme,
         "keeps it in CPU memory, silently",
     ),
     Rule(
-        "offloaded weights need ZeRO 3", "The other stages keep the weights whole on each rank.", checks.offloaded_param
+        "offloaded weights need ZeRO 3", "The other stages keep the weights whole on each rank.", zero.offloaded_param
     ),
-    Rule("NVMe has a folder", "What is offloaded there goes into files.", checks.nvme_path),
+    Rule("NVMe has a folder", "What is offloaded there goes into files.", zero.nvme_path),
     Rule(
         "settings of offload need offload",
         "Without something offloaded they would do nothing, silently.",
-        checks.offload_settings,
+        zero.offload_settings,
     ),
     Rule(
         "overlapped reduction needs ZeRO on the plain engine",
         "Without ZeRO there is nothing to overlap, and in a pipeline DeepSpeed switches it off.",
-        checks.overlap_comm,
+        zero.overlap_comm,
         "ignores it, silently",
     ),
     Rule(
         "round-robin gradients need ZeRO 1 or 2",
         "At stage 3 each gradient is cut over all ranks already.",
-        checks.round_robin_gradients,
+        zero.round_robin_gradients,
     ),
     Rule(
         "gradients accumulate in fp32 or in the weights' type",
         "DeepSpeed has no other mix, and none without ZeRO.",
-        checks.grad_accum_dtype,
+        precision.grad_accum_dtype,
         "NotImplementedError: unsupported mix of model_dtype and grad_accum_dtype",
     ),
     _needs("activation.partition_activations", "activation.checkpoint_activations"),
@@ -215,40 +215,42 @@ RULES: tuple[Rule, ...] = (
     _needs("activation.checkpoint_in_cpu", "activation.checkpoint_activations"),
     _needs("activation.synchronize_each_layer", "activation.checkpoint_activations"),
     _needs("activation.profile_backward", "activation.checkpoint_activations"),
-    Rule("groups of recomputed layers need recomputation", "Nothing is grouped otherwise.", checks.recomputed_layers),
+    Rule(
+        "groups of recomputed layers need recomputation", "Nothing is grouped otherwise.", activation.recomputed_layers
+    ),
     Rule(
         "selective recomputation takes no other form",
         "It keeps query, key and value of each layer, and no two tensor-parallel ranks hold equal ones to cut.",
-        checks.selective_recomputation,
+        activation.selective_recomputation,
     ),
     Rule(
         "partitioned activations are whole before",
         "DeepSpeed cuts what all tensor-parallel ranks hold alike, and puts it together again: of parts of the "
         "sequence it would make a tensor that no rank had.",
-        checks.partitioned_sequence,
+        activation.partitioned_sequence,
         "computes with mixed-up activations, silently",
     ),
     Rule(
         "activations in one buffer, or in CPU memory, are partitioned",
         "DeepSpeed has these two forms for partitioned activations only.",
-        checks.partitioned_activations,
+        activation.partitioned_activations,
         "AssertionError: Contiguous Checkpointing is only available with partitioned activations; for those in CPU "
         "memory, an error in the middle of the backward pass",
     ),
     Rule(
         "a mean of means needs a mask",
         "Without --eod-mask-loss every micro-batch counts as many tokens, and both means are the same.",
-        checks.loss_normalization,
+        training.loss_normalization,
     ),
-    Rule("the learning rate falls", "The decay goes from --lr down to --min-lr.", checks.min_lr),
-    Rule("warm-up and decay fit", "Both are counted in the same iterations.", checks.warmup),
-    Rule("WSD says how long it decays", "Its last part has no natural length.", checks.wsd),
+    Rule("the learning rate falls", "The decay goes from --lr down to --min-lr.", training.min_lr),
+    Rule("warm-up and decay fit", "Both are counted in the same iterations.", training.warmup),
+    Rule("WSD says how long it decays", "Its last part has no natural length.", training.wsd),
     _excludes(
         "optim.override_lr_scheduler",
         "optim.use_checkpoint_lr_scheduler",
         "On resume, one of command line and checkpoint decides.",
     ),
-    Rule("BPE has merges", "The vocabulary alone does not say how text is cut.", checks.merges),
+    Rule("BPE has merges", "The vocabulary alone does not say how text is cut.", training.merges),
     _needs("checkpoint.save_interval", "checkpoint.save"),
     _needs("checkpoint.async_save", "checkpoint.save"),
     _needs("checkpoint.keep_last", "checkpoint.save"),
@@ -256,13 +258,13 @@ RULES: tuple[Rule, ...] = (
     _needs("checkpoint.auto_resume", "checkpoint.save"),
     _needs("checkpoint.finetune", "checkpoint.load"),
     _needs("train.rewind_on_spike", "checkpoint.save_interval"),
-    Rule("a spike is told by those who look for it", "Nobody does otherwise.", checks.spike_factor),
+    Rule("a spike is told by those who look for it", "Nobody does otherwise.", training.spike_factor),
     _excludes(
         "checkpoint.auto_resume",
         "checkpoint.finetune",
         "A run that was stopped would begin at iteration 0 again.",
     ),
-    Rule("an error of a save needs a save", "Without --save nothing is written.", checks.on_save_error),
-    Rule("strict loading loads", "Without a checkpoint nothing can be broken.", checks.load_strict),
+    Rule("an error of a save needs a save", "Without --save nothing is written.", training.on_save_error),
+    Rule("strict loading loads", "Without a checkpoint nothing can be broken.", training.load_strict),
     _needs("checkpoint.override", "checkpoint.load"),
 )

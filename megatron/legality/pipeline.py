@@ -1,4 +1,4 @@
-"""The rules about pipeline stages, their order and their parts; see ``checks`` for what a check returns."""
+"""The rules about pipeline stages, their order and their parts; see ``Rule`` for what a check returns."""
 
 import re
 

@@ -1,0 +1,52 @@
+"""What a run is: frozen values, made once from the command line and never changed. No torch here.
+
+Each field is a command-line flag: ``flag(...)`` holds its help, its aliases and its choices, and
+``arguments/`` builds the parser from them. Fields made with ``derived(...)`` have no flag: they
+follow from others or from the environment. Every field holds its *resolved* value, that is, after
+the JSON file and the flags were brought together.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.fields import derived, flag
+from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
+from megatron.config.memory import ActivationConfig, PrecisionConfig, ZeroConfig
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.training import OptimConfig, TrainConfig
+
+__all__ = [
+    "ActivationConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PrecisionConfig",
+    "RunConfig",
+    "TrainConfig",
+    "ZeroConfig",
+    "derived",
+    "flag",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All of a run. Equal values are equal runs."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    precision: PrecisionConfig
+    zero: ZeroConfig
+    activation: ActivationConfig
+    optim: OptimConfig
+    train: TrainConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+    ds_config: Mapping[str, Any]
+    """The finished DeepSpeed config."""

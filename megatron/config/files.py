@@ -1,0 +1,78 @@
+"""What a run reads and writes: data, checkpoints, metrics."""
+
+from dataclasses import dataclass
+
+from megatron.config.fields import derived, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Data and tokenizer."""
+
+    data_path: str | None = flag(
+        None, "Prefix of the data set: PREFIX.bin and PREFIX.idx.", required=True, metavar="PREFIX"
+    )
+    split: str = flag("969, 30, 1", "Documents for training, validation and test, in proportion.")
+    data_cache_path: str | None = flag(None, "Folder for index maps (default: beside the data).", metavar="DIR")
+    data_impl: str = flag("infer", "Format of the data set.", choices=("mmap", "infer"))
+    mmap_warmup: bool = flag(False, "Read the data set once at the start, to warm the page cache.")
+    num_workers: int = flag(2, "Processes that read samples, on each rank that reads.", within="[0, inf)")
+    seq_length: int = flag(0, "Tokens of a sample.", within="[1, inf)", required=True)
+    tokenizer_type: str = flag(
+        "GPT2BPETokenizer", "Kind of tokenizer.", choices=("GPT2BPETokenizer", "WhitespaceTokenizer")
+    )
+    vocab_file: str | None = flag(
+        None, "Vocabulary of the tokenizer (vocab.json).", aliases=("vocab",), required=True, metavar="FILE"
+    )
+    merge_file: str | None = flag(
+        None, "Merges of the BPE tokenizer (merges.txt), which requires them.", metavar="FILE"
+    )
+    reset_position_ids: bool = flag(False, "Count positions anew after each end of document.")
+    reset_attention_mask: bool = flag(False, "Attend only within a document.")
+    eod_mask_loss: bool = flag(False, "Leave end-of-document tokens out of the loss.")
+    data_hash: str = derived("")
+    """What the data set holds, told by its content alone; empty where no checkpoint is written or read."""
+    tokenizer_hash: str = derived("")
+    """The same of the tokenizer's files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Checkpoints."""
+
+    save: str | None = flag(None, "Folder to save checkpoints in.", metavar="DIR")
+    save_interval: int | None = flag(None, "Iterations between saves (default: only at the end).", within="[1, inf)")
+    no_save_optim: bool = flag(False, "Save no optimizer state.")
+    no_save_rng: bool = flag(False, "Save no random states.")
+    async_save: bool = flag(False, "Copy the state to host memory, and write it while training goes on.")
+    keep_last: int | None = flag(None, "Newest checkpoints to keep (default: all).", within="[1, inf)")
+    keep_every: int | None = flag(
+        None, "With --keep-last: keep those of iterations divisible by this as well.", within="[1, inf)"
+    )
+    on_save_error: str = flag(
+        "stop", "What a checkpoint that cannot be written does to training.", choices=("stop", "continue")
+    )
+    load: str | None = flag(None, "Folder to load from. The same as --save, and empty: a fresh start.", metavar="DIR")
+    load_strict: bool = flag(False, "Refuse a broken checkpoint instead of falling back to the newest whole one.")
+    auto_resume: bool = flag(
+        False, "Go on from what is in --save; where that is nothing, begin with --load, or fresh without it."
+    )
+    no_load_optim: bool = flag(False, "Load no optimizer state.")
+    no_load_rng: bool = flag(False, "Load no random states.")
+    finetune: bool = flag(False, "Load weights only, and begin at iteration 0.")
+    override: bool = flag(
+        False, "Resume although data, tokenizer, batch, learning rate or other settings differ from the checkpoint's."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What one sees."""
+
+    log_interval: int = flag(100, "Iterations between progress lines.", within="[1, inf)")
+    tensorboard_dir: str | None = flag(None, "Folder for TensorBoard.", metavar="DIR")
+    metrics_file: str | None = flag(None, "File for one JSON object per logged iteration.", metavar="FILE")
+    verbose: bool = flag(False, "Let DeepSpeed talk.")
+    explain: bool = flag(
+        False, "Print layout, groups of ranks, DeepSpeed config and every rule with what it finds, and start nothing."
+    )

@@ -1,0 +1,96 @@
+"""The rules about kernels, the loss, the learning rate and checkpoints."""
+
+from importlib.util import find_spec
+
+from megatron.config import RunConfig
+
+
+def backend(run: RunConfig) -> str | None:
+    if run.parallel.distributed_backend == "nccl" and run.parallel.device == "cpu":
+        return "--distributed-backend nccl needs GPUs, and this host shows none: use gloo, or leave it out"
+    return None
+
+
+def apex(run: RunConfig) -> str | None:
+    if run.model.fused_kernels != "apex":
+        return None
+    if run.parallel.device == "cpu":
+        return "--fused-kernels apex needs CUDA, and this host shows no GPU: use auto or torch"
+    if find_spec("apex") is None:
+        return "--fused-kernels apex: apex is not installed; install it, or use auto or torch"
+    return None
+
+
+def fused_attention(run: RunConfig) -> str | None:
+    model = run.model
+    rivals = {
+        "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
+        "--apply-query-key-layer-scaling": model.apply_query_key_layer_scaling,
+        "--reset-attention-mask": model.reset_attention_mask,
+        f"--pre-tokens {model.pre_tokens}": model.pre_tokens < run.data.seq_length - 1,
+    }
+    said = [name for name, on in rivals.items() if on]
+    if model.scaled_upper_triang_masked_softmax_fusion and said:
+        return f"--scaled-upper-triang-masked-softmax-fusion rules out {' and '.join(said)}: remove one side"
+    return None
+
+
+def loss_normalization(run: RunConfig) -> str | None:
+    if run.train.loss_normalization == "micro-batch" and not run.data.eod_mask_loss:
+        return "--loss-normalization micro-batch has no effect without --eod-mask-loss: add it, or remove the former"
+    return None
+
+
+def spike_factor(run: RunConfig) -> str | None:
+    train = run.train
+    if train.spike_factor != type(train)().spike_factor and not train.rewind_on_spike:
+        return "--spike-factor has no effect without --rewind-on-spike: add --rewind-on-spike, or remove --spike-factor"
+    return None
+
+
+def min_lr(run: RunConfig) -> str | None:
+    if run.optim.lr > 0 and run.optim.min_lr > run.optim.lr:
+        return f"--min-lr {run.optim.min_lr:g} is more than --lr {run.optim.lr:g}: lower it"
+    return None
+
+
+def warmup(run: RunConfig) -> str | None:
+    optim, train = run.optim, run.train
+    if train.global_batch_size < 1 or optim.decay_iters(train) < 1:
+        return None
+    warmup, decay = optim.warmup_iters(train), optim.decay_iters(train)
+    if warmup > decay:
+        return f"the warm-up of {warmup} iterations is longer than the decay of {decay}: shorten it"
+    last = optim.lr_wsd_decay_iters or 0
+    if optim.lr_decay_style == "WSD" and warmup + last > decay:
+        return (
+            f"the warm-up of {warmup} iterations and --lr-wsd-decay-iters {last} do not fit into {decay} iterations: "
+            "shorten one"
+        )
+    return None
+
+
+def wsd(run: RunConfig) -> str | None:
+    if run.optim.lr_decay_style == "WSD" and run.optim.lr_wsd_decay_iters is None:
+        return "--lr-decay-style WSD needs --lr-wsd-decay-iters"
+    if run.optim.lr_decay_style != "WSD" and run.optim.lr_wsd_decay_iters is not None:
+        return "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD: add it, or remove the former"
+    return None
+
+
+def merges(run: RunConfig) -> str | None:
+    if run.data.tokenizer_type == "GPT2BPETokenizer" and run.data.merge_file is None:
+        return "--merge-file is required with --tokenizer-type GPT2BPETokenizer"
+    return None
+
+
+def on_save_error(run: RunConfig) -> str | None:
+    if run.checkpoint.on_save_error != "stop" and run.checkpoint.save is None:
+        return "--on-save-error has no effect without --save: add --save, or remove it"
+    return None
+
+
+def load_strict(run: RunConfig) -> str | None:
+    if run.checkpoint.load_strict and run.checkpoint.load is None and not run.checkpoint.auto_resume:
+        return "--load-strict has no effect without --load or --auto-resume: add one, or remove it"
+    return None
