@@ -58,12 +58,7 @@ def read_manifest(tag_folder: Path) -> Manifest:
 def check_sizes(tag_folder: Path, manifest: Manifest) -> None:
     """Raises CheckpointError where a file is missing or has another size, and where one is too many."""
     for name, record in manifest.items():
-        try:
-            size = os.stat(tag_folder / name).st_size
-        except OSError as error:
-            raise CheckpointError(_unreadable(tag_folder / name, error)) from None
-        if size != record.size:
-            raise CheckpointError(f"{tag_folder / name} has {size:,} bytes, and {record.size:,} were saved")
+        _check_size(tag_folder / name, record)
     for name in _names(tag_folder):
         # DeepSpeed looks for its files by pattern, and would take this for one of them.
         if name.endswith(".pt") and name not in manifest:
@@ -72,12 +67,22 @@ def check_sizes(tag_folder: Path, manifest: Manifest) -> None:
 
 def check_content(file: Path, record: Record) -> None:
     """Raises CheckpointError where ``file`` is not the one that was saved."""
+    _check_size(file, record)
     try:
         found = record_of(file)
     except OSError as error:
         raise CheckpointError(_unreadable(file, error)) from None
     if found != record:
         raise CheckpointError(f"{file} is not what was saved: its SHA-256 is not the one in {MANIFEST}")
+
+
+def _check_size(file: Path, record: Record) -> None:
+    try:
+        size = os.stat(file).st_size
+    except OSError as error:
+        raise CheckpointError(_unreadable(file, error)) from None
+    if size != record.size:
+        raise CheckpointError(f"{file} has {size:,} bytes, and {record.size:,} were saved")
 
 
 def _unreadable(file: Path, error: OSError) -> str:
