@@ -1,10 +1,12 @@
 """Load a run that a ``Checkpointer`` saved."""
 
+import os
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from megatron.checkpoint.agreement import on_first, together
 from megatron.checkpoint.conversion import cached
 from megatron.checkpoint.files import read_checked_file
 from megatron.checkpoint.fit import changes, has_same_ranks, loads_directly, short_layout
@@ -69,9 +71,9 @@ def _load_own_files(engine: DeepSpeedEngine, run: RunConfig, saved: SavedRun) ->
 def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> str:
     """By way of a form without a layout; a word about it."""
     config = run.checkpoint
-    outcome = [cached(saved) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(outcome)
-    folder, is_new = outcome[0]
+    folder, is_new = on_first(lambda: cached(saved))
+    is_first_here = os.environ.get("LOCAL_RANK", "0") == "0"
+    together(lambda: cached(saved) if is_first_here else None)  # it is there, unless hosts have disks of their own
     with_optimizer = not (config.finetune or config.no_load_optim)
     load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=with_optimizer)
     if not config.finetune:
