@@ -202,6 +202,7 @@ def _step_by_true_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:
             step()
 
     engine.clip_fp32_gradients = lambda: None
+    clip_and_step._wrapped_by_lr_sched = True  # torch's schedule warns where its own wrapper of step is gone
     optimizer.step = clip_and_step
 
 

@@ -1,7 +1,8 @@
 """Runs that are asked to leave: the iteration is finished, saved and taken up again."""
 
 import pytest
-from support.programs import read_metrics
+from support.ports import free_port
+from support.programs import TINY_MODEL, read_metrics
 
 SETTINGS = "--train-iters 6 --batch-size 2 --global-batch-size 8 --eval-iters 0".split()
 
@@ -32,6 +33,23 @@ def test_exit_codes(programs, tmp_path, signals: str, save: bool, code: int) -> 
     at_once = " " in signals
     assert ("leaving after iteration 2: SIGUSR1" in left.output) == (not at_once)
     assert (tmp_path / "ck" / "latest").exists() == (save and not at_once)
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["deepspeed", "--log_level", "warning", "--num_gpus", "2", "--master_port", str(free_port())],
+        ["torchrun", "--standalone", "--nproc_per_node", "2"],
+    ],
+    ids=["deepspeed", "torchrun"],
+)
+def test_a_launcher_passes_its_signal_on(programs, tmp_path, launcher) -> None:
+    words = (*TINY_MODEL, *programs.data_arguments, *SETTINGS, "--train-iters", "500", "--save", tmp_path / "ck")
+    left = programs.run(*launcher, "tests/support/faulty_pretrain.py", *words, FAULT="launcher 1 2 SIGTERM")
+    assert left.returncode != 0
+    assert "SIGTERM asks for it" in left.output
+    (tag,) = (tmp_path / "ck").glob("global_step*")
+    assert (tag / "manifest.json").exists() and (tmp_path / "ck" / "latest").read_text() == tag.name
 
 
 def test_time_is_over_behind_an_iteration(programs, tmp_path) -> None:

@@ -5,6 +5,7 @@ gradient RANK ITERATION       the loss of that iteration on that rank is not a n
 weights RANK LAYER ITERATION  a weight of that layer on that rank is none, from that iteration on
 samples FIRST LAST FACTOR     the loss of a batch with one of these samples is so many times what it is
 signal RANK ITERATION NAMES   that rank gets these signals at the start of that iteration
+launcher RANK ITERATION NAMES the process that started that rank gets them
 """
 
 import os
@@ -40,9 +41,9 @@ def train_batch(engine, batches):
             name: part for name, part in engine.module.named_modules() if isinstance(part, ParallelTransformerLayer)
         }
         layers[f"{numbers[1] + 1:.0f}"].input_layernorm.weight.data[0] = torch.nan
-    if kind == "signal" and [dist.get_rank(), iteration] == numbers:
+    if kind in ("signal", "launcher") and [dist.get_rank(), iteration] == numbers:
         for name in words[2:]:
-            os.kill(os.getpid(), getattr(signal, name))
+            os.kill(os.getpid() if kind == "signal" else os.getppid(), getattr(signal, name))
     before = weights(engine)
     loss = real_train_batch(engine, batches)
     if kind == "gradient":
