@@ -43,5 +43,5 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 
 @pytest.fixture(scope="session")
 def train_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
-    """Train with the tiny model on n gloo ranks that live on, where many runs are compared."""
-    return RankTraining(_rank_pools.run, programs)
+    """Train with the tiny model on n gloo ranks, where many runs are compared."""
+    return RankTraining(_rank_pools.run_once, programs)

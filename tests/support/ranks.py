@@ -11,7 +11,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,14 @@ class RankPools:
             pool = self._pools[world_size] = _Pool(world_size)
         return pool.run(function, args, time_limit)
 
+    def run_once(self, world_size: int, function: Callable, *args: Any, time_limit: float = TIME_LIMIT) -> list[Any]:
+        """The same on ranks that end with it: for what leaves groups, engines or settings behind."""
+        pool = _Pool(world_size)
+        try:
+            return pool.run(function, args, time_limit)
+        finally:
+            pool.close()
+
     def close(self) -> None:
         """End all workers."""
         for pool in self._pools.values():
@@ -49,7 +60,7 @@ class _Pool:
         self._pipes: list[Connection] = []
         self._processes = []
         port = free_port()
-        context = multiprocessing.get_context("spawn")
+        context = _fork_server()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, rank, world_size, port, str(self._stacks[rank])))
@@ -102,6 +113,22 @@ class _Pool:
                 os.kill(process.pid, signal.SIGUSR2)
         time.sleep(1)
         return "\n".join(f"--- rank {rank}\n{path.read_text()}" for rank, path in enumerate(self._stacks))
+
+
+@cache
+def _fork_server() -> BaseContext:
+    """Forks ranks from a process that has imported torch and DeepSpeed, and done nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["support.preload"])
+    paths = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # it is not told otherwise, and preloads nothing, silently
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if paths is not None:
+            os.environ["PYTHONPATH"] = paths
+    return context
 
 
 def _work(pipe: Connection, rank: int, world_size: int, port: int, stack_file: str) -> None:

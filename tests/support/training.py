@@ -1,4 +1,4 @@
-"""Train in ranks that are there already: what pretrain_gpt2.py does, without starting processes and importing torch.
+"""Train in ranks that have torch already: what pretrain_gpt2.py does, without a launcher and its imports.
 
 For tests that compare many runs. How a run starts and ends is for others to show, with real launchers.
 """
@@ -31,8 +31,6 @@ class RankTraining:
 
 def pretrain(words: list[str]) -> tuple[int, str]:
     """Exit code and output of a run with these arguments, on this rank."""
-    import deepspeed
-
     from megatron import training
     from megatron.arguments import parse_run
     from megatron.preflight import check
@@ -40,5 +38,4 @@ def pretrain(words: list[str]) -> tuple[int, str]:
     with contextlib.redirect_stdout(io.StringIO()) as output:
         run, _ = check(parse_run(words, os.environ))
         code = training.pretrain(run)
-    deepspeed.checkpointing.reset()  # buffers of a layout that the next run does not have
     return code, output.getvalue()
