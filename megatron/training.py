@@ -42,13 +42,13 @@ def pretrain(run: RunConfig) -> int:
     check_device(run.parallel.device, run.parallel.local_rank or 0)
     build_extensions(run)
     with distributed(run.parallel, verbose=run.logging.verbose) as layout:
+        saved = choose_checkpoint(run)
+        run = behind(saved.description, run) if saved else run
         log = MetricsLogger(run, speaks=layout.rank == 0)
         log.say(describe_run(run))
         if run.parallel.uses_pipeline:
             log.say(describe_stages(run))
         log.text("config", full_config(run))
-        saved = choose_checkpoint(run)
-        run = behind(saved.description, run) if saved else run
         model_parallel_manual_seed(run.train.seed, layout)
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)
@@ -109,7 +109,7 @@ class Trainer:
                 self.evaluate(iteration)
             if _due(iteration, save_interval):
                 saved_at = self.save(iteration)
-            if departure := self.departures.due(iteration):
+            if iteration < config.train_iters and (departure := self.departures.due(iteration)):
                 self.log.say(f"leaving after iteration {iteration}: {departure.reason}")
         if saved_at != iteration:
             self.save(iteration)
