@@ -1,10 +1,19 @@
 """Ports for programs that have to be told one."""
 
+import random
 import socket
 
 
 def free_port() -> int:
-    """A port of this host that nobody listened on a moment ago."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    """A port of this host that nobody listens on.
+
+    Not one of those that the system gives to outgoing connections: it would give it away before it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as server:
+            try:
+                server.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
