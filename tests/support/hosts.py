@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 INTERFACE = "eth0"
 NEEDED = ("ip", "nsenter", "pdsh", "setpriv", "ssh", "ssh-keygen", "unshare", "/usr/sbin/sshd")
 
+PACKAGES = "iproute2 openssh-client openssh-server pdsh util-linux"
+
 HOST = """
 set -e
 folder=$1 name=$2
@@ -59,9 +61,7 @@ def why_not() -> str | None:
         return "several hosts need Linux and root, to make network namespaces"
     missing = [name for name in NEEDED if shutil.which(name) is None]
     if missing:
-        return (
-            f"several hosts need {', '.join(missing)}: apt-get install iproute2 openssh-client openssh-server pdsh procps"
-        )
+        return f"several hosts need {', '.join(missing)}: apt-get install {PACKAGES}"
     tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
     return f"namespaces are not permitted here: {tried.stderr.strip()}" if tried.returncode else None
 
