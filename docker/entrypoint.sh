@@ -20,8 +20,8 @@ configure_ssh() { # folder
     mkdir -p "$1"
     [ -e "$1/host_key" ] || ssh-keygen -q -t ed25519 -N "" -C "" -f "$1/host_key"
     ssh-keygen -y -P "" -f "$SSH_KEY" >"$1/authorized_keys" || fail "$SSH_KEY is no private key without a passphrase"
-    ssh-keygen -q -s "$SSH_KEY" -I "$(hostname)" -h -n '*' "$1/host_key.pub"
-    echo "@cert-authority * $(cat "$1/authorized_keys")" >"$1/known_hosts"
+    ssh-keygen -q -s "$SSH_KEY" -I "$(hostname)" -h -n cluster "$1/host_key.pub"
+    echo "@cert-authority cluster $(cat "$1/authorized_keys")" >"$1/known_hosts"
     cat >"$1/sshd_config" <<CONFIG
 ListenAddress $SSH_ADDRESS
 Port $SSH_PORT
@@ -48,6 +48,7 @@ Host *
     IdentitiesOnly yes
     BatchMode yes
     ConnectTimeout 10
+    HostKeyAlias cluster
     StrictHostKeyChecking yes
     UserKnownHostsFile $1/known_hosts
 CONFIG

@@ -25,7 +25,7 @@ hostname "$name"
 mount --bind "$folder/hosts" /etc/hosts
 mount --bind "$folder/resolv.conf" /etc/resolv.conf
 [ ! -e "$folder/$name/ssh" ] || mount --bind "$folder/$name/ssh" /etc/ssh
-[ ! -e "$folder/passwd" ] || mount --bind "$folder/passwd" /etc/passwd
+[ ! -e "$folder/$name/passwd" ] || mount --bind "$folder/$name/passwd" /etc/passwd
 mount -t tmpfs none /run
 mount -t tmpfs none /dev/shm
 mkdir /run/sshd
@@ -73,18 +73,16 @@ class Hosts:
         folder: for keys, names and logs; empty.
         count: how many.
         first_process: what each host starts instead of its sshd.
-        passwd: an /etc/passwd for all of them.
+        user: the number of a user whom each host knows as ``trainer``, with a home in ``FOLDER/HOST/home``.
     """
 
-    def __init__(self, folder: Path, count: int, first_process: tuple[str, ...] = (), passwd: str | None = None):
-        self.folder, self.first_process = folder, first_process
+    def __init__(self, folder: Path, count: int, first_process: tuple[str, ...] = (), user: int = 0):
+        self.folder, self.first_process, self.user = folder, first_process, user
         self.names = [f"host-{number}" for number in range(1, count + 1)]
         addresses = "".join(f"{self.address(name)} {name}\n" for name in self.names)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
         # No name server: what is not in the file is unknown at once.
         (folder / "resolv.conf").write_text("")
-        if passwd is not None:
-            (folder / "passwd").write_text(passwd)
         self._processes: dict[str, subprocess.Popen] = {}
 
     def __enter__(self) -> "Hosts":
@@ -129,6 +127,8 @@ class Hosts:
 
     def _start_host(self, name: str) -> None:
         (self.folder / name).mkdir(exist_ok=True)
+        if self.user:
+            self._make_user(self.folder / name)
         pid_file = self.folder / name / "sshd.pid"
         command = list(self.first_process)
         if not command:
@@ -171,6 +171,13 @@ class Hosts:
     def _on_switch(self, *command: str) -> None:
         process = self._processes["switch"].pid
         subprocess.run(["nsenter", "--target", str(process), "--net", *command], check=True)
+
+    def _make_user(self, place: Path) -> None:
+        home = place / "home"
+        home.mkdir()
+        os.chown(home, self.user, self.user)
+        known = Path("/etc/passwd").read_text()
+        (place / "passwd").write_text(f"trainer:x:{self.user}:{self.user}::{home}:/bin/bash\n{known}")
 
     def _make_keys(self) -> None:
         """The user's key, the same on all hosts, and each host's own."""
