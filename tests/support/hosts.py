@@ -115,10 +115,10 @@ class Hosts:
         enter = ["nsenter", "--target", str(process), "--net", "--uts", "--mount"]
         return [*enter, f"--pid=/proc/{process}/ns/pid_for_children", "env", f"--chdir={ROOT}"]
 
-    def hostfile(self, slots: int, names: list[str] | None = None) -> Path:
-        """A file with so many slots for each host, or for each of ``names``."""
+    def hostfile(self, slots: int, count: int) -> Path:
+        """A file with so many slots for each of the first ``count`` hosts."""
         path = self.folder / "hostfile"
-        path.write_text("".join(f"{name} slots={slots}\n" for name in names or self.names))
+        path.write_text("".join(f"{name} slots={slots}\n" for name in self.names[:count]))
         return path
 
     def said(self, name: str) -> str:
