@@ -56,9 +56,11 @@ CONFIG
 
 # sshd starts sessions with an empty environment; the image's own is what finds Python, CUDA and the interface.
 session_environment() {
-    local name words=()
+    local name value words=()
     for name in PATH LD_LIBRARY_PATH TORCH_EXTENSIONS_DIR OMP_NUM_THREADS "${!DS_@}" "${!NCCL_@}" "${!GLOO_@}"; do
-        [ -z "${!name:-}" ] || words+=("\"$name=${!name}\"")
+        value=${!name:-}
+        value=${value//\\/\\\\}
+        [ -z "$value" ] || words+=("\"$name=${value//\"/\\\"}\"")
     done
     echo "SetEnv ${words[*]}"
 }
@@ -66,13 +68,13 @@ session_environment() {
 if [ ! -e "$SSH_KEY" ]; then exec "${@:-bash}"; fi
 
 # ssh takes the home folder from the list of users, whatever HOME says.
-HOME_FOLDER=$(getent passwd "$(id -u)" | cut -d: -f6)
+HOME_FOLDER=$(getent passwd "$(id -u)" | cut -d: -f6) || true
 [ -n "$HOME_FOLDER" ] || fail "ssh knows no user $(id -u): build the image with --build-arg USER_ID=$(id -u)"
 (configure_ssh "$HOME_FOLDER/.ssh") # in a shell of its own, for the umask
 SSHD=(/usr/sbin/sshd -D -f "$HOME_FOLDER/.ssh/sshd_config")
 if [ $# = 0 ]; then exec "${SSHD[@]}" -e; fi
 rm -f "$HOME_FOLDER/.ssh/sshd.pid"
-"${SSHD[@]}" -E "$HOME_FOLDER/.ssh/sshd.log" &
+"${SSHD[@]}" -E "$HOME_FOLDER/.ssh/sshd.log" </dev/null &>/dev/null &
 until [ -e "$HOME_FOLDER/.ssh/sshd.pid" ]; do
     kill -0 $! 2>/dev/null || fail "sshd does not start: $(tail -n 1 "$HOME_FOLDER/.ssh/sshd.log")"
     sleep 0.1

@@ -19,8 +19,8 @@ ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFN
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 SCRIPT = ("env", "MERGES=", "bash", "examples/ds_pretrain_gpt2_multinode.sh")
 SETTINGS = (
-    "--model-parallel-size 2 --pipe-parallel-size 2 --train-iters 2 --batch-size 2 --global-batch-size 4 --eval-iters 0 "
-    "--zero-stage 1 --checkpoint-activations --clip-grad 1 --weight-decay 0.01"
+    "--model-parallel-size 2 --pipe-parallel-size 2 --train-iters 2 --batch-size 2 --global-batch-size 4 --eval-iters 0"
+    " --zero-stage 1 --checkpoint-activations --clip-grad 1 --weight-decay 0.01"
 ).split()
 """Whatever the script says, too."""
 

@@ -41,7 +41,7 @@ HostKey /etc/ssh/host_key
 AuthorizedKeysFile /etc/ssh/key.pub
 PasswordAuthentication no
 PermitRootLogin prohibit-password
-PidFile {pid_file}
+PidFile none
 """
 
 SSH_CONFIG = """
@@ -125,14 +125,20 @@ class Hosts:
         """What the host's first process has logged."""
         return (self.folder / name / "log").read_text()
 
+    def await_words(self, name: str, words: str) -> None:
+        """Wait until the host's first process has logged ``words``."""
+        deadline = time.monotonic() + 20
+        while words not in self.said(name):
+            assert self._processes[name].poll() is None and time.monotonic() < deadline, self.said(name)
+            time.sleep(0.01)
+
     def _start_host(self, name: str) -> None:
         (self.folder / name).mkdir(exist_ok=True)
         if self.user:
             self._make_user(self.folder / name)
-        pid_file = self.folder / name / "sshd.pid"
         command = list(self.first_process)
         if not command:
-            self._configure_ssh(self.folder / name / "ssh", pid_file)
+            self._configure_ssh(self.folder / name / "ssh")
             command = ["/usr/sbin/sshd", "-D", "-e"]
         namespaces = "--net --uts --pid --fork --kill-child --mount-proc".split()
         process = self._start(name, ["unshare", *namespaces], command)
@@ -144,10 +150,8 @@ class Hosts:
             subprocess.run([*self.on(name), "ip", *words.split()], check=True)
         process.stdin.write("joined\n")
         process.stdin.close()
-        deadline = time.monotonic() + 20
-        while not self.first_process and not pid_file.exists():
-            assert process.poll() is None and time.monotonic() < deadline, self.said(name)
-            time.sleep(0.01)
+        if not self.first_process:
+            self.await_words(name, "Server listening")
 
     def _start(self, name: str, unshare: list[str], command: list[str]) -> subprocess.Popen:
         """A process in namespaces of its own, which are there when this returns."""
@@ -181,20 +185,21 @@ class Hosts:
 
     def _make_keys(self) -> None:
         """The user's key, the same on all hosts, and each host's own."""
-        _keygen(self.folder / "key")
+        make_key(self.folder / "key")
         for name in self.names:
             (self.folder / name / "ssh").mkdir(parents=True)
-            _keygen(self.folder / name / "ssh" / "host_key")
+            make_key(self.folder / name / "ssh" / "host_key")
 
-    def _configure_ssh(self, place: Path, pid_file: Path) -> None:
+    def _configure_ssh(self, place: Path) -> None:
         """What stands in the host's /etc/ssh."""
         for file in ("key", "key.pub"):
             shutil.copy(self.folder / file, place)
         known = [f"{name} {(self.folder / name / 'ssh' / 'host_key.pub').read_text()}" for name in self.names]
         (place / "known_hosts").write_text("".join(known))
         (place / "ssh_config").write_text(SSH_CONFIG)
-        (place / "sshd_config").write_text(SSHD_CONFIG.format(pid_file=pid_file))
+        (place / "sshd_config").write_text(SSHD_CONFIG)
 
 
-def _keygen(path: Path) -> None:
+def make_key(path: Path) -> None:
+    """A key pair for ssh, without a passphrase."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(path)], check=True)
