@@ -65,7 +65,7 @@ def hosts(folder: Path) -> Iterator[Hosts]:
 
 
 def uncovering(*folders: Path) -> str:
-    """A script that makes folders of a private one's, such as /root, seen by everyone on this host, and nothing else."""
+    """A script that makes folders of a private one's, such as /root, seen by everyone here, and nothing else."""
     private = {}
     for folder in folders:
         closed = [parent for parent in reversed(folder.parents) if not parent.stat().st_mode & stat.S_IXOTH]

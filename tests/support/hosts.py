@@ -32,9 +32,13 @@ mkdir /run/sshd
 echo made
 read -r joined
 ip link set lo up
-exec "$@" </dev/null
+"$@" </dev/null &
+wait $!
 """
-"""How a host begins; behind it comes the command that is to be its first process."""
+"""How a host begins; behind it comes the command that it is there for. All ends with this shell.
+
+The command is not run in place of it: one that becomes another user would forget whose death is its own.
+"""
 
 SSHD_CONFIG = """
 HostKey /etc/ssh/host_key
