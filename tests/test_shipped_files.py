@@ -89,11 +89,14 @@ COMPANY = {
 
 @pytest.mark.parametrize(
     ("script", "knob"),
-    [(script, knob) for script in (*SCRIPTS, *SCRIPTS_FOR_HOSTS) for knob in knobs_of(script)],
+    [
+        (script, knob)
+        for script in (*SCRIPTS, *SCRIPTS_FOR_HOSTS)
+        for knob in knobs_of(script)
+        if (script, knob) != (SLURM, "MASTER_PORT")  # goes to the ranks by their environment
+    ],
 )
 def test_every_knob_changes_the_command(script, knob, tmp_path) -> None:
-    if (script, knob) == (SLURM, "MASTER_PORT"):
-        pytest.skip("goes to the ranks by their environment")
     company = COMPANY.get(knob, {})
     (tmp_path / "hostfile").write_text("worker-1 slots=8")
     value = str(tmp_path / "hostfile") if (script, knob) == (MULTINODE, "HOSTFILE") else None
@@ -223,6 +226,17 @@ def test_a_script_trains(programs: Programs, tmp_path, script, knobs, layout) ->
     assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
 
 
+@pytest.mark.parametrize(("code", "queued_again"), [(0, False), (2, False), (75, True)])
+def test_a_job_that_had_to_leave_is_queued_again(tmp_path, code, queued_again) -> None:
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho rank $RANK of $WORLD_SIZE meets at $MASTER_ADDR\nexit {code}\n")
+    (tmp_path / "python").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{FAKE_SLURM}:/usr/bin:/bin", "SLURM_NTASKS": "2", **SLURM_JOB}
+    words = ["bash", str(ROOT / "examples" / SLURM)]
+    finished = subprocess.run(words, env=environ, capture_output=True, text=True)
+    lines = [f"rank {rank} of 2 meets at localhost" for rank in range(2)] + ["scontrol requeue 71"] * queued_again
+    assert (finished.returncode, sorted(finished.stdout.splitlines())) == (code, sorted(lines))
+
+
 CLASSIC_CONFIG = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 4,
@@ -286,7 +300,7 @@ def test_an_image_is_made_of_pinned_parts_for_an_ordinary_user(name) -> None:
     tag = next(step[1] for step in steps if step[0] == "FROM").partition(":")[2]
     assert re.search(r"\d+\.\d+", tag)
     users = [step[1] for step in steps if step[0] == "USER"]
-    assert users == ["trainer"] and "useradd --create-home --shell /bin/bash --uid \"$USER_ID\" trainer" in text
+    assert users == ["trainer"] and 'useradd --create-home --shell /bin/bash --uid "$USER_ID" trainer' in text
     sources = [source for step in steps if step[0] == "COPY" for source in step[1:-1]]
     assert {"requirements.txt", "pretrain_gpt2.py", "megatron"} <= set(sources)
     assert [source for source in sources if not (ROOT / source).exists()] == []
