@@ -1,14 +1,25 @@
 #!/usr/bin/env bash
-# Run a command in the container, with this host's GPUs, network, data and checkpoints; a shell without one.
+# Run a command in the container, with this host's GPUs, network, data and checkpoints. Without one: a shell.
 #
 #   bash docker/run.sh bash examples/ds_pretrain_gpt2.sh
-#   IMAGE=megatron-deepspeed:cpu GPUS= bash docker/run.sh env OUT=checkpoints/quickstart bash examples/quickstart.sh
+#   IMAGE=megatron-deepspeed:0.1.0-cpu GPUS= bash docker/run.sh env OUT=checkpoints/quickstart \
+#       bash examples/quickstart.sh
+#
+# On several hosts, with one key that all of them have (ssh-keygen -t ed25519 -N "" -f cluster_key). Without a command
+# the container waits for the one that starts the run:
+#
+#   SSH_KEY=cluster_key SSH_ADDRESS=10.0.0.2 bash docker/run.sh
+#   SSH_KEY=cluster_key SSH_ADDRESS=10.0.0.1 bash docker/run.sh \
+#       deepspeed --hostfile data/hostfile pretrain_gpt2.py ...
 set -euo pipefail
 
-IMAGE=${IMAGE:-megatron-deepspeed}
+IMAGE=${IMAGE:-megatron-deepspeed:0.1.0}
 GPUS=${GPUS-all}                                   # all, a number, or '"device=0,1"' with its quotes; empty is none
 DATA_DIR=${DATA_DIR:-$PWD/data}                    # data/ inside; index maps are written there, beside the data
 CHECKPOINT_DIR=${CHECKPOINT_DIR:-$PWD/checkpoints} # checkpoints/ inside
+SSH_KEY=${SSH_KEY:-}                               # private key that all containers share; empty is no sshd
+SSH_ADDRESS=${SSH_ADDRESS:-}                       # where sshd listens: this host's address in the cluster's network
+SSH_PORT=${SSH_PORT:-2222}                         # the same on all hosts
 
 INSIDE=/opt/megatron-deepspeed
 FLAGS=(
@@ -18,13 +29,22 @@ FLAGS=(
     --ulimit memlock=-1 # RDMA pins memory
     # What it writes belongs to the caller, who has no name and no home inside.
     --user "$(id -u):$(id -g)" --env USER=trainer --env HOME=/tmp
+    --cap-drop ALL --security-opt no-new-privileges
     --mount "type=bind,source=$(realpath -m "$DATA_DIR"),target=$INSIDE/data"
     --mount "type=bind,source=$(realpath -m "$CHECKPOINT_DIR"),target=$INSIDE/checkpoints"
 )
 if [ -n "$GPUS" ]; then FLAGS+=(--gpus "$GPUS"); fi
+if [ -n "$SSH_KEY" ]; then
+    : "${SSH_ADDRESS:?is needed with SSH_KEY: the address of this host in the network of the cluster}"
+    FLAGS+=(
+        --mount "type=bind,source=$(realpath "$SSH_KEY"),target=/run/secrets/ssh_key,readonly"
+        --env "SSH_ADDRESS=$SSH_ADDRESS" --env "SSH_PORT=$SSH_PORT"
+    )
+fi
+for name in "${!NCCL_@}" "${!GLOO_@}"; do FLAGS+=(--env "$name"); done
 if [ -t 0 ] && [ -t 1 ]; then FLAGS+=(--interactive --tty); fi
 
 # DRY_RUN=1 shows the command instead of running it.
 run() { if ((${DRY_RUN:-0})); then printf '%q ' "$@" && echo; else "$@"; fi; }
 run mkdir -p "$DATA_DIR" "$CHECKPOINT_DIR"
-run docker run "${FLAGS[@]}" "$IMAGE" "${@:-bash}"
+run docker run "${FLAGS[@]}" "$IMAGE" "$@"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -9,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from support.command_lines import CPU, CUDA
 from support.ports import free_port
-from support.programs import Programs, read_metrics
+from support.programs import BIN, Programs, read_metrics
 
 from megatron.arguments import parse_run
 from megatron.config import RunConfig
@@ -19,32 +21,46 @@ from megatron.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN, PIPE, TORCHRUN = "ds_pretrain_gpt2.sh", "ds_pretrain_gpt2_pipe.sh", "pretrain_gpt2_distributed.sh"
+MULTINODE, SLURM = "ds_pretrain_gpt2_multinode.sh", "ds_pretrain_gpt2.sbatch"
 SCRIPTS = (PLAIN, PIPE, TORCHRUN)
+SCRIPTS_FOR_HOSTS = (MULTINODE, SLURM)
 CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").iterdir())
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
+VERSION = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
 def command_of(script: str, *arguments: str, **knobs: str) -> list[str]:
-    """The words of the command that an example would run."""
+    """The words of the command that an example would run; Slurm is ``support/slurm``."""
     words = ["bash", str(ROOT / "examples" / script), *arguments]
-    environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", **knobs}
+    environ = {"PATH": f"{FAKE_SLURM}:/usr/bin:/bin", "DRY_RUN": "1", **SLURM_JOB, **knobs}
+    if script == MULTINODE:
+        environ = {"HOSTFILE": str(ROOT / "hostfile.example"), **environ}
     return shlex.split(subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout)
+
+
+FAKE_SLURM = ROOT / "tests" / "support" / "slurm"
+SLURM_JOB = {"SLURM_JOB_ID": "71", "SLURM_JOB_NODELIST": "localhost"}
 
 
 def run_of(script: str, *arguments: str, **knobs: str) -> RunConfig:
     """The run that an example would start."""
     words = command_of(script, *arguments, **knobs)
     program = next(place for place, word in enumerate(words) if word.endswith("pretrain_gpt2.py"))
-    processes = words[1 + next(place for place, word in enumerate(words) if word in ("--num_gpus", "--nproc_per_node"))]
+    sizes = [words[place + 1] for place, word in enumerate(words) if word in ("--num_gpus", "--nproc_per_node")]
+    processes = sizes[0] if sizes else "16"  # two hosts, in hostfile.example and for Slurm
     return parse_run(words[program + 1 :], {**knobs, "WORLD_SIZE": processes})
 
 
 def test_no_script_goes_untested() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.sh")} == {*SCRIPTS, "quickstart.sh"}
+    assert {path.name for path in (ROOT / "examples").iterdir()} == {*SCRIPTS, *SCRIPTS_FOR_HOSTS, "quickstart.sh"}
 
 
 @pytest.mark.parametrize(
-    ("script", "layout", "zero_stage"), [(PLAIN, (1, 0, 8), 2), (PIPE, (2, 2, 2), 1), (TORCHRUN, (1, 0, 8), 1)]
+    ("script", "layout", "zero_stage"),
+    [
+        *((PLAIN, (1, 0, 8), 2), (PIPE, (2, 2, 2), 1), (TORCHRUN, (1, 0, 8), 1)),
+        *((MULTINODE, (2, 2, 4), 1), (SLURM, (2, 2, 4), 1)),
+    ],
 )
 @pytest.mark.parametrize(("environ", "dtype"), [(CPU, "fp32"), (CUDA, "fp16")], ids=["cpu", "cuda"])
 def test_a_script_starts_its_run(script, layout, zero_stage, environ, dtype) -> None:
@@ -63,11 +79,46 @@ def knobs_of(script: str) -> dict[str, str]:
     return dict(re.findall(r"^([A-Z_]+)=\$\{\1:?-(.*?)\}(?: |$)", text, re.MULTILINE))
 
 
-@pytest.mark.parametrize(("script", "knob"), [(script, knob) for script in SCRIPTS for knob in knobs_of(script)])
-def test_every_knob_changes_the_command(script, knob) -> None:
-    company = {"HOSTFILE": "hostfile.example"} if knob == "NODES" else {}
-    value = {"0": "1", "1": "0"}.get(knobs_of(script)[knob], "77")
+COMPANY = {
+    "NODES": {"HOSTFILE": "hostfile.example"},
+    "NODE_RANK": {"MASTER_ADDR": "worker-1"},
+    "INTERFACE": {"LAUNCHER": "openmpi"},
+}
+"""What a knob goes with."""
+
+
+@pytest.mark.parametrize(
+    ("script", "knob"),
+    [
+        (script, knob)
+        for script in (*SCRIPTS, *SCRIPTS_FOR_HOSTS)
+        for knob in knobs_of(script)
+        if (script, knob) != (SLURM, "MASTER_PORT")  # goes to the ranks by their environment
+    ],
+)
+def test_every_knob_changes_the_command(script, knob, tmp_path) -> None:
+    company = COMPANY.get(knob, {})
+    (tmp_path / "hostfile").write_text("worker-1 slots=8")
+    value = str(tmp_path / "hostfile") if (script, knob) == (MULTINODE, "HOSTFILE") else None
+    value = value or {"0": "1", "1": "0"}.get(knobs_of(script)[knob], "77")
     assert command_of(script, **company, **{knob: value}) != command_of(script, **company)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"HOSTFILE": "missing"}, "missing: no such hostfile: copy hostfile.example"),
+        ({"INCLUDE": "worker-1:0", "LAUNCHER": "mpich"}, "INCLUDE and SSH_PORT go with LAUNCHER=pdsh only"),
+        ({"SSH_PORT": "2222", "LAUNCHER": "openmpi"}, "INCLUDE and SSH_PORT go with LAUNCHER=pdsh only"),
+        ({"INTERFACE": "eth1"}, "INTERFACE goes with LAUNCHER=openmpi only"),
+        ({"NODE_RANK": "1"}, "NODE_RANK needs MASTER_ADDR"),
+    ],
+)
+def test_knobs_for_hosts_that_contradict_each_other(knobs, words) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        command_of(MULTINODE, **knobs)
+    assert caught.value.returncode == 2
+    assert caught.value.stderr.startswith(f"{MULTINODE}: error: {words}")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -130,7 +181,11 @@ def test_a_config_that_says_otherwise_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    [*(f"examples/{name}" for name in (*SCRIPTS, "quickstart.sh")), "docker/run.sh", "run_tests.sh", ".ci/run"],
+    [
+        *(f"examples/{name}" for name in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, "quickstart.sh")),
+        *("docker/run.sh", "docker/entrypoint.sh", "tools/environment.sh", "run_tests.sh", ".ci/run"),
+        *("tests/support/slurm/srun", "tests/support/slurm/scontrol"),
+    ],
 )
 def test_shellcheck_has_no_complaint(script) -> None:
     checker = Path(sys.executable).parent / "shellcheck"
@@ -152,6 +207,7 @@ TINY = {
         (PIPE, {"TP": "1", "PP": "2"}, "TP 1 x PP 2 x DP 1, pipeline engine, 2 stages, ZeRO 1"),
         (PLAIN, {"ZERO_STAGE": "2"}, "TP 1 x PP 1 x DP 2, plain engine, ZeRO 2"),
         (TORCHRUN, {"TP": "2", "PARTITION_ACTIVATIONS": "1"}, "TP 2 x PP 1 x DP 1, plain engine, ZeRO 1"),
+        (SLURM, {"TP": "1", "SLURM_NTASKS": "2"}, "TP 1 x PP 2 x DP 1, pipeline engine, 2 stages, ZeRO 1"),
     ],
 )
 def test_a_script_trains(programs: Programs, tmp_path, script, knobs, layout) -> None:
@@ -161,12 +217,24 @@ def test_a_script_trains(programs: Programs, tmp_path, script, knobs, layout) ->
     finished = programs.run(
         "bash", f"examples/{script}", *programs.data_arguments[4:], "--num-workers", "0", "--log-interval", "1",
         "--eval-iters", "1", "--metrics-file", tmp_path / "metrics",
-        MASTER_PORT=str(free_port()), **CPU, **TINY, **files, **knobs,
+        MASTER_PORT=str(free_port()), PATH=f"{FAKE_SLURM}:{BIN}:{os.environ['PATH']}", **SLURM_JOB,
+        **CPU, **TINY, **files, **knobs,
     ).ok()  # fmt: skip
     assert f"> layout    2 processes = {layout}" in finished.output
     losses = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line]
     assert len(losses) == 2 and losses[0] == pytest.approx(math.log(92), abs=0.2)
     assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
+
+
+@pytest.mark.parametrize(("code", "queued_again"), [(0, False), (2, False), (75, True)])
+def test_a_job_that_had_to_leave_is_queued_again(tmp_path, code, queued_again) -> None:
+    (tmp_path / "python").write_text(f"#!/bin/sh\necho rank $RANK of $WORLD_SIZE meets at $MASTER_ADDR\nexit {code}\n")
+    (tmp_path / "python").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{FAKE_SLURM}:/usr/bin:/bin", "SLURM_NTASKS": "2", **SLURM_JOB}
+    words = ["bash", str(ROOT / "examples" / SLURM)]
+    finished = subprocess.run(words, env=environ, capture_output=True, text=True)
+    lines = [f"rank {rank} of 2 meets at localhost" for rank in range(2)] + ["scontrol requeue 71"] * queued_again
+    assert (finished.returncode, sorted(finished.stdout.splitlines())) == (code, sorted(lines))
 
 
 CLASSIC_CONFIG = {
@@ -232,10 +300,33 @@ def test_an_image_is_made_of_pinned_parts_for_an_ordinary_user(name) -> None:
     tag = next(step[1] for step in steps if step[0] == "FROM").partition(":")[2]
     assert re.search(r"\d+\.\d+", tag)
     users = [step[1] for step in steps if step[0] == "USER"]
-    assert users == ["trainer"] and ["RUN", "useradd", "--create-home", "trainer"] in steps
+    assert users == ["trainer"] and 'useradd --create-home --shell /bin/bash --uid "$USER_ID" trainer' in text
     sources = [source for step in steps if step[0] == "COPY" for source in step[1:-1]]
     assert {"requirements.txt", "pretrain_gpt2.py", "megatron"} <= set(sources)
     assert [source for source in sources if not (ROOT / source).exists()] == []
+    entrypoint = next(json.loads(" ".join(step[1:])) for step in steps if step[0] == "ENTRYPOINT")
+    assert entrypoint == ["bash", "/opt/megatron-deepspeed/docker/entrypoint.sh"]
+    assert "docker/entrypoint.sh" in sources and any(step[0] == "HEALTHCHECK" for step in steps)
+    assert "/etc/ssh/ssh_host_*" in text, "host keys are made at the first start, none is part of the image"
+
+
+def test_hadolint_has_no_complaint() -> None:
+    words = [str(Path(sys.executable).parent / "hadolint"), "--no-color", "--failure-threshold", "warning"]
+    finished = subprocess.run([*words, *DOCKERFILES], cwd=ROOT / "docker", capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout
+
+
+def test_two_containers_are_two_hosts() -> None:
+    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    assert list(compose["services"]) == list(fetch_hostfile(str(ROOT / "docker" / "hostfile.compose")))
+    for name, service in compose["services"].items():
+        assert service["hostname"] == name and service["image"] == f"megatron-deepspeed:{VERSION}-cpu"
+        assert service["secrets"] == ["ssh_key"] and "ports" not in service and service["cap_drop"] == ["ALL"]
+        assert (ROOT / "docker" / service["build"]["context"] / service["build"]["dockerfile"]).exists()
+    assert compose["networks"] == {"cluster": {"internal": True}}
+    assert compose["secrets"]["ssh_key"]["file"].startswith("${SSH_KEY:?")
 
 
 def test_the_gpu_image_keeps_its_own_torch(tmp_path) -> None:
@@ -259,10 +350,16 @@ def test_the_container_gets_the_hosts_gpus_network_and_folders(tmp_path) -> None
     words = docker()
     inside = re.search(r"^WORKDIR (.*)", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)[1]
     assert words[:2] == ["docker", "run"]
-    assert words[-5:] == ["megatron-deepspeed", "bash", "examples/ds_pretrain_gpt2.sh", "--seed", "7"]
+    assert words[-5:] == [f"megatron-deepspeed:{VERSION}", "bash", "examples/ds_pretrain_gpt2.sh", "--seed", "7"]
     assert f"type=bind,source={tmp_path}/my data,target={inside}/data" in words
     assert f"type=bind,source={ROOT}/checkpoints,target={inside}/checkpoints" in words
     for flag in ("--gpus all", "--ulimit memlock=-1", "--network host", "--ipc=host"):
         assert f" {flag} " in " ".join(words)
-    assert "--gpus" not in docker(GPUS="")
+    assert "--gpus" not in docker(GPUS="") and "ssh_key" not in " ".join(words)
+    over_ssh = docker(SSH_KEY="pyproject.toml", SSH_ADDRESS="10.0.0.1", GLOO_SOCKET_IFNAME="ib0")
+    assert f"type=bind,source={ROOT}/pyproject.toml,target=/run/secrets/ssh_key,readonly" in over_ssh
+    for flag in ("--env SSH_ADDRESS=10.0.0.1", "--env SSH_PORT=2222", "--env GLOO_SOCKET_IFNAME"):
+        assert f" {flag} " in " ".join(over_ssh)
+    with pytest.raises(subprocess.CalledProcessError):
+        docker(SSH_KEY="pyproject.toml")
     assert not (tmp_path / "my data").exists(), "a dry run makes nothing"

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# Pretrain GPT-2 (345M) on several hosts: tensor x pipeline x data parallel, over DeepSpeed's launchers.
+#
+#   HOSTFILE=hostfile bash examples/ds_pretrain_gpt2_multinode.sh --seed 7              on all hosts of the file
+#   INCLUDE=worker-1:0,1@worker-2:0,1 bash examples/ds_pretrain_gpt2_multinode.sh       on some slots of some hosts
+#   LAUNCHER=openmpi INTERFACE=eth1 bash examples/ds_pretrain_gpt2_multinode.sh         over mpirun instead of pdsh
+#   NODE_RANK=0 MASTER_ADDR=worker-1 bash examples/ds_pretrain_gpt2_multinode.sh        without ssh: once on each host
+#
+# docs/multinode.md says what each needs and shows. With --deepspeed_config FILE, what the file sets must be what the
+# knobs say.
+set -euo pipefail
+
+# Data, as tools/preprocess_data.py writes it (PREFIX.bin and .idx), and checkpoints: the same path on every host.
+DATA=${DATA:-data/corpus_text_document}
+VOCAB=${VOCAB:-data/vocab.json}
+MERGES=${MERGES-data/merges.txt} # empty with --tokenizer-type WhitespaceTokenizer, which has none
+SAVE=${SAVE:-checkpoints/gpt2_345m_multinode}
+SAVE_INTERVAL=${SAVE_INTERVAL:-5000}
+
+# Model.
+LAYERS=${LAYERS:-24}
+HIDDEN=${HIDDEN:-1024}
+HEADS=${HEADS:-16}
+SEQ_LENGTH=${SEQ_LENGTH:-1024}
+
+# Training. Batches are counted in samples; a global batch takes as many micro-batches as it needs.
+MICRO_BATCH=${MICRO_BATCH:-4}
+GLOBAL_BATCH=${GLOBAL_BATCH:-64}
+ITERATIONS=${ITERATIONS:-320000}
+LR=${LR:-1.5e-4}
+MIN_LR=${MIN_LR:-1e-5}
+PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo fp16)} # fp32, bf16 or fp16
+TP=${TP:-2}                 # tensor-parallel size, within a host
+PP=${PP:-2}                 # stages, 0 for the plain engine; processes beyond TP x PP are data parallel
+ZERO_STAGE=${ZERO_STAGE:-1} # with a pipeline 0 or 1
+
+# Hosts.
+HOSTFILE=${HOSTFILE:-hostfile} # see hostfile.example
+INCLUDE=${INCLUDE:-}           # host:slots@host:slots, slots with commas between; pdsh only
+LAUNCHER=${LAUNCHER:-pdsh}     # pdsh, openmpi or mpich
+INTERFACE=${INTERFACE:-}       # of the cluster's network, for openmpi; eth0 by itself
+SSH_PORT=${SSH_PORT:-}         # empty is ssh's own choice; pdsh only
+NODE_RANK=${NODE_RANK:-}       # without ssh: this host's place in the hostfile, counted from 0
+MASTER_ADDR=${MASTER_ADDR:-}   # the first host, as the others know it; asked of it by ssh where empty
+MASTER_PORT=${MASTER_PORT:-29500}
+
+fail() { echo "$(basename "$0"): error: $1" >&2 && exit 2; }
+[ -f "$HOSTFILE" ] || fail "$HOSTFILE: no such hostfile: copy hostfile.example, and write your hosts into it"
+if [ "$LAUNCHER" != pdsh ] && [ -n "$INCLUDE$SSH_PORT" ]; then
+    fail "INCLUDE and SSH_PORT go with LAUNCHER=pdsh only: write a hostfile, and the port into ~/.ssh/config"
+fi
+if [ -n "$INTERFACE" ] && [ "$LAUNCHER" != openmpi ]; then
+    fail "INTERFACE goes with LAUNCHER=openmpi only: write GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME into .deepspeed_env"
+fi
+if [ -n "$NODE_RANK" ] && [ -z "$MASTER_ADDR" ]; then
+    fail "NODE_RANK needs MASTER_ADDR: the first host of $HOSTFILE, as this one knows it"
+fi
+
+HOSTS=(--log_level warning --hostfile "$HOSTFILE" --master_port "$MASTER_PORT")
+if [ -n "$MASTER_ADDR" ]; then HOSTS+=(--master_addr "$MASTER_ADDR"); fi
+if [ -n "$INCLUDE" ]; then HOSTS+=(--include "$INCLUDE"); fi
+if [ -n "$SSH_PORT" ]; then HOSTS+=(--ssh_port "$SSH_PORT"); fi
+if [ -n "$NODE_RANK" ]; then HOSTS+=(--no_ssh --node_rank "$NODE_RANK"); else HOSTS+=(--launcher "$LAUNCHER"); fi
+if [ -n "$INTERFACE" ]; then HOSTS+=("--launcher_args=--mca btl_tcp_if_include $INTERFACE"); fi
+
+SWITCHES=(--checkpoint-activations)
+if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
+
+# DRY_RUN=1 shows the command instead of running it.
+run() { if ((${DRY_RUN:-0})); then printf '%q ' "$@" && echo; else "$@"; fi; }
+run deepspeed "${HOSTS[@]}" "$(realpath "$(dirname "$0")/..")/pretrain_gpt2.py" \
+    --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
+    --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" \
+    --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" \
+    --batch-size "$MICRO_BATCH" --global-batch-size "$GLOBAL_BATCH" --train-iters "$ITERATIONS" \
+    --lr "$LR" --min-lr "$MIN_LR" --lr-decay-style cosine --warmup 0.01 --weight-decay 0.01 --clip-grad 1.0 \
+    --zero-stage "$ZERO_STAGE" "${SWITCHES[@]}" \
+    --data-path "$DATA" --vocab-file "$VOCAB" ${MERGES:+--merge-file "$MERGES"} --split 949,50,1 \
+    --save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL" \
+    --log-interval 100 --eval-interval 1000 --eval-iters 10 "$@"

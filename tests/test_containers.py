@@ -1,0 +1,176 @@
+"""The images' entry point, run for real: by an ordinary user, as the first process of each of two hosts.
+
+The hosts are network namespaces in place of containers, see ``support/hosts.py``.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.hosts import INTERFACE, ROOT, Hosts, make_key, why_not
+from support.programs import BIN, TINY_MODEL, Finished, Programs, read_metrics
+
+from megatron.launch.environment import prepare_environment
+
+USER = 10_000
+AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs"]
+ENTRYPOINT = ["bash", str(ROOT / "docker" / "entrypoint.sh")]
+SETTINGS = (
+    *TINY_MODEL,
+    *"--model-parallel-size 2 --pipe-parallel-size 2 --train-iters 2 --batch-size 2 --eval-iters 0".split(),
+)
+
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+
+@pytest.fixture(scope="module")
+def folder(programs: Programs) -> Iterator[Path]:
+    """Where that user may read and write: a key, the data, and what DeepSpeed has compiled."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_key(folder / "cluster_key")
+        data, vocabulary = (Path(programs.data_arguments[place]) for place in (1, 3))
+        for file in (*data.parent.glob(f"{data.name}.*"), vocabulary):
+            shutil.copy(file, folder)
+        environ = dict(os.environ)
+        prepare_environment(environ)
+        shutil.copytree(environ["TORCH_EXTENSIONS_DIR"], folder / "extensions")
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, USER, USER)
+        (folder / "cluster_key").chmod(0o400)
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def hosts(folder: Path) -> Iterator[Hosts]:
+    place = folder / "hosts"
+    place.mkdir()
+    for path in (folder, place):
+        path.chmod(0o755)
+    command = ("bash", "-c", uncovering(ROOT, Path(sys.prefix), Path(sys.base_prefix)), "uncover")
+    command += (*AS_USER, *environment(folder), *ENTRYPOINT)
+    with Hosts(place, 2, first_process=command, user=USER) as hosts:
+        for name in hosts.names:
+            hosts.await_words(name, "Server listening")
+        yield hosts
+
+
+def uncovering(*folders: Path) -> str:
+    """A script that makes folders of a private one's, such as /root, seen by everyone here, and nothing else."""
+    private = {}
+    for folder in folders:
+        closed = [parent for parent in reversed(folder.parents) if not parent.stat().st_mode & stat.S_IXOTH]
+        if closed:
+            private[folder] = closed[0]
+    kept = {folder: f"/run/kept-{number}" for number, folder in enumerate(private)}
+    lines = ["set -e", "umask 022"]
+    lines += [f"mkdir {kept[folder]}; mount --bind {shlex.quote(str(folder))} {kept[folder]}" for folder in private]
+    lines += [f"mount -t tmpfs -o mode=755 none {shlex.quote(str(closed))}" for closed in set(private.values())]
+    for folder in private:
+        words = shlex.quote(str(folder))
+        lines.append(f"mkdir -p {words}; mount --bind {kept[folder]} {words}")
+    return "\n".join([*lines, 'exec "$@"'])
+
+
+def environment(folder: Path, **others: str) -> list[str]:
+    """What an image and ``docker run --env`` set, and nothing else."""
+    words = {
+        **{"PATH": f"{BIN}:/usr/bin:/bin", "SSH_KEY": folder / "cluster_key", "SSH_ADDRESS": "0.0.0.0"},
+        **{"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE},
+        **{"TORCH_EXTENSIONS_DIR": folder / "extensions", "DS_ODD": 'a  "b" $c', **others},
+    }
+    return ["env", "--ignore-environment", *(f"{name}={value}" for name, value in words.items() if value != "")]
+
+
+@pytest.fixture
+def inside(programs: Programs, hosts: Hosts, folder: Path) -> Callable[..., Finished]:
+    """``inside(*command)`` on ``host-1``, as ``docker exec`` would run it."""
+
+    def run(*command: str | Path, **environ: str) -> Finished:
+        return programs.run(*hosts.on("host-1"), *AS_USER, *environment(folder, **environ), *command)
+
+    return run
+
+
+def test_containers_reach_each_other(inside) -> None:
+    """By name, without a question, with the environment of the image; and so does the health check."""
+    said = inside("ssh", "host-2", 'hostname; id -un; echo "$DS_ODD"; echo "$GLOO_SOCKET_IFNAME"').ok().output
+    assert said.splitlines() == ["host-2", "trainer", 'a  "b" $c', INTERFACE]
+    check = re.search(r"CMD (\[.*\])", (ROOT / "docker" / "Dockerfile").read_text())[1]
+    inside(*json.loads(check.replace("/home/trainer", "~"))).ok()
+
+
+def test_nobody_else_gets_in(inside, hosts, folder) -> None:
+    """Not root, not by a password, not with another key; and no host is believed that has another key."""
+    assert "Permission denied (publickey)" in inside("ssh", "root@host-2", "true").output
+    assert "Permission denied (publickey)" in inside("ssh", "-o", "PubkeyAuthentication=no", "host-2", "true").output
+    other = folder / "hosts" / "host-1" / "home" / "other_key"
+    inside("ssh-keygen", "-q", "-N", "", "-f", other).ok()
+    words = ("-F", "none", "-p", "2222", "-o", "BatchMode=yes", "-o", "IdentitiesOnly=yes", "-i", other)
+    ignoring = ("-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null")
+    assert "Permission denied (publickey)" in inside("ssh", *words, *ignoring, "host-2", "true").output
+    known = other.with_name("known")
+    known.write_text(f"@cert-authority cluster {other.with_suffix('.pub').read_text()}")
+    distrusted = inside("ssh", "-o", f"UserKnownHostsFile={known}", "host-2", "true")
+    assert distrusted.returncode == 255 and "Host key verification failed" in distrusted.output
+
+
+def test_deepspeed_trains_over_containers(inside, hosts, folder, train_in_ranks, tmp_path) -> None:
+    """Over pdsh, with no environment forwarded by hand; bit for bit what one host gives."""
+    train_in_ranks(4, *SETTINGS, "--metrics-file", tmp_path / "metrics")
+    metrics = folder / "hosts" / "host-1" / "home" / "metrics"
+    inside(
+        "deepspeed", "--log_level", "warning", "--hostfile", "docker/hostfile.compose", "pretrain_gpt2.py", *SETTINGS,
+        "--data-path", folder / "tiny_text_document", "--vocab-file", folder / "vocab.json",
+        "--tokenizer-type", "WhitespaceTokenizer", "--split", "8,1,1", "--metrics-file", metrics,
+    ).ok()  # fmt: skip
+    expected, found = ([line["lm_loss"] for line in read_metrics(path)] for path in (tmp_path / "metrics", metrics))
+    assert len(found) == 2 and found == expected
+
+
+def test_secrets_are_the_users_own(hosts) -> None:
+    """And a container that starts once more keeps its host key; nothing of the shared key is written anywhere."""
+    for path in (hosts.folder / "host-2" / "home" / ".ssh").iterdir():
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert path.stat().st_uid == USER and mode == (0o644 if path.name == "sshd.pid" else 0o600), path
+        assert (path.name == "host_key") == ("PRIVATE" in path.read_text())
+
+
+def test_a_command_has_an_sshd_beside_it(inside, hosts) -> None:
+    """Where the container is not only there for others; its host key is that of its first start."""
+    key = hosts.folder / "host-1" / "home" / ".ssh" / "host_key"
+    before = key.read_bytes()
+    said = inside(*ENTRYPOINT, "ssh", "this-container", "echo $SSH_CONNECTION", SSH_PORT="2223").ok().output
+    assert said.split()[-1] == "2223" and key.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("environ", "user", "words"),
+    [
+        ({"SSH_ADDRESS": ""}, USER, "set SSH_ADDRESS, this host's address in the cluster's network"),
+        ({"SSH_KEY": "/etc/hostname"}, USER, "/etc/hostname is no private key without a passphrase"),
+        ({"SSH_ADDRESS": "10.1.1.1", "SSH_PORT": "2223"}, USER, "sshd does not start: Cannot bind any address."),
+        ({}, 0, "sshd is not started for root"),
+        ({}, USER + 1, f"ssh knows no user {USER + 1}: build the image with --build-arg USER_ID={USER + 1}"),
+    ],
+)
+def test_what_cannot_be_is_refused(programs, hosts, folder, environ, user, words) -> None:
+    become = ["setpriv", f"--reuid={user}", "--clear-groups"]
+    refused = programs.run(*hosts.on("host-2"), *become, *environment(folder, **environ), *ENTRYPOINT, "true")
+    assert refused.returncode == 2
+    assert refused.output.splitlines()[-1].startswith(f"entrypoint.sh: error: {words}")
+
+
+def test_without_a_key_it_is_the_command_alone(programs, hosts, folder) -> None:
+    words = [*environment(folder, SSH_KEY="/run/secrets/ssh_key"), *ENTRYPOINT, "ps", "-C", "sshd", "--no-headers"]
+    unshared = ["unshare", "--pid", "--fork", "--mount-proc"]
+    assert programs.run(*unshared, *AS_USER, *words).output == ""

@@ -1,0 +1,113 @@
+"""Two and three hosts, each launcher: the losses of one host, bit for bit.
+
+The hosts are network namespaces, see ``support/hosts.py``; they share their files, as over NFS.
+"""
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.hosts import INTERFACE, Hosts, why_not
+from support.programs import TINY_MODEL, Finished, Programs, read_metrics
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+"""What every rank is to find, wherever it is."""
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+SCRIPT = ("env", "MERGES=", "bash", "examples/ds_pretrain_gpt2_multinode.sh")
+SETTINGS = (
+    "--model-parallel-size 2 --pipe-parallel-size 2 --train-iters 2 --batch-size 2 --global-batch-size 4 --eval-iters 0"
+    " --zero-stage 1 --checkpoint-activations --clip-grad 1 --weight-decay 0.01"
+).split()
+"""Whatever the script says, too."""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory) -> Iterator[Hosts]:
+    folder = tmp_path_factory.mktemp("hosts")
+    (folder / "deepspeed_env").write_text("".join(f"{name}={value}\n" for name, value in ENVIRONMENT.items()))
+    with Hosts(folder, 3) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def settings(programs: Programs) -> list[str]:
+    return [*TINY_MODEL, *SETTINGS, *programs.data_arguments]
+
+
+@pytest.fixture(scope="module")
+def on_one_host(programs: Programs, settings, tmp_path_factory) -> list[float]:
+    """The losses of four ranks on this machine."""
+    metrics = tmp_path_factory.mktemp("one_host") / "metrics"
+    programs.torchrun(4, "pretrain_gpt2.py", *settings, "--metrics-file", metrics).ok()
+    return losses(metrics)
+
+
+def losses(metrics: Path) -> list[float]:
+    found = [line["lm_loss"] for line in read_metrics(metrics) if "lm_loss" in line]
+    assert len(found) == 2
+    return found
+
+
+def on_each(programs: Programs, hosts: Hosts, *commands: list, **environ: str) -> list[Finished]:
+    """One command on ``host-1``, the next on ``host-2``, ..., all at the same time."""
+    with ThreadPoolExecutor() as pool:
+        started = [
+            pool.submit(programs.run, *hosts.on(name), *command, **ENVIRONMENT, **environ)
+            for name, command in zip(hosts.names, commands, strict=False)
+        ]
+        return [finished.result().ok() for finished in started]
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"LAUNCHER": "pdsh", "INCLUDE": "host-1:0,1@host-2:1@host-3:0"},
+        {"LAUNCHER": "openmpi", "INTERFACE": INTERFACE, **AS_ROOT},
+    ],
+    ids=["pdsh on three hosts", "openmpi"],
+)
+def test_deepspeed_over_ssh(programs, hosts, settings, on_one_host, tmp_path, knobs) -> None:
+    files = {"HOSTFILE": str(hosts.hostfile(2, 3 if "INCLUDE" in knobs else 2)), "SAVE": str(tmp_path / "saved")}
+    finished = programs.run(
+        *hosts.on("host-1"), *SCRIPT, *settings, "--metrics-file", tmp_path / "metrics",
+        DS_ENV_FILE=str(hosts.folder / "deepspeed_env"), **files, **knobs,
+    ).ok()  # fmt: skip
+    assert losses(tmp_path / "metrics") == on_one_host
+    assert finished.output.count("> layout") == 1, "one rank of all hosts speaks"
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
+
+
+def test_deepspeed_without_ssh(programs, hosts, settings, on_one_host, tmp_path) -> None:
+    """Started once on each host."""
+    files = {"HOSTFILE": str(hosts.hostfile(2, 2)), "SAVE": str(tmp_path / "saved"), "MASTER_ADDR": "host-1"}
+    commands = [
+        ["env", f"NODE_RANK={number}", *SCRIPT, *settings, "--metrics-file", tmp_path / "metrics"]
+        for number in range(2)
+    ]
+    on_each(programs, hosts, *commands, **files)
+    assert losses(tmp_path / "metrics") == on_one_host
+
+
+def test_torchrun_with_a_rendezvous(programs, hosts, settings, on_one_host, tmp_path) -> None:
+    command = [
+        "torchrun", "--nnodes", "2", "--nproc_per_node", "2", "--rdzv_backend", "c10d",
+        "--rdzv_endpoint", "host-1:29500", "--rdzv_id", "run-1",
+        "pretrain_gpt2.py", *settings, "--metrics-file", tmp_path / "metrics",
+    ]  # fmt: skip
+    on_each(programs, hosts, command, command)
+    assert losses(tmp_path / "metrics") == on_one_host
+
+
+def test_mpirun(programs, hosts, settings, on_one_host, tmp_path) -> None:
+    forwarded = [word for name in ENVIRONMENT for word in ("-x", name)]
+    programs.run(
+        *hosts.on("host-1"), "mpirun", "-n", "4", "--hostfile", hosts.hostfile(2, 2), *forwarded,
+        "--mca", "btl_tcp_if_include", INTERFACE,
+        sys.executable, "pretrain_gpt2.py", *settings, "--metrics-file", tmp_path / "metrics",
+        **ENVIRONMENT, **AS_ROOT,
+    ).ok()  # fmt: skip
+    assert losses(tmp_path / "metrics") == on_one_host
