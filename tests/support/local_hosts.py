@@ -44,7 +44,9 @@ class LocalHosts:
             settings.append("SetEnv " + " ".join(f'"{key}={value}"' for key, value in environ.items()))
         config.write_text("\n".join(settings) + "\n")
         with open(self.folder / f"{name}.log", "w") as log:
-            self._servers.append(subprocess.Popen([SSHD, "-D", "-e", "-f", config], stderr=log, stdin=subprocess.DEVNULL))
+            self._servers.append(
+                subprocess.Popen([SSHD, "-D", "-e", "-f", config], stderr=log, stdin=subprocess.DEVNULL)
+            )
         self.name(name, port)
         kind, key, *_ = (self.folder / f"{name}.pub").read_text().split()
         with open(self.folder / "known_hosts", "a") as file:
