@@ -25,9 +25,7 @@ def rehearsal_lines(rehearsal: Rehearsal, ranks: int, *, colour: bool) -> str:
     failed = [
         _line(Verdict(False, f"{host}: {said}"), "all-reduce", colour) for host, said in rehearsal.failures.items()
     ]
-    return "\n".join(
-        [*failed, "       fix: see which interface and port the hosts reach each other by; then --quick again"]
-    )
+    return "\n".join([*failed, "       fix: ip -br address  # on each: do they reach each other, by which interface?"])
 
 
 def as_json(findings: Findings, rehearsal: Rehearsal | None) -> str:

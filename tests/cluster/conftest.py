@@ -1,7 +1,6 @@
 """Hosts to look at."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.local_hosts import MISSING, LocalHosts

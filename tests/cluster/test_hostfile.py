@@ -69,7 +69,8 @@ def test_every_broken_line_is_named(tmp_path: Path) -> None:
     "name",
     [
         "-oProxyCommand=touch${IFS}marker", "--help", "a;touch${IFS}marker", "$(touch${IFS}marker)",
-        "`touch${IFS}marker`", "'a'", '"a"', "a|b", "a&b", "a>b", "a\\b", "*", "~", "[1-9]", "%h", "a\x00", "a\nslots=1",
+        "`touch${IFS}marker`", "'a'", '"a"', "a|b", "a&b", "a>b", "a\\b", "*", "~", "[1-9]", "%h", "a\x00",
+        "a\nslots=1",
     ],
 )  # fmt: skip
 def test_nothing_that_a_shell_or_ssh_obeys_is_a_host(tmp_path: Path, name: str) -> None:

@@ -64,9 +64,9 @@ def _not_there(wanted: str, interfaces: Sequence[str], *, exactly: bool) -> list
         return []
     exactly = exactly or wanted.startswith("=")
     names = [name.partition(":")[0] for name in wanted.removeprefix("=").split(",") if name]
-    return [
-        name for name in names if not any(there == name if exactly else there.startswith(name) for there in interfaces)
-    ]
+    if exactly:
+        return [name for name in names if name not in interfaces]
+    return [name for name in names if not any(there.startswith(name) for there in interfaces)]
 
 
 def _only_here(addresses: Sequence[str]) -> bool:

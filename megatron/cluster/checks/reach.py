@@ -7,7 +7,7 @@ from megatron.cluster.checks.case import Case, Verdict
 _CURES = {
     "Permission denied": "test -e ~/.ssh/id_ed25519 || ssh-keygen -t ed25519 -N '' -f ~/.ssh/id_ed25519; "
     "ssh-copy-id {port}{host}",
-    "IDENTIFICATION HAS CHANGED": "ssh-keygen -R {host}  # once you know why its key is another; then: ssh {port}{host}",
+    "IDENTIFICATION HAS CHANGED": "ssh-keygen -R {host}  # once you know why its key is another",
     "Host key verification failed": "ssh {port}{host} true  # once, and compare the fingerprint it shows",
     "Connection refused": "systemctl start ssh  # on {host} itself; or name its port with --ssh_port",
     "timed out": "ping -c 3 {host}  # is it up, and does a firewall let ssh through?",
