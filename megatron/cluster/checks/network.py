@@ -28,7 +28,7 @@ def check_port(case: Case) -> Iterator[Verdict]:
         yield Verdict(
             False,
             f"{case.port}: {owner}",
-            f"{case.fix('ss', '-ltnp', f'sport = :{case.port}')}  # or start with another --master_port",
+            f"{case.fix('ss', '-ltnp')} | grep :{case.port}  # or start with another --master_port",
         )
     else:
         yield Verdict(True, f"{case.port} is free")

@@ -60,11 +60,10 @@ def check_devices(case: Case) -> Iterator[Verdict]:
         yield Verdict(True, f"{len(slots)} ranks; devices of kind {case.device} cannot be counted from here")
     elif max(slots) >= found["cuda"]:
         count = found["cuda"]
-        change = f"slots={count}" if count else "DS_ACCELERATOR=cpu, or a host with GPUs"
         yield Verdict(
             False,
             f"{count} GPUs, and slot {max(slots)} is asked for",
-            f"{case.fix('ls', '/dev')} | grep nvidia  # then in the hostfile: {change}",
+            f"{case.fix('nvidia-smi', '-L')}  # then in the hostfile: slots={count}, or, without a GPU, no such line",
         )
     else:
         yield Verdict(True, f"{len(slots)} ranks on {found['cuda']} GPUs")
