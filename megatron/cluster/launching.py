@@ -1,4 +1,4 @@
-"""The command that starts ``deepspeed``, made of words that were checked first: nothing in them is run by a shell.
+"""The words behind ``deepspeed``, made of words that were checked first: nothing in them is run by a shell.
 
 DeepSpeed's launcher puts hosts, folders and arguments into a command line for remote shells. What it leaves bare is
 quoted here, and what cannot be quoted is refused.
@@ -57,8 +57,8 @@ def read_launch(argv: Sequence[str]) -> Namespace:
     return parser.parse_args(argv)
 
 
-def launch_command(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
-    """The words that start ``deepspeed`` as ``launch`` says.
+def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
+    """The words behind ``deepspeed`` that start what ``launch`` says.
 
     Raises:
         ConfigError: with a line for each thing that is wrong with the hostfile, or that a remote shell would
@@ -76,7 +76,7 @@ def launch_command(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
     if several and launch.launcher == "pdsh":
         # The script's name reaches the remote shell as it is, even with a space.
         script, arguments = shlex.quote(script).replace("%", "%%"), [quote_for_pdsh(word) for word in arguments]
-    return [sys.executable, "-m", "deepspeed.launcher.runner", *_flags(launch), script, *arguments]
+    return [*_flags(launch), script, *arguments]
 
 
 def chosen_hosts(launch: Namespace) -> list[Host]:

@@ -145,7 +145,9 @@ def test_another_deepspeed_and_a_clock_that_is_off(local_hosts: LocalHosts, ask:
     code, bad = ask("host-a host-other host-late", "--quick")
     assert code == 6 and set(bad) == {("host-other", "versions"), ("host-late", "clock")}
     found, fix = bad["host-other", "versions"]
-    assert found.startswith("deepspeed 0.1.2, here 0.") and "ssh host-other " in fix and "pip install deepspeed==" in fix
+    assert (
+        found.startswith("deepspeed 0.1.2, here 0.") and "ssh host-other " in fix and "pip install deepspeed==" in fix
+    )
     found, fix = bad["host-late", "clock"]
     assert found in ("60 s ahead of this host's", "59 s ahead of this host's") and "timedatectl" in fix
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from support.local_hosts import LocalHosts
 from support.ports import free_port
 from support.programs import Programs
 
-from megatron.cluster.launching import launch_command, read_launch
+from megatron.cluster.launching import launcher_words, read_launch
 from megatron.cluster.remote import quote_for_pdsh, ssh_command
 from megatron.errors import ConfigError
 
@@ -32,7 +33,7 @@ def hostfile(tmp_path: Path) -> Path:
 
 def refusals(hostfile: Path, *words: str, environ: dict[str, str] | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        launch_command(read_launch(["--hostfile", str(hostfile), *words, "x.py"]), environ or {"DS_ACCELERATOR": "cpu"})
+        launcher_words(read_launch(["--hostfile", str(hostfile), *words, "x.py"]), environ or {"DS_ACCELERATOR": "cpu"})
     return caught.value.messages
 
 
@@ -143,6 +144,24 @@ def test_a_folder_that_a_remote_shell_would_obey_is_refused(
 
 def test_on_one_host_words_stay_as_they_are(hostfile: Path) -> None:
     words = ["--hostfile", str(hostfile), "-i", "host-a", "--master_port", "29501", "x y.py", *HOSTILE]
-    command = launch_command(read_launch(words), {"DS_ACCELERATOR": "cpu", "UCX_X": "$x"})
+    command = launcher_words(read_launch(words), {"DS_ACCELERATOR": "cpu", "UCX_X": "$x"})
     assert command[-len(HOSTILE) - 1 :] == ["x y.py", *HOSTILE]
-    assert command[1:3] == ["-m", "deepspeed.launcher.runner"] and "--include=host-a" in command
+    assert "--include=host-a" in command
+
+
+def test_a_launcher_that_is_killed_is_not_a_success_and_leaves_no_rank(programs: Programs, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal, time\n"
+        f"open({str(tmp_path)!r} + '/rank', 'w').write(str(os.getpid()))\n"
+        "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(300)\n"
+    )
+    command = ("tools/launch.py", "--num_gpus", "1", "--master_port", str(free_port()), script)
+    assert programs.python(*command).returncode == 128 + signal.SIGKILL
+    assert not Path("/proc", (tmp_path / "rank").read_text()).exists()
+
+
+def test_the_exit_code_is_the_ranks(programs: Programs, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("import sys; sys.exit(7)")
+    command = ("tools/launch.py", "--num_gpus", "1", "--master_port", str(free_port()), tmp_path / "rank.py")
+    assert programs.python(*command).returncode == 7
