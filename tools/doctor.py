@@ -23,13 +23,12 @@ from megatron.cluster.hostfile import name_problem
 from megatron.cluster.launching import add_launcher_flags, chosen_hosts
 from megatron.cluster.report import as_json, is_well, problem_count, rehearsal_lines, table
 from megatron.errors import ConfigError, LaunchError
-from megatron.launch.device import expected_device
 
 
 def main() -> None:
     """Ask, judge, show; then the all-reduce, if nothing is against it."""
     args, words = _parser().parse_known_args()
-    visit = _visit(args, [word for word in words if not word.endswith("pretrain_gpt2.py")])
+    visit = _visit(args, words[1:] if words and words[0].endswith(".py") else words)
     findings, answers = examine_hosts(visit)
     colour = sys.stdout.isatty()
     if not args.json:
@@ -54,14 +53,15 @@ def _visit(args, words: list[str]) -> Visit:
     hosts = chosen_hosts(args)
     if not hosts:
         raise ConfigError("no hostfile is given: name one with --hostfile, see hostfile.example")
-    device = expected_device(os.environ)
+    device = forwarding.device(os.environ, Path.cwd())
     if problems := list(forwarding.problems(os.environ, device, Path.cwd())):
         raise ConfigError(problems)
     ranks = sum(len(host.slots) for host in hosts)
+    config_file = read_flags(words)[0].get(CONFIG_FILE)
     return Visit(
         hosts=hosts,
-        run=parse_run(words, {**os.environ, "WORLD_SIZE": str(ranks)}) if words else None,
-        config_file=read_flags(words)[0][CONFIG_FILE].value if CONFIG_FILE in read_flags(words)[0] else None,
+        run=parse_run(words, {**os.environ, "DS_ACCELERATOR": device, "WORLD_SIZE": str(ranks)}) if words else None,
+        config_file=config_file and config_file.value,
         device=device,
         environ=os.environ,
         master_address=args.master_addr,

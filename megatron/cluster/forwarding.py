@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from megatron.launch.device import expected_device
+
 _ALWAYS = ("MLFLOW", "PYTHON", "MV2", "UCX")
 _WITH_DEVICE = {"cuda": ("NCCL",)}
 _NEEDED = ("CUDA_HOME", "CXX", "DS_ACCELERATOR", "LD_LIBRARY_PATH", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
@@ -17,9 +19,9 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OBEYED_IN_QUOTES = re.compile(r"[\"$`\\%\x00-\x1f]")
 
 
-def forwarded(environ: Mapping[str, str], device: str, folder: Path) -> dict[str, str]:
-    """The variables that ranks on other hosts get, for a run on ``device`` that is started in ``folder``."""
-    exported = {name: value for name, value in environ.items() if name.startswith(_prefixes(device))}
+def forwarded(environ: Mapping[str, str], kind: str, folder: Path) -> dict[str, str]:
+    """The variables that ranks on other hosts get, for a run on devices of a ``kind`` that is started in ``folder``."""
+    exported = {name: value for name, value in environ.items() if name.startswith(_prefixes(kind))}
     for file in environment_files(environ, folder):
         for _, line in _lines(file):
             name, _, value = line.partition("=")
@@ -27,18 +29,23 @@ def forwarded(environ: Mapping[str, str], device: str, folder: Path) -> dict[str
     return exported
 
 
-def missing(environ: Mapping[str, str], device: str, folder: Path) -> list[str]:
+def device(environ: Mapping[str, str], folder: Path) -> str:
+    """The kind of device that the ranks will compute on: this host's, unless a variable that they get says another."""
+    return expected_device({**environ, **forwarded(environ, "", folder)})
+
+
+def missing(environ: Mapping[str, str], kind: str, folder: Path) -> list[str]:
     """Variables that this host's ranks would obey, and that no other host's would hear of."""
-    there = forwarded(environ, device, folder)
+    there = forwarded(environ, kind, folder)
     return sorted(
         name for name in environ if (name in _NEEDED or name.startswith(_NEEDED_FAMILIES)) and name not in there
     )
 
 
-def problems(environ: Mapping[str, str], device: str, folder: Path) -> Iterator[str]:
+def problems(environ: Mapping[str, str], kind: str, folder: Path) -> Iterator[str]:
     """A line for each variable that a remote shell would make something else of, or run. Values are not shown."""
     for name, value in environ.items():
-        if name.startswith(_prefixes(device)) and not _is_safe(value):
+        if name.startswith(_prefixes(kind)) and not _is_safe(value):
             yield (
                 f"the environment's {name} holds a character that a remote shell would obey; DeepSpeed sends it to "
                 "every host: unset it, or give it a plain value"
@@ -63,8 +70,8 @@ def environment_files(environ: Mapping[str, str], folder: Path) -> list[Path]:
     return [place for place in dict.fromkeys(places) if place.is_file()]
 
 
-def _prefixes(device: str) -> tuple[str, ...]:
-    return (*_ALWAYS, *_WITH_DEVICE.get(device, ()))
+def _prefixes(kind: str) -> tuple[str, ...]:
+    return (*_ALWAYS, *_WITH_DEVICE.get(kind, ()))
 
 
 def _is_safe(value: str) -> bool:

@@ -4,7 +4,6 @@ DeepSpeed's launcher puts hosts, folders and arguments into a command line for r
 quoted here, and what cannot be quoted is refused.
 """
 
-import os
 import re
 import shlex
 import sys
@@ -17,8 +16,8 @@ from megatron.cluster import forwarding
 from megatron.cluster.hostfile import Host, name_problem, read_hostfile, select
 from megatron.cluster.remote import is_plain, quote_for_pdsh
 from megatron.errors import ConfigError
-from megatron.launch.device import expected_device
 
+_DEFAULT_HOSTFILE = Path("/job/hostfile")
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 
 
@@ -27,6 +26,8 @@ def add_launcher_flags(parser: ToolParser) -> None:
     parser.add_argument("-H", "--hostfile", type=Path, metavar="FILE", help="hosts, see hostfile.example")
     parser.add_argument("-i", "--include", default="", metavar="HOST:SLOTS", help="use only these: host:0,1@host2")
     parser.add_argument("-e", "--exclude", default="", metavar="HOST:SLOTS", help="use all but these")
+    for name, text in (("--num_nodes", "use the first N hosts"), ("--num_gpus", "processes on each host")):
+        parser.add_argument(name, type=count, metavar="N", help=text)
     parser.add_argument("--master_addr", "--master-addr", default="", metavar="HOST", help="address of the first host")
     parser.add_argument("--master_port", "--master-port", type=port, default=29500, metavar="PORT", help="its port")
     parser.add_argument("--ssh_port", "--ssh-port", type=port, metavar="PORT", help="port of sshd, if ssh is not told")
@@ -39,10 +40,7 @@ def read_launch(argv: Sequence[str]) -> Namespace:
     )
     parser.usage = "%(prog)s [flags of deepspeed] pretrain_gpt2.py ARGUMENTS"
     add_launcher_flags(parser)
-    number = {"type": int, "default": -1, "metavar": "N"}
-    parser.add_argument("--num_nodes", **number, help="use the first N hosts")
-    parser.add_argument("--num_gpus", "--num_accelerators", **number, help="processes on each host")
-    parser.add_argument("--node_rank", **number, help="with --no_ssh: which host this is, counted from 0")
+    parser.add_argument("--node_rank", type=int, metavar="N", help="with --no_ssh: which host this is, counted from 0")
     parser.add_argument("--launcher", default="pdsh", choices=LAUNCHERS, help="what starts processes on other hosts")
     parser.add_argument("--launcher_args", default="", metavar="TEXT", help="flags for the launcher")
     parser.add_argument("--venv_script", default="", metavar="FILE", help="script that activates the environment")
@@ -69,7 +67,7 @@ def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
     several = (launch.force_multi or len(hosts) > 1) and not launch.no_ssh
     if several:
         problems += _place_problems(Path.cwd())
-        problems += forwarding.problems(environ, expected_device(environ), Path.cwd())
+        problems += forwarding.problems(environ, forwarding.device(environ, Path.cwd()), Path.cwd())
     if problems:
         raise ConfigError(problems)
     script, arguments = launch.script, launch.arguments
@@ -81,13 +79,22 @@ def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
 
 def chosen_hosts(launch: Namespace) -> list[Host]:
     """The hosts that a run is to use; none named, and so this one, without a hostfile. Raises ConfigError."""
-    if launch.hostfile is None:
-        # DeepSpeed reads this file where none is named.
-        default = Path("/job/hostfile")
-        return select(read_hostfile(default), launch.include, launch.exclude) if default.is_file() else []
-    hosts = select(read_hostfile(launch.hostfile), launch.include, launch.exclude)
-    nodes = getattr(launch, "num_nodes", -1)
-    return hosts[:nodes] if nodes > 0 else hosts
+    if (launch.num_nodes or launch.num_gpus) and (launch.include or launch.exclude):
+        raise ConfigError("--num_nodes and --num_gpus do not go with --include and --exclude: remove one or the other")
+    # DeepSpeed reads this file where none is named.
+    hostfile = launch.hostfile or _DEFAULT_HOSTFILE
+    if launch.hostfile is None and not hostfile.is_file():
+        return []
+    hosts = select(read_hostfile(hostfile), launch.include, launch.exclude)[: launch.num_nodes]
+    slots = launch.num_gpus and tuple(range(launch.num_gpus))
+    return [Host(host.name, slots or host.slots) for host in hosts]
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on. Raises ValueError."""
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
+        raise ValueError(f"{text} is no number from 1 on")
+    return int(text)
 
 
 def port(text: str) -> int:
@@ -153,7 +160,6 @@ def _flags(launch: Namespace) -> list[str]:
     """The flags of ``launch`` in one form: ``--name=value``, so that no value is taken for a flag."""
     words = []
     for name, value in vars(launch).items():
-        if name in ("script", "arguments") or value in (None, "", -1, False):
-            continue
-        words.append(f"--{name}" if value is True else f"--{name}={os.fspath(value) if name == 'hostfile' else value}")
+        if name not in ("script", "arguments") and value is not None and value is not False and value != "":
+            words.append(f"--{name}" if value is True else f"--{name}={value}")
     return words

@@ -68,7 +68,7 @@ def _project(request):
 
 
 def _files(request):
-    return {flag: _attempt(lambda path: _digest(path), path) for flag, path in request["files"].items()}
+    return {flag: _attempt(_digest, path) for flag, path in request["files"].items()}
 
 
 def _digest(path):

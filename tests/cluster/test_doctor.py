@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SENT = "DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=lo\n"
 UNDER_FIFTEEN_SECONDS = 15
 
-needs_mounts = pytest.mark.skipif("mounting_refused()", reason=str(mounting_refused()))
+NO_MOUNTS = mounting_refused()
+
+needs_mounts = pytest.mark.skipif(NO_MOUNTS is not None, reason=str(NO_MOUNTS))
 Ask = Callable[..., tuple[int, dict]]
 
 

@@ -13,7 +13,8 @@ from support.local_hosts import LocalHosts
 from support.ports import free_port
 from support.programs import Programs
 
-from megatron.cluster.launching import launcher_words, read_launch
+from megatron.cluster.hostfile import Host
+from megatron.cluster.launching import chosen_hosts, launcher_words, read_launch
 from megatron.cluster.remote import quote_for_pdsh, ssh_command
 from megatron.errors import ConfigError
 
@@ -107,7 +108,9 @@ def test_a_flag_that_a_remote_shell_would_obey_is_refused(hostfile: Path, words:
     assert reason in message and words[0].split("=")[0] in message
 
 
-@pytest.mark.parametrize("words", [["--ssh_port", "22;x"], ["--master_port", "0"], ["--unknown"], ["--launcher", "x"]])
+@pytest.mark.parametrize(
+    "words", [["--ssh_port", "22;x"], ["--master_port", "0"], ["--unknown"], ["--launcher", "x"], ["--num_gpus", "0"]]
+)
 def test_a_flag_that_makes_no_sense_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
         read_launch([*words, "x.py"])
@@ -142,6 +145,22 @@ def test_a_folder_that_a_remote_shell_would_obey_is_refused(
     monkeypatch.chdir(folder)
     (message,) = refusals(hostfile)
     assert "working folder" in message and not os.listdir(folder)
+
+
+def test_flags_reach_deepspeed(hostfile: Path) -> None:
+    flags = ["--no_ssh", "--node_rank", "0", "--num_nodes", "2", "--num_gpus", "1", "--master_addr", "10.0.0.1"]
+    words = launcher_words(read_launch(["--hostfile", str(hostfile), *flags, "x.py"]), {"DS_ACCELERATOR": "cpu"})
+    assert words[-1] == "x.py" and set(words[:-1]) == {
+        f"--hostfile={hostfile}", "--no_ssh", "--node_rank=0", "--num_nodes=2", "--num_gpus=1",
+        "--master_addr=10.0.0.1", "--master_port=29500", "--launcher=pdsh", "--log_level=warning",
+    }  # fmt: skip
+
+
+def test_numbers_of_hosts_and_processes(hostfile: Path) -> None:
+    read = ["--hostfile", str(hostfile)]
+    assert chosen_hosts(read_launch([*read, "--num_nodes", "1", "x.py"])) == [Host("host-a", (0,))]
+    assert chosen_hosts(read_launch([*read, "--num_gpus", "3", "x.py"]))[1] == Host("host-b", (0, 1, 2))
+    assert "do not go with" in refusals(hostfile, "--num_gpus", "1", "-i", "host-a")[0]
 
 
 def test_on_one_host_words_stay_as_they_are(hostfile: Path) -> None:

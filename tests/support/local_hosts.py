@@ -18,8 +18,10 @@ MISSING = None if SSHD and SSH else "needs sshd and ssh (apt-get install openssh
 
 def mounting_refused() -> str | None:
     """Why no host can have files of its own; None where one can."""
-    tried = subprocess.run(["unshare", "--mount", "mount", "--bind", "/", "/"], capture_output=True)
-    return None if tried.returncode == 0 else "needs the right to mount (root, or CAP_SYS_ADMIN in a container)"
+    command = ["unshare", "--mount", "mount", "--bind", "/", "/"]
+    if shutil.which(command[0]) and subprocess.run(command, capture_output=True).returncode == 0:
+        return None
+    return "needs unshare and the right to mount (root, or CAP_SYS_ADMIN in a container)"
 
 
 class LocalHosts:
