@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from collections.abc import MutableMapping
 
+from megatron.launch.cache import extensions_folder
 from megatron.launch.device import expected_device
 from megatron.launch.launcher import check_place, rank
 
@@ -23,7 +24,7 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     check_place(environ)
     # Without it DeepSpeed tries one accelerator after the other, and says so.
     environ.setdefault("DS_ACCELERATOR", expected_device(environ))
-    environ.setdefault("TORCH_EXTENSIONS_DIR", _private_extensions_folder())
+    environ["TORCH_EXTENSIONS_DIR"] = extensions_folder(environ, sys.prefix)
     # Torch compiles with the first ninja on the path. One of another version than the last time's, as on
     # a start without the environment being active, would compile everything anew.
     environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
@@ -45,13 +46,3 @@ def _free_port() -> str:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return str(server.getsockname()[1])
-
-
-def _private_extensions_folder() -> str:
-    """A cache of compiled extensions for this Python environment alone.
-
-    In torch's default folder two environments overwrite each other's, and compile anew at every start.
-    """
-    cache = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
-    environment = sys.prefix.strip(os.sep).replace(os.sep, "-")
-    return os.path.join(cache, "megatron_deepspeed_extensions", environment)

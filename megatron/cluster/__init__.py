@@ -1,0 +1,1 @@
+"""Several hosts: which they are, how they are reached, and whether they are ready."""

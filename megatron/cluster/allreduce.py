@@ -1,0 +1,73 @@
+"""A small all-reduce over all ranks: a program of its own, sent to each host, where it starts a process for each slot.
+
+Needs torch, and nothing of this project. Rank 0 prints the bandwidth; every process ends by itself, whatever happens.
+"""
+
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+MARK = "megatron-allreduce "
+MIB = 1 << 20
+
+
+def start_host(source: str, request: dict) -> None:
+    """Run ``source`` in a process for each slot of this host, and leave with the worst of their exit codes.
+
+    Args:
+        source: this program, up to and with what it has to call; ``REQUEST`` in the environment says the rest.
+        request: ``address`` and ``port`` of the first host, ``world_size``, ``first_rank``, ``slots``, ``device``,
+            ``seconds``, and ``environ``, which the launcher will set here.
+    """
+    os.environ.update(request["environ"])
+    ranks = []
+    for place, slot in enumerate(request["slots"]):
+        said = {**request, "rank": request["first_rank"] + place, "slot": slot}
+        environ = {**os.environ, "REQUEST": json.dumps(said), "OMP_NUM_THREADS": "1"}
+        ranks.append(subprocess.Popen([sys.executable, "-c", source], env=environ, stdin=subprocess.DEVNULL))
+    sys.exit(max(abs(rank.wait()) for rank in ranks))
+
+
+def run_rank() -> None:
+    """Join the others, reduce a megabyte and then more, and let rank 0 say how fast that was."""
+    request = json.loads(os.environ["REQUEST"])
+    signal.alarm(int(request["seconds"]) + 5)  # a rank that torch cannot stop
+
+    import torch
+    import torch.distributed as dist
+
+    on_gpu = request["device"] == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(request["slot"])
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"tcp://{request['address']}:{request['port']}",
+        rank=request["rank"],
+        world_size=request["world_size"],
+        timeout=datetime.timedelta(seconds=request["seconds"]),
+    )
+    size = (256 if on_gpu else 16) * MIB
+    tensor = torch.ones(size // 4, device="cuda" if on_gpu else "cpu")
+    for _ in range(2):
+        dist.all_reduce(tensor[: MIB // 4].fill_(1))
+    if int(tensor[0]) != request["world_size"]:
+        sys.exit(f"the sum over {request['world_size']} ranks was {int(tensor[0])}")
+    best = min(_seconds(dist, tensor.fill_(1), on_gpu) for _ in range(3))
+    if request["rank"] == 0:
+        others = 2 * (request["world_size"] - 1) / request["world_size"]
+        print(MARK + json.dumps({"bytes_per_second": others * size / best, "bytes": size}), flush=True)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _seconds(dist, tensor, on_gpu: bool) -> float:
+    start = time.monotonic()
+    dist.all_reduce(tensor)
+    if on_gpu:
+        tensor[0].item()
+    return time.monotonic() - start

@@ -1,0 +1,182 @@
+"""What a host is like: a program of its own, sent to hosts that may not have this project, and run there by python.
+
+Standard library alone. It says facts, as one line of JSON, changes nothing, and judges nothing. Its source goes behind
+that of ``megatron.checkpoint.fingerprint`` and of ``megatron.launch.cache``, whose functions it uses.
+"""
+
+import contextlib
+import fcntl
+import glob
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+from megatron.checkpoint.fingerprint import data_hash
+from megatron.launch.cache import extensions_folder
+
+MARK = "megatron-probe "
+"""What the two lines of its answer begin with: shells may say other things before."""
+
+
+def answer(request: dict) -> None:
+    """Print the time, then the facts.
+
+    Args:
+        request: ``project``, ``files`` (flag to path), ``data`` (a prefix or None), ``folders`` (flag to path),
+            ``port`` (to listen on, or None) and ``environ``, which the launcher will set here.
+    """
+    print(MARK + json.dumps({"time": time.time()}), flush=True)
+    os.environ.update(request["environ"])
+    facts = {name: _attempt(collect, request) for name, collect in FACTS.items()}
+    print(MARK + json.dumps(facts), flush=True)
+
+
+def _attempt(collect, request):
+    try:
+        return {"value": collect(request)}
+    except Exception as error:  # whatever a host has against a question, the other answers are worth having
+        return {"error": getattr(error, "strerror", None) or str(error) or type(error).__name__}
+
+
+def _software(request):
+    found = {"executable": sys.executable, "python": ".".join(map(str, sys.version_info[:3]))}
+    for package in ("torch", "deepspeed"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _project(request):
+    root = request["project"]
+    if not os.path.isfile(os.path.join(root, "pretrain_gpt2.py")):
+        return None
+    sources = ["pretrain_gpt2.py", *sorted(glob.glob("megatron/**/*.py", root_dir=root, recursive=True))]
+    digest = hashlib.sha256()
+    for name in sources:
+        with open(os.path.join(root, name), "rb") as file:
+            digest.update(f"\n{name}\n".encode() + file.read())
+    return {"sources": digest.hexdigest(), "commit": _output("git", "-C", root, "rev-parse", "--short=12", "HEAD")}
+
+
+def _files(request):
+    return {flag: _attempt(_digest, path) for flag, path in request["files"].items()}
+
+
+def _digest(path):
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+def _data(request):
+    return request["data"] and data_hash(request["data"])
+
+
+def _folders(request):
+    return {flag: _folder(path) for flag, path in request["folders"].items()}
+
+
+def _folder(path):
+    """The folder, or what would hold it where it is not there yet."""
+    place = os.path.abspath(path)
+    while not os.path.lexists(place):
+        place = os.path.dirname(place)
+    status, age = os.stat(place), time.time() - os.stat(place).st_mtime
+    return {
+        "place": place,
+        "is_folder": os.path.isdir(place),
+        "writable": os.access(place, os.W_OK | os.X_OK),
+        "free": shutil.disk_usage(place).free,
+        # Two hosts that see one folder see the same of these, wherever it is mounted.
+        "identity": [status.st_ino, os.statvfs(place).f_fsid],
+        "changed": status.st_mtime_ns if age > 600 else None,  # what changes just now they may see differently
+    }
+
+
+def _devices(request):
+    return {"cuda": len(glob.glob("/dev/nvidia[0-9]*")), "cpu": len(os.sched_getaffinity(0))}
+
+
+def _network(request):
+    try:
+        own = sorted({place[4][0] for place in socket.getaddrinfo(socket.gethostname(), None)})
+    except OSError:
+        own = []
+    return {
+        "interfaces": sorted(os.listdir("/sys/class/net")),
+        "hostname": socket.gethostname(),
+        "own_addresses": own,
+        "default_interface": _default_interface(),
+        "address": (_output("hostname", "-I") or "").split(" ")[0],
+    }
+
+
+def _default_interface():
+    with open("/proc/net/route") as file:
+        routes = [line.split() for line in file][1:]
+    return next((route[0] for route in routes if route[1] == "00000000"), None)
+
+
+def _port(request):
+    """None where it is free."""
+    if request["port"] is None:
+        return None
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if server.family == socket.AF_INET6:
+            server.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        try:
+            server.bind(("", request["port"]))
+            server.listen()
+        except PermissionError:
+            return "it takes rights that this user has not"
+        except OSError:
+            return _owner(request["port"]) or "another process has it"
+    return None
+
+
+def _owner(port):
+    said = _output("ss", "-Hltnp", f"sport = :{port}") or ""
+    match = re.search(r'\("(?P<name>[^"]+)",pid=(?P<pid>\d+)', said)
+    return match and f"{match['name']} (process {match['pid']}) has it"
+
+
+def _caches(request):
+    """Locks that no process holds, in the folder that the run will compile into."""
+    folder = extensions_folder(os.environ, sys.prefix)
+    return [lock for lock in sorted(glob.glob(os.path.join(folder, "*", "lock"))) if not _is_building(lock)]
+
+
+def _is_building(lock):
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(os.path.dirname(lock), "build.flock")) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _output(*command):
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+
+
+FACTS = {
+    "software": _software,
+    "project": _project,
+    "files": _files,
+    "data": _data,
+    "folders": _folders,
+    "devices": _devices,
+    "network": _network,
+    "port": _port,
+    "locks": _caches,
+}
