@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,9 @@ import pytest
 from support.local_hosts import LocalHosts, mounting_refused
 from support.ports import free_port
 from support.programs import TINY_MODEL, Programs
+
+from megatron.cluster.checks.case import Verdict
+from megatron.cluster.report import table
 
 ROOT = Path(__file__).resolve().parents[2]
 SENT = "DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=lo\n"
@@ -265,3 +269,12 @@ def test_wrong_usage_asks_nobody(tmp_path: Path, text: str, words: list[str], re
     assert ended.returncode == 2 and ended.stdout == "" and reason in ended.stderr
     assert all(line.startswith("doctor.py: error: ") for line in ended.stderr.splitlines())
     assert [path.name for path in tmp_path.iterdir()] == ["hostfile"]
+
+
+def test_colour_is_for_those_who_see_it() -> None:
+    findings = {"a": {"port": [Verdict(True, "free"), Verdict(False, "taken", "ss -ltnp")]}}
+    plain = "a\n  ok   port         free\n  BAD  port         taken\n       fix: ss -ltnp"
+    assert table(findings, colour=False) == plain
+    coloured = table(findings, colour=True)
+    assert "\033[32mok \033[0m" in coloured and "\033[31mBAD\033[0m" in coloured
+    assert re.sub(r"\033\[\d+m", "", coloured) == plain
