@@ -1,4 +1,4 @@
-"""The images' entry point, run for real: by an ordinary user, as the first process of each of two hosts.
+"""The images' entry point, run for real: by an ordinary user, on each of two hosts.
 
 The hosts are network namespaces in place of containers, see ``support/hosts.py``.
 """
@@ -58,7 +58,7 @@ def hosts(folder: Path) -> Iterator[Hosts]:
         path.chmod(0o755)
     command = ("bash", "-c", uncovering(ROOT, Path(sys.prefix), Path(sys.base_prefix)), "uncover")
     command += (*AS_USER, *environment(folder), *ENTRYPOINT)
-    with Hosts(place, 2, first_process=command, user=USER) as hosts:
+    with Hosts(place, 2, service=command, user=USER) as hosts:
         for name in hosts.names:
             hosts.await_words(name, "Server listening")
         yield hosts

@@ -1,7 +1,7 @@
 """Several hosts on one machine: what Linux calls namespaces, joined by a bridge, with an sshd in each.
 
 A host has its own name, network, processes, /etc/hosts, /etc/ssh, /run and /dev/shm; files it shares with the others.
-Nothing of it has a name outside, and all of it goes with the process that is its first, so nothing is left behind.
+Nothing of it has a name outside, and all of it goes with its first process, so nothing is left behind.
 """
 
 import os
@@ -76,12 +76,12 @@ class Hosts:
     Args:
         folder: for keys, names and logs; empty.
         count: how many.
-        first_process: what each host starts instead of its sshd.
+        service: what each host starts instead of its own sshd.
         user: the number of a user whom each host knows as ``trainer``, with a home in ``FOLDER/HOST/home``.
     """
 
-    def __init__(self, folder: Path, count: int, first_process: tuple[str, ...] = (), user: int = 0):
-        self.folder, self.first_process, self.user = folder, first_process, user
+    def __init__(self, folder: Path, count: int, service: tuple[str, ...] = (), user: int = 0):
+        self.folder, self.service, self.user = folder, service, user
         self.names = [f"host-{number}" for number in range(1, count + 1)]
         addresses = "".join(f"{self.address(name)} {name}\n" for name in self.names)
         (folder / "hosts").write_text(f"127.0.0.1 localhost\n{addresses}")
@@ -94,7 +94,7 @@ class Hosts:
             self._start("switch", ["unshare", "--net"], ["sleep", "infinity"])
             self._on_switch("ip", "link", "add", "bridge", "type", "bridge")
             self._on_switch("ip", "link", "set", "bridge", "up")
-            if not self.first_process:
+            if not self.service:
                 self._make_keys()
             for name in self.names:
                 self._start_host(name)
@@ -126,11 +126,11 @@ class Hosts:
         return path
 
     def said(self, name: str) -> str:
-        """What the host's first process has logged."""
+        """What the host's service has logged."""
         return (self.folder / name / "log").read_text()
 
     def await_words(self, name: str, words: str) -> None:
-        """Wait until the host's first process has logged ``words``."""
+        """Wait until the host's service has logged ``words``."""
         deadline = time.monotonic() + 20
         while words not in self.said(name):
             assert self._processes[name].poll() is None and time.monotonic() < deadline, self.said(name)
@@ -140,7 +140,7 @@ class Hosts:
         (self.folder / name).mkdir(exist_ok=True)
         if self.user:
             self._make_user(self.folder / name)
-        command = list(self.first_process)
+        command = list(self.service)
         if not command:
             self._configure_ssh(self.folder / name / "ssh")
             command = ["/usr/sbin/sshd", "-D", "-e"]
@@ -154,7 +154,7 @@ class Hosts:
             subprocess.run([*self.on(name), "ip", *words.split()], check=True)
         process.stdin.write("joined\n")
         process.stdin.close()
-        if not self.first_process:
+        if not self.service:
             self.await_words(name, "Server listening")
 
     def _start(self, name: str, unshare: list[str], command: list[str]) -> subprocess.Popen:
