@@ -12,6 +12,7 @@ from collections.abc import MutableMapping
 
 from megatron.launch.device import expected_device
 from megatron.launch.launcher import check_place, rank
+from megatron.launch.port import check_port
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
@@ -19,8 +20,10 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
 
     Raises:
         ConfigError: what the environment says of this process's place among the others makes no sense.
+        LaunchError: the port that the ranks are to meet at is taken.
     """
     check_place(environ)
+    check_port(environ)
     # Without it DeepSpeed tries one accelerator after the other, and says so.
     environ.setdefault("DS_ACCELERATOR", expected_device(environ))
     environ.setdefault("TORCH_EXTENSIONS_DIR", _private_extensions_folder())

@@ -1,5 +1,6 @@
 """Run a program as one of several ranks."""
 
+import faulthandler
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import NoReturn
 from megatron.errors import ConfigError, LaunchError, UserError
 from megatron.launch.launcher import check_place, local_rank
 from megatron.launch.launcher import rank as rank_of
+from megatron.launch.parent import leave_with_launcher
 
 
 def run_rank(main: Callable[[], int | None]) -> NoReturn:
@@ -20,6 +22,8 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     behind that by the first of all. Else the rank that fails says so, and leaves at once, without waiting for
     others in the middle of a collective; they notice, and leave with a line each.
     """
+    leave_with_launcher(os.environ)
+    faulthandler.enable()  # a crash in a library shows its stack
     rank, is_first_here = _place()
     try:
         exit_code = main() or 0
@@ -29,7 +33,7 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
         names_itself = rank > 0 or (joined and not error.on_every_rank)
         if speaks:
             for message in error.messages:
-                _say(f"rank {rank}: {message}" if names_itself else message)
+                say(f"rank {rank}: {message}" if names_itself else message)
         else:
             # The launcher ends all ranks with the first that ends, which must not be one that said nothing.
             time.sleep(1)
@@ -37,8 +41,8 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         os._exit(130)
     except Exception as error:
-        if _lost_a_rank(error):
-            _say(f"rank {rank}: another rank ended before this one")
+        if lost_a_rank(error):
+            say(f"rank {rank}: another rank ended before this one")
             os._exit(LaunchError.exit_code)
         print(f"{_program()}: rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
@@ -60,7 +64,8 @@ def _place() -> tuple[int, bool]:
         return 0, True  # nobody else may be there to say it
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Put an error on the screen, as the program's."""
     print(f"{_program()}: error: {message}", file=sys.stderr, flush=True)
 
 
@@ -68,7 +73,7 @@ def _program() -> str:
     return Path(sys.argv[0]).name
 
 
-def _lost_a_rank(error: Exception) -> bool:
+def lost_a_rank(error: Exception) -> bool:
     """Whether gloo says that the other end is gone: then the cause, and the traceback that helps, are there."""
     return isinstance(error, RuntimeError) and any(
         words in str(error) for words in ("Connection closed by peer", "Connection reset by peer")

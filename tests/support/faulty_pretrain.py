@@ -5,12 +5,17 @@ gradient RANK ITERATION       the loss of that iteration on that rank is not a n
 weights RANK LAYER ITERATION  a weight of that layer on that rank is none, from that iteration on
 samples FIRST LAST FACTOR     the loss of a batch with one of these samples is so many times what it is
 signal RANK ITERATION NAMES   that rank gets these signals at the start of that iteration
+sleep RANK ITERATION          that rank goes no further
+hold RANK ITERATION           that rank goes no further, and lets no other of its threads run
+raise RANK ITERATION          that rank fails
 """
 
+import ctypes
 import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -32,6 +37,13 @@ numbers = [float(word) for word in words if not word.startswith("SIG")]
 real_train_batch, real_loss, real_sample = training.train_batch, gpt2_model.lm_loss, GPT2Dataset.__getitem__
 
 
+def fail():
+    raise ValueError("a fault of this rank alone")
+
+
+FAULTS = {"sleep": lambda: time.sleep(1000), "hold": lambda: ctypes.PyDLL(None).sleep(1000), "raise": fail}
+
+
 def train_batch(engine, batches):
     global iteration
     iteration += 1
@@ -43,6 +55,8 @@ def train_batch(engine, batches):
     if kind == "signal" and [dist.get_rank(), iteration] == numbers:
         for name in words[2:]:
             os.kill(os.getpid(), getattr(signal, name))
+    if [dist.get_rank(), iteration] == numbers and kind in FAULTS:
+        FAULTS[kind]()
     before = weights(engine)
     loss = real_train_batch(engine, batches)
     if kind == "gradient":
