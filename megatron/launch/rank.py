@@ -14,6 +14,9 @@ from megatron.launch.launcher import check_place, local_rank
 from megatron.launch.launcher import rank as rank_of
 from megatron.launch.parent import leave_with_launcher
 
+NOTES = "RANK_NOTES"
+"""Where the environment may name a folder in which each rank leaves its exit code."""
+
 
 def run_rank(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as one of several ranks and leave the process with the exit code that it returns.
@@ -25,6 +28,17 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     leave_with_launcher(os.environ)
     faulthandler.enable()  # a crash in a library shows its stack
     rank, is_first_here = _place()
+    _note(rank, "")
+    exit_code = _exit_code(main, rank, is_first_here)
+    _note(rank, str(exit_code))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's end: there gloo's threads abort one process in twenty, the group left or not.
+    os._exit(exit_code)
+
+
+def _exit_code(main: Callable[[], int | None], rank: int, is_first_here: bool) -> int:
+    """What ``main`` comes to; what it raises is put on the screen."""
     try:
         exit_code = main() or 0
     except UserError as error:
@@ -37,22 +51,24 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
         else:
             # The launcher ends all ranks with the first that ends, which must not be one that said nothing.
             time.sleep(1)
-        os._exit(error.exit_code)
+        return error.exit_code
     except KeyboardInterrupt:
-        os._exit(130)
+        return 130
     except Exception as error:
         if lost_a_rank(error):
             say(f"rank {rank}: another rank ended before this one")
-            os._exit(LaunchError.exit_code)
+            return LaunchError.exit_code
         print(f"{_program()}: rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+        return 1
     _leave_mpi()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not by way of the interpreter's end: there gloo's threads abort one process in twenty, the group left or not.
-    os._exit(exit_code)
+    return exit_code
+
+
+def _note(rank: int, text: str) -> None:
+    """Leave word of this rank's end with who started the launcher, if it asked for that."""
+    if folder := os.environ.get(NOTES):
+        Path(folder, f"rank {rank}").write_text(text)
 
 
 def _place() -> tuple[int, bool]:

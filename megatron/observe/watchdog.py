@@ -61,7 +61,8 @@ class _Watchdog:
         self._groups = group_names(layout.topology)
         self._over = threading.Event()
         self._barks = threading.Lock()
-        self._beats = 0
+        self._heard = False
+        """Whether this rank knows of the alarm: a rank that does not, behind it, does not answer."""
         self._store = connect(os.environ, timedelta(seconds=_ANSWER))
         for name, work in (("clock", self._keep_time), ("teller", self._tell_others)):
             threading.Thread(target=work, name=f"watchdog {name}", daemon=True).start()
@@ -87,14 +88,13 @@ class _Watchdog:
             except RuntimeError:
                 return  # the store is gone: whether that is a fault, the watch over deaths knows
 
-    def _tell(self, heard: bool = False) -> None:
-        self._beats += 1
+    def _tell(self) -> None:
         place = self._whereabouts.place(self._groups)
         told = {
             "entered": self._whereabouts.entered,
             "text": place.text,
             "waits": place.waits,
-            "heard": heard,
+            "heard": self._heard,
             "host": socket.gethostname(),
         }
         self._store.set(f"hang/{self._rank}", json.dumps(told))
@@ -104,13 +104,14 @@ class _Watchdog:
         with self._barks:
             if self._over.is_set():
                 return
+            self._heard = True
             self._write()
             helpless = threading.Timer(_SETTLE + _ANSWER, self._leave_without_store)
             helpless.daemon = True
             helpless.start()
             try:
                 self._store.set(_ALARM, "")
-                self._tell(heard=True)
+                self._tell()
                 time.sleep(_SETTLE)
                 told = [self._told(rank) for rank in range(self._size)]
             except RuntimeError:
@@ -164,14 +165,14 @@ def explain(told: list[dict | None], limit: str, folder: Path) -> list[str]:
     if len(others) > _SHOWN:
         others = [*others[:_SHOWN], f"and {len(others) - _SHOWN} ranks more"]
     causes = [
-        f"rank {rank} is behind and {'does not answer, last ' if rank in silent else ''}{_position(told[rank])}"
+        f"rank {rank} is behind and {'does not answer, last seen in ' if rank in silent else ''}{_position(told[rank])}"
         for rank in behind
     ]
     return [where, *others, *(causes or ["all ranks wait for each other"])]
 
 
 def _position(words: dict | None) -> str:
-    return f"{words['text']} (on {words['host']})" if words else "it has not told where it is"
+    return f"{words['text']} (on {words['host']})" if words else "a place that it has not told"
 
 
 def group_names(topology: ProcessTopology) -> dict[tuple[int, ...], str]:
