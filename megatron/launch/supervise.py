@@ -23,7 +23,7 @@ from megatron.launch.rank import NOTES, say
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36
-_GRACE = 10.0
+_GRACE = 5.0
 """Seconds between asking what is left behind to go and ending it."""
 
 

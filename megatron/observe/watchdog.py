@@ -165,7 +165,9 @@ def explain(told: list[dict | None], limit: str, folder: Path) -> list[str]:
     if len(others) > _SHOWN:
         others = [*others[:_SHOWN], f"and {len(others) - _SHOWN} ranks more"]
     causes = [
-        f"rank {rank} is behind and {'does not answer, last seen in ' if rank in silent else ''}{_position(told[rank])}"
+        f"rank {rank} is behind and does not answer, last seen in {_position(told[rank])}"
+        if rank in silent
+        else f"rank {rank} is behind: {_position(told[rank])}"
         for rank in behind
     ]
     return [where, *others, *(causes or ["all ranks wait for each other"])]
