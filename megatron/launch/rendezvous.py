@@ -1,6 +1,7 @@
 """Meeting the other ranks: a store that all of them reach, and a roll call that knows who is missing."""
 
 import os
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -9,6 +10,8 @@ from torch.distributed import TCPStore
 from megatron.errors import LaunchError
 
 _SHOWN = 16
+_PATIENCE = 2.0
+"""Seconds by which the ranks may be late in giving up."""
 
 
 def connect(environ: Mapping[str, str], timeout: timedelta) -> TCPStore:
@@ -46,12 +49,21 @@ def call_roll(environ: Mapping[str, str], timeout: timedelta) -> TCPStore:
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        missing = _missing(store, keys)
+        time.sleep(_PATIENCE)  # for those that ask this one, if it keeps the store
         raise LaunchError(
             f"{len(missing)} of {len(keys)} ranks have not come within {minutes}: {_some(missing)}; see that they are "
             "started, with the same MASTER_ADDR and MASTER_PORT, or correct WORLD_SIZE"
         ) from error
     return store
+
+
+def _missing(store: TCPStore, keys: list[str]) -> list[int]:
+    """The ranks whose keys are not there."""
+    try:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError as error:
+        raise LaunchError("rank 0 has given up waiting for others, and says for which") from error
 
 
 def _some(ranks: list[int]) -> str:
