@@ -34,11 +34,11 @@ class BareRanks:
                 rank: subprocess.Popen(
                     [sys.executable, *words],
                     cwd=programs.root,
-                    env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(place_here)},
                     stdout=file,
                     stderr=subprocess.STDOUT,
                 )
-                for rank in (range(size) if ranks is None else ranks)
+                for place_here, rank in enumerate(range(size) if ranks is None else ranks)
             }
 
     def ended(self, *ranks: int) -> list[int]:
