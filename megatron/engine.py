@@ -1,7 +1,7 @@
 """The only file that knows there are two DeepSpeed engines, the plain one and the pipeline's."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.schedule import BufferOpInstruction, PipeInstruction
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
@@ -139,6 +140,24 @@ def eval_batch(engine: DeepSpeedEngine, batches: Iterator[Batch]) -> Tensor:
     engine.eval()
     losses = [_forward(engine, next(batches)) for _ in range(engine.gradient_accumulation_steps())]
     return _mean_over_ranks(losses, engine)
+
+
+def tell_instructions(engine: DeepSpeedEngine, tell: Callable[[str, bool], None]) -> None:
+    """Call ``tell`` before each instruction of the pipeline: its name, and whether each micro-batch has one.
+
+    Does nothing on the plain engine, which has no instructions.
+    """
+    if isinstance(engine, PipelineEngine):
+        own = engine._INSTRUCTION_MAP.items()
+        engine._INSTRUCTION_MAP = {kind: _told(kind, execute, tell) for kind, execute in own}
+
+
+def _told(kind: type[PipeInstruction], execute: Callable, tell: Callable[[str, bool], None]) -> Callable:
+    def tell_and_execute(engine: PipelineEngine, **arguments: Any) -> None:
+        tell(kind.__name__, issubclass(kind, BufferOpInstruction))
+        execute(engine, **arguments)
+
+    return tell_and_execute
 
 
 def step_status(engine: DeepSpeedEngine) -> StepStatus:

@@ -19,7 +19,7 @@ from megatron.config import RunConfig
 from megatron.data.splits import split_weights
 from megatron.departure import Departures
 from megatron.describe import describe_stages
-from megatron.engine import build_engine, eval_batch, step_status, train_batch
+from megatron.engine import build_engine, eval_batch, step_status, tell_instructions, train_batch
 from megatron.errors import NumericsError
 from megatron.feed import Feed
 from megatron.launch.accelerator import check_device
@@ -29,6 +29,9 @@ from megatron.metrics import MetricsLogger
 from megatron.mpu.layout import ParallelLayout, distributed
 from megatron.mpu.random import model_parallel_manual_seed
 from megatron.numerics import StepWatch, Verdict, agreed, find_origin
+from megatron.observe.deaths import deaths_watched
+from megatron.observe.watchdog import hangs_watched
+from megatron.observe.whereabouts import Whereabouts
 from megatron.summary import describe_model, describe_run, full_config
 
 
@@ -41,7 +44,12 @@ def pretrain(run: RunConfig) -> int:
     silence_known_warnings()
     check_device(run.parallel.device, run.parallel.local_rank or 0)
     build_extensions(run)
-    with distributed(run.parallel, verbose=run.logging.verbose) as layout:
+    whereabouts = Whereabouts()
+    with (
+        distributed(run.parallel, verbose=run.logging.verbose) as layout,
+        deaths_watched(whereabouts),
+        hangs_watched(run, layout, whereabouts),
+    ):
         saved = choose_checkpoint(run)
         run = behind(saved.description, run) if saved else run
         log = MetricsLogger(run, speaks=layout.rank == 0)
@@ -54,12 +62,15 @@ def pretrain(run: RunConfig) -> int:
             engine = build_engine(run, layout)
             checkpointer = Checkpointer(engine, run, log.say)
             loaded = load_checkpoint(engine, run, layout, saved) if saved else FRESH
+        if run.logging.watchdog_minutes is not None:
+            tell_instructions(engine, whereabouts.instruct)
         log.say(describe_model(engine.module, layout))
         for line in loaded.remarks:
             log.say(f"> {line}")
         log.say(_describe_start(run, saved, loaded.iteration))
         feed = Feed(run, layout, saved.left_out if saved and loaded.iteration else ())
-        exit_code = Trainer(run, engine, layout, feed, log, checkpointer, departures).train(loaded.iteration)
+        trainer = Trainer(run, engine, layout, feed, log, checkpointer, departures, whereabouts)
+        exit_code = trainer.train(loaded.iteration)
         log.close()
     return exit_code
 
@@ -76,9 +87,11 @@ class Trainer:
         log: MetricsLogger,
         checkpointer: Checkpointer,
         departures: Departures,
+        whereabouts: Whereabouts,
     ):
         self.run, self.engine, self.layout, self.feed, self.log = run, engine, layout, feed, log
         self.checkpointer, self.departures, self.watch = checkpointer, departures, StepWatch(run)
+        self.whereabouts = whereabouts
         self.returns: Counter[str] = Counter()
         """How often training went back to each checkpoint."""
 
@@ -94,6 +107,7 @@ class Trainer:
         self.log.start()
         while iteration < config.train_iters and departure is None:
             iteration += 1
+            self.whereabouts.enter("training", iteration)
             learning_rate = self.engine.get_lr()[0]
             loss = train_batch(self.engine, batches)
             status = step_status(self.engine)
@@ -127,6 +141,7 @@ class Trainer:
         weight = dict(zip(("train", "valid", "test"), split_weights(self.run.data.split), strict=True))[split]
         if not config.eval_iters or not weight:
             return
+        self.whereabouts.enter("evaluation", iteration)
         with self._paused():
             earlier = (iteration - 1) // config.eval_interval if split == "valid" else 0
             batches = self.feed.evaluation(split, earlier)
@@ -135,6 +150,7 @@ class Trainer:
 
     def save(self, iteration: int) -> int:
         """Save a checkpoint, if there is a folder for it and the weights can be trusted; ``iteration`` again."""
+        self.whereabouts.enter("saving", iteration)
         if self.watch.trusts_weights:
             with self._paused():
                 self.checkpointer.save(iteration, self.feed.left_out)

@@ -72,6 +72,12 @@ class LoggingConfig:
     log_interval: int = flag(100, "Iterations between progress lines.", within="[1, inf)")
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard.", metavar="DIR")
     metrics_file: str | None = flag(None, "File for one JSON object per logged iteration.", metavar="FILE")
+    watchdog_minutes: float | None = flag(
+        None,
+        "End the run when an iteration, a save or an evaluation takes longer. Each rank writes where it is to "
+        "hang-rankN.txt in --save, or in the working folder without it; the screen says which rank is behind.",
+        within="(0, inf)",
+    )
     verbose: bool = flag(False, "Let DeepSpeed talk.")
     explain: bool = flag(
         False, "Print layout, groups of ranks, DeepSpeed config and every rule with what it finds, and start nothing."

@@ -51,7 +51,9 @@ class ParallelConfig:
     distributed_backend: str | None = flag(
         None, "Backend of torch.distributed (default: nccl on CUDA, gloo on CPU).", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: int = flag(30, "Minutes a collective may wait for a rank.", within="[1, inf)")
+    distributed_timeout_minutes: float = flag(
+        30.0, "Minutes a collective, and the start, may wait for a rank.", within="(0, inf)"
+    )
     local_rank: int | None = flag(
         None, "Set by the launcher: this process's place on its host.", name="local_rank", within="[0, inf)"
     )

@@ -13,6 +13,7 @@ from collections.abc import MutableMapping
 from megatron.launch.cache import extensions_folder
 from megatron.launch.device import expected_device
 from megatron.launch.launcher import check_place, rank
+from megatron.launch.port import check_port
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
@@ -20,8 +21,10 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
 
     Raises:
         ConfigError: what the environment says of this process's place among the others makes no sense.
+        LaunchError: the port that the ranks are to meet at is taken.
     """
     check_place(environ)
+    check_port(environ)
     # Without it DeepSpeed tries one accelerator after the other, and says so.
     environ.setdefault("DS_ACCELERATOR", expected_device(environ))
     environ["TORCH_EXTENSIONS_DIR"] = extensions_folder(environ, sys.prefix)

@@ -2,7 +2,8 @@
 
 Torch guards a build with a file that a killed build leaves behind, and then every later start waits
 for it without a word. Here a lock of the kernel's, which dies with its owner, goes around the build;
-under it such a file can only be a dead build's, and is removed.
+under it such a file that nobody has open can only be a dead build's, and is removed. (A run that has
+everything built makes one for a moment, too, when DeepSpeed asks torch once more.)
 """
 
 import contextlib
@@ -46,11 +47,11 @@ def _needed(run: RunConfig, device: str) -> list[str]:
 
 
 def _build(builder) -> None:
-    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]) / builder.name
+    folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve() / builder.name
     folder.mkdir(parents=True, exist_ok=True)
     with _kernel_lock(folder / "build.flock"):
         stale = folder / "lock"
-        if stale.exists():
+        if stale.exists() and not _is_open(stale):
             print(f"> removing {stale}, left by a build that was killed", file=sys.stderr, flush=True)
             stale.unlink()
         is_new = not (folder / f"{builder.name}.so").exists()
@@ -66,6 +67,15 @@ def _build(builder) -> None:
             ) from error
         if is_new:
             print(f"> compiled {builder.name} in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _is_open(path: Path) -> bool:
+    """Whether a process has ``path`` open, as torch has such a file while it works."""
+    for file in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(file) == str(path):
+                return True
+    return False
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Run a program as one of several ranks."""
 
+import faulthandler
 import os
 import sys
 import time
@@ -11,6 +12,10 @@ from typing import NoReturn
 from megatron.errors import ConfigError, LaunchError, UserError
 from megatron.launch.launcher import check_place, local_rank
 from megatron.launch.launcher import rank as rank_of
+from megatron.launch.parent import leave_with_launcher
+
+NOTES = "RANK_NOTES"
+"""Where the environment may name a folder in which each rank leaves its exit code."""
 
 
 def run_rank(main: Callable[[], int | None]) -> NoReturn:
@@ -20,7 +25,20 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     behind that by the first of all. Else the rank that fails says so, and leaves at once, without waiting for
     others in the middle of a collective; they notice, and leave with a line each.
     """
+    leave_with_launcher(os.environ)
+    faulthandler.enable()  # a crash in a library shows its stack
     rank, is_first_here = _place()
+    _note(rank, "")
+    exit_code = _exit_code(main, rank, is_first_here)
+    _note(rank, str(exit_code))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's end: there gloo's threads abort one process in twenty, the group left or not.
+    os._exit(exit_code)
+
+
+def _exit_code(main: Callable[[], int | None], rank: int, is_first_here: bool) -> int:
+    """What ``main`` comes to; what it raises is put on the screen."""
     try:
         exit_code = main() or 0
     except UserError as error:
@@ -29,26 +47,28 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
         names_itself = rank > 0 or (joined and not error.on_every_rank)
         if speaks:
             for message in error.messages:
-                _say(f"rank {rank}: {message}" if names_itself else message)
+                say(f"rank {rank}: {message}" if names_itself else message)
         else:
             # The launcher ends all ranks with the first that ends, which must not be one that said nothing.
             time.sleep(1)
-        os._exit(error.exit_code)
+        return error.exit_code
     except KeyboardInterrupt:
-        os._exit(130)
+        return 130
     except Exception as error:
-        if _lost_a_rank(error):
-            _say(f"rank {rank}: another rank ended before this one")
-            os._exit(LaunchError.exit_code)
+        if lost_a_rank(error):
+            say(f"rank {rank}: another rank ended before this one")
+            return LaunchError.exit_code
         print(f"{_program()}: rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+        return 1
     _leave_mpi()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not by way of the interpreter's end: there gloo's threads abort one process in twenty, the group left or not.
-    os._exit(exit_code)
+    return exit_code
+
+
+def _note(rank: int, text: str) -> None:
+    """Leave word of this rank's end with who started the launcher, if it asked for that."""
+    if folder := os.environ.get(NOTES):
+        Path(folder, f"rank {rank}").write_text(text)
 
 
 def _place() -> tuple[int, bool]:
@@ -60,7 +80,8 @@ def _place() -> tuple[int, bool]:
         return 0, True  # nobody else may be there to say it
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Put an error on the screen, as the program's."""
     print(f"{_program()}: error: {message}", file=sys.stderr, flush=True)
 
 
@@ -68,7 +89,7 @@ def _program() -> str:
     return Path(sys.argv[0]).name
 
 
-def _lost_a_rank(error: Exception) -> bool:
+def lost_a_rank(error: Exception) -> bool:
     """Whether gloo says that the other end is gone: then the cause, and the traceback that helps, are there."""
     return isinstance(error, RuntimeError) and any(
         words in str(error) for words in ("Connection closed by peer", "Connection reset by peer")

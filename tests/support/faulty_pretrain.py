@@ -6,12 +6,17 @@ weights RANK LAYER ITERATION  a weight of that layer on that rank is none, from 
 samples FIRST LAST FACTOR     the loss of a batch with one of these samples is so many times what it is
 signal RANK ITERATION NAMES   that rank gets these signals at the start of that iteration
 launcher RANK ITERATION NAMES the process that started that rank gets them
+sleep RANK ITERATION          that rank goes no further
+hold RANK ITERATION           that rank goes no further, and lets no other of its threads run
+raise RANK ITERATION          that rank fails
 """
 
+import ctypes
 import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -33,6 +38,13 @@ numbers = [float(word) for word in words if not word.startswith("SIG")]
 real_train_batch, real_loss, real_sample = training.train_batch, gpt2_model.lm_loss, GPT2Dataset.__getitem__
 
 
+def fail():
+    raise ValueError("a fault of this rank alone")
+
+
+FAULTS = {"sleep": lambda: time.sleep(1000), "hold": lambda: ctypes.PyDLL(None).sleep(1000), "raise": fail}
+
+
 def train_batch(engine, batches):
     global iteration
     iteration += 1
@@ -44,6 +56,8 @@ def train_batch(engine, batches):
     if kind in ("signal", "launcher") and [dist.get_rank(), iteration] == numbers:
         for name in words[2:]:
             os.kill(os.getpid() if kind == "signal" else os.getppid(), getattr(signal, name))
+    if [dist.get_rank(), iteration] == numbers and kind in FAULTS:
+        FAULTS[kind]()
     before = weights(engine)
     loss = real_train_batch(engine, batches)
     if kind == "gradient":

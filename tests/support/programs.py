@@ -6,6 +6,8 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -57,6 +59,25 @@ class Programs:
             os.killpg(process.pid, signal.SIGKILL)
             raise AssertionError(f"{command} ran past {time_limit} s:\n{process.communicate()[0][-6000:]}") from None
         return Finished(process.returncode, output)
+
+    @contextmanager
+    def started(self, log: Path, *command: str | Path, **environ: str) -> Iterator[subprocess.Popen]:
+        """``command`` while it runs, with its output in ``log``; its process group dies behind the block."""
+        with open(log, "w") as file:
+            process = subprocess.Popen(
+                [str(part) for part in command],
+                cwd=self.root,
+                env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **environ},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            yield process
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def python(self, *arguments: str | Path, **options: Any) -> Finished:
         """``python ARGUMENTS``."""

@@ -1,0 +1,30 @@
+"""Ranks that cannot meet say so: a port that is taken, ranks that never come."""
+
+import socket
+from pathlib import Path
+
+from support.bare_ranks import BareRanks
+
+SETTINGS = "--train-iters 1 --batch-size 2 --gas 4 --eval-iters 0".split()
+
+
+def test_the_port_is_taken(programs) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        ended = programs.pretrain(1, *SETTINGS, **place)
+    assert ended.returncode == 6
+    (line,) = ended.output.splitlines()
+    assert f"port {port}, where the ranks are to meet, cannot be had (Address already in use" in line
+    assert f"ss -ltnp 'sport = :{port}'" in line
+
+
+def test_ranks_that_never_come(programs, tmp_path: Path) -> None:
+    words = (*SETTINGS, "--distributed-timeout-minutes", "0.2")
+    some = BareRanks(programs, tmp_path / "some", "none 0 0", *words, size=4, ranks=(0, 2))
+    alone = BareRanks(programs, tmp_path / "alone", "none 0 0", *words, size=2, ranks=(1,))
+    assert [some.ended(), alone.ended()] == [[6, 6], [6]]
+    assert (
+        "2 of 4 ranks have not come within 0.2 minutes (--distributed-timeout-minutes): ranks 1, 3" in some.errors[-1]
+    )
+    assert "nobody answers at 127.0.0.1:" in alone.errors[-1] and "see that rank 0 is started" in alone.errors[-1]

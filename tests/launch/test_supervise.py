@@ -1,0 +1,64 @@
+"""A launcher's end is the end of all that it started, and its exit code is what happened."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.bare_ranks import await_processes
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPERVISE = (
+    "import os, sys\nfrom megatron.launch.supervise import supervise\nsys.exit(supervise(sys.argv[1:], os.environ))"
+)
+
+
+def supervised(script: str, *words: str) -> subprocess.Popen[str]:
+    """A shell script in a launcher's place."""
+    command = [sys.executable, "-c", SUPERVISE, "bash", "-c", script, *words]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "stderr"),
+    [
+        ("exit 0", 0, ""),
+        ("exit 75", 75, ""),
+        ("kill -KILL $$", 137, ""),
+        ('touch "$RANK_NOTES/rank 0"; echo -n 0 > "$RANK_NOTES/rank 0"', 0, ""),
+        (
+            'touch "$RANK_NOTES/rank 1"',
+            6,
+            "-c: error: the launcher says that all is well, but rank 1 of this host were ended from outside\n",
+        ),
+    ],
+)
+def test_exit_codes(script: str, code: int, stderr: str) -> None:
+    process = supervised(script)
+    assert (process.communicate()[1], process.returncode) == (stderr, code)
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    """Not what a launcher that was killed had started, in a session of its own, deaf and stopped."""
+    deaf = "trap '' TERM HUP; kill -STOP $$; sleep 1000"
+    process = supervised('setsid bash -c "$0" "$1" & while true; do sleep 1; done', deaf, str(tmp_path))
+    launcher = next(p for p in await_processes(str(tmp_path), 3) if p.ppid() == process.pid)
+    launcher.kill()
+    assert process.wait() == 137
+    await_processes(str(tmp_path), 0)
+
+
+def test_a_signal_goes_on_to_the_launcher(tmp_path: Path) -> None:
+    process = supervised("trap 'exit 75' USR1; touch $0; while true; do sleep 0.1; done", str(tmp_path / "ready"))
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None
+    process.send_signal(10)
+    assert process.wait() == 75
+
+
+def test_a_supervisor_that_is_killed_takes_the_launcher_along(tmp_path: Path) -> None:
+    process = supervised("while true; do sleep 0.1; done", str(tmp_path))
+    await_processes(str(tmp_path), 2)
+    process.kill()
+    process.wait()
+    await_processes(str(tmp_path), 0)

@@ -1,0 +1,66 @@
+"""A rank that dies: the others end, the cause is the last that is said, and the next start goes on exactly."""
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.bare_ranks import BareRanks, await_processes
+from support.ports import free_port
+from support.programs import TINY_MODEL, read_metrics
+
+SETTINGS = "--train-iters 5 --batch-size 2 --gas 4 --eval-iters 0".split()
+LAYOUT = ("--pipe-parallel-size", "2")
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, tmp_path: Path) -> None:
+    train_in_ranks(2, *SETTINGS, *LAYOUT, "--metrics-file", tmp_path / "whole")
+    words = (*SETTINGS, *LAYOUT, "--save", tmp_path / "ck", "--save-interval", "1", "--auto-resume")
+    words = (*words, "--metrics-file", tmp_path / "parts")
+    ended = programs.faulty(2, "signal 1 3 SIGKILL", *words)
+    assert "pretrain_gpt2.py: error: rank 1 was ended by SIGKILL in iteration 3" in ended.output
+    said, _, report = ended.output.partition("Root Cause (first observed failure):")
+    assert said.count(": error: ") == 1, "no victim speaks"
+    assert "rank      : 1 " in report and "(SIGKILL)" in report
+    programs.pretrain(2, *words).ok()
+    whole, parts = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
+    assert [line["lm_loss"] for line in parts] == [line["lm_loss"] for line in whole]
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "code", "last"),
+    [
+        ("signal 0 2 SIGSEGV", 0, -signal.SIGSEGV, "rank 0 was ended by SIGSEGV in iteration 2"),
+        ("raise 1 2", 1, 1, "ValueError: a fault of this rank alone"),
+    ],
+)
+def test_all_end_and_the_first_cause_comes_last(
+    programs, tmp_path: Path, fault: str, rank: int, code: int, last: str
+) -> None:
+    """Rank 0 keeps the store, which goes with it."""
+    ranks = BareRanks(programs, tmp_path / "log", fault, *SETTINGS, size=2)
+    expected = [6, 6]
+    expected[rank] = code
+    assert ranks.ended() == expected, ranks.output
+    assert ranks.output.splitlines()[-1].endswith(last), ranks.output
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_ranks_leave_with_their_launcher(programs, tmp_path: Path, launcher: str) -> None:
+    words = ["tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS]
+    command = {
+        "torchrun": ["torchrun", "--standalone", "--nproc_per_node", "2"],
+        "deepspeed": ["deepspeed", "--master_port", str(free_port()), "--num_gpus", "2"],
+    }[launcher]
+    log = tmp_path / "log"
+    with programs.started(log, *command, *words, "--save", tmp_path / "ck", FAULT="sleep 1 2") as started:
+        _await_line(started, log, "iteration 1/5")
+        started.kill()
+        await_processes(str(tmp_path / "ck"), 0)
+
+
+def _await_line(process: subprocess.Popen, log: Path, begin: str) -> None:
+    """Until a line of ``log`` begins so."""
+    while not any(line.startswith(begin) for line in log.read_text().splitlines()):
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.2)
