@@ -53,6 +53,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "init_method_std": ("--init-method-std 0.01", ""),
     "shape_order": ("--shape-order SBH", ""),
     "pre_tokens": ("--pre-tokens 8", ""),
+    "watchdog_minutes": ("--watchdog-minutes 5", ""),
     "exit_duration_in_mins": ("--exit-duration-in-mins 5", ""),
     "max_consecutive_bad_steps": ("--max-consecutive-bad-steps 5", ""),
     "rewind_on_spike": ("--rewind-on-spike", "--save out --save-interval 5"),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support.programs import Programs
+from support.training import RankTraining
 
 from megatron.checkpoint.tracker import publish
 
@@ -32,18 +32,18 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="session")
-def uninterrupted(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``metrics`` of all 8 iterations on one process, and ``ck``, which points to iteration 3 of it."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     words = ("--save", folder / "ck", "--save-interval", str(SAVED), "--metrics-file", folder / "metrics")
-    programs.pretrain(1, *SETTINGS, *words).ok()
+    train_in_ranks(1, *SETTINGS, *words)
     publish(folder / "ck", f"global_step{SAVED}", SAVED)
     return folder
 
 
 @pytest.fixture(scope="session")
 def saved_on(
-    programs: Programs, uninterrupted: Path, tmp_path_factory: pytest.TempPathFactory
+    train_in_ranks: RankTraining, uninterrupted: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
     """``saved_on(layout)``: a checkpoint folder of iteration 3."""
     folders = {"one": uninterrupted / "ck"}
@@ -53,7 +53,7 @@ def saved_on(
             processes, flags = LAYOUTS[layout]
             folder = tmp_path_factory.mktemp("saved")
             words = ("--exit-interval", str(SAVED), "--save", folder)
-            programs.pretrain(processes, *SETTINGS, *flags.split(), *words).ok()
+            train_in_ranks(processes, *SETTINGS, *flags.split(), *words)
             folders[layout] = folder
         return folders[layout]
 

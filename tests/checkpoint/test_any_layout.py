@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from checkpoint.conftest import LAYOUTS, SAVED, SETTINGS
-from support.programs import Finished, Programs, read_metrics
+from support.programs import Programs, read_metrics
+from support.training import RankTraining
 
 PAIRS = [
     ("one", "tp2-pp2-zero1"),
@@ -25,16 +26,16 @@ PAIRS = [
 
 
 @pytest.fixture
-def go_on(programs: Programs, saved_on: Callable[[str], Path], tmp_path: Path):
+def go_on(train_in_ranks: RankTraining, saved_on: Callable[[str], Path], tmp_path: Path):
     """Resume on a layout with some flags from a checkpoint of another; what was said, and the metrics."""
 
-    def run(source: str, layout: str, *flags: str) -> tuple[Finished, list[dict]]:
+    def run(source: str, layout: str, *flags: str) -> tuple[str, list[dict]]:
         processes, words = LAYOUTS[layout]
         metrics = tmp_path / "-".join((source, layout, *flags))
-        finished = programs.pretrain(
+        said = train_in_ranks(
             processes, *SETTINGS, *words.split(), *flags, "--load", saved_on(source), "--metrics-file", metrics
-        ).ok()
-        return finished, read_metrics(metrics)
+        )
+        return said, read_metrics(metrics)
 
     return run
 
@@ -48,7 +49,7 @@ def expected(uninterrupted: Path) -> list[dict]:
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_the_next_losses_are_those_of_the_uninterrupted_run(go_on, expected, source: str, target: str):
     said, found = go_on(source, target)
-    assert "goes on behind iteration 3" in said.output
+    assert "goes on behind iteration 3" in said
     for name in ("iteration", "consumed_samples", "learning_rate"):
         assert [line[name] for line in found] == [line[name] for line in expected]
     for name in ("lm_loss", "grad_norm"):
@@ -70,12 +71,12 @@ def test_a_conversion_is_announced_once(go_on, saved_on):
     place = saved_on("one") / "global_step3"
     go_on("one", "one", "--zero-stage", "1")
     said, _ = go_on("one", "one", "--zero-stage", "2")
-    assert f"{place}: saved on TP 1, PP 0, DP 1, ZeRO 0, fp32, read from {place}_universal" in said.output
-    assert "random streams" not in said.output, "the ranks are the same"
+    assert f"{place}: saved on TP 1, PP 0, DP 1, ZeRO 0, fp32, read from {place}_universal" in said
+    assert "random streams" not in said, "the ranks are the same"
     next((place).glob("*.pt")).touch()
     said, _ = go_on("one", "tp2-zero1")
-    assert f"{place}: converted from TP 1, PP 0, DP 1, ZeRO 0, fp32, cached in {place}_universal" in said.output
-    assert said.output.count("random streams begin anew from --seed and the iteration") == 1
+    assert f"{place}: converted from TP 1, PP 0, DP 1, ZeRO 0, fp32, cached in {place}_universal" in said
+    assert said.count("random streams begin anew from --seed and the iteration") == 1
 
 
 def test_another_precision(go_on, expected):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.programs import TINY_MODEL, Finished, Programs, read_metrics
+from support.training import RankTraining
 
 from megatron.checkpoint.engine_files import bytes_of, in_host_memory
 
@@ -53,12 +54,12 @@ def _is_still(folder: Path) -> bool:
     return sorted(folder.iterdir()) == before
 
 
-def test_saving_in_the_background_saves_the_same(programs: Programs, tmp_path: Path) -> None:
+def test_saving_in_the_background_saves_the_same(train_in_ranks: RankTraining, tmp_path: Path) -> None:
     """State of the instant of the save, though training goes on meanwhile; and it is loaded."""
     layout = "--model-parallel-size 2 --zero-stage 2 --train-iters 4".split()
     for words in ([], ["--async-save", "--keep-last", "3"]):
         folder = tmp_path / ("background" if words else "at once")
-        programs.pretrain(2, *SETTINGS, *layout, "--save", folder, *words).ok()
+        train_in_ranks(2, *SETTINGS, *layout, "--save", folder, *words)
     assert not (tmp_path / "background" / "global_step1").exists()
     for step in (2, 3, 4):
         for file in sorted((tmp_path / "at once" / f"global_step{step}").glob("*optim_states.pt")):
@@ -69,7 +70,7 @@ def test_saving_in_the_background_saves_the_same(programs: Programs, tmp_path: P
             )
             assert all(map(torch.equal, ours, theirs))
     again = ["--load", tmp_path / "background", "--train-iters", "4", *layout[:-2], "--exit-interval", "1"]
-    assert "goes on behind iteration 4" in programs.pretrain(2, *SETTINGS[:-2], *again).ok().output
+    assert "goes on behind iteration 4" in train_in_ranks(2, *SETTINGS[:-2], *again)
 
 
 @pytest.fixture
