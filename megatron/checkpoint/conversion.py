@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.durable import sync, sync_folder
 from megatron.checkpoint.files import read_file
 from megatron.checkpoint.optimizer_state import WEIGHT, State, has_partitions, model_file, rank_states
 from megatron.checkpoint.tracker import UNIVERSAL, SavedRun
@@ -70,6 +71,8 @@ def convert(saved: SavedRun, target: Path) -> None:
         aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
             _write(saved, aside)
+            for path in aside.rglob("*"):
+                sync_folder(path) if path.is_dir() else sync(path)
             aside.chmod((saved.folder / saved.tag).stat().st_mode & 0o777)
             if target.exists():
                 shutil.rmtree(target)

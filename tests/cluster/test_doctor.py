@@ -195,13 +195,24 @@ def test_a_project_that_is_missing_or_another(local_hosts: LocalHosts, ask: Ask,
     shutil.copytree(ROOT / "megatron", other / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pretrain_gpt2.py", other)
     (other / "megatron" / "engine.py").write_text("# another\n")
-    (tmp_path / "nothing").mkdir()
-    local_hosts.add("host-sources", mounts={ROOT: other})
-    local_hosts.add("host-bare", mounts={ROOT: tmp_path / "nothing"})
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    local_hosts.add("host-sources", mounts=_python_in(other) | {ROOT: other})
+    local_hosts.add("host-bare", mounts=_python_in(nothing) | {ROOT: nothing})
     code, bad = ask("host-a host-sources host-bare", "--quick")
     assert code == 6 and set(bad) == {("host-sources", "project"), ("host-bare", "project")}
     assert bad["host-sources", "project"][0].startswith("other sources")
     assert bad["host-sources", "project"][1].startswith("rsync ") and "mkdir" in bad["host-bare", "project"][1]
+
+
+def _python_in(project: Path) -> dict[Path, Path]:
+    """What lets a host with another ``project`` find its Python, which may lie in the project's own folder."""
+    python = Path(sys.prefix)
+    if not python.is_relative_to(ROOT):
+        return {}
+    place = project / python.relative_to(ROOT)
+    place.mkdir(parents=True)
+    return {place: python}
 
 
 def test_a_port_that_is_taken(ask: Ask) -> None:

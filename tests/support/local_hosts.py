@@ -121,7 +121,7 @@ class LocalHosts:
 
 def _with_mounts(mounts: Mapping[Path, Path], read_only: Iterable[Path]) -> list[str]:
     """The words in front of a command that let it, and what it starts, see these files and no others."""
-    steps = [shlex.join(["mount", "--bind", str(there), str(place)]) for place, there in mounts.items()]
+    steps = [shlex.join(["mount", "--rbind", str(there), str(place)]) for place, there in mounts.items()]
     for place in map(str, read_only):
         steps += [shlex.join(["mount", "--bind", place, place]), shlex.join(["mount", "-o", "remount,bind,ro", place])]
     return ["unshare", "--mount", "sh", "-c", " && ".join([*steps, 'exec "$@"']), "sh"] if steps else []
