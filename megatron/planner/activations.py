@@ -1,6 +1,7 @@
 """What a micro-batch leaves behind for its backward pass, as this project's layers do.
 
-b micro-batch, s sequence of this rank, h hidden, f inside the MLP, n heads, v padded vocabulary, t tensor-parallel size.
+b micro-batch, s sequence of this rank, h hidden, f inside the MLP, n heads, v padded vocabulary, t tensor-parallel size
+
 It is the table of arXiv 2205.05198 with three differences: attention keeps no scores where the kernel is a
 fused one, linears keep their gathered inputs under sequence parallelism, and fp32 takes four bytes an element.
 """
@@ -59,19 +60,68 @@ def sizes(run: RunConfig) -> Sizes:
     )
 
 
-def layer_bytes(run: RunConfig) -> int:
-    """What a transformer layer keeps of a micro-batch where nothing is recomputed but what selective leaves out."""
+class Activations(NamedTuple):
+    """Bytes of one micro-batch."""
+
+    layer: int
+    """What a transformer layer keeps where nothing is recomputed but what selective leaves out."""
+    scores: int
+    """What attention's core keeps, or would, beside query, key, value and context."""
+    kept_input: int
+    """What a group of recomputed layers keeps: its input, or a part of it, or nothing on the device."""
+    front: int
+    """What the embeddings keep."""
+    back: int
+    """What the last norm and the head keep, without the logits."""
+    logits: int
+    """Most that logits, probabilities and their gradients take at a time: three of them in the loss's type."""
+    stored_logits: int
+    """The logits themselves."""
+    hidden: int
+    """Hidden states between two stages."""
+    passing: int
+    """What the backward pass of a layer takes beside what is kept: gradients of a few of its tensors."""
+
+
+def activations(run: RunConfig) -> Activations:
+    """What a micro-batch of ``run`` leaves behind on one rank, part by part."""
     z = sizes(run)
+    scores = _scores(run, z)
+    hidden = z.stream * z.h * z.residual
+    logits = z.tokens * (z.v // z.t)
+    whole = z.tokens * z.h * z.element
+    # Tensor parallelism adds the gradient of its region's input, and a copy to be reduced; where it cuts the
+    # sequence, parts of them, too.
+    copies = 2 if z.t == 1 else 4 if z.stream == z.tokens else 6
+    return Activations(
+        layer=_layer(z) + (0 if run.model.recomputes_attention else scores),
+        scores=scores,
+        kept_input=_kept_input(run, hidden, z.t),
+        front=z.tokens * (_INT64 + 1) + z.stream * z.h * z.mask,
+        back=hidden + whole + 2 * z.stream * FP32,
+        logits=3 * logits * (z.element if run.model.fp16_lm_cross_entropy else FP32),
+        stored_logits=logits * z.element,
+        hidden=hidden,
+        passing=2 * z.tokens * z.f * z.element // z.t + copies * whole,
+    )
+
+
+def _layer(z: Sizes) -> int:
     streams = 2 * z.stream * z.h * (z.residual + z.mask) + 4 * z.stream * FP32  # and mean and deviation of two norms
     linear_inputs = 2 * z.tokens * z.h * z.element  # whole under sequence parallelism, too: they have been gathered
     cut = (4 * z.h + 2 * z.f) * z.tokens * z.element // z.t  # query, key, value, context, and both sides of GELU
-    scores = 0 if run.model.recomputes_attention else score_bytes(run)
-    return streams + linear_inputs + cut + scores
+    return streams + linear_inputs + cut
 
 
-def score_bytes(run: RunConfig) -> int:
+def _kept_input(run: RunConfig, hidden: int, t: int) -> int:
+    if run.activation.checkpoint_in_cpu:
+        return 0
+    return hidden // (t if run.activation.partition_activations else 1)
+
+
+def _scores(run: RunConfig, z: Sizes) -> int:
     """What attention's core keeps beside query, key, value and context."""
-    z, model = sizes(run), run.model
+    model = run.model
     scores, queries = z.b * z.n * z.s * z.s, z.b * z.n * z.s * model.head_size
     dropout = bool(model.attention_dropout)
     on_cpu = run.parallel.device == "cpu"
@@ -83,54 +133,3 @@ def score_bytes(run: RunConfig) -> int:
     if on_cpu and dropout:  # the fused kernel of the CPU has no dropout: torch does it step by step, in fp32
         return scores * 3 * FP32 + (2 if z.element == FP32 else 3) * queries * FP32
     return z.b * z.n * z.s * FP32
-
-
-def kept_input_bytes(run: RunConfig) -> int:
-    """What a group of recomputed layers keeps: its input, or a part of it, or nothing on the device."""
-    z, activation = sizes(run), run.activation
-    if activation.checkpoint_in_cpu:
-        return 0
-    parts = z.t if activation.partition_activations else 1
-    return z.stream * z.h * z.residual // parts
-
-
-def front_bytes(run: RunConfig) -> int:
-    """What the embeddings keep of a micro-batch."""
-    z = sizes(run)
-    return z.tokens * (_INT64 + 1) + z.stream * z.h * z.mask
-
-
-def back_bytes(run: RunConfig) -> int:
-    """What the last norm and the head keep of a micro-batch, without the logits."""
-    z = sizes(run)
-    return z.stream * z.h * z.residual + z.tokens * z.h * z.element + 2 * z.stream * FP32
-
-
-def logits_bytes(run: RunConfig) -> int:
-    """Most that logits, probabilities and their gradients take at a time: three of them in the loss's type."""
-    z = sizes(run)
-    in_loss = z.element if run.model.fp16_lm_cross_entropy else FP32
-    return 3 * z.tokens * (z.v // z.t) * in_loss
-
-
-def stored_logits_bytes(run: RunConfig) -> int:
-    """The logits themselves."""
-    z = sizes(run)
-    return z.tokens * (z.v // z.t) * z.element
-
-
-def hidden_bytes(run: RunConfig) -> int:
-    """The hidden states of a micro-batch between two stages."""
-    z = sizes(run)
-    return z.stream * z.h * z.residual
-
-
-def passing_bytes(run: RunConfig) -> int:
-    """What the backward pass of a layer takes beside what is kept: gradients of a few of its tensors.
-
-    Tensor parallelism adds the gradient of its region's input, and a copy to be reduced; where the sequence is cut,
-    its parts, too.
-    """
-    z = sizes(run)
-    copies = 2 if z.t == 1 else 4 if z.stream == z.tokens else 6
-    return 2 * z.tokens * z.f * z.element // z.t + copies * z.tokens * z.h * z.element

@@ -1,4 +1,4 @@
-"""The formulas of the papers, in plain numbers; the rest of the planner is made of them.
+"""The formulas of the papers, in plain numbers. The rest of the planner is made of them, or held to them by its tests.
 
 b micro-batch, s sequence, h hidden, a heads, layers, v vocabulary, t tensor-parallel size, p pipeline
 stages, d data-parallel size, m micro-batches of a pipeline in one iteration. Bytes unless it says otherwise.
@@ -111,3 +111,14 @@ def ring_all_reduce(n: float, ranks: int) -> float:
 def ring_gather(n: float, ranks: int) -> float:
     """What each rank sends of ``n`` bytes that are gathered, or reduced and scattered, over a ring."""
     return (ranks - 1) / ranks * n
+
+
+def most_loaded_shard(layers: int, h: int, v: int, t: int, p: int) -> float:
+    """Weights of the first of ``p`` stages as Megatron's memory report counts them: matrices, words and norms."""
+    per_layer = 12 * h * h + 2 * 2 * h
+    return (layers * per_layer + 2 * h) / p / t + v * h / t
+
+
+def zero_activations(s: int, b: int, h: int, layers: int) -> float:
+    """What all layers keep in 16-bit by the rule of thumb of arXiv 1910.02054, section 3.2."""
+    return 2 * 12 * h * b * s * layers

@@ -5,7 +5,7 @@ from math import ceil
 
 from megatron.config import RunConfig
 from megatron.partition import Stage, plan
-from megatron.planner import activations
+from megatron.planner.activations import Activations, activations
 from megatron.planner.formulas import micro_batches_in_flight
 from megatron.planner.parameters import numel, stage_weights
 from megatron.planner.states import States, states
@@ -54,39 +54,43 @@ def stage_memory(run: RunConfig, owner: int | None = None) -> list[Memory]:
 
     ``run`` has its batch and vocabulary settled.
     """
-    found = []
+    found, kept = [], activations(run)
     for number, stage in enumerate(plan(run)):
         weights = stage_weights(run, stage)
-        found.append(Memory(numel(weights), states(run, weights, owner), working(run, stage, number)))
+        found.append(Memory(numel(weights), states(run, weights, owner), working(run, stage, number, kept)))
     return found
 
 
-def working(run: RunConfig, stage: Stage, number: int) -> Working:
+def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations) -> Working:
     """The working memory of a rank of ``stage``, which is the one of that number."""
-    layers, last = layers_of(run, stage), run.model.num_layers + 1
-    has_front, has_back = (any(unit in piece for piece in stage.pieces) for unit in (0, last))
+    layers, (has_front, has_back) = layers_of(run, stage), ends_of(run, stage)
     in_flight, together = _in_flight(run, number), run.activation.layers_together
-    per_layer = activations.layer_bytes(run)
-    kept = ceil(layers / together) * activations.kept_input_bytes(run) if together else layers * per_layer
-    each = kept + (activations.front_bytes(run) if has_front else 0)
-    back = activations.back_bytes(run) if has_back else 0
-    logits = activations.logits_bytes(run) if has_back else 0
-    again = min(together, layers) * per_layer  # what a layer did not keep is there again when it goes backward
+    kept = ceil(layers / together) * micro_batch.kept_input if together else layers * micro_batch.layer
+    each = kept + (micro_batch.front if has_front else 0)
+    back = micro_batch.back if has_back else 0
+    logits = micro_batch.logits if has_back else 0
+    again = min(together, layers) * micro_batch.layer  # what a layer did not keep is there again when it goes backward
     if run.model.recomputes_attention:
-        again = activations.score_bytes(run)
-    inside = again + activations.passing_bytes(run)
+        again = micro_batch.scores
+    inside = again + micro_batch.passing
     at_the_loss = logits + back > inside
     return Working(
         activations=in_flight * each + (back if at_the_loss else inside),
         logits=logits if at_the_loss else 0,
-        buffers=_pipeline_buffers(run, number, has_back),
+        buffers=_pipeline_buffers(run, number, has_back, micro_batch),
         in_flight=in_flight,
     )
 
 
 def layers_of(run: RunConfig, stage: Stage) -> int:
     """Transformer layers of a stage."""
-    return sum(1 <= unit <= run.model.num_layers for piece in stage.pieces for unit in piece)
+    return sum(map(len, stage.pieces)) - sum(ends_of(run, stage))
+
+
+def ends_of(run: RunConfig, stage: Stage) -> tuple[bool, bool]:
+    """Whether a stage has the embeddings, and whether it has the head."""
+    last = run.model.num_layers + 1
+    return any(0 in piece for piece in stage.pieces), any(last in piece for piece in stage.pieces)
 
 
 def _in_flight(run: RunConfig, number: int) -> int:
@@ -98,17 +102,16 @@ def _in_flight(run: RunConfig, number: int) -> int:
     return micro_batches_in_flight(number, parallel.pipe_stages, accumulated)
 
 
-def _pipeline_buffers(run: RunConfig, number: int, has_back: bool) -> int:
+def _pipeline_buffers(run: RunConfig, number: int, has_back: bool, micro_batch: Activations) -> int:
     """Tensors between stages: what has come in, what goes out, their gradients, and logits until they are replaced.
 
     DeepSpeed keeps a place for each of at least two micro-batches.
     """
     if not run.parallel.uses_pipeline:
         return 0
-    hidden, places = activations.hidden_bytes(run), max(2, _in_flight(run, number))
-    ends_alone = run.parallel.pipe_stages == 1
-    received = 0 if number == 0 else 3
+    in_flight = _in_flight(run, number)
+    places, received = max(2, in_flight), 0 if number == 0 else 3
     if has_back:
-        stale = places * activations.stored_logits_bytes(run)
-        return stale + (0 if ends_alone else (places + received) * hidden)
-    return (received + 1 + _in_flight(run, number)) * hidden
+        between = 0 if run.parallel.pipe_stages == 1 else (places + received) * micro_batch.hidden
+        return places * micro_batch.stored_logits + between
+    return (received + 1 + in_flight) * micro_batch.hidden

@@ -67,7 +67,9 @@ def make_request(
         ConfigError: with a line for each thing that is wrong.
     """
     given, problems = read_flags(argv)
-    problems += [f"{given[name].source} is not for the planner: {word}" for name, word in _OF_TOOL.items() if name in given]
+    problems += [
+        f"{given[name].source} is not for the planner: {word}" for name, word in _OF_TOOL.items() if name in given
+    ]
     if "deepspeed_config" in given:
         problems.append(f"{given['deepspeed_config'].source} is what the planner makes: say its settings as flags")
     if "global_batch_size" not in given:

@@ -15,6 +15,7 @@ from megatron.given import Given, flag_fields, flag_name
 from megatron.legality import RULES
 from megatron.partition import Stage, plan
 from megatron.planner import formulas
+from megatron.planner.activations import activations
 from megatron.planner.memory import Memory, layers_of, working
 from megatron.planner.parameters import numel, stage_weights
 from megatron.planner.request import Request, words
@@ -219,15 +220,15 @@ class _Grid:
 
 
 def _candidate(request: Request, run: RunConfig, given: Mapping[str, Given], grid: _Grid) -> Candidate:
-    held = zip(grid.parameters, grid.states(run), grid.stages, strict=True)
-    memories = [Memory(count, kept, working(run, stage, number)) for count, kept, (number, stage) in held]
-    sent = [traffic(run, stage, count) for count, (_, stage) in zip(grid.parameters, grid.stages, strict=True)]
-    stages = [(stage, one) for (_, stage), one in zip(grid.stages, sent, strict=True)]
+    micro_batch, memories, sent = activations(run), [], []
+    for (number, stage), count, held in zip(grid.stages, grid.parameters, grid.states(run), strict=True):
+        memories.append(Memory(count, held, working(run, stage, number, micro_batch)))
+        sent.append((stage, traffic(run, stage, count, micro_batch.hidden)))
     return Candidate(
         request,
         run,
         given,
         max(memories, key=lambda memory: memory.total),
-        max(sent, key=lambda one: one.total),
-        timing(run, request.machine, stages),
+        max((one for _, one in sent), key=lambda one: one.total),
+        timing(run, request.machine, sent),
     )

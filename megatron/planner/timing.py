@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from megatron.config import RunConfig
 from megatron.partition import Stage
 from megatron.planner import formulas
-from megatron.planner import traffic as of_traffic
+from megatron.planner.memory import ends_of, layers_of
 from megatron.planner.presets import Device
 from megatron.planner.traffic import Traffic
 
@@ -70,11 +70,11 @@ def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traff
 def compute_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
     """Arithmetic of a rank of ``stage`` in one iteration: forward, backward, and what is recomputed."""
     model, tokens = run.model, run.train.micro_batch_size * run.data.seq_length
-    layers = of_traffic.layers_of(run, stage)
+    layers = layers_of(run, stage)
     core = 4 * run.data.seq_length * model.hidden_size * layers
     linears = stage.flops - core
     head = 2 * model.padded_vocab_size * model.hidden_size
-    in_layers = linears - (head if any(model.num_layers + 1 in piece for piece in stage.pieces) else 0)
+    in_layers = linears - (head if ends_of(run, stage)[1] else 0)
     again = bool(run.activation.layers_together)
     passes = 3 * linears + again * in_layers
     core_passes = (3 + (again or model.recomputes_attention)) * core

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from megatron.config import RunConfig
 from megatron.partition import Stage
-from megatron.planner import activations
 from megatron.planner.formulas import ring_all_reduce, ring_gather
-from megatron.planner.memory import layers_of
+from megatron.planner.memory import ends_of, layers_of
 from megatron.planner.states import bytes_of, owners
 
 
@@ -27,9 +26,12 @@ class Traffic:
         return self.tensor + self.pipeline + self.data
 
 
-def traffic(run: RunConfig, stage: Stage, parameters: int) -> Traffic:
-    """What a rank of ``stage``, with so many parameters, sends in one iteration."""
-    return Traffic(tensor(run, stage), pipeline(run, stage), data(run, parameters))
+def traffic(run: RunConfig, stage: Stage, parameters: int, hidden: int) -> Traffic:
+    """What a rank of ``stage``, with so many parameters, sends in one iteration.
+
+    ``hidden`` are the bytes of hidden states between two stages.
+    """
+    return Traffic(tensor(run, stage), pipeline(run, stage, hidden), data(run, parameters))
 
 
 def tensor(run: RunConfig, stage: Stage) -> float:
@@ -40,15 +42,15 @@ def tensor(run: RunConfig, stage: Stage) -> float:
     """
     parallel, layers = run.parallel, layers_of(run, stage)
     t, parts = parallel.model_parallel_size, parallel.ds_sequence_parallel_size
-    hidden = activations.sizes(run).tokens * run.model.hidden_size * bytes_of(run)
+    tokens = run.train.micro_batch_size * run.data.seq_length // parts
+    hidden = tokens * run.model.hidden_size * bytes_of(run)
     passes = 6 if run.activation.layers_together else 4
-    ends = sum(unit in piece for unit in (0, run.model.num_layers + 1) for piece in stage.pieces)
-    reduced = (passes * layers + ends) * ring_all_reduce(hidden, t)
+    reduced = (passes * layers + sum(ends_of(run, stage))) * ring_all_reduce(hidden, t)
     exchanged = 2 * passes * layers * ring_gather(hidden / t, parts)  # 4 hidden states in each of passes / 2
     return run.train.gradient_accumulation_steps * (reduced + exchanged)
 
 
-def pipeline(run: RunConfig, stage: Stage) -> float:
+def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
     """Hidden states forward and their gradients backward, at each border; of equal ones a rank sends its part."""
     parallel = run.parallel
     if parallel.pipe_stages == 1:
@@ -56,8 +58,8 @@ def pipeline(run: RunConfig, stage: Stage) -> float:
     last = run.model.num_layers + 1
     borders = sum((piece.start > 0) + (piece.stop <= last) for piece in stage.pieces)
     whole = parallel.sequence_parallel or parallel.folds_pipeline
-    hidden = activations.hidden_bytes(run) / (1 if whole else parallel.model_parallel_size)
-    return run.train.gradient_accumulation_steps * borders * hidden
+    part = hidden / (1 if whole else parallel.model_parallel_size)
+    return run.train.gradient_accumulation_steps * borders * part
 
 
 def data(run: RunConfig, parameters: int) -> float:
