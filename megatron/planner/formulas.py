@@ -115,8 +115,8 @@ def ring_gather(n: float, ranks: int) -> float:
 
 def most_loaded_shard(layers: int, h: int, v: int, t: int, p: int) -> float:
     """Weights of the first of ``p`` stages as Megatron's memory report counts them: matrices, words and norms."""
-    per_layer = 12 * h * h + 2 * 2 * h
-    return (layers * per_layer + 2 * h) / p / t + v * h / t
+    norms = (2 * layers + 1) * 2 * h
+    return 12 * h * h * layers / (p * t) + norms / p + v * h / t
 
 
 def zero_activations(s: int, b: int, h: int, layers: int) -> float:

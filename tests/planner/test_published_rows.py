@@ -184,24 +184,25 @@ def test_interleaving_raises_activations_of_the_first_stage():
 @pytest.mark.parametrize(
     ("sizes", "layout", "bytes_of_parameter", "states", "activations"),
     [
-        ((96, 12288, 96, 51200, 2048, 1), (8, 8, 3, 8), 18, 46.89, 12.38),
-        ((24, 1024, 16, 50304, 1024, 4), (1, 1, 1, 1), 18, 5.928, 3.975),
-        ((24, 1024, 16, 50304, 1024, 4), (2, 2, 1, 8), 6 + 12 / 2, 1.132, 1.598),
+        ((96, 12288, 96, 51200, 2048, 1), (8, 8, 3), 18, 46.89, 12.38),
+        ((24, 1024, 16, 50304, 1024, 4), (1, 1, 1), 18, 5.928, 3.975),
+        ((24, 1024, 16, 50304, 1024, 4), (2, 2, 1), 6 + 12 / 2, 1.132, 1.598),
     ],
     ids=["175B, TP 8 x PP 8, interleaved", "345M on one", "345M, TP 2 x PP 2 x DP 2"],
 )
 def test_theoretical_memory_of_megatron(sizes, layout, bytes_of_parameter, states, activations):
     """Its report counts neither biases nor positions, and 8 bytes of each token and stage for what goes in."""
     layers, hidden, heads, vocabulary, sequence, b = sizes
-    t, p, v, _ = layout
+    t, p, v = layout
+    tolerance = 0.005 if states > 10 else 0.0005
     shard = most_loaded_shard(layers, hidden, vocabulary, t, p)
-    assert bytes_of_parameter * shard / GIB == pytest.approx(states, abs=0.011 if t == 8 else 0.001)
+    assert bytes_of_parameter * shard / GIB == pytest.approx(states, abs=tolerance)
     layer = layer_activations(sequence, b, hidden, heads, t, sequence_parallel=True, recompute="selective")
     inputs = 8 * sequence * b * p / t
     factor = interleaving_factor(p, v) if v > 1 else 1
     dropout = sequence * b * hidden * p / t
     head = end_activations(sequence, b, hidden, vocabulary, p, t) - dropout
-    assert ((layers * layer + inputs + dropout) * factor + head) / GIB == pytest.approx(activations, abs=0.001)
+    assert ((layers * layer + inputs + dropout) * factor + head) / GIB == pytest.approx(activations, abs=tolerance)
 
 
 def test_theoretical_memory_of_megatron_without_sequence_parallelism():
