@@ -12,6 +12,7 @@ Exit code 0: a layout fits; 1: none does; 2: wrong usage.
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -21,12 +22,12 @@ from _atomic_file import atomic_file
 from megatron.cli import ToolParser, run_tool
 from megatron.errors import ConfigError
 from megatron.planner.emit import SCRIPT, files
-from megatron.planner.memory import stage_memory
+from megatron.planner.memory import Memory, stage_memory
 from megatron.planner.presets import DEVICES, GB, MODELS, TERA
 from megatron.planner.quantities import bytes_of_text, positive, share, whole
 from megatron.planner.request import Request, make_request
-from megatron.planner.search import Plan, search
-from megatron.planner.table import as_json, describe_plan
+from megatron.planner.search import Candidate, search
+from megatron.planner.table import as_json, describe_candidate, describe_plan
 from megatron.planner.timing import Machine
 
 PRECISION = {"v100": "fp16", "cpu": "fp32"}
@@ -38,22 +39,23 @@ def main() -> None:
     args, words = _parser().parse_known_args()
     request = _request(args, words)
     plan = search(request)
+    if args.choose > max(len(plan.fitting), 1):
+        raise ConfigError(f"--choose {args.choose}: {len(plan.fitting)} layouts fit; choose one of them")
     print("\n".join(describe_plan(plan, request, args.top)), flush=True)
     if args.json:
         with atomic_file(args.json, "--json") as file:
             file.write(json.dumps(as_json(plan, request, args.top), indent=2) + "\n")
-    if plan.fitting:
-        _hand_over(args, plan)
-    else:
+    if not plan.fitting:
         sys.exit(1)
+    _hand_over(args, plan.fitting[args.choose - 1])
 
 
-def _hand_over(args: argparse.Namespace, plan: Plan) -> None:
-    """What is asked for of one layout: by rank of the table."""
-    if args.choose > len(plan.fitting):
-        raise ConfigError(f"--choose {args.choose}: {len(plan.fitting)} layouts fit; choose one of them")
-    chosen = plan.fitting[args.choose - 1]
+def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
+    """What is asked for of one layout."""
+    memories = _exact_memory(chosen) if args.exact else stage_memory(chosen.run)
+    print(f"\nlayout {args.choose}: " + "\n".join(describe_candidate(chosen, memories)))
     if args.emit:
+        _make_folder(args.emit, "--emit")
         for name, text in files(chosen).items():
             with atomic_file(args.emit / name, "--emit") as file:
                 file.write(text)
@@ -62,14 +64,26 @@ def _hand_over(args: argparse.Namespace, plan: Plan) -> None:
     if args.plot:
         from megatron.planner.draw import draw_memory, draw_schedule
 
-        args.plot.mkdir(parents=True, exist_ok=True)
-        draw_memory(stage_memory(chosen.run), chosen.request.room, args.plot / "memory.png")
-        parallel = chosen.run.parallel
-        if parallel.pipe_stages > 1:
-            draw_schedule(
-                parallel.pipe_stages, chosen.run.train.gradient_accumulation_steps, args.plot / "schedule.png"
-            )
-        print(f"\ndrew {args.plot}/memory.png" + (" and schedule.png" if parallel.pipe_stages > 1 else ""))
+        _make_folder(args.plot, "--plot")
+        draw_memory(memories, chosen.request.room, args.plot / "memory.png")
+        stages, micro_batches = chosen.run.parallel.pipe_stages, chosen.run.train.gradient_accumulation_steps
+        draw_schedule(stages, micro_batches, args.plot / "schedule.png")
+        print(f"\ndrew {args.plot}/memory.png and {args.plot}/schedule.png")
+
+
+def _exact_memory(chosen: Candidate) -> list[Memory]:
+    """With the parameters of the layers themselves."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # which is there, whatever the plan is for
+    from megatron.dry_run import first_rank_of_each_stage, rank_memory
+
+    return [rank_memory(chosen.run, rank).memory for rank in first_rank_of_each_stage(chosen.run.parallel)]
+
+
+def _make_folder(folder: Path, flag: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag} {folder}: {error.strerror}; name another folder") from None
 
 
 def _request(args: argparse.Namespace, words: list[str]) -> Request:

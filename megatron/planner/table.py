@@ -16,7 +16,7 @@ _COLUMNS = (
 
 
 def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
-    """The ranked table, the best layout's memory, and what is against the others; a line each."""
+    """The ranked table, and what is against the others; a line each."""
     yield describe_request(request)
     yield (
         f"{plan.looked_at:,} layouts: {len(plan.fitting):,} fit, {len(plan.too_large):,} take more memory, "
@@ -28,12 +28,15 @@ def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
     elif shown:
         yield f"\nnothing fits; the smallest takes {shown[0].memory.total / GB:.1f} GB:"
         yield from _table([_COLUMNS, _row(1, shown[0])])
-    if shown:
-        yield f"\nmemory of a rank of each stage of {'the first' if plan.fitting else 'it'}, GB"
-        yield from stage_table(stage_memory(shown[0].run))
-        yield f"\nof {shown[0].timing.total:.3g} s a step: {_shares(shown[0])}"
-        yield f"a rank sends at most, GB a step: {_sent(shown[0])}"
     yield from ("", *_against(plan, request))
+
+
+def describe_candidate(one: Candidate, memories: Sequence[Memory]) -> Iterator[str]:
+    """One layout's memory by stage, its time and its traffic."""
+    yield "memory of a rank of each stage, GB"
+    yield from stage_table(memories)
+    yield f"\nof {one.timing.total:.3g} s a step: {_shares(one)}"
+    yield f"a rank sends at most, GB a step: {_sent(one)}"
 
 
 def describe_request(request: Request) -> str:
