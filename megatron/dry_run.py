@@ -20,7 +20,7 @@ from megatron.partition import bounds, layers_of_pieces, plan
 from megatron.planner.activations import activations
 from megatron.planner.memory import Memory, working
 from megatron.planner.parameters import Weight, numel
-from megatron.planner.presets import GB
+from megatron.planner.quantities import in_words
 from megatron.planner.states import states
 
 _SHOWN = 8
@@ -110,8 +110,8 @@ def _describe(rank: Rank) -> Iterator[str]:
     yield f"rank {rank.number}: stage {rank.stage} of {len(rank.groups['pipe'])}, {memory.parameters:,} parameters"
     for name, ranks in rank.groups.items():
         yield f"  {name:8} {ranks.index(rank.number)} of {len(ranks)}: [{_shortened(ranks)}]"
-    parts = ", ".join(f"{name} {amount / GB:.3f}" for name, amount in memory.parts().items())
-    yield f"  memory   {memory.total / GB:.3f} GB: {parts}"
+    parts = ", ".join(f"{name} {in_words(amount)}" for name, amount in memory.parts().items())
+    yield f"  memory   {in_words(memory.total)}: {parts}"
 
 
 def _shortened(ranks: Sequence[int]) -> str:

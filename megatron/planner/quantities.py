@@ -1,4 +1,4 @@
-"""Numbers as a command line has them: 80GB, 300e9."""
+"""Numbers as a command line has them, and as one reads them: 80GB, 300e9."""
 
 import argparse
 import math
@@ -44,3 +44,11 @@ def share(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to 1, 1 excluded")
     return value
+
+
+def in_words(size: float) -> str:
+    """Bytes in the unit that fits them, such as 31.4 GB."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}" if size < 1000 * factor else f"{size / factor:,.0f} {unit}"
+    return f"{size:.0f} B"

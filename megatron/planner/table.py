@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.planner.memory import Memory, stage_memory
 from megatron.planner.presets import GB, TERA
+from megatron.planner.quantities import in_words
 from megatron.planner.request import Request
 from megatron.planner.search import Candidate, Plan
 
@@ -26,42 +27,45 @@ def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
     if plan.fitting:
         yield from ("", *_table([_COLUMNS, *(_row(number, one) for number, one in enumerate(shown, 1))]))
     elif shown:
-        yield f"\nnothing fits; the smallest takes {shown[0].memory.total / GB:.1f} GB:"
+        yield f"\nnothing fits; the smallest takes {in_words(shown[0].memory.total)}:"
         yield from _table([_COLUMNS, _row(1, shown[0])])
     yield from ("", *_against(plan, request))
 
 
 def describe_candidate(one: Candidate, memories: Sequence[Memory]) -> Iterator[str]:
     """One layout's memory by stage, its time and its traffic."""
-    yield "memory of a rank of each stage, GB"
+    yield "memory of a rank of each stage"
     yield from stage_table(memories)
     yield f"\nof {one.timing.total:.3g} s a step: {_shares(one)}"
-    yield f"a rank sends at most, GB a step: {_sent(one)}"
+    yield f"a rank sends at most, each step: {_sent(one)}"
 
 
 def describe_request(request: Request) -> str:
     """What was asked for, in a line."""
     device = request.machine.device
     return (
-        f"{request.devices:,} devices, {request.machine.per_node} a host: {device.memory / GB:g} GB each, of which "
-        f"{request.room / GB:.1f} are used, {device.peak_flops / TERA:g} TFLOP/s, {device.intra_bandwidth / GB:g} GB/s "
+        f"{request.devices:,} devices, {request.machine.per_node} a host: {in_words(device.memory)} each, of which "
+        f"{in_words(request.room)} are used, {device.peak_flops / TERA:g} TFLOP/s, {device.intra_bandwidth / GB:g} GB/s "
         f"on a host, {device.inter_bandwidth / GB:g} GB/s between hosts; {request.tokens:.3g} tokens"
     )
 
 
+_MOST_ROWS = 12
+
+
 def stage_table(memories: Sequence[Memory]) -> list[str]:
-    """Where the memory goes, a row for each run of stages that are alike."""
-    parts = list(memories[0].parts())
-    rows = [("stage", "parameters", "in flight", *parts, "total")]
-    first = 0
+    """Where the memory goes, a row for each run of stages that are alike; of many rows the first and the last."""
+    rows, first = [], 0
     for number, memory in enumerate(memories):
         if number + 1 < len(memories) and memories[number + 1] == memory:
             continue
         name = str(number) if first == number else f"{first}-{number}"
-        amounts = [f"{amount / GB:.3g}" for amount in (*memory.parts().values(), memory.total)]
+        amounts = [in_words(amount) for amount in (*memory.parts().values(), memory.total)]
         rows.append((name, f"{memory.parameters:,}", str(memory.working.in_flight), *amounts))
         first = number + 1
-    return _table(rows)
+    if len(rows) > _MOST_ROWS:
+        rows = [*rows[: _MOST_ROWS // 2], ["..."] + [""] * (len(rows[0]) - 1), *rows[-_MOST_ROWS // 2 :]]
+    return _table([("stage", "parameters", "in flight", *memories[0].parts(), "total"), *rows])
 
 
 def as_json(plan: Plan, request: Request, top: int) -> dict[str, Any]:
@@ -133,7 +137,7 @@ def _sent(one: Candidate) -> str:
         "data": inner * parallel.data_parallel_size,
     }
     return ", ".join(
-        f"{name} {amount / GB:.3g} ({'on a host' if spans[name] <= machine.per_node else 'between hosts'})"
+        f"{name} {in_words(amount)} ({'on a host' if spans[name] <= machine.per_node else 'between hosts'})"
         for name, amount in asdict(one.traffic).items()
     )
 
@@ -143,8 +147,8 @@ def _against(plan: Plan, request: Request) -> Iterator[str]:
     if plan.too_large:
         nearest = plan.too_large[0]
         yield (
-            f"{len(plan.too_large):6,}  take more than {request.room / GB:.1f} GB; the smallest of them "
-            f"{nearest.memory.total / GB:.1f} GB"
+            f"{len(plan.too_large):6,}  take more than {in_words(request.room)}; the smallest of them "
+            f"{in_words(nearest.memory.total)}"
         )
     for rejection in plan.rejections:
         yield f"{rejection.layouts:6,}  {rejection.reason}; such as: {rejection.example}"
