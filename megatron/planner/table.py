@@ -43,10 +43,11 @@ def describe_candidate(one: Candidate, memories: Sequence[Memory]) -> Iterator[s
 def describe_request(request: Request) -> str:
     """What was asked for, in a line."""
     device = request.machine.device
+    per_node, intra, inter = request.machine.per_node, device.intra_bandwidth / GB, device.inter_bandwidth / GB
     return (
-        f"{request.devices:,} devices, {request.machine.per_node} a host: {in_words(device.memory)} each, of which "
-        f"{in_words(request.room)} are used, {device.peak_flops / TERA:g} TFLOP/s, {device.intra_bandwidth / GB:g} GB/s "
-        f"on a host, {device.inter_bandwidth / GB:g} GB/s between hosts; {request.tokens:.3g} tokens"
+        f"{request.devices:,} devices, {per_node} a host: {in_words(device.memory)} each, of which "
+        f"{in_words(request.room)} are used, {device.peak_flops / TERA:g} TFLOP/s, {intra:g} GB/s on a host, "
+        f"{inter:g} GB/s between hosts; {request.tokens:.3g} tokens"
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from support.programs import TINY_MODEL
 
-MODEL = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --batch-size 4 --gas 4 --train-iters 5"
+MODEL = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --batch-size 4 --gas 4 --train-iters 20"
 STILL = "--attention-dropout 0 --hidden-dropout 0"
 BUCKET = "--zero-reduce-bucket-size 5000"
 
