@@ -46,7 +46,7 @@ def describe_request(request: Request) -> str:
     per_node, intra, inter = request.machine.per_node, device.intra_bandwidth / GB, device.inter_bandwidth / GB
     return (
         f"{request.devices:,} devices, {per_node} a host: {in_words(device.memory)} each, of which "
-        f"{in_words(request.room)} are used, {device.peak_flops / TERA:g} TFLOP/s, {intra:g} GB/s on a host, "
+        f"{in_words(request.room)} are used, {device.peak_flops / TERA:g} TFLOP/s in 16-bit, {intra:g} GB/s on a host, "
         f"{inter:g} GB/s between hosts; {request.tokens:.3g} tokens"
     )
 
