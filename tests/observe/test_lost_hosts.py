@@ -98,11 +98,13 @@ def test_nothing_listens_but_at_the_address_that_was_named(programs, hosts, tmp_
 
 
 def test_nothing_of_a_run_on_one_host_listens_to_others(programs, hosts, tmp_path) -> None:
-    fault = f"command 0 2 ss -Hltn > {tmp_path}/listeners"
+    """Nor is anything kept in shared memory, which would outlive it."""
+    fault = f"command 0 2 ss -Hltn > {tmp_path}/listeners; ls /dev/shm > {tmp_path}/shared"
     words = ["tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS]
     programs.run(*hosts.on("host-1"), "deepspeed", "--num_gpus", "2", *words, FAULT=fault).ok()
     found = parse((tmp_path / "listeners").read_text())
     assert {address for address, _ in found} == {"127.0.0.1"} and "29500" in {port for _, port in found}
+    assert "deepspeed" not in (tmp_path / "shared").read_text()
 
 
 def listeners(hosts: Hosts, name: str) -> set[tuple[str, str]]:
