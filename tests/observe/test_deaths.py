@@ -31,6 +31,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, tm
     ("fault", "rank", "code", "last"),
     [
         ("signal 0 2 SIGSEGV", 0, -signal.SIGSEGV, "rank 0 was ended by SIGSEGV in iteration 2"),
+        ("signal 1 2 SIGABRT", 1, -signal.SIGABRT, "rank 1 was ended by SIGABRT in iteration 2"),
         ("raise 1 2", 1, 1, "ValueError: a fault of this rank alone"),
     ],
 )
