@@ -9,12 +9,14 @@ launcher RANK ITERATION NAMES the process that started that rank gets them
 sleep RANK ITERATION          that rank goes no further
 hold RANK ITERATION           that rank goes no further, and lets no other of its threads run
 raise RANK ITERATION          that rank fails
+command RANK ITERATION WORDS  that rank has a shell run the words, and waits for it
 """
 
 import ctypes
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,7 +36,7 @@ MARK = 7
 
 iteration = 0
 kind, *words = os.environ["FAULT"].split()
-numbers = [float(word) for word in words if not word.startswith("SIG")]
+numbers = [float(word) for word in (words[:2] if kind == "command" else words) if not word.startswith("SIG")]
 real_train_batch, real_loss, real_sample = training.train_batch, gpt2_model.lm_loss, GPT2Dataset.__getitem__
 
 
@@ -42,7 +44,12 @@ def fail():
     raise ValueError("a fault of this rank alone")
 
 
-FAULTS = {"sleep": lambda: time.sleep(1000), "hold": lambda: ctypes.PyDLL(None).sleep(1000), "raise": fail}
+FAULTS = {
+    "sleep": lambda: time.sleep(1000),
+    "hold": lambda: ctypes.PyDLL(None).sleep(1000),
+    "raise": fail,
+    "command": lambda: subprocess.run(" ".join(words[2:]), shell=True, check=True),
+}
 
 
 def train_batch(engine, batches):
