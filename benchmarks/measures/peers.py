@@ -79,8 +79,6 @@ class BareGPT2(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-
-
 def transformers_gpt2(shape: Shape, attention: str) -> nn.Module:
     """transformers' GPT-2 of that shape without dropout; its loss by ``forward(tokens, labels)``."""
     from transformers import GPT2Config, GPT2LMHeadModel
