@@ -24,7 +24,8 @@ def measure(rounds: int) -> list[Comparison]:
         prefix = str(Path(folder) / "text")
         with IndexedDatasetBuilder(prefix, np.dtype("u2")) as builder:
             for length in random.geometric(1 / MEAN_LENGTH, DOCUMENTS):
-                builder.add_document(random.randint(VOCABULARY, size=length).tolist())
+                builder.add_sequence(random.randint(VOCABULARY, size=length))
+                builder.end_document()
         dataset = build_datasets(
             DataConfig(data_path=prefix, seq_length=SEQUENCE, split="1,0,0"), vocab_size=VOCABULARY,
             global_batch_size=1, train_iters=READS, eval_interval=READS, eval_iters=0, seed=1,
