@@ -100,7 +100,7 @@ def _use(session: Any, args: argparse.Namespace, prompts: list[Prompt] | None) -
     elif args.sample_input_file:
         output = _output_file(args)
         with _output(output, "--sample-output-file", session) as file:
-            session.write_completions(prompts, file, as_json=is_jsonl(output))
+            session.write_completions(prompts, file, as_json=is_jsonl(args.sample_input_file) or is_jsonl(output))
     elif prompts is None:
         session.converse()
     else:
@@ -127,6 +127,8 @@ def _check(args: argparse.Namespace) -> None:
         problems.append(f"{names} exclude each other: give one")
     if args.sample_output_file and not args.sample_input_file:
         problems.append("--sample-output-file is for the prompts of a --sample-input-file: give one, or leave it out")
+    if args.sample_input_file and _output_file(args).resolve() == args.sample_input_file.resolve():
+        problems.append("--sample-output-file is the --sample-input-file: name another")
     if args.num_beams > 1:
         ways = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "stop": []}
         problems += [
