@@ -26,7 +26,7 @@ from megatron.errors import ConfigError
 from megatron.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
 from megatron.inference.limits import NEW_TOKENS, Limits, checked_length
 from megatron.inference.prompts import Prompt, is_jsonl, numbered, read_prompts, tokenized
-from megatron.inference.source import Source
+from megatron.inference.source import Source, config_on
 from megatron.launch.environment import prepare_environment
 from megatron.launch.launcher import rank
 from megatron.launch.rank import run_rank
@@ -53,6 +53,7 @@ def main() -> None:
     _check(args)
     ranks = tensor_ranks(args, os.environ)
     source = source_of(args, os.environ)
+    config_on(source.config, ranks, args.dtype)  # refuses while the first rank can still speak for all
     limits = _limits(args, source)
     prompts = _prompts(args, source, limits)
     prepare_environment(os.environ)
