@@ -16,7 +16,9 @@ def evaluate_on_rank(words: list[str]) -> dict[str, Any] | None:
     tool = load_tool("evaluate")
     with contextlib.redirect_stdout(io.StringIO()) as output:
         tool.evaluate(tool.parse(tool.build_parser(), words))
-    return json.loads(output.getvalue()) if output.getvalue() else None
+    # DeepSpeed's pipeline writes before it; on a real screen that is kept off by the file descriptor.
+    _, brace, rest = output.getvalue().partition("{\n")
+    return json.loads(brace + rest) if brace else None
 
 
 def load_tool(name: str) -> Any:
