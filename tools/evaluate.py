@@ -9,18 +9,20 @@ LAMBADA takes JSONL with a "text" key, and asks for the last token of each, or w
 the last word. WIKITEXT takes a file of WikiText as it is published. PPL takes plain text, JSONL (.jsonl, .json), or the
 prefix of a data set. The result is a JSON object, on the screen and in the file of --json.
 
-Processes beyond model-parallel size x pipeline stages share the samples; the figures are the same.
+Processes beyond model-parallel size (1 unless it is given) x pipeline stages share the samples; the figures are the
+same. In names of flags, hyphens and underscores are the same.
 """
 
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
-from _model_ranks import add_model_flags, find_model, opened, parse
+from _model_ranks import add_rank_flags, find_model, opened
 from tqdm import tqdm
 
 from megatron.cli import ToolParser
@@ -29,6 +31,7 @@ from megatron.evaluation.tasks import TASKS, Request, make_task
 from megatron.inference.source import Source
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
+from megatron.spelling import with_hyphens
 
 CLASSIC_STRIDE = 32
 CLASSIC_NAMES = {"WIKITEXT103": "WIKITEXT"}
@@ -36,7 +39,7 @@ CLASSIC_NAMES = {"WIKITEXT103": "WIKITEXT"}
 
 def main() -> None:
     """Read the arguments, and measure."""
-    args = parse(build_parser())
+    args = build_parser().parse_args(with_hyphens(sys.argv[1:]))
     prepare_environment(os.environ)
     evaluate(args)
 
@@ -115,7 +118,7 @@ def build_parser() -> ToolParser:
         f"windows that do not overlap (default: {CLASSIC_STRIDE}, or the sequence length if that is less)",
     )
     add("--json", type=Path, metavar="FILE", help="where to write the result, too")
-    add_model_flags(parser)
+    add_rank_flags(parser)
     return parser
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import ActivationConfig, ModelConfig
-from megatron.errors import ConfigError
 from megatron.inference.loading import DTYPES, config_on, fill, load_model
 from megatron.inference.source import Source
 from megatron.model.embedding import document_numbers
@@ -30,7 +29,7 @@ Forward = Callable[[Tensor], Tensor | None]
 def open_forward(source: Source, layout: ParallelLayout, dtype: str, *, pipeline: bool) -> Forward:
     """This rank's part of the model, on its device, as one of the last stage or of an earlier one.
 
-    Raises CheckpointError where weights are not whole, and ConfigError as ``check_ranks`` does.
+    Raises ConfigError where the tensor group cannot share the model, CheckpointError where weights are not whole.
     """
     if not pipeline:
         return load_model(source, layout, dtype)
@@ -38,18 +37,6 @@ def open_forward(source: Source, layout: ParallelLayout, dtype: str, *, pipeline
     parts = bounds(layers_of_stages(config, layout.pipe_group.size()))
     stage = fill(GPT2ModelPipe(config, ActivationConfig(), layout, bounds=parts), source, config, layout)
     return partial(_run_stage, stage, config, layout)
-
-
-def check_ranks(config: ModelConfig, *, tensor: int, stages: int, world: int) -> None:
-    """Raises ConfigError where ``world`` ranks cannot share the model so, on all of them alike, before they join."""
-    if world % (tensor * stages):
-        raise ConfigError(
-            f"{world} processes are no multiple of --model-parallel-size {tensor} x --pipe-parallel-size {stages}; "
-            "start as many, or change the sizes"
-        )
-    if stages > config.num_layers:
-        raise ConfigError(f"--pipe-parallel-size {stages}: the model has {config.num_layers} layers to share out")
-    config_on(config, tensor, "fp32")
 
 
 def layers_of_stages(config: ModelConfig, stages: int) -> list[int]:

@@ -24,7 +24,7 @@ TASKS = {
     "LAMBADA": ["--task", "LAMBADA", "--valid-data", "{}/lambada.jsonl"],
     "LAMBADA strict": ["--task", "LAMBADA", "--valid-data", "{}/lambada.jsonl", "--strict-lambada"],
     "WIKITEXT": ["--task", "WIKITEXT103", "--valid-data", "{}/wiki.txt", "--overlapping-eval", "16"],
-    "PPL": ["--task", "PPL", "--valid-data", "{}/plain.txt", "--seq_length=40"],
+    "PPL": ["--task", "PPL", "--valid-data", "{}/plain.txt", "--seq-length=40"],
 }
 
 

@@ -15,7 +15,7 @@ def evaluate_on_rank(words: list[str]) -> dict[str, Any] | None:
     """What the tool prints on this rank for ``words``: figures on the first, nothing on the others."""
     tool = load_tool("evaluate")
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        tool.evaluate(tool.parse(tool.build_parser(), words))
+        tool.evaluate(tool.build_parser().parse_args(words))
     # DeepSpeed's pipeline writes before it; on a real screen that is kept off by the file descriptor.
     _, brace, rest = output.getvalue().partition("{\n")
     return json.loads(brace + rest) if brace else None
