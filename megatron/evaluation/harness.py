@@ -127,10 +127,10 @@ class HarnessModel(TemplateLM):
     ) -> Iterator[tuple[int, str]]:
         """The texts of requests that share their settings."""
         asked = normalize_gen_kwargs(requests[batch[0]].args[1])
-        new = asked["max_gen_toks"]
+        new, temperature = asked["max_gen_toks"], asked.get("temperature", 1.0)
         sampling = Sampling(
-            greedy=not asked["do_sample"],
-            temperature=asked["temperature"] or 1.0,
+            greedy=not asked["do_sample"] or temperature == 0,
+            temperature=temperature or 1.0,
             top_k=asked.get("top_k", 0),
             top_p=asked.get("top_p", 0.0),
         )

@@ -1,4 +1,4 @@
-"""tools/evaluate.py on a rank of this session, without a launcher and its imports."""
+"""Tools that evaluate, on a rank of this session, without a launcher and its imports."""
 
 import contextlib
 import importlib.util
@@ -11,9 +11,9 @@ from typing import Any
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
-def evaluate_on_rank(words: list[str]) -> dict[str, Any] | None:
-    """What the tool prints on this rank for ``words``: figures on the first, nothing on the others."""
-    tool = load_tool("evaluate")
+def evaluate_on_rank(words: list[str], name: str = "evaluate") -> dict[str, Any] | None:
+    """What the tool ``name`` prints on this rank for ``words``: figures on the first, nothing on the others."""
+    tool = load_tool(name)
     with contextlib.redirect_stdout(io.StringIO()) as output:
         tool.evaluate(tool.build_parser().parse_args(words))
     # DeepSpeed's pipeline writes before it; on a real screen that is kept off by the file descriptor.
