@@ -120,3 +120,16 @@ def test_a_data_set_reads_as_the_text_it_was_made_of(run_ranks, programs, place:
     assert {name: of_text[name] for name in ("loss", "perplexity", "tokens", "windows")} == {
         name: of_tokens[name] for name in ("loss", "perplexity", "tokens", "windows")
     }
+
+
+def test_a_checkpoint_of_this_suite_with_documents_apart(run_ranks, train_in_ranks, programs, tmp_path: Path):
+    """Attention that stops at the end of a document, and hidden states with the sequence first, between stages, too."""
+    settings = "--train-iters 2 --batch-size 4 --eval-iters 0 --shape-order SBH --reset-attention-mask".split()
+    train_in_ranks(1, *settings, "--reset-position-ids", "--save", tmp_path / "ck")
+    data = programs.data_arguments[1]
+    words = ["--task", "PPL", "--valid-data", data, "--load", str(tmp_path / "ck"), "--overlapping-eval", "32"]
+    alone, apart = (
+        run_ranks(size, evaluate_on_rank, [*words, *flags])[0] for size, flags in (LAYOUTS["DP1"], LAYOUTS["PP2"])
+    )
+    assert alone["tokens"] > 5000
+    assert apart["loss"] == pytest.approx(alone["loss"], rel=1e-6)
