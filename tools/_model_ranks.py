@@ -1,10 +1,14 @@
 """What tools share that try a model on many samples: the flags, and the ranks that hold it."""
 
 import argparse
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from _atomic_file import atomic_file
 
 from megatron.cli import ToolParser
 from megatron.config import ParallelConfig
@@ -47,6 +51,7 @@ def add_rank_flags(parser: ToolParser) -> None:
     group.add_argument(
         "--batch-size", "--micro-batch-size", type=int, default=8, metavar="N", help="samples that are scored together"
     )
+    group.add_argument("--json", type=Path, metavar="FILE", help="where to write the result, too")
     group.add_argument("--seq-length", type=int, metavar="N", help="tokens that the model sees (default: all it can)")
 
 
@@ -96,3 +101,12 @@ def opened(source: Source, args: argparse.Namespace) -> Iterator[Opened]:
         with deepspeed_silenced(verbose=False):
             forward = open_forward(source, layout, args.dtype, pipeline=parallel.uses_pipeline)
         yield Opened(forward, layout)
+
+
+def tell(told: Mapping[str, Any], file: Path | None) -> None:
+    """Print a result as JSON, and write it into ``file``. Raises as ``atomic_file`` does."""
+    text = json.dumps(told, indent=2, default=str)  # lm-eval tells functions by name
+    print(text, flush=True)
+    if file:
+        with atomic_file(file, "--json") as out:
+            out.write(text + "\n")

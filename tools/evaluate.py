@@ -14,15 +14,13 @@ same. In names of flags, hyphens and underscores are the same.
 """
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_file
-from _model_ranks import add_rank_flags, find_model, opened
+from _model_ranks import add_rank_flags, find_model, opened, tell
 from tqdm import tqdm
 
 from megatron.cli import ToolParser
@@ -65,7 +63,7 @@ def evaluate(args: argparse.Namespace) -> None:
             )
         told = {**_asked(args, source, request), **task.figures(scores)}
         if layout.rank == 0:
-            _tell(told, args.json)
+            tell(told, args.json)
 
 
 def _asked(args: argparse.Namespace, source: Source, request: Request) -> dict[str, Any]:
@@ -79,14 +77,6 @@ def _asked(args: argparse.Namespace, source: Source, request: Request) -> dict[s
         "seq_length": request.seq_length,
         **how,
     }
-
-
-def _tell(told: dict[str, Any], file: Path | None) -> None:
-    text = json.dumps(told, indent=2)
-    print(text, flush=True)
-    if file:
-        with atomic_file(file, "--json") as out:
-            out.write(text + "\n")
 
 
 def _stride(args: argparse.Namespace, seq_length: int) -> int:
@@ -117,7 +107,6 @@ def build_parser() -> ToolParser:
         help="tokens from one window to the next, all of a window's others being context; as many as --seq-length: "
         f"windows that do not overlap (default: {CLASSIC_STRIDE}, or the sequence length if that is less)",
     )
-    add("--json", type=Path, metavar="FILE", help="where to write the result, too")
     add_rank_flags(parser)
     return parser
 

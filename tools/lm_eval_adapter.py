@@ -13,7 +13,6 @@ texts, and does not write any. In names of flags, hyphens and underscores are th
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from importlib.util import find_spec
@@ -21,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_file
-from _model_ranks import add_rank_flags, find_model, opened
+from _model_ranks import add_rank_flags, find_model, opened, tell
 
 from megatron.cli import ToolParser
 from megatron.errors import ConfigError
@@ -67,7 +65,7 @@ def evaluate(args: argparse.Namespace) -> None:
                 log_samples=False,
             )
         if layout.rank == 0:
-            _tell({"model": source.name, **_of_interest(found)}, args.json)
+            tell({"model": source.name, **_of_interest(found)}, args.json)
 
 
 def _make_importable() -> None:
@@ -104,14 +102,6 @@ def _of_interest(found: dict[str, Any]) -> dict[str, Any]:
     return {name: found[name] for name in kept if name in found}
 
 
-def _tell(told: dict[str, Any], file: Path | None) -> None:
-    text = json.dumps(told, indent=2, default=str)
-    print(text, flush=True)
-    if file:
-        with atomic_file(file, "--json") as out:
-            out.write(text + "\n")
-
-
 def build_parser() -> ToolParser:
     """The flags."""
     parser = ToolParser(__doc__)
@@ -120,7 +110,6 @@ def build_parser() -> ToolParser:
     add("--include-path", type=Path, metavar="FOLDER", help="where YAML files of more tasks are")
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
     add("--limit", type=float, metavar="N", help="questions of each task at most, or, below 1, their share")
-    add("--json", type=Path, metavar="FILE", help="where to write the results, too")
     add_rank_flags(parser)
     return parser
 

@@ -26,6 +26,12 @@ from megatron.model.gpt2_model import GPT2Model
 from megatron.mpu.layout import ParallelLayout
 
 
+class Unanswerable(ConfigError):
+    """A task asks for what this model cannot do; every rank is asked."""
+
+    on_every_rank = True
+
+
 class HarnessModel(TemplateLM):
     """lm-eval's interface. Every rank is asked the same and answers the same; how they share the work, it is not told.
 
@@ -65,10 +71,10 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """What follows each context, up to one of its ``until`` strings or ``max_gen_toks`` tokens.
 
-        Raises ConfigError for a model in pipeline stages.
+        Raises Unanswerable for a model in pipeline stages.
         """
         if not isinstance(self._forward, GPT2Model):
-            raise ConfigError(
+            raise Unanswerable(
                 "a task lets the model write, which pipeline stages do not: leave --pipe-parallel-size out"
             )
         generator = TextGenerator(
@@ -111,7 +117,7 @@ class HarnessModel(TemplateLM):
 
     def _sample(self, context: list[int], target: list[int]) -> Sample:
         if len(target) > self._seq_length:
-            raise ConfigError(
+            raise Unanswerable(
                 f"a task asks for a continuation of {len(target)} tokens, and the model sees {self._seq_length}"
             )
         return last_inputs([*context, *target], len(target), self._seq_length)

@@ -3,17 +3,12 @@
 import json
 import math
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.evaluating import evaluate_on_rank
-
-pytestmark = pytest.mark.skipif(
-    not find_spec("lm_eval"), reason="lm-eval is not installed (pip install lm-eval==0.4.13)"
-)
 
 LAST_WORD = """\
 task: own_last_word
