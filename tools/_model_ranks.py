@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from _atomic_file import atomic_file
 
@@ -18,8 +18,7 @@ from megatron.inference.source import Source
 from megatron.launch.launcher import world_size
 
 if TYPE_CHECKING:
-    from megatron.evaluation.stages import Forward
-    from megatron.mpu.layout import ParallelLayout
+    from megatron.evaluation.stages import ForwardModel
 
 _INTERVALS = {
     "model_parallel_size": "[1, inf)",
@@ -27,13 +26,6 @@ _INTERVALS = {
     "batch_size": "[1, inf)",
     "seq_length": "[1, inf)",
 }
-
-
-class Opened(NamedTuple):
-    """A model on the ranks that share it."""
-
-    forward: "Forward"
-    layout: "ParallelLayout"
 
 
 def add_rank_flags(parser: ToolParser) -> None:
@@ -80,7 +72,7 @@ def find_model(args: argparse.Namespace) -> tuple[Source, int]:
 
 
 @contextmanager
-def opened(source: Source, args: argparse.Namespace) -> Iterator[Opened]:
+def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]:
     """The model on the ranks of this run, whose environment is prepared, and which part behind the block.
 
     Raises ConfigError where a tensor group cannot share it, CheckpointError where its weights are not whole.
@@ -99,8 +91,8 @@ def opened(source: Source, args: argparse.Namespace) -> Iterator[Opened]:
     config_on(source.config, parallel.model_parallel_size, args.dtype)  # while one rank can still speak for all
     with distributed(parallel) as layout:
         with deepspeed_silenced(verbose=False):
-            forward = open_forward(source, layout, args.dtype, pipeline=parallel.uses_pipeline)
-        yield Opened(forward, layout)
+            model = open_forward(source, layout, args.dtype, pipeline=parallel.uses_pipeline)
+        yield model
 
 
 def tell(told: Mapping[str, Any], file: Path | None) -> None:

@@ -47,22 +47,14 @@ def evaluate(args: argparse.Namespace) -> None:
     source, seq_length = find_model(args)
     request = Request(args.valid_data, seq_length, _stride(args, seq_length), args.strict_lambada, args.json_keys)
     task = make_task(args.task, request, source.tokenizer)
-    with opened(source, args) as (forward, layout):
+    with opened(source, args) as model:
         from megatron.evaluation.scoring import score
 
-        with tqdm(
-            total=len(task.samples), desc=args.task, unit=" samples", disable=None if layout.rank == 0 else True
-        ) as bar:
-            scores = score(
-                forward,
-                task.samples,
-                layout,
-                batch_size=args.batch_size,
-                vocab_size=source.config.vocab_size,
-                report=bar.update,
-            )
+        is_first = model.layout.rank == 0
+        with tqdm(total=len(task.samples), desc=args.task, disable=None if is_first else True) as bar:
+            scores = score(model, task.samples, batch_size=args.batch_size, report=bar.update)
         told = {**_asked(args, source, request), **task.figures(scores)}
-        if layout.rank == 0:
+        if is_first:
             tell(told, args.json)
 
 

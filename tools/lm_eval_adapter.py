@@ -48,15 +48,15 @@ def evaluate(args: argparse.Namespace) -> None:
     _make_importable()
     with contextlib.redirect_stdout(sys.stderr):  # the harness talks
         manager = _tasks(args.tasks, args.include_path)
-    with opened(source, args) as (forward, layout):
+    with opened(source, args) as model:
         from lm_eval import simple_evaluate
 
         from megatron.evaluation.harness import HarnessModel
 
-        model = HarnessModel(forward, source, layout, batch_size=args.batch_size, seq_length=seq_length)
+        asked = HarnessModel(model, source.tokenizer, batch_size=args.batch_size, seq_length=seq_length)
         with contextlib.redirect_stdout(sys.stderr):
             found = simple_evaluate(
-                model,
+                asked,
                 tasks=list(args.tasks),
                 task_manager=manager,
                 num_fewshot=args.num_fewshot,
@@ -64,7 +64,7 @@ def evaluate(args: argparse.Namespace) -> None:
                 bootstrap_iters=BOOTSTRAP_ITERS,
                 log_samples=False,
             )
-        if layout.rank == 0:
+        if model.layout.rank == 0:
             tell({"model": source.name, **_of_interest(found)}, args.json)
 
 

@@ -15,15 +15,14 @@ from tqdm import tqdm
 from megatron.errors import ConfigError
 from megatron.evaluation.samples import Sample, last_inputs
 from megatron.evaluation.scoring import score
-from megatron.evaluation.stages import Forward
+from megatron.evaluation.stages import ForwardModel
 from megatron.evaluation.tasks import Scores
 from megatron.inference.continuation import LanguageModel
 from megatron.inference.generator import TextGenerator
 from megatron.inference.limits import Limits
 from megatron.inference.sampling import Sampling
-from megatron.inference.source import Source
 from megatron.model.gpt2_model import GPT2Model
-from megatron.mpu.layout import ParallelLayout
+from megatron.tokenizer import Tokenizer
 
 
 class Unanswerable(ConfigError):
@@ -38,19 +37,19 @@ class HarnessModel(TemplateLM):
     Texts begin behind the end of a document. What is longer than the model sees loses its beginning.
     """
 
-    def __init__(self, forward: Forward, source: Source, layout: ParallelLayout, *, batch_size: int, seq_length: int):
+    def __init__(self, model: ForwardModel, tokenizer: Tokenizer, *, batch_size: int, seq_length: int):
         super().__init__()
-        self._forward, self._source, self._layout = forward, source, layout
+        self._model, self._tokenizer, self._layout = model, tokenizer, model.layout
         self._batch_size, self._seq_length = batch_size, seq_length
 
     @property
     def eot_token_id(self) -> int:
         """The token that ends a document."""
-        return self._source.tokenizer.eod
+        return self._tokenizer.eod
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """The tokens of a text; there are no special ones."""
-        return self._source.tokenizer.tokenize(string)
+        return self._tokenizer.tokenize(string)
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """For each (context, continuation) the continuation's log-likelihood, and whether it is the likeliest."""
@@ -73,12 +72,12 @@ class HarnessModel(TemplateLM):
 
         Raises Unanswerable for a model in pipeline stages.
         """
-        if not isinstance(self._forward, GPT2Model):
+        if not isinstance(self._model.module, GPT2Model):
             raise Unanswerable(
                 "a task lets the model write, which pipeline stages do not: leave --pipe-parallel-size out"
             )
         generator = TextGenerator(
-            LanguageModel(self._forward, self._source.config, self._layout.tensor_group), self._source.tokenizer
+            LanguageModel(self._model.module, self._model.config, self._layout.tensor_group), self._tokenizer
         )
         # A batch shares its settings. Batches go around the replicas.
         settings = [json.dumps(request.args[1], sort_keys=True) for request in requests]
@@ -106,14 +105,7 @@ class HarnessModel(TemplateLM):
 
     def _score(self, samples: Sequence[Sample]) -> Scores:
         with tqdm(total=len(samples), desc="scoring", disable=None if self._is_first else True) as bar:
-            return score(
-                self._forward,
-                samples,
-                self._layout,
-                batch_size=self._batch_size,
-                vocab_size=self._source.config.vocab_size,
-                report=bar.update,
-            )
+            return score(self._model, samples, batch_size=self._batch_size, report=bar.update)
 
     def _sample(self, context: list[int], target: list[int]) -> Sample:
         if len(target) > self._seq_length:

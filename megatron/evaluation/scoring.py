@@ -1,6 +1,6 @@
 """How well a model predicts samples, shared out among the ranks.
 
-b batch, s inputs of the longest sample of a batch, v padded vocabulary, t tensor-parallel size
+b batch, s inputs of the longest sample of a batch, v padded vocabulary, t tensor-parallel size, k predicted tokens
 """
 
 from collections.abc import Callable, Sequence
@@ -13,11 +13,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megatron.evaluation.samples import Sample
-from megatron.evaluation.stages import Forward
+from megatron.evaluation.stages import ForwardModel
 from megatron.evaluation.tasks import Scores
 from megatron.mpu.argmax import vocab_parallel_argmax
 from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megatron.mpu.layout import ParallelLayout
 
 
 class Padded(NamedTuple):
@@ -33,32 +32,28 @@ class Padded(NamedTuple):
 
 @torch.no_grad()
 def score(
-    forward: Forward,
+    model: ForwardModel,
     samples: Sequence[Sample],
-    layout: ParallelLayout,
     *,
     batch_size: int,
-    vocab_size: int,
     report: Callable[[int], object] = lambda done: None,
 ) -> Scores:
     """The scores of all samples, on every rank.
 
-    Batches are the same whatever the layout, and each is the work of one replica of the model; a score is made by
-    one of its ranks and added to zeros, so that the number of replicas changes nothing at all. ``report`` is
-    told how many samples are done, by all replicas as far as this one knows.
+    Batches are the same whatever the layout, the longest samples first, and each is the work of one replica of the
+    model. A score is made by one of its ranks and added to zeros, so that the number of replicas changes nothing at
+    all. ``report`` is told how many samples are done, by all replicas as far as this one knows.
     """
     device = get_accelerator().current_device_name()
-    replica, replicas = layout.data_group.rank(), layout.data_group.size()
+    replica, replicas = model.layout.data_group.rank(), model.layout.data_group.size()
+    order = np.argsort([-len(sample.tokens) for sample in samples], kind="stable")
     sums = torch.zeros(len(samples), 2, dtype=torch.float64)
     for batch in range(-(-len(samples) // batch_size)):
-        places = range(batch * batch_size, min((batch + 1) * batch_size, len(samples)))
+        places = order[batch * batch_size : (batch + 1) * batch_size]
         if batch % replicas == replica:
-            padded = pad([samples[place] for place in places])
-            logits = forward(padded.tokens.to(device))
-            if logits is not None:
-                own = score_batch(logits, padded, layout, vocab_size)
-                if layout.tensor_group.rank() == 0:
-                    sums[places.start : places.stop] = own.cpu()
+            own = score_batch(model, Padded(*(part.to(device) for part in pad([samples[place] for place in places]))))
+            if own is not None and model.layout.tensor_group.rank() == 0:
+                sums[torch.from_numpy(places)] = own.cpu()
         report(len(places))
     sums = sums.to(device)
     dist.all_reduce(sums)
@@ -79,13 +74,14 @@ def pad(samples: Sequence[Sample]) -> Padded:
     return Padded(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.from_numpy(predicted))
 
 
-def score_batch(logits: Tensor, batch: Padded, layout: ParallelLayout, vocab_size: int) -> Tensor:
-    """logits [b, s, v/t] -> nats of each sample's predicted tokens, and how many are wrong: float64 [b, 2]."""
-    predicted = batch.predicted.to(logits.device)
-    counted = logits[predicted].float()  # [predicted tokens, v/t]
-    labels = batch.labels.to(logits.device)[predicted]
-    losses = vocab_parallel_cross_entropy(counted, labels, layout.tensor_group, vocab_size)
-    wrong = vocab_parallel_argmax(counted, layout.tensor_group, vocab_size) != labels
-    sample = predicted.nonzero()[:, 0]
-    sums = torch.zeros(len(predicted), 2, dtype=torch.float64, device=logits.device)
-    return sums.index_add_(0, sample, torch.stack([losses.double(), wrong.double()], 1))
+def score_batch(model: ForwardModel, batch: Padded) -> Tensor | None:
+    """For each sample the nats of its predicted tokens, and how many are wrong: float64 [b, 2]; None as of logits."""
+    logits = model.logits(batch.tokens, batch.predicted)
+    if logits is None:
+        return None
+    logits, labels = logits.float(), batch.labels[batch.predicted]  # [k, v/t], [k]
+    group, vocab_size = model.layout.tensor_group, model.config.vocab_size
+    losses = vocab_parallel_cross_entropy(logits, labels, group, vocab_size)
+    wrong = vocab_parallel_argmax(logits, group, vocab_size) != labels
+    sums = torch.zeros(batch.tokens.size(0), 2, dtype=torch.float64, device=labels.device)
+    return sums.index_add_(0, batch.predicted.nonzero()[:, 0], torch.stack([losses.double(), wrong.double()], 1))

@@ -21,7 +21,8 @@ RAW = (
         (" a well @-@ known 25 @,@ 000 at 4 @.@ 5 \n", " a well-known 25,000 at 4.5\n"),
         ("one , two ; three : four ! five ? six . \n", "one, two; three: four! five? six.\n"),
         ('( a b ) [ c ] { d } " e f "', '(a b) [c] {d} "e f"'),
-        ("the ships ' bows and it 's", "the ships' bows and it's"),
+        ("the ships ' bows", "the ships' bows"),
+        ("and it 's", "and it's"),
         ("90 ° C of N \n x", "90°C of N\nx"),
         ("of N years", "of 1 years"),
     ],
@@ -32,7 +33,7 @@ def test_the_rules(raw: str, text: str):
 
 def test_words_are_those_of_the_original():
     """As Megatron counts: 245,566 in the test set of WikiText-103, where each end of a line stands for one."""
-    assert count_words(" = A b = \n \n c d . \n") == 10
+    assert count_words(" = A b = \n \n c d . \n") == 9
 
 
 def test_as_the_harness_has_it():
