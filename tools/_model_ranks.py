@@ -43,6 +43,10 @@ def add_rank_flags(parser: ToolParser) -> None:
     group.add_argument(
         "--batch-size", "--micro-batch-size", type=int, default=8, metavar="N", help="samples that are scored together"
     )
+    # Scripts for Megatron's tasks say these; here they change nothing.
+    for flag in ("--checkpoint-activations", "--no-load-optim", "--no-load-rng"):
+        group.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--log-interval", help=argparse.SUPPRESS)
     group.add_argument("--json", type=Path, metavar="FILE", help="where to write the result, too")
     group.add_argument("--seq-length", type=int, metavar="N", help="tokens that the model sees (default: all it can)")
 
