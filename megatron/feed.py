@@ -6,7 +6,8 @@ import torch.distributed as dist
 
 from megatron.config import RunConfig
 from megatron.data.datasets import Datasets, Samples, build_datasets
-from megatron.data.loader import Batch, batches, sample_number, with_range
+from megatron.data.loader import Batch, batches
+from megatron.data.places import sample_number, with_range
 from megatron.loss_weights import weighted, weighted_by_micro_batch
 from megatron.mpu.layout import ParallelLayout
 

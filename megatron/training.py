@@ -60,7 +60,8 @@ def pretrain(run: RunConfig) -> int:
         model_parallel_manual_seed(run.train.seed, layout)
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)
-            checkpointer = Checkpointer(engine, run, log.say)
+            goes_on = saved is not None and not run.checkpoint.finetune
+            checkpointer = Checkpointer(engine, run, log.say, saved.ledger if goes_on else ())
             loaded = load_checkpoint(engine, run, layout, saved) if saved else FRESH
         if run.logging.watchdog_minutes is not None:
             tell_instructions(engine, whereabouts.instruct)

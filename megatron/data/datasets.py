@@ -63,7 +63,8 @@ def build_datasets(
         "test": eval_iters,
     }
     datasets: dict[str, Samples | None] = dict.fromkeys(SPLITS)
-    for name, sources in find_sources(data, train_iters=train_iters, eval_iters=eval_iters).items():
+    found = find_sources(data, train_iters=train_iters, eval_iters=eval_iters, warmup=data.mmap_warmup)
+    for name, sources in found.items():
         samples = batches[name] * global_batch_size
         datasets[name] = _blended(data, name, sources, samples, vocab_size=vocab_size, seed=seed)
     return Datasets(**datasets)

@@ -28,35 +28,42 @@ def has_split(data: DataConfig, name: str) -> bool:
     return bool(data.blends[name]) and (name == "train" or weights.get(name, 1) > 0)
 
 
-def find_sources(data: DataConfig, *, train_iters: int, eval_iters: int) -> dict[str, tuple[Source, ...]]:
-    """The sources of each split that is to be read.
+def find_sources(
+    data: DataConfig, *, train_iters: int, eval_iters: int, warmup: bool = False
+) -> dict[str, tuple[Source, ...]]:
+    """The sources of each split that is to be read; ``warmup`` reads all of them once.
 
     Raises:
         ConfigError: no data path, or a ``--split`` that cannot be read.
         DataError: with a line for each data set that is missing or damaged, and each split without a sample.
     """
-    if not data.prefixes:
-        raise ConfigError("--data-path is missing: give the prefix of a data set made by tools/preprocess_data.py")
     wanted = {"train": train_iters > 0, "valid": eval_iters > 0, "test": eval_iters > 0}
-    opened = _open_all(data)
-    sources = {
-        name: tuple(
-            Source(part.share, opened[part.prefix], _documents(data, opened[part.prefix], name))
-            for part in data.blends[name]
-        )
-        for name in SPLITS
-        if wanted[name] and has_split(data, name)
-    }
+    sources = {name: parts for name, parts in all_sources(data, warmup=warmup).items() if wanted[name]}
     if faults := [fault for name, parts in sources.items() for fault in _too_small(data, name, parts)]:
         raise DataError(faults)
     return sources
 
 
-def _open_all(data: DataConfig) -> dict[str, IndexedDataset]:
+def all_sources(data: DataConfig, *, warmup: bool = False) -> dict[str, tuple[Source, ...]]:
+    """The sources of each split that has any, however little they hold. Raises as ``find_sources`` does."""
+    if not data.prefixes:
+        raise ConfigError("--data-path is missing: give the prefix of a data set made by tools/preprocess_data.py")
+    opened = _open_all(data, warmup)
+    return {
+        name: tuple(
+            Source(part.share, opened[part.prefix], _documents(data, opened[part.prefix], name))
+            for part in data.blends[name]
+        )
+        for name in SPLITS
+        if has_split(data, name)
+    }
+
+
+def _open_all(data: DataConfig, warmup: bool) -> dict[str, IndexedDataset]:
     opened, faults = {}, []
     for prefix in data.prefixes:
         try:
-            opened[prefix] = IndexedDataset(prefix, warmup=data.mmap_warmup)
+            opened[prefix] = IndexedDataset(prefix, warmup=warmup)
         except DataError as error:
             faults += error.messages
     if faults:
