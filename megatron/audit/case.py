@@ -1,6 +1,6 @@
 """What is audited: a checkpoint, and the data that it says its run has read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +47,9 @@ class Case:
             raise ConfigError(f"--iteration {iteration}: {self.place} has iterations 1 to {self.saved.iteration}")
         found = next(stretch for stretch in self.ledger if stretch.finished < iteration <= stretch.last)
         if not found.global_batch_size:
-            raise CheckpointError(f"{self.place} has no ledger of iteration {iteration}: it was made by an older version")
+            raise CheckpointError(
+                f"{self.place} has no ledger of iteration {iteration}: it was made by an older version"
+            )
         if found.stream != self.ledger[-1].stream:
             raise CheckpointError(
                 f"iteration {iteration} has read other data than {self.place} names, or in another order: name a "
@@ -106,7 +108,9 @@ def open_case(load: Path, given: Mapping[str, Any]) -> Case:
 def read_section(section: type, saved: Mapping[str, Any]) -> Any:
     """A section of a RunConfig as ``run.json`` keeps it."""
     names = {field.name for field in fields(section)}
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items() if name in names}
+    values = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in saved.items() if name in names
+    }
     if isinstance(values.get("data_path"), str):
         values["data_path"] = (values["data_path"],)
     return section(**values)
@@ -122,8 +126,3 @@ def check_contents(data: DataConfig, place: str) -> None:
         ) from None
     if data.data_hash not in ("", found):
         raise DataError(f"{' '.join(data.prefixes)}: not the data that {place} has read, whose content was another")
-
-
-def share_of(places: Sequence[int], samples: int) -> float:
-    """What part of ``samples`` the places are."""
-    return len(places) / samples if samples else 0.0

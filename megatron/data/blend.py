@@ -57,6 +57,10 @@ class BlendOrder:
         source = int(self._sources[place])
         return source, periods * self._in_period[source] + int(self._places[place])
 
+    def sources(self, samples: int) -> np.ndarray:
+        """The data set of each of the first ``samples``, [samples]."""
+        return np.resize(self._sources, samples)
+
     def counts(self, samples: int) -> list[int]:
         """How many of the first ``samples`` each data set has."""
         periods, rest = divmod(samples, self._plan.period)
