@@ -4,11 +4,11 @@
     python tools/audit_data.py seen --load checkpoints/my --iteration 700
     python tools/audit_data.py proof --load checkpoints/my --metrics-file runs/my.jsonl
     python tools/audit_data.py overlap --load checkpoints/my
-    python tools/audit_data.py statistics --data-path data/my_text_document --vocab-file vocab.json --merge-file merges.txt
+    python tools/audit_data.py statistics --load checkpoints/my
     python tools/audit_data.py picture --load checkpoints/my --output data.png
 
-Where the data or the vocabulary are elsewhere by now, the flags of pretrain_gpt2.py say where: --data-path and its like,
---vocab-file, --merge-file. overlap and statistics need no checkpoint, if these flags say what to look at.
+Where the data or the vocabulary are elsewhere by now, the flags of pretrain_gpt2.py say where: --data-path and its
+like, --vocab-file, --merge-file. overlap and statistics need no checkpoint, if these flags say what to look at.
 
 Exit code 0: all is well; 1: not proven, or splits overlap; 2: wrong usage, another vocabulary; 3: wrong data; 4: wrong
 checkpoint.

@@ -33,7 +33,7 @@ class Documents(NamedTuple):
 
 
 def hash_documents(sources: Sequence[Source], eod: int | None) -> Documents:
-    """Hash the documents of a split, without the token ``eod`` at the end and whatever type holds them; none is kept."""
+    """Hash the documents of a split, whatever type holds their tokens, and without ``eod`` at the end."""
     digests, tokens = [], []
     for _, indexed, documents in sources:
         starts = indexed.document_starts
