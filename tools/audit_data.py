@@ -17,7 +17,7 @@ checkpoint.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from megatron.config import DataConfig
 from megatron.config.blend import read_blend
 from megatron.data.sources import all_sources
 from megatron.errors import ConfigError
+from megatron.given import Given
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 FORMATS = ("png", "svg", "pdf")
@@ -123,19 +124,21 @@ def _data_to_look_at(args: argparse.Namespace, given: Mapping[str, Any]) -> tupl
 def _data_flags(words: Sequence[str]) -> dict[str, Any]:
     """What flags of pretrain_gpt2.py say about data. Raises ConfigError for what they say about anything else."""
     given, problems = read_flags(words)
-    names = {field.name for field in fields(DataConfig)}
-    problems += [
-        f"{value.source} says nothing about data (see --help)" for name, value in given.items() if name not in names
-    ]
-    values = {name: value.value for name, value in given.items()}
-    for value in (value for name, value in given.items() if name.endswith("data_path")):
-        try:
-            read_blend(value.value)
-        except ValueError as error:
-            problems.append(f"{value.source}: {error}")
-    if problems:
+    if problems := problems or list(_data_problems(given)):
         raise ConfigError(problems)
-    return values
+    return {name: value.value for name, value in given.items()}
+
+
+def _data_problems(given: Mapping[str, Given]) -> Iterator[str]:
+    names = {field.name for field in fields(DataConfig)}
+    for name, (value, source) in given.items():
+        if name not in names:
+            yield f"{source} says nothing about data (see --help)"
+        elif name.endswith("data_path"):
+            try:
+                read_blend(value)
+            except ValueError as error:
+                yield f"{source}: {error}"
 
 
 def _say(args: argparse.Namespace, found: Any, lines: Iterable[str]) -> None:

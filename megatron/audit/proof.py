@@ -44,7 +44,9 @@ def prove(ledger: Sequence[Stretch], left_out: Sequence[range], metrics: Path | 
         last = ledger[-1].last if ledger else 0
         inside = [line for line in effective if line[1] <= last]
         logged = len(inside)
-        faults += _metrics_faults(ledger, inside, metrics)
+        faults += (
+            _metrics_faults(ledger, inside, metrics) if inside else [f"{metrics} says nothing of these iterations"]
+        )
     return Proof(ledger, left_out, logged, made_again, faults)
 
 
@@ -82,7 +84,7 @@ def read_consumed(path: Path) -> Iterator[Line]:
     try:
         with open(path, encoding="utf-8") as file:
             for number, text in enumerate(file, start=1):
-                record = json.loads(text)
+                record = dict(json.loads(text))
                 if "consumed_samples" in record:
                     yield number, int(record["iteration"]), int(record["consumed_samples"])
     except OSError as error:
@@ -104,6 +106,8 @@ def _effective(lines: Iterator[Line]) -> tuple[list[Line], list[range]]:
 
 
 def _metrics_faults(ledger: Sequence[Stretch], lines: Sequence[Line], path: Path) -> Iterator[str]:
+    if not lines:
+        yield f"{path} says nothing of these iterations"
     for number, iteration, consumed in lines:
         stretch = next(stretch for stretch in ledger if iteration <= stretch.last)
         expected = stretch.places(iteration).stop
