@@ -16,7 +16,8 @@ from tqdm import tqdm
 
 from megatron.cli import ToolParser, run_tool
 from megatron.data.corpus import FORMATS
-from megatron.data.preprocess import Job, Summary, preprocess
+from megatron.data.preprocess import preprocess
+from megatron.data.preprocess_job import Job, Summary
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import TOKENIZERS
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, islice
 from pathlib import Path
@@ -17,76 +16,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.corpus import FORMATS, Chunk, format_of, read_chunks
+from megatron.data.corpus import FORMATS, Chunk, read_chunks
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 from megatron.data.journal import Journal, Milestone
+from megatron.data.preprocess_job import Job, Summary
 from megatron.data.workers import leave_with_parent
 from megatron.errors import DataError, ResourceError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
-CHUNK_BYTES = 1 << 18
 MILESTONE_CHUNKS = 32
 """Chunks between two milestones, to go on from after an interruption."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What to make of which files."""
-
-    inputs: tuple[Path, ...]
-    output_prefix: str
-    input_format: str | None = None
-    """One of ``FORMATS``; None goes by each file's name."""
-    json_keys: tuple[str, ...] = ("text",)
-    tokenizer_type: str = "GPT2BPETokenizer"
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    append_eod: bool = False
-    workers: int = 1
-    skip_errors: bool = False
-
-    @property
-    def prefixes(self) -> dict[str, str]:
-        """The prefix of each key's data set."""
-        return {key: f"{self.output_prefix}_{key}_document" for key in self.json_keys}
-
-    def format_of(self, path: Path) -> str:
-        """The format of an input."""
-        return self.input_format or format_of(path)
-
-    @property
-    def journal(self) -> Journal:
-        """Where it is kept how far the job has come, with all that its output depends on."""
-        job = {
-            "--input": [_version(path) for path in self.inputs],
-            "--input-format": [self.format_of(path) for path in self.inputs],
-            "--json-keys": self.json_keys,
-            "--tokenizer-type": self.tokenizer_type,
-            "--vocab-file": self.vocab_file and _version(Path(self.vocab_file)),
-            "--merge-file": self.merge_file and _version(Path(self.merge_file)),
-            "--append-eod": self.append_eod,
-            "size of a chunk": CHUNK_BYTES,
-        }
-        return Journal(Path(f"{self.output_prefix}.progress"), job)
-
-
-@dataclass
-class Summary:
-    """What was read and written."""
-
-    documents: int = 0
-    tokens: int = 0
-    input_bytes: int = 0
-    """Bytes of text."""
-    output_bytes: int = 0
-    """Bytes of tokens."""
-    blank: int = 0
-    """Lines between the documents of plain text."""
-    empty: int = 0
-    bad_lines: int = 0
-    resumed_at: int = 0
-    """Documents that were there before."""
-    finished: bool = False
 
 
 class Fault(NamedTuple):
@@ -208,7 +147,7 @@ def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk]:
     """The inputs, cut into chunks, without what is done."""
     inputs, chunks = done.place if done else (0, 0)
     for number, path in enumerate(job.inputs[inputs:], inputs):
-        cut = read_chunks(path, job.format_of(path), job.json_keys, size=CHUNK_BYTES)
+        cut = read_chunks(path, job.format_of(path), job.json_keys, size=job.chunk_bytes)
         for count, chunk in islice(enumerate(cut, start=1), chunks, None):
             yield chunk._replace(place=(number, count))
         chunks = 0
@@ -271,9 +210,3 @@ def _set_milestone(
 
 def _hint(journal: Journal) -> str:
     return "; --resume goes on from there" if journal.path.exists() else ""
-
-
-def _version(path: Path) -> list:
-    """What tells a file from another, or from itself before it was changed."""
-    stat = path.stat()
-    return [str(path.absolute()), stat.st_size, stat.st_mtime_ns]

@@ -15,9 +15,9 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from megatron.data import preprocess as preprocessing
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.preprocess import Job, Summary, preprocess
+from megatron.data.preprocess import preprocess
+from megatron.data.preprocess_job import Job, Summary
 from megatron.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,13 +33,13 @@ def vocabulary(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def convert(tmp_path: Path, vocabulary: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Summary]:
+def convert(tmp_path: Path, vocabulary: Path) -> Callable[..., Summary]:
     """``convert(path, output, **settings)``: preprocess a file in small chunks; the lines it skips in ``told``."""
-    monkeypatch.setattr(preprocessing, "CHUNK_BYTES", 1000)
 
     def run(path: Path, output: str = "out", resume: bool = False, **settings) -> Summary:
-        settings = {"tokenizer_type": "WhitespaceTokenizer", "vocab_file": str(vocabulary), **settings}
-        job = Job(inputs=(path,), output_prefix=str(tmp_path / output), **settings)
+        settings = {"chunk_bytes": 1000, **settings}
+        tokenizer = {"tokenizer_type": "WhitespaceTokenizer", "vocab_file": str(vocabulary)}
+        job = Job(inputs=(path,), output_prefix=str(tmp_path / output), **tokenizer, **settings)
         return preprocess(job, lambda summary: None, run.told.append, resume=resume)
 
     run.told = []
@@ -137,9 +137,8 @@ def command(tmp_path: Path, vocabulary: Path, path: Path, *flags: str) -> list[s
 
 @pytest.mark.parametrize("kind", ["jsonl.zst", "parquet"])
 def test_killed_it_goes_on_to_the_same_bytes(
-    tmp_path: Path, vocabulary: Path, convert: Callable[..., Summary], monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, vocabulary: Path, convert: Callable[..., Summary], kind: str
 ) -> None:
-    monkeypatch.setattr(preprocessing, "CHUNK_BYTES", 1 << 18)
     texts = ["a b c d " * (n % 100 + 1) for n in range(30_000)]
     texts[::977] = [""] * len(texts[::977])
     path = tmp_path / f"corpus.{kind}"
@@ -148,7 +147,7 @@ def test_killed_it_goes_on_to_the_same_bytes(
     else:
         lines = jsonl(texts).replace(b'{"text": ""', b'{"text": 7')
         path.write_bytes(zstandard.ZstdCompressor().compress(lines))
-    whole = convert(path, "whole", skip_errors=True)
+    whole = convert(path, "whole", skip_errors=True, chunk_bytes=1 << 18)
     words = command(tmp_path, vocabulary, path, "--on-error", "skip", "--workers", "2")
     process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     while not (tmp_path / "out.progress").exists():
@@ -158,7 +157,7 @@ def test_killed_it_goes_on_to_the_same_bytes(
     process.wait()
     assert not (tmp_path / "out_text_document.idx").exists()
     with pytest.raises(DataError, match="out.progress is of a job with another --append-eod"):
-        convert(path, resume=True, skip_errors=True, append_eod=True)
+        convert(path, resume=True, skip_errors=True, append_eod=True, chunk_bytes=1 << 18)
     deadline = time.monotonic() + 60
     while True:  # the killed one's workers hold the lock on the output for as long as the kernel takes to end them
         finished = subprocess.run([*words, "--resume"], capture_output=True, text=True, timeout=240)
