@@ -13,6 +13,9 @@ from typing import Any
 from megatron.config import RunConfig
 from megatron.errors import CheckpointError
 
+_NUMBERS = ("finished", "last", "first_place", "end_place", "global_batch_size")
+_AXES = ("PP", "DP", "SP", "TP")
+
 
 @dataclass(frozen=True)
 class Stretch:
@@ -89,6 +92,12 @@ def read_ledger(description: Mapping[str, Any], place: str) -> tuple[Stretch, ..
     if "ledger" not in description:
         return (Stretch(0, description["iteration"], 0, description.get("consumed_samples", 0), 0, {}, ""),)
     try:
-        return tuple(Stretch(**entry) for entry in description["ledger"])
-    except TypeError:
+        return tuple(_read_entry(entry) for entry in description["ledger"])
+    except (TypeError, ValueError, KeyError, AttributeError):
         raise CheckpointError(f"{place} has a ledger of samples that cannot be read") from None
+
+
+def _read_entry(entry: Mapping[str, Any]) -> Stretch:
+    numbers = {name: int(entry[name]) for name in _NUMBERS}
+    layout = {axis: int(entry["layout"][axis]) for axis in _AXES} if entry["layout"] else {}
+    return Stretch(**numbers, layout=layout, stream=str(entry["stream"]))

@@ -39,5 +39,5 @@ def _read_weight(text: str, prefix: str) -> Fraction:
     except ValueError:
         raise ValueError(f"{text} is no number: give a weight before {prefix}") from None
     if not within:
-        raise ValueError(f"{text}, the weight of {prefix}, must be above 0: leave out what is not to be read")
+        raise ValueError(f"{text} before {prefix} must be from 1e-12 to 1e18: leave out what is not to be read")
     return Fraction(text)

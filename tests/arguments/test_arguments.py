@@ -200,9 +200,13 @@ def test_a_blend_is_split_as_one_data_set_is() -> None:
     [
         ("a b", "a is no number: give a weight before b"),
         ("1 a b", "3 words: give one prefix, or WEIGHT PREFIX for each data set"),
-        ("0 a 1 b", "0, the weight of a, must be above 0: leave out what is not to be read"),
-        ("-1 a 1 b", "-1, the weight of a, must be above 0: leave out what is not to be read"),
-        ("nan a 1 b", "nan, the weight of a, must be above 0: leave out what is not to be read"),
+        ("0 a 1 b", "0 before a must be from 1e-12 to 1e18: leave out what is not to be read"),
+        ("-1 a 1 b", "-1 before a must be from 1e-12 to 1e18: leave out what is not to be read"),
+        ("nan a 1 b", "nan before a must be from 1e-12 to 1e18: leave out what is not to be read"),
+        (
+            "1e999999999 a 1 b",
+            "1e999999999 before a must be from 1e-12 to 1e18: leave out what is not to be read",
+        ),
         ("1 x/a 2 b 1 x//a", "x/a is there twice: give it once, with the sum of its weights"),
     ],
 )

@@ -69,5 +69,7 @@ def test_a_ledger_goes_on_where_the_checkpoint_ended() -> None:
 def test_a_checkpoint_without_a_ledger_says_little() -> None:
     (stretch,) = read_ledger({"iteration": 5, "consumed_samples": 20}, "ck")
     assert (stretch.last, stretch.end_place, stretch.global_batch_size) == (5, 20, 0)
-    with pytest.raises(CheckpointError, match="ck has a ledger of samples that cannot be read"):
-        read_ledger({"ledger": [{"iterations": 5}]}, "ck")
+    broken = as_entries((replace(FIRST, last="x"),))
+    for ledger in ([{"iterations": 5}], 3, broken, as_entries((replace(FIRST, layout=[1]),))):
+        with pytest.raises(CheckpointError, match="ck has a ledger of samples that cannot be read"):
+            read_ledger({"ledger": ledger}, "ck")
