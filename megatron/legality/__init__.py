@@ -274,4 +274,7 @@ RULES: tuple[Rule, ...] = (
     Rule("an error of a save needs a save", "Without --save nothing is written.", training.on_save_error),
     Rule("strict loading loads", "Without a checkpoint nothing can be broken.", training.load_strict),
     _needs("checkpoint.override", "checkpoint.load"),
+    _needs("logging.rank", "logging.dry_run"),
+    Rule("ranks of a dry run are among the processes", "Another has nothing to build.", training.dry_ranks),
+    _excludes("logging.explain", "logging.dry_run", "One prints rules, the other builds layers."),
 )

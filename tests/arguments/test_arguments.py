@@ -147,6 +147,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "log_interval": ("--log-interval 5", ""),
     "tensorboard_dir": ("--tensorboard-dir board", ""),
     "metrics_file": ("--metrics-file metrics.jsonl", ""),
+    "rank": ("--rank 0", "--dry-run"),
 }
 
 
