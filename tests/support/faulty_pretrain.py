@@ -45,7 +45,7 @@ def fail():
 FAULTS = {"sleep": lambda: time.sleep(1000), "hold": lambda: ctypes.PyDLL(None).sleep(1000), "raise": fail}
 
 
-def train_batch(engine, batches):
+def train_batch(engine, batches, listeners):
     global iteration
     iteration += 1
     if kind == "weights" and [dist.get_rank(), iteration] == [numbers[0], numbers[2]]:
@@ -59,7 +59,7 @@ def train_batch(engine, batches):
     if [dist.get_rank(), iteration] == numbers and kind in FAULTS:
         FAULTS[kind]()
     before = weights(engine)
-    loss = real_train_batch(engine, batches)
+    loss = real_train_batch(engine, batches, listeners)
     if kind == "gradient":
         kept = sum(map(torch.equal, before, weights(engine)))
         print(f"rank {dist.get_rank()} iteration {iteration} kept {kept} of {len(before)} weights", flush=True)
