@@ -30,10 +30,12 @@ from megatron.mpu.layout import ParallelLayout, distributed
 from megatron.mpu.random import model_parallel_manual_seed
 from megatron.numerics import StepWatch, Verdict, agreed, find_origin
 from megatron.observe.deaths import deaths_watched
+from megatron.observe.files import unless_refused
 from megatron.observe.instruments import Instrument, instruments
+from megatron.observe.report.record import write_record
 from megatron.observe.watchdog import hangs_watched
 from megatron.observe.whereabouts import Whereabouts
-from megatron.summary import describe_model, describe_run, full_config
+from megatron.summary import describe_model, describe_run, device_name, full_config
 
 
 def pretrain(run: RunConfig) -> int:
@@ -58,6 +60,9 @@ def pretrain(run: RunConfig) -> int:
         if run.parallel.uses_pipeline:
             log.say(describe_stages(run))
         log.text("config", full_config(run))
+        if run.observe.run_dir and layout.rank == 0:
+            with unless_refused("run.json"):
+                write_record(run, device_name())
         model_parallel_manual_seed(run.train.seed, layout)
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)

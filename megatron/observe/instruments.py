@@ -9,6 +9,7 @@ from torch import nn
 from megatron.config import RunConfig
 from megatron.engine import Listener
 from megatron.mpu.layout import ParallelLayout
+from megatron.observe.files import unless_refused
 from megatron.observe.profiling import Profiler
 from megatron.observe.trace.recorder import Tracer
 
@@ -27,7 +28,8 @@ def instruments(run: RunConfig, layout: ParallelLayout, module: nn.Module) -> li
     """Those that ``run`` asks for; none costs nothing."""
     found: list[Instrument] = []
     if run.observe.profiles:
-        Path(str(run.observe.profile_dir)).mkdir(parents=True, exist_ok=True)
+        with unless_refused("profiles"):
+            Path(str(run.observe.profile_dir)).mkdir(parents=True, exist_ok=True)
     if run.observe.profile_steps is not None:
         found.append(Profiler(run, layout.rank))
     if run.observe.trace is not None:

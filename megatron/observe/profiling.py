@@ -9,6 +9,7 @@ from torch import profiler
 from megatron.config import RunConfig
 from megatron.config.observe import steps
 from megatron.engine import Listener
+from megatron.observe.files import unless_refused
 
 _ROWS = 40
 
@@ -42,9 +43,9 @@ class Profiler:
             return
         self._left = range(0)
         self._profile.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(self._folder / f"profile-rank{self._rank}.json"))
         averages = self._profile.key_averages()
-        device = "cuda" if any(row.self_device_time_total for row in averages) else "cpu"
+        device = "device" if any(row.self_device_time_total for row in averages) else "cpu"
         table = averages.table(sort_by=f"self_{device}_time_total", row_limit=_ROWS)
-        (self._folder / f"profile-rank{self._rank}.txt").write_text(table)
+        with unless_refused("the profile"):
+            (self._folder / f"profile-rank{self._rank}.txt").write_text(table)
+            self._profile.export_chrome_trace(str(self._folder / f"profile-rank{self._rank}.json"))

@@ -1,5 +1,6 @@
 """The few shapes that our pictures are made of, as SVG text. Nothing is loaded from elsewhere."""
 
+import math
 from collections.abc import Iterable
 from html import escape
 
@@ -34,3 +35,11 @@ def line(points: Iterable[tuple[float, float]], stroke: str, width: float = 1.5,
     dashes = f" stroke-dasharray='{dash}'" if dash else ""
     path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
     return f"<polyline points='{path}' fill='none' stroke='{stroke}' stroke-width='{width:g}'{dashes}/>"
+
+
+def ticks(low: float, high: float, about: int) -> list[float]:
+    """Round numbers from ``low`` to ``high``, about so many: steps of 1, 2 or 5 times a power of ten."""
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    return [step * number for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

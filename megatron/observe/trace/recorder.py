@@ -14,6 +14,7 @@ from megatron.config import RunConfig
 from megatron.config.observe import steps
 from megatron.engine import Listener
 from megatron.mpu.layout import ParallelLayout
+from megatron.observe.files import unless_refused
 from megatron.observe.trace.clocks import seconds_ahead
 from megatron.observe.trace.layers import layers_timed
 from megatron.observe.trace.measure import measure, unit_seconds
@@ -66,13 +67,16 @@ class Tracer:
             run.parallel.pipeline_schedule,
             run.model.num_layers,
         )
-        timeline = Timeline(shape, places, everyone)
+        with unless_refused("the trace"):
+            self._write(Timeline(shape, places, everyone), self._layout.rank)
+
+    def _write(self, timeline: Timeline, rank: int) -> None:
+        """This rank's own file, and the first rank's of all."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        rank = self._layout.rank
         (self._folder / f"rank{rank}.json").write_text(to_json(timeline, [rank]))
         if rank == 0:
-            merged = to_json(timeline, range(len(places)), unit_seconds=unit_seconds(timeline))
-            (self._folder / TRACE).write_text(merged)
+            everyone = range(len(timeline.places))
+            (self._folder / TRACE).write_text(to_json(timeline, everyone, unit_seconds=unit_seconds(timeline)))
             (self._folder / PICTURE).write_text(draw(timeline, measure(timeline)))
 
     @contextmanager
