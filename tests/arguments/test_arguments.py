@@ -144,12 +144,18 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "log_interval": ("--log-interval 5", ""),
     "tensorboard_dir": ("--tensorboard-dir board", ""),
     "metrics_file": ("--metrics-file metrics.jsonl", ""),
+    "trace": ("--trace out", ""),
+    "trace_steps": ("--trace-steps 3:3", "--trace out"),
+    "profile_steps": ("--profile-steps 3:4", "--trace out"),
+    "flops_profile_step": ("--flops-profile-step 3", "--trace out"),
+    "profile_dir": ("--profile-dir out", "--trace other --profile-steps 3:4"),
+    "run_dir": ("--run-dir out", ""),
 }
 
 
 @pytest.mark.parametrize("name", sorted(flag_fields()))
 def test_every_flag_changes_the_run(name: str) -> None:
-    if name == "train_samples":  # stands in the place of --train-iters, so it has a test of its own
+    if name in ("train_samples", "repartition_from"):  # need others to go, or a file, and so tests of their own
         return
     words, company = EFFECTS.get(name, (flag_name(flag_fields()[name]), ""))
     environ = CUDA if company.startswith("gpu") else CPU

@@ -17,7 +17,8 @@ from megatron.observe.trace.timeline import Timeline, read_timeline
 from megatron.pipe_schedule import Instruction, instructions
 
 SETTINGS = (
-    "--train-iters 4 --batch-size 1 --eval-iters 1 --eval-interval 1 --trace-steps 2:3 --hidden-dropout 0 --attention-dropout 0"
+    "--train-iters 4 --batch-size 1 --eval-iters 1 --eval-interval 1 --hidden-dropout 0 --attention-dropout 0 "
+    "--trace-steps 2:3"
 ).split()
 SECONDS = (0.02, 0.02, 0.02, 0.1)
 """What each layer takes beyond what it computes."""

@@ -8,7 +8,7 @@ from statistics import median
 from megatron.observe.report.curves import Chart, draw_chart
 from megatron.observe.report.record import Record
 from megatron.observe.report.series import Points
-from megatron.observe.trace.measure import Measures, measure
+from megatron.observe.trace.measure import PASSES, Measures, measure
 from megatron.observe.trace.picture import draw
 from megatron.observe.trace.timeline import Timeline
 
@@ -94,7 +94,7 @@ def _plan(record: Record | None, timeline: Timeline | None, measures: Measures |
     if record is None or timeline is None or measures is None:
         return _missing("record and trace", "--run-dir and --trace")
     busy = [
-        sum(measures.ranks[rank]["forward"] + measures.ranks[rank]["backward"] for rank in stage)
+        sum(measures.ranks[rank][share] for rank in stage for share in PASSES)
         for stage in zip(*timeline.pipelines, strict=True)
     ]
     if len(busy) != len(record.stages):

@@ -7,8 +7,11 @@ from typing import NamedTuple
 from megatron.observe.trace.timeline import Event, Timeline
 from megatron.pipe_schedule import bubble
 
-SHARES = ("forward", "backward", "transfer", "reduce", "step", "load", "waiting")
-"""What a rank's time goes into. Transfer is from when both ends are there; waiting is all the rest."""
+SHARES = ("forward", "backward", "collectives", "transfer", "reduce", "step", "load", "waiting")
+"""What a rank's time goes into. Collectives are those inside the passes, of tensor parallelism for one, and no part of
+forward and backward here; transfer is from when both ends are there; waiting is all the rest."""
+PASSES, COMMUNICATION = SHARES[:3], SHARES[2:5]
+"""What the passes of a stage take together, and what ranks do for each other."""
 _PARTNERS = {
     "SendActivation": ("RecvActivation", 1), "RecvActivation": ("SendActivation", -1),
     "SendGrad": ("RecvGrad", -1), "RecvGrad": ("SendGrad", 1),
@@ -28,7 +31,7 @@ class Measures(NamedTuple):
     imbalance: float
     """Time in passes of the slowest stage over the mean."""
     communication: float
-    """Share of an iteration that ranks spend in transfers between stages and in the reduction of gradients."""
+    """Share of an iteration that ranks spend in collectives, in transfers between stages, and in the reduction."""
     ranks: tuple[dict[str, float], ...]
     """Of each rank: seconds of an iteration for each of ``SHARES``."""
 
@@ -43,13 +46,13 @@ def measure(timeline: Timeline) -> Measures:
     )
     seconds = median(_span(_all(timeline, range(len(ranks)), iteration)) for iteration in iterations)
     shape = timeline.shape
-    busy = [[ranks[rank]["forward"] + ranks[rank]["backward"] for rank in pipeline] for pipeline in pipelines]
+    busy = [[sum(ranks[rank][share] for share in PASSES) for rank in pipeline] for pipeline in pipelines]
     return Measures(
         seconds=seconds,
         bubble=mean(median(_bubble(timeline, ranks, n) for n in iterations) for ranks in pipelines),
         theory=bubble(shape.stages, shape.micro_batches) if shape.schedule == "1f1b" else None,
         imbalance=mean(max(stages) / max(mean(stages), 1e-12) for stages in busy),
-        communication=mean(rank["transfer"] + rank["reduce"] for rank in ranks) / max(seconds, 1e-12),
+        communication=mean(sum(rank[share] for share in COMMUNICATION) for rank in ranks) / max(seconds, 1e-12),
         ranks=ranks,
     )
 
@@ -87,6 +90,10 @@ def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
                     spent["transfer"] += _transfer(event, stage, stages)
                 if event.kind == "backward":  # in which the plain engine reduces
                     spent["backward"] -= sum(e.seconds for e in reductions if event.begin <= e.begin < event.end)
+            for event in timeline.events[rank]:
+                if event.iteration == iteration and event.collective and event.kind in ("forward", "backward"):
+                    spent["collectives"] += event.seconds
+                    spent[event.kind] -= event.seconds
             spent["waiting"] = max(span - sum(spent.values()), 0.0)
             found[rank] = spent
     return found
@@ -130,7 +137,7 @@ def _beside_layers(events: Sequence[Event]) -> float:
     """Median over a rank's micro-batches of what its passes take beside the transformer layers."""
     left: dict[tuple, float] = {}
     for event in events:
-        if event.kind in ("forward", "backward"):
+        if event.kind in ("forward", "backward") and not event.collective:
             key = event.iteration, event.micro_batch
             left[key] = left.get(key, 0.0) + (event.seconds if event.layer is None else -event.seconds)
     return max(median(left.values()), 0.0) if left else 0.0

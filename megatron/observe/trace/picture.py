@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from statistics import mean, median
 from typing import NamedTuple
 
-from megatron.observe.svg import FAINT, box, line, picture, text
+from megatron.observe.svg import FAINT, box, line, picture, text, ticks
 from megatron.observe.trace.measure import SHARES, Measures
 from megatron.observe.trace.timeline import Event, Timeline
 from megatron.pipe_schedule import passes
@@ -148,17 +148,17 @@ def _legend(y: float) -> Iterator[str]:
 
 def _axis(y: float, span: float) -> Iterator[str]:
     yield line([(_LEFT, y), (_WIDTH - _RIGHT, y)], FAINT, 1)
-    for number in range(11):
-        x = _LEFT + (_WIDTH - _LEFT - _RIGHT) * number / 10
+    for milliseconds in ticks(0, span * 1000, 10):
+        x = _LEFT + (_WIDTH - _LEFT - _RIGHT) * milliseconds / (span * 1000)
         yield line([(x, y), (x, y + 4)], FAINT, 1)
-        yield text(x, y + 18, f"{span * 100 * number:.4g}", size=11, anchor="middle", fill=FAINT)
+        yield text(x, y + 18, f"{milliseconds:g}", size=11, anchor="middle", fill=FAINT)
     yield text(20, y + 18, "ms", size=11, fill=FAINT)
 
 
 def _table(timeline: Timeline, measures: Measures, ranks: Sequence[int], top: float) -> Iterator[str]:
     """Milliseconds of an iteration, and their share, for each rank."""
     yield text(20, top, "ms of an iteration", fill=FAINT)
-    columns = [_LEFT + 130 + 140 * number for number in range(len(SHARES))]
+    columns = [_LEFT + 110 + 122 * number for number in range(len(SHARES))]
     for x, share in zip(columns, SHARES, strict=True):
         yield text(x, top, share, anchor="end", fill=FAINT)
     for row, rank in enumerate(ranks, start=1):

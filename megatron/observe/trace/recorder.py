@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -16,6 +17,7 @@ from megatron.engine import Listener
 from megatron.mpu.layout import ParallelLayout
 from megatron.observe.files import unless_refused
 from megatron.observe.trace.clocks import seconds_ahead
+from megatron.observe.trace.collectives import collectives_timed
 from megatron.observe.trace.layers import layers_timed
 from megatron.observe.trace.measure import measure, unit_seconds
 from megatron.observe.trace.picture import draw
@@ -47,7 +49,10 @@ class Tracer:
         if self._seen == self._left[0]:
             self._zero = self._start()
         self._iteration = number
-        with layers_timed(self._module, self._now, self._hear_layer):
+        with (
+            layers_timed(self._module, self._now, self._hear_layer),
+            collectives_timed(self._now, self._hear_collective),
+        ):
             yield [self._hear]
         if self._seen == self._left[-1]:
             self.close()
@@ -81,13 +86,22 @@ class Tracer:
 
     @contextmanager
     def _hear(self, instruction: Instruction) -> Iterator[None]:
-        self._instruction, begin = instruction, self._now()
+        around, self._instruction = self._instruction, instruction
+        begin = self._now()
         yield
-        self._events.append(Event(instruction.name, begin, self._now(), self._iteration, *instruction[1:]))
+        self._add(begin, self._now())
+        self._instruction = around
 
     def _hear_layer(self, number: int, begin: float, end: float) -> None:
+        self._add(begin, end, layer=number)
+
+    def _hear_collective(self, name: str, begin: float, end: float) -> None:
+        if self._instruction.name:
+            self._add(begin, end, collective=name)
+
+    def _add(self, begin: float, end: float, **part: Any) -> None:
         name, micro_batch, phase = self._instruction
-        self._events.append(Event(name, begin, end, self._iteration, micro_batch, phase, number))
+        self._events.append(Event(name, begin, end, self._iteration, micro_batch, phase, **part))
 
     def _start(self) -> float:
         """What this rank's clock shows when that of rank 0 showed what it does as the first rank sets off."""

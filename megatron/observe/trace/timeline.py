@@ -11,6 +11,8 @@ from megatron.arguments.repartition import TRACE
 from megatron.errors import ConfigError
 
 _FORMAT = 1
+_PARTS = ("micro_batch", "phase", "layer", "collective")
+"""What an event may have beside its name, its times and its iteration."""
 _KINDS = {
     "LoadMicroBatch": "load", "ForwardPass": "forward", "BackwardPass": "backward", "SendActivation": "send",
     "SendGrad": "send", "RecvActivation": "receive", "RecvGrad": "receive", "CommitP2P": "exchange",
@@ -20,7 +22,7 @@ _KINDS = {
 
 
 class Event(NamedTuple):
-    """An instruction, or a layer's part of one. Times in seconds on the clock of rank 0."""
+    """An instruction, or a part of one. Times in seconds on the clock of rank 0."""
 
     name: str
     begin: float
@@ -29,12 +31,19 @@ class Event(NamedTuple):
     micro_batch: int | None = None
     phase: int | None = None
     layer: int | None = None
-    """Of a layer's part: its number, from 1 on."""
+    """Of the part of a layer: its number, from 1 on."""
+    collective: str | None = None
+    """Of the part of a collective: its name."""
 
     @property
     def kind(self) -> str:
         """What it is: load, forward, backward, send, receive, exchange, reduce, step."""
         return _KINDS.get(self.name, "other")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is an instruction, and no part of one."""
+        return self.layer is None and self.collective is None
 
     @property
     def seconds(self) -> float:
@@ -76,8 +85,8 @@ class Timeline:
         return [sorted(ranks, key=lambda rank: self.places[rank]["pipe"]) for ranks in found.values()]
 
     def instructions(self, rank: int, iteration: int) -> list[Event]:
-        """What ``rank`` did in ``iteration``, without the layers."""
-        return [event for event in self.events[rank] if event.iteration == iteration and event.layer is None]
+        """What ``rank`` did in ``iteration``, in whole instructions."""
+        return [event for event in self.events[rank] if event.iteration == iteration and event.is_whole]
 
 
 def to_json(timeline: Timeline, ranks: Iterable[int], **about: Any) -> str:
@@ -93,16 +102,16 @@ def to_json(timeline: Timeline, ranks: Iterable[int], **about: Any) -> str:
 
 
 def _row(rank: int, event: Event) -> dict[str, Any]:
-    told = {name: getattr(event, name) for name in ("iteration", "micro_batch", "phase", "layer")}
+    parts = {name: value for name in _PARTS if (value := getattr(event, name)) is not None}
     return {
-        "name": event.name if event.layer is None else f"layer {event.layer}",
-        "cat": event.kind,
+        "name": event.collective or (event.name if event.is_whole else f"layer {event.layer}"),
+        "cat": "collective" if event.collective else event.kind,
         "ph": "X",
         "pid": rank,
         "tid": 0,
         "ts": round(event.begin * 1e6, 3),
         "dur": round(event.seconds * 1e6, 3),
-        "args": {**{name: value for name, value in told.items() if value is not None}, "instruction": event.name},
+        "args": {"instruction": event.name, "iteration": event.iteration, **parts},
     }
 
 
@@ -137,17 +146,9 @@ def _timeline(found: Any) -> Timeline:
     for row in found["traceEvents"]:
         if row["ph"] == "X":
             told, begin = row["args"], _time(row["ts"])
-            events[row["pid"]].append(
-                Event(
-                    str(told["instruction"]),
-                    begin,
-                    begin + _time(row["dur"]),
-                    _count(told["iteration"]),
-                    told.get("micro_batch"),
-                    told.get("phase"),
-                    told.get("layer"),
-                )  # fmt: skip
-            )
+            parts = {name: told[name] for name in _PARTS if name in told}
+            end, iteration = begin + _time(row["dur"]), _count(told["iteration"])
+            events[row["pid"]].append(Event(str(told["instruction"]), begin, end, iteration, **parts))
     if not any(events) or any("pipe" not in place for place in places):
         raise ValueError
     return Timeline(shape, places, events)
