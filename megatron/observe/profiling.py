@@ -30,7 +30,7 @@ class Profiler:
             yield []
             return
         if self._profile is None:
-            self._profile = profiler.profile(record_shapes=True, profile_memory=True)
+            self._profile = profiler.profile(record_shapes=True)
             self._profile.start()
         with profiler.record_function(f"iteration {number}"):
             yield [lambda instruction: profiler.record_function(str(instruction))]

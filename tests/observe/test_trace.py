@@ -114,3 +114,34 @@ def test_a_layer_is_timed_forward_and_backward(slow_run: tuple[RankTraining, Pat
             assert whole.begin <= event.begin <= event.end <= whole.end
     costs = json.loads((slow_run[1] / "trace.json").read_text())["otherData"]["unit_seconds"]
     assert len(costs) == 6 and costs[4] == max(costs)
+
+
+def test_the_plain_engine_with_tensor_parallelism_and_recomputation(train_in_ranks, tmp_path: Path) -> None:
+    words = ("--gas", 2, "--model-parallel-size", 2, "--checkpoint-activations", "--trace", tmp_path)
+    train_in_ranks(2, *SETTINGS, *words)
+    timeline = read_timeline(tmp_path)
+    done = [(event.name, event.micro_batch) for event in _in_order(timeline, 1, 2)]
+    names = ("LoadMicroBatch", "ForwardPass", "BackwardPass", "ReduceGrads", "OptimizerStep")
+    assert done == [(name, None if name == "ReduceGrads" else number) for number in (1, 2) for name in names]
+    of_layer = [event for event in timeline.events[1] if event.layer == 3 and event[3:5] == (2, 1)]
+    assert [event.name for event in of_layer] == ["ForwardPass", "BackwardPass", "BackwardPass"], "forward again"
+    collectives = [event.name for event in timeline.events[1] if event.collective == "all_reduce"]
+    assert collectives.count("ForwardPass") >= 2 * 2 * 8, "two to a layer, in two micro-batches of two iterations"
+    assert all(rank["collectives"] > 0 for rank in measure(timeline).ranks)
+
+
+def test_two_pieces_to_a_stage(train_in_ranks, tmp_path: Path) -> None:
+    words = ("--gas", 4, "--pipe-parallel-size", 2, "--pipeline-schedule", "dualpipev", "--trace", tmp_path)
+    train_in_ranks(2, *SETTINGS, *words)
+    timeline = read_timeline(tmp_path)
+    for rank in (0, 1):
+        passes = [
+            _instruction(event) for event in _in_order(timeline, rank, 3) if event.kind in ("forward", "backward")
+        ]
+        expected = {Instruction(name, number, phase) for name in ("ForwardPass", "BackwardPass")
+                    for number in range(1, 5) for phase in (0, 1)}  # fmt: skip
+        assert set(passes) == expected and len(passes) == 16
+    assert measure(timeline).theory is None
+    costs = json.loads((tmp_path / "trace.json").read_text())["otherData"]["unit_seconds"]
+    assert all(seconds > 0 for seconds in costs[1:5])
+    assert "rank 1, stage 1" in (tmp_path / "schedule.svg").read_text()

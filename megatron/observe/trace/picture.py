@@ -11,7 +11,7 @@ from megatron.pipe_schedule import passes
 
 COLOURS = {
     "forward": "#5b9bd5", "backward": "#6ab187", "send": "#e0912f", "receive": "#f8e3b0", "exchange": "#f8e3b0",
-    "reduce": "#c8553d", "step": "#8f6bb3", "load": "#8a8a8a",
+    "reduce": "#c8553d", "step": "#8f6bb3", "load": "#8a8a8a", "collective": "#2c3e50",
 }  # fmt: skip
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 1200, 130, 20, 30, 22
 _MOST_ROWS = 32
@@ -70,13 +70,15 @@ def _label(timeline: Timeline, rank: int) -> str:
 
 def _measured(timeline: Timeline, rank: int, ranks: Sequence[int], iteration: int) -> list[_Bar]:
     zero = min(event.begin for other in ranks for event in timeline.instructions(other, iteration))
-    events = sorted(timeline.instructions(rank, iteration), key=lambda event: event.begin)  # what is inside comes last
-    return [_bar(event, zero) for event in events]
+    events = [event for event in timeline.events[rank] if event.iteration == iteration and event.layer is None]
+    return [_bar(event, zero) for event in sorted(events, key=lambda event: event.begin)]  # what is inside comes last
 
 
 def _bar(event: Event, zero: float) -> _Bar:
     which = f" of micro-batch {event.micro_batch}" if event.micro_batch else ""
     told = f"{event.name}{which}: {event.seconds * 1000:.2f} ms"
+    if event.collective:
+        return _Bar(event.begin - zero, event.end - zero, "collective", None, f"{event.collective} in {told}")
     number = event.micro_batch if event.kind in ("forward", "backward") else None
     return _Bar(event.begin - zero, event.end - zero, event.kind, number, told)
 
@@ -113,8 +115,9 @@ def _rows(rows: Sequence[tuple[str, list[_Bar]]], top: float, span: float) -> It
         yield box(_LEFT, y, _WIDTH - _LEFT - _RIGHT, _BAR, "#f4f4f4")
         for bar in bars:
             x, width = _LEFT + bar.begin * scale, (bar.end - bar.begin) * scale
+            height = _BAR / 4 if bar.kind == "collective" else _BAR
             # A hair between neighbours, where there is room for one.
-            yield box(x, y, max(width - 0.6, 0.4), _BAR, COLOURS.get(bar.kind, "#cccccc"), bar.told)
+            yield box(x, y + _BAR - height, max(width - 0.6, 0.4), height, COLOURS.get(bar.kind, "#cccccc"), bar.told)
             if bar.number is not None and width > 7 * len(str(bar.number)) + 3:
                 yield text(x + width / 2, y + 15, str(bar.number), size=11, anchor="middle", fill="white")
 
@@ -123,7 +126,7 @@ def _figures(timeline: Timeline, measures: Measures) -> Iterator[str]:
     shape = timeline.shape
     yield text(
         20, 58,
-        f"{shape.stages} stages, {shape.micro_batches} micro-batches, {shape.schedule}; medians of "
+        f"{_count(shape.stages, 'stage')}, {_count(shape.micro_batches, 'micro-batch')}, {shape.schedule}; medians of "
         f"{len(timeline.iterations)} iterations: {measures.seconds * 1000:.1f} ms each",
         size=14,
     )  # fmt: skip
@@ -136,6 +139,10 @@ def _figures(timeline: Timeline, measures: Measures) -> Iterator[str]:
         f"communication {measures.communication:.1%}",
         size=14,
     )  # fmt: skip
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def _legend(y: float) -> Iterator[str]:
