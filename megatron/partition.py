@@ -117,11 +117,17 @@ def _cheapest(
     for _ in range(parts):
         longer = {}
         for end in range(1, len(sums)):
-            begins = [begin for begin in range(end - 1, -1, -1) if begin in best]
-            if begins:
-                costs = [join((best[begin][0], price(sums[end] - sums[begin]))) for begin in begins]
-                cost = min(costs)
-                begin = begins[costs.index(cost)]
+            cheapest: tuple[float, int] | None = None
+            for begin in range(end - 1, -1, -1):
+                run = price(sums[end] - sums[begin])
+                if cheapest is not None and run >= cheapest[0]:
+                    break  # a run that is longer still costs no less
+                if begin in best:
+                    cost = join((best[begin][0], run))
+                    if cheapest is None or cost < cheapest[0]:
+                        cheapest = (cost, begin)
+            if cheapest is not None:
+                cost, begin = cheapest
                 longer[end] = (cost, [*best[begin][1], end - begin])
         best = longer
     return best[len(sums) - 1]

@@ -452,6 +452,25 @@ BROKEN = [
         "--repartition-from has no effect without --pipe-parallel-size",
         None,
     ),
+    ("--rank needs --dry-run", "--rank 0", "--rank has no effect without --dry-run", "--dry-run"),
+    (
+        "ranks of a dry run are among the processes",
+        "--dry-run --rank 0,5",
+        "--rank 5: there is 1 process, counted from 0",
+        "--world-size 6",
+    ),
+    (
+        "ranks of a dry run are among the processes",
+        "--dry-run --rank 0-5",
+        "--rank 0-5 is no list of numbers",
+        "--rank 0",
+    ),
+    (
+        "--explain excludes --dry-run",
+        "--explain --dry-run",
+        "--explain and --dry-run exclude each other",
+        None,
+    ),
 ]
 if find_spec("apex") is None:
     BROKEN.append(

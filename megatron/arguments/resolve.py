@@ -68,12 +68,14 @@ def _is_given(field: Field, given: Mapping[str, Given]) -> bool:
 def _parallel(run: RunConfig, given: Mapping[str, Given], environ: Mapping[str, str]) -> ParallelConfig:
     device = expected_device(environ)
     said = run.parallel
-    explained = "world_size" in given
-    if explained and not run.logging.explain:
-        raise ConfigError(f"{given['world_size'].source} is for --explain: the launcher starts the processes of a run")
+    said_so = "world_size" in given
+    if said_so and not (run.logging.explain or run.logging.dry_run):
+        raise ConfigError(
+            f"{given['world_size'].source} is for --explain and --dry-run: the launcher starts the processes of a run"
+        )
     return replace(
         said,
-        world_size=said.world_size if explained else world_size(environ),
+        world_size=said.world_size if said_so else world_size(environ),
         device=device,
         distributed_backend=said.distributed_backend or _BACKENDS.get(device),
         local_rank=local_rank(environ) if said.local_rank is None else said.local_rank,

@@ -64,7 +64,7 @@ class ParallelConfig:
         None, "Set by the launcher: this process's place on its host.", name="local_rank", within="[0, inf)"
     )
     world_size: int = flag(
-        1, "With --explain: processes to explain the run for. Otherwise the launcher says.", within="[1, inf)"
+        1, "With --explain or --dry-run: processes of the run. Otherwise the launcher says.", within="[1, inf)"
     )
     device: str = derived("cpu")
     """What the ranks compute on: cuda, cpu, or another accelerator by DeepSpeed's name for it."""

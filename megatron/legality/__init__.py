@@ -281,4 +281,7 @@ RULES: tuple[Rule, ...] = (
         "A plain engine has no stages.",
         observe.repartition_needs_pipeline,
     ),
+    _needs("logging.rank", "logging.dry_run"),
+    Rule("ranks of a dry run are among the processes", "Another has nothing to build.", training.dry_ranks),
+    _excludes("logging.explain", "logging.dry_run", "One prints rules, the other builds layers."),
 )

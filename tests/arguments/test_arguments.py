@@ -150,6 +150,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "flops_profile_step": ("--flops-profile-step 3", "--trace out"),
     "profile_dir": ("--profile-dir out", "--trace other --profile-steps 3:4"),
     "run_dir": ("--run-dir out", ""),
+    "rank": ("--rank 0", "--dry-run"),
 }
 
 
