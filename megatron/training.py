@@ -32,6 +32,7 @@ from megatron.numerics import StepWatch, Verdict, agreed, find_origin
 from megatron.observe.deaths import deaths_watched
 from megatron.observe.files import unless_refused
 from megatron.observe.instruments import Instrument, instruments
+from megatron.observe.memory import exhaustion_named
 from megatron.observe.report.record import write_record
 from megatron.observe.watchdog import hangs_watched
 from megatron.observe.whereabouts import Whereabouts
@@ -52,6 +53,7 @@ def pretrain(run: RunConfig) -> int:
         distributed(run.parallel, verbose=run.logging.verbose) as layout,
         deaths_watched(whereabouts),
         hangs_watched(run, layout, whereabouts),
+        exhaustion_named(run, layout, whereabouts),
     ):
         saved = choose_checkpoint(run)
         run = behind(saved.description, run) if saved else run

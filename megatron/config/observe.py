@@ -36,6 +36,11 @@ class ObserveConfig:
     )
 
     @property
+    def looks_closer(self) -> bool:
+        """Whether single iterations are looked at from within."""
+        return self.trace is not None or self.profiles
+
+    @property
     def profiles(self) -> bool:
         """Whether anything is profiled."""
         return self.profile_steps is not None or self.flops_profile_step is not None

@@ -9,10 +9,12 @@ launcher RANK ITERATION NAMES the process that started that rank gets them
 sleep RANK ITERATION          that rank goes no further
 hold RANK ITERATION           that rank goes no further, and lets no other of its threads run
 raise RANK ITERATION          that rank fails
+memory RANK ITERATION MB      that rank gets so much memory more, and no more than that
 """
 
 import ctypes
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -56,6 +58,9 @@ def train_batch(engine, batches, listeners):
     if kind in ("signal", "launcher") and [dist.get_rank(), iteration] == numbers:
         for name in words[2:]:
             os.kill(os.getpid() if kind == "signal" else os.getppid(), getattr(signal, name))
+    if kind == "memory" and [dist.get_rank(), iteration] == numbers[:2]:
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (size + int(numbers[2] * 1e6),) * 2)
     if [dist.get_rank(), iteration] == numbers and kind in FAULTS:
         FAULTS[kind]()
     before = weights(engine)
