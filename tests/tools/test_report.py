@@ -27,7 +27,7 @@ def report(*arguments: object) -> subprocess.CompletedProcess:
 def folder(tmp_path: Path) -> Path:
     """What a run of two stages leaves in --run-dir, with its trace."""
     lines = [{"iteration": n, "lm_loss": 5 / n, "learning_rate": 1e-3, "grad_norm": 0.5, "tokens_per_second": 2e4,
-              "memory_gb": 1.5} for n in range(1, 2001)]  # fmt: skip
+              "memory_gb": 1.5, "seconds_per_iteration": 0.25} for n in range(1, 2001)]  # fmt: skip
     lines.append({"iteration": 2000, "validation_loss": 2.5})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = parse(f"--pipe-parallel-size 2 --run-dir {tmp_path} --data-path <b>corpus</b>", ranks=2)
@@ -83,8 +83,11 @@ def test_a_page_that_needs_nothing_else(folder: Path) -> None:
     ):  # fmt: skip
         assert words in text, words
     assert "train with" not in text and len(text) < 300_000
-    (planned,) = re.findall("<th>stage 1</th>(.*?)</tr>", text)
-    assert planned.endswith("<td class='number'>50.0%</td>"), planned
+    planned = {name: re.findall("<td class='number'>(.*?)</td>", cells)
+               for name, cells in re.findall("<tr><th>([^<]*)</th>(<td class='number'>.*?)</tr>", text)}  # fmt: skip
+    assert planned["bubble"] == ["25.0%", "25.0%"] and planned["passes of stage 1"][1] == "50.0%"
+    assert planned["memory of rank 0"][1] == "1.5 GB, all of the process"
+    assert 0 < float(planned["seconds of an iteration"][0]) < 1 and planned["seconds of an iteration"][1] == "0.25"
 
 
 def test_what_is_not_there_is_said(folder: Path, tmp_path: Path) -> None:

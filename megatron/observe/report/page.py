@@ -34,7 +34,7 @@ def page(name: str, series: Mapping[str, Points], record: Record | None, timelin
         ("Result", _result(series)),
         ("Curves", _curves(series)),
         ("Layout", _pairs(record.description) if record else _missing("run.json", "--run-dir")),
-        ("Plan against measurement", _plan(record, timeline, measures)),
+        ("Plan against measurement", _plan(record, series, timeline, measures)),
         ("Schedule", [draw(timeline, measures)] if timeline and measures else _missing("trace", "--trace")),
         ("Environment", _pairs(record.environment) if record else _missing("run.json", "--run-dir")),
         ("Configuration", _config(record) if record else _missing("run.json", "--run-dir")),
@@ -89,23 +89,39 @@ def _curves(series: Mapping[str, Points]) -> Iterator[str]:
     yield "</div>"
 
 
-def _plan(record: Record | None, timeline: Timeline | None, measures: Measures | None) -> list[str]:
-    """What each stage was expected to do of the passes, and what it did; the bubble in theory and in fact."""
-    if record is None or timeline is None or measures is None:
-        return _missing("record and trace", "--run-dir and --trace")
+def _plan(
+    record: Record | None, series: Mapping[str, Points], timeline: Timeline | None, measures: Measures | None
+) -> Iterator[str]:
+    """What was planned of an iteration, and what came of it."""
+    if record is None:
+        yield from _missing("run.json", "--run-dir")
+        return
+    rows = []
+    times, held = series["seconds_per_iteration"].values(), series["memory_gb"].values()
+    if times and record.seconds is not None:
+        rows.append(("seconds of an iteration", f"{record.seconds:.4g}", f"{median(times):.4g}"))
+    if held and record.stages:
+        whole = ", all of the process" if record.environment.get("device") == "cpu" else ""
+        rows.append(("memory of rank 0", f"{record.stages[0].memory / 1e9:.3g} GB", f"{max(held):.3g} GB{whole}"))
+    if timeline and measures:
+        if measures.theory is not None:
+            rows.append(("bubble", f"{measures.theory:.1%}", f"{measures.bubble:.1%}"))
+        rows += _shares(record, timeline, measures)
+    yield from _table(("", "planned", "measured"), rows)
+
+
+def _shares(record: Record, timeline: Timeline, measures: Measures) -> list[tuple[str, str, str]]:
+    """What each stage does of all passes."""
     busy = [
         sum(measures.ranks[rank][share] for rank in stage for share in PASSES)
         for stage in zip(*timeline.pipelines, strict=True)
     ]
     if len(busy) != len(record.stages):
-        return ["<p class='missing'>The trace is of a run with another number of stages.</p>"]
-    rows = [
-        (f"stage {number}", f"{stage.parameters:,}", f"{stage.share:.1%}", f"{seconds / max(sum(busy), 1e-12):.1%}")
+        return []  # the trace is of another layout
+    return [
+        (f"passes of stage {number}", f"{stage.share:.1%}", f"{seconds / max(sum(busy), 1e-12):.1%}")
         for number, (stage, seconds) in enumerate(zip(record.stages, busy, strict=True))
     ]
-    theory = "-" if measures.theory is None else f"{measures.theory:.1%}"
-    rows.append(("bubble", "", theory, f"{measures.bubble:.1%}"))
-    return list(_table(("", "parameters", "planned share of passes", "measured"), rows))
 
 
 def _config(record: Record) -> list[str]:

@@ -16,18 +16,24 @@ from megatron.config import RunConfig
 from megatron.describe import describe_config
 from megatron.errors import ConfigError
 from megatron.partition import plan
+from megatron.planner.activations import activations
+from megatron.planner.memory import Memory, stage_memory
+from megatron.planner.presets import DEVICES
+from megatron.planner.timing import Machine, timing
+from megatron.planner.traffic import traffic
 
 RECORD = "run.json"
 _FORMAT = 1
 _PACKAGES = ("torch", "deepspeed", "numpy")
 
 
-class StageRecord(NamedTuple):
+class PlannedStage(NamedTuple):
     """What was planned of a pipeline stage."""
 
-    parameters: int
     share: float
     """Of the operations of a forward pass."""
+    memory: float
+    """Bytes of one of its ranks, at its peak."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +42,21 @@ class Record:
 
     description: Mapping[str, str]
     """Layout, model, batch and schedule in words."""
-    stages: Sequence[StageRecord]
+    stages: Sequence[PlannedStage]
+    seconds: float | None
+    """What an iteration was planned to take; None on a device of which the planner knows nothing."""
     environment: Mapping[str, str]
     config: Mapping[str, Any]
 
 
 def write_record(run: RunConfig, device: str) -> None:
     """Write it. Raises OSError where that cannot be done."""
-    stages = plan(run)
+    stages, memories = plan(run), stage_memory(run)
     flops = sum(stage.flops for stage in stages)
     record = Record(
         description=describe_config(run),
-        stages=[StageRecord(stage.parameters, stage.flops / flops) for stage in stages],
+        stages=[PlannedStage(s.flops / flops, memory.total) for s, memory in zip(stages, memories, strict=True)],
+        seconds=_planned_seconds(run, device, memories),
         environment=_environment(device),
         config=asdict(run),
     )
@@ -64,14 +73,24 @@ def read_record(path: Path) -> Record:
         found = json.loads(path.read_bytes())
         if found["format"] != _FORMAT:
             raise ValueError
-        stages = [StageRecord(int(parameters), float(share)) for parameters, share in found["stages"]]
+        stages = [PlannedStage(float(share), float(memory)) for share, memory in found["stages"]]
+        seconds = None if found["seconds"] is None else float(found["seconds"])
         words = [{str(k): str(v) for k, v in found[part].items()} for part in ("description", "environment")]
-        record = Record(words[0], stages, words[1], found["config"])
+        record = Record(words[0], stages, seconds, words[1], found["config"])
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a folder of --run-dir") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: not a record of a run; name a folder that --run-dir wrote") from error
     return record
+
+
+def _planned_seconds(run: RunConfig, device: str, memories: Sequence[Memory]) -> float | None:
+    known = next((about for name, about in DEVICES.items() if name in device.lower()), None)
+    if known is None:
+        return None
+    hidden = activations(run).hidden
+    stages = [(s, traffic(run, s, held.parameters, hidden)) for s, held in zip(plan(run), memories, strict=True)]
+    return timing(run, Machine(known, known.per_node), stages).total
 
 
 def _environment(device: str) -> dict[str, str]:
