@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron.errors import ConfigError
 from megatron.inference.continuation import Continuation, LanguageModel
-from megatron.inference.limits import Limits
+from megatron.inference.limits import Limits, checked_length
 from megatron.inference.sampling import Sampling, choose, random_stream_of
 from megatron.inference.text_stream import TextStream
 from megatron.tokenizer import Tokenizer
@@ -140,10 +139,3 @@ class _Writer:
             text += self._text.finish()
         reason = "stop" if self._text.stopped else None if self._room else "length"
         return Piece(self.prompt, self._sample, token, text, reason)
-
-
-def checked_length(prompt: Sequence[int], limits: Limits) -> int:
-    """Tokens at most of a text that begins with ``prompt``. Raises ConfigError where it is empty or too long."""
-    if not prompt:
-        raise ConfigError("the prompt is empty: give a text to continue")
-    return limits.longest(len(prompt))

@@ -1,5 +1,6 @@
 """How far a text goes, checked before anything is computed. No torch here."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.errors import ConfigError
@@ -44,3 +45,10 @@ class Limits:
                 "model can see; shorten the prompt, ask for fewer, or let --on-long-context slide"
             )
         return total
+
+
+def checked_length(prompt: Sequence[int], limits: Limits) -> int:
+    """Tokens at most of a text that begins with ``prompt``. Raises ConfigError where it is empty or too long."""
+    if not prompt:
+        raise ConfigError("the prompt is empty: give a text to continue")
+    return limits.longest(len(prompt))

@@ -1,6 +1,5 @@
 """Where a model to be used comes from, and the tokenizer that goes with it, as far as is known without torch."""
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,11 +38,15 @@ class Source:
         saved = self.found.saved
         return str(self.found.path if saved is None else saved.folder / saved.tag)
 
+    @property
+    def warnings(self) -> list[str]:
+        """What is wrong with newer checkpoints of the folder, which this one stands in for."""
+        saved = self.found.saved
+        return [] if saved is None else [f"{problem}; taking {saved.tag}" for problem in saved.passed_over]
+
 
 def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
     """What the model at ``path`` is, and its tokenizer, checked against each other. Reads no weights.
-
-    Where the newest checkpoint of a folder is broken, that is said on stderr, and the newest whole one taken.
 
     Raises:
         ConfigError: the path or a file of the tokenizer is not there, or the tokenizer is another than the one
@@ -54,9 +57,6 @@ def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
     if not path.exists():
         raise ConfigError(f"{path}: no such file or folder; name a checkpoint")
     found = find(path)
-    if found.saved:
-        for problem in found.saved.passed_over:
-            print(f"warning: {problem}; taking {found.saved.tag}", file=sys.stderr)
     if found.kind == "huggingface":
         bpe = _folder_bpe(found, files)
         config, tokenizer = read_config(found, vocab_size=len(bpe.vocabulary)), _tokenizer_of(bpe)
