@@ -51,8 +51,8 @@ def listen(listener: socket.socket) -> str:
 def _cannot_be_had(address: tuple[Any, ...], error: OSError) -> LaunchError:
     host, port = address[:2]
     return LaunchError(
-        f"{host}:{port} cannot be had ({error.strerror}); ss -ltnp 'sport = :{port}' shows who has it; "
-        "end that program, or choose another with --port"
+        f"{host}:{port} cannot be had ({error.strerror}); choose another --port or --host, or end the program that "
+        f"ss -ltnp 'sport = :{port}' shows"
     )
 
 
