@@ -66,8 +66,8 @@ def build_app(service: Service, desk: Desk) -> FastAPI:
         return HTMLResponse(_PAGE.read_bytes(), headers=_PAGE_HEADERS)
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> dict[str, str | int]:
+        return {"status": "ok", "requests": desk.requests}
 
     app.include_router(_openai(service, desk), prefix="/v1", dependencies=[Depends(may_use)])
     return app

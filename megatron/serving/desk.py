@@ -55,12 +55,15 @@ class Desk:
         self._open: set[Job] = set()
         self.most_waiting, self._seconds = most_waiting, seconds
 
+    @property
+    def requests(self) -> int:
+        """Those in work and those that wait."""
+        return len(self._open)
+
     def submit(self, request: CompletionRequest) -> Job:
         """Put a request behind the others. Raises RequestError where too many wait already."""
-        if len(self._open) > self.most_waiting:
-            raise RequestError(
-                f"{self.most_waiting} requests are waiting already; try again in a moment", status=503, retry=True
-            )
+        if self.requests > self.most_waiting:
+            raise RequestError("too many requests are waiting; try again in a moment", status=503, retry=True)
         job = Job(request, self._open.discard)
         self._open.add(job)
         late = RequestError(f"not finished within {self._seconds:g} s; ask for fewer tokens", status=504)
