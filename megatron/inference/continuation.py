@@ -40,12 +40,12 @@ class Continuation:
     """
 
     def __init__(
-        self, model: LanguageModel, sequences: Sequence[Sequence[int]], *, window: int, longest: int, keeps: bool = True
+        self, model: LanguageModel, sequences: Sequence[Sequence[int]], *, window: int, room: int, keeps: bool = True
     ):
-        """``longest`` is the number of tokens that a sequence will have at most."""
+        """``room`` is the number of tokens that are added to a sequence at most."""
         self._model, self._window = model, window
         self.sequences = [list(sequence) for sequence in sequences]
-        self._cache = self._empty_cache(min(longest, window)) if keeps and self._can_keep() else None
+        self._cache = self._empty_cache(room) if keeps and self._can_keep() else None
         self.logits = self._compute(self.sequences)
         """fp32 on the CPU, [b, v]."""
 
@@ -75,14 +75,14 @@ class Continuation:
         ends = counts_documents and any(config.eod_token in sequence for sequence in self.sequences)
         return not ends and self._longest() <= self._window
 
-    def _empty_cache(self, columns: int) -> KeyValueCache:
-        model = self._model
-        longest = self._longest()
+    def _empty_cache(self, room: int) -> KeyValueCache:
+        model, longest = self._model, self._longest()
         begins = torch.tensor([longest - len(sequence) for sequence in self.sequences])
+        room = min(room, self._window - min(map(len, self.sequences)))
         return KeyValueCache(
             model.config,
             begins,
-            columns,
+            longest + room,
             heads=model.config.num_attention_heads // model.tensor_group.size(),
             dtype=next(model.module.parameters()).dtype,
             device=model.device,

@@ -1,7 +1,9 @@
 """A model to be used, on one process or cut across the ranks of a tensor group.
 
-source = open_source(path)                    # without torch, see source.py: config and tokenizer
-model = load_model(source, layout, "bf16")    # this rank's part, in eval mode, on its device
+    source = open_source(path)                    # without torch, see source.py: config and tokenizer
+    model = load_model(source, layout, "bf16")    # this rank's part, in eval mode, on its device
+
+The two are what every tool begins with that uses a model.
 """
 
 from dataclasses import replace

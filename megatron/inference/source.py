@@ -101,6 +101,9 @@ def _folder_bpe(found: Found, files: TokenizerFiles) -> BPE:
         if file is None or not Path(file).is_file():
             raise ConfigError(f"{flag} {file or 'is not given'}: a Hugging Face folder takes two files or none")
     given = read_bpe(files.vocab_file, files.merge_file)
+    rows = read_config(found).vocab_size
+    if own is None and len(given.vocabulary) != rows:
+        raise ConfigError(f"{files.vocab_file} has {len(given.vocabulary)} tokens, and {found.path} has {rows}")
     if own is not None and (dict(given.vocabulary), list(given.merges)) != (dict(own.vocabulary), list(own.merges)):
         raise ConfigError(f"{files.vocab_file}: another tokenizer than that in {found.path}; leave the two flags out")
     return given
