@@ -33,6 +33,8 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
     if rank(environ) is None:
         environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+        if loopback := {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}:
+            environ.setdefault("GLOO_SOCKET_IFNAME", loopback.pop())  # there is nobody that it could listen to
     if environ["DS_ACCELERATOR"] == "cpu":
         # Ranks on one host share its cores; each with all of them would spend its time in waiting.
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _ranks_on_host(environ))))

@@ -1,6 +1,7 @@
 """Meeting the other ranks: a store that all of them reach, and a roll call that knows who is missing."""
 
 import os
+import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -14,19 +15,20 @@ _PATIENCE = 2.0
 """Seconds by which the ranks may be late in giving up."""
 
 
-def connect(environ: Mapping[str, str], timeout: timedelta) -> TCPStore:
+def connect(environ: Mapping[str, str], timeout: timedelta, *, listener: int | None = None) -> TCPStore:
     """A connection of one's own to the store that the ranks meet at, which the first of them keeps, or torchrun.
 
-    It answers whatever the process groups do.
+    It answers whatever the process groups do. Its keeper makes it listen on the file descriptor ``listener``, or on
+    every interface.
     """
-    hosts = environ["RANK"] == "0" and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return TCPStore(
         environ["MASTER_ADDR"],
         int(environ["MASTER_PORT"]),
-        is_master=hosts,
+        is_master=_keeps_store(environ),
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
+        master_listen_fd=listener,
     )
 
 
@@ -38,7 +40,7 @@ def call_roll(environ: Mapping[str, str], timeout: timedelta) -> TCPStore:
     """
     minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
     try:
-        store = connect(environ, timeout)
+        store = connect(environ, timeout, listener=_own_listener(environ))
     except RuntimeError as error:
         raise LaunchError(
             f"nobody answers at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} within {minutes}: see that rank 0 is "
@@ -56,6 +58,17 @@ def call_roll(environ: Mapping[str, str], timeout: timedelta) -> TCPStore:
             "started, with the same MASTER_ADDR and MASTER_PORT, or correct WORLD_SIZE"
         ) from error
     return store
+
+
+def _keeps_store(environ: Mapping[str, str]) -> bool:
+    return environ["RANK"] == "0" and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def _own_listener(environ: Mapping[str, str]) -> int | None:
+    """A socket that other hosts cannot reach, where all ranks meet on this one. The store takes anybody's commands."""
+    if not _keeps_store(environ) or environ["MASTER_ADDR"] != "127.0.0.1":
+        return None
+    return socket.create_server(("127.0.0.1", int(environ["MASTER_PORT"]))).detach()
 
 
 def _missing(store: TCPStore, keys: list[str]) -> list[int]:

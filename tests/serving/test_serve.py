@@ -4,6 +4,7 @@ import json
 import socket
 import time
 
+import psutil
 import pytest
 from support.served import events
 
@@ -96,6 +97,13 @@ def test_health_and_page_ask_for_no_key(server):
     assert json.loads(server.request("GET", "/health", Authorization="").read()) == {"status": "ok", "requests": 0}
     page = server.request("GET", "/", Authorization="")
     assert page.status == 200 and "default-src 'none'" in page.getheader("Content-Security-Policy")
+
+
+def test_nobody_else_can_reach_it(server):
+    """Neither the server nor what its ranks talk through listens to another host."""
+    connections = psutil.Process(server.process.pid).net_connections("tcp")
+    listening = {connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN}
+    assert ("127.0.0.1", server.port) in listening and {address.ip for address in listening} == {"127.0.0.1"}
 
 
 def test_a_client_that_leaves_makes_room(server):
