@@ -1,6 +1,6 @@
 """Where a model to be used comes from, and the tokenizer that goes with it, as far as is known without torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -71,6 +71,28 @@ def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
             "--vocab-file and the --merge-file that it was trained with"
         )
     return Source(found, config, tokenizer)
+
+
+def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
+    """The same model for ``size`` tensor-parallel ranks, without kernels that training asked for.
+
+    Raises ConfigError where so many ranks cannot share it.
+    """
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        if getattr(config, name) % size:
+            raise ConfigError(
+                f"{size} tensor-parallel ranks cannot share a model of {name} {getattr(config, name)}; start a number "
+                "of processes that divides it"
+            )
+    return replace(
+        config,
+        padded_vocab_size=-(-config.vocab_size // size) * size,
+        dtype=dtype,
+        fused_kernels="torch",
+        bias_gelu_fusion=False,  # compiled anew for each length of a prompt
+        bias_dropout_fusion=False,
+        recomputes_attention=False,
+    )
 
 
 def _run_tokenizer(path: Path, description: dict[str, Any], files: TokenizerFiles) -> Tokenizer:

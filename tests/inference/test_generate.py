@@ -98,6 +98,7 @@ def test_a_conversation(programs: Programs, foreign: Path, expected: list[str]):
         ("--load MODEL --prompt a --model-parallel-size 2", "deepspeed --num_gpus 2"),
         ("--load MODEL --prompt a --num-beams 4 --top-k 2", "--top-k does nothing in a search of --num-beams"),
         ("--load MODEL --sample-input-file none.jsonl", "none.jsonl: cannot be read (No such file or directory)"),
+        ("--load MODEL --sample-input-file bad.jsonl --sample-output-file bad.jsonl", "is the --sample-input-file"),
         ("--load MODEL --sample-input-file bad.jsonl", "bad.jsonl:2: not JSON"),
         ("--load MODEL --sample-input-file empty.jsonl", "empty.jsonl:2: the prompt is empty"),
         ("--load MODEL --sample-input-file list.jsonl", "list.jsonl:1: no text to continue"),
