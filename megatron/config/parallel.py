@@ -30,6 +30,12 @@ class ParallelConfig:
         "embeddings are always with the first, the head with the last.",
         metavar="METHOD",
     )
+    repartition_from: str | None = flag(
+        None,
+        "Folder of --trace, or its trace.json: instead of --pipeline-partition, give the stages equal shares of the "
+        "time that each layer took there.",
+        metavar="TRACE",
+    )
     pipeline_schedule: str = flag(
         "1f1b",
         "Order of forward and backward passes. dualpipev cuts the model into twice as many pieces, gives each stage "
