@@ -10,10 +10,12 @@ sleep RANK ITERATION          that rank goes no further
 hold RANK ITERATION           that rank goes no further, and lets no other of its threads run
 raise RANK ITERATION          that rank fails
 command RANK ITERATION WORDS  that rank has a shell run the words, and waits for it
+memory RANK ITERATION MB      that rank gets so much memory more, and no more than that
 """
 
 import ctypes
 import os
+import resource
 import runpy
 import signal
 import subprocess
@@ -52,7 +54,7 @@ FAULTS = {
 }
 
 
-def train_batch(engine, batches):
+def train_batch(engine, batches, listeners):
     global iteration
     iteration += 1
     if kind == "weights" and [dist.get_rank(), iteration] == [numbers[0], numbers[2]]:
@@ -63,10 +65,13 @@ def train_batch(engine, batches):
     if kind in ("signal", "launcher") and [dist.get_rank(), iteration] == numbers:
         for name in words[2:]:
             os.kill(os.getpid() if kind == "signal" else os.getppid(), getattr(signal, name))
+    if kind == "memory" and [dist.get_rank(), iteration] == numbers[:2]:
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (size + int(numbers[2] * 1e6),) * 2)
     if [dist.get_rank(), iteration] == numbers and kind in FAULTS:
         FAULTS[kind]()
     before = weights(engine)
-    loss = real_train_batch(engine, batches)
+    loss = real_train_batch(engine, batches, listeners)
     if kind == "gradient":
         kept = sum(map(torch.equal, before, weights(engine)))
         print(f"rank {dist.get_rank()} iteration {iteration} kept {kept} of {len(before)} weights", flush=True)
