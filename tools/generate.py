@@ -26,7 +26,7 @@ from megatron.errors import ConfigError
 from megatron.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
 from megatron.inference.limits import NEW_TOKENS, Limits, checked_length
 from megatron.inference.prompts import Prompt, is_jsonl, numbered, read_prompts, tokenized
-from megatron.inference.source import Source
+from megatron.inference.source import Source, config_on
 from megatron.launch.environment import prepare_environment
 from megatron.launch.launcher import rank
 from megatron.launch.rank import run_rank
@@ -53,6 +53,7 @@ def main() -> None:
     _check(args)
     ranks = tensor_ranks(args, os.environ)
     source = source_of(args, os.environ)
+    config_on(source.config, ranks, args.dtype)  # refuses while the first rank can still speak for all
     limits = _limits(args, source)
     prompts = _prompts(args, source, limits)
     prepare_environment(os.environ)
@@ -100,7 +101,7 @@ def _use(session: Any, args: argparse.Namespace, prompts: list[Prompt] | None) -
     elif args.sample_input_file:
         output = _output_file(args)
         with _output(output, "--sample-output-file", session) as file:
-            session.write_completions(prompts, file, as_json=is_jsonl(output))
+            session.write_completions(prompts, file, as_json=is_jsonl(args.sample_input_file) or is_jsonl(output))
     elif prompts is None:
         session.converse()
     else:
@@ -127,6 +128,8 @@ def _check(args: argparse.Namespace) -> None:
         problems.append(f"{names} exclude each other: give one")
     if args.sample_output_file and not args.sample_input_file:
         problems.append("--sample-output-file is for the prompts of a --sample-input-file: give one, or leave it out")
+    if args.sample_input_file and _output_file(args).resolve() == args.sample_input_file.resolve():
+        problems.append("--sample-output-file is the --sample-input-file: name another")
     if args.num_beams > 1:
         ways = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "stop": []}
         problems += [

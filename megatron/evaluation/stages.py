@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import ActivationConfig, ModelConfig
-from megatron.inference.loading import DTYPES, config_on, fill
-from megatron.inference.source import Source
+from megatron.inference.loading import DTYPES, fill
+from megatron.inference.source import Source, config_on
 from megatron.model.embedding import document_numbers
 from megatron.model.gpt2_model import GPT2Model, GPT2ModelPipe, run_one_by_one
 from megatron.model.transformer import Stream, unpack

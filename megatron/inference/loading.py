@@ -6,7 +6,6 @@
 The two are what every tool begins with that uses a model.
 """
 
-from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -17,8 +16,7 @@ from torch.nn import functional as F
 from megatron.checkpoint.exchange.outline import WORDS
 from megatron.checkpoint.exchange.reading import read_model
 from megatron.config import ActivationConfig, ModelConfig
-from megatron.errors import ConfigError
-from megatron.inference.source import Source
+from megatron.inference.source import Source, config_on
 from megatron.model.gpt2_model import GPT2Model
 from megatron.mpu.layout import ParallelLayout
 
@@ -46,28 +44,6 @@ def fill(model: Module, source: Source, config: ModelConfig, layout: ParallelLay
         with torch.no_grad():
             parameter.copy_(_own_part(weights[name], name, parameter, config, layout))
     return model.to(get_accelerator().current_device_name(), DTYPES[config.dtype]).eval()
-
-
-def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
-    """The same model for ``size`` tensor-parallel ranks, without kernels that training asked for.
-
-    Raises ConfigError where so many ranks cannot share it.
-    """
-    for name in ("num_attention_heads", "ffn_hidden_size"):
-        if getattr(config, name) % size:
-            raise ConfigError(
-                f"{size} tensor-parallel ranks cannot share a model of {name} {getattr(config, name)}; start a number "
-                "of processes that divides it"
-            )
-    return replace(
-        config,
-        padded_vocab_size=-(-config.vocab_size // size) * size,
-        dtype=dtype,
-        fused_kernels="torch",
-        bias_gelu_fusion=False,  # compiled anew for each length of a prompt
-        bias_dropout_fusion=False,
-        recomputes_attention=False,
-    )
 
 
 def _own_part(whole: Tensor, name: str, parameter: nn.Parameter, config: ModelConfig, layout: ParallelLayout) -> Tensor:

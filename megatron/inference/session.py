@@ -53,7 +53,7 @@ class Session:
         """Continue what is typed, line after line."""
         while (line := told(self._asked())) is not None:
             try:
-                self.show(*tokenized([("", line, {})], self.generator.tokenizer, self.limits))
+                self.show(*tokenized([("input", line, {})], self.generator.tokenizer, self.limits))
             except ConfigError as error:
                 self._say(f"{error}\n")
         self._say("\n")

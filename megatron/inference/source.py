@@ -1,6 +1,6 @@
 """Where a model to be used comes from, and the tokenizer that goes with it, as far as is known without torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -73,6 +73,28 @@ def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
     return Source(found, config, tokenizer)
 
 
+def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
+    """The same model for ``size`` tensor-parallel ranks, without kernels that training asked for.
+
+    Raises ConfigError where so many ranks cannot share it.
+    """
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        if getattr(config, name) % size:
+            raise ConfigError(
+                f"{size} tensor-parallel ranks cannot share a model of {name} {getattr(config, name)}; start a number "
+                "of processes that divides it"
+            )
+    return replace(
+        config,
+        padded_vocab_size=-(-config.vocab_size // size) * size,
+        dtype=dtype,
+        fused_kernels="torch",
+        bias_gelu_fusion=False,  # compiled anew for each length of a prompt
+        bias_dropout_fusion=False,
+        recomputes_attention=False,
+    )
+
+
 def _run_tokenizer(path: Path, description: dict[str, Any], files: TokenizerFiles) -> Tokenizer:
     """The tokenizer of a training of this suite."""
     data = description["config"]["data"]
@@ -101,6 +123,9 @@ def _folder_bpe(found: Found, files: TokenizerFiles) -> BPE:
         if file is None or not Path(file).is_file():
             raise ConfigError(f"{flag} {file or 'is not given'}: a Hugging Face folder takes two files or none")
     given = read_bpe(files.vocab_file, files.merge_file)
+    rows = read_config(found).vocab_size
+    if own is None and len(given.vocabulary) != rows:
+        raise ConfigError(f"{files.vocab_file} has {len(given.vocabulary)} tokens, and {found.path} has {rows}")
     if own is not None and (dict(given.vocabulary), list(given.merges)) != (dict(own.vocabulary), list(own.merges)):
         raise ConfigError(f"{files.vocab_file}: another tokenizer than that in {found.path}; leave the two flags out")
     return given
