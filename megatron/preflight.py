@@ -82,8 +82,12 @@ def _check_outputs(run: RunConfig) -> None:
     folders = {
         "--save": run.checkpoint.save,
         "--tensorboard-dir": run.logging.tensorboard_dir,
+        "--trace": run.observe.trace,
+        "--run-dir": run.observe.run_dir,
         "--data-cache-path": run.data.data_cache_path,
     }
+    if run.observe.profile_dir != run.observe.trace:
+        folders["--profile-dir"] = run.observe.profile_dir
     problems = [_folder_problem(flag, Path(folder)) for flag, folder in folders.items() if folder is not None]
     if run.zero.nvme_path is not None and not Path(run.zero.nvme_path).is_dir():
         problems.append(f"--nvme-path {run.zero.nvme_path}: no such folder; name one on the NVMe device")

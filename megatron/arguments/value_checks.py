@@ -24,7 +24,7 @@ def value_problems(given: Mapping[str, Given]) -> list[str]:
             if about["required"]:
                 problems.append(f"{flag_name(field)} is required")
         elif about["within"] and given[name].value is not None and not inside(given[name].value, about["within"]):
-            problems.append(f"{given[name].source} must be {_interval_in_words(about['within'])}")
+            problems.append(f"{given[name].source} must be {interval_in_words(about['within'])}")
     for row in EXCLUSIVE:
         said = [given[name].source for name in row if name in given]
         if len(said) > 1:
@@ -44,7 +44,8 @@ def inside(value: float, interval: str) -> bool:
     return above and below
 
 
-def _interval_in_words(interval: str) -> str:
+def interval_in_words(interval: str) -> str:
+    """An interval such as ``"[0, 1)"`` as a message says it."""
     low, high = ends(interval)
     if math.isinf(high):
         return f"{low:g} or more" if interval[0] == "[" else f"more than {low:g}"

@@ -130,3 +130,15 @@ class LoggingConfig:
     explain: bool = flag(
         False, "Print layout, groups of ranks, DeepSpeed config and every rule with what it finds, and start nothing."
     )
+    dry_run: bool = flag(
+        False,
+        "Build the layers of some ranks without memory, print their parameters, groups and memory, and train nothing.",
+    )
+    rank: str | None = flag(
+        None, "With --dry-run: ranks to build, such as 0,513 (default: one of each pipeline stage).", metavar="RANKS"
+    )
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The numbers in ``rank``. Raises ValueError where there are others."""
+        return None if self.rank is None else [int(number) for number in self.rank.split(",")]

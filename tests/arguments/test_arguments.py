@@ -147,13 +147,20 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "log_interval": ("--log-interval 5", ""),
     "tensorboard_dir": ("--tensorboard-dir board", ""),
     "metrics_file": ("--metrics-file metrics.jsonl", ""),
+    "trace": ("--trace out", ""),
+    "trace_steps": ("--trace-steps 3:3", "--trace out"),
+    "profile_steps": ("--profile-steps 3:4", "--trace out"),
+    "flops_profile_step": ("--flops-profile-step 3", "--trace out"),
+    "profile_dir": ("--profile-dir out", "--trace other --profile-steps 3:4"),
+    "run_dir": ("--run-dir out", ""),
+    "rank": ("--rank 0", "--dry-run"),
 }
 
 
 @pytest.mark.parametrize("name", sorted(flag_fields()))
 def test_every_flag_changes_the_run(name: str) -> None:
-    if name in ("train_samples", "train_data_path", "valid_data_path", "test_data_path"):
-        return  # they stand in the place of others, so they have tests of their own
+    if name in ("train_samples", "train_data_path", "valid_data_path", "test_data_path", "repartition_from"):
+        return  # they stand in the place of others, or need a file, so they have tests of their own
     words, company = EFFECTS.get(name, (flag_name(flag_fields()[name]), ""))
     environ = CUDA if company.startswith("gpu") else CPU
     company = company.removeprefix("gpu")
