@@ -62,13 +62,23 @@ def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
         (args.emit / SCRIPT).chmod(0o755)
         print(f"\nwrote {args.emit}/: {', '.join(files(chosen))}")
     if args.plot:
-        from megatron.planner.draw import draw_memory, draw_schedule
-
         _make_folder(args.plot, "--plot")
-        draw_memory(memories, chosen.request.room, args.plot / "memory.png")
-        stages, micro_batches = chosen.run.parallel.pipe_stages, chosen.run.train.gradient_accumulation_steps
-        draw_schedule(stages, micro_batches, args.plot / "schedule.png")
-        print(f"\ndrew {args.plot}/memory.png and {args.plot}/schedule.png")
+        print(f"\ndrew {' and '.join(map(str, _draw(args.plot, chosen, memories)))}")
+
+
+def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]:
+    """The pictures there are of a layout: memory, and where a pipeline runs one forward, one backward, its passes."""
+    from megatron.planner.draw import draw_memory, draw_schedule
+
+    memory, schedule = folder / "memory.png", folder / "schedule.png"
+    with atomic_file(memory, "--plot", binary=True) as file:
+        draw_memory(memories, chosen.request.room, file)
+    parallel = chosen.run.parallel
+    if parallel.pipe_stages == 1 or parallel.folds_pipeline:
+        return [memory]
+    with atomic_file(schedule, "--plot", binary=True) as file:
+        draw_schedule(parallel.pipe_stages, chosen.run.train.gradient_accumulation_steps, file)
+    return [memory, schedule]
 
 
 def _exact_memory(chosen: Candidate) -> list[Memory]:

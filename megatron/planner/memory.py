@@ -89,8 +89,7 @@ def layers_of(run: RunConfig, stage: Stage) -> int:
 
 def ends_of(run: RunConfig, stage: Stage) -> tuple[bool, bool]:
     """Whether a stage has the embeddings, and whether it has the head."""
-    last = run.model.num_layers + 1
-    return any(0 in piece for piece in stage.pieces), any(last in piece for piece in stage.pieces)
+    return stage.pieces[0].start == 0, stage.pieces[-1].stop > run.model.num_layers + 1
 
 
 def _in_flight(run: RunConfig, number: int) -> int:

@@ -65,8 +65,8 @@ class Candidate:
     @property
     def days(self) -> float:
         """For the request's tokens."""
-        tokens = self.run.train.global_batch_size * self.run.data.seq_length
-        return self.request.tokens / tokens * self.timing.total / 86400
+        per_token = model_flops(self.run) / (self.run.train.global_batch_size * self.run.data.seq_length)
+        return formulas.training_days(self.request.tokens, per_token, self.request.devices, self.flops_per_device)
 
     @cached_property
     def command(self) -> list[str]:

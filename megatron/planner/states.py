@@ -72,7 +72,8 @@ def _weights(run: RunConfig, weights: Sequence[Weight]) -> int:
 def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
     element = bytes_of(run)
     if _sums_in_fp32(run):
-        return numel(weights) * (FP32 + element)
+        # Beside the sum, those of the last micro-batch; at ZeRO 0 each goes as soon as it has been added.
+        return numel(weights) * (FP32 + (element if run.zero.zero_stage else 0))
     if run.zero.zero_stage < 2:
         return numel(weights) * element
     if run.zero.offloads_optimizer:

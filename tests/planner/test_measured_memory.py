@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from support.programs import TINY_MODEL
 
-MODEL = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --batch-size 4 --gas 4 --train-iters 5"
+MODEL = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --batch-size 4 --gas 4 --train-iters 20"
 STILL = "--attention-dropout 0 --hidden-dropout 0"
 BUCKET = "--zero-reduce-bucket-size 5000"
 
@@ -33,6 +33,7 @@ ON_TWO = [
     f"{STILL} --pipe-parallel-size 2",
     f"{STILL} --pipe-parallel-size 2 --bf16 --zero-stage 1 {BUCKET}",
     f"{STILL} --pipe-parallel-size 2 --bf16 --zero-stage 0",
+    f"{STILL} --pipe-parallel-size 2 --bf16 --zero-stage 1 --grad-accum-dtype fp32 --checkpoint-activations {BUCKET}",
     f"{STILL} --bf16 --zero-stage 3 {BUCKET}",
     f"{STILL} --zero-stage 3 {BUCKET}",
 ]

@@ -113,6 +113,7 @@ def test_presets_are_legal_models(model):
     ("words", "message"),
     [
         ("--explain", "--explain is not for the planner"),
+        ("--dry-run", "--dry-run is not for the planner"),
         ("--world-size 4", "--world-size 4 is not for the planner: say --devices"),
         ("--deepspeed_config x.json", "--deepspeed-config x.json is what the planner makes"),
         ("--hidden-size -4", "--hidden-size -4 must be"),

@@ -44,7 +44,7 @@ def test_the_command_is_legal_and_its_json_is_the_runs(planned, programs):
     """--explain prints the DeepSpeed config that the run would start with, and ends with 0."""
     folder, _ = planned
     script = (folder / "files" / "run.sh").read_text()
-    words = shlex.split(script.partition("pretrain_gpt2.py")[2].replace("\\\n", " ").replace('"$@"', ""))
+    words = shlex.split(script.rpartition("pretrain_gpt2.py")[2].replace("\\\n", " ").replace('"$@"', ""))
     words[words.index("--deepspeed_config") + 1] = str(folder / "files" / "ds_config.json")
     finished = programs.python("pretrain_gpt2.py", *words, "--explain", "--world-size", "4", DS_ACCELERATOR="cuda").ok()
     assert "rules, all kept" in finished.output
