@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.checkpoint.fingerprint import data_hash, tokenizer_hash
+from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.tracker import SavedRun, resolve
 from megatron.config import RunConfig
-from megatron.data.gpt2_dataset import check_data
+from megatron.data.datasets import check_data
 from megatron.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.planner.formulas import padded_vocabulary
 from megatron.tokenizer import read_vocabulary
@@ -72,7 +72,7 @@ def _with_hashes(run: RunConfig, *, readable: bool) -> RunConfig:
         return run
     data = replace(
         data,
-        data_hash=data_hash(str(data.data_path)),
+        data_hash=blend_hash(data.contents),
         tokenizer_hash=tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file),
     )
     return replace(run, data=data)

@@ -16,7 +16,7 @@ from megatron.checkpoint.fit import behind
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.tracker import SavedRun, holds_checkpoint
 from megatron.config import RunConfig
-from megatron.data.splits import split_weights
+from megatron.data.sources import has_split
 from megatron.departure import Departures
 from megatron.describe import describe_stages
 from megatron.engine import Listener, build_engine, eval_batch, step_status, train_batch
@@ -68,7 +68,8 @@ def pretrain(run: RunConfig) -> int:
         model_parallel_manual_seed(run.train.seed, layout)
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)
-            checkpointer = Checkpointer(engine, run, log.say)
+            goes_on = saved is not None and not run.checkpoint.finetune
+            checkpointer = Checkpointer(engine, run, log.say, saved.ledger if goes_on else ())
             loaded = load_checkpoint(engine, run, layout, saved) if saved else FRESH
         log.say(describe_model(engine.module, layout))
         for line in loaded.remarks:
@@ -151,8 +152,7 @@ class Trainer:
     def evaluate(self, iteration: int, split: str = "valid") -> None:
         """The loss over ``--eval-iters`` global batches, the next ones of the split."""
         config = self.run.train
-        weight = dict(zip(("train", "valid", "test"), split_weights(self.run.data.split), strict=True))[split]
-        if not config.eval_iters or not weight:
+        if not config.eval_iters or not has_split(self.run.data, split):
             return
         self.whereabouts.enter("evaluation", iteration)
         with self._paused():

@@ -16,6 +16,24 @@ from megatron.legality import RULES, violations
 
 # Name of the rule; a command line that breaks it alone; the start of its message; what mends it.
 BROKEN = [
+    (
+        "a blend has a weight before each prefix",
+        "--data-path 0.3 one 0.7",
+        "--data-path 0.3 one 0.7: 3 words: give one prefix, or WEIGHT PREFIX for each data set",
+        "--data-path 0.3 one 0.7 other",
+    ),
+    (
+        "--valid-data-path needs --train-data-path",
+        "--valid-data-path other",
+        "--valid-data-path has no effect without --train-data-path",
+        None,
+    ),
+    (
+        "--test-data-path needs --train-data-path",
+        "--test-data-path other",
+        "--test-data-path has no effect without --train-data-path",
+        None,
+    ),
     ("heads divide the hidden size", "--hidden-size 66", "--hidden-size 66 is not a multiple", "--hidden-size 68"),
     (
         "tensor-parallel ranks divide the heads",

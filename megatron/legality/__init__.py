@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
 from megatron.given import flag_fields, flag_name
-from megatron.legality import activation, observe, pipeline, precision, sizes, training, zero
+from megatron.legality import activation, data, observe, pipeline, precision, sizes, training, zero
 
 
 class Rule(NamedTuple):
@@ -250,6 +250,13 @@ RULES: tuple[Rule, ...] = (
         "optim.use_checkpoint_lr_scheduler",
         "On resume, one of command line and checkpoint decides.",
     ),
+    Rule(
+        "a blend has a weight before each prefix",
+        "The share of each data set is its weight over the sum of all.",
+        data.blends,
+    ),
+    _needs("data.valid_data_path", "data.train_data_path"),
+    _needs("data.test_data_path", "data.train_data_path"),
     Rule("BPE has merges", "The vocabulary alone does not say how text is cut.", training.merges),
     _needs("checkpoint.save_interval", "checkpoint.save"),
     _needs("checkpoint.async_save", "checkpoint.save"),

@@ -9,6 +9,7 @@ launcher RANK ITERATION NAMES the process that started that rank gets them
 sleep RANK ITERATION          that rank goes no further
 hold RANK ITERATION           that rank goes no further, and lets no other of its threads run
 raise RANK ITERATION          that rank fails
+command RANK ITERATION WORDS  that rank has a shell run the words, and waits for it
 memory RANK ITERATION MB      that rank gets so much memory more, and no more than that
 """
 
@@ -17,6 +18,7 @@ import os
 import resource
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -36,7 +38,7 @@ MARK = 7
 
 iteration = 0
 kind, *words = os.environ["FAULT"].split()
-numbers = [float(word) for word in words if not word.startswith("SIG")]
+numbers = [float(word) for word in (words[:2] if kind == "command" else words) if not word.startswith("SIG")]
 real_train_batch, real_loss, real_sample = training.train_batch, gpt2_model.lm_loss, GPT2Dataset.__getitem__
 
 
@@ -44,7 +46,12 @@ def fail():
     raise ValueError("a fault of this rank alone")
 
 
-FAULTS = {"sleep": lambda: time.sleep(1000), "hold": lambda: ctypes.PyDLL(None).sleep(1000), "raise": fail}
+FAULTS = {
+    "sleep": lambda: time.sleep(1000),
+    "hold": lambda: ctypes.PyDLL(None).sleep(1000),
+    "raise": fail,
+    "command": lambda: subprocess.run(" ".join(words[2:]), shell=True, check=True),
+}
 
 
 def train_batch(engine, batches, listeners):
