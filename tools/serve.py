@@ -21,7 +21,7 @@ from megatron.cli import ToolParser
 from megatron.config import ParallelConfig
 from megatron.errors import ConfigError
 from megatron.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
-from megatron.inference.source import Source
+from megatron.inference.source import Source, config_on
 from megatron.launch.environment import prepare_environment
 from megatron.launch.launcher import rank
 from megatron.launch.rank import run_rank
@@ -54,6 +54,7 @@ def main() -> None:
     ranks = tensor_ranks(args, os.environ)
     key = read_key(args.api_key_file, os.environ)
     source = source_of(args, os.environ)
+    config_on(source.config, ranks, args.dtype)  # refuses while the first rank can still speak for all
     listener = None if rank(os.environ) else open_listener(args.host, args.port)
     prepare_environment(os.environ)
 
