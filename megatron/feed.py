@@ -1,10 +1,15 @@
 """The batches of a run: which samples each iteration and each evaluation takes, on this rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.data.gpt2_dataset import Datasets, GPT2Dataset, build_datasets
-from megatron.data.loader import Batch, batches, sample_number, with_range
+from megatron.config.architecture import BERT, GPT2
+from megatron.data.gpt2_dataset import Datasets
+from megatron.data.loader import Batch, batches, hidden_tokens, next_tokens, sample_number, with_range
+from megatron.data.sources import SOURCES
 from megatron.loss_weights import weighted, weighted_by_micro_batch
 from megatron.mpu.layout import ParallelLayout
 
@@ -41,7 +46,7 @@ class Feed:
             return None
         run, train = self._run, self._run.train
         last_sample = train.consumed_samples(train.train_iters) + sum(map(len, self.left_out))
-        return build_datasets(
+        return SOURCES[run.model.architecture].build_datasets(
             run.data,
             vocab_size=run.model.vocab_size,
             global_batch_size=train.global_batch_size,
@@ -54,20 +59,33 @@ class Feed:
     def _batches(self, split: str, first_sample: int, left_out: Sequence[range] = ()) -> Iterator[Batch] | None:
         if self._datasets is None:
             return None
-        dataset: GPT2Dataset = getattr(self._datasets, split)
         data, train, group = self._run.data, self._run.train, self._layout.data_group
         micro_batches = batches(
-            dataset,
+            getattr(self._datasets, split),
             first_sample=first_sample,
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
             data_rank=group.rank(),
             data_size=group.size(),
             num_workers=data.num_workers,
-            eod_token=self._run.model.eod_token,
-            eod_mask_loss=data.eod_mask_loss,
+            to_batch=TO_BATCH[self._run.model.architecture](self._run),
             left_out=left_out,
         )
         if train.loss_normalization == "micro-batch":
             return weighted_by_micro_batch(micro_batches)
-        return weighted(micro_batches, train.gradient_accumulation_steps, group, masks=data.eod_mask_loss)
+        return weighted(micro_batches, train.gradient_accumulation_steps, group, masks=self._run.masks_loss)
+
+
+def _next_tokens(run: RunConfig) -> Callable[[Tensor], Batch]:
+    return partial(next_tokens, eod_token=run.model.eod_token, eod_mask_loss=run.data.eod_mask_loss)
+
+
+def _hidden_tokens(run: RunConfig) -> Callable[[Tensor], Batch]:
+    return hidden_tokens
+
+
+TO_BATCH: dict[str, Callable[[RunConfig], Callable[[Tensor], Batch]]] = {
+    GPT2.name: _next_tokens,
+    BERT.name: _hidden_tokens,
+}
+"""What makes a micro-batch of the samples of each model."""

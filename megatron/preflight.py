@@ -9,7 +9,7 @@ from typing import TypeVar
 from megatron.checkpoint.fingerprint import data_hash, tokenizer_hash
 from megatron.checkpoint.tracker import SavedRun, resolve
 from megatron.config import RunConfig
-from megatron.data.gpt2_dataset import check_data
+from megatron.data.sources import SOURCES
 from megatron.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.tokenizer import read_vocabulary
 
@@ -26,9 +26,10 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
             the smallest exit code among them: a wrong configuration goes before wrong data.
     """
     errors: list[UserError] = []
-    data, train = run.data, run.train
+    data, train, source = run.data, run.train, SOURCES[run.model.architecture]
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
-    _attempt(errors, DataError, lambda: check_data(data, train_iters=train.train_iters, eval_iters=train.eval_iters))
+    iterations = {"train_iters": train.train_iters, "eval_iters": train.eval_iters}
+    _attempt(errors, DataError, lambda: source.check_data(data, **iterations))
     whole = _attempt(errors, DataError, lambda: _with_hashes(_with_vocabulary(run), readable=not errors))
     # A checkpoint is compared with the whole model and what it reads, so both have to be known.
     saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None

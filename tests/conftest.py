@@ -44,4 +44,10 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 @pytest.fixture(scope="session")
 def train_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
     """Train with the tiny model on n gloo ranks, where many runs are compared."""
-    return RankTraining(_rank_pools.run_once, programs)
+    return RankTraining(_rank_pools.run_once, programs.data_arguments)
+
+
+@pytest.fixture(scope="session")
+def train_bert_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
+    """The same with BERT, and a corpus of sentences."""
+    return RankTraining(_rank_pools.run_once, programs.sentence_arguments, "BERT")

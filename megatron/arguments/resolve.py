@@ -5,6 +5,7 @@ from dataclasses import Field, fields, replace
 
 from megatron.arguments.batch_size import solve_batch
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig, ZeroConfig
+from megatron.config.architecture import GPT2, Architecture
 from megatron.errors import ConfigError
 from megatron.given import Given, sections
 from megatron.launch.device import expected_device
@@ -13,7 +14,9 @@ from megatron.launch.launcher import local_rank, world_size
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
-def resolve_run(given: Mapping[str, Given], environ: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
+def resolve_run(
+    given: Mapping[str, Given], environ: Mapping[str, str], architecture: Architecture = GPT2
+) -> tuple[RunConfig, list[str]]:
     """The run with every field in its final value, and a message for each that has none.
 
     The sizes that padding and the tokenizer decide, and the DeepSpeed config, come later.
@@ -25,7 +28,7 @@ def resolve_run(given: Mapping[str, Given], environ: Mapping[str, str]) -> tuple
     except ConfigError as error:
         problems += error.messages
     run = replace(run, activation=_activation(run))
-    run = replace(run, model=_model(run), zero=_zero(run, given))
+    run = replace(run, model=_model(run, architecture), zero=_zero(run, given))
     # The batch can be judged only where the processes fall into whole replicas.
     replica = run.parallel.replica_size
     if not problems and replica >= 1 and run.parallel.world_size % replica == 0:
@@ -63,10 +66,11 @@ def _parallel(run: RunConfig, given: Mapping[str, Given], environ: Mapping[str, 
     )
 
 
-def _model(run: RunConfig) -> ModelConfig:
+def _model(run: RunConfig, architecture: Architecture) -> ModelConfig:
     said = run.model
     return replace(
         said,
+        architecture=architecture.name,
         ffn_hidden_size=said.ffn_hidden_size or 4 * said.hidden_size,
         max_position_embeddings=said.max_position_embeddings or run.data.seq_length,
         reset_position_ids=run.data.reset_position_ids,

@@ -1,6 +1,7 @@
 """Samples for GPT-2: runs of ``seq_length + 1`` tokens out of shuffled documents, without padding."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,9 +72,9 @@ class GPT2Dataset:
 class Datasets:
     """What a run reads. A data set is None where nothing is to be read from it."""
 
-    train: GPT2Dataset | None
-    valid: GPT2Dataset | None
-    test: GPT2Dataset | None
+    train: Sequence[np.ndarray] | None
+    valid: Sequence[np.ndarray] | None
+    test: Sequence[np.ndarray] | None
 
 
 def check_data(data: DataConfig, *, train_iters: int, eval_iters: int) -> None:
@@ -83,7 +84,7 @@ def check_data(data: DataConfig, *, train_iters: int, eval_iters: int) -> None:
         ConfigError: no data path, or a ``--split`` that cannot be read.
         DataError: files that are missing or damaged, or a split in use without a single sample.
     """
-    _splits_in_use(data, _open(data), train_iters=train_iters, eval_iters=eval_iters)
+    _splits_in_use(data, open_dataset(data), train_iters=train_iters, eval_iters=eval_iters)
 
 
 def build_datasets(
@@ -105,13 +106,9 @@ def build_datasets(
     Raises:
         ConfigError, DataError: as ``check_data``.
     """
-    indexed = _open(data, warmup=data.mmap_warmup)
-    batches = {
-        "train": train_iters,
-        "valid": (train_iters // eval_interval + 1) * eval_iters,
-        "test": eval_iters,
-    }
-    datasets: dict[str, GPT2Dataset | None] = dict.fromkeys(SPLIT_NAMES)
+    indexed = open_dataset(data, warmup=data.mmap_warmup)
+    batches = batches_of_splits(train_iters, eval_interval, eval_iters)
+    datasets: dict[str, Sequence[np.ndarray] | None] = dict.fromkeys(SPLIT_NAMES)
     for name, documents in _splits_in_use(data, indexed, train_iters=train_iters, eval_iters=eval_iters).items():
         stream = SampleStream(
             lengths=np.diff(indexed.document_starts[documents.start : documents.stop + 1]),
@@ -120,20 +117,27 @@ def build_datasets(
             seed=seed,
             salt=list(SPLIT_NAMES).index(name),
         )
-        maps = cached_maps(_cache_folder(data), _cache_name(indexed, name, documents, stream), stream)
+        maps = cached_maps(cache_folder(data), _cache_name(indexed, name, documents, stream), stream)
         datasets[name] = GPT2Dataset(indexed, documents, maps, vocab_size=vocab_size)
     return Datasets(**datasets)
 
 
-def _open(data: DataConfig, *, warmup: bool = False) -> IndexedDataset:
+def open_dataset(data: DataConfig, *, warmup: bool = False) -> IndexedDataset:
     """Open the data set of ``--data-path``."""
     if not data.data_path:
         raise ConfigError("--data-path is missing: give the prefix of a data set made by tools/preprocess_data.py")
     return IndexedDataset(data.data_path, warmup=warmup)
 
 
-def _splits_in_use(data: DataConfig, indexed: IndexedDataset, *, train_iters: int, eval_iters: int) -> dict[str, range]:
-    """The documents of each split that is to be read; DataError for those without a sample."""
+def batches_of_splits(train_iters: int, eval_interval: int, eval_iters: int) -> dict[str, int]:
+    """Global batches that a run takes of each split."""
+    return {"train": train_iters, "valid": (train_iters // eval_interval + 1) * eval_iters, "test": eval_iters}
+
+
+def documents_in_use(
+    indexed: IndexedDataset, data: DataConfig, *, train_iters: int, eval_iters: int
+) -> dict[str, range]:
+    """The documents of each split that is to be read."""
     ranges = dict(zip(SPLIT_NAMES, split_documents(indexed.num_documents, data.split), strict=True))
     weights = dict(zip(SPLIT_NAMES, split_weights(data.split), strict=True))
     in_use = {
@@ -141,8 +145,13 @@ def _splits_in_use(data: DataConfig, indexed: IndexedDataset, *, train_iters: in
         "valid": eval_iters > 0 and weights["valid"] > 0,
         "test": eval_iters > 0 and weights["test"] > 0,
     }
+    return {name: documents for name, documents in ranges.items() if in_use[name]}
+
+
+def _splits_in_use(data: DataConfig, indexed: IndexedDataset, *, train_iters: int, eval_iters: int) -> dict[str, range]:
+    """The documents of each split that is to be read; DataError for those without a sample."""
     starts = indexed.document_starts
-    chosen = {name: documents for name, documents in ranges.items() if in_use[name]}
+    chosen = documents_in_use(indexed, data, train_iters=train_iters, eval_iters=eval_iters)
     faults = []
     for name, documents in chosen.items():
         tokens = int(starts[documents.stop] - starts[documents.start])
@@ -158,7 +167,7 @@ def _splits_in_use(data: DataConfig, indexed: IndexedDataset, *, train_iters: in
     return chosen
 
 
-def _cache_folder(data: DataConfig) -> Path:
+def cache_folder(data: DataConfig) -> Path:
     """Where index maps are kept: ``--data-cache-path``, or beside the data."""
     return Path(data.data_cache_path or Path(str(data.data_path)).parent / "index-cache")
 

@@ -14,8 +14,18 @@ Three maps hold this, as in every program of the Megatron family:
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class IndexMaps:
+    """The three maps of a stream; see the top of the file."""
+
+    documents: np.ndarray
+    samples: np.ndarray
+    shuffle: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,15 @@ class SampleStream:
     wanted: int
     seed: int
     salt: int = 0
+    maps: ClassVar[type[IndexMaps]] = IndexMaps
+
+    def build(self) -> IndexMaps:
+        """The maps of this stream."""
+        return build_index_maps(self)
+
+    def fits(self, maps: IndexMaps) -> bool:
+        """Whether ``maps`` have the shapes of this stream's."""
+        return {key: array.shape for key, array in vars(maps).items()} == map_shapes(self)
 
     @cached_property
     def tokens(self) -> int:
@@ -59,15 +78,6 @@ class SampleStream:
     def first_sample(self, epoch: int) -> int:
         """First sample that starts in ``epoch``."""
         return -(-epoch * self.tokens // self.seq_length)
-
-
-@dataclass(frozen=True)
-class IndexMaps:
-    """The three maps of a stream; see the top of the file."""
-
-    documents: np.ndarray
-    samples: np.ndarray
-    shuffle: np.ndarray
 
 
 def build_index_maps(stream: SampleStream) -> IndexMaps:

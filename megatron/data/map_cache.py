@@ -3,17 +3,32 @@
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from megatron.data.files import take_lock
-from megatron.data.index_maps import IndexMaps, SampleStream, build_index_maps, map_shapes
+
+Maps = TypeVar("Maps")
 
 
-def cached_maps(folder: Path, name: str, stream: SampleStream) -> IndexMaps:
+class Stream(Protocol[Maps]):
+    """What maps are made from."""
+
+    maps: type[Maps]
+    """A dataclass of arrays."""
+
+    def build(self) -> Maps:
+        """Compute them."""
+
+    def fits(self, maps: Maps) -> bool:
+        """Whether stored ones have the shapes of this stream."""
+
+
+def cached_maps(folder: Path, name: str, stream: Stream[Maps]) -> Maps:
     """The maps of ``stream`` stored in ``folder`` under ``name``; built and stored if they are absent or broken.
 
     ``name`` must tell apart whatever the stream is made of. Any number of processes may call this at
@@ -25,30 +40,31 @@ def cached_maps(folder: Path, name: str, stream: SampleStream) -> IndexMaps:
     with _one_at_a_time(folder / f"{name}.lock"):
         with contextlib.suppress(OSError, ValueError):
             return _load(folder, name, stream)
-        maps = build_index_maps(stream)
+        maps = stream.build()
         with contextlib.suppress(OSError, ValueError):
-            _store(folder, name, maps)
+            _store(_paths(folder, name, stream), maps)
             return _load(folder, name, stream)
     return maps
 
 
-def _paths(folder: Path, name: str) -> dict[str, Path]:
+def _paths(folder: Path, name: str, stream: Stream[Maps]) -> dict[str, Path]:
     """The file of each map."""
-    return {field.name: folder / f"{name}_{field.name}.npy" for field in fields(IndexMaps)}
+    return {field.name: folder / f"{name}_{field.name}.npy" for field in fields(stream.maps)}
 
 
-def _load(folder: Path, name: str, stream: SampleStream) -> IndexMaps:
+def _load(folder: Path, name: str, stream: Stream[Maps]) -> Maps:
     """Map the stored arrays into memory. OSError if one is absent, ValueError if one is broken."""
     # Unlike numpy.load this reads nothing but arrays of numbers: no archive, no pickle.
-    arrays = {key: np.lib.format.open_memmap(path, mode="r") for key, path in _paths(folder, name).items()}
-    if {key: array.shape for key, array in arrays.items()} != map_shapes(stream):
+    paths = _paths(folder, name, stream)
+    maps = stream.maps(**{key: np.lib.format.open_memmap(path, mode="r") for key, path in paths.items()})
+    if not stream.fits(maps):
         raise ValueError(f"index maps {name} are of another size")
-    return IndexMaps(**arrays)
+    return maps
 
 
-def _store(folder: Path, name: str, maps: IndexMaps) -> None:
+def _store(paths: Mapping[str, Path], maps: Maps) -> None:
     """Write the arrays, each first under a name that nobody else uses."""
-    for key, path in _paths(folder, name).items():
+    for key, path in paths.items():
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
         try:
             with open(temporary, "xb") as file:

@@ -4,13 +4,13 @@ Memory stays flat: a few chunks are under way at any time, and only sizes are ke
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron.data.corpus import Chunk, input_format, read_chunks, read_texts
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
+from megatron.data.sentences import split_sentences
 from megatron.data.workers import leave_with_parent
 from megatron.errors import DataError, ResourceError
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -39,12 +40,15 @@ class Job:
     merge_file: str | None = None
     append_eod: bool = False
     workers: int = 1
+    split_sentences: bool = False
+    """Whether each sentence of a document is a sequence of its own, as BERT's samples need it."""
     skip_errors: bool = False
 
     @property
     def prefixes(self) -> dict[str, str]:
         """The prefix of each key's data set."""
-        return {key: f"{self.output_prefix}_{key}_document" for key in self.json_keys}
+        kind = "sentence" if self.split_sentences else "document"
+        return {key: f"{self.output_prefix}_{key}_{kind}" for key in self.json_keys}
 
 
 @dataclass
@@ -67,8 +71,8 @@ class Tokenized(NamedTuple):
 
     tokens: dict[str, np.ndarray]
     """Of each key: all tokens, one document behind the other."""
-    sizes: dict[str, list[int]]
-    """Of each key: tokens of each document."""
+    sizes: dict[str, list[list[int]]]
+    """Of each key: tokens of each sequence of each document."""
     empty: int
     faults: list[str]
     input_bytes: int
@@ -130,12 +134,28 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
     end = [tokenizer.eod] if job.append_eod else []
     tokens, sizes = {}, {}
+    split = split_sentences if job.split_sentences else _whole
     for key in job.json_keys:
-        documents = [ids + end for ids in tokenizer.tokenize_batch(texts[key]) if ids]
+        documents = _tokenized(tokenizer, [split(text) for text in texts[key]])
         empty += len(texts[key]) - len(documents)
-        tokens[key] = np.fromiter(chain.from_iterable(documents), best_dtype(tokenizer.vocab_size))
-        sizes[key] = [len(ids) for ids in documents]
+        for document in documents:
+            document[-1] += end
+        sizes[key] = [[len(ids) for ids in document] for document in documents]
+        ids = chain.from_iterable(chain.from_iterable(documents))
+        tokens[key] = np.fromiter(ids, best_dtype(tokenizer.vocab_size))
     return Tokenized(tokens, sizes, empty, faults, sum(map(len, chunk.lines)))
+
+
+def _whole(text: str) -> list[str]:
+    """The one sequence of a document that is not split."""
+    return [text]
+
+
+def _tokenized(tokenizer: Tokenizer, documents: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+    """The tokens of each sequence of each document, without those that have none."""
+    ids = iter(tokenizer.tokenize_batch(list(chain.from_iterable(documents))))
+    tokenized = ([tokens for tokens in islice(ids, len(sequences)) if tokens] for sequences in documents)
+    return [sequences for sequences in tokenized if sequences]
 
 
 @cache
@@ -179,10 +199,11 @@ def _add(
         raise DataError(f"{tokenized.faults[0]} (--on-error skip leaves such lines out)")
     for key, builder in builders.items():
         start = 0
-        for size in tokenized.sizes[key]:
-            builder.add_sequence(tokenized.tokens[key][start : start + size])
+        for sequences in tokenized.sizes[key]:
+            for size in sequences:
+                builder.add_sequence(tokenized.tokens[key][start : start + size])
+                start += size
             builder.end_document()
-            start += size
         summary.documents += len(tokenized.sizes[key])
         summary.tokens += start
     summary.input_bytes += tokenized.input_bytes

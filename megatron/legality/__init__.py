@@ -250,6 +250,12 @@ RULES: tuple[Rule, ...] = (
         "optim.use_checkpoint_lr_scheduler",
         "On resume, one of command line and checkpoint decides.",
     ),
+    Rule(
+        "the tokenizer is one of the model's",
+        "GPT-2 needs a token that ends documents, BERT those that frame, pad and mask.",
+        training.tokenizer,
+    ),
+    Rule("a pair of sentences fits", "BERT's samples are pairs, with three tokens around them.", training.pairs),
     Rule("BPE has merges", "The vocabulary alone does not say how text is cut.", training.merges),
     _needs("checkpoint.save_interval", "checkpoint.save"),
     _needs("checkpoint.async_save", "checkpoint.save"),

@@ -10,32 +10,33 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.programs import TINY_MODEL, Programs
+from support.programs import TINY_MODEL
 
 RunRanks = Callable[..., list[Any]]
 
 
 class RankTraining:
-    """``pretrain_gpt2.py`` with the tiny model and corpus on the ranks of this session."""
+    """``pretrain_gpt2.py``, or another model's program, with the tiny model and a corpus on the ranks of this session."""
 
-    def __init__(self, run_ranks: RunRanks, programs: Programs):
-        self._run_ranks, self._data = run_ranks, programs.data_arguments
+    def __init__(self, run_ranks: RunRanks, data_arguments: list[str], architecture: str = "GPT-2"):
+        self._run_ranks, self._data, self._architecture = run_ranks, data_arguments, architecture
 
     def __call__(self, processes: int, *arguments: str | Path) -> str:
         """Train to the end on so many ranks; what the first of them printed."""
         words = [str(word) for word in (*TINY_MODEL, *self._data, *arguments)]
-        outputs = self._run_ranks(processes, pretrain, words)
+        outputs = self._run_ranks(processes, pretrain, words, self._architecture)
         assert all(code == 0 for code, _ in outputs), outputs
         return outputs[0][1]
 
 
-def pretrain(words: list[str]) -> tuple[int, str]:
+def pretrain(words: list[str], architecture: str) -> tuple[int, str]:
     """Exit code and output of a run with these arguments, on this rank."""
     from megatron import training
     from megatron.arguments import parse_run
+    from megatron.config.architecture import ARCHITECTURES
     from megatron.preflight import check
 
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        run, _ = check(parse_run(words, os.environ))
+        run, _ = check(parse_run(words, os.environ, ARCHITECTURES[architecture]))
         code = training.pretrain(run)
     return code, output.getvalue()
