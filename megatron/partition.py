@@ -72,9 +72,9 @@ def _bert_ends(model: ModelConfig) -> tuple[Unit, Unit]:
     h, (front, back) = model.hidden_size, _gpt2_ends(model)
     dense, norm, order = h * h + h, 2 * h, 2 * h + 2
     return (
-        Unit(("WordEmbedding", "TokenTypeEmbedding", "PositionEmbedding"), front.parameters + 2 * h, 0),
+        Unit(("PairEmbedding", "TokenTypeEmbedding", "PositionEmbedding"), front.parameters + 2 * h, 0),
         Unit(
-            ("without_documents", "LayerNorm", "PairHead", "WordEmbedding", "WordBias"),
+            ("without_documents", "LayerNorm", "PairHead", "PairEmbedding", "WordBias"),
             back.parameters + 2 * dense + norm + order + model.padded_vocab_size,
             back.flops + 2 * h * h,  # the order is read from one token of each sample
             tied=back.tied,

@@ -29,7 +29,8 @@ class Reading(NamedTuple):
 def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Architecture = GPT2) -> RunConfig:
     """The run that ``argv`` asks for, in the world that ``environ`` describes. Imports no torch.
 
-    The flags are those of the program that trains ``architecture``. What the tokenizer decides (``vocab_size``, ``padded_vocab_size``, ``eod_token``) is left open.
+    The flags are those of the program that trains ``architecture``. What the tokenizer decides (``vocab_size``,
+    ``padded_vocab_size``, ``eod_token``) is left open.
 
     Raises:
         ConfigError: with a line for each thing that is wrong. Where a value or the file cannot be

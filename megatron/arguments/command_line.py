@@ -19,8 +19,8 @@ CONFIG_FILE = "deepspeed_config"
 def read_flags(argv: Sequence[str], architecture: Architecture = GPT2) -> tuple[dict[str, Given], list[str]]:
     """The values that ``argv`` gives, by field, and a message for each flag that is unknown or refused.
 
-    The flags are those of the program that trains ``architecture``. A misspelt flag counts as the one it is nearest to, so that what follows from its absence is
-    not reported too. ``--help`` prints and leaves, as argparse does.
+    The flags are those of the program that trains ``architecture``. A misspelt flag counts as the one it is nearest to,
+    so that what follows from its absence is not reported too. ``--help`` prints and leaves, as argparse does.
 
     Raises:
         ConfigError: a value is missing or cannot be read; it carries the other messages too.

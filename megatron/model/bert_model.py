@@ -17,9 +17,9 @@ from megatron.config import ModelConfig
 from megatron.model.bert_heads import PairHead, WordBias
 from megatron.model.containers import Layers, LossFn
 from megatron.model.embedding import (
+    PairEmbedding,
     PositionEmbedding,
     TokenTypeEmbedding,
-    WordEmbedding,
     to_logits,
     without_documents,
 )
@@ -35,11 +35,11 @@ def bert_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
     What pads a sample is a document of its own, which the sentences do not see.
     """
     embedding = partial(
-        TiedLayerSpec, "embed", WordEmbedding, config, layout, tied_weight_attr="word_embeddings.weight"
+        TiedLayerSpec, "embed", PairEmbedding, config, layout, tied_weight_attr="word_embeddings.weight"
     )
     layer = partial(LayerSpec, ParallelTransformerLayer, config, layout, causal=False)
     return [
-        embedding(forward_fn=embed_words),  # tokens and segments [b, 2, s] -> hidden [b, s, h], segments [b, s]
+        embedding(),  # tokens and segments [b, 2, s] -> hidden [b, s, h], segments [b, s]
         LayerSpec(TokenTypeEmbedding, config, layout),  # -> hidden, documents [b, s]
         LayerSpec(PositionEmbedding, config, layout, passes_documents=True),
         *(layer(layer_number=n + 1) for n in range(config.num_layers)),
@@ -51,13 +51,7 @@ def bert_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
     ]
 
 
-def embed_words(embedding: WordEmbedding, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and segments [b, 2, s] -> hidden [b, s, h], and segments as they travel: int32 [b, s]."""
-    tokens, segments = inputs.unbind(1)
-    return embedding(tokens), segments.int()
-
-
-def words_to_logits(embedding: WordEmbedding, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def words_to_logits(embedding: PairEmbedding, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """hidden [b, s, h] -> logits [b, s, v/t], beside the logits of the order."""
     hidden, order = outputs
     return to_logits(embedding, hidden), order

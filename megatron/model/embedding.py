@@ -48,6 +48,16 @@ class WordEmbedding(nn.Module):
         return (hidden, document_numbers(stream, self.eod_token)) if self.counts_documents else hidden
 
 
+class PairEmbedding(WordEmbedding):
+    """tokens and segments [b, 2, s] -> hidden [b, s, h], and segments as they travel, int32 [b, s]."""
+
+    def forward(self, stream: Tensor, to_logits: bool = False) -> Stream:
+        if to_logits:
+            return super().forward(stream, to_logits=True)
+        tokens, segments = stream.unbind(1)
+        return super().forward(tokens), segments.int()
+
+
 def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
     """hidden [b, s, h] -> logits [b, s, v/t].
 

@@ -16,7 +16,7 @@ RunRanks = Callable[..., list[Any]]
 
 
 class RankTraining:
-    """``pretrain_gpt2.py``, or another model's program, with the tiny model and a corpus on the ranks of this session."""
+    """``pretrain_gpt2.py``, or another model's program, with the tiny model and corpus on this session's ranks."""
 
     def __init__(self, run_ranks: RunRanks, data_arguments: list[str], architecture: str = "GPT-2"):
         self._run_ranks, self._data, self._architecture = run_ranks, data_arguments, architecture
