@@ -77,7 +77,7 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
         ),
         (
             args.keep_newlines,
-            "--keep-newlines is not supported: documents keep theirs always, and between sentences WordPiece sees none",
+            "--keep-newlines is not supported: newlines are always kept, and between sentences WordPiece sees none",
         ),
         (
             args.dataset_impl != "mmap",

@@ -147,7 +147,7 @@ def test_a_very_long_line_is_one_document(tmp_path: Path, command: Callable[...,
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--split-sentences"], 2, "--split-sentences is not supported: GPT-2 trains on whole documents"),
+        (["--split-sentences", "--append-eod"], 2, "--append-eod and --split-sentences exclude each other"),
         (["--keep-newlines"], 2, "--keep-newlines is not supported: newlines are always kept"),
         (["--dataset-impl", "lazy"], 2, "--dataset-impl lazy is not supported"),
         (["--workers", "0"], 2, "--workers 0 must be 1 or more"),
