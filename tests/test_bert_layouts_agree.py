@@ -86,3 +86,16 @@ def whole_bert(saved):
     model = PlainModel(bert_layers(config, layout), bert_loss(config, layout), ActivationConfig())
     load_weights(model, saved)
     return dict(model.named_parameters())
+
+
+def test_goes_on_from_a_checkpoint_of_another_layout(train_bert_in_ranks: RankTraining, one_process, tmp_path):
+    """The vocabulary is padded to another size, and so is the bias of its words."""
+    saved = ("--model-parallel-size", "2", "--exit-interval", "3", "--save", tmp_path / "checkpoint")
+    train_bert_in_ranks(2, *SETTINGS, *saved)
+    resumed = ("--pipe-parallel-size", "2", "--load", tmp_path / "checkpoint", "--metrics-file", tmp_path / "metrics")
+    said = train_bert_in_ranks(2, *SETTINGS, *resumed)
+    assert "goes on behind iteration 3" in said and "converted from TP 2" in said
+    expected, found = (read_metrics(folder / "metrics") for folder in (one_process, tmp_path))
+    assert [line.get("lm_loss") for line in found] == pytest.approx(
+        [line.get("lm_loss") for line in expected][3:], rel=1e-5
+    )

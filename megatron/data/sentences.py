@@ -1,4 +1,4 @@
-"""Where sentences end, by rule: model, no language but what writes like English.
+"""Where sentences end, by rule: no model, and no language but what writes like English.
 
 A sentence ends with a full stop, question or exclamation mark, and what closes brackets and quotation marks behind it,
 before a blank and something that may begin another: no lower-case letter. A stop behind an abbreviation or a single
@@ -10,7 +10,7 @@ import re
 ABBREVIATIONS = frozenset(
     "adj adm adv al approx assn ave bldg bros brig ca capt cf ch chap cmdr co col comdr corp cpl dept dist dr ed eds "
     "e.g eg eq esp est et ext fig figs fn fr ft gen gov hon hr i.e ie inc incl inst jr lt ltd maj messrs mgr "
-    "mr mrs ms mt mts mx no orig p pp ph.d phd prof pvt rep rev resp sen sgt sr st supt trans "
+    "mr mrs ms mt mts mx orig p pp ph.d phd prof pvt rep rev resp sen sgt sr st supt trans "
     "univ v viz vol vols vs".split()
 )
 """Words before a stop that does not end a sentence, in lower case and without their last stop."""
