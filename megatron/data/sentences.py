@@ -2,7 +2,7 @@
 
 A sentence ends with a full stop, question or exclamation mark, and what closes brackets and quotation marks behind it,
 before a blank and something that may begin another: no lower-case letter. A stop behind an abbreviation or a single
-letter ends none. An empty line ends one always, and so does a mark of Chinese or Japanese, without a blank.
+capital ends none. An empty line ends one always, and so does a mark of Chinese or Japanese, without a blank.
 """
 
 import re
@@ -42,4 +42,4 @@ def _is_abbreviation(before: str, mark: str) -> bool:
         return False
     found = _LAST_WORD.search(before)
     word = found.group() if found else ""
-    return word.lower() in ABBREVIATIONS or (len(word) == 1 and word.isalpha() and word != "I")
+    return word.lower() in ABBREVIATIONS or (len(word) == 1 and word.isupper() and word != "I")

@@ -59,7 +59,7 @@ def train_wordpiece(
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size - len(SPECIAL), min_frequency=min_frequency, show_progress=False
+        vocab_size=max(vocab_size - len(SPECIAL), 0), min_frequency=min_frequency, show_progress=False
     )
     tokenizer.train_from_iterator(map(encode, documents), trainer)
     if vocab_size < len(SPECIAL) + len(codes):
