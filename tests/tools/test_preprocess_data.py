@@ -101,7 +101,7 @@ def test_sentences_are_sequences_of_their_document(tmp_path: Path, command: Call
     assert dataset.doc_idx.tolist() == [0, 3, 5, 6]
     spelt = ["".join(vocabulary[token] for token in dataset.get(n)) for n in range(len(dataset))]
     assert spelt == ["ab.", "cdd!", "a.", "b", "ccc", "dddd"]
-    assert "3 documents, 16 tokens" in finished.stdout and "1 empty documents left out" in finished.stdout
+    assert "3 documents, 17 tokens" in finished.stdout and "1 empty documents left out" in finished.stdout
 
 
 def test_each_key_has_its_data_set(tmp_path: Path, command: Callable[..., list[str]]) -> None:
