@@ -12,7 +12,7 @@ class Architecture(NamedTuple):
     tokenizers: tuple[str, ...]
     """The kinds of tokenizer whose vocabulary has the tokens that it needs."""
     guesses_masked: bool = False
-    """Whether the loss is over the tokens that were hidden, instead of over each next one."""
+    """Whether samples are pairs of sentences: the loss is over the tokens that were hidden and over the order."""
 
 
 GPT2 = Architecture("GPT-2", "pretrain_gpt2.py", ("GPT2BPETokenizer", "WhitespaceTokenizer"))
