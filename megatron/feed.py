@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.config.architecture import BERT, GPT2
-from megatron.data.gpt2_dataset import Datasets
-from megatron.data.loader import Batch, batches, hidden_tokens, next_tokens, sample_number, with_range
-from megatron.data.sources import SOURCES
+from megatron.data.datasets import Datasets, Samples, build_datasets
+from megatron.data.loader import Batch, batches, hidden_tokens, next_tokens
+from megatron.data.places import sample_number, with_range
 from megatron.loss_weights import weighted, weighted_by_micro_batch
 from megatron.mpu.layout import ParallelLayout
 
@@ -42,12 +43,20 @@ class Feed:
         return range(first, last + 1)
 
     def _build(self) -> Datasets | None:
+        """What this rank reads. One rank builds index maps first, of all or of each host, and the others find them."""
+        builds = not self._run.parallel.local_rank if self._run.data.no_shared_disk else self._layout.rank == 0
+        built = self._open() if builds else None
+        dist.barrier()
         if not self._reads:
             return None
+        return built or self._open()
+
+    def _open(self) -> Datasets:
         run, train = self._run, self._run.train
         last_sample = train.consumed_samples(train.train_iters) + sum(map(len, self.left_out))
-        return SOURCES[run.model.architecture].build_datasets(
+        return build_datasets(
             run.data,
+            architecture=run.model.architecture,
             vocab_size=run.model.vocab_size,
             global_batch_size=train.global_batch_size,
             train_iters=max(train.train_iters, -(-last_sample // train.global_batch_size)),
@@ -59,9 +68,10 @@ class Feed:
     def _batches(self, split: str, first_sample: int, left_out: Sequence[range] = ()) -> Iterator[Batch] | None:
         if self._datasets is None:
             return None
+        dataset: Samples = getattr(self._datasets, split)
         data, train, group = self._run.data, self._run.train, self._layout.data_group
         micro_batches = batches(
-            getattr(self._datasets, split),
+            dataset,
             first_sample=first_sample,
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,

@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from support.programs import Programs  # noqa: E402
 from support.ranks import RankPools  # noqa: E402
-from support.training import RankTraining  # noqa: E402
+from support.training import RankTraining, pretrain_bert  # noqa: E402
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
 
@@ -35,6 +35,12 @@ def run_ranks(_rank_pools: RankPools) -> Callable[..., list[Any]]:
     return _rank_pools.run
 
 
+@pytest.fixture
+def run_ranks_once(_rank_pools: RankPools) -> Callable[..., list[Any]]:
+    """The same on ranks that end with it: for what leaves groups, engines or settings behind."""
+    return _rank_pools.run_once
+
+
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """Start the project's programs the way a user does, with a small data set at hand."""
@@ -50,4 +56,4 @@ def train_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
 @pytest.fixture(scope="session")
 def train_bert_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
     """The same with BERT, and a corpus of sentences."""
-    return RankTraining(_rank_pools.run_once, programs.sentence_arguments, "BERT")
+    return RankTraining(_rank_pools.run_once, programs.sentence_arguments, pretrain_bert)

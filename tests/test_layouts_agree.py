@@ -111,7 +111,8 @@ def compare_weights(one: str, other: str) -> list[str]:
     import torch.distributed as dist
 
     from megatron.checkpoint.tracker import newest
-    from megatron.checkpoint.weights import load_weights, whole_model_config
+    from megatron.checkpoint.weights import load_weights
+    from megatron.checkpoint.whole_config import whole_model_config
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.model.gpt2_model import GPT2Model
     from megatron.mpu import ParallelLayout

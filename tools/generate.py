@@ -1,97 +1,235 @@
-"""Continue a prompt with the weights of a checkpoint, from whatever layout it was saved on."""
+"""Continue prompts with a model: a checkpoint of any layout, merged weights, or a Hugging Face GPT-2.
 
+    python tools/generate.py --load checkpoints/my --prompt "Once upon a time" --temperature 0.8 --top-k 40
+    python tools/generate.py --load checkpoints/my --sample-input-file in.jsonl --sample-output-file out.jsonl
+    python tools/generate.py --load checkpoints/my --genfile out.jsonl --num-samples 10
+    deepspeed --num_gpus 2 tools/generate.py --load checkpoints/my
+
+Prompts are asked for where neither is given, or read from a pipe, one a line. A .jsonl file has an object with "prompt"
+(or "text") on each line; the output then has the same and "completions". --genfile starts from nothing.
+In names of flags, hyphens and underscores are the same.
+"""
+
+import argparse
 import os
 import sys
-from typing import Any
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Any
 
 import _project_root  # noqa: F401
+from _atomic_file import atomic_file
 
-from megatron.checkpoint.tracker import SavedRun, newest
 from megatron.cli import ToolParser
-from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.config import ParallelConfig
 from megatron.errors import ConfigError
+from megatron.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
+from megatron.inference.limits import NEW_TOKENS, Limits, checked_length
+from megatron.inference.prompts import Prompt, is_jsonl, numbered, read_prompts, tokenized
+from megatron.inference.source import Source, config_on
 from megatron.launch.environment import prepare_environment
+from megatron.launch.launcher import rank
 from megatron.launch.rank import run_rank
+from megatron.spelling import with_hyphens
+
+INTERVALS = {
+    "num_samples": "[1, inf)",
+    "new_tokens": "[1, inf)",
+    "out_seq_length": "[1, inf)",
+    "seq_length": "[1, inf)",
+    "batch_size": "[1, inf)",
+    "temperature": "(0, inf)",
+    "top_k": "[0, inf)",
+    "top_p": "[0, 1]",
+    "repetition_penalty": "(0, inf)",
+    "num_beams": "[1, inf)",
+    "seed": "[0, inf)",
+}
 
 
 def main() -> None:
-    """Read the arguments, find the checkpoint, and only then bring in torch."""
-    arguments = _parser().parse_args()
-    saved = newest(arguments.load)
-    for problem in saved.passed_over:
-        print(f"generate.py: warning: {problem}; taking {saved.tag}", file=sys.stderr)
-    data = saved.description["config"]["data"]
-    if not arguments.prompt:
-        raise ConfigError("--prompt is empty: give the text to continue")
-    if arguments.temperature <= 0:
-        raise ConfigError(
-            f"--temperature {arguments.temperature:g} must be above 0; use --greedy for the likeliest token"
-        )
-
-    from megatron.tokenizer import build_tokenizer
-
-    tokenizer = build_tokenizer(
-        data["tokenizer_type"], arguments.vocab_file or data["vocab_file"], arguments.merge_file or data["merge_file"]
-    )
+    """Check all that can be checked, and only then bring in torch."""
+    args = _parser().parse_args(with_hyphens(sys.argv[1:]))
+    _check(args)
+    ranks = tensor_ranks(args, os.environ)
+    source = source_of(args, os.environ)
+    config_on(source.config, ranks, args.dtype)  # refuses while the first rank can still speak for all
+    limits = _limits(args, source)
+    prompts = _prompts(args, source, limits)
     prepare_environment(os.environ)
 
-    from megatron.checkpoint.weights import whole_model_config
-    from megatron.inference.sampling import Sampling, generate
-    from megatron.launch.quiet import silence_known_warnings
+    from megatron.inference.beam_search import Beams
+    from megatron.inference.continuation import LanguageModel
+    from megatron.inference.generator import TextGenerator
+    from megatron.inference.loading import load_model
+    from megatron.inference.sampling import Sampling
+    from megatron.inference.session import Session, told
+    from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
     from megatron.mpu.layout import distributed
 
     silence_known_warnings()
-    with distributed(ParallelConfig()) as layout:
-        config = whole_model_config(saved)
-        tokens = tokenizer.tokenize(arguments.prompt)
-        new = generate(
-            _model(config, layout, saved),
-            tokens,
-            length=min(len(tokens) + arguments.new_tokens, arguments.out_seq_length),
-            context=config.max_position_embeddings,
-            eod=tokenizer.eod,
-            vocab_size=config.vocab_size,
-            sampling=Sampling(
-                arguments.greedy, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed
-            ),
+    with distributed(ParallelConfig(model_parallel_size=ranks, world_size=ranks)) as layout:
+        with deepspeed_silenced(verbose=False):
+            module = load_model(source, layout, args.dtype)
+        model = LanguageModel(module, source.config, layout.tensor_group)
+        sampling = Sampling(
+            greedy=args.greedy,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            repetition_penalty=args.repetition_penalty,
+            seed=args.seed,
         )
-        print(tokenizer.detokenize(tokens + list(new)))
+        searches = args.num_beams > 1
+        session = Session(
+            TextGenerator(model, source.tokenizer, keeps=not args.recompute),
+            sampling,
+            limits,
+            samples=args.num_samples,
+            beams=Beams(args.num_beams, args.length_penalty, args.repetition_penalty) if searches else None,
+            batch_size=args.batch_size,
+            is_first=layout.rank == 0,
+        )
+        _use(session, args, told(prompts))
 
 
-def _model(config: ModelConfig, layout: Any, saved: SavedRun) -> Any:
-    from deepspeed.accelerator import get_accelerator
+def _use(session: Any, args: argparse.Namespace, prompts: list[Prompt] | None) -> None:
+    """Write files, or talk."""
+    if args.genfile:
+        with _output(args.genfile, "--genfile", session) as file:
+            session.write_documents(file)
+    elif args.sample_input_file:
+        output = _output_file(args)
+        with _output(output, "--sample-output-file", session) as file:
+            session.write_completions(prompts, file, as_json=is_jsonl(args.sample_input_file) or is_jsonl(output))
+    elif prompts is None:
+        session.converse()
+    else:
+        for prompt in prompts:
+            session.show(prompt)
 
-    from megatron.checkpoint.weights import load_weights
-    from megatron.model.gpt2_model import GPT2Model
 
-    model = GPT2Model(config, ActivationConfig(), layout)
-    load_weights(model, saved)
-    return model.to(get_accelerator().current_device_name())
+def _output(path: Path, flag: str, session: Any) -> AbstractContextManager[IO[str]]:
+    """A file that takes its name when all of it is there; of ranks that do not speak, none."""
+    return atomic_file(path, flag) if session.is_first else open(os.devnull, "w")
+
+
+def _output_file(args: argparse.Namespace) -> Path:
+    return args.sample_output_file or Path(f"{args.sample_input_file}.out")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for values out of range, and flags that do not go together."""
+    check_values(args, INTERVALS)
+    inputs = [flag for flag in ("prompt", "sample_input_file", "genfile") if getattr(args, flag)]
+    problems = []
+    if len(inputs) > 1:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in inputs)
+        problems.append(f"{names} exclude each other: give one")
+    if args.sample_output_file and not args.sample_input_file:
+        problems.append("--sample-output-file is for the prompts of a --sample-input-file: give one, or leave it out")
+    if args.sample_input_file and _output_file(args).resolve() == args.sample_input_file.resolve():
+        problems.append("--sample-output-file is the --sample-input-file: name another")
+    if args.num_beams > 1:
+        ways = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "stop": []}
+        problems += [
+            f"--{name.replace('_', '-')} does nothing in a search of --num-beams: leave one of them out"
+            for name, default in ways.items()
+            if getattr(args, name) != default
+        ]
+        if args.num_samples > args.num_beams:
+            problems.append(f"--num-samples {args.num_samples} is more than --num-beams {args.num_beams} find")
+    if not all(args.stop):
+        problems.append("--stop is empty: give the string that ends a text")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _limits(args: argparse.Namespace, source: Source) -> Limits:
+    positions = source.config.max_position_embeddings
+    if args.seq_length and args.seq_length > positions:
+        raise ConfigError(f"--seq-length {args.seq_length} is more than the {positions} positions of {source.name}")
+    return Limits(
+        context=args.seq_length or positions,
+        new_tokens=args.new_tokens,
+        out_seq_length=args.out_seq_length,
+        slides=args.on_long_context == "slide",
+        stop=tuple(args.stop),
+    )
+
+
+def _prompts(args: argparse.Namespace, source: Source, limits: Limits) -> list[Prompt] | None:
+    """What is to be continued; None where a person is to be asked. Of a pipe, which all share, the first rank reads."""
+    if args.prompt:
+        lines = [("--prompt", text, {}) for text in args.prompt]
+    elif args.sample_input_file:
+        lines = read_prompts(args.sample_input_file)
+    elif args.genfile:
+        checked_length([source.tokenizer.eod], limits)
+        return None
+    elif rank(os.environ) or sys.stdin.isatty():
+        return None
+    else:
+        lines = [(place, text, {}) for place, text in numbered("standard input", sys.stdin.read())]
+        if not lines:
+            raise ConfigError("standard input is empty: give --prompt or --sample-input-file, or write a prompt a line")
+    return tokenized(lines, source.tokenizer, limits)
 
 
 def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
-    parser.add_argument("--load", required=True, metavar="DIR", help="checkpoint folder")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
-    parser.add_argument("--new-tokens", type=int, default=64, metavar="N", help="tokens to add at most")
-    parser.add_argument("--out-seq-length", type=int, default=1024, metavar="N", help="tokens at most, prompt included")
-    parser.add_argument("--greedy", action="store_true", help="always take the likeliest token")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="below 1 is bolder, above 1 wilder")
-    parser.add_argument(
-        "--top_k", "--top-k", type=int, default=0, metavar="K", help="choose among the K likeliest; 0 is all"
+    add_model_flags(parser)
+    _add_text_flags(parser.add_argument_group("texts"))
+    _add_choice_flags(parser.add_argument_group("choice of tokens"))
+    return parser
+
+
+def _add_text_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be given several times")
+    group.add_argument("--sample-input-file", type=Path, metavar="FILE", help="prompts, one a line")
+    group.add_argument(
+        "--sample-output-file", type=Path, metavar="FILE", help="where they go (default: the input's name and .out)"
     )
-    parser.add_argument(
-        "--top_p",
+    group.add_argument("--genfile", type=Path, metavar="FILE", help="JSONL for --num-samples texts without a prompt")
+    group.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts for each prompt")
+    group.add_argument(
+        "--new-tokens",
+        type=int,
+        metavar="N",
+        help=f"tokens to add at most (default: {NEW_TOKENS}, or as many as the model can see)",
+    )
+    group.add_argument("--out-seq-length", type=int, metavar="N", help="tokens at most, prompt included")
+    group.add_argument("--seq-length", type=int, metavar="N", help="tokens that the model sees (default: all it can)")
+    group.add_argument(
+        "--on-long-context",
+        choices=("error", "slide"),
+        default="error",
+        help="a text longer than the model can see is refused, or continued from the last of it",
+    )
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="string that ends a text")
+    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts of a file that grow together")
+
+
+def _add_choice_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="below 1 is bolder, above 1 wilder")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K likeliest; 0 is all")
+    group.add_argument(
         "--top-p",
         type=float,
         default=0.0,
         metavar="P",
         help="choose among the likeliest that hold P of the probability; 0 is all",
     )
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="equal seeds give equal texts")
-    parser.add_argument("--vocab-file", metavar="FILE", help="vocabulary, if it is no longer where the run found it")
-    parser.add_argument("--merge-file", metavar="FILE", help="merges, if they are no longer where the run found them")
-    return parser
+    group.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1, what was said is less likely"
+    )
+    group.add_argument("--num-beams", type=int, default=1, metavar="N", help="search the likeliest text with N beams")
+    group.add_argument(
+        "--length-penalty", type=float, default=1.0, metavar="L", help="of beams: above 0, longer texts gain"
+    )
+    group.add_argument("--seed", type=int, default=1234, metavar="N", help="equal seeds give equal texts")
+    group.add_argument("--recompute", action="store_true", help="keep nothing: compute every token from all before it")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ def main() -> None:
 def _inspect(found: Found, args: argparse.Namespace) -> None:
     whole = integrity(found)
 
-    from megatron.checkpoint.exchange.reading import read_config, read_description, read_versions, read_weights
+    from megatron.checkpoint.exchange.description import read_config, read_description
+    from megatron.checkpoint.exchange.reading import read_versions, read_weights
     from megatron.checkpoint.inspection.parameters import parameters
     from megatron.checkpoint.inspection.report import as_json, heading, listing
 

@@ -9,8 +9,10 @@ EXCLUSIVE = (
     ("train_iters", "train_samples"),
     ("lr_decay_iters", "lr_decay_samples"),
     ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
+    ("data_path", "train_data_path"),
+    ("split", "train_data_path"),
 )
-"""Fields that say the same in different units, so that only one of each row may be given."""
+"""Fields that say the same in different ways, so that only one of each row may be given."""
 
 
 def value_problems(given: Mapping[str, Given]) -> list[str]:
@@ -22,13 +24,15 @@ def value_problems(given: Mapping[str, Given]) -> list[str]:
             if about["required"]:
                 problems.append(f"{flag_name(field)} is required")
         elif about["within"] and given[name].value is not None and not inside(given[name].value, about["within"]):
-            problems.append(f"{given[name].source} must be {_interval_in_words(about['within'])}")
+            problems.append(f"{given[name].source} must be {interval_in_words(about['within'])}")
     for row in EXCLUSIVE:
         said = [given[name].source for name in row if name in given]
         if len(said) > 1:
             problems.append(f"{' and '.join(said)} exclude each other: give one")
     if "train_iters" not in given and "train_samples" not in given:
         problems.append("--train-iters is required (or --train-samples)")
+    if "data_path" not in given and "train_data_path" not in given:
+        problems.append("--data-path is required (or --train-data-path)")
     return problems
 
 
@@ -40,7 +44,8 @@ def inside(value: float, interval: str) -> bool:
     return above and below
 
 
-def _interval_in_words(interval: str) -> str:
+def interval_in_words(interval: str) -> str:
+    """An interval such as ``"[0, 1)"`` as a message says it."""
     low, high = ends(interval)
     if math.isinf(high):
         return f"{low:g} or more" if interval[0] == "[" else f"more than {low:g}"

@@ -1,7 +1,6 @@
 """The weights of a checkpoint in one piece, from whatever layout saved them."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -10,17 +9,7 @@ from torch.nn import functional as F
 from megatron.checkpoint.files import read_file
 from megatron.checkpoint.optimizer_state import WEIGHT, rank_states
 from megatron.checkpoint.tracker import SavedRun
-from megatron.config import ModelConfig
 from megatron.errors import CheckpointError
-
-
-def whole_model_config(saved: SavedRun) -> ModelConfig:
-    """The model that was saved, as it is built whole on one rank and in fp32."""
-    try:
-        config = ModelConfig(**saved.description["config"]["model"])
-    except TypeError as error:
-        raise CheckpointError(f"{saved.folder / saved.tag} was saved by another version: {error}") from None
-    return replace(config, padded_vocab_size=config.vocab_size, dtype="fp32")
 
 
 def load_weights(module: nn.Module, saved: SavedRun) -> None:

@@ -5,24 +5,17 @@
 s sequence
 """
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
 
 from megatron.config import DataConfig
-from megatron.data.gpt2_dataset import (
-    SPLIT_NAMES,
-    Datasets,
-    batches_of_splits,
-    cache_folder,
-    documents_in_use,
-    open_dataset,
-)
+from megatron.config.files import SPLITS
 from megatron.data.hiding import hide
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.map_cache import cached_maps
+from megatron.data.map_cache import cache_folder, cached_sentence_maps, digest
 from megatron.data.sentence_maps import SentenceMaps, SentenceStream
+from megatron.data.sources import SPLIT_NAMES, Source
 from megatron.errors import DataError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
@@ -113,69 +106,40 @@ def shorten(a: np.ndarray, b: np.ndarray, room: int, random: np.random.RandomSta
     return kept[0], kept[1]
 
 
-def check_data(data: DataConfig, *, train_iters: int, eval_iters: int) -> None:
-    """Look for the faults of a data set that its index shows, without building anything.
+def bert_fault(data: DataConfig, name: str, source: Source) -> str | None:
+    """A message for a source that does not hold a single pair of sentences for the split ``name``."""
+    _, indexed, documents = source
+    if (np.diff(indexed.doc_idx[documents.start : documents.stop + 1]) >= 2).any():
+        return None
+    cut, advice = (f' by --split "{data.split}"', " or another --split") if data.is_split else ("", "")
+    return (
+        f"the {SPLIT_NAMES[name]} split of {indexed.prefix}{cut} ({len(documents)} of {indexed.num_documents} "
+        "documents) holds no document of two sentences: make the data set with tools/preprocess_data.py "
+        f"--split-sentences, or use more text{advice}"
+    )
 
-    Raises:
-        ConfigError: no data path, or a ``--split`` that cannot be read.
-        DataError: files that are missing or damaged, or a split in use without a pair of sentences.
+
+def bert_samples(
+    data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
+) -> BertDataset:
+    """The samples that the split ``name`` has of one source, ``samples`` at the least.
+
+    Raises DataError where the vocabulary lacks one of BERT's own tokens.
     """
-    indexed = open_dataset(data)
-    faults = []
-    for name, documents in documents_in_use(indexed, data, train_iters=train_iters, eval_iters=eval_iters).items():
-        sentences = np.diff(indexed.doc_idx[documents.start : documents.stop + 1])
-        if not (sentences >= 2).any():
-            faults.append(
-                f'the {SPLIT_NAMES[name]} split of {indexed.prefix} by --split "{data.split}" ({len(documents)} of '
-                f"{indexed.num_documents} documents) holds no document of two sentences: make the data set with "
-                "tools/preprocess_data.py --split-sentences, or use more text or another --split"
-            )
-    if faults:
-        raise DataError(faults)
-
-
-def build_datasets(
-    data: DataConfig,
-    *,
-    vocab_size: int,
-    global_batch_size: int,
-    train_iters: int,
-    eval_interval: int,
-    eval_iters: int,
-    seed: int,
-) -> Datasets:
-    """Open the data set and build, or read from the cache, the samples of its splits, as ``gpt2_dataset`` does.
-
-    Raises:
-        ConfigError, DataError: as ``check_data``, and where the vocabulary lacks one of BERT's own tokens.
-    """
-    check_data(data, train_iters=train_iters, eval_iters=eval_iters)
-    indexed = open_dataset(data, warmup=data.mmap_warmup)
+    indexed, documents = source.indexed, source.documents
     tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
     assert isinstance(tokenizer, WordPieceTokenizer) and tokenizer.vocab_size == vocab_size
-    batches = batches_of_splits(train_iters, eval_interval, eval_iters)
-    datasets: dict[str, BertDataset | None] = dict.fromkeys(SPLIT_NAMES)
-    for name, documents in documents_in_use(indexed, data, train_iters=train_iters, eval_iters=eval_iters).items():
-        salt = list(SPLIT_NAMES).index(name)
-        bounds = indexed.doc_idx[documents.start : documents.stop + 1]
-        stream = SentenceStream(
-            sizes=indexed.sizes[bounds[0] : bounds[-1]],
-            bounds=bounds - bounds[0],
-            room=data.seq_length - FRAME,
-            short_seq_prob=data.short_seq_prob,
-            wanted=batches[name] * global_batch_size,
-            seed=seed,
-            salt=salt,
-        )
-        maps = cached_maps(cache_folder(data), _cache_name(indexed, name, documents, stream), stream)
-        datasets[name] = BertDataset(
-            indexed, int(bounds[0]), maps, tokenizer=tokenizer, data=data, seed=seed, salt=salt
-        )
-    return Datasets(**datasets)
-
-
-def _cache_name(indexed: IndexedDataset, name: str, documents: range, stream: SentenceStream) -> str:
-    """A name for a stream's maps: readable, and with a hash of whatever they depend on."""
-    origin = (indexed.content_hash(), documents, name, stream.seed, stream.room, stream.short_seq_prob, stream.wanted)
-    digest = hashlib.sha256(repr(origin).encode()).hexdigest()[:16]
-    return f"{Path(indexed.prefix).name}_{name}_{stream.wanted}np_{stream.room}sl_{stream.seed}s_{digest}"
+    salt, bounds = SPLITS.index(name), indexed.doc_idx[documents.start : documents.stop + 1]
+    stream = SentenceStream(
+        sizes=indexed.sizes[bounds[0] : bounds[-1]],
+        bounds=bounds - bounds[0],
+        room=data.seq_length - FRAME,
+        short_seq_prob=data.short_seq_prob,
+        wanted=samples,
+        seed=seed,
+        salt=salt,
+    )
+    origin = (indexed.content_hash(), documents, name, seed, stream.room, data.short_seq_prob, samples)
+    cache_name = f"{Path(indexed.prefix).name}_{name}_{samples}np_{data.seq_length}sl_{seed}s_{digest(origin)}"
+    maps = cached_sentence_maps(cache_folder(data, indexed.prefix), cache_name, stream)
+    return BertDataset(indexed, int(bounds[0]), maps, tokenizer=tokenizer, data=data, seed=seed, salt=salt)

@@ -1,74 +1,109 @@
-"""Index maps kept on disk: built by one process, mapped into memory by all of them."""
+"""Index maps, and orders of blends, kept on disk: built by one process, mapped into memory by all of them."""
 
 import contextlib
+import hashlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
+from megatron.config import DataConfig
+from megatron.data.blend import BlendOrder, BlendPlan, build_order, order_shapes
 from megatron.data.files import take_lock
+from megatron.data.index_maps import IndexMaps, SampleStream, build_index_maps, map_shapes
+from megatron.data.sentence_maps import SentenceMaps, SentenceStream
 
-Maps = TypeVar("Maps")
-
-
-class Stream(Protocol[Maps]):
-    """What maps are made from."""
-
-    maps: type[Maps]
-    """A dataclass of arrays."""
-
-    def build(self) -> Maps:
-        """Compute them."""
-
-    def fits(self, maps: Maps) -> bool:
-        """Whether stored ones have the shapes of this stream."""
+Arrays = Mapping[str, np.ndarray]
 
 
-def cached_maps(folder: Path, name: str, stream: Stream[Maps]) -> Maps:
-    """The maps of ``stream`` stored in ``folder`` under ``name``; built and stored if they are absent or broken.
+class Expected(Protocol):
+    """What is known of arrays without building them."""
 
-    ``name`` must tell apart whatever the stream is made of. Any number of processes may call this at
-    once: one builds while the others wait, and even without locks each file appears whole or not at
-    all. If nothing can be written, the maps stay in this process's memory.
+    names: Collection[str]
+
+    def fit(self, arrays: Arrays) -> bool:
+        """Whether stored ones can be those."""
+
+
+def cached_maps(folder: Path, name: str, stream: SampleStream) -> IndexMaps:
+    """The maps of ``stream`` stored in ``folder`` under ``name``, which must tell apart whatever it is made of."""
+    return IndexMaps(**_cached(folder, name, _Shapes(map_shapes(stream)), lambda: vars(build_index_maps(stream))))
+
+
+def cached_sentence_maps(folder: Path, name: str, stream: SentenceStream) -> SentenceMaps:
+    """The maps of a stream of sentences, kept likewise."""
+    return SentenceMaps(**_cached(folder, name, stream, lambda: vars(stream.build())))
+
+
+def cached_order(folder: Path, name: str, plan: BlendPlan) -> BlendOrder:
+    """The order of a blend, kept likewise."""
+    return BlendOrder(plan, **_cached(folder, name, _Shapes(order_shapes(plan)), lambda: build_order(plan)))
+
+
+def _cached(folder: Path, name: str, expected: Expected, build: Callable[[], Arrays]) -> Arrays:
+    """The arrays stored in ``folder`` under ``name``; built and stored if they are absent or broken.
+
+    Any number of processes may call this at once: one builds while the others wait, and even without
+    locks each file appears whole or not at all. If nothing can be written, the arrays stay in this
+    process's memory.
     """
     with contextlib.suppress(OSError, ValueError):
-        return _load(folder, name, stream)
+        return _load(folder, name, expected)
     with _one_at_a_time(folder / f"{name}.lock"):
         with contextlib.suppress(OSError, ValueError):
-            return _load(folder, name, stream)
-        maps = stream.build()
+            return _load(folder, name, expected)
+        arrays = build()
         with contextlib.suppress(OSError, ValueError):
-            _store(_paths(folder, name, stream), maps)
-            return _load(folder, name, stream)
-    return maps
+            _store(folder, name, arrays)
+            return _load(folder, name, expected)
+    return arrays
 
 
-def _paths(folder: Path, name: str, stream: Stream[Maps]) -> dict[str, Path]:
-    """The file of each map."""
-    return {field.name: folder / f"{name}_{field.name}.npy" for field in fields(stream.maps)}
+def cache_folder(data: DataConfig, prefix: str) -> Path:
+    """Where the maps of a data set are kept: ``--data-cache-path``, or beside it."""
+    return Path(data.data_cache_path or Path(prefix).parent / "index-cache")
 
 
-def _load(folder: Path, name: str, stream: Stream[Maps]) -> Maps:
+def digest(origin: object) -> str:
+    """What tells maps by all that they depend on."""
+    return hashlib.sha256(repr(origin).encode()).hexdigest()[:16]
+
+
+class _Shapes:
+    """Arrays whose shapes are known."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.names, self._shapes = shapes.keys(), shapes
+
+    def fit(self, arrays: Arrays) -> bool:
+        return {key: array.shape for key, array in arrays.items()} == self._shapes
+
+
+def _path(folder: Path, name: str, key: str) -> Path:
+    """The file of an array."""
+    return folder / f"{name}_{key}.npy"
+
+
+def _load(folder: Path, name: str, expected: Expected) -> Arrays:
     """Map the stored arrays into memory. OSError if one is absent, ValueError if one is broken."""
     # Unlike numpy.load this reads nothing but arrays of numbers: no archive, no pickle.
-    paths = _paths(folder, name, stream)
-    maps = stream.maps(**{key: np.lib.format.open_memmap(path, mode="r") for key, path in paths.items()})
-    if not stream.fits(maps):
-        raise ValueError(f"index maps {name} are of another size")
-    return maps
+    arrays = {key: np.lib.format.open_memmap(_path(folder, name, key), mode="r") for key in expected.names}
+    if not expected.fit(arrays):
+        raise ValueError(f"arrays {name} are of another size")
+    return arrays
 
 
-def _store(paths: Mapping[str, Path], maps: Maps) -> None:
+def _store(folder: Path, name: str, arrays: Arrays) -> None:
     """Write the arrays, each first under a name that nobody else uses."""
-    for key, path in paths.items():
+    for key, array in arrays.items():
+        path = _path(folder, name, key)
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
         try:
             with open(temporary, "xb") as file:
-                np.save(file, getattr(maps, key), allow_pickle=False)
+                np.save(file, array, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)

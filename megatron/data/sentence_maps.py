@@ -10,6 +10,7 @@ the last one of the document where that would be left alone. A document of one s
 Nothing depends on how many samples are asked for: a longer run of training sees a shorter one's samples first.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -45,7 +46,8 @@ class SentenceStream:
     wanted: int
     seed: int
     salt: int = 0
-    maps: ClassVar[type[SentenceMaps]] = SentenceMaps
+    names: ClassVar[tuple[str, ...]] = ("runs", "order")
+    """Of the maps."""
 
     def build(self) -> SentenceMaps:
         """The maps of a stream that has a document of two sentences."""
@@ -54,10 +56,11 @@ class SentenceStream:
         orders = [_random(self, 1, epoch).permutation(len(runs)) for epoch in range(epochs)]
         return SentenceMaps(runs, np.concatenate([np.empty(0, np.int64), *orders]))
 
-    def fits(self, maps: SentenceMaps) -> bool:
-        """Whether ``maps`` have the shapes of this stream's."""
-        n = len(maps.runs)
-        return n > 0 and maps.runs.shape == (n, 3) and maps.order.shape == (-(-self.wanted // n) * n,)
+    def fit(self, maps: Mapping[str, np.ndarray]) -> bool:
+        """Whether ``maps`` have shapes that this stream's can have."""
+        runs, order = (maps[name] for name in self.names)
+        n = len(runs)
+        return n > 0 and runs.shape == (n, 3) and order.shape == (-(-self.wanted // n) * n,)
 
     def _runs(self) -> np.ndarray:
         """All runs, int64 [n, 3]; the next one of every document at a time."""

@@ -1,17 +1,19 @@
-"""Continue a text, token by token."""
+"""How the next token is chosen.
 
-from collections.abc import Iterator
+v vocabulary
+"""
+
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron.model.gpt2_model import GPT2Model
-
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """What a token's chance depends on, beside the model. Applied in this order: penalty, temperature, k, p."""
 
     greedy: bool = False
     temperature: float = 1.0
@@ -19,35 +21,22 @@ class Sampling:
     """Choose among this many; 0 is all."""
     top_p: float = 0.0
     """Choose among the likeliest that together hold this probability; 0 is all."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that the sequence has already are less likely (CTRL, arXiv 1909.05858, section 4.1)."""
     seed: int = 1234
 
 
-@torch.no_grad()
-def generate(
-    model: GPT2Model, prompt: list[int], *, length: int, context: int, eod: int, vocab_size: int, sampling: Sampling
-) -> Iterator[int]:
-    """New tokens behind ``prompt``, until ``length`` tokens in all or the end of document.
-
-    The model sees the last ``context`` tokens.
-    """
-    model.eval()
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(sampling.seed)
-    tokens = list(prompt)
-    while len(tokens) < length:
-        window = torch.tensor([tokens[-context:]], device=device)
-        logits = model(window)[0, -1, :vocab_size].float()
-        token = int(choose(logits, sampling, generator))
-        if token == eod:
-            return
-        tokens.append(token)
-        yield token
+def random_stream_of(seed: int, prompt: Sequence[int], sample: int) -> torch.Generator:
+    """The random numbers of one sample: whatever else is in the batch changes nothing."""
+    digest = hashlib.sha256(repr((seed, sample, list(prompt))).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """One token from logits [v]."""
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Sequence[int] = ()) -> int:
+    """A token from logits [v], which are not changed, where the sequence has the tokens ``seen``."""
+    logits = penalized(logits, seen, sampling.repetition_penalty)
     if sampling.greedy:
-        return logits.argmax()
+        return int(logits.argmax())
     logits = logits / sampling.temperature
     if sampling.top_k:
         least = logits.topk(min(sampling.top_k, logits.numel())).values[-1]
@@ -57,4 +46,13 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
         ordered, index = probabilities.sort(descending=True)
         beyond = ordered.cumsum(-1) - ordered > sampling.top_p
         probabilities[index[beyond]] = 0.0
-    return torch.multinomial(probabilities, 1, generator=generator)
+    return int(torch.multinomial(probabilities, 1, generator=generator))
+
+
+def penalized(scores: Tensor, seen: Sequence[int], penalty: float) -> Tensor:
+    """Scores [v], those of the tokens ``seen`` divided by ``penalty`` where above 0, and else multiplied by it."""
+    if penalty == 1.0 or not seen:
+        return scores
+    index = torch.tensor(sorted(set(seen)))
+    theirs = scores[index]
+    return scores.index_copy(0, index, torch.where(theirs > 0, theirs / penalty, theirs * penalty))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.initial_weights import residual_weight, weight
+from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.sequence import cut_dim
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import ParallelLayout
@@ -24,12 +25,14 @@ class ParallelSelfAttention(nn.Module):
     """hidden [b, s, h] -> hidden [b, s, h], or [s, b, h] both times.
 
     With ``documents`` [b, s], the number of each token's document, a token sees its own document only. ``causal``
-    attention sees the past, and no further back than ``pre_tokens``; the other sees all of the document.
+    attention sees the past, and no further back than ``pre_tokens``; the other sees all of the document. With
+    ``cache`` the hidden states are of new tokens, which see what the cache has of those before them.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool = True):
         super().__init__()
         h, group, name = config.hidden_size, layout.tensor_group, f"layers.{layer_number}.attention"
+        self.layer_number = layer_number
         self.heads = config.num_attention_heads // group.size()
         self.dropout = config.attention_dropout
         dim = cut_dim(config, layout)
@@ -48,13 +51,17 @@ class ParallelSelfAttention(nn.Module):
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.score_divisor = layer_number if config.apply_query_key_layer_scaling else None
 
-    def forward(self, hidden: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, documents: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         # [b, s, n, 3d] or [s, b, n, 3d] -> [b, n, s, 3d]
         heads = self.query_key_value(hidden).unflatten(-1, (self.heads, -1)).movedim((self.batch_dim, 2), (0, 1))
         if self.sequence_group:  # a part of the sequence for all heads, and all of it for a part of the heads
             heads = exchange_parts(heads, self.sequence_group, cut=1, join=2)
         tensors = heads.chunk(3, dim=-1) if documents is None else (*heads.chunk(3, dim=-1), documents)
-        if self.recomputes and self.training:
+        if cache is not None:
+            query, key, value = tensors
+            key, value = cache.extend(self.layer_number - 1, key, value)
+            context = self._compute(query, key, value, cache.visible, 0.0)
+        elif self.recomputes and self.training:
             context = deepspeed.checkpointing.checkpoint(self._core, *tensors)
         else:
             context = self._core(*tensors)
@@ -65,11 +72,14 @@ class ParallelSelfAttention(nn.Module):
     def _core(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
         """Scores, softmax, dropout and context: [b, n, s, d] thrice -> [b, n, s, d]."""
         mask = self._mask(query.size(2), query.device, documents)
-        core = self._explicit if self.softmax_in_fp32 or self.score_divisor else self._fused
         if not (self.training and self.dropout):
-            return core(query, key, value, mask, 0.0)
+            return self._compute(query, key, value, mask, 0.0)
         with get_rng_tracker().fork():  # each rank has heads of its own, and so dropout of its own
-            return core(query, key, value, mask, self.dropout)
+            return self._compute(query, key, value, mask, self.dropout)
+
+    def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        core = self._explicit if self.softmax_in_fp32 or self.score_divisor else self._fused
+        return core(query, key, value, mask, dropout)
 
     def _mask(self, s: int, device: torch.device, documents: Tensor | None) -> Tensor | None:
         """True where a row may see a column, [s, s] or [b, 1, s, s]; None for all of the past."""

@@ -82,12 +82,11 @@ class PositionEmbedding(nn.Module):
         if layout.sequence_parallel:
             sum_gradient(self.position_embeddings.weight, layout.tensor_group)
 
-    def forward(self, stream: Stream) -> Stream:
+    def forward(self, stream: Stream, positions: Tensor | None = None) -> Stream:
+        """``positions`` [b, s] where the tokens are not the first ones, or not all of a batch begin at once."""
         hidden, documents = unpack(stream)
-        parts = math.prod(group.size() for group in self.cutting_groups if group)
-        positions = torch.arange(hidden.size(self.sequence_dim) * parts, device=hidden.device).unsqueeze(0)  # [1, s]
-        if self.resets:
-            positions = positions_in_document(documents)
+        if positions is None:
+            positions = self._positions(hidden, documents)
         positions = positions.movedim(1, self.sequence_dim)
         for group in self.cutting_groups:
             positions = own_part(positions, group, self.sequence_dim)
@@ -96,6 +95,13 @@ class PositionEmbedding(nn.Module):
             with random_stream(own=self.draws_its_own):
                 hidden = F.dropout(hidden, self.dropout)
         return (hidden, documents) if self.passes_documents else hidden
+
+    def _positions(self, hidden: Tensor, documents: Tensor | None) -> Tensor:
+        """Counted from the first token, or from the first of each document: [1, s] or [b, s]."""
+        if self.resets:
+            return positions_in_document(documents)
+        parts = math.prod(group.size() for group in self.cutting_groups if group)
+        return torch.arange(hidden.size(self.sequence_dim) * parts, device=hidden.device).unsqueeze(0)
 
 
 class TokenTypeEmbedding(nn.Module):

@@ -28,7 +28,7 @@ def lm_loss(
     labels, weights = (own_part(target, sequence_group, 1) for target in targets)
     if sequence_group:
         weights = weights * sequence_group.size()
-    losses = vocab_parallel_cross_entropy(logits.float() if in_fp32 else logits, labels, group, vocab_size)
+    losses = vocab_parallel_cross_entropy(logits, labels, group, vocab_size, in_fp32=in_fp32)
     return without_gradient_unless_finite((losses.float() * weights).sum())
 
 

@@ -9,6 +9,7 @@ from megatron.config import ModelConfig
 from megatron.model.attention import ParallelSelfAttention
 from megatron.model.initial_weights import residual_weight, weight
 from megatron.model.kernels import bias_gelu, dropout_add, gelu
+from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.sequence import cut_dim, stream_norm_class
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.layout import ParallelLayout
@@ -41,10 +42,10 @@ class ParallelTransformerLayer(nn.Module):
         self.post_attention_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
         self.mlp = ParallelMLP(config, layout, layer_number=layer_number)
 
-    def forward(self, stream: Stream) -> Stream:
+    def forward(self, stream: Stream, cache: KeyValueCache | None = None) -> Stream:
         hidden, documents = unpack(stream)
         normed = self.input_layernorm(hidden)
-        hidden = self._join(self.attention(normed, documents), hidden, normed)
+        hidden = self._join(self.attention(normed, documents, cache), hidden, normed)
         normed = self.post_attention_layernorm(hidden)
         hidden = self._join(self.mlp(normed), hidden, normed)
         return hidden if documents is None else (hidden, documents)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron.checkpoint.tracker import newest
-from megatron.checkpoint.weights import whole_model_config, whole_weights
+from megatron.checkpoint.weights import whole_weights
+from megatron.checkpoint.whole_config import whole_model_config
 from megatron.config import ActivationConfig
 from megatron.model.gpt2_model import GPT2Model
 from megatron.mpu.layout import ParallelLayout

@@ -18,18 +18,18 @@ RunRanks = Callable[..., list[Any]]
 class RankTraining:
     """``pretrain_gpt2.py``, or another model's program, with the tiny model and corpus on this session's ranks."""
 
-    def __init__(self, run_ranks: RunRanks, data_arguments: list[str], architecture: str = "GPT-2"):
-        self._run_ranks, self._data, self._architecture = run_ranks, data_arguments, architecture
+    def __init__(self, run_ranks: RunRanks, data_arguments: list[str], run: Callable | None = None):
+        self._run_ranks, self._data, self._run = run_ranks, data_arguments, run or pretrain
 
     def __call__(self, processes: int, *arguments: str | Path) -> str:
         """Train to the end on so many ranks; what the first of them printed."""
         words = [str(word) for word in (*TINY_MODEL, *self._data, *arguments)]
-        outputs = self._run_ranks(processes, pretrain, words, self._architecture)
+        outputs = self._run_ranks(processes, self._run, words)
         assert all(code == 0 for code, _ in outputs), outputs
         return outputs[0][1]
 
 
-def pretrain(words: list[str], architecture: str) -> tuple[int, str]:
+def pretrain(words: list[str], architecture: str = "GPT-2") -> tuple[int, str]:
     """Exit code and output of a run with these arguments, on this rank."""
     from megatron import training
     from megatron.arguments import parse_run
@@ -40,3 +40,8 @@ def pretrain(words: list[str], architecture: str) -> tuple[int, str]:
         run, _ = check(parse_run(words, os.environ, ARCHITECTURES[architecture]))
         code = training.pretrain(run)
     return code, output.getvalue()
+
+
+def pretrain_bert(words: list[str]) -> tuple[int, str]:
+    """The same as ``pretrain_bert.py``."""
+    return pretrain(words, "BERT")

@@ -13,7 +13,8 @@ TOKENS = torch.tensor([[3, 90, 41, 7, 0, 91, 12, 12], [60, 1, 2, 3, 4, 5, 6, 7]]
 def logits_and_weights(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
     """What GPT2Model makes of ``TOKENS`` with the newest checkpoint of ``folder``, and its weights."""
     from megatron.checkpoint.tracker import newest
-    from megatron.checkpoint.weights import load_weights, whole_model_config
+    from megatron.checkpoint.weights import load_weights
+    from megatron.checkpoint.whole_config import whole_model_config
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.model.gpt2_model import GPT2Model
     from megatron.mpu.layout import ParallelLayout

@@ -8,21 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.checkpoint.exchange.description import RUN_KEY, read_config, read_description
 from megatron.checkpoint.exchange.huggingface import read_huggingface
-from megatron.checkpoint.exchange.huggingface_config import from_huggingface
-from megatron.checkpoint.exchange.kinds import HF_CONFIG, Found, read_json
+from megatron.checkpoint.exchange.kinds import Found
 from megatron.checkpoint.exchange.outline import outline
-from megatron.checkpoint.exchange.tensor_files import read_metadata, read_tensors
+from megatron.checkpoint.exchange.tensor_files import read_tensors
 from megatron.checkpoint.exchange.whole import WholeModel, check_sizes, in_order
 from megatron.checkpoint.files import read_file
-from megatron.checkpoint.tracker import SavedRun
 from megatron.checkpoint.universal import VOCABULARY
-from megatron.checkpoint.weights import whole_model_config, whole_weights
-from megatron.config import ModelConfig
+from megatron.checkpoint.weights import whole_weights
+from megatron.checkpoint.whole_config import whole_model_config
 from megatron.errors import CheckpointError
-
-RUN_KEY = "run"
-"""Where the header of merged weights keeps ``run.json``."""
 
 
 def read_model(found: Found) -> WholeModel:
@@ -35,21 +31,6 @@ def read_weights(found: Found) -> Mapping[str, Tensor]:
     if found.kind == "universal" and found.saved is None:
         return _universal_weights(found.path)
     return read_model(found).weights
-
-
-def read_config(found: Found) -> ModelConfig | None:
-    """What model it is, if anything says so."""
-    if found.kind == "huggingface":
-        return from_huggingface(read_json(found.path / HF_CONFIG), found.path / HF_CONFIG)
-    description = read_description(found)
-    return (
-        None if description is None else whole_model_config(SavedRun(found.path.parent, found.path.name, description))
-    )
-
-
-def read_description(found: Found) -> dict[str, Any] | None:
-    """``run.json`` of the training that it comes from, if that was one of this suite."""
-    return _kept_description(found.path) if found.kind == "safetensors" else found.description
 
 
 def read_versions(found: Found) -> dict[str, Any] | None:
@@ -104,17 +85,6 @@ def _of_safetensors(found: Found) -> WholeModel:
     config, weights = read_config(found), read_tensors(found.path)
     check_sizes(config, len(weights), str(found.path))
     return WholeModel(config, in_order(weights, config, str(found.path)), read_description(found))
-
-
-def _kept_description(path: Path) -> dict[str, Any]:
-    try:
-        description = json.loads(read_metadata(path)[RUN_KEY])
-        {**description["config"]["model"], **description["layout"]}
-    except (KeyError, ValueError, TypeError, AttributeError):
-        raise CheckpointError(
-            f"{path} does not say what model it is; merge writes files that do, from-hf reads a folder with config.json"
-        ) from None
-    return description
 
 
 def _of_huggingface(found: Found) -> WholeModel:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron.checkpoint.exchange.headers import broken, shards_of
 from megatron.checkpoint.exchange.kinds import INDEX_SUFFIX, SAFETENSORS, read_json
 from megatron.checkpoint.files import read_file
 from megatron.errors import CheckpointError, ResourceError
@@ -30,18 +31,6 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if (path / (name + INDEX_SUFFIX)).exists():
             return _read_indexed(path / (name + INDEX_SUFFIX))
     raise CheckpointError(f"{path}: neither {SAFETENSORS} nor {PICKLED} there, whole or with an index")
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """What the header of a safetensors file, or of the first of several, says beside the tensors."""
-    if path.is_dir():
-        whole = path / SAFETENSORS
-        path = whole if whole.exists() else _shards(path / (SAFETENSORS + INDEX_SUFFIX))[0]
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            return file.metadata() or {}
-    except (safetensors.SafetensorError, OSError) as error:
-        raise _broken(path, error) from None
 
 
 def write_tensors(
@@ -111,30 +100,13 @@ def _read_one(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
-        raise _broken(path, error) from None
+        raise broken(path, error) from None
 
 
 def _read_indexed(index: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for shard in tqdm(_shards(index), desc="reading", disable=None):
+    for shard in tqdm(shards_of(index), desc="reading", disable=None):
         tensors |= _read_one(shard)
     if missing := sorted(read_json(index)["weight_map"].keys() - tensors.keys()):
         raise CheckpointError(f"{index} names {missing[0]}, which no file holds (and {len(missing) - 1} more)")
     return tensors
-
-
-def _shards(index: Path) -> list[Path]:
-    """The files of an index, all of them in its own folder."""
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{index} has no weight_map, which says what is in which file")
-    files = []
-    for name in dict.fromkeys(map(str, names.values())):
-        if Path(name).name != name or not (index.parent / name).is_file():
-            raise CheckpointError(f"{index} names the file {name!r}, which is not beside it")
-        files.append(index.parent / name)
-    return files
-
-
-def _broken(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{path} is no whole safetensors file ({str(error).splitlines()[0]}); copy it once more")

@@ -20,10 +20,10 @@ _SIZES = {
 _LOADERS = {
     GPT2.name: {
         "folder": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
-        "tag": ("tools/convert_checkpoint.py merge, to-hf",),
-        "universal": ("DeepSpeed with load_universal", "tools/convert_checkpoint.py merge, to-hf"),
-        "safetensors": ("safetensors.torch.load_file", "tools/convert_checkpoint.py to-hf"),
-        "huggingface": ("transformers.GPT2LMHeadModel", "tools/convert_checkpoint.py from-hf"),
+        "tag": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
+        "universal": ("DeepSpeed with load_universal", "tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
+        "safetensors": ("safetensors.torch.load_file", "tools/generate.py", "tools/convert_checkpoint.py to-hf"),
+        "huggingface": ("transformers.GPT2LMHeadModel", "tools/generate.py", "tools/convert_checkpoint.py from-hf"),
     },
     BERT.name: {
         "folder": ("tools/convert_checkpoint.py merge",),
