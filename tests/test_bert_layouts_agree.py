@@ -107,6 +107,11 @@ def test_a_checkpoint_of_bert_is_known_for_one(programs: Programs, one_process, 
     assert f"error: the model is GPT-2, but BERT in {folder}/global_step5: load a model of the same shape" in (
         refused.output
     )
+    refused = programs.python("tools/generate.py", "--load", folder, "--prompt", "Baka")
+    assert refused.returncode == 2 and len(refused.output.splitlines()) == 1
+    assert f"{folder} is a BERT, which continues no text: name a GPT-2" in refused.output
+    refused = programs.python("tools/audit_data.py", "batch", "--load", folder, "--iteration", "2")
+    assert refused.returncode == 2 and "is a BERT: only samples of GPT-2 can be told one by one" in refused.output
     convert, file = "tools/convert_checkpoint.py", tmp_path / "one.safetensors"
     programs.python(convert, "merge", folder, "--output", file).ok()
     told = programs.python("tools/inspect_checkpoint.py", file).ok().output

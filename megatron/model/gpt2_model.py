@@ -8,8 +8,6 @@ from functools import partial
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from megatron.config import ActivationConfig, ModelConfig
-from megatron.config.architecture import GPT2
-from megatron.errors import ConfigError
 from megatron.model.containers import Layers, LossFn, PlainModel
 from megatron.model.embedding import PositionEmbedding, WordEmbedding, to_logits, without_documents
 from megatron.model.loss import lm_loss
@@ -45,9 +43,7 @@ def gpt2_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
 
 
 class GPT2Model(PlainModel):
-    """GPT-2 whole on every rank. Raises ConfigError for the config of another model."""
+    """GPT-2 whole on every rank."""
 
     def __init__(self, config: ModelConfig, activation: ActivationConfig, layout: ParallelLayout):
-        if config.architecture != GPT2.name:
-            raise ConfigError(f"the model is {config.architecture}, and only {GPT2.name} can be used here")
         super().__init__(gpt2_layers(config, layout), gpt2_loss(config, layout), activation)
