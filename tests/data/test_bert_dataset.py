@@ -48,13 +48,9 @@ def build(prefix: str, vocab_file: Path, tmp_path: Path):
     """The training data set with some settings changed, for so many samples."""
 
     def datasets(samples: int = 200, seed: int = 7, **changes) -> BertDataset:
-        settings = {"seq_length": 40, "split": "1,0,0", "data_cache_path": str(tmp_path)}
-        data = DataConfig(
-            data_path=(prefix,),
-            vocab_file=str(vocab_file),
-            tokenizer_type="BertWordPieceLowerCase",
-            **settings | changes,
-        )
+        settings = {"data_path": (prefix,), "seq_length": 40, "split": "1,0,0", "data_cache_path": str(tmp_path)}
+        kind = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(vocab_file)}
+        data = DataConfig(**kind, **settings | changes)
         sizes = {"global_batch_size": 1, "train_iters": samples, "eval_interval": 1000, "eval_iters": 0}
         return build_datasets(data, vocab_size=VOCAB_SIZE, seed=seed, architecture=BERT.name, **sizes).train
 
@@ -163,6 +159,15 @@ def test_the_longer_run_loses_first(a: int, b: int, room: int, kept: tuple[int, 
     runs = shorten(np.arange(a), np.arange(b), room, np.random.RandomState(0))
     assert tuple(map(len, runs)) == kept
     assert all((np.diff(run) == 1).all() for run in runs), "only ends are cut off"
+
+
+def test_a_blend_has_pairs_of_each_data_set(build, prefix, tmp_path):
+    other = tmp_path / "other"
+    for end in (".bin", ".idx"):
+        other.with_suffix(end).write_bytes(Path(f"{prefix}{end}").read_bytes())
+    blend, alone = build(40, data_path=("3", prefix, "1", str(other))), build(30)
+    samples = [sample.tobytes() for sample in (blend[n] for n in range(40))]
+    assert [samples.count(alone[n].tobytes()) for n in range(30)] == [2] * 10 + [1] * 20
 
 
 def test_documents_of_one_sentence_make_no_pairs(write_dataset):
