@@ -1,11 +1,16 @@
 """Samples for GPT-2: runs of ``seq_length + 1`` tokens out of shuffled documents, without padding."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.index_maps import IndexMaps
+from megatron.config import DataConfig
+from megatron.config.files import SPLITS
+from megatron.data.index_maps import IndexMaps, SampleStream
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.map_cache import cache_folder, cached_maps, digest
+from megatron.data.sources import SPLIT_NAMES, Source
 from megatron.errors import DataError
 
 
@@ -82,3 +87,38 @@ class GPT2Dataset:
             f"offset {span.start + at}, but the vocabulary ends at {self._vocab_size - 1}: name the vocabulary "
             "that the data set was made with, or make the data set again"
         )
+
+
+def gpt2_fault(data: DataConfig, name: str, source: Source) -> str | None:
+    """A message for a source that does not hold a single sample of the split ``name``."""
+    _, indexed, documents = source
+    starts = indexed.document_starts
+    tokens = int(starts[documents.stop] - starts[documents.start])
+    if tokens > data.seq_length:
+        return None
+    which = f"documents {documents.start} to {documents.stop - 1}" if documents else "no document"
+    cut, advice = (f' by --split "{data.split}"', " or another --split") if data.is_split else ("", "")
+    return (
+        f"the {SPLIT_NAMES[name]} split of {indexed.prefix}{cut} ({which} of {indexed.num_documents}: {tokens} "
+        f"tokens) holds no sample of {data.seq_length}+1 tokens: use more text{',' if advice else ' or'} a smaller "
+        f"--seq-length{advice}"
+    )
+
+
+def gpt2_samples(
+    data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
+) -> GPT2Dataset:
+    """The samples that the split ``name`` has of one source, ``samples`` at the least."""
+    indexed, documents = source.indexed, source.documents
+    stream = SampleStream(
+        lengths=np.diff(indexed.document_starts[documents.start : documents.stop + 1]),
+        seq_length=data.seq_length,
+        wanted=samples,
+        seed=seed,
+        salt=SPLITS.index(name),
+    )
+    origin = (indexed.content_hash(), documents, name, seed, data.seq_length, stream.samples)
+    prefix = Path(indexed.prefix).name
+    cache_name = f"{prefix}_{name}_{stream.samples}ns_{data.seq_length}sl_{seed}s_{digest(origin)}"
+    maps = cached_maps(cache_folder(data, indexed.prefix), cache_name, stream)
+    return GPT2Dataset(indexed, documents, maps, vocab_size=vocab_size)

@@ -71,6 +71,20 @@ def test_the_words_of_a_whitespace_vocabulary_go_by_frequency(corpus: Path, tmp_
     assert not (tmp_path / "merges.txt").exists()
 
 
+def test_two_trainings_make_the_same_wordpieces(corpus: Path, tmp_path: Path):
+    """In the library's own trainer they would not."""
+    made = []
+    for name in ("one", "other"):
+        flags = ("--tokenizer-type", "BertWordPieceLowerCase", "--min-frequency", 1, "--output-dir", tmp_path / name)
+        result = train("--input", corpus, "--vocab-size", 80, *flags)
+        assert result.returncode == 0, result.stderr
+        made.append((tmp_path / name / "vocab.txt").read_text(encoding="utf-8"))
+    assert made[0] == made[1] and [path.name for path in (tmp_path / "one").iterdir()] == ["vocab.txt"]
+    assert ", [SEP] = 3, from 3 documents" in result.stdout
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", str(tmp_path / "one" / "vocab.txt"), None)
+    assert tokenizer.detokenize(tokenizer.tokenize(LINES[0])) == LINES[0]
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -98,6 +112,7 @@ def test_bad_text_is_one_line_and_leaves_no_files(tmp_path: Path, content: bytes
     [
         (["--vocab-size", 256], 2, "--vocab-size 256 is too small: a byte-level BPE needs 257 or more"),
         (["--vocab-size", 2, "--tokenizer-type", "WhitespaceTokenizer"], 2, "--vocab-size 2 is too small"),
+        (["--vocab-size", 3, "--tokenizer-type", "BertWordPieceCase"], 2, "--vocab-size 3 is too small: the text's"),
         (["--vocab-size", 300, "--min-frequency", 0], 2, "--min-frequency 0 must be 1 or more"),
         (["--vocab-size", 300, "--input", "nowhere.txt", "x.jsonl"], 3, "--input x.jsonl: no such file"),
         (
