@@ -23,6 +23,11 @@ def main() -> int | None:
         return None if rank(os.environ) else explain(reading)
     run, _ = check(settled(reading))
     prepare_environment(os.environ)
+    if run.logging.dry_run:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # which is there, whatever the run is for
+        from megatron.dry_run import dry_run
+
+        return None if rank(os.environ) else dry_run(run)
 
     from megatron.training import pretrain
 

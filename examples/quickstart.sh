@@ -4,6 +4,7 @@
 #
 #   bash examples/quickstart.sh          about 4 minutes behind the installation
 #   bash examples/quickstart.sh --fast   about a minute; shows the way, not the result
+#   DRY_RUN=1 bash examples/quickstart.sh   shows the commands instead of running them
 #
 # Knobs (environment variables):
 OUT=${OUT:-quickstart}   # folder for everything it makes; an earlier one is replaced
@@ -21,6 +22,16 @@ case "${1:-}" in
 --fast) VOCABULARY=512 ITERATIONS=200 LAYERS=2 HIDDEN=64 MEGABYTES=0.5 ;;
 *) sed -n '2,/^PROMPT/p' "$0" >&2 && exit 2 ;;
 esac
+
+if ((${DRY_RUN:-0})); then
+    exec 3>&1 # what one command says is a word of another
+    show() { printf '%q ' "$@" >&3 && echo >&3; }
+    source() { show source "$@"; }
+    rm() { show rm "$@"; }
+    mkdir() { show mkdir "$@"; }
+    python() { show python "$@"; }
+    deepspeed() { show deepspeed "$@"; }
+fi
 
 source tools/environment.sh requirements.txt
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -1,6 +1,9 @@
 """What a run is, in lines that need no torch."""
 
-from megatron.config import RunConfig
+from collections.abc import Sequence
+
+from megatron.config import DataConfig, RunConfig
+from megatron.config.blend import Part
 from megatron.partition import Stage, plan
 
 
@@ -16,6 +19,7 @@ def describe_config(run: RunConfig) -> dict[str, str]:
         f"{_sequence_ranks(run)} x DP {parallel.data_parallel_size}, {engine}, ZeRO {run.zero.zero_stage}",
         "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads,"
         f" sequence {run.data.seq_length}, vocabulary {vocabulary}",
+        "data": _data(run.data),
         "batch": f"{train.global_batch_size} samples = micro {train.micro_batch_size}"
         f" x accumulation {train.gradient_accumulation_steps} x DP {parallel.data_parallel_size}"
         f" = {train.global_batch_size * run.data.seq_length:,} tokens an iteration",
@@ -40,6 +44,20 @@ def describe_stages(run: RunConfig) -> str:
         for costs in ([stage.parameters for stage in stages], [stage.flops for stage in stages])
     ]
     return "\n".join([*lines, f"> largest stage over the mean: parameters {imbalance[0]}, FLOPs {imbalance[1]}"])
+
+
+def _data(data: DataConfig) -> str:
+    """What is read, with the share of each data set in a blend."""
+    blends = {name: _blend(parts) for name, parts in data.blends.items() if parts}
+    if data.is_split:
+        return f"{blends['train']}, split {data.split}" if blends else "none"
+    return "; ".join(f"{name} {blend}" for name, blend in blends.items())
+
+
+def _blend(parts: Sequence[Part]) -> str:
+    if len(parts) == 1:
+        return parts[0].prefix
+    return ", ".join(f"{float(part.share):.2%} {part.prefix}" for part in parts)
 
 
 def _pieces(stage: Stage, layers: int) -> str:

@@ -1,8 +1,9 @@
 """The only file that knows there are two DeepSpeed engines, the plain one and the pipeline's."""
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import BufferOpInstruction, PipeInstruction
+from deepspeed.runtime.pipe.schedule import BufferOpInstruction, PipeInstruction, ReduceGrads
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
@@ -24,6 +25,10 @@ from megatron.model.gpt2_model import GPT2Model, GPT2ModelDualPipeV, GPT2ModelPi
 from megatron.model.kernels import uses_apex
 from megatron.mpu.layout import ParallelLayout
 from megatron.partition import bounds, layers_of_pieces
+from megatron.pipe_schedule import Instruction
+
+Listener = Callable[[Instruction], AbstractContextManager]
+"""Hears of each instruction before it runs; it runs inside of what the listener returns."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +111,17 @@ def annealing_lr(
     )
 
 
-def train_batch(engine: DeepSpeedEngine, batches: Iterator[Batch]) -> Tensor:
+def train_batch(engine: DeepSpeedEngine, batches: Iterator[Batch], listeners: Sequence[Listener] = ()) -> Tensor:
     """One optimizer step over a global batch; its loss, the same on every rank.
 
     Raises NumericsError where gradients overflow at fp16's smallest loss scale.
     """
-    with scale_exhaustion_named():
+    with scale_exhaustion_named(), _heard(engine, listeners):
         if isinstance(engine, PipelineEngine):
             return engine.train_batch(batches)
         engine.train()
-        losses = [_train_micro_batch(engine, next(batches)) for _ in range(engine.gradient_accumulation_steps())]
+        numbers = range(1, engine.gradient_accumulation_steps() + 1)
+        losses = [_train_micro_batch(engine, batches, listeners, number) for number in numbers]
         return _mean_over_ranks(losses, engine)
 
 
@@ -133,31 +139,54 @@ def scale_exhaustion_named() -> Iterator[None]:
 
 
 @torch.no_grad()
-def eval_batch(engine: DeepSpeedEngine, batches: Iterator[Batch]) -> Tensor:
+def eval_batch(engine: DeepSpeedEngine, batches: Iterator[Batch], listeners: Sequence[Listener] = ()) -> Tensor:
     """The loss of a global batch, the same on every rank, without a step."""
     if isinstance(engine, PipelineEngine):
-        return engine.eval_batch(batches)
+        with _heard(engine, listeners):
+            return engine.eval_batch(batches)
     engine.eval()
     losses = [_forward(engine, next(batches)) for _ in range(engine.gradient_accumulation_steps())]
     return _mean_over_ranks(losses, engine)
 
 
-def tell_instructions(engine: DeepSpeedEngine, tell: Callable[[str, bool], None]) -> None:
-    """Call ``tell`` before each instruction of the pipeline: its name, and whether each micro-batch has one.
-
-    Does nothing on the plain engine, which has no instructions.
-    """
+@contextmanager
+def _heard(engine: DeepSpeedEngine, listeners: Sequence[Listener]) -> Iterator[None]:
+    """Let ``listeners`` hear what DeepSpeed does by itself: the pipeline's instructions, or the plain reduction."""
+    if not listeners:
+        yield
+        return
     if isinstance(engine, PipelineEngine):
-        own = engine._INSTRUCTION_MAP.items()
-        engine._INSTRUCTION_MAP = {kind: _told(kind, execute, tell) for kind, execute in own}
+        name, own = "_INSTRUCTION_MAP", engine._INSTRUCTION_MAP
+        told = {kind: _told(kind, execute, listeners) for kind, execute in own.items()}
+    else:
+        name, own = "allreduce_gradients", engine.allreduce_gradients
+        told = _told(ReduceGrads, lambda _, **arguments: own(**arguments), listeners).__get__(engine)
+    setattr(engine, name, told)  # in front of that of its class
+    try:
+        yield
+    finally:
+        delattr(engine, name)
 
 
-def _told(kind: type[PipeInstruction], execute: Callable, tell: Callable[[str, bool], None]) -> Callable:
-    def tell_and_execute(engine: PipelineEngine, **arguments: Any) -> None:
-        tell(kind.__name__, issubclass(kind, BufferOpInstruction))
-        execute(engine, **arguments)
+def _told(kind: type[PipeInstruction], execute: Callable, listeners: Sequence[Listener]) -> Callable:
+    counts: Counter[int | None] = Counter()
+
+    def tell_and_execute(engine: DeepSpeedEngine, **arguments: Any) -> None:
+        phase = arguments.get("phase")
+        counts[phase] += 1
+        number = counts[phase] if issubclass(kind, BufferOpInstruction) else None
+        with _hearing(listeners, Instruction(kind.__name__, number, phase)):
+            execute(engine, **arguments)
 
     return tell_and_execute
+
+
+@contextmanager
+def _hearing(listeners: Sequence[Listener], instruction: Instruction) -> Iterator[None]:
+    with ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener(instruction))
+        yield
 
 
 def step_status(engine: DeepSpeedEngine) -> StepStatus:
@@ -171,10 +200,17 @@ def step_status(engine: DeepSpeedEngine) -> StepStatus:
     )
 
 
-def _train_micro_batch(engine: DeepSpeedEngine, batch: Batch) -> Tensor:
-    loss = _forward(engine, batch)
-    engine.backward(loss)
-    engine.step()
+def _train_micro_batch(
+    engine: DeepSpeedEngine, batches: Iterator[Batch], listeners: Sequence[Listener], number: int
+) -> Tensor:
+    with _hearing(listeners, Instruction("LoadMicroBatch", number)):
+        batch = next(batches)
+    with _hearing(listeners, Instruction("ForwardPass", number)):
+        loss = _forward(engine, batch)
+    with _hearing(listeners, Instruction("BackwardPass", number)):
+        engine.backward(loss)
+    with _hearing(listeners, Instruction("OptimizerStep", number)):
+        engine.step()
     return loss.detach()
 
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
+import torch.distributed as dist
+
 from megatron.config import RunConfig
-from megatron.data.gpt2_dataset import Datasets, GPT2Dataset, build_datasets
-from megatron.data.loader import Batch, batches, sample_number, with_range
+from megatron.data.datasets import Datasets, Samples, build_datasets
+from megatron.data.loader import Batch, batches
+from megatron.data.places import sample_number, with_range
 from megatron.loss_weights import weighted, weighted_by_micro_batch
 from megatron.mpu.layout import ParallelLayout
 
@@ -37,8 +40,15 @@ class Feed:
         return range(first, last + 1)
 
     def _build(self) -> Datasets | None:
+        """What this rank reads. One rank builds index maps first, of all or of each host, and the others find them."""
+        builds = not self._run.parallel.local_rank if self._run.data.no_shared_disk else self._layout.rank == 0
+        built = self._open() if builds else None
+        dist.barrier()
         if not self._reads:
             return None
+        return built or self._open()
+
+    def _open(self) -> Datasets:
         run, train = self._run, self._run.train
         last_sample = train.consumed_samples(train.train_iters) + sum(map(len, self.left_out))
         return build_datasets(
@@ -54,7 +64,7 @@ class Feed:
     def _batches(self, split: str, first_sample: int, left_out: Sequence[range] = ()) -> Iterator[Batch] | None:
         if self._datasets is None:
             return None
-        dataset: GPT2Dataset = getattr(self._datasets, split)
+        dataset: Samples = getattr(self._datasets, split)
         data, train, group = self._run.data, self._run.train, self._layout.data_group
         micro_batches = batches(
             dataset,

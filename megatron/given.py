@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
@@ -14,11 +15,13 @@ class Given(NamedTuple):
     source: str
 
 
+@cache
 def sections() -> dict[str, type]:
     """The parts of a RunConfig that are dataclasses themselves, by name."""
     return {field.name: field.type for field in fields(RunConfig) if is_dataclass(field.type)}  # type: ignore[misc]
 
 
+@cache
 def flag_fields() -> dict[str, Field]:
     """The fields of all sections that have a flag. No two sections share the name of such a field."""
     return {

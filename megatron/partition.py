@@ -7,6 +7,7 @@ and the one opposite it on the way back.
 
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -68,7 +69,9 @@ def weights(method: str, units: Sequence[Unit]) -> list[int]:
     """What each unit weighs by ``method``, which is no explicit list."""
     if method.startswith(BY_TYPE):
         pattern = re.compile(method.removeprefix(BY_TYPE), re.IGNORECASE)
-        return [sum(bool(pattern.search(name)) for name in unit.names) for unit in units]
+        kinds = {unit.names for unit in units}
+        found = {names: sum(bool(pattern.search(name)) for name in names) for names in kinds}
+        return [found[unit.names] for unit in units]
     return [METHODS[method](unit) for unit in units]
 
 
@@ -100,10 +103,15 @@ def balanced(weights: Sequence[int], parts: int) -> list[int]:
     The heaviest run is as light as can be, and the others then as equal as can be. Among equals the
     first runs are the longer ones.
     """
+    return list(_balanced(tuple(weights), parts))
+
+
+@lru_cache(maxsize=256)
+def _balanced(weights: tuple[int, ...], parts: int) -> tuple[int, ...]:
     sums = [0, *accumulate(weights)]
     lightest, _ = _cheapest(sums, parts, max, lambda weight: weight)
     _, lengths = _cheapest(sums, parts, sum, lambda weight: weight * weight if weight <= lightest else float("inf"))
-    return lengths
+    return tuple(lengths)
 
 
 def _cheapest(
@@ -117,11 +125,17 @@ def _cheapest(
     for _ in range(parts):
         longer = {}
         for end in range(1, len(sums)):
-            begins = [begin for begin in range(end - 1, -1, -1) if begin in best]
-            if begins:
-                costs = [join((best[begin][0], price(sums[end] - sums[begin]))) for begin in begins]
-                cost = min(costs)
-                begin = begins[costs.index(cost)]
+            cheapest: tuple[float, int] | None = None
+            for begin in range(end - 1, -1, -1):
+                run = price(sums[end] - sums[begin])
+                if cheapest is not None and run >= cheapest[0]:
+                    break  # a run that is longer still costs no less
+                if begin in best:
+                    cost = join((best[begin][0], run))
+                    if cheapest is None or cost < cheapest[0]:
+                        cheapest = (cost, begin)
+            if cheapest is not None:
+                cost, begin = cheapest
                 longer[end] = (cost, [*best[begin][1], end - begin])
         best = longer
     return best[len(sums) - 1]

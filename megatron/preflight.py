@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.checkpoint.fingerprint import data_hash, tokenizer_hash
+from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.tracker import SavedRun, resolve
 from megatron.config import RunConfig
-from megatron.data.gpt2_dataset import check_data
+from megatron.data.datasets import check_data
 from megatron.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.tokenizer import read_vocabulary
 
@@ -71,7 +71,7 @@ def _with_hashes(run: RunConfig, *, readable: bool) -> RunConfig:
         return run
     data = replace(
         data,
-        data_hash=data_hash(str(data.data_path)),
+        data_hash=blend_hash(data.contents),
         tokenizer_hash=tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file),
     )
     return replace(run, data=data)
@@ -82,8 +82,12 @@ def _check_outputs(run: RunConfig) -> None:
     folders = {
         "--save": run.checkpoint.save,
         "--tensorboard-dir": run.logging.tensorboard_dir,
+        "--trace": run.observe.trace,
+        "--run-dir": run.observe.run_dir,
         "--data-cache-path": run.data.data_cache_path,
     }
+    if run.observe.profile_dir != run.observe.trace:
+        folders["--profile-dir"] = run.observe.profile_dir
     problems = [_folder_problem(flag, Path(folder)) for flag, folder in folders.items() if folder is not None]
     if run.zero.nvme_path is not None and not Path(run.zero.nvme_path).is_dir():
         problems.append(f"--nvme-path {run.zero.nvme_path}: no such folder; name one on the NVMe device")

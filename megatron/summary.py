@@ -15,16 +15,18 @@ from megatron.mpu.layout import ParallelLayout
 
 def describe_run(run: RunConfig) -> str:
     """Layout, model, batch, schedule, device and the finished DeepSpeed config, a line each."""
-    accelerator = get_accelerator()
-    device = accelerator.device_name()
-    if device != "cpu":
-        device = f"{device} ({torch.get_device_module(device).get_device_name()})"
     rows = {
         **describe_config(run),
-        "device": f"{device}, torch {torch.__version__}",
+        "device": f"{device_name()}, torch {torch.__version__}",
         "deepspeed": json.dumps(run.ds_config),
     }
     return "\n".join(f"> {name:9} {text}" for name, text in rows.items())
+
+
+def device_name() -> str:
+    """What this rank computes on, such as ``cpu`` or ``cuda (NVIDIA H100)``."""
+    device = get_accelerator().device_name()
+    return device if device == "cpu" else f"{device} ({torch.get_device_module(device).get_device_name()})"
 
 
 def describe_model(module: nn.Module, layout: ParallelLayout) -> str:

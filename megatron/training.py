@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from megatron.checkpoint.fit import behind
 from megatron.checkpoint.saving import Checkpointer
 from megatron.checkpoint.tracker import SavedRun, holds_checkpoint
 from megatron.config import RunConfig
-from megatron.data.splits import split_weights
+from megatron.data.sources import has_split
 from megatron.departure import Departures
 from megatron.describe import describe_stages
-from megatron.engine import build_engine, eval_batch, step_status, tell_instructions, train_batch
+from megatron.engine import Listener, build_engine, eval_batch, step_status, train_batch
 from megatron.errors import NumericsError
 from megatron.feed import Feed
 from megatron.launch.accelerator import check_device
@@ -30,9 +30,13 @@ from megatron.mpu.layout import ParallelLayout, distributed
 from megatron.mpu.random import model_parallel_manual_seed
 from megatron.numerics import StepWatch, Verdict, agreed, find_origin
 from megatron.observe.deaths import deaths_watched
+from megatron.observe.files import unless_refused
+from megatron.observe.instruments import Instrument, instruments
+from megatron.observe.memory import exhaustion_named
+from megatron.observe.report.record import write_record
 from megatron.observe.watchdog import hangs_watched
 from megatron.observe.whereabouts import Whereabouts
-from megatron.summary import describe_model, describe_run, full_config
+from megatron.summary import describe_model, describe_run, device_name, full_config
 
 
 def pretrain(run: RunConfig) -> int:
@@ -49,6 +53,7 @@ def pretrain(run: RunConfig) -> int:
         distributed(run.parallel, verbose=run.logging.verbose) as layout,
         deaths_watched(whereabouts),
         hangs_watched(run, layout, whereabouts),
+        exhaustion_named(run, layout, whereabouts),
     ):
         saved = choose_checkpoint(run)
         run = behind(saved.description, run) if saved else run
@@ -57,20 +62,25 @@ def pretrain(run: RunConfig) -> int:
         if run.parallel.uses_pipeline:
             log.say(describe_stages(run))
         log.text("config", full_config(run))
+        if run.observe.run_dir and layout.rank == 0:
+            with unless_refused("run.json"):
+                write_record(run, device_name())
         model_parallel_manual_seed(run.train.seed, layout)
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)
-            checkpointer = Checkpointer(engine, run, log.say)
+            goes_on = saved is not None and not run.checkpoint.finetune
+            checkpointer = Checkpointer(engine, run, log.say, saved.ledger if goes_on else ())
             loaded = load_checkpoint(engine, run, layout, saved) if saved else FRESH
-        if run.logging.watchdog_minutes is not None:
-            tell_instructions(engine, whereabouts.instruct)
         log.say(describe_model(engine.module, layout))
         for line in loaded.remarks:
             log.say(f"> {line}")
         log.say(_describe_start(run, saved, loaded.iteration))
         feed = Feed(run, layout, saved.left_out if saved and loaded.iteration else ())
-        trainer = Trainer(run, engine, layout, feed, log, checkpointer, departures, whereabouts)
+        looks = instruments(run, layout, engine.module)
+        trainer = Trainer(run, engine, layout, feed, log, checkpointer, departures, whereabouts, looks)
         exit_code = trainer.train(loaded.iteration)
+        for instrument in looks:
+            instrument.close()
         log.close()
     return exit_code
 
@@ -88,10 +98,12 @@ class Trainer:
         checkpointer: Checkpointer,
         departures: Departures,
         whereabouts: Whereabouts,
+        looks: Sequence[Instrument],
     ):
         self.run, self.engine, self.layout, self.feed, self.log = run, engine, layout, feed, log
         self.checkpointer, self.departures, self.watch = checkpointer, departures, StepWatch(run)
-        self.whereabouts = whereabouts
+        self.whereabouts, self.looks = whereabouts, looks
+        self.listeners: list[Listener] = [] if run.logging.watchdog_minutes is None else [whereabouts.instruct]
         self.returns: Counter[str] = Counter()
         """How often training went back to each checkpoint."""
 
@@ -109,7 +121,9 @@ class Trainer:
             iteration += 1
             self.whereabouts.enter("training", iteration)
             learning_rate = self.engine.get_lr()[0]
-            loss = train_batch(self.engine, batches)
+            with ExitStack() as stack:
+                heard = [listener for look in self.looks for listener in stack.enter_context(look.iteration(iteration))]
+                loss = train_batch(self.engine, batches, [*self.listeners, *heard])
             status = step_status(self.engine)
             self.log.step(iteration, loss, learning_rate, status)
             verdict = self.watch.judge(iteration, agreed(loss), status)
@@ -138,14 +152,13 @@ class Trainer:
     def evaluate(self, iteration: int, split: str = "valid") -> None:
         """The loss over ``--eval-iters`` global batches, the next ones of the split."""
         config = self.run.train
-        weight = dict(zip(("train", "valid", "test"), split_weights(self.run.data.split), strict=True))[split]
-        if not config.eval_iters or not weight:
+        if not config.eval_iters or not has_split(self.run.data, split):
             return
         self.whereabouts.enter("evaluation", iteration)
         with self._paused():
             earlier = (iteration - 1) // config.eval_interval if split == "valid" else 0
             batches = self.feed.evaluation(split, earlier)
-            losses = [eval_batch(self.engine, batches) for _ in range(config.eval_iters)]
+            losses = [eval_batch(self.engine, batches, self.listeners) for _ in range(config.eval_iters)]
             self.log.evaluation(iteration, torch.stack(losses).mean().item(), split)
 
     def save(self, iteration: int) -> int:

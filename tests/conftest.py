@@ -35,6 +35,12 @@ def run_ranks(_rank_pools: RankPools) -> Callable[..., list[Any]]:
     return _rank_pools.run
 
 
+@pytest.fixture
+def run_ranks_once(_rank_pools: RankPools) -> Callable[..., list[Any]]:
+    """The same on ranks that end with it: for what leaves groups, engines or settings behind."""
+    return _rank_pools.run_once
+
+
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """Start the project's programs the way a user does, with a small data set at hand."""

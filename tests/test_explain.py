@@ -98,5 +98,7 @@ def test_a_world_size_is_for_an_explanation_only() -> None:
         [sys.executable, "pretrain_gpt2.py", *SMALL.split(), "--world-size", "8"], capture_output=True, text=True
     )
     assert finished.returncode == 2
-    assert "--world-size 8 is for --explain: the launcher starts the processes of a run" in finished.stderr
+    assert (
+        "--world-size 8 is for --explain and --dry-run: the launcher starts the processes of a run" in finished.stderr
+    )
     assert parse_run([*SMALL.split(), "--explain", "--world-size", "8"], CPU).parallel.world_size == 8

@@ -16,6 +16,24 @@ from megatron.legality import RULES, violations
 
 # Name of the rule; a command line that breaks it alone; the start of its message; what mends it.
 BROKEN = [
+    (
+        "a blend has a weight before each prefix",
+        "--data-path 0.3 one 0.7",
+        "--data-path 0.3 one 0.7: 3 words: give one prefix, or WEIGHT PREFIX for each data set",
+        "--data-path 0.3 one 0.7 other",
+    ),
+    (
+        "--valid-data-path needs --train-data-path",
+        "--valid-data-path other",
+        "--valid-data-path has no effect without --train-data-path",
+        None,
+    ),
+    (
+        "--test-data-path needs --train-data-path",
+        "--test-data-path other",
+        "--test-data-path has no effect without --train-data-path",
+        None,
+    ),
     ("heads divide the hidden size", "--hidden-size 66", "--hidden-size 66 is not a multiple", "--hidden-size 68"),
     (
         "tensor-parallel ranks divide the heads",
@@ -403,6 +421,74 @@ BROKEN = [
         "--save out",
     ),
     ("strict loading loads", "--load-strict", "--load-strict has no effect without --load", "--load in"),
+    (
+        "closer looks are at iterations of the run",
+        "--trace out --trace-steps 4:2",
+        "--trace-steps 4:2: give the first iteration and the last, such as 2:4",
+        "--trace-steps 2:4",
+    ),
+    (
+        "closer looks are at iterations of the run",
+        "--trace out --profile-steps 0:2",
+        "--profile-steps 0:2: give the first iteration and the last, such as 2:4",
+        "--profile-steps 1:2",
+    ),
+    (
+        "closer looks are at iterations of the run",
+        "--trace out --profile-steps 101:102",
+        "--profile-steps 101:102 begins behind the last iteration, 100: choose earlier ones",
+        "--train-iters 101",
+    ),
+    (
+        "closer looks are at iterations of the run",
+        "--trace out --flops-profile-step 101",
+        "--flops-profile-step 101 is behind the last iteration, 100: choose another",
+        "--flops-profile-step 100",
+    ),
+    ("traced iterations are traced", "--trace-steps 3:4", "--trace-steps has no effect without --trace", "--trace out"),
+    (
+        "a profile has a folder",
+        "--profile-steps 3:4",
+        "--profile-steps needs a folder: add --profile-dir, or --trace",
+        "--profile-dir out",
+    ),
+    (
+        "a profile has a folder",
+        "--profile-dir out",
+        "--profile-dir has no effect without --profile-steps or --flops-profile-step: add one",
+        "--flops-profile-step 3",
+    ),
+    (
+        "operations are counted on the plain engine",
+        "--trace out --flops-profile-step 3 --pipe-parallel-size 2",
+        "--flops-profile-step cannot go with --pipe-parallel-size 2: use --pipe-parallel-size 0",
+        "--pipe-parallel-size 0",
+    ),
+    (
+        "a partition by measured times needs a pipeline",
+        "--repartition-from out",
+        "--repartition-from has no effect without --pipe-parallel-size",
+        None,
+    ),
+    ("--rank needs --dry-run", "--rank 0", "--rank has no effect without --dry-run", "--dry-run"),
+    (
+        "ranks of a dry run are among the processes",
+        "--dry-run --rank 0,5",
+        "--rank 5: there is 1 process, counted from 0",
+        "--world-size 6",
+    ),
+    (
+        "ranks of a dry run are among the processes",
+        "--dry-run --rank 0-5",
+        "--rank 0-5 is no list of numbers",
+        "--rank 0",
+    ),
+    (
+        "--explain excludes --dry-run",
+        "--explain --dry-run",
+        "--explain and --dry-run exclude each other",
+        None,
+    ),
 ]
 if find_spec("apex") is None:
     BROKEN.append(

@@ -39,10 +39,10 @@ def settings(programs: Programs) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def on_one_host(programs: Programs, settings, tmp_path_factory) -> list[float]:
+def on_one_host(train_in_ranks, tmp_path_factory) -> list[float]:
     """The losses of four ranks on this machine."""
     metrics = tmp_path_factory.mktemp("one_host") / "metrics"
-    programs.torchrun(4, "pretrain_gpt2.py", *settings, "--metrics-file", metrics).ok()
+    train_in_ranks(4, *SETTINGS, "--metrics-file", metrics)
     return losses(metrics)
 
 

@@ -1,11 +1,15 @@
 """The first command a newcomer runs: from nothing to a trained model, on a CPU."""
 
 import re
+import shlex
 import struct
 import sys
 
+from support.command_lines import CPU
 from support.ports import free_port
 from support.programs import Programs, read_metrics
+
+from megatron.arguments import parse_run
 
 
 def test_the_quickstart_learns(programs: Programs, tmp_path) -> None:
@@ -38,3 +42,12 @@ def test_an_unknown_argument_shows_the_knobs(programs: Programs) -> None:
     finished = programs.run("bash", "examples/quickstart.sh", "--slow")
     assert finished.returncode == 2
     assert "--fast" in finished.output and "OUT" in finished.output
+
+
+def test_a_dry_run_shows_the_commands(programs: Programs, tmp_path) -> None:
+    folder = tmp_path / "quick start"
+    shown = programs.run("bash", "examples/quickstart.sh", "--fast", OUT=str(folder), DRY_RUN="1", TP="4").ok().output
+    (words,) = [shlex.split(line) for line in shown.splitlines() if line.startswith("deepspeed ")]
+    run = parse_run(words[words.index("pretrain_gpt2.py") + 1 :], {**CPU, "WORLD_SIZE": "8"})
+    assert (run.parallel.model_parallel_size, run.parallel.pipe_parallel_size, run.model.num_layers) == (4, 2, 2)
+    assert run.data.data_path == f"{folder}/corpus_text_document" and not folder.exists(), "a dry run makes nothing"

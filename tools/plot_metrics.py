@@ -1,6 +1,5 @@
 """Draw the metrics files of one or more runs: loss, learning rate, gradient norm and speed over the iterations."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,16 +10,14 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
 from megatron.cli import ToolParser, run_tool
-from megatron.errors import ConfigError, DataError
+from megatron.errors import ConfigError
+from megatron.observe.report.series import Points, read_series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg", "pdf")
-
-Points = Mapping[int, float]
-"""Iteration -> value, in order."""
 
 
 class Panel(NamedTuple):
@@ -64,7 +61,9 @@ def main() -> None:
     if picture_format not in FORMATS:
         raise ConfigError(f"--output {args.output}: the name must end in .{', .'.join(FORMATS)}")
     baselines = dict(map(read_baseline, args.baseline))
-    runs = [Run(name, read_metrics(path)) for name, path in zip(run_names(args.metrics), args.metrics, strict=True)]
+    runs = [
+        Run(name, read_series(path, KEYS)) for name, path in zip(run_names(args.metrics), args.metrics, strict=True)
+    ]
     figure = draw(runs, baselines, args.title)
     with atomic_file(args.output, "--output", binary=True) as file:
         figure.savefig(file, format=picture_format)
@@ -89,46 +88,6 @@ def run_names(paths: Sequence[Path]) -> list[str]:
     return [
         name if names.count(name) == 1 else str(path.with_suffix("")) for name, path in zip(names, paths, strict=True)
     ]
-
-
-def read_metrics(path: Path) -> dict[str, Points]:
-    """The points of a metrics file, one JSON object with an ``iteration`` a line, for each of ``KEYS``.
-
-    Of an iteration that is there twice, as after a resume, the last line counts. Values that are
-    null or not finite are no points. Raises DataError, with the line's number, for a line that is
-    no such object, and if there is no loss in all the file.
-    """
-    series: dict[str, dict[int, float]] = {key: {} for key in KEYS}
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    add_points(series, f"{path}:{number}", line)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); give a file that --metrics-file wrote") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8; give a file that --metrics-file wrote") from error
-    if not (series["lm_loss"] or series["validation_loss"]):
-        raise DataError(f"{path}: no lm_loss and no validation_loss to draw; give a file that --metrics-file wrote")
-    return {key: dict(sorted(points.items())) for key, points in series.items()}
-
-
-def add_points(series: Mapping[str, dict[int, float]], where: str, line: str) -> None:
-    """Add what a line holds. Raises DataError if it is not an object with an iteration and numbers."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno}); mend or remove the line") from error
-    if not isinstance(record, dict) or type(record.get("iteration")) is not int:
-        raise DataError(f"{where}: no JSON object with a whole number as its iteration; mend or remove the line")
-    for key in KEYS:
-        value = record.get(key)
-        if value is None:
-            continue
-        if type(value) not in (int, float):
-            raise DataError(f"{where}: {key} is {value!r}, which is no number; mend or remove the line")
-        if math.isfinite(value):
-            series[key][record["iteration"]] = value
 
 
 def draw(runs: Sequence[Run], baselines: Mapping[str, float], title: str) -> "Figure":

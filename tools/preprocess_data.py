@@ -1,10 +1,12 @@
 """Tokenize text into the indexed data sets that pretrain_gpt2.py reads.
 
-Writes PREFIX_KEY_document.bin and .idx for each key. Give PREFIX_KEY_document as --data-path.
+Writes PREFIX_KEY_document.bin and .idx for each key. Give PREFIX_KEY_document as --data-path. Inputs are JSONL or plain
+text, as they are or compressed by gzip or Zstandard, or Parquet.
 """
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,8 @@ from tqdm import tqdm
 
 from megatron.cli import ToolParser, run_tool
 from megatron.data.corpus import FORMATS
-from megatron.data.preprocess import Job, Summary, preprocess
+from megatron.data.preprocess import preprocess
+from megatron.data.preprocess_job import Job, Summary
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer import TOKENIZERS
 
@@ -36,8 +39,8 @@ def main() -> None:
         workers=args.workers,
         skip_errors=args.on_error == "skip",
     )
-    with progress_bar(job.inputs, args.log_interval) as report:
-        summary = preprocess(job, report)
+    with progress_bar(job, args.log_interval) as report:
+        summary = preprocess(job, report, tell, resume=args.resume)
     print(describe(job, summary))
 
 
@@ -45,10 +48,29 @@ def parse_arguments() -> argparse.Namespace:
     """The command line, checked. Raises ConfigError, or DataError for absent inputs."""
     parser = ToolParser(__doc__)
     add = parser.add_argument
-    add("--input", type=Path, nargs="+", required=True, metavar="FILE", help="text: JSONL, or a document a line")
-    add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: text for .txt, else jsonl)")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the JSON objects to tokenize")
-    add("--on-error", choices=("abort", "skip"), default="abort", help="what to do with a line that cannot be read")
+    add(
+        "--input",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="text: JSONL, a document a line, or Parquet",
+    )
+    add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: by the name)")
+    add(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys of the JSON objects, or columns, to tokenize",
+    )
+    add(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what a bad or empty line does; skipped ones are told",
+    )
+    add("--resume", action="store_true", help="go on with this very job where it was interrupted")
     add("--tokenizer-type", choices=tuple(TOKENIZERS), default="GPT2BPETokenizer", help="kind of tokenizer")
     add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (vocab.json)")
     add("--merge-file", metavar="FILE", help="merges of the BPE (merges.txt)")
@@ -88,7 +110,7 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
 
 
 @contextmanager
-def progress_bar(inputs: tuple[Path, ...], interval: int) -> Iterator[Callable[[Summary], None]]:
+def progress_bar(job: Job, interval: int) -> Iterator[Callable[[Summary], None]]:
     """A bar on stderr with MB/s and documents/s; the function it gives moves it, once in ``interval`` documents."""
     shown = 0
 
@@ -96,13 +118,23 @@ def progress_bar(inputs: tuple[Path, ...], interval: int) -> Iterator[Callable[[
         nonlocal shown
         if summary.finished or summary.documents >= shown + interval:
             shown = summary.documents
-            rate = shown / max(bar.format_dict["elapsed"], 1e-9)
+            rate = (shown - summary.resumed_at) / max(bar.format_dict["elapsed"], 1e-9)
             bar.set_postfix_str(f"{shown:,} documents, {rate:,.0f} documents/s", refresh=False)
             bar.update(summary.input_bytes - bar.n)
 
-    # A pipe has no size; the bar then only counts.
-    with tqdm(total=sum(path.stat().st_size for path in inputs) or None, unit="B", unit_scale=True) as bar:
+    with tqdm(total=text_size(job), unit="B", unit_scale=True) as bar:
         yield report
+
+
+def text_size(job: Job) -> int | None:
+    """Bytes of text of all inputs; None where only reading tells: a pipe has no size, what is compressed another."""
+    plain = all(job.format_of(path) != "parquet" and path.suffix not in (".gz", ".zst") for path in job.inputs)
+    return sum(path.stat().st_size for path in job.inputs) or None if plain else None
+
+
+def tell(fault: str) -> None:
+    """Say what is wrong with a line that is skipped, above the bar."""
+    tqdm.write(f"> skipped {fault}", file=sys.stderr)
 
 
 def describe(job: Job, summary: Summary) -> str:
@@ -112,11 +144,13 @@ def describe(job: Job, summary: Summary) -> str:
         f"{files}: {summary.documents:,} documents, {summary.tokens:,} tokens, {summary.output_bytes:,} bytes "
         f"from {summary.input_bytes:,} bytes of text"
     )
-    if summary.empty:
-        line += f"; {summary.empty:,} empty documents left out"
-    if summary.bad_lines:
-        line += f"; {summary.bad_lines:,} bad lines skipped, the first: {summary.first_fault}"
-    return line
+    counts = {
+        "bad lines skipped": summary.bad_lines,
+        "empty documents skipped": summary.empty,
+        "blank lines": summary.blank,
+        "documents were there before": summary.resumed_at,
+    }
+    return "; ".join([line, *(f"{count:,} {what}" for what, count in counts.items() if count)])
 
 
 if __name__ == "__main__":

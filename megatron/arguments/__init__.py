@@ -12,6 +12,7 @@ from megatron.ds_config import compile_config, read_knobs
 from megatron.ds_config.file import ConfigFile, read_config_file
 from megatron.ds_config.optimizers import optimizer_problems
 from megatron.ds_config.pipeline import pipeline_problems
+from megatron.ds_config.profile import profile_problems
 from megatron.errors import ConfigError
 from megatron.given import merge
 from megatron.legality import violations
@@ -58,5 +59,5 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str]) -> Reading:
     run, unsettled = resolve_run(given, environ)
     problems += contradictions + value_problems(given) + unsettled
     problems += violations(run) + optimizer_problems(run, file.tree, given)
-    problems += pipeline_problems(run, file.tree)
+    problems += pipeline_problems(run, file.tree) + profile_problems(run.observe, file.tree)
     return Reading(run if problems else replace(run, ds_config=compile_config(run, given, file.tree)), problems)

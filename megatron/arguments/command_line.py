@@ -4,7 +4,7 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args, get_origin
 
 from megatron.arguments.refused import REFUSED, REFUSED_VALUES
 from megatron.errors import ConfigError
@@ -74,7 +74,8 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
         group.add_argument(*names, action=_Record, dest=field.name, nargs=0, const=True, help=_help(field))
     else:
         metavar = "|".join(about["choices"]) if about["choices"] else about["metavar"] or _METAVARS[_kind(field)]
-        group.add_argument(*names, action=_Record, dest=field.name, metavar=metavar, help=_help(field))
+        nargs = "+" if get_origin(field.type) is tuple else None
+        group.add_argument(*names, action=_Record, dest=field.name, nargs=nargs, metavar=metavar, help=_help(field))
     for value in dict.fromkeys(about["switches"].values()):
         names_of_value = [f"--{name}" for name in about["switches"] if about["switches"][name] == value]
         text = f"The same as {names[0]} {value}." if _kind(field) is not bool else f"The opposite of {names[0]}."
@@ -87,7 +88,7 @@ def _help(field: Field) -> str:
     if about["required"]:
         return f"{text} (required)"
     # Off, and "not given", go without saying; so does a default that the text explains itself.
-    silent = field.default in (None, MISSING) or isinstance(field.default, bool) or "(default" in text
+    silent = field.default in (None, MISSING, ()) or isinstance(field.default, bool) or "(default" in text
     if silent or (about["within"] == "[1, inf)" and not field.default):
         return text
     return f"{text} (default: {field.default})"
@@ -139,7 +140,8 @@ def _read_values(said: list[tuple[str, str, Any, bool]]) -> tuple[list[tuple[str
     given: list[tuple[str, str, Given]] = []
     faults: list[str] = []
     for name, flag, value, is_switch in said:
-        source = flag if is_switch else f"{flag} {value or repr(value)}"
+        words = " ".join(value) if isinstance(value, list) else value
+        source = flag if is_switch else f"{flag} {words or repr(words)}"
         try:
             if not is_switch:
                 value = _read_value(every_field[name], value) if name in every_field else _text(value)
@@ -150,8 +152,10 @@ def _read_values(said: list[tuple[str, str, Any, bool]]) -> tuple[list[tuple[str
     return given, faults
 
 
-def _read_value(field: Field, text: str) -> Any:
+def _read_value(field: Field, text: str | list[str]) -> Any:
     """The value of ``text`` for ``field``. Raises ValueError with what is wrong."""
+    if isinstance(text, list):
+        return tuple(map(_READERS[_kind(field)], text))
     choices = field.metadata["flag"]["choices"]
     if (field.name, text) in REFUSED_VALUES:
         raise ValueError(REFUSED_VALUES[field.name, text])
@@ -205,7 +209,11 @@ _READERS: dict[type, Callable[[str], Any]] = {int: _whole, float: _number, str: 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
-_ARGPARSE_WORDS = {"expected one argument": "needs a value", "ignored explicit argument": "takes no value: remove"}
+_ARGPARSE_WORDS = {
+    "expected one argument": "needs a value",
+    "expected at least one argument": "needs a value",
+    "ignored explicit argument": "takes no value: remove",
+}
 
 
 class _Record(argparse.Action):

@@ -2,15 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import Field, fields, replace
+from pathlib import Path
 
 from megatron.arguments.batch_size import solve_batch
-from megatron.config import ActivationConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig, ZeroConfig
+from megatron.arguments.repartition import repartitioned
+from megatron.config import (
+    ActivationConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    ZeroConfig,
+)
 from megatron.errors import ConfigError
 from megatron.given import Given, sections
 from megatron.launch.device import expected_device
 from megatron.launch.launcher import local_rank, world_size
 
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+METRICS = "metrics.jsonl"
+"""What the metrics file is called in --run-dir."""
 
 
 def resolve_run(given: Mapping[str, Given], environ: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
@@ -24,8 +36,13 @@ def resolve_run(given: Mapping[str, Given], environ: Mapping[str, str]) -> tuple
         run = replace(run, parallel=_parallel(run, given, environ))
     except ConfigError as error:
         problems += error.messages
-    run = replace(run, activation=_activation(run))
+    run = replace(run, activation=_activation(run), logging=_logging(run))
     run = replace(run, model=_model(run), zero=_zero(run, given))
+    run = replace(run, observe=replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace))
+    try:
+        run = replace(run, parallel=_repartitioned(run, given))
+    except ConfigError as error:
+        problems += error.messages
     # The batch can be judged only where the processes fall into whole replicas.
     replica = run.parallel.replica_size
     if not problems and replica >= 1 and run.parallel.world_size % replica == 0:
@@ -51,16 +68,35 @@ def _is_given(field: Field, given: Mapping[str, Given]) -> bool:
 def _parallel(run: RunConfig, given: Mapping[str, Given], environ: Mapping[str, str]) -> ParallelConfig:
     device = expected_device(environ)
     said = run.parallel
-    explained = "world_size" in given
-    if explained and not run.logging.explain:
-        raise ConfigError(f"{given['world_size'].source} is for --explain: the launcher starts the processes of a run")
+    said_so = "world_size" in given
+    if said_so and not (run.logging.explain or run.logging.dry_run):
+        raise ConfigError(
+            f"{given['world_size'].source} is for --explain and --dry-run: the launcher starts the processes of a run"
+        )
     return replace(
         said,
-        world_size=said.world_size if explained else world_size(environ),
+        world_size=said.world_size if said_so else world_size(environ),
         device=device,
         distributed_backend=said.distributed_backend or _BACKENDS.get(device),
         local_rank=local_rank(environ) if said.local_rank is None else said.local_rank,
     )
+
+
+def _repartitioned(run: RunConfig, given: Mapping[str, Given]) -> ParallelConfig:
+    said = run.parallel
+    if said.repartition_from is None or not said.uses_pipeline:
+        return said
+    if "pipeline_partition" in given:
+        raise ConfigError(
+            f"{given['repartition_from'].source} and {given['pipeline_partition'].source} exclude each other: give one"
+        )
+    return replace(said, pipeline_partition=repartitioned(said, run.model))
+
+
+def _logging(run: RunConfig) -> LoggingConfig:
+    if run.observe.run_dir is None or run.logging.metrics_file is not None:
+        return run.logging
+    return replace(run.logging, metrics_file=str(Path(run.observe.run_dir) / METRICS))
 
 
 def _model(run: RunConfig) -> ModelConfig:

@@ -9,8 +9,10 @@ EXCLUSIVE = (
     ("train_iters", "train_samples"),
     ("lr_decay_iters", "lr_decay_samples"),
     ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
+    ("data_path", "train_data_path"),
+    ("split", "train_data_path"),
 )
-"""Fields that say the same in different units, so that only one of each row may be given."""
+"""Fields that say the same in different ways, so that only one of each row may be given."""
 
 
 def value_problems(given: Mapping[str, Given]) -> list[str]:
@@ -29,6 +31,8 @@ def value_problems(given: Mapping[str, Given]) -> list[str]:
             problems.append(f"{' and '.join(said)} exclude each other: give one")
     if "train_iters" not in given and "train_samples" not in given:
         problems.append("--train-iters is required (or --train-samples)")
+    if "data_path" not in given and "train_data_path" not in given:
+        problems.append("--data-path is required (or --train-data-path)")
     return problems
 
 

@@ -1,7 +1,7 @@
 """Hashes that tell what a run reads by its content: another place or date changes nothing. No torch here."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 BLOCK = 1 << 16
@@ -25,6 +25,14 @@ def data_hash(prefix: str) -> str:
                 file.seek(offset)
                 digest.update(file.read(BLOCK))
     return digest.hexdigest()
+
+
+def blend_hash(contents: Sequence[Sequence[str]]) -> str:
+    """A hash of what a run reads: the prefixes of its blends. Of a single data set it is the hash of that."""
+    if len(contents) == 1 and len(contents[0]) == 1:
+        return data_hash(contents[0][0])
+    hashes = [[data_hash(prefix) for prefix in prefixes] for prefixes in contents]
+    return hashlib.sha256(repr(hashes).encode()).hexdigest()
 
 
 def tokenizer_hash(kind: str, *files: str | None) -> str:

@@ -65,6 +65,7 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
     train, data, model = run.train, run.data, run.model
     return {
         "the content of --data-path": data.data_hash,
+        "the proportions of the blend": data.proportions,
         "the tokenizer's content": data.tokenizer_hash,
         "--split": data.split,
         "--seq-length": data.seq_length,

@@ -22,6 +22,7 @@ from megatron.checkpoint.checkpointing import CHECKPOINT_VERSION
 from megatron.checkpoint.durable import make_folder
 from megatron.checkpoint.engine_files import EngineFiles, StateFile, bytes_of
 from megatron.checkpoint.files import write_file
+from megatron.checkpoint.ledger import Stretch
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.rng import random_states, rng_file
 from megatron.checkpoint.room import check_room, on_disk
@@ -54,8 +55,16 @@ class Checkpointer:
     ``finish()`` if no later save mends it.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, run: RunConfig, say: Callable[[str], None]):
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        run: RunConfig,
+        say: Callable[[str], None],
+        earlier: Sequence[Stretch] = (),
+    ):
         self._engine, self._run, self._say = engine, run, say
+        self._earlier = earlier
+        """The ledger of the checkpoint that the run goes on from."""
         self._folder = Path(run.checkpoint.save) if run.checkpoint.save else None
         self._files = EngineFiles(copies=run.checkpoint.async_save)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -111,7 +120,7 @@ class Checkpointer:
         """Take the state, and set the writer on it."""
         folder, tag = self._folder, tags.tag_of(iteration)
         on_first(on_disk(lambda: tags.begin(folder, tag), folder, _name(iteration), 0))
-        description = describe(self._run, iteration, left_out)
+        description = describe(self._run, iteration, left_out, self._earlier)
         files = self._take_state(description, folder / tags.unfinished(tag))
         size = sum(together(lambda: sum(bytes_of(state) + _ENVELOPE for _, state in files)))
         on_first(lambda: check_room(folder, _name(iteration), size))

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron.checkpoint.durable import UNFINISHED, replace_text, write_text
 from megatron.checkpoint.fit import check_fit, layout_of, schedule_of, settings_of
+from megatron.checkpoint.ledger import Stretch, as_entries, lengthened, read_ledger
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_content, check_sizes, read_manifest, write_manifest
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.errors import CheckpointError
@@ -49,6 +50,11 @@ class SavedRun:
     def left_out(self) -> tuple[range, ...]:
         """Samples of the stream that training goes past, in order."""
         return tuple(range(start, stop) for start, stop in self.description.get("left_out_samples", ()))
+
+    @property
+    def ledger(self) -> tuple[Stretch, ...]:
+        """Which samples its iterations took. Raises CheckpointError where it cannot be read."""
+        return read_ledger(self.description, str(self.folder / self.tag))
 
 
 def resolve(run: RunConfig, broken: Mapping[str, str] = _NONE_BROKEN) -> SavedRun | None:
@@ -114,14 +120,17 @@ def write_description(tag_folder: Path, description: dict[str, Any], records: Ma
     write_manifest(tag_folder, {**(records or {}), RUN_FILE: own})
 
 
-def describe(run: RunConfig, iteration: int, left_out: Sequence[range] = ()) -> dict[str, Any]:
-    """What ``run.json`` says of a tag saved after ``iteration``."""
+def describe(
+    run: RunConfig, iteration: int, left_out: Sequence[range] = (), earlier: Sequence[Stretch] = ()
+) -> dict[str, Any]:
+    """What ``run.json`` says of a tag saved after ``iteration``, by a run that began with the ledger ``earlier``."""
     samples = run.train.consumed_samples(iteration)
     return {
         "iteration": iteration,
         "consumed_samples": samples,
         "consumed_tokens": samples * run.data.seq_length,
         "left_out_samples": [[span.start, span.stop] for span in left_out],
+        "ledger": as_entries(lengthened(earlier, run, iteration)),
         "layout": layout_of(run),
         "settings": settings_of(run),
         "schedule": schedule_of(run),

@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -43,26 +44,31 @@ def run_rank() -> None:
     on_gpu = request["device"] == "cuda"
     if on_gpu:
         torch.cuda.set_device(request["slot"])
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"tcp://{request['address']}:{request['port']}",
-        rank=request["rank"],
-        world_size=request["world_size"],
-        timeout=datetime.timedelta(seconds=request["seconds"]),
-    )
+    rank, world_size, address, port = (request[name] for name in ("rank", "world_size", "address", "port"))
+    timeout = datetime.timedelta(seconds=request["seconds"])
+    # Else the store would listen on every interface.
+    listener = _listen(os.environ.get("MASTER_LISTEN", address), port).detach() if rank == 0 else None
+    store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listener)
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     size = (256 if on_gpu else 16) * MIB
     tensor = torch.ones(size // 4, device="cuda" if on_gpu else "cpu")
     for _ in range(2):
         dist.all_reduce(tensor[: MIB // 4].fill_(1))
-    if int(tensor[0]) != request["world_size"]:
-        sys.exit(f"the sum over {request['world_size']} ranks was {int(tensor[0])}")
+    if int(tensor[0]) != world_size:
+        sys.exit(f"the sum over {world_size} ranks was {int(tensor[0])}")
     best = min(_seconds(dist, tensor.fill_(1), on_gpu) for _ in range(3))
-    if request["rank"] == 0:
-        others = 2 * (request["world_size"] - 1) / request["world_size"]
+    if rank == 0:
+        others = 2 * (world_size - 1) / world_size
         print(MARK + json.dumps({"bytes_per_second": others * size / best, "bytes": size}), flush=True)
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(place, family=family)
 
 
 def _seconds(dist, tensor, on_gpu: bool) -> float:

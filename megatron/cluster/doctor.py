@@ -85,13 +85,13 @@ def _address(answer: Answer) -> str:
 def _request(visit: Visit, sent: Mapping[str, str]) -> dict[str, Any]:
     files: dict[str, str | None] = {"--deepspeed_config": visit.config_file}
     folders: dict[str, str | None] = {}
-    data = None
+    data: list[str] = []
     if visit.run is not None:
         run = visit.run
         files |= {"--vocab-file": run.data.vocab_file, "--merge-file": run.data.merge_file}
         folders |= {"--save": run.checkpoint.save, "--load": run.checkpoint.load}
         folders |= {"--tensorboard-dir": run.logging.tensorboard_dir, "--data-cache-path": run.data.data_cache_path}
-        data = str(Path(str(run.data.data_path)).absolute())
+        data = [str(Path(prefix).absolute()) for prefix in run.data.prefixes]
     return {
         "project": str(PROJECT),
         "files": _absolute(files),

@@ -13,7 +13,15 @@ from megatron.launch.device import expected_device
 
 _ALWAYS = ("MLFLOW", "PYTHON", "MV2", "UCX")
 _WITH_DEVICE = {"cuda": ("NCCL",)}
-_NEEDED = ("CUDA_HOME", "CXX", "DS_ACCELERATOR", "LD_LIBRARY_PATH", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+_NEEDED = (
+    "CUDA_HOME",
+    "CXX",
+    "DS_ACCELERATOR",
+    "LD_LIBRARY_PATH",
+    "MASTER_LISTEN",
+    "TORCH_EXTENSIONS_DIR",
+    "XDG_CACHE_HOME",
+)
 _NEEDED_FAMILIES = ("GLOO_", "NCCL_", "TORCH_NCCL_")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OBEYED_IN_QUOTES = re.compile(r"[\"$`\\%\x00-\x1f]")

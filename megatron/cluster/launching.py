@@ -18,6 +18,8 @@ from megatron.cluster.remote import is_plain, quote_for_pdsh
 from megatron.errors import ConfigError
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
+_OWN = ("script", "arguments", "max_restarts")
+"""What is not handed on as a flag."""
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 
 
@@ -46,6 +48,9 @@ def read_launch(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--venv_script", default="", metavar="FILE", help="script that activates the environment")
     parser.add_argument("--enable_each_rank_log", default="", metavar="DIR", help="a log file for each rank")
     parser.add_argument("--bind_core_list", default="", metavar="CORES", help="cores to bind to: 1,3-5")
+    parser.add_argument(
+        "--max-restarts", "--max_restarts", type=restarts, default=0, metavar="N", help="start a run that died again"
+    )
     for switch, text in _SWITCHES.items():
         parser.add_argument(f"--{switch}", action="store_true", help=text)
     levels = ("debug", "info", "warning", "error", "critical")
@@ -95,6 +100,11 @@ def count(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
         raise ValueError(f"{text} is no number from 1 on")
     return int(text)
+
+
+def restarts(text: str) -> int:
+    """A whole number. Raises ValueError."""
+    return int(text) and count(text)
 
 
 def port(text: str) -> int:
@@ -160,6 +170,6 @@ def _flags(launch: Namespace) -> list[str]:
     """The flags of ``launch`` in one form: ``--name=value``, so that no value is taken for a flag."""
     words = []
     for name, value in vars(launch).items():
-        if name not in ("script", "arguments") and value is not None and value is not False and value != "":
+        if name not in _OWN and value is not None and value is not False and value != "":
             words.append(f"--{name}" if value is True else f"--{name}={value}")
     return words

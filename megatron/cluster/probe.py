@@ -29,7 +29,7 @@ def answer(request: dict) -> None:
     """Print the time, then the facts.
 
     Args:
-        request: ``project``, ``files`` (flag to path), ``data`` (a prefix or None), ``folders`` (flag to path),
+        request: ``project``, ``files`` (flag to path), ``data`` (prefixes), ``folders`` (flag to path),
             ``port`` (to listen on, or None) and ``environ``, which the launcher will set here.
     """
     print(MARK + json.dumps({"time": time.time()}), flush=True)
@@ -77,7 +77,7 @@ def _digest(path):
 
 
 def _data(request):
-    return request["data"] and data_hash(request["data"])
+    return {prefix: _attempt(data_hash, prefix) for prefix in request["data"]}
 
 
 def _folders(request):

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 CONNECT_SECONDS = 5
 _PLAIN = re.compile(r"[A-Za-z0-9@_+=:,./-]+")
@@ -14,15 +14,28 @@ def ssh_command(host: str, words: Sequence[str], port: int | None = None) -> lis
     Whether a host key is trusted is left to ssh's own configuration. ``host`` has to be one by
     ``hostfile.name_problem``, and stands behind ``--`` all the same.
     """
+    return ["ssh", "-T", *_options(alive=5), *(["-p", str(port)] if port else []), "--", host, shlex.join(words)]
+
+
+def ssh_patience(environ: Mapping[str, str]) -> dict[str, str]:
+    """What makes pdsh's ssh ask nobody anything, and leave a host that has been silent for two minutes.
+
+    Else a launcher waits for ever for a host that is gone. What the environment says already wins.
+    """
+    own = environ.get("PDSH_SSH_ARGS_APPEND", "")
+    return {"PDSH_SSH_ARGS_APPEND": " ".join([own, *_options(alive=60)]).strip()}
+
+
+def _options(alive: int) -> list[str]:
+    """For ssh. A host has twice ``alive`` seconds to show that it is there."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": CONNECT_SECONDS,
         "ConnectionAttempts": 1,
-        "ServerAliveInterval": 5,
+        "ServerAliveInterval": alive,
         "ServerAliveCountMax": 2,
     }
-    flags = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    return ["ssh", "-T", *flags, *(["-p", str(port)] if port else []), "--", host, shlex.join(words)]
+    return [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
 
 def is_plain(text: str) -> bool:

@@ -14,6 +14,7 @@ from megatron.config.fields import derived, flag
 from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
 from megatron.config.memory import ActivationConfig, PrecisionConfig, ZeroConfig
 from megatron.config.model import ModelConfig
+from megatron.config.observe import ObserveConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimConfig, TrainConfig
 
@@ -23,6 +24,7 @@ __all__ = [
     "DataConfig",
     "LoggingConfig",
     "ModelConfig",
+    "ObserveConfig",
     "OptimConfig",
     "ParallelConfig",
     "PrecisionConfig",
@@ -48,5 +50,6 @@ class RunConfig:
     data: DataConfig
     checkpoint: CheckpointConfig
     logging: LoggingConfig
+    observe: ObserveConfig
     ds_config: Mapping[str, Any]
     """The finished DeepSpeed config."""

@@ -2,18 +2,34 @@
 
 from dataclasses import dataclass
 
+from megatron.config.blend import Part, read_blend
 from megatron.config.fields import derived, flag
+
+SPLITS = ("train", "valid", "test")
+"""What data are for."""
+_BLEND = "[WEIGHT] PREFIX ..."
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Data and tokenizer."""
 
-    data_path: str | None = flag(
-        None, "Prefix of the data set: PREFIX.bin and PREFIX.idx.", required=True, metavar="PREFIX"
+    data_path: tuple[str, ...] = flag(
+        (),
+        "Prefix of the data set, PREFIX.bin and PREFIX.idx, which --split cuts in three; or WEIGHT PREFIX for each of "
+        "several, which then have shares of the samples in proportion to their weights.",
+        metavar=_BLEND,
     )
+    train_data_path: tuple[str, ...] = flag(
+        (), "The same for training alone, in place of --data-path and --split.", metavar=_BLEND
+    )
+    valid_data_path: tuple[str, ...] = flag((), "The same for validation.", metavar=_BLEND)
+    test_data_path: tuple[str, ...] = flag((), "The same for the test.", metavar=_BLEND)
     split: str = flag("969, 30, 1", "Documents for training, validation and test, in proportion.")
     data_cache_path: str | None = flag(None, "Folder for index maps (default: beside the data).", metavar="DIR")
+    no_shared_disk: bool = flag(
+        False, "The first rank of each host builds index maps, on its own disk; otherwise the first of all does."
+    )
     data_impl: str = flag("infer", "Format of the data set.", choices=("mmap", "infer"))
     mmap_warmup: bool = flag(False, "Read the data set once at the start, to warm the page cache.")
     num_workers: int = flag(2, "Processes that read samples, on each rank that reads.", within="[0, inf)")
@@ -34,6 +50,38 @@ class DataConfig:
     """What the data set holds, told by its content alone; empty where no checkpoint is written or read."""
     tokenizer_hash: str = derived("")
     """The same of the tokenizer's files."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ``split`` cuts one blend in three; there are three blends otherwise."""
+        return not self.train_data_path
+
+    @property
+    def blends(self) -> dict[str, tuple[Part, ...]]:
+        """What is read for each split; nothing for one that has no data. Raises ValueError where it cannot be read."""
+        if self.is_split:
+            return dict.fromkeys(SPLITS, read_blend(self.data_path) if self.data_path else ())
+        own = (self.train_data_path, self.valid_data_path, self.test_data_path)
+        return {name: read_blend(words) if words else () for name, words in zip(SPLITS, own, strict=True)}
+
+    @property
+    def contents(self) -> tuple[tuple[str, ...], ...]:
+        """The prefixes of the one blend that is split, or of each split's own."""
+        blends = list(self.blends.values())
+        return tuple(tuple(part.prefix for part in parts) for parts in (blends[:1] if self.is_split else blends))
+
+    @property
+    def proportions(self) -> str:
+        """The shares of the same, in words."""
+        blends = list(self.blends.values())
+        return "; ".join(
+            " ".join(str(part.share) for part in parts) for parts in (blends[:1] if self.is_split else blends)
+        )
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """All data sets, each once."""
+        return tuple(dict.fromkeys(part.prefix for parts in self.blends.values() for part in parts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,3 +130,15 @@ class LoggingConfig:
     explain: bool = flag(
         False, "Print layout, groups of ranks, DeepSpeed config and every rule with what it finds, and start nothing."
     )
+    dry_run: bool = flag(
+        False,
+        "Build the layers of some ranks without memory, print their parameters, groups and memory, and train nothing.",
+    )
+    rank: str | None = flag(
+        None, "With --dry-run: ranks to build, such as 0,513 (default: one of each pipeline stage).", metavar="RANKS"
+    )
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The numbers in ``rank``. Raises ValueError where there are others."""
+        return None if self.rank is None else [int(number) for number in self.rank.split(",")]

@@ -30,6 +30,12 @@ class ParallelConfig:
         "embeddings are always with the first, the head with the last.",
         metavar="METHOD",
     )
+    repartition_from: str | None = flag(
+        None,
+        "Folder of --trace, or its trace.json: instead of --pipeline-partition, give the stages equal shares of the "
+        "time that each layer took there.",
+        metavar="TRACE",
+    )
     pipeline_schedule: str = flag(
         "1f1b",
         "Order of forward and backward passes. dualpipev cuts the model into twice as many pieces, gives each stage "
@@ -58,7 +64,7 @@ class ParallelConfig:
         None, "Set by the launcher: this process's place on its host.", name="local_rank", within="[0, inf)"
     )
     world_size: int = flag(
-        1, "With --explain: processes to explain the run for. Otherwise the launcher says.", within="[1, inf)"
+        1, "With --explain or --dry-run: processes of the run. Otherwise the launcher says.", within="[1, inf)"
     )
     device: str = derived("cpu")
     """What the ranks compute on: cuda, cpu, or another accelerator by DeepSpeed's name for it."""

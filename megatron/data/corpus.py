@@ -1,63 +1,75 @@
-"""Text to be tokenized: JSONL, or plain text with a document on each line."""
+"""Text to be tokenized: JSONL, plain text with a document on each line, or Parquet with one in each row."""
 
 import codecs
 import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.data.compression import open_lines
+from megatron.data.parquet import Row, read_rows
 from megatron.errors import DataError
 
 
 class Chunk(NamedTuple):
-    """Consecutive lines of a file."""
+    """Consecutive lines of a file, or rows."""
 
     path: Path
     first_line: int
-    lines: list[bytes]
+    lines: list[bytes] | list[Row]
+    size: int
+    """Bytes of text."""
+    place: tuple[int, int] = (0, 0)
+    """Files before its own, and chunks of its own up to its end."""
 
 
-def read_chunks(path: Path, *, size: int) -> Iterator[Chunk]:
-    """Cut a file into chunks of whole lines, of ``size`` bytes or a little more. Raises DataError if unreadable."""
-    try:
-        with open(path, "rb") as file:
-            first_line, lines, held = 1, [], 0
-            for line in file:
-                lines.append(line)
-                held += len(line)
-                if held >= size:
-                    yield Chunk(path, first_line, lines)
-                    first_line, lines, held = first_line + len(lines), [], 0
-            if lines:
-                yield Chunk(path, first_line, lines)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+class Format(NamedTuple):
+    """A kind of input."""
+
+    lines: Callable[[Path, Sequence[str]], Iterator[bytes] | Iterator[Row]]
+    """The lines of a file, as far as the keys need them."""
+    texts: Callable[[str, bytes | Row, Sequence[str]], list[str]]
+    """The text of each key on a line. Raises DataError with its first argument, which says where the line is."""
+    blank_lines_mean_nothing: bool = False
+    """Whether lines without text are as they should be."""
 
 
-def read_texts(where: str, line: bytes, input_format: str, keys: Sequence[str]) -> list[str]:
-    """The text of each key on a line of an input; none on a blank line.
-
-    Args:
-        where: file and line, for messages.
-        input_format: one of ``FORMATS``.
-        keys: what to read of a JSON object. Plain text is the same under every key.
+def read_chunks(path: Path, kind: str, keys: Sequence[str], *, size: int) -> Iterator[Chunk]:
+    """Cut a file of one of ``FORMATS`` into chunks of whole lines, of ``size`` bytes or a little more.
 
     Raises:
-        DataError: the line is not UTF-8, not of its format, or lacks a key.
+        DataError: the file cannot be read, or is damaged.
+        ConfigError: a package is needed to read it that is not there.
     """
+    first_line, lines, held = 1, [], 0
     try:
-        text = line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: byte {error.start + 1} of the line is not UTF-8") from error
-    # A byte order mark is no part of the text, nor is the end of the line.
-    text = text.removeprefix(codecs.BOM_UTF8.decode()).rstrip("\r\n")
-    return FORMATS[input_format](where, text, keys) if text.strip() else []
+        for line in FORMATS[kind].lines(path, keys):
+            lines.append(line)
+            held += len(line) if isinstance(line, bytes) else sum(len(cell or b"") for cell in line)
+            if held >= size:
+                yield Chunk(path, first_line, lines, held)
+                first_line, lines, held = first_line + len(lines), [], 0
+        if lines:
+            yield Chunk(path, first_line, lines, held)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        behind = f" behind line {first_line + len(lines) - 1}" if first_line + len(lines) > 1 else ""
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise DataError(f"cannot read {path}{behind}: {reason}") from error
 
 
-def _json_texts(where: str, line: str, keys: Sequence[str]) -> list[str]:
-    """The values under ``keys`` of the JSON object ``line``."""
+def _file_lines(path: Path, keys: Sequence[str]) -> Iterator[bytes]:
+    with open_lines(path) as file:
+        yield from file
+
+
+def _json_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
+    """The values under ``keys`` of the JSON object ``line``, all empty on a blank line."""
+    text = _of_line(where, line)
+    if not text.strip():
+        return [""] * len(keys)
     try:
-        document = json.loads(line)
+        document = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON: {error.msg}, at column {error.colno}") from error
     except (RecursionError, ValueError) as error:
@@ -83,15 +95,40 @@ def _kind(value: object) -> str:
     return kinds.get(type(value), "number")
 
 
-def _plain_texts(where: str, line: str, keys: Sequence[str]) -> list[str]:
+def _plain_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
     """The line itself, under every key."""
-    return [line] * len(keys)
+    text = _of_line(where, line)
+    return [text if text.strip() else ""] * len(keys)
 
 
-FORMATS: dict[str, Callable[[str, str, Sequence[str]], list[str]]] = {"jsonl": _json_texts, "text": _plain_texts}
-"""Kinds of input, and what reads a line of each."""
+def _row_texts(where: str, row: Row, keys: Sequence[str]) -> list[str]:
+    for key, cell in zip(keys, row, strict=True):
+        if cell is None:
+            raise DataError(f'{where}: "{key}" is a null, where a string is needed')
+    return [_decoded(where, cell) for cell in row]
 
 
-def input_format(path: Path) -> str:
-    """The format that a file's name tells: text for ``.txt``, else JSONL."""
-    return "text" if path.suffix == ".txt" else "jsonl"
+def _of_line(where: str, line: bytes) -> str:
+    """The text of a line. A byte order mark is no part of it, nor is the end of the line."""
+    return _decoded(where, line).removeprefix(codecs.BOM_UTF8.decode()).rstrip("\r\n")
+
+
+def _decoded(where: str, text: bytes) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: byte {error.start + 1} of the line is not UTF-8") from error
+
+
+FORMATS: dict[str, Format] = {
+    "jsonl": Format(_file_lines, _json_texts),
+    "text": Format(_file_lines, _plain_texts, blank_lines_mean_nothing=True),
+    "parquet": Format(read_rows, _row_texts),
+}
+"""Kinds of input, by name."""
+
+
+def format_of(path: Path) -> str:
+    """The format that a file's name tells, whatever it is compressed by: JSONL, unless it says another."""
+    name = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    return {".txt": "text", ".parquet": "parquet"}.get(name.suffix, "jsonl")

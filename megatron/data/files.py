@@ -1,4 +1,4 @@
-"""Locks and syncs of files that several processes share."""
+"""Files that several processes share, or that outlive the one that wrote them: locks, syncs, replacing at once."""
 
 import fcntl
 import os
@@ -28,3 +28,14 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give ``path`` another content, at one instant, and bring it to disk."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)

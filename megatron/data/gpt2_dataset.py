@@ -1,19 +1,28 @@
 """Samples for GPT-2: runs of ``seq_length + 1`` tokens out of shuffled documents, without padding."""
 
-import hashlib
-from dataclasses import dataclass
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config import DataConfig
-from megatron.data.index_maps import IndexMaps, SampleStream
+from megatron.data.index_maps import IndexMaps
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.map_cache import cached_maps
-from megatron.data.splits import split_documents, split_weights
-from megatron.errors import ConfigError, DataError
+from megatron.errors import DataError
 
-SPLIT_NAMES = {"train": "training", "valid": "validation", "test": "test"}
+
+class Span(NamedTuple):
+    """A piece of a document."""
+
+    indexed: IndexedDataset
+    document: int
+    """Number in the data set, from 0."""
+    start: int
+    stop: int
+    """Tokens of the document in front of it, and up to its end."""
+
+    def tokens(self) -> np.ndarray:
+        """Its tokens, int64."""
+        begin = int(self.indexed.document_starts[self.document]) + self.start
+        return self.indexed.span(begin, self.stop - self.start).astype(np.int64)
 
 
 class GPT2Dataset:
@@ -27,15 +36,13 @@ class GPT2Dataset:
     """
 
     def __init__(self, indexed: IndexedDataset, documents: range, maps: IndexMaps, *, vocab_size: int) -> None:
-        self._indexed = indexed
-        self._first_document = documents.start
+        self.indexed, self.documents, self.maps = indexed, documents, maps
         self._starts = indexed.document_starts[documents.start : documents.stop + 1]
-        self._maps = maps
         self._vocab_size = vocab_size
 
     def __len__(self) -> int:
         """Samples in the data set: whole epochs, at least as many as were asked for."""
-        return len(self._maps.shuffle)
+        return len(self.maps.shuffle)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Tokens of the ``index``-th sample to train on, int64 [seq_length + 1].
@@ -43,129 +50,30 @@ class GPT2Dataset:
         Raises:
             DataError: a token is not in the vocabulary.
         """
-        sample = int(self._maps.shuffle[index])
-        (first, begin), (last, end) = self._maps.samples[sample : sample + 2].tolist()
-        pieces = []
-        for position in range(first, last + 1):
-            document = int(self._maps.documents[position])
-            # The last token of a sample is the first of the next one.
-            stop = end + 1 if position == last else self._starts[document + 1] - self._starts[document]
-            pieces.append(self._piece(document, begin if position == first else 0, int(stop)))
-        return np.concatenate(pieces)
+        return np.concatenate([self._tokens(span) for span in self.spans(index)])
 
-    def _piece(self, document: int, start: int, stop: int) -> np.ndarray:
-        """Tokens ``start`` to ``stop`` of a document, checked, int64."""
-        tokens = self._indexed.span(int(self._starts[document]) + start, stop - start).astype(np.int64)
+    def spans(self, index: int) -> list[Span]:
+        """The pieces of documents that make the ``index``-th sample, one behind the other."""
+        sample = int(self.maps.shuffle[index])
+        (first, begin), (last, end) = self.maps.samples[sample : sample + 2].tolist()
+        spans = []
+        for position in range(first, last + 1):
+            document = int(self.maps.documents[position])
+            # The last token of a sample is the first of the next one.
+            stop = end + 1 if position == last else int(self._starts[document + 1] - self._starts[document])
+            start = begin if position == first else 0
+            spans.append(Span(self.indexed, self.documents.start + document, start, stop))
+        return spans
+
+    def _tokens(self, span: Span) -> np.ndarray:
+        """Tokens of a piece, checked, int64."""
+        tokens = span.tokens()
         wrong = (tokens < 0) | (tokens >= self._vocab_size)
         if wrong.any():
             at = int(wrong.argmax())
             raise DataError(
-                f"{self._indexed.bin_path} holds token {tokens[at]} in document {self._first_document + document} at "
-                f"offset {start + at}, but the vocabulary ends at {self._vocab_size - 1}: name the vocabulary "
+                f"{self.indexed.bin_path} holds token {tokens[at]} in document {span.document} at "
+                f"offset {span.start + at}, but the vocabulary ends at {self._vocab_size - 1}: name the vocabulary "
                 "that the data set was made with, or make the data set again"
             )
         return tokens
-
-
-@dataclass(frozen=True)
-class Datasets:
-    """What a run reads. A data set is None where nothing is to be read from it."""
-
-    train: GPT2Dataset | None
-    valid: GPT2Dataset | None
-    test: GPT2Dataset | None
-
-
-def check_data(data: DataConfig, *, train_iters: int, eval_iters: int) -> None:
-    """Look for the faults of a data set that its index shows, without building anything.
-
-    Raises:
-        ConfigError: no data path, or a ``--split`` that cannot be read.
-        DataError: files that are missing or damaged, or a split in use without a single sample.
-    """
-    _splits_in_use(data, _open(data), train_iters=train_iters, eval_iters=eval_iters)
-
-
-def build_datasets(
-    data: DataConfig,
-    *,
-    vocab_size: int,
-    global_batch_size: int,
-    train_iters: int,
-    eval_interval: int,
-    eval_iters: int,
-    seed: int,
-) -> Datasets:
-    """Open the data set and build, or read from the cache, the samples of its splits.
-
-    Training has ``train_iters`` global batches, validation ``eval_iters`` for each evaluation (every
-    ``eval_interval`` iterations, and one at the end), the test ``eval_iters``. A split whose count or
-    weight is 0 is None. Any number of processes may call this at once.
-
-    Raises:
-        ConfigError, DataError: as ``check_data``.
-    """
-    indexed = _open(data, warmup=data.mmap_warmup)
-    batches = {
-        "train": train_iters,
-        "valid": (train_iters // eval_interval + 1) * eval_iters,
-        "test": eval_iters,
-    }
-    datasets: dict[str, GPT2Dataset | None] = dict.fromkeys(SPLIT_NAMES)
-    for name, documents in _splits_in_use(data, indexed, train_iters=train_iters, eval_iters=eval_iters).items():
-        stream = SampleStream(
-            lengths=np.diff(indexed.document_starts[documents.start : documents.stop + 1]),
-            seq_length=data.seq_length,
-            wanted=batches[name] * global_batch_size,
-            seed=seed,
-            salt=list(SPLIT_NAMES).index(name),
-        )
-        maps = cached_maps(_cache_folder(data), _cache_name(indexed, name, documents, stream), stream)
-        datasets[name] = GPT2Dataset(indexed, documents, maps, vocab_size=vocab_size)
-    return Datasets(**datasets)
-
-
-def _open(data: DataConfig, *, warmup: bool = False) -> IndexedDataset:
-    """Open the data set of ``--data-path``."""
-    if not data.data_path:
-        raise ConfigError("--data-path is missing: give the prefix of a data set made by tools/preprocess_data.py")
-    return IndexedDataset(data.data_path, warmup=warmup)
-
-
-def _splits_in_use(data: DataConfig, indexed: IndexedDataset, *, train_iters: int, eval_iters: int) -> dict[str, range]:
-    """The documents of each split that is to be read; DataError for those without a sample."""
-    ranges = dict(zip(SPLIT_NAMES, split_documents(indexed.num_documents, data.split), strict=True))
-    weights = dict(zip(SPLIT_NAMES, split_weights(data.split), strict=True))
-    in_use = {
-        "train": train_iters > 0,
-        "valid": eval_iters > 0 and weights["valid"] > 0,
-        "test": eval_iters > 0 and weights["test"] > 0,
-    }
-    starts = indexed.document_starts
-    chosen = {name: documents for name, documents in ranges.items() if in_use[name]}
-    faults = []
-    for name, documents in chosen.items():
-        tokens = int(starts[documents.stop] - starts[documents.start])
-        if tokens < data.seq_length + 1:
-            which = f"documents {documents.start} to {documents.stop - 1}" if documents else "no document"
-            faults.append(
-                f'the {SPLIT_NAMES[name]} split of {indexed.prefix} by --split "{data.split}" ({which} of '
-                f"{indexed.num_documents}: {tokens} tokens) holds no sample of {data.seq_length}+1 tokens: use more "
-                "text, a smaller --seq-length or another --split"
-            )
-    if faults:
-        raise DataError(faults)
-    return chosen
-
-
-def _cache_folder(data: DataConfig) -> Path:
-    """Where index maps are kept: ``--data-cache-path``, or beside the data."""
-    return Path(data.data_cache_path or Path(str(data.data_path)).parent / "index-cache")
-
-
-def _cache_name(indexed: IndexedDataset, name: str, documents: range, stream: SampleStream) -> str:
-    """A name for a stream's maps: readable, and with a hash of whatever they depend on."""
-    origin = (indexed.content_hash(), documents, name, stream.seed, stream.seq_length, stream.samples)
-    digest = hashlib.sha256(repr(origin).encode()).hexdigest()[:16]
-    prefix = Path(indexed.prefix).name
-    return f"{prefix}_{name}_{stream.samples}ns_{stream.seq_length}sl_{stream.seed}s_{digest}"

@@ -73,18 +73,25 @@ class IndexMaps:
 def build_index_maps(stream: SampleStream) -> IndexMaps:
     """Compute the maps of a stream that has at least one token."""
     documents = np.concatenate([_document_order(stream, epoch) for epoch in range(stream.document_epochs)])
-    lengths = stream.lengths[documents]
-    ends = np.cumsum(lengths, dtype=np.int64)
-    starts = np.arange(stream.samples + 1, dtype=np.int64) * stream.seq_length
-    positions = np.searchsorted(ends, starts, side="right")
-    offsets = starts - (ends - lengths)[positions]
-    widest = max(len(documents), int(stream.lengths.max()))
     blocks = [_block_order(stream, epoch) for epoch in range(stream.epochs)]
     return IndexMaps(
         documents=documents.astype(_fitting(len(stream.lengths), np.int32)),
-        samples=np.stack([positions, offsets], axis=1).astype(_fitting(widest, np.int32)),
+        samples=sample_starts(stream.lengths[documents], stream.samples, stream.seq_length),
         shuffle=np.concatenate([np.empty(0, np.int64), *blocks]).astype(_fitting(stream.samples, np.uint32)),
     )
+
+
+def sample_starts(lengths: np.ndarray, samples: int, seq_length: int) -> np.ndarray:
+    """Where samples 0 to ``samples`` start in documents of these ``lengths``: [samples + 1, 2], see ``samples`` above.
+
+    Rows are int32 where that holds them, else int64.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    starts = np.arange(samples + 1, dtype=np.int64) * seq_length
+    positions = np.searchsorted(ends, starts, side="right")
+    offsets = starts - (ends - lengths)[positions]
+    widest = max(len(lengths), int(lengths.max()))
+    return np.stack([positions, offsets], axis=1).astype(_fitting(widest, np.int32))
 
 
 def map_shapes(stream: SampleStream) -> dict[str, tuple[int, ...]]:

@@ -1,11 +1,11 @@
-"""Writes indexed data sets, in the format of ``indexed_dataset.py``, byte for byte."""
+"""Writes indexed data sets, in the format of ``indexed_dataset.py``, byte for byte, in little memory."""
 
-import array
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -15,6 +15,8 @@ from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION
 from megatron.errors import DataError
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+_BLOCK = 1 << 16
+"""Entries of the index that are held at a time."""
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -22,32 +24,50 @@ def best_dtype(vocab_size: int) -> np.dtype:
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
+class Written(NamedTuple):
+    """How much of a data set there is."""
+
+    tokens: int = 0
+    sequences: int = 0
+    documents: int = 0
+
+
 class IndexedDatasetBuilder:
     """Writes a data set: ``with IndexedDatasetBuilder(prefix, dtype) as builder: ...``
 
-    Both files grow as ``PREFIX.bin.partial`` and ``PREFIX.idx.partial``. They take their final names
-    when the block ends without an exception, and vanish when it ends with one. What a killed process
-    left behind is overwritten by the next; a living one is not disturbed.
+    Tokens, index and the ends of documents grow as ``PREFIX.bin.partial``, ``PREFIX.idx.partial`` and
+    ``PREFIX.documents.partial``. Data and index take their final names when the block ends without an exception; the
+    partial files vanish when it ends with one, unless ``keeps`` is set. What a killed process left behind is
+    overwritten by the next, or gone on with; a living one is not disturbed.
+
+    Args:
+        behind: what a ``sync()`` of an earlier builder has returned, to go on from there.
 
     Raises:
-        DataError: another process is writing the same data set.
+        DataError: another process is writing the same data set, or there is less than ``behind`` says.
         OSError: the disk is full, the folder is missing or not writable.
     """
 
-    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
+    def __init__(self, prefix: str | Path, dtype: DTypeLike, behind: Written | None = None) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         assert self.dtype in CODES, f"tokens cannot be stored as {self.dtype}"
-        self.paths = (Path(f"{prefix}.bin"), Path(f"{prefix}.idx"))
-        self._sizes = array.array("i")
-        self._doc_idx = array.array("q", [0])
+        self.keeps = False
+        self._paths = tuple(Path(f"{prefix}.{ending}") for ending in ("bin", "idx", "documents"))
+        self._behind = behind
+        self._written = behind or Written()
         self._files: list[BinaryIO] = []
         self._finished = False
         self._committed = False
 
     def __enter__(self) -> "IndexedDatasetBuilder":
+        self.keeps = self._behind is not None
+        tokens, sequences, documents = self._written
+        sizes = (tokens * self.dtype.itemsize, HEADER.size + 4 * sequences, 8 * documents)
         try:
-            for path in self.paths:
-                self._files.append(_open_partial(path))
+            for path, size in zip(self._paths, sizes, strict=True):
+                self._files.append(_open_partial(path, size if self._behind else None))
+            if self._behind is None:
+                self._files[1].write(bytes(HEADER.size))
         except BaseException:
             self._close()
             raise
@@ -57,11 +77,21 @@ class IndexedDatasetBuilder:
         """Append one sequence, 1-D, to the document being written."""
         tokens = np.ascontiguousarray(tokens, self.dtype)
         self._files[0].write(tokens.data)
-        self._sizes.append(len(tokens))
+        self._files[1].write(len(tokens).to_bytes(4, "little"))
+        before = self._written
+        self._written = Written(before.tokens + len(tokens), before.sequences + 1, before.documents)
 
     def end_document(self) -> None:
         """End the document: the sequences added since the last call are its own."""
-        self._doc_idx.append(len(self._sizes))
+        self._files[2].write(self._written.sequences.to_bytes(8, "little"))
+        self._written = self._written._replace(documents=self._written.documents + 1)
+
+    def sync(self) -> Written:
+        """Bring what is written to disk; how much it is."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        return self._written
 
     def finish(self) -> None:
         """Bring both files to disk, still under their temporary names.
@@ -71,15 +101,20 @@ class IndexedDatasetBuilder:
         """
         if self._finished:
             return
-        assert self._doc_idx[-1] == len(self._sizes), "the last document was not ended"
-        sizes = np.array(self._sizes, "<i4")
-        pointers = (np.cumsum(sizes, dtype="<i8") - sizes) * self.dtype.itemsize
-        header = HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(sizes), len(self._doc_idx))
-        for part in (header, sizes, pointers, np.array(self._doc_idx, "<i8")):
-            self._files[1].write(part)
+        _, sequences, documents = self._written
         for file in self._files:
             file.flush()
-            os.fsync(file.fileno())
+        index = self._files[1]
+        _append_pointers(index, sequences, self.dtype.itemsize)
+        end = 0
+        index.write(end.to_bytes(8, "little"))
+        for ends in _blocks(self._files[2], 0, "<i8", documents):
+            index.write(ends.data)
+            end = ends[-1]
+        assert end == sequences, "the last document was not ended"
+        index.seek(0)
+        index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], sequences, documents + 1))
+        self.sync()
         self._finished = True
 
     def __exit__(
@@ -94,20 +129,41 @@ class IndexedDatasetBuilder:
 
     def _commit(self) -> None:
         """Give both files their final names. The index goes first of the old pair and comes last of the new."""
-        self.paths[1].unlink(missing_ok=True)
-        for path in self.paths:
+        tokens, index, documents = self._paths
+        index.unlink(missing_ok=True)
+        for path in (tokens, index):
             os.replace(_partial(path), path)
-        sync_folder(self.paths[0].parent)
+        _partial(documents).unlink()
+        sync_folder(tokens.parent)
         self._committed = True
 
     def _close(self) -> None:
-        """Close both files; remove them if they did not get their final names."""
-        for path, file in zip(self.paths, self._files, strict=False):
-            if not self._committed:
+        """Close the files; remove them if they did not get their final names and nobody goes on with them."""
+        for path, file in zip(self._paths, self._files, strict=False):
+            if not (self._committed or self.keeps):
                 _partial(path).unlink(missing_ok=True)
             # After an error there may be bytes left that the disk does not take.
             with contextlib.suppress(OSError):
                 file.close()
+
+
+def _append_pointers(index: BinaryIO, sequences: int, itemsize: int) -> None:
+    """Write where each sequence begins behind the sizes of all, from which it follows."""
+    start = 0
+    for sizes in _blocks(index, HEADER.size, "<i4", sequences):
+        ends = start + np.cumsum(sizes, dtype="<i8") * itemsize
+        index.seek(0, os.SEEK_END)
+        index.write((ends - sizes.astype("<i8") * itemsize).data)
+        start = int(ends[-1])
+    index.seek(0, os.SEEK_END)
+
+
+def _blocks(file: BinaryIO, offset: int, dtype: str, count: int) -> Iterator[np.ndarray]:
+    """``count`` numbers from ``offset`` of a file on, some at a time."""
+    size = np.dtype(dtype).itemsize
+    for first in range(0, count, _BLOCK):
+        held = os.pread(file.fileno(), size * min(_BLOCK, count - first), offset + size * first)
+        yield np.frombuffer(held, dtype)
 
 
 def _partial(path: Path) -> Path:
@@ -115,15 +171,19 @@ def _partial(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
 
 
-def _open_partial(path: Path) -> BinaryIO:
-    """Open the temporary file of ``path`` for writing, empty and locked against other writers."""
+def _open_partial(path: Path, size: int | None) -> BinaryIO:
+    """Open the temporary file of ``path`` locked against other writers, empty, or with the ``size`` bytes it has."""
     partial = _partial(path)
-    file = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "wb")
+    file = os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
     # A writer that was just done may have given the file it locked its final name.
     if not (
         take_lock(file, wait=False) and partial.exists() and os.path.samestat(partial.stat(), os.fstat(file.fileno()))
     ):
         file.close()
         raise DataError(f"{partial} is being written by another process: wait for it, or take another output prefix")
-    file.truncate(0)
+    if os.fstat(file.fileno()).st_size < (size or 0):
+        file.close()
+        raise DataError(f"{partial} is shorter than it was left: run without --resume to begin anew")
+    file.truncate(size or 0)
+    file.seek(0, os.SEEK_END)
     return file

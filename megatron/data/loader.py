@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.data.places import rank_places, sample_number
 from megatron.data.workers import leave_with_parent
 from megatron.errors import UserError
 from megatron.launch.signals import ignore_leave_signals
@@ -49,7 +50,7 @@ class MicroBatches(Dataset):
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.per_global_batch = global_batch_size // (data_size * micro_batch_size)
-        self.first_row = first_sample + data_rank * (global_batch_size // data_size)
+        self.first_row = rank_places(first_sample, global_batch_size, data_rank, data_size).start
         self.left_out = left_out
         self.global_batches = max(len(dataset) - first_sample - sum(map(len, left_out)), 0) // global_batch_size
 
@@ -69,21 +70,6 @@ class MicroBatches(Dataset):
             return torch.from_numpy(np.stack([self.dataset[row] for row in rows]))
         except UserError as error:
             return error
-
-
-def sample_number(place: int, left_out: Sequence[range]) -> int:
-    """The sample in ``place`` of a stream, counted from 0, without the samples ``left_out``, which are in order."""
-    for samples in left_out:
-        if samples.start > place:
-            break
-        place += len(samples)
-    return place
-
-
-def with_range(left_out: Sequence[range], samples: range) -> tuple[range, ...]:
-    """``left_out`` and ``samples``, in order and without overlap. ``samples`` covers whole ranges or none of them."""
-    others = [other for other in left_out if other.start not in samples]
-    return tuple(sorted([*others, samples], key=lambda span: span.start))
 
 
 def batches(

@@ -1,58 +1,72 @@
-"""Index maps kept on disk: built by one process, mapped into memory by all of them."""
+"""Index maps, and orders of blends, kept on disk: built by one process, mapped into memory by all of them."""
 
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from megatron.data.blend import BlendOrder, BlendPlan, build_order, order_shapes
 from megatron.data.files import take_lock
 from megatron.data.index_maps import IndexMaps, SampleStream, build_index_maps, map_shapes
 
+Arrays = Mapping[str, np.ndarray]
+Shapes = Mapping[str, tuple[int, ...]]
+
 
 def cached_maps(folder: Path, name: str, stream: SampleStream) -> IndexMaps:
-    """The maps of ``stream`` stored in ``folder`` under ``name``; built and stored if they are absent or broken.
+    """The maps of ``stream`` stored in ``folder`` under ``name``, which must tell apart whatever it is made of."""
+    return IndexMaps(**_cached(folder, name, map_shapes(stream), lambda: vars(build_index_maps(stream))))
 
-    ``name`` must tell apart whatever the stream is made of. Any number of processes may call this at
-    once: one builds while the others wait, and even without locks each file appears whole or not at
-    all. If nothing can be written, the maps stay in this process's memory.
+
+def cached_order(folder: Path, name: str, plan: BlendPlan) -> BlendOrder:
+    """The order of a blend, kept likewise."""
+    return BlendOrder(plan, **_cached(folder, name, order_shapes(plan), lambda: build_order(plan)))
+
+
+def _cached(folder: Path, name: str, shapes: Shapes, build: Callable[[], Arrays]) -> Arrays:
+    """The arrays stored in ``folder`` under ``name``; built and stored if they are absent or broken.
+
+    Any number of processes may call this at once: one builds while the others wait, and even without
+    locks each file appears whole or not at all. If nothing can be written, the arrays stay in this
+    process's memory.
     """
     with contextlib.suppress(OSError, ValueError):
-        return _load(folder, name, stream)
+        return _load(folder, name, shapes)
     with _one_at_a_time(folder / f"{name}.lock"):
         with contextlib.suppress(OSError, ValueError):
-            return _load(folder, name, stream)
-        maps = build_index_maps(stream)
+            return _load(folder, name, shapes)
+        arrays = build()
         with contextlib.suppress(OSError, ValueError):
-            _store(folder, name, maps)
-            return _load(folder, name, stream)
-    return maps
+            _store(folder, name, arrays)
+            return _load(folder, name, shapes)
+    return arrays
 
 
-def _paths(folder: Path, name: str) -> dict[str, Path]:
-    """The file of each map."""
-    return {field.name: folder / f"{name}_{field.name}.npy" for field in fields(IndexMaps)}
+def _path(folder: Path, name: str, key: str) -> Path:
+    """The file of an array."""
+    return folder / f"{name}_{key}.npy"
 
 
-def _load(folder: Path, name: str, stream: SampleStream) -> IndexMaps:
+def _load(folder: Path, name: str, shapes: Shapes) -> Arrays:
     """Map the stored arrays into memory. OSError if one is absent, ValueError if one is broken."""
     # Unlike numpy.load this reads nothing but arrays of numbers: no archive, no pickle.
-    arrays = {key: np.lib.format.open_memmap(path, mode="r") for key, path in _paths(folder, name).items()}
-    if {key: array.shape for key, array in arrays.items()} != map_shapes(stream):
-        raise ValueError(f"index maps {name} are of another size")
-    return IndexMaps(**arrays)
+    arrays = {key: np.lib.format.open_memmap(_path(folder, name, key), mode="r") for key in shapes}
+    if {key: array.shape for key, array in arrays.items()} != shapes:
+        raise ValueError(f"arrays {name} are of another size")
+    return arrays
 
 
-def _store(folder: Path, name: str, maps: IndexMaps) -> None:
+def _store(folder: Path, name: str, arrays: Arrays) -> None:
     """Write the arrays, each first under a name that nobody else uses."""
-    for key, path in _paths(folder, name).items():
+    for key, array in arrays.items():
+        path = _path(folder, name, key)
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
         try:
             with open(temporary, "xb") as file:
-                np.save(file, getattr(maps, key), allow_pickle=False)
+                np.save(file, array, allow_pickle=False)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)

@@ -1,65 +1,40 @@
 """From text to indexed data sets: read in chunks, tokenize in parallel, write in order.
 
-Memory stays flat: a few chunks are under way at any time, and only sizes are kept of what is written.
+Memory stays flat: a few chunks are under way at any time, and nothing is kept of what is written. Now and then all is
+brought to disk, and a journal says how far the job has come.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.corpus import Chunk, input_format, read_chunks, read_texts
+from megatron.data.corpus import FORMATS, Chunk, read_chunks
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
+from megatron.data.journal import Journal, Milestone
+from megatron.data.preprocess_job import Job, Summary
 from megatron.data.workers import leave_with_parent
 from megatron.errors import DataError, ResourceError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
-CHUNK_BYTES = 1 << 18
+MILESTONE_CHUNKS = 32
+"""Chunks between two milestones, to go on from after an interruption."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What to make of which files."""
+class Fault(NamedTuple):
+    """What is wrong with a line."""
 
-    inputs: tuple[Path, ...]
-    output_prefix: str
-    input_format: str | None = None
-    """jsonl or text; None goes by each file's name."""
-    json_keys: tuple[str, ...] = ("text",)
-    tokenizer_type: str = "GPT2BPETokenizer"
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    append_eod: bool = False
-    workers: int = 1
-    skip_errors: bool = False
-
-    @property
-    def prefixes(self) -> dict[str, str]:
-        """The prefix of each key's data set."""
-        return {key: f"{self.output_prefix}_{key}_document" for key in self.json_keys}
-
-
-@dataclass
-class Summary:
-    """What was read and written."""
-
-    documents: int = 0
-    tokens: int = 0
-    input_bytes: int = 0
-    output_bytes: int = 0
-    """Bytes of tokens."""
-    empty: int = 0
-    bad_lines: int = 0
-    first_fault: str = ""
-    finished: bool = False
+    line: int
+    message: str
+    is_empty: bool
+    """Whether it is just that there is no text."""
 
 
 class Tokenized(NamedTuple):
@@ -69,43 +44,62 @@ class Tokenized(NamedTuple):
     """Of each key: all tokens, one document behind the other."""
     sizes: dict[str, list[int]]
     """Of each key: tokens of each document."""
-    empty: int
-    faults: list[str]
-    input_bytes: int
+    blank: int
+    faults: list[Fault]
+    text_bytes: int
+    place: tuple[int, int]
+    """That of the chunk."""
 
 
-def preprocess(job: Job, report: Callable[[Summary], None]) -> Summary:
+def preprocess(
+    job: Job, report: Callable[[Summary], None], tell: Callable[[str], None], *, resume: bool = False
+) -> Summary:
     """Write one data set for each key; all of them, or none.
 
     Args:
         report: called with the summary so far, after each chunk and at the end.
+        tell: called with what is wrong with each line that is skipped.
+        resume: go on from where the same job was interrupted, if it was.
 
     Raises:
         DataError: a file or line that cannot be read (unless lines are to be skipped), a bad
-            vocabulary, or no document at all.
+            vocabulary, no document at all, or what is left of another job.
+        ConfigError: a package is needed to read an input that is not there.
         ResourceError: no room for the output, or a worker that was killed.
     """
     tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
     dtype = best_dtype(tokenizer.vocab_size)
-    summary = Summary()
+    journal = job.journal
+    done = journal.read() if resume else None
+    summary = Summary(**done.counts) if done else Summary()
+    summary.resumed_at = summary.documents
     try:
         Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             builders = {
-                key: stack.enter_context(IndexedDatasetBuilder(prefix, dtype)) for key, prefix in job.prefixes.items()
+                key: stack.enter_context(IndexedDatasetBuilder(prefix, dtype, done and done.outputs[key]))
+                for key, prefix in job.prefixes.items()
             }
-            chunks = stack.enter_context(closing(_in_order(partial(tokenize_chunk, job), _chunks(job), job.workers)))
-            for tokenized in chunks:
-                _add(builders, tokenized, summary, skip_errors=job.skip_errors)
+            if done is None:
+                journal.remove()
+            results = _in_order(partial(tokenize_chunk, job), _chunks(job, done), job.workers)
+            for number, tokenized in enumerate(stack.enter_context(closing(results)), start=1):
+                _judge(tokenized, summary, tell if job.skip_errors else None)
+                _add(builders, tokenized, summary)
                 report(summary)
+                if number % MILESTONE_CHUNKS == 0:
+                    _set_milestone(journal, builders, tokenized.place, summary)
             if not summary.documents:
                 raise DataError(f"no document in {', '.join(map(str, job.inputs))}: nothing to write")
             for builder in builders.values():
                 builder.finish()
+        journal.remove()
     except BrokenProcessPool as error:
-        raise ResourceError("a worker was killed, maybe for want of memory: use fewer --workers") from error
+        cause = "a worker was killed, maybe for want of memory: use fewer --workers"
+        raise ResourceError(f"{cause}{_hint(journal)}") from error
     except OSError as error:
-        raise ResourceError(f"cannot write {error.filename or job.output_prefix}: {error.strerror}") from error
+        place = error.filename or job.output_prefix
+        raise ResourceError(f"cannot write {place}: {error.strerror}{_hint(journal)}") from error
     summary.output_bytes = summary.tokens * dtype.itemsize
     summary.finished = True
     report(summary)
@@ -114,28 +108,33 @@ def preprocess(job: Job, report: Callable[[Summary], None]) -> Summary:
 
 def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     """Read and tokenize the lines of a chunk; runs in a worker."""
+    kind = FORMATS[job.format_of(chunk.path)]
     texts: dict[str, list[str]] = {key: [] for key in job.json_keys}
-    faults = []
-    empty = 0
-    kind = job.input_format or input_format(chunk.path)
+    numbers, faults = [], []
     for number, line in enumerate(chunk.lines, chunk.first_line):
         try:
-            found = read_texts(f"{chunk.path}:{number}", line, kind, job.json_keys)
+            found = kind.texts(f"{chunk.path}:{number}", line, job.json_keys)
         except DataError as error:
-            faults.append(str(error))
+            faults.append(Fault(number, str(error), is_empty=False))
             continue
-        empty += 0 if found else len(job.json_keys)
-        for key, text in zip(job.json_keys, found, strict=False):
+        numbers.append(number)
+        for key, text in zip(job.json_keys, found, strict=True):
             texts[key].append(text)
     tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
     end = [tokenizer.eod] if job.append_eod else []
     tokens, sizes = {}, {}
+    blank = 0
     for key in job.json_keys:
-        documents = [ids + end for ids in tokenizer.tokenize_batch(texts[key]) if ids]
-        empty += len(texts[key]) - len(documents)
+        found = tokenizer.tokenize_batch(texts[key])
+        without = [number for number, ids in zip(numbers, found, strict=True) if not ids]
+        if kind.blank_lines_mean_nothing:
+            blank += len(without)
+        else:
+            faults += [Fault(line, f'{chunk.path}:{line}: no text under "{key}"', is_empty=True) for line in without]
+        documents = [ids + end for ids in found if ids]
         tokens[key] = np.fromiter(chain.from_iterable(documents), best_dtype(tokenizer.vocab_size))
         sizes[key] = [len(ids) for ids in documents]
-    return Tokenized(tokens, sizes, empty, faults, sum(map(len, chunk.lines)))
+    return Tokenized(tokens, sizes, blank, sorted(faults), chunk.size, chunk.place)
 
 
 @cache
@@ -144,10 +143,14 @@ def _tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tok
     return build_tokenizer(kind, vocab_file, merge_file)
 
 
-def _chunks(job: Job) -> Iterator[Chunk]:
-    """All inputs, cut into chunks."""
-    for path in job.inputs:
-        yield from read_chunks(path, size=CHUNK_BYTES)
+def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk]:
+    """The inputs, cut into chunks, without what is done."""
+    inputs, chunks = done.place if done else (0, 0)
+    for number, path in enumerate(job.inputs[inputs:], inputs):
+        cut = read_chunks(path, job.format_of(path), job.json_keys, size=job.chunk_bytes)
+        for count, chunk in islice(enumerate(cut, start=1), chunks, None):
+            yield chunk._replace(place=(number, count))
+        chunks = 0
 
 
 def _in_order(
@@ -171,12 +174,19 @@ def _in_order(
                 future.cancel()
 
 
-def _add(
-    builders: dict[str, IndexedDatasetBuilder], tokenized: Tokenized, summary: Summary, *, skip_errors: bool
-) -> None:
-    """Write a chunk's documents and count them. Raises DataError for its first bad line, unless to be skipped."""
-    if tokenized.faults and not skip_errors:
-        raise DataError(f"{tokenized.faults[0]} (--on-error skip leaves such lines out)")
+def _judge(tokenized: Tokenized, summary: Summary, tell: Callable[[str], None] | None) -> None:
+    """Count a chunk's bad lines, and tell them. Raises DataError for the first if nobody is to be told."""
+    for fault in tokenized.faults:
+        if tell is None:
+            raise DataError(f"{fault.message} (--on-error skip leaves such lines out)")
+        tell(fault.message)
+        summary.empty += fault.is_empty
+        summary.bad_lines += not fault.is_empty
+    summary.blank += tokenized.blank
+
+
+def _add(builders: Mapping[str, IndexedDatasetBuilder], tokenized: Tokenized, summary: Summary) -> None:
+    """Write a chunk's documents and count them."""
     for key, builder in builders.items():
         start = 0
         for size in tokenized.sizes[key]:
@@ -185,7 +195,18 @@ def _add(
             start += size
         summary.documents += len(tokenized.sizes[key])
         summary.tokens += start
-    summary.input_bytes += tokenized.input_bytes
-    summary.empty += tokenized.empty
-    summary.bad_lines += len(tokenized.faults)
-    summary.first_fault = summary.first_fault or "".join(tokenized.faults[:1])
+    summary.input_bytes += tokenized.text_bytes
+
+
+def _set_milestone(
+    journal: Journal, builders: Mapping[str, IndexedDatasetBuilder], place: tuple[int, int], summary: Summary
+) -> None:
+    """Bring all to disk, so that the job can go on behind ``place`` from now on."""
+    outputs = {key: builder.sync() for key, builder in builders.items()}
+    journal.write(Milestone(place, outputs, vars(summary)))
+    for builder in builders.values():
+        builder.keeps = True
+
+
+def _hint(journal: Journal) -> str:
+    return "; --resume goes on from there" if journal.path.exists() else ""

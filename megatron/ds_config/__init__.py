@@ -16,6 +16,7 @@ from megatron.ds_config.file import ConfigFile
 from megatron.ds_config.offload import complete_offload, shared_offload_settings
 from megatron.ds_config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_name
 from megatron.ds_config.pipeline import complete_pipeline
+from megatron.ds_config.profile import complete_profile
 from megatron.given import Given
 from megatron.partition import inputs_in_flight
 
@@ -196,6 +197,7 @@ def compile_config(run: RunConfig, given: Mapping[str, Given], file: Mapping[str
         params.setdefault("torch_adam", run.zero.cpu_torch_adam or not run.zero.offloads_optimizer)
     complete_offload(tree, run.zero)
     complete_pipeline(tree, run.parallel)
+    complete_profile(tree, run.observe)
     if run.activation.contigious_checkpointing and tree[_RECOMPUTE].get("number_checkpoints") is None:
         in_flight = inputs_in_flight(run) if run.parallel.uses_pipeline else run.model.num_layers
         tree[_RECOMPUTE]["number_checkpoints"] = in_flight

@@ -15,8 +15,8 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embe
 """What a command line for training says of the model, too, and the checkpoint knows."""
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """The model, its tokenizer, and how it lies on the processes."""
+def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "as many as are started") -> None:
+    """The model, its tokenizer, and how it lies on the processes, of which ``shared_by`` share it unless told."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--load",
@@ -36,7 +36,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--tensor-model-parallel-size",
         type=int,
         metavar="N",
-        help="processes that share each layer (default: as many as are started)",
+        help=f"processes that share each layer (default: {shared_by})",
     )
     for name in _SIZES:
         group.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help="accepted if it is the model's")

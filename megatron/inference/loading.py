@@ -6,6 +6,8 @@
 The two are what every tool begins with that uses a model.
 """
 
+from typing import TypeVar
+
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from megatron.inference.source import Source, config_on
 from megatron.model.gpt2_model import GPT2Model
 from megatron.mpu.layout import ParallelLayout
 
+Module = TypeVar("Module", bound=nn.Module)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -28,12 +31,19 @@ def load_model(source: Source, layout: ParallelLayout, dtype: str = "fp32") -> G
     Raises ConfigError where the tensor group cannot share the model, CheckpointError where weights are not whole.
     """
     config = config_on(source.config, layout.tensor_group.size(), dtype)
-    model = GPT2Model(config, ActivationConfig(), layout)
+    return fill(GPT2Model(config, ActivationConfig(), layout), source, config, layout)
+
+
+def fill(model: Module, source: Source, config: ModelConfig, layout: ParallelLayout) -> Module:
+    """``model``, which was made from ``config`` and holds any of its layers, with its weights, as ``load_model`` says.
+
+    Raises CheckpointError where weights are not whole.
+    """
     weights = read_model(source.found).weights
     for name, parameter in model.named_parameters():
         with torch.no_grad():
             parameter.copy_(_own_part(weights[name], name, parameter, config, layout))
-    return model.to(get_accelerator().current_device_name(), DTYPES[dtype]).eval()
+    return model.to(get_accelerator().current_device_name(), DTYPES[config.dtype]).eval()
 
 
 def _own_part(whole: Tensor, name: str, parameter: nn.Parameter, config: ModelConfig, layout: ParallelLayout) -> Tensor:

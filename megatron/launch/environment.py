@@ -9,11 +9,14 @@ import socket
 import sys
 import sysconfig
 from collections.abc import MutableMapping
+from pathlib import Path
 
 from megatron.launch.cache import extensions_folder
 from megatron.launch.device import expected_device
-from megatron.launch.launcher import check_place, rank
+from megatron.launch.launcher import check_place, on_one_host, rank, ranks_on_host, world_size
 from megatron.launch.port import check_port
+
+_LOOPBACK = Path("/sys/class/net/lo")
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
@@ -21,7 +24,7 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
 
     Raises:
         ConfigError: what the environment says of this process's place among the others makes no sense.
-        LaunchError: the port that the ranks are to meet at is taken.
+        LaunchError: the address or the port that the ranks are to meet at cannot be had.
     """
     check_place(environ)
     check_port(environ)
@@ -33,16 +36,22 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
     if rank(environ) is None:
         environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    if "LOCAL_SIZE" in environ:
+        # deepspeed's word. On the CPU it makes DeepSpeed leave 66 MiB of shared memory behind for each rank, which
+        # nothing in training uses.
+        environ.setdefault("LOCAL_WORLD_SIZE", environ.pop("LOCAL_SIZE"))
     if environ["DS_ACCELERATOR"] == "cpu":
         # Ranks on one host share its cores; each with all of them would spend its time in waiting.
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _ranks_on_host(environ))))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _neighbours(environ))))
+    if on_one_host(environ) and _LOOPBACK.exists():
+        # Left to themselves they listen at the address of the host's name, which others may reach.
+        environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)
+        environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK.name)
 
 
-def _ranks_on_host(environ: MutableMapping[str, str]) -> int:
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_SIZE"):
-        if name in environ:
-            return int(environ[name])
-    return int(environ.get("WORLD_SIZE", "1"))
+def _neighbours(environ: MutableMapping[str, str]) -> int:
+    """Processes on this host, this one among them; as many as there can be, where no launcher says."""
+    return ranks_on_host(environ) or world_size(environ)
 
 
 def _free_port() -> str:

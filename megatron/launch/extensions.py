@@ -18,6 +18,9 @@ from megatron.config import RunConfig
 from megatron.errors import ResourceError
 from megatron.launch.quiet import deepspeed_silenced
 
+_MOMENT = 0.5
+"""Seconds."""
+
 
 def build_extensions(run: RunConfig) -> None:
     """Build what ``run`` will ask for, unless it is built already.
@@ -51,9 +54,9 @@ def _build(builder) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with _kernel_lock(folder / "build.flock"):
         stale = folder / "lock"
-        if stale.exists() and not _is_open(stale):
+        if _is_left(stale):
             print(f"> removing {stale}, left by a build that was killed", file=sys.stderr, flush=True)
-            stale.unlink()
+            stale.unlink(missing_ok=True)
         is_new = not (folder / f"{builder.name}.so").exists()
         if is_new:
             print(f"> compiling {builder.name} into {folder}: once, about half a minute ...", flush=True)
@@ -67,6 +70,15 @@ def _build(builder) -> None:
             ) from error
         if is_new:
             print(f"> compiled {builder.name} in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def _is_left(path: Path) -> bool:
+    """Whether ``path`` is there and nobody works with it, nor did a moment ago: torch closes it, then removes it."""
+    for _ in range(2):
+        if not path.exists() or _is_open(path):
+            return False
+        time.sleep(_MOMENT)
+    return path.exists()
 
 
 def _is_open(path: Path) -> bool:

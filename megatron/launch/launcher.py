@@ -13,6 +13,7 @@ _SIZES = (
 )
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_SIZE")
 _COMPANIONS_OF_RANK = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _START = "start with deepspeed, torchrun or mpirun"
 
@@ -45,6 +46,24 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
         ConfigError: the variable is not a whole number.
     """
     return _first(environ, _LOCAL_RANKS)
+
+
+def ranks_on_host(environ: Mapping[str, str]) -> int | None:
+    """How many processes of the run are on this host; None where no launcher says.
+
+    Raises:
+        ConfigError: the variable is not a positive whole number.
+    """
+    return next((_number(environ, variable, minimum=1) for variable in _LOCAL_SIZES if variable in environ), None)
+
+
+def on_one_host(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher says that all processes of the run are on this host.
+
+    Raises:
+        ConfigError: what it says is not a number.
+    """
+    return world_size(environ) in (1, ranks_on_host(environ))
 
 
 def check_place(environ: Mapping[str, str]) -> None:

@@ -67,8 +67,9 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_here: bool) -
 
 def _note(rank: int, text: str) -> None:
     """Leave word of this rank's end with who started the launcher, if it asked for that."""
-    if folder := os.environ.get(NOTES):
-        Path(folder, f"rank {rank}").write_text(text)
+    folder = Path(os.environ.get(NOTES, ""))
+    if NOTES in os.environ and folder.is_dir():  # a launcher may tell other hosts of it, too
+        (folder / f"rank {rank}").write_text(text)
 
 
 def _place() -> tuple[int, bool]:

@@ -2,31 +2,42 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
+from socket import socket
 
+from deepspeed.comm.comm import mpi_discovery
 from torch.distributed import TCPStore
 
 from megatron.errors import LaunchError
+from megatron.launch.launcher import on_one_host
+from megatron.launch.port import keeps_store, listen
 
 _SHOWN = 16
 _PATIENCE = 2.0
 """Seconds by which the ranks may be late in giving up."""
 
 
-def connect(environ: Mapping[str, str], timeout: timedelta) -> TCPStore:
+def find_place_by_mpi(environ: MutableMapping[str, str], port: int) -> None:
+    """Let DeepSpeed ask MPI for this process's place among the others, and for the address of the first one's host."""
+    mpi_discovery(distributed_port=port, verbose=False)
+    if on_one_host(environ):
+        environ["MASTER_ADDR"] = "127.0.0.1"  # no other host has to find it
+
+
+def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | None = None) -> TCPStore:
     """A connection of one's own to the store that the ranks meet at, which the first of them keeps, or torchrun.
 
-    It answers whatever the process groups do.
+    It answers whatever the process groups do. ``listener`` is the keeper's, for its first connection.
     """
-    hosts = environ["RANK"] == "0" and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     return TCPStore(
         environ["MASTER_ADDR"],
         int(environ["MASTER_PORT"]),
-        is_master=hosts,
+        is_master=keeps_store(environ),
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
+        master_listen_fd=listener and listener.detach(),
     )
 
 
@@ -34,11 +45,12 @@ def call_roll(environ: Mapping[str, str], timeout: timedelta) -> TCPStore:
     """Wait until every rank has answered; the store, which its keeper has to hold until then.
 
     Raises:
-        LaunchError: with the ranks that have not in time.
+        LaunchError: with the ranks that have not in time; or where this one cannot listen, though the first.
     """
+    listener = listen(environ) if keeps_store(environ) else None
     minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
     try:
-        store = connect(environ, timeout)
+        store = connect(environ, timeout, listener)
     except RuntimeError as error:
         raise LaunchError(
             f"nobody answers at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} within {minutes}: see that rank 0 is "

@@ -1,8 +1,9 @@
 """Run a launcher so that its end is the end of all it started, with an exit code that tells what happened.
 
-deepspeed's answers 0 where its helper on this host was killed, and launchers that are killed themselves leave
-processes behind. So every process of the run, however deep and in whatever session, is inherited from a launcher that
-dies and ended; and each rank of this host leaves a note of its own end, which has to be there.
+deepspeed's answers 0 where its helper on this host was killed, and over MPICH whatever happens; launchers that are
+killed themselves leave processes behind. So every process of the run, however deep and in whatever session, is
+inherited from a launcher that dies and ended; and each rank of this host leaves a note of its own end, which has to be
+there.
 """
 
 import ctypes
@@ -14,6 +15,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
 import psutil
 
@@ -27,44 +30,63 @@ _GRACE = 5.0
 """Seconds between asking what is left behind to go and ending it."""
 
 
-def supervise(command: Sequence[str], environ: Mapping[str, str]) -> int:
+class End(NamedTuple):
+    """How a launcher ended."""
+
+    code: int
+    was_asked: bool
+    """Whether a signal had asked it to."""
+
+
+def supervise(command: Sequence[str], environ: Mapping[str, str]) -> End:
     """Run ``command``, a launcher and its arguments, to its end, and end whatever it left.
 
     Signals that reach this process go on to the launcher: all of ``FORWARDED``.
 
-    Returns the launcher's exit code, 128 + n where signal n ended it, and 6 where it claims success though a rank of
-    this host never ended well.
+    The exit code is the launcher's, 128 + n where signal n ended it, and that of a rank where it claims success though
+    one of this host failed: 6 for a rank that was ended from outside.
     Raises FileNotFoundError or PermissionError where there is no such launcher.
     """
     _inherit_orphans()
+    forwarded: list[int] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as notes:
         launcher = subprocess.Popen(
             list(command), env={**environ, NOTES: notes}, start_new_session=True, preexec_fn=die_with_parent
         )
-        earlier = {number: signal.signal(number, _forward_to(launcher)) for number in FORWARDED}
+
+        def forward(number: int, _: FrameType | None) -> None:
+            forwarded.append(number)
+            launcher.send_signal(number)
+
+        earlier = {number: signal.signal(number, forward) for number in FORWARDED}
         try:
             code = launcher.wait()
         finally:
             _end_descendants()
             for number, handler in earlier.items():
                 signal.signal(number, handler)
-        unfinished = [note.name for note in sorted(Path(notes).iterdir()) if note.read_text() == ""]
-    if code < 0:
-        return 128 - code
-    if code == 0 and unfinished:
-        say(f"the launcher says that all is well, but {', '.join(unfinished)} of this host were ended from outside")
-        return LaunchError.exit_code
-    return code
+        said = {note.name: note.read_text() for note in sorted(Path(notes).iterdir())}
+    code = 128 - code if code < 0 else code or _worst(said)
+    return End(code, was_asked=bool(forwarded))
+
+
+def _worst(said: Mapping[str, str]) -> int:
+    """The exit code that the ranks of this host stand for, by what each noted; of a rank without one, 6."""
+    codes = {rank: int(code) if code else LaunchError.exit_code for rank, code in said.items()}
+    failed = [rank for rank, code in codes.items() if code]
+    if not failed:
+        return 0
+    # Ranks that were lost for want of another say less than that one.
+    first = min(failed, key=lambda rank: codes[rank] == LaunchError.exit_code)
+    how = f"ended with {said[first]}" if said[first] else "was ended from outside"
+    say(f"the launcher says that all is well, but {first} of this host {how}")
+    return codes[first]
 
 
 def _inherit_orphans() -> None:
     """Become the parent of every process of the run whose parent dies, in place of the system's first."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _forward_to(launcher: subprocess.Popen):
-    return lambda number, _: launcher.send_signal(number)
 
 
 def _end_descendants() -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
 from megatron.given import flag_fields, flag_name
-from megatron.legality import activation, pipeline, precision, sizes, training, zero
+from megatron.legality import activation, data, observe, pipeline, precision, sizes, training, zero
 
 
 class Rule(NamedTuple):
@@ -250,6 +250,13 @@ RULES: tuple[Rule, ...] = (
         "optim.use_checkpoint_lr_scheduler",
         "On resume, one of command line and checkpoint decides.",
     ),
+    Rule(
+        "a blend has a weight before each prefix",
+        "The share of each data set is its weight over the sum of all.",
+        data.blends,
+    ),
+    _needs("data.valid_data_path", "data.train_data_path"),
+    _needs("data.test_data_path", "data.train_data_path"),
     Rule("BPE has merges", "The vocabulary alone does not say how text is cut.", training.merges),
     _needs("checkpoint.save_interval", "checkpoint.save"),
     _needs("checkpoint.async_save", "checkpoint.save"),
@@ -267,4 +274,21 @@ RULES: tuple[Rule, ...] = (
     Rule("an error of a save needs a save", "Without --save nothing is written.", training.on_save_error),
     Rule("strict loading loads", "Without a checkpoint nothing can be broken.", training.load_strict),
     _needs("checkpoint.override", "checkpoint.load"),
+    Rule("closer looks are at iterations of the run", "Nothing would be seen otherwise.", observe.step_ranges),
+    Rule("traced iterations are traced", "Without --trace nothing is.", observe.trace_steps),
+    Rule("a profile has a folder", "It is written to files, and nothing else is.", observe.profile_folder),
+    Rule(
+        "operations are counted on the plain engine",
+        "DeepSpeed writes the profile in a function that its pipeline engine does not call.",
+        observe.flops_on_plain_engine,
+        "counts, and shows nothing",
+    ),
+    Rule(
+        "a partition by measured times needs a pipeline",
+        "A plain engine has no stages.",
+        observe.repartition_needs_pipeline,
+    ),
+    _needs("logging.rank", "logging.dry_run"),
+    Rule("ranks of a dry run are among the processes", "Another has nothing to build.", training.dry_ranks),
+    _excludes("logging.explain", "logging.dry_run", "One prints rules, the other builds layers."),
 )

@@ -94,3 +94,16 @@ def load_strict(run: RunConfig) -> str | None:
     if run.checkpoint.load_strict and run.checkpoint.load is None and not run.checkpoint.auto_resume:
         return "--load-strict has no effect without --load or --auto-resume: add one, or remove it"
     return None
+
+
+def dry_ranks(run: RunConfig) -> str | None:
+    world = run.parallel.world_size
+    try:
+        ranks = run.logging.ranks or []
+    except ValueError:
+        return f"--rank {run.logging.rank} is no list of numbers: write one such as 0,513"
+    beyond = [rank for rank in ranks if not 0 <= rank < world]
+    if beyond:
+        processes = "is 1 process" if world == 1 else f"are {world} processes"
+        return f"--rank {beyond[0]}: there {processes}, counted from 0; lower it, or raise --world-size"
+    return None

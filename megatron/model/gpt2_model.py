@@ -57,7 +57,7 @@ def lm_loss(
     labels, weights = (own_part(target, sequence_group, 1) for target in targets)
     if sequence_group:
         weights = weights * sequence_group.size()
-    losses = vocab_parallel_cross_entropy(logits.float() if in_fp32 else logits, labels, group, vocab_size)
+    losses = vocab_parallel_cross_entropy(logits, labels, group, vocab_size, in_fp32=in_fp32)
     loss = (losses.float() * weights).sum()
     # Behind an infinite loss there may be finite gradients. None may change a weight.
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)

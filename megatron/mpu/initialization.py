@@ -25,7 +25,9 @@ class WeightInit:
     device: str = "cpu"
 
     def draw(self, shape: tuple[int, ...]) -> Tensor:
-        """The whole weight in fp32."""
+        """The whole weight in fp32; on the meta device its shape alone."""
+        if torch.get_default_device().type == "meta":
+            return torch.empty(shape, dtype=torch.float32)
         digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         # torch.normal and no empty().normal_(): inside zero.Init DeepSpeed makes the latter draw in half precision.

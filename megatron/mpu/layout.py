@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.config import ParallelConfig
 from megatron.launch.quiet import deepspeed_silenced
-from megatron.launch.rendezvous import call_roll
+from megatron.launch.rendezvous import call_roll, find_place_by_mpi
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,12 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     """
     joins = not dist.is_initialized()
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
-    # Under mpirun DeepSpeed finds out the address by MPI, which has brought all of them together.
-    keeper = call_roll(os.environ, timeout) if joins and "RANK" in os.environ else None
+    if "RANK" not in os.environ:
+        # Only mpirun tells no port: two runs on a host need two.
+        find_place_by_mpi(os.environ, int(os.environ.get("MASTER_PORT", "29500")))
+    keeper = call_roll(os.environ, timeout) if joins else None
     with deepspeed_silenced(verbose):
-        deepspeed.init_distributed(
-            dist_backend=_backend(parallel),
-            # Only under mpirun, which tells no port, DeepSpeed asks for one: two runs on a host need two.
-            distributed_port=int(os.environ.get("MASTER_PORT", "29500")),
-            timeout=timeout,
-            verbose=verbose,
-        )
+        deepspeed.init_distributed(dist_backend=_backend(parallel), timeout=timeout, verbose=verbose)
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         layout = ParallelLayout.create(parallel)
     del keeper  # torch holds the store by now

@@ -32,7 +32,7 @@ _BEAT = 1.0
 _SETTLE = 3.0
 """Seconds that the other ranks have to answer the alarm."""
 _ANSWER = 10.0
-"""Seconds for the store to answer, once there is an alarm."""
+"""Seconds for the store to answer, once there is an alarm; less where the limit is."""
 _SHOWN = 8
 _ALARM = "hang/alarm"
 _AXES = {"model": "tensor-parallel", "data": "data-parallel", "pipe": "pipeline", "sequence": "sequence-parallel"}
@@ -56,6 +56,7 @@ class _Watchdog:
         self._rank, self._size, self._whereabouts = layout.rank, layout.topology.world_size(), whereabouts
         self._limit = 60 * run.logging.watchdog_minutes
         self._beat = min(_BEAT, self._limit / 4)
+        self._answer = min(_ANSWER, self._limit)
         self._minutes = f"--watchdog-minutes {run.logging.watchdog_minutes:g}"
         self._file = Path(run.checkpoint.save or ".") / f"hang-rank{layout.rank}.txt"
         self._groups = group_names(layout.topology)
@@ -63,7 +64,7 @@ class _Watchdog:
         self._barks = threading.Lock()
         self._heard = False
         """Whether this rank knows of the alarm: a rank that does not, behind it, does not answer."""
-        self._store = connect(os.environ, timedelta(seconds=_ANSWER))
+        self._store = connect(os.environ, timedelta(seconds=self._answer))
         for name, work in (("clock", self._keep_time), ("teller", self._tell_others)):
             threading.Thread(target=work, name=f"watchdog {name}", daemon=True).start()
 
@@ -80,7 +81,7 @@ class _Watchdog:
     def _tell_others(self) -> None:
         while not self._over.wait(self._beat):
             # Where a library holds Python's lock no thread of ours runs; this one is not Python's.
-            faulthandler.dump_traceback_later(self._limit + 2 * _ANSWER, exit=True)
+            faulthandler.dump_traceback_later(self._limit + 2 * self._answer, exit=True)
             try:
                 self._tell()
                 if self._store.check([_ALARM]):
@@ -106,7 +107,7 @@ class _Watchdog:
                 return
             self._heard = True
             self._write()
-            helpless = threading.Timer(_SETTLE + _ANSWER, self._leave_without_store)
+            helpless = threading.Timer(_SETTLE + self._answer, self._leave_without_store)
             helpless.daemon = True
             helpless.start()
             try:
@@ -144,7 +145,7 @@ class _Watchdog:
         place = self._whereabouts.place(self._groups)
         say(
             f"rank {self._rank}: longer than {self._minutes} in {place.text}; and nobody answers where the ranks meet: "
-            "rank 0 keeps that, or torchrun on its host, and is stopped or gone"
+            "rank 0 keeps that, or torchrun on its host, and is stopped, gone or cut off"
         )
         self._leave()
 

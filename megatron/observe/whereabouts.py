@@ -4,12 +4,14 @@ import linecache
 import sys
 import threading
 import time
-from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+
+from megatron.pipe_schedule import Instruction
 
 _COLLECTIVES = Path(dist.distributed_c10d.__file__).name
 _BETWEEN_TWO = {"send": ("dst", "to"), "isend": ("dst", "to"), "recv": ("src", "from"), "irecv": ("src", "from")}
@@ -24,26 +26,24 @@ class Place(NamedTuple):
 
 
 class Whereabouts:
-    """The iteration and the part of it that this rank is in, since when, and the pipeline's instruction."""
+    """The iteration and the part of it that this rank is in, since when, and the instruction."""
 
     def __init__(self) -> None:
         self.iteration, self.phase, self.since = 0, "", time.monotonic()
         self.entered = 0
         """Parts begun so far; the same number is the same part on every rank."""
         self._instruction = ""
-        self._counts: Counter[str] = Counter()
 
     def enter(self, phase: str, iteration: int) -> None:
         """Begin ``phase``, such as "training", of ``iteration``. An empty phase may last as long as it likes."""
         self._instruction = ""
-        self._counts.clear()
         self.iteration, self.phase, self.since = iteration, phase, time.monotonic()
         self.entered += 1
 
-    def instruct(self, name: str, of_micro_batch: bool) -> None:
-        """Begin an instruction of the pipeline, one for each micro-batch or one for all."""
-        self._counts[name] += 1
-        self._instruction = f"{name} of micro-batch {self._counts[name]}" if of_micro_batch else name
+    def instruct(self, instruction: Instruction) -> AbstractContextManager:
+        """Begin an instruction; it lasts until the next."""
+        self._instruction = str(instruction)
+        return nullcontext()
 
     @property
     def seconds(self) -> float:

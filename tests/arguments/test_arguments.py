@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import fields
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from support.command_lines import CPU, CUDA, SMALL, complaints, parse
 from megatron.arguments import parse_run
 from megatron.arguments.command_line import build_parser
 from megatron.arguments.refused import REFUSED, REFUSED_VALUES
+from megatron.config.blend import Part
 from megatron.errors import ConfigError
 from megatron.given import flag_fields, flag_name, sections
 
@@ -123,6 +125,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "seed": ("--seed 1", ""),
     "data_path": ("--data-path other", ""),
     "split": ("--split 949,50,1", ""),
+    "no_shared_disk": ("--no-shared-disk", ""),
     "data_cache_path": ("--data-cache-path maps", ""),
     "data_impl": ("--data-impl mmap", ""),
     "num_workers": ("--num-workers 0", ""),
@@ -144,13 +147,20 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "log_interval": ("--log-interval 5", ""),
     "tensorboard_dir": ("--tensorboard-dir board", ""),
     "metrics_file": ("--metrics-file metrics.jsonl", ""),
+    "trace": ("--trace out", ""),
+    "trace_steps": ("--trace-steps 3:3", "--trace out"),
+    "profile_steps": ("--profile-steps 3:4", "--trace out"),
+    "flops_profile_step": ("--flops-profile-step 3", "--trace out"),
+    "profile_dir": ("--profile-dir out", "--trace other --profile-steps 3:4"),
+    "run_dir": ("--run-dir out", ""),
+    "rank": ("--rank 0", "--dry-run"),
 }
 
 
 @pytest.mark.parametrize("name", sorted(flag_fields()))
 def test_every_flag_changes_the_run(name: str) -> None:
-    if name == "train_samples":  # stands in the place of --train-iters, so it has a test of its own
-        return
+    if name in ("train_samples", "train_data_path", "valid_data_path", "test_data_path", "repartition_from"):
+        return  # they stand in the place of others, or need a file, so they have tests of their own
     words, company = EFFECTS.get(name, (flag_name(flag_fields()[name]), ""))
     environ = CUDA if company.startswith("gpu") else CPU
     company = company.removeprefix("gpu")
@@ -165,6 +175,50 @@ def test_train_samples_are_counted_in_whole_iterations() -> None:
     assert "exclude each other" in complaints("--train-samples 41")[0]
     with pytest.raises(ConfigError, match="--train-samples 1 is less than one global batch of 2"):
         parse_run(SMALL.replace("--train-iters 100", "--train-samples 1").split(), CPU)
+
+
+def test_each_split_may_have_data_of_its_own() -> None:
+    own = SMALL.replace("--data-path corpus", "--train-data-path 1 a 3 b --test-data-path c").split()
+    data = parse_run(own, CPU).data
+    assert data.blends == {
+        "train": (Part(Fraction(1, 4), "a"), Part(Fraction(3, 4), "b")),
+        "valid": (),
+        "test": (Part(Fraction(1), "c"),),
+    }
+    assert data.prefixes == ("a", "b", "c") and data.proportions == "1/4 3/4; ; 1"
+    assert parse_run([*own, "--valid-data-path", "d"], CPU).data.contents == (("a", "b"), ("d",), ("c",))
+    assert complaints("--train-data-path other") == [
+        "--data-path corpus and --train-data-path other exclude each other: give one"
+    ]
+    with pytest.raises(ConfigError, match="--split 1 and --train-data-path 1 a 3 b exclude each other"):
+        parse_run([*own, "--split", "1"], CPU)
+
+
+def test_a_blend_is_split_as_one_data_set_is() -> None:
+    data = parse("--data-path 0.3 a 0.60 b 0.1 c").data
+    assert {name: [str(part.share) for part in parts] for name, parts in data.blends.items()} == dict.fromkeys(
+        ("train", "valid", "test"), ["3/10", "3/5", "1/10"]
+    )
+    assert data.contents == (("a", "b", "c"),) and data.proportions == "3/10 3/5 1/10"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("a b", "a is no number: give a weight before b"),
+        ("1 a b", "3 words: give one prefix, or WEIGHT PREFIX for each data set"),
+        ("0 a 1 b", "0 before a must be from 1e-12 to 1e18: leave out what is not to be read"),
+        ("-1 a 1 b", "-1 before a must be from 1e-12 to 1e18: leave out what is not to be read"),
+        ("nan a 1 b", "nan before a must be from 1e-12 to 1e18: leave out what is not to be read"),
+        (
+            "1e999999999 a 1 b",
+            "1e999999999 before a must be from 1e-12 to 1e18: leave out what is not to be read",
+        ),
+        ("1 x/a 2 b 1 x//a", "x/a is there twice: give it once, with the sum of its weights"),
+    ],
+)
+def test_a_blend_that_cannot_be_read(words: str, message: str) -> None:
+    assert complaints(f"--data-path {words}") == [f"--data-path {words}: {message}"]
 
 
 def test_classic_arguments_are_flags_or_refused_with_a_reason() -> None:
@@ -258,6 +312,7 @@ def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
         ("--hiden-size 64", "unknown flag --hiden-size: did you mean --hidden-size?"),
         ("--zzzzzzzzzz 1", "unknown flag --zzzzzzzzzz: see --help"),
         ("--lr", "--lr: needs a value"),
+        ("--data-path", "--data-path: needs a value"),
         ("--num-layers four", "--num-layers four: must be a number"),
         ("--num-layers 4.5", "--num-layers 4.5: must be a whole number"),
         ("--lr nan", "--lr nan: must be a finite number"),

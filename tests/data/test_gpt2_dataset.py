@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.gpt2_dataset import Datasets, GPT2Dataset, build_datasets, check_data
+from megatron.data.datasets import Datasets, build_datasets, check_data
+from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.errors import ConfigError, DataError
 
@@ -22,7 +23,7 @@ SIZES = {"vocab_size": 6000, "global_batch_size": 4, "train_iters": 20, "eval_in
 @pytest.fixture
 def data(write_dataset: Callable[..., str]) -> DataConfig:
     """A data set of 60 short documents, split in three."""
-    return DataConfig(data_path=write_dataset(DOCUMENTS), seq_length=16, split="40,10,10")
+    return DataConfig(data_path=(write_dataset(DOCUMENTS),), seq_length=16, split="40,10,10")
 
 
 def all_samples(dataset: GPT2Dataset) -> list[list[int]]:
@@ -84,7 +85,7 @@ def test_seed_and_sequence_length_change_the_samples(data: DataConfig) -> None:
 
 
 def test_the_cache_is_beside_the_data_and_knows_what_it_holds(data: DataConfig) -> None:
-    folder = Path(data.data_path).parent / "index-cache"
+    folder = Path(data.data_path[0]).parent / "index-cache"
 
     def names(config: DataConfig, **sizes: int) -> set[str]:
         build_datasets(config, **{**SIZES, "eval_iters": 0, **sizes})
@@ -101,7 +102,7 @@ def test_the_cache_is_beside_the_data_and_knows_what_it_holds(data: DataConfig) 
         after = names(config)
         assert len(after) == len(before) + 3
         before = after
-    os.utime(f"{data.data_path}.bin", ns=(0, 0))
+    os.utime(f"{data.data_path[0]}.bin", ns=(0, 0))
     assert len(names(data)) == len(before) + 3
 
 
@@ -126,14 +127,14 @@ def test_documents_may_have_several_sequences(tmp_path: Path) -> None:
             for start in range(0, len(document), 5):
                 builder.add_sequence(document[start : start + 5])
             builder.end_document()
-    in_pieces = DataConfig(data_path=str(tmp_path / "data"), seq_length=16, split="40,10,10")
+    in_pieces = DataConfig(data_path=(str(tmp_path / "data"),), seq_length=16, split="40,10,10")
     dataset = build_datasets(in_pieces, **SIZES).valid
     assert {token // 100 for sample in all_samples(dataset) for token in sample} == set(range(40, 50))
 
 
 def test_a_token_outside_the_vocabulary_is_located(write_dataset: Callable[..., str]) -> None:
     documents = [[1] * 10, [2] * 10, [3] * 4 + [99] + [3] * 5]
-    data = DataConfig(data_path=write_dataset(documents), seq_length=29, split="1")
+    data = DataConfig(data_path=(write_dataset(documents),), seq_length=29, split="1")
     dataset = build_datasets(data, **{**SIZES, "vocab_size": 100}).train
     assert max(dataset[0]) == 99
     dataset = build_datasets(data, **{**SIZES, "vocab_size": 99}).train
@@ -142,7 +143,7 @@ def test_a_token_outside_the_vocabulary_is_located(write_dataset: Callable[..., 
 
 
 def test_the_document_is_numbered_in_the_data_set_not_in_the_split(write_dataset: Callable[..., str]) -> None:
-    data = DataConfig(data_path=write_dataset([[1] * 20, [1] * 3 + [-7] * 17], "i4"), seq_length=8, split="1,1")
+    data = DataConfig(data_path=(write_dataset([[1] * 20, [1] * 3 + [-7] * 17], "i4"),), seq_length=8, split="1,1")
     valid = build_datasets(data, **SIZES).valid
     with pytest.raises(DataError, match="token -7 in document 1 at offset 3"):
         all_samples(valid)
@@ -152,7 +153,7 @@ def test_a_split_without_a_sample_is_refused_with_the_arithmetic(data: DataConfi
     tokens = sum(len(document) for document in DOCUMENTS[40:50])
     long = replace(data, seq_length=tokens)
     expected = (
-        f'the validation split of {data.data_path} by --split "40,10,10" (documents 40 to 49 of 60: {tokens} tokens) '
+        f'the validation split of {data.prefixes[0]} by --split "40,10,10" (documents 40 to 49 of 60: {tokens} tokens) '
         f"holds no sample of {tokens}+1 tokens: use more text, a smaller --seq-length or another --split"
     )
     with pytest.raises(DataError) as caught:
@@ -160,13 +161,13 @@ def test_a_split_without_a_sample_is_refused_with_the_arithmetic(data: DataConfi
     assert expected in caught.value.messages
     with pytest.raises(DataError):
         build_datasets(long, **SIZES)
-    assert not (Path(data.data_path).parent / "index-cache").exists()
+    assert not (Path(data.data_path[0]).parent / "index-cache").exists()
     check_data(replace(data, seq_length=tokens - 1, split="40,10"), train_iters=1, eval_iters=1)
     check_data(long, train_iters=1, eval_iters=0)
 
 
 def test_every_split_at_fault_is_named(write_dataset: Callable[..., str]) -> None:
-    data = DataConfig(data_path=write_dataset([]), seq_length=4)
+    data = DataConfig(data_path=(write_dataset([]),), seq_length=4)
     with pytest.raises(DataError) as caught:
         check_data(data, train_iters=1, eval_iters=1)
     assert [message.split(" of ")[0] for message in caught.value.messages] == [

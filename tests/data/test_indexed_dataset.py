@@ -214,6 +214,29 @@ def test_what_a_killed_writer_left_is_overwritten(tmp_path: Path, write_dataset:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    assert {path.name for path in tmp_path.iterdir()} == {"data.bin.partial", "data.idx.partial"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"data.{end}.partial" for end in ("bin", "idx", "documents")}
     assert IndexedDataset(write_dataset(GOLDEN_DOCUMENTS)).num_tokens == 5
     assert {path.name for path in tmp_path.iterdir()} == {"data.bin", "data.idx"}
+
+
+def test_a_writer_goes_on_where_another_was(tmp_path: Path) -> None:
+    documents = [list(range(n % 7 + 1)) for n in range(100)]
+    with IndexedDatasetBuilder(tmp_path / "whole", "u2") as builder:
+        for document in documents:
+            builder.add_sequence(document)
+            builder.end_document()
+    with pytest.raises(KeyError), IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
+        for document in documents[:70]:
+            if document is documents[40]:
+                written, builder.keeps = builder.sync(), True
+            builder.add_sequence(document)
+            builder.end_document()
+        raise KeyError
+    with IndexedDatasetBuilder(tmp_path / "data", "u2", written) as builder:
+        for document in documents[40:]:
+            builder.add_sequence(document)
+            builder.end_document()
+    for end in ("bin", "idx"):
+        assert (tmp_path / f"data.{end}").read_bytes() == (tmp_path / f"whole.{end}").read_bytes()
+    with pytest.raises(DataError, match="is shorter than it was left"):
+        IndexedDatasetBuilder(tmp_path / "data", "u2", written).__enter__()

@@ -8,9 +8,12 @@ import pytest
 from support.bare_ranks import await_processes
 
 ROOT = Path(__file__).resolve().parents[2]
-SUPERVISE = (
-    "import os, sys\nfrom megatron.launch.supervise import supervise\nsys.exit(supervise(sys.argv[1:], os.environ))"
-)
+SUPERVISE = """
+import os, sys
+from megatron.launch.supervise import supervise
+sys.exit(supervise(sys.argv[1:], os.environ).code)
+"""
+CLAIM = "-c: error: the launcher says that all is well, but"
 
 
 def supervised(script: str, *words: str) -> subprocess.Popen[str]:
@@ -26,10 +29,11 @@ def supervised(script: str, *words: str) -> subprocess.Popen[str]:
         ("exit 75", 75, ""),
         ("kill -KILL $$", 137, ""),
         ('touch "$RANK_NOTES/rank 0"; echo -n 0 > "$RANK_NOTES/rank 0"', 0, ""),
+        ('touch "$RANK_NOTES/rank 1"', 6, f"{CLAIM} rank 1 of this host was ended from outside\n"),
         (
-            'touch "$RANK_NOTES/rank 1"',
-            6,
-            "-c: error: the launcher says that all is well, but rank 1 of this host were ended from outside\n",
+            'for rank in "0 6" "1 5" "2 6"; do echo -n ${rank#* } > "$RANK_NOTES/rank ${rank% *}"; done',
+            5,
+            f"{CLAIM} rank 1 of this host ended with 5\n",
         ),
     ],
 )

@@ -1,5 +1,7 @@
 """Each tensor-parallel operator against its serial counterpart, values and gradients, at TP 1, 2 and 4."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron import mpu
+from megatron.mpu import cross_entropy as cross_entropy_module
 
 TENSOR_PARALLEL_SIZES = [1, 2, 4]
 INIT = {"std": 0.3, "seed": 7}
@@ -212,6 +215,26 @@ def cross_entropy(vocab: int):
     (losses * weights).sum().backward()
     (serial * weights).sum().backward()
     assert_close(part.grad, _part(whole.grad, -1))
+
+
+@pytest.mark.parametrize("elements", [1, 20, 1000])
+def test_cross_entropy_of_half_precision_in_fp32(run_ranks, size, elements):
+    run_ranks(size, half_precision_cross_entropy, elements)
+
+
+def half_precision_cross_entropy(elements: int):
+    """Equal to torch's of the same logits in fp32, however many are taken at a time."""
+    whole = _input(2, 5, 16).detach().bfloat16()
+    labels = torch.randint(0, 16, (2, 5), generator=torch.Generator().manual_seed(1))
+    part, serial = _part(whole, -1).clone().requires_grad_(), whole.float().requires_grad_()
+    expected = F.cross_entropy(serial.flatten(0, 1), labels.flatten(), reduction="none").view(2, 5)
+    expected.sum().backward()
+    with patch.dict(cross_entropy_module.ELEMENTS_AT_ONCE, cpu=elements):
+        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD)
+        losses.sum().backward()
+    assert losses.dtype == torch.float32 and part.grad.dtype == torch.bfloat16
+    assert_close(losses, expected)
+    assert_close(part.grad, _part(serial.grad, -1).bfloat16(), atol=1e-3, rtol=1e-2)
 
 
 def test_broadcast_data(run_ranks, size):

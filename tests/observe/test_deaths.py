@@ -22,7 +22,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, tm
     said, _, report = ended.output.partition("Root Cause (first observed failure):")
     assert said.count(": error: ") == 1, "no victim speaks"
     assert "rank      : 1 " in report and "(SIGKILL)" in report
-    programs.pretrain(2, *words).ok()
+    train_in_ranks(2, *words)
     whole, parts = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
     assert [line["lm_loss"] for line in parts] == [line["lm_loss"] for line in whole]
 
@@ -31,6 +31,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, tm
     ("fault", "rank", "code", "last"),
     [
         ("signal 0 2 SIGSEGV", 0, -signal.SIGSEGV, "rank 0 was ended by SIGSEGV in iteration 2"),
+        ("signal 1 2 SIGABRT", 1, -signal.SIGABRT, "rank 1 was ended by SIGABRT in iteration 2"),
         ("raise 1 2", 1, 1, "ValueError: a fault of this rank alone"),
     ],
 )
@@ -45,15 +46,27 @@ def test_all_end_and_the_first_cause_comes_last(
     assert ranks.output.splitlines()[-1].endswith(last), ranks.output
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "python")
+
+
+def test_mpirun_ends_a_run_that_lost_a_rank(programs, tmp_path: Path) -> None:
+    """And says which; its exit code is not 0."""
+    words = ("tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS)
+    ended = programs.run(*MPIRUN, *words, FAULT="signal 1 2 SIGKILL", MASTER_PORT=str(free_port()))
+    assert ended.returncode == 128 + signal.SIGKILL, ended.output
+    assert "Traceback" not in ended.output and "signal 9" in ended.output
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun"])
 def test_ranks_leave_with_their_launcher(programs, tmp_path: Path, launcher: str) -> None:
     words = ["tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS]
     command = {
         "torchrun": ["torchrun", "--standalone", "--nproc_per_node", "2"],
         "deepspeed": ["deepspeed", "--master_port", str(free_port()), "--num_gpus", "2"],
+        "mpirun": MPIRUN,
     }[launcher]
-    log = tmp_path / "log"
-    with programs.started(log, *command, *words, "--save", tmp_path / "ck", FAULT="sleep 1 2") as started:
+    log, environ = tmp_path / "log", {"FAULT": "sleep 1 2", "MASTER_PORT": str(free_port())}
+    with programs.started(log, *command, *words, "--save", tmp_path / "ck", **environ) as started:
         _await_line(started, log, "iteration 1/5")
         started.kill()
         await_processes(str(tmp_path / "ck"), 0)

@@ -22,7 +22,7 @@ def whole(train_in_ranks, tmp_path_factory) -> list[tuple[int, float]]:
     return _losses(metrics)
 
 
-def test_a_stopped_rank_is_named_and_the_run_goes_on(programs, tmp_path: Path, whole) -> None:
+def test_a_stopped_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, tmp_path: Path, whole) -> None:
     words = (*SETTINGS, *SAVES, "--save", tmp_path / "ck", "--metrics-file", tmp_path / "metrics")
     ranks = BareRanks(programs, tmp_path / "log", "signal 1 3 SIGSTOP", *words, size=2)
     assert ranks.ended(0) == [6], ranks.output
@@ -33,7 +33,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(programs, tmp_path: Path, w
     assert ranks.output.splitlines()[-1].endswith(cause)
     written = (tmp_path / "ck" / "hang-rank0.txt").read_text()
     assert "SendActivation of micro-batch 1, in send to rank 1" in written and " in train_batch\n" in written
-    programs.pretrain(2, *words).ok()
+    train_in_ranks(2, *words)
     assert _losses(tmp_path / "metrics") == whole
 
 

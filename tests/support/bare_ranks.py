@@ -9,12 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from support.hosts import INTERFACE, Hosts
 from support.ports import free_port
 from support.programs import TIME_LIMIT, TINY_MODEL, Programs
 
 
 class BareRanks:
-    """``pretrain_gpt2.py`` with a fault planted in it, on ``ranks`` of ``size``, with the tiny model and corpus."""
+    """``pretrain_gpt2.py`` with a fault planted in it, on ``ranks`` of ``size``, with the tiny model and corpus.
+
+    On this machine, or with ``hosts`` each on one of these.
+    """
 
     def __init__(
         self,
@@ -24,29 +28,42 @@ class BareRanks:
         *arguments: object,
         size: int,
         ranks: Sequence[int] | None = None,
+        hosts: Hosts | None = None,
     ):
         place = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
         place |= {"MASTER_PORT": str(free_port()), "FAULT": fault}
+        if hosts is not None:
+            place |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": hosts.names[0], "GLOO_SOCKET_IFNAME": INTERFACE}
         words = ["tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *map(str, arguments)]
         self._log = log
         with open(log, "w") as file:
             self._processes = {
                 rank: subprocess.Popen(
-                    [sys.executable, *words],
+                    [*(hosts.on(hosts.names[rank]) if hosts else ()), sys.executable, *words],
                     cwd=programs.root,
-                    env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(place_here)},
+                    env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": "0" if hosts else str(place_here)},
                     stdout=file,
                     stderr=subprocess.STDOUT,
                 )
                 for place_here, rank in enumerate(range(size) if ranks is None else ranks)
             }
 
+    def await_file(self, path: Path) -> None:
+        """Wait until one of them has made the file."""
+        deadline = time.monotonic() + TIME_LIMIT
+        while not path.exists():
+            assert time.monotonic() < deadline and not any(map(_has_ended, self._processes.values())), self.output
+            time.sleep(0.1)
+
     def ended(self, *ranks: int) -> list[int]:
         """The exit codes of ``ranks``, of all by default, once they have ended; then the others are killed."""
+        chosen = [self._processes[rank] for rank in ranks or self._processes]
+        deadline = time.monotonic() + TIME_LIMIT
         try:
-            return [self._processes[rank].wait(TIME_LIMIT) for rank in ranks or self._processes]
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"ranks did not end:\n{self.output[-6000:]}") from None
+            while not all(map(_has_ended, chosen)):
+                assert time.monotonic() < deadline, f"ranks did not end:\n{self.output[-6000:]}"
+                time.sleep(0.1)
+            return [process.wait() for process in chosen]
         finally:
             for process in self._processes.values():
                 process.kill()
@@ -62,6 +79,11 @@ class BareRanks:
         """The lines that the program says as errors."""
         begin = "pretrain_gpt2.py: error: "
         return [line.removeprefix(begin) for line in self.output.splitlines() if line.startswith(begin)]
+
+
+def _has_ended(process: subprocess.Popen) -> bool:
+    """Without asking how, after which nobody else could."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def await_processes(word: str, number: int) -> list[psutil.Process]:

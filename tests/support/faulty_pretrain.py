@@ -9,12 +9,16 @@ launcher RANK ITERATION NAMES the process that started that rank gets them
 sleep RANK ITERATION          that rank goes no further
 hold RANK ITERATION           that rank goes no further, and lets no other of its threads run
 raise RANK ITERATION          that rank fails
+command RANK ITERATION WORDS  that rank has a shell run the words, and waits for it
+memory RANK ITERATION MB      that rank gets so much memory more, and no more than that
 """
 
 import ctypes
 import os
+import resource
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -34,7 +38,7 @@ MARK = 7
 
 iteration = 0
 kind, *words = os.environ["FAULT"].split()
-numbers = [float(word) for word in words if not word.startswith("SIG")]
+numbers = [float(word) for word in (words[:2] if kind == "command" else words) if not word.startswith("SIG")]
 real_train_batch, real_loss, real_sample = training.train_batch, gpt2_model.lm_loss, GPT2Dataset.__getitem__
 
 
@@ -42,10 +46,15 @@ def fail():
     raise ValueError("a fault of this rank alone")
 
 
-FAULTS = {"sleep": lambda: time.sleep(1000), "hold": lambda: ctypes.PyDLL(None).sleep(1000), "raise": fail}
+FAULTS = {
+    "sleep": lambda: time.sleep(1000),
+    "hold": lambda: ctypes.PyDLL(None).sleep(1000),
+    "raise": fail,
+    "command": lambda: subprocess.run(" ".join(words[2:]), shell=True, check=True),
+}
 
 
-def train_batch(engine, batches):
+def train_batch(engine, batches, listeners):
     global iteration
     iteration += 1
     if kind == "weights" and [dist.get_rank(), iteration] == [numbers[0], numbers[2]]:
@@ -56,10 +65,13 @@ def train_batch(engine, batches):
     if kind in ("signal", "launcher") and [dist.get_rank(), iteration] == numbers:
         for name in words[2:]:
             os.kill(os.getpid() if kind == "signal" else os.getppid(), getattr(signal, name))
+    if kind == "memory" and [dist.get_rank(), iteration] == numbers[:2]:
+        size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (size + int(numbers[2] * 1e6),) * 2)
     if [dist.get_rank(), iteration] == numbers and kind in FAULTS:
         FAULTS[kind]()
     before = weights(engine)
-    loss = real_train_batch(engine, batches)
+    loss = real_train_batch(engine, batches, listeners)
     if kind == "gradient":
         kept = sum(map(torch.equal, before, weights(engine)))
         print(f"rank {dist.get_rank()} iteration {iteration} kept {kept} of {len(before)} weights", flush=True)

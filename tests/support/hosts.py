@@ -136,6 +136,14 @@ class Hosts:
             assert self._processes[name].poll() is None and time.monotonic() < deadline, self.said(name)
             time.sleep(0.01)
 
+    def await_end(self, name: str, word: str) -> None:
+        """Wait until no process of the host has ``word`` on its command line."""
+        deadline = time.monotonic() + 120
+        command = [*self.on(name), "ps", "-eo", "args"]
+        while word in (said := subprocess.run(command, capture_output=True, text=True, check=True).stdout):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.5)
+
     def _start_host(self, name: str) -> None:
         (self.folder / name).mkdir(exist_ok=True)
         if self.user:

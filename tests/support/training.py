@@ -18,13 +18,13 @@ RunRanks = Callable[..., list[Any]]
 class RankTraining:
     """``pretrain_gpt2.py`` with the tiny model and corpus on the ranks of this session."""
 
-    def __init__(self, run_ranks: RunRanks, programs: Programs):
-        self._run_ranks, self._data = run_ranks, programs.data_arguments
+    def __init__(self, run_ranks: RunRanks, programs: Programs, run: Callable | None = None):
+        self._run_ranks, self._data, self._run = run_ranks, programs.data_arguments, run or pretrain
 
     def __call__(self, processes: int, *arguments: str | Path) -> str:
         """Train to the end on so many ranks; what the first of them printed."""
         words = [str(word) for word in (*TINY_MODEL, *self._data, *arguments)]
-        outputs = self._run_ranks(processes, pretrain, words)
+        outputs = self._run_ranks(processes, self._run, words)
         assert all(code == 0 for code, _ in outputs), outputs
         return outputs[0][1]
 

@@ -63,7 +63,7 @@ def one_error(finished: subprocess.CompletedProcess[str], code: int) -> str:
 
 
 def test_jsonl(tmp_path: Path, command: Callable[..., list[str]]) -> None:
-    first = write_jsonl(tmp_path / "first.jsonl", [{"text": "a b c"}, {"text": ""}, {"text": "d\nzzz"}])
+    first = write_jsonl(tmp_path / "first.jsonl", [{"text": "a b c"}, {"text": "d\nzzz"}])
     second = write_jsonl(tmp_path / "second", [{"text": "c"}])
     finished = run(command([first, second], "--append-eod"))
     assert finished.returncode == 0, finished.stderr
@@ -71,17 +71,15 @@ def test_jsonl(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     assert documents(prefix) == [[0, 1, 2, EOD], [3, 4, EOD], [2, EOD]]
     assert IndexedDataset(prefix).dtype.name == "uint16"
     size = first.stat().st_size + second.stat().st_size
-    assert finished.stdout == (
-        f"{prefix}.bin and .idx: 3 documents, 9 tokens, 18 bytes from {size} bytes of text; "
-        "1 empty documents left out\n"
-    )
+    assert finished.stdout == (f"{prefix}.bin and .idx: 3 documents, 9 tokens, 18 bytes from {size} bytes of text\n")
     assert "documents/s" in finished.stderr
     assert "B/s" in finished.stderr
 
 
 def test_plain_text(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     (tmp_path / "corpus.txt").write_bytes(b"\xef\xbb\xbfa b\r\n\r\n  \nc \x00 d")
-    assert run(command([tmp_path / "corpus.txt"])).returncode == 0
+    finished = run(command([tmp_path / "corpus.txt"]))
+    assert finished.returncode == 0 and finished.stdout.endswith("; 2 blank lines\n")
     assert documents(tmp_path / "out_text_document") == [[0, 1], [2, 4, 3]]
     (tmp_path / "corpus.md").write_text("d d\n")
     assert run(command([tmp_path / "corpus.md"], "--input-format", "text")).returncode == 0
@@ -90,7 +88,7 @@ def test_plain_text(tmp_path: Path, command: Callable[..., list[str]]) -> None:
 
 def test_each_key_has_its_data_set(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"title": "a", "body": "b c"}, {"title": "", "body": "d"}])
-    finished = run(command([corpus], "--json-keys", "title", "body"))
+    finished = run(command([corpus], "--json-keys", "title", "body", "--on-error", "skip"))
     assert finished.returncode == 0, finished.stderr
     assert documents(tmp_path / "out_title_document") == [[0]]
     assert documents(tmp_path / "out_body_document") == [[1, 2], [3]]
@@ -98,7 +96,7 @@ def test_each_key_has_its_data_set(tmp_path: Path, command: Callable[..., list[s
 
 
 def test_workers_change_nothing(tmp_path: Path, command: Callable[..., list[str]]) -> None:
-    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a b c d " * (n % 50)} for n in range(30000)])
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a b c d " * (n % 50)} for n in range(30000) if n % 50])
     written = []
     for workers in ("1", "3"):
         finished = run(command([corpus], "--workers", workers))
@@ -117,6 +115,8 @@ BAD_LINES = [
     (b'{"text": null}', '"text" is a null, where a string is needed'),
     (b'{"text": "a\xff"}', "byte 12 of the line is not UTF-8"),
     (b'{"text": "\\ud800"}', '"text" holds half of a surrogate pair'),
+    (b'{"text": ""}', 'no text under "text"'),
+    (b"  ", 'no text under "text"'),
 ]
 
 
@@ -134,7 +134,11 @@ def test_bad_lines_can_be_skipped(tmp_path: Path, command: Callable[..., list[st
     corpus.write_bytes(b'{"text": "a"}\n' + b"\n".join(line for line, _ in BAD_LINES) + b'\n{"text": "b"}')
     finished = run(command([corpus], "--on-error", "skip", "--workers", "2"))
     assert finished.returncode == 0, finished.stderr
-    assert f"; 8 bad lines skipped, the first: {corpus}:2: not JSON" in finished.stdout
+    assert finished.stdout.endswith("; 8 bad lines skipped; 2 empty documents skipped\n")
+    told = [line for line in finished.stderr.splitlines() if "skipped" in line]
+    assert len(told) == len(BAD_LINES)
+    for number, ((_, message), line) in enumerate(zip(BAD_LINES, told, strict=True), start=2):
+        assert f"> skipped {corpus}:{number}: {message}" in line
     assert documents(tmp_path / "out_text_document") == [[0], [1]]
 
 
@@ -167,7 +171,9 @@ def test_bad_flags(
 def test_missing_and_empty_inputs(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     assert "nowhere.jsonl: no such file" in one_error(run(command([tmp_path / "nowhere.jsonl"])), 3)
     empty = write_jsonl(tmp_path / "empty.jsonl", [{"text": ""}])
-    assert f"no document in {empty}: nothing to write" in one_error(run(command([empty])), 3)
+    assert f"{empty}:1: no text" in one_error(run(command([empty])), 3)
+    (tmp_path / "blank.txt").write_text("\n\n")
+    assert "blank.txt: nothing to write" in one_error(run(command([tmp_path / "blank.txt"])), 3)
     assert outputs(tmp_path) == set()
 
 
@@ -195,7 +201,7 @@ def test_killed_it_leaves_no_data_set_and_can_be_run_again(tmp_path: Path, comma
             corpus.write(b'{"text": "a b c d a b c d"}\n' * 10000)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert outputs(tmp_path) == {"out_text_document.bin.partial", "out_text_document.idx.partial"}
+    assert outputs(tmp_path) == {f"out_text_document.{end}.partial" for end in ("bin", "idx", "documents")}
     whole = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a"}])
     deadline = time.monotonic() + 10
     # The workers hold the lock on the output for as long as the kernel takes to end them.

@@ -18,6 +18,7 @@ from megatron.config import (
     CheckpointConfig,
     DataConfig,
     LoggingConfig,
+    ObserveConfig,
     OptimConfig,
     ParallelConfig,
     PrecisionConfig,
@@ -78,6 +79,7 @@ def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None) ->
         ),
         checkpoint=CheckpointConfig(no_save_optim=True, no_save_rng=True),
         logging=LoggingConfig(),
+        observe=ObserveConfig(),
         ds_config={},
     )
 

@@ -43,8 +43,8 @@ class Case(NamedTuple):
     """What the training arguments name to be read whole: flag to path."""
     folders: Mapping[str, str]
     """What they name to be written in: flag to path."""
-    data: str | None
-    """The data set's prefix."""
+    data: Sequence[str]
+    """The prefixes of the data sets."""
     project: str
     """The folder of this checkout."""
 

@@ -29,21 +29,29 @@ def check_arguments(case: Case) -> Iterator[Verdict]:
 
 
 def check_data(case: Case) -> Iterator[Verdict]:
-    """The data set is there, with the same tokens."""
-    prefix = case.data
-    if prefix is None:
-        return
-    copy = _copy(case, f"{prefix}.bin", f"{prefix}.idx")
+    """The data sets are there, with the same tokens."""
+    for prefix in case.data:
+        fault, digest = _data_fault(case, prefix)
+        if fault:
+            yield Verdict(False, f"{prefix}{fault}", _copy(case, f"{prefix}.bin", f"{prefix}.idx"))
+        else:
+            yield Verdict(True, f"hash {digest[:_SHORT]}")
+
+
+def _data_fault(case: Case, prefix: str) -> tuple[str | None, str]:
+    """What is wrong with a data set there, if anything is, and its hash."""
     try:
-        there = case.fact("data")
+        there = case.fact("data")[prefix]
     except Unknown as error:
-        yield Verdict(False, f"{prefix}: {error}", copy)
-        return
-    first = next(answer for answer in (case.here, *case.others) if answer.facts.get("data", {}).get("value"))
-    if there != told(first, "data"):
-        yield Verdict(False, f"{prefix} has another content than on {first.host.name}", copy)
-    else:
-        yield Verdict(True, f"hash {there[:_SHORT]}")
+        return f": {error}", ""
+    if "error" in there:
+        return f": {there['error']}", ""
+    for answer in (case.here, *case.others):
+        fact = answer.facts.get("data", {}).get("value", {}).get(prefix, {})
+        if "value" in fact:
+            is_other = fact != there
+            return (f" has another content than on {answer.host.name}" if is_other else None), there["value"]
+    return None, there["value"]
 
 
 def check_folders(case: Case) -> Iterator[Verdict]:

@@ -1,0 +1,1 @@
+"""What can be measured: each file has ``measure(rounds)``, which gives its comparisons."""

@@ -1,0 +1,39 @@
+"""The suite's own side of the measurements: its engines, built from flags as a run builds them."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
+from megatron.arguments import parse_run
+from megatron.config import RunConfig
+from megatron.data.loader import Batch
+from megatron.engine import build_engine, train_batch
+from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.random import model_parallel_manual_seed
+
+
+def run_of(shape: Shape, *flags: str, micro_batches: int = 1) -> RunConfig:
+    """The run that trains a model of that shape without dropout, by these further flags."""
+    words = (
+        f"--num-layers {shape.layers} --hidden-size {shape.hidden} --num-attention-heads {shape.heads}"
+        f" --seq-length {shape.sequence} --batch-size {shape.batch} --gas {micro_batches} --train-iters 1000"
+        f" --lr {LEARNING_RATE} --lr-decay-style constant --warmup 0 --clip-grad {CLIP} --weight-decay {WEIGHT_DECAY}"
+        " --attention-dropout 0 --hidden-dropout 0 --data-path none --vocab-file none --merge-file none"
+    ).split()
+    run = parse_run([*words, *flags], os.environ)
+    return replace(run, model=replace(run.model, vocab_size=shape.vocabulary, padded_vocab_size=shape.vocabulary))
+
+
+def engine_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Tensor) -> Callable[[], Any]:
+    """One step of the run's engine, over the same micro-batch again and again: tokens and labels [b, s]."""
+    model_parallel_manual_seed(1, layout)
+    engine = build_engine(run, layout)
+    weights = torch.full(labels.shape, 1 / labels.numel())
+    batches: Iterator[Batch] = repeat(Batch(tokens, (labels, weights)))
+    return lambda: train_batch(engine, batches)

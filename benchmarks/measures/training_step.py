@@ -1,0 +1,73 @@
+"""A training step of one process: the suite's engine, a bare torch model and transformers' GPT-2, in plain loops.
+
+The bare model is that of ``peers.py``; transformers' runs with both of its attention kinds. All take the same
+tokens, clip gradients at 1 and step with AdamW; bf16 is autocast for the peers, and fp32 masters with ZeRO 1 here.
+The rate of a matrix product of the same type is measured in the same rounds, for what share of it a step reaches.
+"""
+
+import statistics
+from collections.abc import Callable
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from benchmarks.comparing import Comparison, Times, alternate
+from benchmarks.measures.peers import BareGPT2, Shape, plain_step, transformers_gpt2
+from benchmarks.measures.suite import engine_step, run_of
+from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
+from megatron.mpu.layout import ParallelLayout, distributed
+
+SHAPES = {
+    "A": Shape(layers=6, hidden=384, heads=6, sequence=256, batch=4, vocabulary=512),
+    "B": Shape(layers=4, hidden=256, heads=4, sequence=128, batch=8, vocabulary=50304),
+    "C": Shape(layers=2, hidden=768, heads=12, sequence=512, batch=1, vocabulary=50304),
+}
+GEMM = 1024
+
+
+def measure(rounds: int) -> list[Comparison]:
+    """Every shape, in fp32 and in bf16."""
+    silence_known_warnings()
+    torch.manual_seed(1)
+    comparisons = []
+    parallel = run_of(SHAPES["A"]).parallel
+    with distributed(parallel) as layout, deepspeed_silenced(verbose=False):
+        for name, shape in SHAPES.items():
+            for dtype in ("fp32", "bf16"):
+                comparisons += _compared(name, shape, dtype, rounds, layout)
+    return comparisons
+
+
+def _compared(name: str, shape: Shape, dtype: str, rounds: int, layout: ParallelLayout) -> list[Comparison]:
+    bf16 = dtype == "bf16"
+    tokens, labels = (torch.randint(shape.vocabulary, (shape.batch, shape.sequence)) for _ in range(2))
+    batches = repeat((tokens, labels))
+    flags = ("--bf16", "--zero-stage", "1") if bf16 else ()
+    ways: dict[str, Callable[[], Any]] = {
+        "suite": engine_step(run_of(shape, *flags), layout, tokens, labels),
+        "bare torch": plain_step(BareGPT2(shape), batches, bf16=bf16),
+        "transformers sdpa": plain_step(transformers_gpt2(shape, "sdpa"), batches, bf16=bf16),
+        "transformers eager": plain_step(transformers_gpt2(shape, "eager"), batches, bf16=bf16),
+        "GEMM": _products(torch.bfloat16 if bf16 else torch.float32),
+    }
+    times = alternate(ways, rounds)
+    ours, product = times.pop("suite"), times.pop("GEMM")
+    what = f"step {name} {dtype}: {shape}; {_share(shape, ours, product)}"
+    return [Comparison(what, peer, ours, theirs, shape.tokens, "tokens") for peer, theirs in times.items()]
+
+
+def _products(dtype: torch.dtype) -> Callable[[], Any]:
+    left, right = torch.randn(2, GEMM, GEMM).to(dtype)
+    out = torch.empty(GEMM, GEMM, dtype=dtype)
+
+    def multiply() -> None:
+        for _ in range(8):
+            torch.mm(left, right, out=out)
+
+    return multiply
+
+
+def _share(shape: Shape, step: Times, product: Times) -> str:
+    rates = shape.flops / statistics.median(step.cpu), 8 * 2 * GEMM**3 / statistics.median(product.cpu)
+    return f"{rates[0] / rates[1]:.0%} of a matrix product's {rates[1] / 1e9:,.0f} GF/s"

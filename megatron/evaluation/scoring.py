@@ -1,0 +1,87 @@
+"""How well a model predicts samples, shared out among the ranks.
+
+b batch, s inputs of the longest sample of a batch, v padded vocabulary, t tensor-parallel size, k predicted tokens
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from megatron.evaluation.samples import Sample
+from megatron.evaluation.stages import ForwardModel
+from megatron.evaluation.tasks import Scores
+from megatron.mpu.argmax import vocab_parallel_argmax
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+
+
+class Padded(NamedTuple):
+    """Samples beside each other. What pads them stands behind their tokens, where causal attention never looks."""
+
+    tokens: Tensor
+    """int64 [b, s]"""
+    labels: Tensor
+    """int64 [b, s]"""
+    predicted: Tensor
+    """Which labels count: bool [b, s]"""
+
+
+@torch.no_grad()
+def score(
+    model: ForwardModel,
+    samples: Sequence[Sample],
+    *,
+    batch_size: int,
+    report: Callable[[int], object] = lambda done: None,
+) -> Scores:
+    """The scores of all samples, on every rank.
+
+    Batches are the same whatever the layout, the longest samples first, and each is the work of one replica of the
+    model. A score is made by one of its ranks and added to zeros, so that the number of replicas changes nothing at
+    all. ``report`` is told how many samples are done, by all replicas as far as this one knows.
+    """
+    device = get_accelerator().current_device_name()
+    replica, replicas = model.layout.data_group.rank(), model.layout.data_group.size()
+    order = np.argsort([-len(sample.tokens) for sample in samples], kind="stable")
+    sums = torch.zeros(len(samples), 2, dtype=torch.float64)
+    for batch in range(-(-len(samples) // batch_size)):
+        places = order[batch * batch_size : (batch + 1) * batch_size]
+        if batch % replicas == replica:
+            own = score_batch(model, Padded(*(part.to(device) for part in pad([samples[place] for place in places]))))
+            if own is not None and model.layout.tensor_group.rank() == 0:
+                sums[torch.from_numpy(places)] = own.cpu()
+        report(len(places))
+    sums = sums.to(device)
+    dist.all_reduce(sums)
+    nll, wrong = sums.cpu().unbind(1)
+    return Scores(nll.numpy(), wrong.numpy() == 0)
+
+
+def pad(samples: Sequence[Sample]) -> Padded:
+    """``samples`` as one batch."""
+    inputs = max(len(sample.tokens) for sample in samples) - 1
+    rows = np.zeros((len(samples), inputs + 1), dtype=np.int64)
+    predicted = np.zeros((len(samples), inputs), dtype=bool)
+    for row, flags, sample in zip(rows, predicted, samples, strict=True):
+        length = len(sample.tokens)
+        row[:length] = sample.tokens
+        flags[length - 1 - sample.predicted : length - 1] = True
+    tokens = torch.from_numpy(rows)
+    return Padded(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.from_numpy(predicted))
+
+
+def score_batch(model: ForwardModel, batch: Padded) -> Tensor | None:
+    """For each sample the nats of its predicted tokens, and how many are wrong: float64 [b, 2]; None as of logits."""
+    logits = model.logits(batch.tokens, batch.predicted)
+    if logits is None:
+        return None
+    logits, labels = logits.float(), batch.labels[batch.predicted]  # [k, v/t], [k]
+    group, vocab_size = model.layout.tensor_group, model.config.vocab_size
+    losses = vocab_parallel_cross_entropy(logits, labels, group, vocab_size)
+    wrong = vocab_parallel_argmax(logits, group, vocab_size) != labels
+    sums = torch.zeros(batch.tokens.size(0), 2, dtype=torch.float64, device=labels.device)
+    return sums.index_add_(0, batch.predicted.nonzero()[:, 0], torch.stack([losses.double(), wrong.double()], 1))

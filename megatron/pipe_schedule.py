@@ -1,0 +1,78 @@
+"""What theory says a pipeline does, instruction for instruction. No torch here.
+
+With one forward and one backward pass at a time (1F1B) every pass takes one slot. Stage s of p, from 0 on, runs
+micro-batch k of m, from 1 on, forward in slot s + 2 (k - 1) and backward in slot 2 p - 1 - s + 2 (k - 1), so that a
+batch takes 2 (m + p - 1) slots, of which each stage idles in 2 (p - 1).
+"""
+
+from typing import NamedTuple
+
+
+class Instruction(NamedTuple):
+    """Something that a rank does, as DeepSpeed calls it."""
+
+    name: str
+    micro_batch: int | None = None
+    """From 1 on; None for what is done once for all."""
+    phase: int | None = None
+    """With DualPipeV: 0 on the way out through the stages, 1 on the way back."""
+
+    def __str__(self) -> str:
+        return self.name if self.micro_batch is None else f"{self.name} of micro-batch {self.micro_batch}"
+
+
+class Pass(NamedTuple):
+    """A forward or backward pass in its slot."""
+
+    slot: int
+    micro_batch: int
+    is_forward: bool
+
+
+LAST = (Instruction("ReduceTiedGrads"), Instruction("ReduceGrads"), Instruction("OptimizerStep"))
+"""What each stage does behind all passes."""
+
+
+def bubble(stages: int, micro_batches: int) -> float:
+    """Share of the time from the first pass to the last in which a stage idles, if all passes of a kind take equally
+    long: (p - 1) / (m + p - 1)."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def passes(stage: int, stages: int, micro_batches: int) -> list[Pass]:
+    """The passes of a stage in the order of their slots."""
+    found = []
+    for number in range(micro_batches):
+        found.append(Pass(stage + 2 * number, number + 1, True))
+        found.append(Pass(2 * stages - 1 - stage + 2 * number, number + 1, False))
+    return sorted(found)
+
+
+def instructions(stage: int, stages: int, micro_batches: int) -> list[Instruction]:
+    """All that a stage does for a batch, in order.
+
+    What a pass made is sent in the next slot, behind a backward pass's own receive and before a forward pass's: of two
+    neighbours one then sends while the other receives.
+    """
+    by_slot = {found.slot: found for found in passes(stage, stages, micro_batches)}
+    is_first, is_last = stage == 0, stage == stages - 1
+    done: list[Instruction] = []
+    for slot in range(2 * (micro_batches + stages - 1)):
+        now, before = by_slot.get(slot), by_slot.get(slot - 1)
+        sends = []
+        if before and before.is_forward and not is_last:
+            sends = [Instruction("SendActivation", before.micro_batch)]
+        if before and not before.is_forward and not is_first:
+            sends = [Instruction("SendGrad", before.micro_batch)]
+        if now is None:
+            done += sends
+        elif now.is_forward:
+            done += sends
+            done += [] if is_first else [Instruction("RecvActivation", now.micro_batch)]
+            done += [Instruction("LoadMicroBatch", now.micro_batch)] if is_first or is_last else []
+            done.append(Instruction("ForwardPass", now.micro_batch))
+        else:
+            done += [] if is_last else [Instruction("RecvGrad", now.micro_batch)]
+            done += sends
+            done.append(Instruction("BackwardPass", now.micro_batch))
+    return [*done, *LAST]

@@ -1,0 +1,1 @@
+"""Which layout fits: memory, traffic and time of a run, by arithmetic alone. No torch here."""

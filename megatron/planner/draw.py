@@ -1,0 +1,125 @@
+"""Pictures of a plan: memory of each stage's rank, and the order of a pipeline's passes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.planner.formulas import bubble_share
+from megatron.planner.memory import Memory
+from megatron.planner.presets import GB
+
+_MOST_BARS = 64
+_MOST_PASSES = 1200
+"""Stages x micro-batches that one can tell apart in a picture."""
+
+
+class Pass(NamedTuple):
+    """A forward or backward pass of a micro-batch on a stage."""
+
+    stage: int
+    micro_batch: int
+    forward: bool
+    start: float
+    end: float
+
+
+def one_forward_one_backward(p: int, m: int, forward: float = 1.0, backward: float = 2.0) -> list[Pass]:
+    """The passes of ``m`` micro-batches through ``p`` stages, each as early as it can be.
+
+    Stage i runs as many passes forward as it has stages behind it, then one forward and one
+    backward by turns, then the rest backward (arXiv 2104.04473, figure 4).
+    """
+    orders = [_order(stage, p, m) for stage in range(p)]
+    ends: dict[tuple[int, int, bool], float] = {}
+    free, done = [0.0] * p, [0] * p
+    found: list[Pass] = []
+    while len(found) < 2 * p * m:
+        for stage in range(p):
+            while done[stage] < 2 * m:
+                micro_batch, is_forward = orders[stage][done[stage]]
+                needed = _needed(stage, micro_batch, is_forward, p)
+                if needed is not None and needed not in ends:
+                    break
+                start = max(free[stage], ends.get(needed, 0.0))
+                free[stage] = start + (forward if is_forward else backward)
+                ends[stage, micro_batch, is_forward] = free[stage]
+                found.append(Pass(stage, micro_batch, is_forward, start, free[stage]))
+                done[stage] += 1
+    return found
+
+
+def _order(stage: int, p: int, m: int) -> list[tuple[int, bool]]:
+    """(micro-batch, whether forward) of one stage, in order."""
+    ahead = min(p - stage - 1, m)
+    order = [(number, True) for number in range(ahead)]
+    for number in range(m):
+        order += [(number + ahead, True)] if number + ahead < m else []
+        order.append((number, False))
+    return order
+
+
+def _needed(stage: int, micro_batch: int, forward: bool, p: int) -> tuple[int, int, bool] | None:
+    """The pass that has to be over before this one."""
+    if forward:
+        return (stage - 1, micro_batch, True) if stage else None
+    return (stage + 1, micro_batch, False) if stage < p - 1 else (stage, micro_batch, True)
+
+
+def draw_memory(memories: Sequence[Memory], room: float, file: Path) -> None:
+    """A bar for each stage, of what its memory is for, and a line where the room ends."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    step = -(-len(memories) // _MOST_BARS)
+    shown = list(enumerate(memories))[::step]
+    figure, axes = pyplot.subplots(figsize=(max(5.0, 0.22 * len(shown) + 3), 4), layout="constrained")
+    names = [str(number) for number, _ in shown]
+    bottom = [0.0] * len(shown)
+    for part in memories[0].parts():
+        amounts = [memory.parts()[part] / GB for _, memory in shown]
+        axes.bar(names, amounts, bottom=bottom, label=part, width=0.8)
+        bottom = [low + amount for low, amount in zip(bottom, amounts, strict=True)]
+    axes.axhline(room / GB, color="black", linestyle="--", linewidth=1, label="room")
+    axes.set(xlabel="pipeline stage", ylabel="GB of a rank", title="Memory at its peak")
+    axes.tick_params(axis="x", labelsize=8 if len(shown) <= 32 else 6)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+def draw_schedule(p: int, m: int, file: Path, backward: float = 2.0) -> None:
+    """A row for each stage with its passes in time, and the share of it that is idle."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = min(m, max(_MOST_PASSES // p, p))
+    passes = one_forward_one_backward(p, drawn, backward=backward)
+    length = max(one.end for one in passes)
+    figure, axes = pyplot.subplots(figsize=(max(6.0, min(length * 0.28, 24)), 0.3 * p + 1.4), layout="constrained")
+    for is_forward, colour in ((True, "tab:blue"), (False, "tab:green")):
+        own = [one for one in passes if one.forward is is_forward]
+        axes.barh(
+            [one.stage for one in own],
+            [one.end - one.start for one in own],
+            left=[one.start for one in own],
+            color=colour,
+            edgecolor="white",
+            linewidth=0.4,
+            label="forward" if is_forward else "backward",
+        )
+    if length <= 100 and p <= 16:
+        for one in passes:
+            axes.text((one.start + one.end) / 2, one.stage, str(one.micro_batch), ha="center", va="center", fontsize=6)
+    some = f", {drawn} of them drawn" if drawn < m else ""
+    title = f"{p} stages, {m} micro-batches{some}: {bubble_share(p, m):.1%} of the time idle"
+    axes.invert_yaxis()
+    axes.set(xlabel="time, in forward passes of a micro-batch", ylabel="stage", title=title)
+    if p <= 32:
+        axes.set_yticks(range(p))
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(file)
+    pyplot.close(figure)

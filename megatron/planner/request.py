@@ -1,0 +1,112 @@
+"""What is to be planned: arguments of pretrain_gpt2.py with their gaps filled, and the machine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.arguments.command_line import read_flags
+from megatron.arguments.value_checks import value_problems
+from megatron.errors import ConfigError
+from megatron.given import Given, flag_fields, flag_name
+from megatron.planner.presets import MODELS
+from megatron.planner.timing import Machine
+from megatron.tokenizer import read_vocabulary
+
+_OF_TOOL = {
+    "world_size": "say --devices",
+    "explain": "run the command that is planned with it",
+    "local_rank": "remove it",
+}
+_PLACEHOLDERS = {
+    "lr": 1.5e-4,
+    "train_iters": 1000,
+    "data_path": "data/my_text_document",
+    "vocab_file": "vocab/vocab.json",
+    "merge_file": "vocab/merges.txt",
+}
+"""What the layout does not depend on, where nothing is said."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model, a batch and a machine; and what of the layout is settled."""
+
+    given: Mapping[str, Given]
+    machine: Machine
+    devices: int
+    vocab_size: int
+    headroom: float
+    """Share of the memory that is left to the driver, to kernels and to fragments."""
+    tokens: float
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The world that the run would start in."""
+        return {"DS_ACCELERATOR": self.machine.device.accelerator, "WORLD_SIZE": str(self.devices)}
+
+    @property
+    def room(self) -> float:
+        """Bytes that a rank may take."""
+        return self.machine.device.memory * (1 - self.headroom)
+
+
+def make_request(
+    argv: Sequence[str],
+    machine: Machine,
+    devices: int,
+    *,
+    model: str | None = None,
+    precision: str = "bf16",
+    vocab_size: int = 50257,
+    headroom: float = 0.06,
+    tokens: float = 300e9,
+) -> Request:
+    """The request that ``argv``, arguments of pretrain_gpt2.py, amounts to; a ``model`` of MODELS fills its sizes.
+
+    Raises:
+        ConfigError: with a line for each thing that is wrong.
+    """
+    given, problems = read_flags(argv)
+    problems += [
+        f"{given[name].source} is not for the planner: {word}" for name, word in _OF_TOOL.items() if name in given
+    ]
+    if "deepspeed_config" in given:
+        problems.append(f"{given['deepspeed_config'].source} is what the planner makes: say its settings as flags")
+    if "global_batch_size" not in given:
+        problems.append("--global-batch-size is required")
+    sizes = MODELS[model]._asdict() if model else {}
+    for name, value in {**sizes, **_placeholders(given, devices, tokens, sizes)}.items():
+        given.setdefault(name, _said(name, value))
+    if not {"bf16", "fp16"} & given.keys() and precision != "fp32":
+        given[precision] = Given(True, f"--{precision}")
+    problems += value_problems(given)
+    if problems:
+        raise ConfigError(problems)
+    if "vocab_file" in given and Path(given["vocab_file"].value).is_file():
+        kind = given["tokenizer_type"].value if "tokenizer_type" in given else "GPT2BPETokenizer"
+        merges = given["merge_file"].value if "merge_file" in given else None
+        vocab_size = read_vocabulary(kind, given["vocab_file"].value, merges).size
+    return Request(given, machine, devices, vocab_size, headroom, tokens)
+
+
+def _placeholders(
+    given: Mapping[str, Given], devices: int, tokens: float, sizes: Mapping[str, int]
+) -> dict[str, float | str]:
+    found = dict(_PLACEHOLDERS)
+    if {"train_iters", "train_samples"} & given.keys():
+        del found["train_iters"]
+    elif "global_batch_size" in given:
+        s = given["seq_length"].value if "seq_length" in given else sizes.get("seq_length", 0)
+        found["train_iters"] = max(round(tokens / max(given["global_batch_size"].value * s, 1)), 1)
+    if "tokenizer_type" in given and given["tokenizer_type"].value != "GPT2BPETokenizer":
+        del found["merge_file"]
+    return found
+
+
+def _said(name: str, value: float | str) -> Given:
+    return Given(value, f"{flag_name(flag_fields()[name])} {value}")
+
+
+def words(given: Mapping[str, Given]) -> list[str]:
+    """The command line that gives these values."""
+    return [word for value in given.values() for word in value.source.split(" ", 1)]

@@ -1,0 +1,155 @@
+"""Weights, gradients and optimizer of one rank, in bytes, as DeepSpeed lays them out.
+
+Both kinds of weights, those that decay and those that do not, are flat tensors of their own at ZeRO 1 and 2,
+filled up so that all owners have equal parts. At ZeRO 3 every weight is filled up by itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil
+
+from megatron.config import RunConfig
+from megatron.planner.parameters import Weight, numel
+
+FP32 = 4
+_ALIGNMENT = 2
+"""Elements that each owner's part is a multiple of at ZeRO 1 and 2."""
+_COUNTER = 4
+"""Bytes in which torch's Adam counts the steps of each of its tensors."""
+
+# DeepSpeed's own settings, where the JSON says nothing.
+_BUCKET = 500_000_000
+_PERSISTENT = 100_000
+_LIVE = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class States:
+    """What a rank holds from one micro-batch to the next, on its device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    """Buckets to reduce gradients in, and what ZeRO 3 has gathered."""
+
+
+def bytes_of(run: RunConfig) -> int:
+    """Bytes of an element of weights and activations."""
+    return FP32 if run.precision.dtype == "fp32" else 2
+
+
+def states(run: RunConfig, weights: Sequence[Weight], owner: int | None = None) -> States:
+    """What rank ``owner`` of those that hold ``weights`` keeps; without one, the rank that keeps most.
+
+    What is offloaded to CPU memory or NVMe is not counted.
+    """
+    return States(
+        weights=_weights(run, weights),
+        gradients=_gradients(run, weights, owner),
+        optimizer=_optimizer(run, weights),
+        buffers=_buffers(run, weights),
+    )
+
+
+def owners(run: RunConfig) -> int:
+    """Ranks that hold the same weights, which ZeRO deals out among them."""
+    return run.parallel.data_parallel_size * run.parallel.ds_sequence_parallel_size
+
+
+def _weights(run: RunConfig, weights: Sequence[Weight]) -> int:
+    element = bytes_of(run)
+    if run.zero.zero_stage == 3:
+        whole = sum(weight.numel for weight in weights if weight.numel <= _persistent(run))
+        shards = 0 if run.zero.offload_param != "none" else _shards(run, weights)
+        return (shards + whole) * element
+    if not _is_flat(run):
+        return numel(weights) * element
+    return sum(_part(run, group) * owners(run) for group in _groups(weights)) * element
+
+
+def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
+    element = bytes_of(run)
+    if _sums_in_fp32(run):
+        return numel(weights) * (FP32 + element)
+    if run.zero.zero_stage < 2:
+        return numel(weights) * element
+    if run.zero.offloads_optimizer:
+        return 0
+    if run.zero.zero_stage == 3:
+        return _shards(run, weights) * element
+    if run.precision.grad_accum_dtype == "fp32" and element != FP32:
+        return sum(_part(run, group) for group in _groups(weights)) * FP32
+    overlapping = _overlapping(run, weights)
+    return (max(overlapping) if owner is None else overlapping[owner]) * element
+
+
+def _optimizer(run: RunConfig, weights: Sequence[Weight]) -> int:
+    """Adam's two moments, and fp32 weights of its own where it does not step those that compute."""
+    if run.zero.offloads_optimizer:
+        return 0
+    if not _is_flat(run):
+        return 2 * numel(weights) * FP32 + len(weights) * _COUNTER
+    groups = [group for group in _groups(weights) if group]
+    part = _shards(run, weights) if run.zero.zero_stage == 3 else sum(_part(run, group) for group in groups)
+    return 3 * part * FP32 + len(groups) * _COUNTER
+
+
+def _buffers(run: RunConfig, weights: Sequence[Weight]) -> int:
+    zero = run.zero
+    if zero.zero_stage == 0 or _sums_in_fp32(run):
+        return 0
+    bucket = int(zero.zero_reduce_bucket_size) or _setting(run, "reduce_bucket_size", _BUCKET)
+    if zero.zero_stage == 3:
+        passing = sum(weight.numel for weight in weights if weight.numel > _persistent(run))
+        return (bucket + min(passing, _setting(run, "stage3_max_live_parameters", _LIVE))) * bytes_of(run)
+    copies = 2 if zero.zero_overlap_comm else 1
+    return copies * bucket * bytes_of(run) if zero.zero_contigious_gradients else 0
+
+
+def _is_flat(run: RunConfig) -> bool:
+    """Whether DeepSpeed steps flat copies; in fp32 at ZeRO 0 the optimizer has the weights themselves."""
+    return run.zero.zero_stage > 0 or run.precision.dtype != "fp32"
+
+
+def _sums_in_fp32(run: RunConfig) -> bool:
+    """Whether every rank adds gradients up in an fp32 copy of all of them."""
+    stage = run.zero.zero_stage
+    return run.precision.bf16 and (stage == 0 or (stage == 1 and run.precision.grad_accum_dtype == "fp32"))
+
+
+def _groups(weights: Sequence[Weight]) -> list[int]:
+    """Elements of what decays and of what does not."""
+    return [sum(weight.numel for weight in weights if weight.decays is decays) for decays in (True, False)]
+
+
+def _part(run: RunConfig, group: int) -> int:
+    """Elements of one owner's part of a group."""
+    return ceil(group / (_ALIGNMENT * owners(run))) * _ALIGNMENT
+
+
+def _shards(run: RunConfig, weights: Sequence[Weight]) -> int:
+    """Elements of one owner's parts of every weight at ZeRO 3."""
+    return sum(ceil(weight.numel / owners(run)) for weight in weights)
+
+
+def _overlapping(run: RunConfig, weights: Sequence[Weight]) -> list[int]:
+    """Elements of the weights that have anything in each owner's part: ZeRO 2 keeps their gradients whole."""
+    found = [0] * owners(run)
+    for decays in (True, False):
+        sizes = [weight.numel for weight in weights if weight.decays is decays]
+        part = _part(run, sum(sizes))
+        for size, end in zip(sizes, accumulate(sizes), strict=True):
+            for owner in range((end - size) // part, (end - 1) // part + 1):
+                found[owner] += size
+    return found
+
+
+def _persistent(run: RunConfig) -> int:
+    """Elements up to which ZeRO 3 keeps a weight whole beside its part."""
+    return _setting(run, "stage3_param_persistence_threshold", _PERSISTENT)
+
+
+def _setting(run: RunConfig, key: str, default: int) -> int:
+    return int(run.ds_config.get("zero_optimization", {}).get(key, default))

@@ -1,0 +1,158 @@
+"""What is answered at which address."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from megatron.inference.generator import Piece
+from megatron.serving.access import check_host, check_key
+from megatron.serving.answer import Answer, error_body
+from megatron.serving.desk import Desk
+from megatron.serving.request import RequestError, RequestLimits, read_completion
+from megatron.tokenizer import Tokenizer
+
+_PAGE = Path(__file__).with_name("page.html")
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+_BODY_SECONDS = 20.0
+"""How long the body of a request may take to come in."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Service:
+    """What is served, and to whom."""
+
+    model: str
+    """The name that clients know it by."""
+    created: int
+    """When it was saved, in seconds since 1970."""
+    tokenizer: Tokenizer
+    limits: RequestLimits
+    most_body_bytes: int
+    api_key: str | None
+    only_here: bool
+    """Whether the server can be reached from this machine alone."""
+
+
+def build_app(service: Service, desk: Desk) -> FastAPI:
+    """The page, OpenAI's addresses under /v1, and /health."""
+
+    def may_call(request: Request) -> None:
+        if service.only_here:
+            check_host(request.headers.get("host"))
+
+    def may_use(request: Request) -> None:
+        check_key(request.headers.get("authorization"), service.api_key)
+
+    app = FastAPI(openapi_url=None, dependencies=[Depends(may_call)])
+    app.add_exception_handler(RequestError, lambda _, error: _refusal(error))
+    app.add_exception_handler(HTTPException, lambda _, error: _refusal(_without_page(error)))
+    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=499))
+
+    @app.get("/")
+    async def page() -> HTMLResponse:
+        return HTMLResponse(_PAGE.read_bytes(), headers=_PAGE_HEADERS)
+
+    @app.get("/health")
+    async def health() -> dict[str, str | int]:
+        return {"status": "ok", "requests": desk.requests}
+
+    app.include_router(_openai(service, desk), prefix="/v1", dependencies=[Depends(may_use)])
+    return app
+
+
+def _openai(service: Service, desk: Desk) -> APIRouter:
+    router = APIRouter()
+    model = {"id": service.model, "object": "model", "created": service.created, "owned_by": "this server"}
+
+    @router.get("/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model]}
+
+    @router.get("/models/{name:path}")
+    async def one_model(name: str) -> dict[str, Any]:
+        if name != service.model:
+            raise RequestError(f"no model {name!r} here", status=404, param="model", code="model_not_found")
+        return model
+
+    @router.post("/completions")
+    async def completions(request: Request) -> Response:
+        body = await _read_body(request, service.most_body_bytes)
+        asked = read_completion(body, service.model, service.tokenizer, service.limits)
+        answer, pieces = Answer(asked, service.model), desk.submit(asked).pieces()
+        if not asked.stream:
+            return JSONResponse(await _unless_gone(request, answer.whole(pieces)))
+        # What goes wrong before the first piece has a status of its own.
+        first = await _unless_gone(request, anext(pieces))
+        return StreamingResponse(
+            answer.events(_chained(first, pieces)),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"},
+        )
+
+    return router
+
+
+async def _read_body(request: Request, most_bytes: int) -> bytes:
+    """The body of a request that says it is JSON, which no page of another site can send unasked."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("send JSON, and Content-Type: application/json", status=415)
+
+    async def read() -> bytes:
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > most_bytes:
+                raise RequestError(f"the body has more than {most_bytes} bytes", status=413)
+        return bytes(body)
+
+    try:
+        return await asyncio.wait_for(read(), _BODY_SECONDS)
+    except asyncio.TimeoutError as error:
+        raise RequestError(f"the body did not come within {_BODY_SECONDS:g} s", status=408) from error
+
+
+async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
+    """What ``work`` comes to; given up when the client goes away."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _chained(first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    yield first
+    async for piece in rest:
+        yield piece
+
+
+def _without_page(error: HTTPException) -> RequestError:
+    """What the framework itself refuses: no such address, no such method."""
+    return RequestError(str(error.detail), status=error.status_code)
+
+
+def _refusal(error: RequestError) -> JSONResponse:
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {"Retry-After": "1"} if error.retry else None
+    return JSONResponse(error_body(error), error.status, headers)

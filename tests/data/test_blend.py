@@ -1,0 +1,137 @@
+"""Blends: proportions at every point, the samples of each part in their order, and caches."""
+
+import random
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config import DataConfig
+from megatron.data.blend import BlendOrder, BlendPlan, build_order
+from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.datasets import build_datasets, check_data
+from megatron.data.map_cache import cached_order
+from megatron.errors import DataError
+
+SIZES = {"vocab_size": 60000, "global_batch_size": 4, "train_iters": 25, "eval_interval": 7, "eval_iters": 2, "seed": 5}
+
+
+def shares_of(*weights: int | str) -> tuple[Fraction, ...]:
+    fractions = [Fraction(weight) for weight in weights]
+    return tuple(fraction / sum(fractions) for fraction in fractions)
+
+
+def order_of(shares: tuple[Fraction, ...], wanted: int) -> BlendOrder:
+    plan = BlendPlan(shares, wanted)
+    return BlendOrder(plan, **build_order(plan))
+
+
+CHANCE = random.Random(7)
+BLENDS = [
+    shares_of(1),
+    shares_of(1, 1),
+    shares_of("0.3", "0.7"),
+    shares_of(90, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1),  # a greedy order is off by several samples
+    shares_of("0.123", "1e-3", 7),
+    *(shares_of(*(CHANCE.randint(1, 999) for _ in range(CHANCE.randint(2, 12)))) for _ in range(30)),
+]
+
+
+@pytest.mark.parametrize("shares", BLENDS, ids=[str(number) for number in range(len(BLENDS))])
+def test_each_has_its_share_at_every_point(shares: tuple[Fraction, ...]) -> None:
+    wanted = 1000
+    order = order_of(shares, wanted)
+    taken = [0] * len(shares)
+    for sample in range(wanted):
+        source, place = order[sample]
+        assert place == taken[source]
+        taken[source] += 1
+        assert all(abs(count - share * (sample + 1)) < 1 for count, share in zip(taken, shares, strict=True))
+        assert order.counts(sample + 1) == taken
+
+
+def test_a_longer_run_goes_on_with_the_same_order() -> None:
+    shares = shares_of(3, 5, 17)
+    long = order_of(shares, 400)
+    for wanted in (7, 24, 25, 26, 300):
+        short = order_of(shares, wanted)
+        assert [short[sample] for sample in range(wanted)] == [long[sample] for sample in range(wanted)]
+
+
+def test_what_is_kept_of_simple_weights_is_small(tmp_path: Path) -> None:
+    plan = BlendPlan(shares_of("0.3", "0.7"), 10**12)
+    order = cached_order(tmp_path, "x", plan)
+    assert order.counts(10**12) == [3 * 10**11, 7 * 10**11]
+    assert order[10**12 - 1][1] < 7 * 10**11
+    assert np.load(tmp_path / "x_sources.npy").shape == (10,)
+    (tmp_path / "x_places.npy").unlink()
+    (tmp_path / "x_places.npy").write_bytes(b"torn")
+    assert cached_order(tmp_path, "x", plan)[12345] == order[12345]
+
+
+@pytest.fixture
+def prefixes(write_dataset: Callable[..., str]) -> list[str]:
+    """Three data sets, whose tokens tell which (ten thousands) and the document (hundreds)."""
+    documents = ([[10000 * part + 100 * n + 7] * (5 + n % 11) for n in range(60)] for part in range(3))
+    return [write_dataset(texts, name=f"part{part}") for part, texts in enumerate(documents)]
+
+
+def blend(prefixes: list[str], *weights: str) -> DataConfig:
+    words = [word for pair in zip(weights, prefixes, strict=True) for word in pair]
+    return DataConfig(data_path=tuple(words), seq_length=16, split="40,10,10")
+
+
+def test_a_blend_has_the_samples_of_its_parts_in_order(prefixes: list[str]) -> None:
+    datasets = build_datasets(blend(prefixes, "0.5", "0.3", "0.2"), **SIZES)
+    alone = [
+        build_datasets(DataConfig(data_path=(prefix,), seq_length=16, split="40,10,10"), **SIZES) for prefix in prefixes
+    ]
+    for name, samples in (("train", 100), ("valid", 32), ("test", 8)):
+        blended = getattr(datasets, name)
+        assert isinstance(blended, BlendedDataset) and len(blended) == samples
+        found = [blended[sample] for sample in range(samples)]
+        for part, share in enumerate((0.5, 0.3, 0.2)):
+            own = [sample.tolist() for sample in found if sample[0] // 10000 == part]
+            assert abs(len(own) - share * samples) < 1
+            assert own == [getattr(alone[part], name)[place].tolist() for place in range(len(own))]
+
+
+def test_each_split_may_have_its_own(prefixes: list[str]) -> None:
+    data = DataConfig(
+        train_data_path=("1", prefixes[0], "1", prefixes[1]), valid_data_path=(prefixes[2],), seq_length=16
+    )
+    datasets = build_datasets(data, **SIZES)
+    parts = [{int(token) // 10000 for n in range(20) for token in samples[n]} for samples in
+             (datasets.train, datasets.valid)]  # fmt: skip
+    assert parts == [{0, 1}, {2}] and datasets.test is None
+    assert {int(token) // 100 % 100 for n in range(30) for token in datasets.valid[n]} - set(range(10)), "not split"
+
+
+def test_everything_that_is_missing_or_too_small_is_named(prefixes: list[str], write_dataset: Callable) -> None:
+    with pytest.raises(DataError) as caught:
+        check_data(blend(["nowhere", prefixes[0], "none"], "1", "1", "1"), train_iters=1, eval_iters=1)
+    assert [message.split(":")[0] for message in caught.value.messages] == [
+        "no data set at nowhere",
+        "no data set at none",
+    ]
+    small = write_dataset([[1] * 40, [2], [3]], name="small")
+    with pytest.raises(DataError) as caught:
+        check_data(blend([prefixes[0], small], "1", "1"), train_iters=1, eval_iters=1)
+    assert [message.split(" (")[0] for message in caught.value.messages] == [
+        f'the validation split of {small} by --split "40,10,10"',
+        f'the test split of {small} by --split "40,10,10"',
+    ]
+    own = DataConfig(train_data_path=(prefixes[0],), valid_data_path=(small,), seq_length=64)
+    with pytest.raises(DataError, match=r"of 3: 42 tokens\) holds no sample of 64\+1 tokens: use more text or a sm"):
+        check_data(own, train_iters=1, eval_iters=1)
+
+
+def test_blends_share_the_caches_of_their_parts(prefixes: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "index-cache"
+    build_datasets(blend(prefixes, "1", "1", "1"), **SIZES)
+    before = {path.name for path in folder.glob("*.npy")}
+    assert sum(name.startswith("blend_") for name in before) == 2
+    build_datasets(blend(prefixes, "2", "2", "2"), **SIZES)
+    assert {path.name for path in folder.glob("*.npy")} == before

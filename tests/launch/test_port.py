@@ -1,0 +1,60 @@
+"""Where the first rank listens: at the address that it is found at, and nowhere else."""
+
+import socket
+
+import pytest
+from support.ports import free_port
+
+from megatron.errors import LaunchError
+from megatron.launch.environment import prepare_environment
+from megatron.launch.port import check_port, listen
+
+
+def place(address: str, *, ranks: int = 2, here: int = 2, **others: str) -> dict[str, str]:
+    """The environment of the first of so many ranks."""
+    sizes = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(here)}
+    place = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
+    return {"DS_ACCELERATOR": "cpu", **sizes, **place, **others}
+
+
+@pytest.mark.parametrize(
+    ("environ", "address"),
+    [
+        (place("127.0.0.1"), "127.0.0.1"),
+        (place("127.0.0.2"), "127.0.0.2"),
+        (place("127.0.0.1", here=1, MASTER_LISTEN="0.0.0.0"), "0.0.0.0"),
+        (place("198.51.100.1", here=1, MASTER_LISTEN="0.0.0.0"), "0.0.0.0"),
+    ],
+)
+def test_it_listens_at(environ, address) -> None:
+    with listen(environ) as server:
+        assert server.getsockname() == (address, int(environ["MASTER_PORT"]))
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        (place("198.51.100.1"), "198.51.100.1, where rank 0 is to listen, is no address of its host"),
+        (place("127.0.1.1", here=1), "127.0.1.1 is 127.0.1.1 on its own host, where ranks of other hosts do not reach"),
+        (place("no-such-host.invalid"), "no-such-host.invalid, where rank 0 is to listen, stands for no address"),
+    ],
+)
+def test_an_address_that_cannot_be_had_is_refused_before_torch(environ, reason) -> None:
+    with pytest.raises(LaunchError, match=f"^{reason}"):
+        check_port(environ)
+
+
+@pytest.mark.parametrize(("number", "agent"), [("1", "False"), ("0", "True")])
+def test_others_listen_nowhere(number: str, agent: str) -> None:
+    """Ranks behind the first, and the first under torchrun, whose launcher listens."""
+    environ = place("198.51.100.1", RANK=number, TORCHELASTIC_USE_AGENT_STORE=agent)
+    check_port(environ)
+
+
+@pytest.mark.parametrize(
+    ("here", "said", "interface"), [(2, {}, "lo"), (2, {"GLOO_SOCKET_IFNAME": "eth1"}, "eth1"), (1, {}, None)]
+)
+def test_ranks_of_one_host_talk_where_nobody_else_hears(here, said, interface) -> None:
+    environ = place(socket.gethostbyname("localhost"), here=here, RANK="1", **said)
+    prepare_environment(environ)
+    assert environ.get("GLOO_SOCKET_IFNAME") == interface

@@ -1,0 +1,64 @@
+"""A run that died is started again, as long as that leads somewhere."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.programs import Programs
+
+from megatron.launch.restart import run_again
+from megatron.launch.supervise import End
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("codes", "checkpoints", "most", "result", "starts"),
+    [
+        ([6, 1, 0], [0, 1, 2], 5, 0, 3),
+        ([6, 6, 6], [0, 1, 2, 3], 2, 6, 3),
+        ([6], [0, 0], 0, 6, 1),
+        ([6, 1, 137], [0, 0, 0, 0], 9, 93, 3),
+        ([6, 6, 6, 6, 6, 75], [0, 0, 0, 1, 1, 1], 9, 75, 6),
+        *(([code], [0], 9, code, 1) for code in (0, 2, 3, 4, 5, 7, 75)),
+    ],
+)
+def test_what_is_started_again(codes, checkpoints, most, result, starts) -> None:
+    """Codes in the order of starts; checkpoints as they are before the first and behind each."""
+    left, seen = iter(codes), iter(checkpoints)
+    assert run_again(lambda: End(next(left), was_asked=False), lambda: next(seen), most) == result
+    assert len(list(left)) == len(codes) - starts
+
+
+def test_a_run_that_was_asked_to_leave_is_not_started_again() -> None:
+    ends: Iterator[End] = iter([End(1, was_asked=True)])
+    assert run_again(lambda: next(ends), lambda: None, 9) == 1
+
+
+AGAIN = """
+import os, sys
+from pathlib import Path
+from megatron.launch.restart import run_again
+from megatron.launch.supervise import supervise
+script, folder = sys.argv[1:]
+sys.exit(run_again(lambda: supervise(["bash", "-c", script, folder], os.environ), lambda: os.listdir(folder), 9))
+"""
+
+
+def test_a_crash_loop_comes_to_an_end(tmp_path: Path) -> None:
+    """Two deaths with a new checkpoint each, then three without."""
+    script = "mkdir $0/1 2>/dev/null || mkdir $0/2 2>/dev/null; echo started; kill -SEGV $$"
+    command = [sys.executable, "-c", AGAIN, script, str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 93 and ended.stdout == "started\n" * 5, ended.stderr
+    lines = ended.stderr.splitlines()
+    assert lines[0].endswith("the run died with exit code 139 and is started again, time 1 of 9 (--max-restarts)")
+    assert lines[-1].endswith("died 3 times in a row without a new checkpoint: it is not started again")
+
+
+@pytest.mark.parametrize("words", [[], ["--save", "ck"], ["--save", "ck", "--load", "other"]])
+def test_a_run_that_would_not_go_on_is_not_started(programs: Programs, words: list[str]) -> None:
+    ended = programs.python("tools/launch.py", "--max-restarts", "1", "--num_gpus", "1", "pretrain_gpt2.py", *words)
+    assert ended.returncode == 2 and "--max-restarts needs --save and --auto-resume" in ended.output

@@ -1,0 +1,119 @@
+"""A run over two hosts: who listens, and what comes of a link that is cut and of a host that goes.
+
+The hosts are network namespaces, see ``support/hosts.py``; they share their files, as over NFS.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.bare_ranks import BareRanks
+from support.hosts import INTERFACE, Hosts, why_not
+from support.programs import TINY_MODEL, Finished, Programs, read_metrics
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+SETTINGS = "--train-iters 4 --batch-size 2 --gas 4 --eval-iters 0 --pipe-parallel-size 2".split()
+SAVES = "--save-interval 1 --auto-resume".split()
+SSHD = "22"
+Launch = Callable[..., Finished]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory) -> Iterator[Hosts]:
+    with Hosts(tmp_path_factory.mktemp("hosts"), 2) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def whole(train_in_ranks, tmp_path_factory) -> list[float]:
+    """Losses of a run that is let be."""
+    metrics = tmp_path_factory.mktemp("whole") / "metrics"
+    train_in_ranks(2, *SETTINGS, "--metrics-file", metrics)
+    return losses(metrics)
+
+
+def losses(metrics: Path) -> list[float]:
+    return [line["lm_loss"] for line in read_metrics(metrics)]
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    return [*SETTINGS, *SAVES, "--save", str(tmp_path / "ck"), "--metrics-file", str(tmp_path / "metrics")]
+
+
+@pytest.fixture
+def launch(programs: Programs, hosts: Hosts, words: list[str], tmp_path: Path) -> Launch:
+    """``launch(fault, flags, *more)``: over pdsh, a rank on each host; ``flags`` are the launcher's."""
+
+    def run(fault: str, flags: tuple[str, ...], *more: str) -> Finished:
+        sent = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE, "FAULT": fault}
+        (tmp_path / "sent").write_text("".join(f"{name}={value}\n" for name, value in sent.items()))
+        return programs.run(
+            *hosts.on("host-1"), sys.executable, "tools/launch.py", "--hostfile", hosts.hostfile(1, 2), *flags,
+            "tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *words, *more,
+            DS_ENV_FILE=str(tmp_path / "sent"), PDSH_SSH_ARGS_APPEND="-o ServerAliveInterval=2",
+        )  # fmt: skip
+
+    return run
+
+
+def test_a_cut_link_is_told_from_both_ends_and_the_run_goes_on(
+    hosts, launch, train_in_ranks, words, whole, tmp_path
+) -> None:
+    ended = launch(f"command 1 3 ip link set {INTERFACE} down", (), "--watchdog-minutes", "0.1")
+    assert ended.returncode not in (0, 1), ended.output
+    (cause,) = re.findall("error: rank .* is behind .*", ended.output)
+    assert cause.startswith("error: rank 1 is behind and does not answer, last seen in"), ended.output
+    assert cause.endswith("(on host-2)"), "where it is to be looked for"
+    hosts.await_end("host-2", str(tmp_path))
+    assert (tmp_path / "ck" / "hang-rank1.txt").read_text().startswith("rank 1, process ")
+    subprocess.run([*hosts.on("host-2"), "ip", "link", "set", INTERFACE, "up"], check=True)
+    train_in_ranks(2, *words)
+    assert losses(tmp_path / "metrics") == whole
+
+
+def test_a_lost_host_ends_the_run_which_is_started_again(launch, whole, tmp_path) -> None:
+    """DeepSpeed's helper on it is killed, and takes its rank along; the launcher makes the second start."""
+    ended = launch("launcher 1 3 SIGKILL", ("--max-restarts", "1")).ok()
+    assert "error: rank 0: lost another rank in iteration 3, of another host" in ended.output
+    assert ended.output.count("is started again, time 1 of 1") == 1
+    assert losses(tmp_path / "metrics") == whole
+
+
+def test_nothing_listens_but_at_the_address_that_was_named(programs, hosts, tmp_path) -> None:
+    ready, seen = tmp_path / "ready", tmp_path / "seen"
+    wait = f"touch {ready}; until [ -e {seen} ]; do sleep 0.1; done"
+    ranks = BareRanks(programs, tmp_path / "log", f"command 0 2 {wait}", *SETTINGS, size=2, hosts=hosts)
+    ranks.await_file(ready)
+    found = {name: listeners(hosts, name) for name in hosts.names}
+    seen.touch()
+    assert ranks.ended() == [0, 0], ranks.output
+    assert {name: {address for address, _ in found[name]} for name in found} == {
+        name: {hosts.address(name)} for name in hosts.names
+    }
+    assert len(found["host-1"]) > len(found["host-2"]) > 0, "rank 0 keeps the store"
+
+
+def test_nothing_of_a_run_on_one_host_listens_to_others(programs, hosts, tmp_path) -> None:
+    """Nor is anything kept in shared memory, which would outlive it."""
+    fault = f"command 0 2 ss -Hltn > {tmp_path}/listeners; ls /dev/shm > {tmp_path}/shared"
+    words = ["tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS]
+    programs.run(*hosts.on("host-1"), "deepspeed", "--num_gpus", "2", *words, FAULT=fault).ok()
+    found = parse((tmp_path / "listeners").read_text())
+    assert {address for address, _ in found} == {"127.0.0.1"} and "29500" in {port for _, port in found}
+    assert "deepspeed" not in (tmp_path / "shared").read_text()
+
+
+def listeners(hosts: Hosts, name: str) -> set[tuple[str, str]]:
+    """Address and port of each socket that listens on a host, but for its sshd."""
+    command = [*hosts.on(name), "ss", "-Hltn"]
+    return parse(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def parse(said: str) -> set[tuple[str, str]]:
+    places = re.findall(r"^LISTEN +\d+ +\d+ +(\S+):(\d+) ", said, re.MULTILINE)
+    return {(address, port) for address, port in places if port != SSHD}

@@ -1,0 +1,29 @@
+"""A server that the tests share."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.endless_model import POSITIONS, write_endless_model
+from support.programs import Programs
+from support.served import Served, served
+
+
+@pytest.fixture(scope="session")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model that is never done by itself."""
+    folder = tmp_path_factory.mktemp("served") / "endless"
+    write_endless_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(programs: Programs, endless: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """tools/serve.py with that model; one request may wait, and bodies are short."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    words = ("--max-tokens", POSITIONS, "--max-waiting", 1, "--max-choices", 4, "--max-body-bytes", 4000)
+    command = (sys.executable, "tools/serve.py", "--load", endless, *map(str, words))
+    with served(programs, log, *command, key="open-sesame") as running:
+        yield running
+    assert "Traceback" not in log.read_text() and "open-sesame" not in log.read_text()

@@ -1,0 +1,127 @@
+"""tools/serve.py as its clients see it: OpenAI's shape, limits, and who may ask."""
+
+import json
+import socket
+import time
+
+import psutil
+import pytest
+from support.served import events
+
+HELLO = {"prompt": "Hello", "max_tokens": 12, "seed": 5}
+ENDLESS = {"prompt": "Hello", "max_tokens": 190_000}
+
+
+def test_a_completion_has_the_shape_that_clients_know(server):
+    answer = server.complete(**HELLO)
+    assert answer.pop("id").startswith("cmpl-") and answer.pop("created") > 1.7e9
+    text = answer["choices"][0].pop("text")
+    assert text and answer == {
+        "object": "text_completion",
+        "model": "endless",
+        "choices": [{"index": 0, "logprobs": None, "finish_reason": "length"}],
+        "usage": {"prompt_tokens": 5, "completion_tokens": 12, "total_tokens": 17},
+    }
+
+
+def test_a_seed_gives_the_same_text_again(server):
+    assert server.texts(**HELLO) == server.texts(**HELLO) != server.texts(**{**HELLO, "seed": 6})
+    assert server.texts(prompt="Hello", temperature=0) == server.texts(prompt="Hello", temperature=0, seed=1)
+
+
+def test_choices_come_in_the_order_of_prompts(server):
+    several = server.texts(**{**HELLO, "prompt": ["Hello", "World"]}, n=2, echo=True)
+    assert [text[:5] for text in several] == ["Hello", "Hello", "World", "World"]
+    assert several[0] == "Hello" + server.texts(**HELLO)[0] != several[1]
+
+
+def test_a_stop_string_ends_a_text_and_is_no_part_of_it(server):
+    text = server.texts(**HELLO)[0]
+    choice = server.complete(**HELLO, stop=["never there", text[4:6]])["choices"][0]
+    assert choice["text"] == text[: text.index(text[4:6])] and choice["finish_reason"] == "stop"
+
+
+def test_a_stream_brings_the_same_bit_by_bit(server):
+    response = server.open(**HELLO, n=2, stream=True, stream_options={"include_usage": True}, echo=True)
+    assert response.getheader("Content-Type").startswith("text/event-stream")
+    *bits, last = events(response)
+    texts = ["", ""]
+    for bit in bits:
+        (choice,) = bit["choices"]
+        assert texts[choice["index"]] is not None, "something behind the end"
+        texts[choice["index"]] += choice["text"]
+        assert bit["id"] == last["id"]
+    assert texts == server.texts(**HELLO, n=2, echo=True) and len(bits) > 10
+    assert [bit["choices"][0]["finish_reason"] for bit in bits[-2:]] == ["length", "length"]
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 24
+
+
+def test_openai_s_own_client_is_content(server):
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{server.url}v1", api_key=server.key, max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["endless"]
+        assert client.models.retrieve("endless").owned_by == "this server"
+        whole = client.completions.create(model="endless", **HELLO)
+        bits = client.completions.create(model="endless", stream=True, **HELLO)
+        assert "".join(bit.choices[0].text for bit in bits) == whole.choices[0].text
+        with pytest.raises(openai.NotFoundError, match="no model 'other' here"):
+            client.completions.create(model="other", **HELLO)
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model="endless", prompt="a" * 3000, max_tokens=198_000)
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(openai.AuthenticationError):
+            client.with_options(api_key="guessed").models.list()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "headers", "status", "message"),
+    [
+        ("GET", "/v1/models", None, {"Authorization": ""}, 401, "Authorization: Bearer KEY"),
+        ("POST", "/v1/completions", b"{}", {"Authorization": "Bearer open"}, 401, "Authorization: Bearer KEY"),
+        ("POST", "/v1/completions", b"{}", {"Authorization": "Bearer \u00e9"}, 401, "Authorization: Bearer KEY"),
+        ("GET", "/", None, {"Host": "rebound.example"}, 403, "localhost and 127.0.0.1 only"),
+        ("GET", "/v2", None, {}, 404, "Not Found"),
+        ("GET", "/v1/completions", None, {}, 405, "Method Not Allowed"),
+        ("POST", "/v1/completions", b"x" * 4001, {}, 413, "more than 4000 bytes"),
+        ("POST", "/v1/completions", b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_refused_in_openai_s_shape(server, method, path, body, headers, status, message):
+    response = server.request(method, path, body, **headers)
+    error = json.loads(response.read())["error"]
+    assert response.status == status and message in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def test_health_and_page_ask_for_no_key(server):
+    assert json.loads(server.request("GET", "/health", Authorization="").read()) == {"status": "ok", "requests": 0}
+    page = server.request("GET", "/", Authorization="")
+    assert page.status == 200 and "default-src 'none'" in page.getheader("Content-Security-Policy")
+
+
+def test_nobody_else_can_reach_it(server):
+    """Neither the server nor what its ranks talk through listens to another host."""
+    connections = psutil.Process(server.process.pid).net_connections("tcp")
+    listening = {connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN}
+    assert ("127.0.0.1", server.port) in listening and {address.ip for address in listening} == {"127.0.0.1"}
+
+
+def test_a_client_that_leaves_makes_room(server):
+    """Both requests would take minutes, the one in work and the one that waits."""
+    first = server.open(**ENDLESS, stream=True)
+    next(events(first))
+    second = server.send(**ENDLESS)
+    _until_there_are(server, 2)
+    refused = server.open(**HELLO)
+    assert refused.status == 503 and refused.getheader("Retry-After") == "1"
+    assert "too many requests" in refused.read().decode()
+    first.fp.raw._sock.shutdown(socket.SHUT_RDWR)
+    second.close()
+    _until_there_are(server, 0)
+    assert len(server.texts(**HELLO)[0]) == 12
+
+
+def _until_there_are(server, requests: int) -> None:
+    """The test's time limit ends a wait in vain."""
+    while json.loads(server.request("GET", "/health").read())["requests"] != requests:
+        time.sleep(0.05)

@@ -1,0 +1,100 @@
+"""tools/plan.py: what it prints and writes is what the runs would be."""
+
+import json
+import shlex
+import subprocess
+
+import pytest
+
+from megatron.planner.quantities import bytes_of_text
+
+SMALL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--global-batch-size 8 --device a100 --devices 4"
+).split()
+
+
+@pytest.fixture(scope="module")
+def planned(programs, tmp_path_factory):
+    """A plan for the tiny data set, with all that it writes."""
+    folder = tmp_path_factory.mktemp("plan")
+    outputs = [*("--emit", folder / "files"), *("--plot", folder / "pictures"), *("--json", folder / "plan.json")]
+    words = ["--model-parallel-size", "2", "--pipe-parallel-size", "2"]
+    finished = programs.python("tools/plan.py", *SMALL, *words, *programs.data_arguments, *outputs).ok()
+    return folder, finished.output
+
+
+def test_the_table_and_the_file_agree(planned):
+    folder, output = planned
+    plan = json.loads((folder / "plan.json").read_text())
+    best = plan["fitting"][0]
+    row = next(line.split() for line in output.splitlines() if line.split()[:1] == ["1"])
+    assert row[1:5] == ["2", "2", "1", str(best["zero_stage"])]
+    assert f"{len(plan['fitting']):,} fit" in output
+    assert plan["looked_at"] == len(plan["fitting"]) + len(plan["too_large"]) + sum(
+        rejection["layouts"] for rejection in plan["rejections"]
+    )
+    assert best["memory_bytes"]["total"] == sum(
+        amount for name, amount in best["memory_bytes"].items() if name != "total"
+    )
+    assert best["memory_bytes"]["total"] == max(stage["total"] for stage in best["stages"])
+
+
+def test_the_command_is_legal_and_its_json_is_the_runs(planned, programs):
+    """--explain prints the DeepSpeed config that the run would start with, and ends with 0."""
+    folder, _ = planned
+    script = (folder / "files" / "run.sh").read_text()
+    words = shlex.split(script.rpartition("pretrain_gpt2.py")[2].replace("\\\n", " ").replace('"$@"', ""))
+    words[words.index("--deepspeed_config") + 1] = str(folder / "files" / "ds_config.json")
+    finished = programs.python("pretrain_gpt2.py", *words, "--explain", "--world-size", "4", DS_ACCELERATOR="cuda").ok()
+    assert "rules, all kept" in finished.output
+    config = json.loads(finished.output.partition("> deepspeed ")[2])
+    assert config == json.loads((folder / "files" / "ds_config.json").read_text())
+
+
+def test_the_script_starts_as_many_processes_as_were_planned(planned):
+    folder, _ = planned
+    assert "deepspeed --num_gpus 4 pretrain_gpt2.py" in (folder / "files" / "run.sh").read_text()
+    assert (folder / "files" / "hostfile").read_text() == "host1 slots=4\n"
+    subprocess.run(["bash", "-n", folder / "files" / "run.sh"], check=True)
+
+
+def test_pictures_are_drawn(planned):
+    folder, _ = planned
+    for name in ("memory.png", "schedule.png"):
+        assert (folder / "pictures" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_fits(programs):
+    finished = programs.python("tools/plan.py", *SMALL, "--memory", "1MB")
+    assert finished.returncode == 1
+    assert "nothing fits; the smallest takes" in finished.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--device a1000", "invalid choice: 'a1000'"),
+        ("--memory much", "'much' is no size: write one such as 80GB"),
+        ("--devices 0", "'0' must be a number above 0"),
+        ("--devices 1.5", "'1.5' must be a whole number"),
+        ("--headroom 1", "'1' must be a number from 0 to 1, 1 excluded"),
+        ("--peak-tflops nan", "'nan' must be a number above 0"),
+        ("--choose 10000", "--choose 10000: "),
+        ("--hiden-size 8", "unknown flag --hiden-size"),
+        ("--emit /dev/null/files", "--emit /dev/null/files: "),
+    ],
+)
+def test_bad_words_are_one_line(programs, words, message):
+    finished = programs.python("tools/plan.py", *SMALL, *words.split())
+    assert finished.returncode == 2
+    (line,) = (line for line in finished.output.splitlines() if line.startswith("plan.py: error: "))
+    assert message in line
+    assert "Traceback" not in finished.output
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GB", 80e9), ("75 GiB", 75 * 2**30), ("1.5tb", 1.5e12), ("1e9", 1e9), ("1e3kb", 1e6)]
+)
+def test_sizes_have_units(text, size):
+    assert bytes_of_text(text) == size

@@ -1,0 +1,198 @@
+"""Inputs of other kinds than plain files of lines, interruptions, and memory."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.preprocess import preprocess
+from megatron.data.preprocess_job import Job, Summary
+from megatron.errors import ConfigError, DataError
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ["a", "b", "c", "d", "<unk>", "<|endoftext|>"]
+TEXTS = ["a b c", "d\nd", "b " * 5000, "ä", "c"] * 40
+
+
+@pytest.fixture
+def vocabulary(tmp_path: Path) -> Path:
+    path = tmp_path / "vocab.json"
+    path.write_text(json.dumps({word: number for number, word in enumerate(WORDS)}))
+    return path
+
+
+@pytest.fixture
+def convert(tmp_path: Path, vocabulary: Path) -> Callable[..., Summary]:
+    """``convert(path, output, **settings)``: preprocess a file in small chunks; the lines it skips in ``told``."""
+
+    def run(path: Path, output: str = "out", resume: bool = False, **settings) -> Summary:
+        settings = {"chunk_bytes": 1000, **settings}
+        tokenizer = {"tokenizer_type": "WhitespaceTokenizer", "vocab_file": str(vocabulary)}
+        job = Job(inputs=(path,), output_prefix=str(tmp_path / output), **tokenizer, **settings)
+        return preprocess(job, lambda summary: None, run.told.append, resume=resume)
+
+    run.told = []
+    return run
+
+
+def jsonl(texts: list[str]) -> bytes:
+    return b"".join(json.dumps({"text": text, "id": 1}).encode() + b"\n" for text in texts)
+
+
+def write_parquet(path: Path, texts: list, kind: pyarrow.DataType | None = None) -> Path:
+    table = pyarrow.table({"id": range(len(texts)), "text": pyarrow.array(texts, kind)})
+    pyarrow.parquet.write_table(table, path, row_group_size=50)
+    return path
+
+
+def content(tmp_path: Path, output: str) -> list[bytes]:
+    return [(tmp_path / f"{output}_text_document.{end}").read_bytes() for end in ("bin", "idx")]
+
+
+def test_every_kind_of_input_gives_the_same(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+    plain = jsonl(TEXTS)
+    (tmp_path / "plain.jsonl").write_bytes(plain)
+    # Compressed in two pieces, as parallel compressors do, and told by content where the name is silent.
+    halves = plain[:5000], plain[5000:]
+    (tmp_path / "zipped.jsonl.gz").write_bytes(b"".join(map(gzip.compress, halves)))
+    (tmp_path / "squeezed").write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, halves)))
+    write_parquet(tmp_path / "rows.parquet", TEXTS)
+    write_parquet(tmp_path / "words.parquet", TEXTS, pyarrow.dictionary(pyarrow.int32(), pyarrow.string()))
+    write_parquet(tmp_path / "large.parquet", TEXTS, pyarrow.large_string())
+    convert(tmp_path / "plain.jsonl", "plain")
+    expected = content(tmp_path, "plain")
+    assert len(IndexedDataset(tmp_path / "plain_text_document")) == len(TEXTS)
+    for name in ("zipped.jsonl.gz", "squeezed", "rows.parquet", "words.parquet", "large.parquet"):
+        summary = convert(tmp_path / name, "other")
+        assert content(tmp_path, "other") == expected, name
+        assert summary.documents == len(TEXTS)
+
+
+def test_compressed_plain_text_is_known_by_its_name(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+    (tmp_path / "corpus.txt.gz").write_bytes(gzip.compress(b"a b\n\nc\n"))
+    summary = convert(tmp_path / "corpus.txt.gz")
+    assert (summary.documents, summary.blank) == (2, 1)
+
+
+def damaged(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes(byte ^ 0x55 for byte in content[middle : middle + 40]) + content[middle + 40 :]
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[: len(content) * 2 // 3], damaged], ids=["cut", "bits"])
+@pytest.mark.parametrize("kind", ["gz", "zst", "parquet"])
+def test_a_broken_file_is_refused(tmp_path: Path, convert: Callable[..., Summary], kind: str, damage: Callable) -> None:
+    path = tmp_path / f"corpus.{kind}"
+    texts = [f"a {n * 7919 % 100003} b" for n in range(3000)]
+    compress = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor(write_checksum=True).compress}
+    whole = write_parquet(path, texts).read_bytes() if kind == "parquet" else compress[kind](jsonl(texts))
+    path.write_bytes(damage(whole))
+    with pytest.raises(DataError, match=rf"cannot read {path}") as caught:
+        convert(path, skip_errors=True)
+    assert len(caught.value.messages) == 1 and "\n" not in str(caught.value)
+    assert not any((tmp_path / f"out_text_document.{end}").exists() for end in ("bin", "idx"))
+
+
+def test_rows_of_parquet_are_judged_like_lines(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+    cells = pyarrow.array([b"a", None, b"", b"\xff", b"b"], pyarrow.binary()).view(pyarrow.string())
+    path = write_parquet(tmp_path / "rows.parquet", cells)
+    with pytest.raises(DataError, match=rf'{path}:2: "text" is a null, where a string is needed'):
+        convert(path)
+    summary = convert(path, skip_errors=True)
+    assert (summary.documents, summary.bad_lines, summary.empty) == (2, 2, 1)
+    assert [message.split(": ")[0] for message in convert.told] == [f"{path}:{number}" for number in (2, 3, 4)]
+    with pytest.raises(DataError, match=r'no column "body" \(choose columns with --json-keys; there are id, text\)'):
+        convert(path, json_keys=("body",), skip_errors=True)
+    with pytest.raises(DataError, match='column "id" holds int64, where strings are needed'):
+        convert(path, json_keys=("id",), skip_errors=True)
+
+
+@pytest.mark.parametrize(("name", "package"), [("x.parquet", "pyarrow"), ("x.jsonl.zst", "zstandard")])
+def test_a_package_that_is_not_there(
+    tmp_path: Path, convert: Callable[..., Summary], monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    (tmp_path / name).write_bytes(zstandard.ZstdCompressor().compress(jsonl(TEXTS)))
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=f"pip install {package} to read it"):
+        convert(tmp_path / name)
+    assert not list(tmp_path.glob("out*"))
+
+
+def command(tmp_path: Path, vocabulary: Path, path: Path, *flags: str) -> list[str]:
+    tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", str(path)]
+    tool += ["--tokenizer-type", "WhitespaceTokenizer", "--vocab-file", str(vocabulary)]
+    return [*tool, "--output-prefix", str(tmp_path / "out"), *flags]
+
+
+@pytest.mark.parametrize("kind", ["jsonl.zst", "parquet"])
+def test_killed_it_goes_on_to_the_same_bytes(
+    tmp_path: Path, vocabulary: Path, convert: Callable[..., Summary], kind: str
+) -> None:
+    texts = ["a b c d " * (n % 100 + 1) for n in range(30_000)]
+    texts[::977] = [""] * len(texts[::977])
+    path = tmp_path / f"corpus.{kind}"
+    if kind == "parquet":
+        write_parquet(path, texts)
+    else:
+        lines = jsonl(texts).replace(b'{"text": ""', b'{"text": 7')
+        path.write_bytes(zstandard.ZstdCompressor().compress(lines))
+    whole = convert(path, "whole", skip_errors=True, chunk_bytes=1 << 18)
+    words = command(tmp_path, vocabulary, path, "--on-error", "skip", "--workers", "2")
+    process = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while not (tmp_path / "out.progress").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out_text_document.idx").exists()
+    with pytest.raises(DataError, match="out.progress is of a job with another --append-eod"):
+        convert(path, resume=True, skip_errors=True, append_eod=True, chunk_bytes=1 << 18)
+    deadline = time.monotonic() + 60
+    while True:  # the killed one's workers hold the lock on the output for as long as the kernel takes to end them
+        finished = subprocess.run([*words, "--resume"], capture_output=True, text=True, timeout=240)
+        if finished.returncode != 3 or time.monotonic() > deadline:
+            break
+    assert finished.returncode == 0, finished.stderr
+    assert "documents were there before" in finished.stdout
+    assert f"{whole.documents:,} documents, {whole.tokens:,} tokens" in finished.stdout
+    assert content(tmp_path, "out") == content(tmp_path, "whole")
+    assert {file.name for file in tmp_path.glob("out*")} == {"out_text_document.bin", "out_text_document.idx"}
+
+
+def test_without_anything_to_go_on_with_it_begins(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+    (tmp_path / "corpus.jsonl").write_bytes(jsonl(TEXTS))
+    assert convert(tmp_path / "corpus.jsonl", resume=True).resumed_at == 0
+    (tmp_path / "out.progress").write_text("[]")
+    with pytest.raises(DataError, match="out.progress is no journal: run without --resume"):
+        convert(tmp_path / "corpus.jsonl", resume=True)
+
+
+def peak_memory(words: list[str]) -> int:
+    """Bytes that a program had at most."""
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    return usage.ru_maxrss * 1024
+
+
+def test_memory_does_not_grow_with_the_input(tmp_path: Path, vocabulary: Path) -> None:
+    """Not even by the index: the documents are as many as can be."""
+    peaks = []
+    for size in (1 << 20, 8 << 20):
+        path = tmp_path / f"{size}.jsonl"
+        line = b'{"text": "a"}\n'
+        path.write_bytes(line * (size // len(line)))
+        peaks.append(peak_memory(command(tmp_path, vocabulary, path)))
+    assert peaks[1] - peaks[0] < 3 << 20, peaks

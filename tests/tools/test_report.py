@@ -1,0 +1,125 @@
+"""tools/report.py: one page that needs nothing else; what it cannot read is one line and exit code 2."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from support.command_lines import parse
+from support.timelines import by_theory
+
+from megatron.observe.report.record import write_record
+from megatron.observe.trace.timeline import to_json
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def report(*arguments: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "tools" / "report.py", *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What a run of two stages leaves in --run-dir, with its trace."""
+    lines = [{"iteration": n, "lm_loss": 5 / n, "learning_rate": 1e-3, "grad_norm": 0.5, "tokens_per_second": 2e4,
+              "memory_gb": 1.5, "seconds_per_iteration": 0.25} for n in range(1, 2001)]  # fmt: skip
+    lines.append({"iteration": 2000, "validation_loss": 2.5})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = parse(f"--pipe-parallel-size 2 --run-dir {tmp_path} --data-path <b>corpus</b>", ranks=2)
+    write_record(replace(run, model=replace(run.model, vocab_size=90, padded_vocab_size=128)), "cpu")
+    (tmp_path / "trace.json").write_text(to_json(by_theory(), range(2)))
+    return tmp_path
+
+
+class _Page(HTMLParser):
+    """Whatever a page would load, and its elements' balance."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.headings: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.loads += [f"{tag} {name}" for name, _ in attributes if name in ("src", "href", "xlink:href", "data")]
+        self.loads += [tag] * (tag in ("script", "link", "iframe", "object"))
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] == "h2":
+            self.headings.append(data)
+
+
+def test_a_page_that_needs_nothing_else(folder: Path) -> None:
+    finished = report(folder)
+    assert finished.returncode == 0, finished.stderr
+    text = (folder / "report.html").read_text()
+    page = _Page(text)
+    assert page.loads == [] and "url(" not in text and "@import" not in text
+    assert page.headings == [
+        "Result", "Curves", "Layout", "Plan against measurement", "Schedule", "Environment", "Configuration"
+    ]  # fmt: skip
+    assert re.findall("font-size='15' [^>]*>([^<]*)", text)[:5] == [
+        "Loss", "Learning rate", "Gradient norm", "Throughput", "Memory of rank 0"
+    ]  # fmt: skip
+    for words in (
+        "0.0025 at iteration 2,000", "2.5000 at iteration 2,000", "20,000 tokens/s", "2 processes = TP 1 x PP 2 x DP 1",
+        "bubble 25.0% (theory: (p-1)/(m+p-1) = 25.0%)", "<th>torch</th>", "&lt;b&gt;corpus&lt;/b&gt;",
+    ):  # fmt: skip
+        assert words in text, words
+    assert "train with" not in text and len(text) < 300_000
+    planned = {name: re.findall("<td class='number'>(.*?)</td>", cells)
+               for name, cells in re.findall("<tr><th>([^<]*)</th>(<td class='number'>.*?)</tr>", text)}  # fmt: skip
+    assert planned["bubble"] == ["25.0%", "25.0%"] and planned["passes of stage 1"][1] == "50.0%"
+    assert planned["memory of rank 0"][1] == "1.5 GB, all of the process"
+    assert 0 < float(planned["seconds of an iteration"][0]) < 1 and planned["seconds of an iteration"][1] == "0.25"
+
+
+def test_what_is_not_there_is_said(folder: Path, tmp_path: Path) -> None:
+    (folder / "trace.json").unlink()
+    (folder / "run.json").unlink()
+    finished = report(folder / "metrics.jsonl", "--output", tmp_path / "sub" / "page.html")
+    assert finished.returncode == 0, finished.stderr
+    text = (tmp_path / "sub" / "page.html").read_text()
+    assert "train with --run-dir to see it here" in text and "train with --trace to see it here" in text
+
+
+@pytest.mark.parametrize(
+    "file, content, message",
+    [
+        ("metrics.jsonl", "{", "metrics.jsonl:1: not JSON"),
+        ("metrics.jsonl", None, "metrics.jsonl: cannot be read (No such file or directory)"),
+        ("run.json", "{}", "run.json: not a record of a run"),
+        ("run.json", '{"format": 1, "stages": [[1]]}', "run.json: not a record of a run"),
+        ("trace.json", "no", "trace.json: not JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line(folder: Path, file: str, content: str | None, message: str) -> None:
+    (folder / file).unlink()
+    if content is not None:
+        (folder / file).write_text(content)
+    finished = report(folder)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("report.py: error: ") and message in finished.stderr
+    assert finished.stderr.count("\n") == 1 and not (folder / "report.html").exists()
+
+
+def test_a_run_that_is_not_there(tmp_path: Path) -> None:
+    finished = report(tmp_path / "none", "--output", tmp_path / "page.html")
+    assert (finished.returncode, finished.stderr.count("\n")) == (2, 1)
+    assert "none: no such file or folder; name a folder that --run-dir wrote" in finished.stderr

@@ -1,0 +1,191 @@
+"""Say what a run was trained on, from its checkpoint, its metrics and its data.
+
+    python tools/audit_data.py batch --load checkpoints/my --iteration 700 --rank 3
+    python tools/audit_data.py seen --load checkpoints/my --iteration 700
+    python tools/audit_data.py proof --load checkpoints/my --metrics-file runs/my.jsonl
+    python tools/audit_data.py overlap --load checkpoints/my
+    python tools/audit_data.py statistics --load checkpoints/my
+    python tools/audit_data.py picture --load checkpoints/my --output data.png
+
+Where the data or the vocabulary are elsewhere by now, the flags of pretrain_gpt2.py say where: --data-path and its
+like, --vocab-file, --merge-file. overlap and statistics need no checkpoint, if these flags say what to look at.
+
+Exit code 0: all is well; 1: not proven, or splits overlap; 2: wrong usage, another vocabulary; 3: wrong data; 4: wrong
+checkpoint.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import _project_root  # noqa: F401
+from _atomic_file import atomic_file
+
+from megatron.arguments.command_line import read_flags
+from megatron.audit import batches, overlap, picture, proof, seen, statistics
+from megatron.audit.case import Case, check_contents, open_case
+from megatron.cli import ToolParser, run_tool
+from megatron.config import DataConfig
+from megatron.config.blend import read_blend
+from megatron.data.sources import all_sources
+from megatron.errors import ConfigError
+from megatron.given import Given
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+FORMATS = ("png", "svg", "pdf")
+CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class Command:
+    """A sub-command: its flags, and what it does with them and with the data that the other flags name."""
+
+    run: Callable[[argparse.Namespace, Mapping[str, Any]], bool]
+    """Whether all is well."""
+    flags: Sequence[str]
+    help: str
+
+
+def main() -> None:
+    """Read the flags, and leave the rest to the sub-command."""
+    args, words = _parser().parse_known_args()
+    if not COMMANDS[args.command].run(args, _data_flags(words)):
+        sys.stdout.flush()
+        sys.exit(1)
+
+
+def _batch(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
+    if args.characters < 0:
+        raise ConfigError(f"--characters {args.characters} must be 0 or more")
+    batch = batches.batch_of(open_case(args.load, given), args.iteration, args.rank)
+    _say(args, batch, batches.as_text(batch, args.characters))
+    return True
+
+
+def _seen(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
+    case = open_case(args.load, given)
+    iteration = case.saved.iteration if args.iteration is None else args.iteration
+    found = seen.seen_up_to(case, iteration)
+    if args.output:
+        with atomic_file(args.output, "--output") as file:
+            file.writelines(f"{line}\n" for line in seen.listing(found))
+    _say(args, seen.as_dict(found), seen.as_text(found, iteration))
+    return True
+
+
+def _proof(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
+    case = open_case(args.load, given)
+    found = proof.prove(case.ledger, case.saved.left_out, args.metrics_file)
+    _say(args, proof.as_dict(found), proof.as_text(found, case.place))
+    return not found.faults
+
+
+def _overlap(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
+    data, tokenizer = _data_to_look_at(args, given)
+    found = overlap.find_overlaps(all_sources(data), tokenizer.eod)
+    _say(args, found, overlap.as_text(found))
+    return not overlap.overlaps(found)
+
+
+def _statistics(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
+    data, tokenizer = _data_to_look_at(args, given)
+    found = statistics.statistics_of(all_sources(data), tokenizer)
+    _say(args, found, statistics.as_text(found))
+    return True
+
+
+def _picture(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
+    picture_format = args.output.suffix.removeprefix(".").lower() if args.output else None
+    if picture_format not in FORMATS:
+        raise ConfigError(f"--output {args.output}: name a file that ends in .{', .'.join(FORMATS)}")
+    figure = picture.draw(open_case(args.load, given))
+    with atomic_file(args.output, "--output", binary=True) as file:
+        figure.savefig(file, format=picture_format)
+    _say(args, {"picture": str(args.output)}, [str(args.output)])
+    return True
+
+
+def _data_to_look_at(args: argparse.Namespace, given: Mapping[str, Any]) -> tuple[DataConfig, Tokenizer]:
+    """The data of a checkpoint, or of the flags alone, and their tokenizer."""
+    if args.load:
+        case: Case = open_case(args.load, given)
+        check_contents(case.data, str(case.place))
+        return case.data, case.tokenizer
+    data = DataConfig(**given)
+    if not data.prefixes:
+        raise ConfigError("give --load with a checkpoint, or --data-path (or --train-data-path) with the data")
+    return data, build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+
+
+def _data_flags(words: Sequence[str]) -> dict[str, Any]:
+    """What flags of pretrain_gpt2.py say about data. Raises ConfigError for what they say about anything else."""
+    given, problems = read_flags(words)
+    if problems := problems or list(_data_problems(given)):
+        raise ConfigError(problems)
+    return {name: value.value for name, value in given.items()}
+
+
+def _data_problems(given: Mapping[str, Given]) -> Iterator[str]:
+    names = {field.name for field in fields(DataConfig)}
+    for name, (value, source) in given.items():
+        if name not in names:
+            yield f"{source} says nothing about data (see --help)"
+        elif name.endswith("data_path"):
+            try:
+                read_blend(value)
+            except ValueError as error:
+                yield f"{source}: {error}"
+
+
+def _say(args: argparse.Namespace, found: Any, lines: Iterable[str]) -> None:
+    if args.json:
+        print(json.dumps(found, indent=2))
+    else:
+        for line in lines:
+            print(line)
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(__doc__)
+    parser.usage = "%(prog)s COMMAND [--load CHECKPOINT] [flags] [flags of pretrain_gpt2.py about data]"
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=ToolParser)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, description=command.help, help=command.help)
+        sub.add_argument("--json", action="store_true", help="for programs")
+        for flag in command.flags:
+            sub.add_argument(flag.removesuffix("!"), required=flag.endswith("!"), **_FLAGS[flag.removesuffix("!")])
+    return parser
+
+
+_FLAGS: dict[str, dict[str, Any]] = {
+    "--load": {"type": Path, "metavar": "CHECKPOINT", "help": "a folder of checkpoints, or one of them"},
+    "--iteration": {"type": int, "metavar": "N", "help": "iteration, from 1"},
+    "--rank": {"type": int, "metavar": "R", "help": "what this rank of the run took (default: all ranks)"},
+    "--characters": {"type": int, "default": CHARACTERS, "metavar": "N", "help": "of each text to show; 0: all"},
+    "--metrics-file": {"type": Path, "metavar": "FILE", "help": "what --metrics-file of the run wrote"},
+    "--output": {"type": Path, "metavar": "FILE", "help": "file to write"},
+}
+COMMANDS = {
+    "batch": Command(
+        _batch,
+        ("--load!", "--iteration!", "--rank", "--characters"),
+        "which documents, and what text, made a global batch",
+    ),
+    "seen": Command(
+        _seen, ("--load!", "--iteration", "--output"), "how often each document was seen; --output lists all of them"
+    ),
+    "proof": Command(
+        _proof, ("--load!", "--metrics-file"), "whether each sample was taken once, through all stops and layouts"
+    ),
+    "overlap": Command(_overlap, ("--load",), "documents that are in two of training, validation and test"),
+    "statistics": Command(_statistics, ("--load",), "tokens, documents and their lengths, and the vocabulary"),
+    "picture": Command(_picture, ("--load!", "--output!"), "draw lengths of documents and the mix of data sets"),
+}
+
+
+if __name__ == "__main__":
+    run_tool(main)

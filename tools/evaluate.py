@@ -1,0 +1,107 @@
+"""Measure how well a model predicts text: LAMBADA, WikiText, or the perplexity of any text.
+
+    python tools/evaluate.py --task LAMBADA --valid-data lambada.jsonl --strict-lambada --load checkpoints/my
+    python tools/evaluate.py --task WIKITEXT --valid-data wiki.test.tokens --load checkpoints/my
+    deepspeed --num_gpus 4 tools/evaluate.py --task PPL --valid-data data/my_text_document --load checkpoints/my \\
+        --model-parallel-size 2
+
+LAMBADA takes JSONL with a "text" key, and asks for the last token of each, or with --strict-lambada for all tokens of
+the last word. WIKITEXT takes a file of WikiText as it is published. PPL takes plain text, JSONL (.jsonl, .json), or the
+prefix of a data set. The result is a JSON object, on the screen and in the file of --json.
+
+Processes beyond model-parallel size (1 unless it is given) x pipeline stages share the samples; the figures are the
+same. In names of flags, hyphens and underscores are the same.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import _project_root  # noqa: F401
+from _model_ranks import add_rank_flags, find_model, opened, tell
+from tqdm import tqdm
+
+from megatron.cli import ToolParser
+from megatron.errors import ConfigError
+from megatron.evaluation.tasks import TASKS, Request, make_task
+from megatron.inference.source import Source
+from megatron.launch.environment import prepare_environment
+from megatron.launch.rank import run_rank
+from megatron.spelling import with_hyphens
+
+CLASSIC_STRIDE = 32
+CLASSIC_NAMES = {"WIKITEXT103": "WIKITEXT"}
+
+
+def main() -> None:
+    """Read the arguments, and measure."""
+    args = build_parser().parse_args(with_hyphens(sys.argv[1:]))
+    prepare_environment(os.environ)
+    evaluate(args)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Find the model and read the file; only then bring in torch, score, and let the first rank tell the figures."""
+    source, seq_length = find_model(args)
+    request = Request(args.valid_data, seq_length, _stride(args, seq_length), args.strict_lambada, args.json_keys)
+    task = make_task(args.task, request, source.tokenizer)
+    with opened(source, args) as model:
+        from megatron.evaluation.scoring import score
+
+        is_first = model.layout.rank == 0
+        with tqdm(total=len(task.samples), desc=args.task, disable=None if is_first else True) as bar:
+            scores = score(model, task.samples, batch_size=args.batch_size, report=bar.update)
+        told = {**_asked(args, source, request), **task.figures(scores)}
+        if is_first:
+            tell(told, args.json)
+
+
+def _asked(args: argparse.Namespace, source: Source, request: Request) -> dict[str, Any]:
+    """What the figures are of."""
+    how = {"strict_lambada": request.strict} if args.task == "LAMBADA" else {"overlapping_eval": request.stride}
+    return {
+        "task": args.task,
+        "data": str(request.path),
+        "model": source.name,
+        "precision": args.dtype,
+        "seq_length": request.seq_length,
+        **how,
+    }
+
+
+def _stride(args: argparse.Namespace, seq_length: int) -> int:
+    stride = min(CLASSIC_STRIDE, seq_length) if args.overlapping_eval is None else args.overlapping_eval
+    if not 1 <= stride <= seq_length:
+        raise ConfigError(
+            f"--overlapping-eval {stride}: windows of {seq_length} tokens can begin from 1 to {seq_length} tokens apart"
+        )
+    return stride
+
+
+def _task_name(text: str) -> str:
+    return CLASSIC_NAMES.get(text.upper(), text.upper())
+
+
+def build_parser() -> ToolParser:
+    """The flags."""
+    parser = ToolParser(__doc__)
+    add = parser.add_argument
+    add("--task", type=_task_name, choices=tuple(TASKS), required=True, help="what to measure")
+    add("--valid-data", type=Path, required=True, metavar="FILE", help="what to predict")
+    add("--strict-lambada", action="store_true", help="ask for the whole last word, not for its last token")
+    add("--json-keys", default="text", metavar="KEY", help="key of the text in JSONL")
+    add(
+        "--overlapping-eval",
+        type=int,
+        metavar="N",
+        help="tokens from one window to the next, all of a window's others being context; as many as --seq-length: "
+        f"windows that do not overlap (default: {CLASSIC_STRIDE}, or the sequence length if that is less)",
+    )
+    add_rank_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    run_rank(main)

@@ -1,0 +1,118 @@
+"""Try a model on tasks of EleutherAI's lm-eval, the evaluation harness (pip install lm-eval==0.4.13).
+
+    python tools/lm_eval_adapter.py --load checkpoints/my --tasks lambada_openai hellaswag
+    deepspeed --num_gpus 4 tools/lm_eval_adapter.py --load checkpoints/my --model-parallel-size 2 --tasks my_task.yaml
+
+A task is a name that lm-eval knows, one of a YAML file in --include-path, or a YAML file. Tasks of lm-eval fetch their
+data from the Hugging Face hub; one of your own may name a local file. A task may hold code, which is run. The results
+are lm-eval's, as a JSON object on the screen and in the file of --json.
+
+Processes beyond model-parallel size (1 unless it is given) x pipeline stages share the requests. A pipeline scores
+texts, and does not write any. In names of flags, hyphens and underscores are the same.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import _project_root  # noqa: F401
+from _model_ranks import add_rank_flags, find_model, opened, tell
+
+from megatron.cli import ToolParser
+from megatron.errors import ConfigError
+from megatron.launch.environment import prepare_environment
+from megatron.launch.rank import run_rank
+from megatron.spelling import with_hyphens
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+BOOTSTRAP_ITERS = 1000
+"""Draws for the standard error of perplexities; lm-eval's own 100,000 take longer than small tasks."""
+
+
+def main() -> None:
+    """Read the arguments, and try the model."""
+    args = build_parser().parse_args(with_hyphens(sys.argv[1:]))
+    prepare_environment(os.environ)
+    evaluate(args)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Find model and tasks; let lm-eval ask, every rank alike; let the first tell the results."""
+    source, seq_length = find_model(args)
+    _make_importable()
+    with contextlib.redirect_stdout(sys.stderr):  # the harness talks
+        manager = _tasks(args.tasks, args.include_path)
+    with opened(source, args) as model:
+        from lm_eval import simple_evaluate
+
+        from megatron.evaluation.harness import HarnessModel
+
+        asked = HarnessModel(model, source.tokenizer, batch_size=args.batch_size, seq_length=seq_length)
+        with contextlib.redirect_stdout(sys.stderr):
+            found = simple_evaluate(
+                asked,
+                tasks=list(args.tasks),
+                task_manager=manager,
+                num_fewshot=args.num_fewshot,
+                limit=args.limit,
+                bootstrap_iters=BOOTSTRAP_ITERS,
+                log_samples=False,
+            )
+        if model.layout.rank == 0:
+            tell({"model": source.name, **_of_interest(found)}, args.json)
+
+
+def _make_importable() -> None:
+    """Let lm-eval find what it imports. Raises ConfigError where it is not installed itself."""
+    # Scripts of this folder, evaluate.py among them, hide packages of the same name.
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
+    if find_spec("lm_eval") is None:
+        raise ConfigError("lm-eval is not installed: pip install lm-eval==0.4.13")
+    # It would fork, in the middle of a process group, for the standard error of perplexities.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
+
+
+def _tasks(names: list[str], include_path: Path | None) -> "TaskManager":
+    """Who knows the tasks. Raises ConfigError for one that nobody knows."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None and not include_path.is_dir():
+        raise ConfigError(f"--include-path {include_path}: no such folder; name one with YAML files of tasks")
+    manager = TaskManager(include_path=include_path, include_defaults=False)
+    if not _unknown(names, manager):
+        return manager
+    manager = TaskManager(include_path=include_path)  # reads thousands of files
+    if unknown := _unknown(names, manager):
+        raise ConfigError(f"--tasks {unknown[0]}: no task of lm-eval, of --include-path, nor a YAML file of one")
+    return manager
+
+
+def _unknown(names: list[str], manager: "TaskManager") -> list[str]:
+    return [name for name in names if name not in manager.all_tasks and not Path(name).is_file()]
+
+
+def _of_interest(found: dict[str, Any]) -> dict[str, Any]:
+    kept = ("results", "groups", "versions", "n-shot", "n-samples")
+    return {name: found[name] for name in kept if name in found}
+
+
+def build_parser() -> ToolParser:
+    """The flags."""
+    parser = ToolParser(__doc__)
+    add = parser.add_argument
+    add("--tasks", nargs="+", required=True, metavar="TASK", help="names, or YAML files")
+    add("--include-path", type=Path, metavar="FOLDER", help="where YAML files of more tasks are")
+    add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
+    add("--limit", type=float, metavar="N", help="questions of each task at most, or, below 1, their share")
+    add_rank_flags(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    run_rank(main)

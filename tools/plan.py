@@ -1,0 +1,152 @@
+"""List every layout of a model on a machine, with memory, traffic, time and what is against it, and rank them.
+
+    python tools/plan.py --model 175b --device a100 --devices 1024 --global-batch-size 1536
+    python tools/plan.py --device h100 --devices 16 --global-batch-size 256 ARGUMENTS OF pretrain_gpt2.py
+
+Sizes that no --model gives, and whatever else the runs shall share, are arguments of pretrain_gpt2.py. One that
+belongs to a layout, such as --model-parallel-size or --zero-stage, settles that part of it. Nothing is started, and
+no GPU and no torch are needed; --exact builds the chosen layout's stages without memory, which takes torch.
+
+Exit code 0: a layout fits; 1: none does; 2: wrong usage.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import _project_root  # noqa: F401
+from _atomic_file import atomic_file
+
+from megatron.cli import ToolParser, run_tool
+from megatron.errors import ConfigError
+from megatron.planner.emit import SCRIPT, files
+from megatron.planner.memory import Memory, stage_memory
+from megatron.planner.presets import DEVICES, GB, MODELS, TERA
+from megatron.planner.quantities import bytes_of_text, positive, share, whole
+from megatron.planner.request import Request, make_request
+from megatron.planner.search import Candidate, search
+from megatron.planner.table import as_json, describe_candidate, describe_plan
+from megatron.planner.timing import Machine
+
+PRECISION = {"v100": "fp16", "cpu": "fp32"}
+"""What a device trains in where nothing is said; bf16 on the others."""
+
+
+def main() -> None:
+    """Read the request, search, and say what came of it."""
+    args, words = _parser().parse_known_args()
+    request = _request(args, words)
+    plan = search(request)
+    if args.choose > max(len(plan.fitting), 1):
+        raise ConfigError(f"--choose {args.choose}: {len(plan.fitting)} layouts fit; choose one of them")
+    print("\n".join(describe_plan(plan, request, args.top)), flush=True)
+    if args.json:
+        with atomic_file(args.json, "--json") as file:
+            file.write(json.dumps(as_json(plan, request, args.top), indent=2) + "\n")
+    if not plan.fitting:
+        sys.exit(1)
+    _hand_over(args, plan.fitting[args.choose - 1])
+
+
+def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
+    """What is asked for of one layout."""
+    memories = _exact_memory(chosen) if args.exact else stage_memory(chosen.run)
+    print(f"\nlayout {args.choose}: " + "\n".join(describe_candidate(chosen, memories)))
+    if args.emit:
+        _make_folder(args.emit, "--emit")
+        for name, text in files(chosen).items():
+            with atomic_file(args.emit / name, "--emit") as file:
+                file.write(text)
+        (args.emit / SCRIPT).chmod(0o755)
+        print(f"\nwrote {args.emit}/: {', '.join(files(chosen))}")
+    if args.plot:
+        _make_folder(args.plot, "--plot")
+        print(f"\ndrew {' and '.join(map(str, _draw(args.plot, chosen, memories)))}")
+
+
+def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]:
+    """The pictures there are of a layout: memory, and where a pipeline runs one forward, one backward, its passes."""
+    from megatron.planner.draw import draw_memory, draw_schedule
+
+    memory, schedule = folder / "memory.png", folder / "schedule.png"
+    draw_memory(memories, chosen.request.room, memory)
+    parallel = chosen.run.parallel
+    if parallel.pipe_stages == 1 or parallel.folds_pipeline:
+        return [memory]
+    draw_schedule(parallel.pipe_stages, chosen.run.train.gradient_accumulation_steps, schedule)
+    return [memory, schedule]
+
+
+def _exact_memory(chosen: Candidate) -> list[Memory]:
+    """With the parameters of the layers themselves."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # which is there, whatever the plan is for
+    from megatron.dry_run import first_rank_of_each_stage, rank_memory
+
+    return [rank_memory(chosen.run, rank).memory for rank in first_rank_of_each_stage(chosen.run.parallel)]
+
+
+def _make_folder(folder: Path, flag: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag} {folder}: {error.strerror}; name another folder") from None
+
+
+def _request(args: argparse.Namespace, words: list[str]) -> Request:
+    device = DEVICES[args.device]
+    stated = {
+        "memory": args.memory,
+        "peak_flops": args.peak_tflops and args.peak_tflops * TERA,
+        "intra_bandwidth": args.intra_bandwidth and args.intra_bandwidth * GB,
+        "inter_bandwidth": args.inter_bandwidth and args.inter_bandwidth * GB,
+    }
+    device = device._replace(**{name: value for name, value in stated.items() if value is not None})
+    return make_request(
+        words,
+        Machine(device, min(args.devices_per_node or device.per_node, args.devices)),
+        args.devices,
+        model=args.model,
+        precision=args.precision or PRECISION.get(args.device, "bf16"),
+        vocab_size=args.vocab_size,
+        headroom=args.headroom,
+        tokens=args.tokens,
+    )
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(__doc__)
+    parser.usage = "%(prog)s --device NAME --devices N --global-batch-size N [flags] ARGUMENTS OF pretrain_gpt2.py"
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", choices=MODELS, help="sizes of a GPT; arguments of pretrain_gpt2.py change them")
+    model.add_argument(
+        "--vocab-size", type=whole, default=50257, metavar="N", help="tokens; a --vocab-file that is there decides"
+    )
+    model.add_argument("--tokens", type=positive, default=300e9, metavar="N", help="tokens to train on, for the days")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--device", choices=DEVICES, default="a100", help="what the following are by themselves")
+    machine.add_argument("--devices", type=whole, required=True, metavar="N", help="devices")
+    machine.add_argument("--devices-per-node", type=whole, metavar="N", help="devices on a host")
+    machine.add_argument("--memory", type=bytes_of_text, metavar="SIZE", help="memory of a device, such as 80GB")
+    machine.add_argument("--headroom", type=share, default=0.06, metavar="X", help="share of it that is left free")
+    machine.add_argument("--peak-tflops", type=positive, metavar="X", help="dense 16-bit TFLOP/s of a device")
+    machine.add_argument("--intra-bandwidth", type=positive, metavar="X", help="GB/s, one way, on a host")
+    machine.add_argument("--inter-bandwidth", type=positive, metavar="X", help="GB/s, one way, to another")
+    machine.add_argument(
+        "--precision",
+        choices=("bf16", "fp16", "fp32"),
+        help="type of weights, as --bf16 and --fp16 say it too (default: bf16; fp16 on v100, fp32 on cpu)",
+    )
+    result = parser.add_argument_group("result")
+    result.add_argument("--top", type=whole, default=10, metavar="N", help="rows of the table")
+    result.add_argument("--choose", type=whole, default=1, metavar="N", help="row that the following are made of")
+    result.add_argument("--emit", type=Path, metavar="DIR", help="write script, DeepSpeed JSON and hostfile there")
+    result.add_argument("--plot", type=Path, metavar="DIR", help="draw memory and pipeline schedule there, as PNG")
+    result.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    result.add_argument("--exact", action="store_true", help="count parameters on the layers themselves")
+    return parser
+
+
+if __name__ == "__main__":
+    run_tool(main)

@@ -1,0 +1,51 @@
+"""Write one HTML page about a run: curves, layout, plan against measurement, schedule, environment, configuration.
+
+RUN is a folder that --run-dir wrote, or a file that --metrics-file wrote. The page holds all it shows, and opens
+without a network.
+"""
+
+from pathlib import Path
+
+import _project_root  # noqa: F401
+from _atomic_file import atomic_file
+
+from megatron.arguments.repartition import TRACE
+from megatron.arguments.resolve import METRICS
+from megatron.cli import ToolParser, run_tool
+from megatron.errors import ConfigError, DataError
+from megatron.observe.report.page import KEYS, page
+from megatron.observe.report.record import RECORD, read_record
+from megatron.observe.report.series import read_series
+from megatron.observe.trace.timeline import read_timeline
+
+
+def main() -> None:
+    """Read what there is of the run, and write the page."""
+    parser = ToolParser(__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of --run-dir, or file of --metrics-file")
+    parser.add_argument("--trace", type=Path, metavar="DIR", help="folder of --trace, if it is not RUN")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="page to write (default: RUN/report.html)")
+    args = parser.parse_args()
+    output = args.output or (args.run if args.run.is_dir() else args.run.parent) / "report.html"
+    metrics = args.run / METRICS if args.run.is_dir() else args.run
+    if not args.run.exists():
+        raise ConfigError(f"{args.run}: no such file or folder; name a folder that --run-dir wrote")
+    record = metrics.parent / RECORD
+    trace = args.trace or metrics.parent / TRACE
+    try:
+        series = read_series(metrics, KEYS)
+    except DataError as error:
+        raise ConfigError(error.messages) from error
+    text = page(
+        args.run.resolve().name,
+        series,
+        read_record(record) if record.exists() else None,
+        read_timeline(trace) if args.trace or trace.exists() else None,
+    )
+    with atomic_file(output, "--output") as file:
+        file.write(text)
+    print(f"{output}: {len(text) / 1e3:.0f} kB")
+
+
+if __name__ == "__main__":
+    run_tool(main)

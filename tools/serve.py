@@ -1,0 +1,124 @@
+"""Serve a model over HTTP: a page to try it on, and OpenAI's /v1/completions for programs.
+
+    python tools/serve.py --load checkpoints/my
+    deepspeed --num_gpus 2 tools/serve.py --load checkpoints/my
+
+The model is a checkpoint of any layout, merged weights or a Hugging Face GPT-2. Only this machine is answered, unless
+--host says otherwise. Where --api-key-file or the variable SERVE_API_KEY holds a key, clients must show it. SIGTERM and
+Ctrl-C end the server in order. In names of flags, hyphens and underscores are the same.
+"""
+
+import argparse
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import _project_root  # noqa: F401
+
+from megatron.cli import ToolParser
+from megatron.config import ParallelConfig
+from megatron.errors import ConfigError
+from megatron.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
+from megatron.inference.source import Source
+from megatron.launch.environment import prepare_environment
+from megatron.launch.launcher import rank
+from megatron.launch.rank import run_rank
+from megatron.spelling import with_hyphens
+
+if TYPE_CHECKING:
+    from megatron.serving.app import Service
+
+INTERVALS = {
+    "port": "[0, 65535]",
+    "max_tokens": "[1, inf)",
+    "max_choices": "[1, inf)",
+    "max_waiting": "[0, inf)",
+    "max_body_bytes": "[1, inf)",
+    "request_seconds": "(0, 86400]",
+    "grace_seconds": "[0, 3600]",
+}
+
+
+def main() -> None:
+    """See that all is there and the port free; only then bring in torch, load the model and answer."""
+    args = _parser().parse_args(with_hyphens(sys.argv[1:]))
+    check_values(args, INTERVALS)
+    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"a server needs what is not installed: pip install {' '.join(missing)}")
+
+    from megatron.serving.access import listen, open_listener, read_key
+
+    ranks = tensor_ranks(args, os.environ)
+    key = read_key(args.api_key_file, os.environ)
+    source = source_of(args, os.environ)
+    listener = None if rank(os.environ) else open_listener(args.host, args.port)
+    prepare_environment(os.environ)
+
+    from megatron.inference.continuation import LanguageModel
+    from megatron.inference.generator import TextGenerator
+    from megatron.inference.loading import load_model
+    from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
+    from megatron.mpu.layout import distributed
+    from megatron.serving.app import build_app
+    from megatron.serving.desk import Desk
+    from megatron.serving.generating import Ranks, completing
+    from megatron.serving.server import compute_along, serve
+
+    silence_known_warnings()
+    with distributed(ParallelConfig(model_parallel_size=ranks, world_size=ranks)) as layout:
+        with deepspeed_silenced(verbose=False):
+            module = load_model(source, layout, args.dtype)
+        model = LanguageModel(module, source.config, layout.tensor_group)
+        complete, others = completing(TextGenerator(model, source.tokenizer)), Ranks(layout.tensor_group)
+        if listener is None:
+            compute_along(complete, others)
+            return
+        service = _service(args, source, key)
+        desk = Desk(most_waiting=args.max_waiting, seconds=args.request_seconds)
+        if not (key or service.only_here):
+            print("serve.py: warning: whoever reaches the port may use the model: see --api-key-file", file=sys.stderr)
+        print(f"{service.model} at {listen(listener)}", flush=True)
+        serve(build_app(service, desk), listener, desk, complete, others, grace=args.grace_seconds)
+
+
+def _service(args: argparse.Namespace, source: Source, key: str | None) -> "Service":
+    from megatron.serving.access import is_loopback
+    from megatron.serving.app import Service
+    from megatron.serving.request import RequestLimits
+
+    context = source.config.max_position_embeddings
+    path = Path(source.name).resolve()
+    return Service(
+        model=args.model_name or "/".join(path.parts[-2 if source.found.saved else -1 :]),
+        created=int(path.stat().st_mtime),
+        tokenizer=source.tokenizer,
+        limits=RequestLimits(context, min(args.max_tokens, context), args.max_choices),
+        most_body_bytes=args.max_body_bytes,
+        api_key=key,
+        only_here=is_loopback(args.host),
+    )
+
+
+def _parser() -> ToolParser:
+    parser = ToolParser(__doc__)
+    add_model_flags(parser)
+    who = parser.add_argument_group("who is answered").add_argument
+    who("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is every one of this machine")
+    who("--port", type=int, default=8000, metavar="N", help="port to listen at; 0 is any free one")
+    who("--api-key-file", type=Path, metavar="FILE", help="file with the key that clients must show")
+    who("--model-name", metavar="NAME", help="what clients call the model (default: the end of its path)")
+    most = parser.add_argument_group("how much").add_argument
+    most("--max-tokens", type=int, default=1024, metavar="N", help="tokens of a completion at most")
+    most("--max-choices", type=int, default=8, metavar="N", help="completions of one request at most")
+    most("--max-waiting", type=int, default=16, metavar="N", help="requests that may wait behind the one in work")
+    most("--max-body-bytes", type=int, default=2**20, metavar="N", help="size of a request at most")
+    most("--request-seconds", type=float, default=120.0, metavar="S", help="time for a request, waiting included")
+    most("--grace-seconds", type=float, default=10.0, metavar="S", help="time to finish in when asked to leave")
+    return parser
+
+
+if __name__ == "__main__":
+    run_rank(main)
