@@ -11,6 +11,7 @@ from megatron.checkpoint.tracker import SavedRun, resolve
 from megatron.config import RunConfig
 from megatron.data.datasets import check_data
 from megatron.errors import CheckpointError, ConfigError, DataError, UserError
+from megatron.planner.formulas import padded_vocabulary
 from megatron.tokenizer import read_vocabulary
 
 T = TypeVar("T")
@@ -28,7 +29,8 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     errors: list[UserError] = []
     data, train = run.data, run.train
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
-    _attempt(errors, DataError, lambda: check_data(data, train_iters=train.train_iters, eval_iters=train.eval_iters))
+    wanted = {"train_iters": train.train_iters, "eval_iters": train.eval_iters, "architecture": run.model.architecture}
+    _attempt(errors, DataError, lambda: check_data(data, **wanted))
     whole = _attempt(errors, DataError, lambda: _with_hashes(_with_vocabulary(run), readable=not errors))
     # A checkpoint is compared with the whole model and what it reads, so both have to be known.
     saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None
@@ -54,11 +56,11 @@ def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], 
 
 def _with_vocabulary(run: RunConfig) -> RunConfig:
     vocabulary = read_vocabulary(run.data.tokenizer_type, run.data.vocab_file, run.data.merge_file)
-    multiple = run.model.make_vocab_size_divisible_by * run.parallel.model_parallel_size
+    multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
     model = replace(
         run.model,
         vocab_size=vocabulary.size,
-        padded_vocab_size=-(-vocabulary.size // multiple) * multiple,
+        padded_vocab_size=padded_vocabulary(vocabulary.size, ranks, multiple),
         eod_token=vocabulary.eod,
     )
     return replace(run, model=model)
