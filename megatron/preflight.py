@@ -11,6 +11,7 @@ from megatron.checkpoint.tracker import SavedRun, resolve
 from megatron.config import RunConfig
 from megatron.data.datasets import check_data
 from megatron.errors import CheckpointError, ConfigError, DataError, UserError
+from megatron.planner.formulas import padded_vocabulary
 from megatron.tokenizer import read_vocabulary
 
 T = TypeVar("T")
@@ -55,11 +56,11 @@ def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], 
 
 def _with_vocabulary(run: RunConfig) -> RunConfig:
     vocabulary = read_vocabulary(run.data.tokenizer_type, run.data.vocab_file, run.data.merge_file)
-    multiple = run.model.make_vocab_size_divisible_by * run.parallel.model_parallel_size
+    multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
     model = replace(
         run.model,
         vocab_size=vocabulary.size,
-        padded_vocab_size=-(-vocabulary.size // multiple) * multiple,
+        padded_vocab_size=padded_vocabulary(vocabulary.size, ranks, multiple),
         eod_token=vocabulary.eod,
     )
     return replace(run, model=model)

@@ -71,11 +71,13 @@ def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]
     from megatron.planner.draw import draw_memory, draw_schedule
 
     memory, schedule = folder / "memory.png", folder / "schedule.png"
-    draw_memory(memories, chosen.request.room, memory)
+    with atomic_file(memory, "--plot", binary=True) as file:
+        draw_memory(memories, chosen.request.room, file)
     parallel = chosen.run.parallel
     if parallel.pipe_stages == 1 or parallel.folds_pipeline:
         return [memory]
-    draw_schedule(parallel.pipe_stages, chosen.run.train.gradient_accumulation_steps, schedule)
+    with atomic_file(schedule, "--plot", binary=True) as file:
+        draw_schedule(parallel.pipe_stages, chosen.run.train.gradient_accumulation_steps, file)
     return [memory, schedule]
 
 

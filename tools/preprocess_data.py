@@ -15,7 +15,7 @@ import _project_root  # noqa: F401
 from tqdm import tqdm
 
 from megatron.cli import ToolParser, run_tool
-from megatron.data.corpus import FORMATS
+from megatron.data.corpus import FORMATS, text_size
 from megatron.data.preprocess import preprocess
 from megatron.data.preprocess_job import Job, Summary
 from megatron.errors import ConfigError, DataError
@@ -123,14 +123,8 @@ def progress_bar(job: Job, interval: int) -> Iterator[Callable[[Summary], None]]
             bar.set_postfix_str(f"{shown:,} documents, {rate:,.0f} documents/s", refresh=False)
             bar.update(summary.input_bytes - bar.n)
 
-    with tqdm(total=text_size(job), unit="B", unit_scale=True) as bar:
+    with tqdm(total=text_size(job.inputs, job.input_format), unit="B", unit_scale=True) as bar:
         yield report
-
-
-def text_size(job: Job) -> int | None:
-    """Bytes of text of all inputs; None where only reading tells: a pipe has no size, what is compressed another."""
-    plain = all(job.format_of(path) != "parquet" and path.suffix not in (".gz", ".zst") for path in job.inputs)
-    return sum(path.stat().st_size for path in job.inputs) or None if plain else None
 
 
 def tell(fault: str) -> None:

@@ -13,7 +13,7 @@ from _atomic_file import atomic_file
 from tqdm import tqdm
 
 from megatron.cli import ToolParser, run_tool
-from megatron.data.corpus import FORMATS, input_format, read_chunks, read_texts
+from megatron.data.corpus import FORMATS, format_of, read_chunks, text_size
 from megatron.errors import ConfigError, DataError
 from megatron.tokenizer.training import train_gpt2_bpe, train_whitespace, train_wordpiece
 from megatron.tokenizer.vocabulary import EOD
@@ -41,9 +41,9 @@ def parse_arguments() -> argparse.Namespace:
     """The command line, checked. Raises ConfigError, or DataError for absent inputs."""
     parser = ToolParser(__doc__)
     add = parser.add_argument
-    add("--input", type=Path, nargs="+", required=True, metavar="FILE", help="text: JSONL, or a document a line")
-    add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: text for .txt, else jsonl)")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the JSON objects to read")
+    add("--input", type=Path, nargs="+", required=True, metavar="FILE", help="JSONL, a document a line, or Parquet")
+    add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: by the name)")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of JSON objects, or columns, to read")
     add("--tokenizer-type", choices=tuple(TRAINERS), default="GPT2BPETokenizer", help="kind of tokenizer")
     add(
         "--vocab-size",
@@ -77,19 +77,18 @@ class Corpus:
         self.bytes = 0
 
     def __iter__(self) -> Iterator[str]:
-        total = sum(path.stat().st_size for path in self.paths)
-        with tqdm(total=total, unit="B", unit_scale=True, desc="reading") as progress:
+        with tqdm(total=text_size(self.paths, self.kind), unit="B", unit_scale=True, desc="reading") as progress:
             for path in self.paths:
-                kind = self.kind or input_format(path)
+                kind = self.kind or format_of(path)
                 # Plain text is the same under every key.
-                keys = self.keys if kind == "jsonl" else self.keys[:1]
-                for chunk in read_chunks(path, size=CHUNK_BYTES):
+                keys = self.keys[:1] if kind == "text" else self.keys
+                for chunk in read_chunks(path, kind, keys, size=CHUNK_BYTES):
                     for number, line in enumerate(chunk.lines, start=chunk.first_line):
-                        texts = read_texts(f"{path}:{number}", line, kind, keys)
+                        texts = [text for text in FORMATS[kind].texts(f"{path}:{number}", line, keys) if text]
                         self.documents += len(texts)
-                        self.bytes += len(line)
                         yield from texts
-                    progress.update(sum(map(len, chunk.lines)))
+                    self.bytes += chunk.size
+                    progress.update(chunk.size)
 
 
 Vocabulary = dict[str, int]

@@ -25,9 +25,9 @@ class Span(NamedTuple):
     """Tokens of the document in front of it, and up to its end."""
 
     def tokens(self) -> np.ndarray:
-        """Its tokens, int64."""
+        """Its tokens as they are stored, without a copy."""
         begin = int(self.indexed.document_starts[self.document]) + self.start
-        return self.indexed.span(begin, self.stop - self.start).astype(np.int64)
+        return self.indexed.span(begin, self.stop - self.start)
 
 
 class GPT2Dataset:
@@ -55,7 +55,11 @@ class GPT2Dataset:
         Raises:
             DataError: a token is not in the vocabulary.
         """
-        return np.concatenate([self._tokens(span) for span in self.spans(index)])
+        spans = self.spans(index)
+        tokens = np.concatenate([span.tokens() for span in spans], dtype=np.int64)
+        if tokens.view(np.uint64).max() >= self._vocab_size:  # a negative one is a very large one there
+            raise self._unknown_token(spans)
+        return tokens
 
     def spans(self, index: int) -> list[Span]:
         """The pieces of documents that make the ``index``-th sample, one behind the other."""
@@ -70,18 +74,19 @@ class GPT2Dataset:
             spans.append(Span(self.indexed, self.documents.start + document, start, stop))
         return spans
 
-    def _tokens(self, span: Span) -> np.ndarray:
-        """Tokens of a piece, checked, int64."""
-        tokens = span.tokens()
-        wrong = (tokens < 0) | (tokens >= self._vocab_size)
-        if wrong.any():
-            at = int(wrong.argmax())
-            raise DataError(
-                f"{self.indexed.bin_path} holds token {tokens[at]} in document {span.document} at "
-                f"offset {span.start + at}, but the vocabulary ends at {self._vocab_size - 1}: name the vocabulary "
-                "that the data set was made with, or make the data set again"
-            )
-        return tokens
+    def _unknown_token(self, spans: list[Span]) -> DataError:
+        """What to say of the first token that is not in the vocabulary."""
+        for span in spans:
+            tokens = span.tokens().astype(np.int64)
+            wrong = (tokens < 0) | (tokens >= self._vocab_size)
+            if wrong.any():
+                break
+        at = int(wrong.argmax())
+        return DataError(
+            f"{self.indexed.bin_path} holds token {tokens[at]} in document {span.document} at "
+            f"offset {span.start + at}, but the vocabulary ends at {self._vocab_size - 1}: name the vocabulary "
+            "that the data set was made with, or make the data set again"
+        )
 
 
 def gpt2_fault(data: DataConfig, name: str, source: Source) -> str | None:

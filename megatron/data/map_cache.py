@@ -90,7 +90,7 @@ def _path(folder: Path, name: str, key: str) -> Path:
 def _load(folder: Path, name: str, expected: Expected) -> Arrays:
     """Map the stored arrays into memory. OSError if one is absent, ValueError if one is broken."""
     # Unlike numpy.load this reads nothing but arrays of numbers: no archive, no pickle.
-    arrays = {key: np.lib.format.open_memmap(_path(folder, name, key), mode="r") for key in expected.names}
+    arrays = {key: np.asarray(np.lib.format.open_memmap(_path(folder, name, key), mode="r")) for key in expected.names}
     if not expected.fit(arrays):
         raise ValueError(f"arrays {name} are of another size")
     return arrays

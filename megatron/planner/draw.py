@@ -1,8 +1,7 @@
 """Pictures of a plan: memory of each stage's rank, and the order of a pipeline's passes."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from megatron.planner.formulas import bubble_share
 from megatron.planner.memory import Memory
@@ -65,8 +64,8 @@ def _needed(stage: int, micro_batch: int, forward: bool, p: int) -> tuple[int, i
     return (stage + 1, micro_batch, False) if stage < p - 1 else (stage, micro_batch, True)
 
 
-def draw_memory(memories: Sequence[Memory], room: float, file: Path) -> None:
-    """A bar for each stage, of what its memory is for, and a line where the room ends."""
+def draw_memory(memories: Sequence[Memory], room: float, file: IO[bytes]) -> None:
+    """A bar for each stage, of what its memory is for, and a line where the room ends; PNG into ``file``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -85,12 +84,12 @@ def draw_memory(memories: Sequence[Memory], room: float, file: Path) -> None:
     axes.set(xlabel="pipeline stage", ylabel="GB of a rank", title="Memory at its peak")
     axes.tick_params(axis="x", labelsize=8 if len(shown) <= 32 else 6)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.savefig(file)
+    figure.savefig(file, format="png")
     pyplot.close(figure)
 
 
-def draw_schedule(p: int, m: int, file: Path, backward: float = 2.0) -> None:
-    """A row for each stage with its passes in time, and the share of it that is idle."""
+def draw_schedule(p: int, m: int, file: IO[bytes], backward: float = 2.0) -> None:
+    """A row for each stage with its passes in time, and the share of it that is idle; PNG into ``file``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -121,5 +120,5 @@ def draw_schedule(p: int, m: int, file: Path, backward: float = 2.0) -> None:
     if p <= 32:
         axes.set_yticks(range(p))
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.savefig(file)
+    figure.savefig(file, format="png")
     pyplot.close(figure)

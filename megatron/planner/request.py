@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.arguments.command_line import read_flags
 from megatron.arguments.value_checks import value_problems
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, DataError
 from megatron.given import Given, flag_fields, flag_name
 from megatron.planner.presets import MODELS
 from megatron.planner.timing import Machine
@@ -15,12 +15,14 @@ from megatron.tokenizer import read_vocabulary
 _OF_TOOL = {
     "world_size": "say --devices",
     "explain": "run the command that is planned with it",
+    "dry_run": "run the command that is planned with it",
+    "rank": "run the command that is planned with it",
     "local_rank": "remove it",
 }
 _PLACEHOLDERS = {
     "lr": 1.5e-4,
     "train_iters": 1000,
-    "data_path": "data/my_text_document",
+    "data_path": ("data/my_text_document",),
     "vocab_file": "vocab/vocab.json",
     "merge_file": "vocab/merges.txt",
 }
@@ -65,6 +67,7 @@ def make_request(
 
     Raises:
         ConfigError: with a line for each thing that is wrong.
+        DataError: the vocabulary is there, and is broken.
     """
     given, problems = read_flags(argv)
     problems += [
@@ -75,23 +78,17 @@ def make_request(
     if "global_batch_size" not in given:
         problems.append("--global-batch-size is required")
     sizes = MODELS[model]._asdict() if model else {}
-    for name, value in {**sizes, **_placeholders(given, devices, tokens, sizes)}.items():
+    for name, value in {**sizes, **_placeholders(given, tokens, sizes)}.items():
         given.setdefault(name, _said(name, value))
     if not {"bf16", "fp16"} & given.keys() and precision != "fp32":
         given[precision] = Given(True, f"--{precision}")
     problems += value_problems(given)
     if problems:
         raise ConfigError(problems)
-    if "vocab_file" in given and Path(given["vocab_file"].value).is_file():
-        kind = given["tokenizer_type"].value if "tokenizer_type" in given else "GPT2BPETokenizer"
-        merges = given["merge_file"].value if "merge_file" in given else None
-        vocab_size = read_vocabulary(kind, given["vocab_file"].value, merges).size
-    return Request(given, machine, devices, vocab_size, headroom, tokens)
+    return Request(given, machine, devices, _vocabulary_size(given) or vocab_size, headroom, tokens)
 
 
-def _placeholders(
-    given: Mapping[str, Given], devices: int, tokens: float, sizes: Mapping[str, int]
-) -> dict[str, float | str]:
+def _placeholders(given: Mapping[str, Given], tokens: float, sizes: Mapping[str, int]) -> dict[str, float | str]:
     found = dict(_PLACEHOLDERS)
     if {"train_iters", "train_samples"} & given.keys():
         del found["train_iters"]
@@ -103,10 +100,23 @@ def _placeholders(
     return found
 
 
-def _said(name: str, value: float | str) -> Given:
-    return Given(value, f"{flag_name(flag_fields()[name])} {value}")
+def _vocabulary_size(given: Mapping[str, Given]) -> int | None:
+    """Tokens of the vocabulary file, if it is there."""
+    kind, file, merges = (
+        given[name].value if name in given else flag_fields()[name].default
+        for name in ("tokenizer_type", "vocab_file", "merge_file")
+    )
+    try:
+        return read_vocabulary(kind, file, merges).size if Path(file).is_file() else None
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}") from None
+
+
+def _said(name: str, value: float | str | tuple[str, ...]) -> Given:
+    words = " ".join(value) if isinstance(value, tuple) else value
+    return Given(value, f"{flag_name(flag_fields()[name])} {words}")
 
 
 def words(given: Mapping[str, Given]) -> list[str]:
     """The command line that gives these values."""
-    return [word for value in given.values() for word in value.source.split(" ", 1)]
+    return [word for value in given.values() for word in value.words]

@@ -46,7 +46,7 @@ def describe_request(request: Request) -> str:
     per_node, intra, inter = request.machine.per_node, device.intra_bandwidth / GB, device.inter_bandwidth / GB
     return (
         f"{request.devices:,} devices, {per_node} a host: {in_words(device.memory)} each, of which "
-        f"{in_words(request.room)} are used, {device.peak_flops / TERA:g} TFLOP/s, {intra:g} GB/s on a host, "
+        f"{in_words(request.room)} are used, {device.peak_flops / TERA:g} TFLOP/s in 16-bit, {intra:g} GB/s on a host, "
         f"{inter:g} GB/s between hosts; {request.tokens:.3g} tokens"
     )
 
@@ -88,6 +88,7 @@ def _as_json(one: Candidate, *, with_stages: bool) -> dict[str, Any]:
         "memory_bytes": {**one.memory.parts(), "total": one.memory.total},
         "bubble": one.bubble,
         "sent_bytes": asdict(one.traffic),
+        "links": _links(one),
         "seconds": {**asdict(one.timing), "total": one.timing.total},
         "flops_per_device": one.flops_per_device,
         "mfu": one.mfu,
@@ -130,17 +131,17 @@ def _shares(one: Candidate) -> str:
 
 
 def _sent(one: Candidate) -> str:
-    parallel, machine = one.run.parallel, one.request.machine
+    links = _links(one)
+    return ", ".join(f"{name} {in_words(amount)} ({links[name]})" for name, amount in asdict(one.traffic).items())
+
+
+def _links(one: Candidate) -> dict[str, str]:
+    """Where each kind of traffic goes: ranks of a group whose numbers span more than a host need its network."""
+    parallel, per_node = one.run.parallel, one.request.machine.per_node
     inner = parallel.model_parallel_size * parallel.ds_sequence_parallel_size
-    spans = {
-        "tensor": inner,
-        "pipeline": inner * parallel.data_parallel_size * parallel.pipe_stages,
-        "data": inner * parallel.data_parallel_size,
-    }
-    return ", ".join(
-        f"{name} {in_words(amount)} ({'on a host' if spans[name] <= machine.per_node else 'between hosts'})"
-        for name, amount in asdict(one.traffic).items()
-    )
+    replicas = inner * parallel.data_parallel_size
+    spans = {"tensor": inner, "pipeline": replicas * parallel.pipe_stages, "data": replicas}
+    return {name: "on a host" if span <= per_node else "between hosts" for name, span in spans.items()}
 
 
 def _against(plan: Plan, request: Request) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pytest
 from support.command_lines import CPU, CUDA, SMALL, complaints, parse
 
 from megatron.arguments import parse_run
-from megatron.arguments.command_line import build_parser
+from megatron.arguments.command_line import build_parser, read_flags
 from megatron.arguments.refused import REFUSED, REFUSED_VALUES
 from megatron.config.architecture import ARCHITECTURES, GPT2
 from megatron.config.blend import Part
@@ -203,6 +203,11 @@ def test_a_blend_is_split_as_one_data_set_is() -> None:
         ("train", "valid", "test"), ["3/10", "3/5", "1/10"]
     )
     assert data.contents == (("a", "b", "c"),) and data.proportions == "3/10 3/5 1/10"
+
+
+def test_what_was_said_is_a_command_line_again() -> None:
+    words = "--data-path 0.3 a 0.7 b --split 1,1 --bf16 --lr 0.1".split()
+    assert [word for given in read_flags(words)[0].values() for word in given.words] == words
 
 
 @pytest.mark.parametrize(

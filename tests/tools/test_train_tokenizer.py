@@ -1,5 +1,6 @@
 """tools/train_tokenizer.py: whole, equal files from equal text; bad input is one line with exit code 2 or 3."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -40,13 +41,16 @@ def test_a_bpe_that_its_tokenizer_reads(corpus: Path, tmp_path: Path):
     assert tokenizer.detokenize(tokenizer.tokenize(LINES[1])) == LINES[1]
 
 
-def test_equal_text_makes_equal_files_from_either_format(corpus: Path, tmp_path: Path):
+def test_equal_text_makes_equal_files_from_any_format(corpus: Path, tmp_path: Path):
     text = tmp_path / "corpus.txt"
     text.write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
     assert train("--input", corpus, "--vocab-size", 280, "--output-dir", tmp_path / "a").returncode == 0
     assert train("--input", text, "--vocab-size", 280, "--output-dir", tmp_path / "b").returncode == 0
+    (tmp_path / "zipped.jsonl").write_bytes(gzip.compress(corpus.read_bytes()))
+    zipped = ("--input", tmp_path / "zipped.jsonl", "--vocab-size", 280)
+    assert train(*zipped, "--output-dir", tmp_path / "c").returncode == 0
     for name in ("vocab.json", "merges.txt"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+        assert len({(tmp_path / folder / name).read_bytes() for folder in "abc"}) == 1
 
 
 def test_a_small_corpus_makes_a_small_vocabulary_and_says_so(corpus: Path, tmp_path: Path):
