@@ -5,7 +5,8 @@
 A GPT-2 with random weights is written as a Hugging Face folder, which both read, in fp32. Both take the likeliest token
 and keep keys and values; round after round they take turns, so that whatever else the machine does meets both alike.
 The suite's time has the text in it, piece by piece; that of transformers, which needs not decode, is of tokens alone.
-Figures are medians, with the least and the largest; the tokens of both are compared.
+Figures are medians, with the least and the largest, by the clock and by the processor's time, in which other programs
+of a busy machine do not count. The tokens of both are compared.
 """
 
 import argparse
@@ -27,6 +28,9 @@ from megatron.inference.limits import Limits  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
 
 Tokens = list[list[int]]
+CLOCKS = {"clock": time.perf_counter, "processor": time.process_time}
+Rates = dict[str, dict[str, list[float]]]
+"""Tokens a second of each round, by way and clock."""
 
 
 def main() -> None:
@@ -67,19 +71,21 @@ def main() -> None:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
-def _measure(
-    ways: dict[str, Callable[[Tokens], Tokens]], prompts: Tokens, args: argparse.Namespace
-) -> dict[str, list[float]]:
-    """Tokens a second of each round, all rows of the batch together, behind a round that does not count."""
-    rates: dict[str, list[float]] = {way: [] for way in ways}
+def _spread(figures: list[float]) -> str:
+    return f"{statistics.median(figures):.1f} ({min(figures):.1f}-{max(figures):.1f})"
+
+
+def _measure(ways: dict[str, Callable[[Tokens], Tokens]], prompts: Tokens, args: argparse.Namespace) -> Rates:
+    """Rates of each round by way and clock, all rows of the batch together, behind a round that does not count."""
+    rates: Rates = {way: {clock: [] for clock in CLOCKS} for way in ways}
     for number in range(args.rounds + 1):
         made = {}
         for way, run in _rotated(ways, number):
-            begin = time.perf_counter()
+            begins = {name: clock() for name, clock in CLOCKS.items()}
             made[way] = run(prompts)
-            seconds = time.perf_counter() - begin
-            if number:
-                rates[way].append(sum(map(len, made[way])) / seconds)
+            seconds = {name: clock() - begins[name] for name, clock in CLOCKS.items()}
+            for name in CLOCKS if number else ():
+                rates[way][name].append(sum(map(len, made[way])) / seconds[name])
         assert all(tokens == made["suite"] for tokens in made.values()), "not the same tokens"
     return rates
 

@@ -17,8 +17,8 @@ def describe_config(run: RunConfig) -> dict[str, str]:
     return {
         "layout": f"{parallel.world_size} processes = TP {parallel.model_parallel_size} x PP {parallel.pipe_stages}"
         f"{_sequence_ranks(run)} x DP {parallel.data_parallel_size}, {engine}, ZeRO {run.zero.zero_stage}",
-        "model": f"{model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads,"
-        f" sequence {run.data.seq_length}, vocabulary {vocabulary}",
+        "model": f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size},"
+        f" {model.num_attention_heads} heads, sequence {run.data.seq_length}, vocabulary {vocabulary}",
         "data": _data(run.data),
         "batch": f"{train.global_batch_size} samples = micro {train.micro_batch_size}"
         f" x accumulation {train.gradient_accumulation_steps} x DP {parallel.data_parallel_size}"

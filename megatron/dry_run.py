@@ -14,7 +14,7 @@ from megatron.config import ParallelConfig, RunConfig
 from megatron.describe import describe_config, describe_stages
 from megatron.engine import weight_decay_groups
 from megatron.launch.quiet import deepspeed_silenced
-from megatron.model.gpt2_model import gpt2_layers
+from megatron.model.architectures import MODELS
 from megatron.mpu.layout import ParallelLayout
 from megatron.partition import bounds, layers_of_pieces, plan
 from megatron.planner.activations import activations
@@ -60,12 +60,12 @@ def pretended_layout(parallel: ParallelConfig, rank: int) -> Iterator[ParallelLa
 
 def _layers(run: RunConfig, layout: ParallelLayout) -> nn.ModuleDict:
     """The layers of a rank's stage that have parameters, on the meta device."""
-    ends, stage = bounds(layers_of_pieces(run)), layout.pipe_group.rank()
+    ends, stage = bounds(layers_of_pieces(run), run.model), layout.pipe_group.rank()
     pieces = [stage, run.parallel.pipe_pieces - 1 - stage] if run.parallel.folds_pipeline else [stage]
     held = [number for piece in pieces for number in range(ends[piece], ends[piece + 1])]
     built = nn.ModuleDict()
     with torch.device("meta"):
-        specs = gpt2_layers(run.model, layout)
+        specs = MODELS[run.model.architecture].layers(run.model, layout)
         for number in held:
             spec = specs[number]
             name = spec.key if isinstance(spec, TiedLayerSpec) else str(number)

@@ -21,7 +21,8 @@ from megatron.config import OptimConfig, RunConfig, TrainConfig
 from megatron.data.loader import Batch
 from megatron.errors import NumericsError
 from megatron.learning_rates import AnnealingLR
-from megatron.model.gpt2_model import GPT2Model, GPT2ModelDualPipeV, GPT2ModelPipe
+from megatron.model.architectures import MODELS
+from megatron.model.containers import FoldedModel, PipelinedModel, PlainModel
 from megatron.model.kernels import uses_apex
 from megatron.mpu.layout import ParallelLayout
 from megatron.partition import bounds, layers_of_pieces
@@ -58,26 +59,25 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
         lr_scheduler=partial(annealing_lr, optim=run.optim, train=run.train, override=run.checkpoint.override),
         mpu=None if run.parallel.uses_pipeline else layout,  # the pipeline engine brings its own grid
     )
-    if run.parallel.uses_pipeline:
-        # By the name GPT2ModelPipe DeepSpeed takes the last tensor between stages for a mask. We send none.
-        engine.set_has_attention_mask(False)
     if run.precision.dtype == "fp32" and run.zero.zero_stage == 0:
         _step_by_true_norm(engine, layout)
     return engine
 
 
 def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
-    """This rank's part of GPT-2, in the container that its engine runs."""
+    """This rank's part of the model, in the container that its engine runs."""
+    model = MODELS[run.model.architecture]
+    layers, loss_fn = model.layers(run.model, layout), model.loss_fn(run.model, layout)
     if run.parallel.uses_pipeline:
-        container = GPT2ModelDualPipeV if run.parallel.folds_pipeline else GPT2ModelPipe
-        return container(run.model, run.activation, layout, bounds=bounds(layers_of_pieces(run)))
+        container = FoldedModel if run.parallel.folds_pipeline else PipelinedModel
+        return container(layers, loss_fn, run.activation, layout, bounds=bounds(layers_of_pieces(run), run.model))
     with deepspeed.zero.Init(
         data_parallel_group=layout.get_sequence_data_parallel_group(),
         config_dict_or_path=dict(run.ds_config),
         mpu=layout,
         enabled=run.zero.zero_stage == 3,
     ):
-        return GPT2Model(run.model, run.activation, layout)
+        return PlainModel(layers, loss_fn, run.activation)
 
 
 def weight_decay_groups(module: nn.Module) -> list[dict[str, Any]]:
@@ -215,8 +215,8 @@ def _train_micro_batch(
 
 
 def _forward(engine: DeepSpeedEngine, batch: Batch) -> Tensor:
-    labels, weights = (target.to(engine.device) for target in batch.targets)
-    return engine(batch.tokens.to(engine.device), (labels, weights))
+    targets = tuple(target.to(engine.device) for target in batch.targets)
+    return engine(batch.tokens.to(engine.device), targets)
 
 
 def _mean_over_ranks(losses: list[Tensor], engine: DeepSpeedEngine) -> Tensor:

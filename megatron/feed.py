@@ -1,12 +1,15 @@
 """The batches of a run: which samples each iteration and each evaluation takes, on this rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.config import RunConfig
+from megatron.config.architecture import BERT, GPT2
 from megatron.data.datasets import Datasets, Samples, build_datasets
-from megatron.data.loader import Batch, batches
+from megatron.data.loader import Batch, batches, hidden_tokens, next_tokens
 from megatron.data.places import sample_number, with_range
 from megatron.loss_weights import weighted, weighted_by_micro_batch
 from megatron.mpu.layout import ParallelLayout
@@ -53,6 +56,7 @@ class Feed:
         last_sample = train.consumed_samples(train.train_iters) + sum(map(len, self.left_out))
         return build_datasets(
             run.data,
+            architecture=run.model.architecture,
             vocab_size=run.model.vocab_size,
             global_batch_size=train.global_batch_size,
             train_iters=max(train.train_iters, -(-last_sample // train.global_batch_size)),
@@ -74,10 +78,24 @@ class Feed:
             data_rank=group.rank(),
             data_size=group.size(),
             num_workers=data.num_workers,
-            eod_token=self._run.model.eod_token,
-            eod_mask_loss=data.eod_mask_loss,
+            to_batch=TO_BATCH[self._run.model.architecture](self._run),
             left_out=left_out,
         )
         if train.loss_normalization == "micro-batch":
             return weighted_by_micro_batch(micro_batches)
-        return weighted(micro_batches, train.gradient_accumulation_steps, group, masks=data.eod_mask_loss)
+        return weighted(micro_batches, train.gradient_accumulation_steps, group, masks=self._run.masks_loss)
+
+
+def _next_tokens(run: RunConfig) -> Callable[[Tensor], Batch]:
+    return partial(next_tokens, eod_token=run.model.eod_token, eod_mask_loss=run.data.eod_mask_loss)
+
+
+def _hidden_tokens(run: RunConfig) -> Callable[[Tensor], Batch]:
+    return hidden_tokens
+
+
+TO_BATCH: dict[str, Callable[[RunConfig], Callable[[Tensor], Batch]]] = {
+    GPT2.name: _next_tokens,
+    BERT.name: _hidden_tokens,
+}
+"""What makes a micro-batch of the samples of each model."""

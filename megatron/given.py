@@ -14,6 +14,12 @@ class Given(NamedTuple):
     value: Any
     source: str
 
+    @property
+    def words(self) -> list[str]:
+        """The same as words of a command line, where it was said there."""
+        flag, *rest = self.source.split(" ", 1)
+        return [flag, *self.value] if isinstance(self.value, tuple) else [flag, *rest]
+
 
 @cache
 def sections() -> dict[str, type]:

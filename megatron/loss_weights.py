@@ -19,7 +19,7 @@ def weighted(micro_batches: Iterator[Batch], accumulated: int, group: ProcessGro
     number of tokens; so each token weighs one over the count in the whole global batch.
     """
     while batch := list(islice(micro_batches, accumulated)):
-        counted = torch.stack([loss_mask.sum() for _, (_, loss_mask) in batch]).sum()
+        counted = torch.stack([loss_mask.sum() for _, (_, loss_mask, *_) in batch]).sum()
         if masks:
             counted = counted.to(get_accelerator().current_device_name())
             dist.all_reduce(counted, group=group)
@@ -27,8 +27,8 @@ def weighted(micro_batches: Iterator[Batch], accumulated: int, group: ProcessGro
         else:
             counted = counted * group.size()
         scale = accumulated * group.size() / counted.clamp(min=1)
-        for tokens, (labels, loss_mask) in batch:
-            yield Batch(tokens, (labels, loss_mask * scale))
+        for tokens, (labels, loss_mask, *others) in batch:
+            yield Batch(tokens, (labels, loss_mask * scale, *others))
 
 
 def weighted_by_micro_batch(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -37,5 +37,5 @@ def weighted_by_micro_batch(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
     DeepSpeed's average of them is the classic mean of means: where micro-batches count different
     numbers of tokens, it depends on how the global batch is split.
     """
-    for tokens, (labels, loss_mask) in micro_batches:
-        yield Batch(tokens, (labels, loss_mask / loss_mask.sum().clamp(min=1)))
+    for tokens, (labels, loss_mask, *others) in micro_batches:
+        yield Batch(tokens, (labels, loss_mask / loss_mask.sum().clamp(min=1), *others))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron.config import RunConfig
+from megatron.config.architecture import ARCHITECTURES
 from megatron.engine import StepStatus
 from megatron.flops import flops_per_iteration
 
@@ -54,9 +55,12 @@ class MetricsLogger:
     def evaluation(self, iteration: int, loss: float, split: str) -> None:
         """Say the result of an evaluation on the split ``valid`` or ``test``."""
         kind = {"valid": "validation", "test": "test"}[split]
-        perplexity = math.exp(min(loss, 20.0))
-        self.say(f"  {kind} after iteration {iteration} | loss {loss:.4f} | perplexity {perplexity:.3f}")
-        self._record(iteration, {f"{kind}_loss": loss, f"{kind}_ppl": perplexity})
+        text, values = f"  {kind} after iteration {iteration} | loss {loss:.4f}", {f"{kind}_loss": loss}
+        if not ARCHITECTURES[self._run.model.architecture].guesses_masked:  # whose loss is not of tokens alone
+            values[f"{kind}_ppl"] = math.exp(min(loss, 20.0))
+            text += f" | perplexity {values[f'{kind}_ppl']:.3f}"
+        self.say(text)
+        self._record(iteration, values)
 
     def start(self) -> None:
         """Training begins now."""

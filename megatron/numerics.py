@@ -139,7 +139,7 @@ def _layers(module: nn.Module) -> Iterator[tuple[tuple[int, str], nn.Module]]:
         if last == "embed":
             yield _EMBEDDING, layer
         elif isinstance(layer, ParallelTransformerLayer):
-            yield (int(last), f"layer {int(last) - 1}"), layer
+            yield (int(last), f"layer {layer.layer_number}"), layer
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -12,11 +12,10 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.config import ModelConfig, RunConfig
+from megatron.config.architecture import BERT, GPT2
 
-FRONT = ("WordEmbedding", "PositionEmbedding")
 LAYER = ("ParallelTransformerLayer",)
-BACK = ("without_documents", "LayerNorm", "WordEmbedding")
-"""Names of what each kind of unit takes up in the list of ``gpt2_layers()``, in order."""
+"""Names of what a unit takes up in the model's list of layers, in order."""
 
 EXPLICIT = re.compile(r"\d+( *, *\d+)*")
 BY_TYPE = "type:"
@@ -51,18 +50,47 @@ METHODS: dict[str, Callable[[Unit], int]] = {
 
 
 def units(model: ModelConfig, seq_length: int) -> list[Unit]:
-    """The units of GPT-2, from the embeddings to the head.
+    """The units of a model, from the embeddings to the head.
 
     A matrix takes two operations for each of its weights and tokens, and attention 4 s h: its two
     products in full, without what causality would save. The rest is next to nothing.
     """
-    h, inner, table = model.hidden_size, model.ffn_hidden_size, model.padded_vocab_size * model.hidden_size
+    h, inner = model.hidden_size, model.ffn_hidden_size
     matrices = 4 * h * h + 2 * h * inner
     biases_and_norms = 9 * h + inner
-    front = Unit(FRONT, table + model.max_position_embeddings * h, 0)
     layer = Unit(LAYER, matrices + biases_and_norms, 2 * matrices + 4 * seq_length * h)
-    back = Unit(BACK, 2 * h + table, 2 * table, tied=table)
+    front, back = ENDS[model.architecture](model)
     return [front, *[layer] * model.num_layers, back]
+
+
+def _gpt2_ends(model: ModelConfig) -> tuple[Unit, Unit]:
+    h, table = model.hidden_size, model.padded_vocab_size * model.hidden_size
+    front = Unit(("WordEmbedding", "PositionEmbedding"), table + model.max_position_embeddings * h, 0)
+    return front, Unit(("without_documents", "LayerNorm", "WordEmbedding"), 2 * h + table, 2 * table, tied=table)
+
+
+def _bert_ends(model: ModelConfig) -> tuple[Unit, Unit]:
+    h, (front, back) = model.hidden_size, _gpt2_ends(model)
+    dense, norm, order = h * h + h, 2 * h, 2 * h + 2
+    return (
+        Unit(("PairEmbedding", "TokenTypeEmbedding", "PositionEmbedding"), front.parameters + 2 * h, 0),
+        Unit(
+            ("without_documents", "LayerNorm", "PairHead", "PairEmbedding", "WordBias"),
+            back.parameters + 2 * dense + norm + order + model.padded_vocab_size,
+            back.flops + 2 * h * h,  # the order is read from one token of each sample
+            tied=back.tied,
+        ),
+    )
+
+
+ENDS: dict[str, Callable[[ModelConfig], tuple[Unit, Unit]]] = {GPT2.name: _gpt2_ends, BERT.name: _bert_ends}
+"""The first and the last unit of each model."""
+
+
+def layer_names(model: ModelConfig) -> tuple[str, ...]:
+    """What a model's list of layers consists of, by name, each kind of unit once."""
+    front, back = ENDS[model.architecture](model)
+    return front.names + LAYER + back.names
 
 
 def weights(method: str, units: Sequence[Unit]) -> list[int]:
@@ -141,10 +169,11 @@ def _cheapest(
     return best[len(sums) - 1]
 
 
-def bounds(layers_of_pieces: Sequence[int]) -> list[int]:
-    """Where each piece begins in the list of ``gpt2_layers()``, and behind them the length of the list."""
-    inner = [len(FRONT) + layers for layers in accumulate(layers_of_pieces)]
-    return [0, *inner[:-1], inner[-1] + len(BACK)]
+def bounds(layers_of_pieces: Sequence[int], model: ModelConfig) -> list[int]:
+    """Where each piece begins in the model's list of layers, and behind them the length of the list."""
+    front, back = ENDS[model.architecture](model)
+    inner = [len(front.names) + layers for layers in accumulate(layers_of_pieces)]
+    return [0, *inner[:-1], inner[-1] + len(back.names)]
 
 
 def plan(run: RunConfig) -> list[Stage]:

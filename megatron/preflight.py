@@ -29,7 +29,8 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     errors: list[UserError] = []
     data, train = run.data, run.train
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
-    _attempt(errors, DataError, lambda: check_data(data, train_iters=train.train_iters, eval_iters=train.eval_iters))
+    wanted = {"train_iters": train.train_iters, "eval_iters": train.eval_iters, "architecture": run.model.architecture}
+    _attempt(errors, DataError, lambda: check_data(data, **wanted))
     whole = _attempt(errors, DataError, lambda: _with_hashes(_with_vocabulary(run), readable=not errors))
     # A checkpoint is compared with the whole model and what it reads, so both have to be known.
     saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None

@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from support.programs import Programs  # noqa: E402
 from support.ranks import RankPools  # noqa: E402
-from support.training import RankTraining  # noqa: E402
+from support.training import RankTraining, pretrain_bert  # noqa: E402
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
 
@@ -50,4 +50,10 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 @pytest.fixture(scope="session")
 def train_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
     """Train with the tiny model on n gloo ranks, where many runs are compared."""
-    return RankTraining(_rank_pools.run_once, programs)
+    return RankTraining(_rank_pools.run_once, programs.data_arguments)
+
+
+@pytest.fixture(scope="session")
+def train_bert_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
+    """The same with BERT, and a corpus of sentences."""
+    return RankTraining(_rank_pools.run_once, programs.sentence_arguments, pretrain_bert)

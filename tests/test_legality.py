@@ -8,6 +8,7 @@ from support.command_lines import CPU, CUDA, SMALL, complaints, parse
 
 from megatron.arguments import parse_run
 from megatron.arguments.value_checks import ends, inside
+from megatron.config.architecture import BERT
 from megatron.errors import ConfigError
 from megatron.given import flag_fields
 from megatron.launch.device import expected_device
@@ -16,6 +17,19 @@ from megatron.legality import RULES, violations
 
 # Name of the rule; a command line that breaks it alone; the start of its message; what mends it.
 BROKEN = [
+    (
+        "the tokenizer is one of the model's",
+        "--tokenizer-type BertWordPieceCase",
+        "--tokenizer-type BertWordPieceCase is none for GPT-2: use GPT2BPETokenizer or WhitespaceTokenizer",
+        "--tokenizer-type WhitespaceTokenizer",
+    ),
+    (
+        "the tokenizer is one of the model's",
+        "bert --tokenizer-type WhitespaceTokenizer",
+        "--tokenizer-type WhitespaceTokenizer is none for BERT: use BertWordPieceLowerCase or BertWordPieceCase",
+        "--tokenizer-type BertWordPieceCase",
+    ),
+    ("a pair of sentences fits", "bert --seq-length 4", "--seq-length 4 has no room for [CLS]", "--seq-length 5"),
     (
         "a blend has a weight before each prefix",
         "--data-path 0.3 one 0.7",
@@ -606,9 +620,10 @@ def test_values_out_of_range_are_refused(name: str) -> None:
     outside = low - 1 if interval[0] == "[" else low
     flag = "--" + (field.metadata["flag"]["name"] or name).replace("_", "-")
     environ = {**CUDA, "LOCAL_RANK": "0"}
+    program = "bert" if field.metadata["flag"]["only"] == BERT else ""
     assert any(
         message.startswith(f"{flag} {outside:g} must be ")
-        for message in complaints(f"{flag} {outside:g}", environ=environ)
+        for message in complaints(f"{program} {flag} {outside:g}".strip(), environ=environ)
     )
     if interval.endswith(")") and high < float("inf"):
         assert not inside(high, interval) and inside((low + high) / 2, interval)

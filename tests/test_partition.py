@@ -79,11 +79,11 @@ def test_kept_inputs_have_room() -> None:
     assert run.ds_config["activation_checkpointing"]["number_checkpoints"] == 6
 
 
-def tiny(schedule: str, partition: str) -> RunConfig:
+def tiny(schedule: str, partition: str, program: str = "") -> RunConfig:
     """A run on two stages with the vocabulary at hand."""
     run = parse(
-        f"--pipe-parallel-size 2 --gas 4 --hidden-size 16 --ffn-hidden-size 48 --pipeline-schedule {schedule} "
-        f"--pipeline-partition {partition}",
+        f"{program} --pipe-parallel-size 2 --gas 4 --hidden-size 16 --ffn-hidden-size 48 "
+        f"--pipeline-schedule {schedule} --pipeline-partition {partition}",
         ranks=2,
     )
     return replace(run, model=replace(run.model, vocab_size=21, padded_vocab_size=24))
@@ -93,46 +93,49 @@ def tiny(schedule: str, partition: str) -> RunConfig:
     "schedule, partition",
     [("1f1b", "flops"), ("1f1b", "3,1"), ("dualpipev", "parameters"), ("dualpipev", "0,1,1,2")],
 )
-def test_the_plan_is_what_is_built(run_ranks, schedule: str, partition: str) -> None:
-    planned = [(stage.pieces, stage.parameters) for stage in plan(tiny(schedule, partition))]
-    assert run_ranks(2, built_stage, schedule, partition) == planned
+@pytest.mark.parametrize("program", ["", "bert"])
+def test_the_plan_is_what_is_built(run_ranks, schedule: str, partition: str, program: str) -> None:
+    planned = [(stage.pieces, stage.parameters) for stage in plan(tiny(schedule, partition, program))]
+    assert run_ranks(2, built_stage, schedule, partition, program) == planned
 
 
-def built_stage(schedule: str, partition: str) -> tuple[tuple[range, ...], int]:
+def built_stage(schedule: str, partition: str, program: str) -> tuple[tuple[range, ...], int]:
     """The pieces of this rank's stage and its parameters, by what is in it."""
     from megatron.engine import build_module
     from megatron.model.embedding import WordEmbedding
     from megatron.model.transformer import ParallelTransformerLayer
     from megatron.mpu import ParallelLayout
 
-    run = tiny(schedule, partition)
+    run = tiny(schedule, partition, program)
     module = build_module(run, ParallelLayout.create(run.parallel))
-    numbers = {id(part): int(name) - 1 for name, part in module.named_children() if name.isdigit()}
     pieces = []
     for functions in getattr(module, "phase_funcs", [module.forward_funcs]):
-        units = [numbers[id(layer)] for layer in functions if isinstance(layer, ParallelTransformerLayer)]
+        units = [layer.layer_number for layer in functions if isinstance(layer, ParallelTransformerLayer)]
         if isinstance(functions[0], WordEmbedding):
             units = [0, *units]
-        if getattr(functions[-1], "func", None) is not None:
+        if any(getattr(function, "func", None) is not None for function in functions):
             units.append(run.model.num_layers + 1)
         pieces.append(range(units[0], units[-1] + 1))
         assert units == list(pieces[-1])
     return tuple(pieces), sum(parameter.numel() for parameter in module.parameters())
 
 
-def test_names_and_numbers_are_those_of_the_list(run_ranks) -> None:
-    (names,) = run_ranks(1, names_of_layers)
-    found = [name for unit in units(tiny("1f1b", "uniform").model, 32) for name in unit.names]
+@pytest.mark.parametrize("program", ["", "bert"])
+def test_names_and_numbers_are_those_of_the_list(run_ranks, program: str) -> None:
+    (names,) = run_ranks(1, names_of_layers, program)
+    model = tiny("1f1b", "uniform", program).model
+    found = [name for unit in units(model, 32) for name in unit.names]
     assert [name.rpartition("LayerNorm")[1] or name for name in names] == found
-    assert bounds([4])[-1] == len(names)
+    assert bounds([4], model)[-1] == len(names)
 
 
-def names_of_layers() -> list[str]:
-    from megatron.model.gpt2_model import gpt2_layers
+def names_of_layers(program: str) -> list[str]:
+    from megatron.model.architectures import MODELS
     from megatron.mpu import ParallelLayout
 
-    layout = ParallelLayout.create(ParallelConfig(world_size=1))
-    return [getattr(layer, "typename", layer).__name__ for layer in gpt2_layers(tiny("1f1b", "uniform").model, layout)]
+    model = tiny("1f1b", "uniform", program).model
+    layers = MODELS[model.architecture].layers(model, ParallelLayout.create(ParallelConfig(world_size=1)))
+    return [getattr(layer, "typename", layer).__name__ for layer in layers]
 
 
 def test_operations_are_those_that_are_counted(run_ranks) -> None:

@@ -50,4 +50,4 @@ def test_a_dry_run_shows_the_commands(programs: Programs, tmp_path) -> None:
     (words,) = [shlex.split(line) for line in shown.splitlines() if line.startswith("deepspeed ")]
     run = parse_run(words[words.index("pretrain_gpt2.py") + 1 :], {**CPU, "WORLD_SIZE": "8"})
     assert (run.parallel.model_parallel_size, run.parallel.pipe_parallel_size, run.model.num_layers) == (4, 2, 2)
-    assert run.data.data_path == f"{folder}/corpus_text_document" and not folder.exists(), "a dry run makes nothing"
+    assert run.data.prefixes == (f"{folder}/corpus_text_document",) and not folder.exists(), "a dry run makes nothing"

@@ -17,12 +17,14 @@ from support.programs import BIN, Programs, read_metrics
 
 from megatron.arguments import parse_run
 from megatron.config import RunConfig
+from megatron.config.architecture import ARCHITECTURES
 from megatron.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN, PIPE, TORCHRUN = "ds_pretrain_gpt2.sh", "ds_pretrain_gpt2_pipe.sh", "pretrain_gpt2_distributed.sh"
 MULTINODE, SLURM = "ds_pretrain_gpt2_multinode.sh", "ds_pretrain_gpt2.sbatch"
-SCRIPTS = (PLAIN, PIPE, TORCHRUN)
+BERT_SCRIPT = "pretrain_bert_distributed.sh"
+SCRIPTS = (PLAIN, PIPE, TORCHRUN, BERT_SCRIPT)
 SCRIPTS_FOR_HOSTS = (MULTINODE, SLURM)
 CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").iterdir())
 DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
@@ -45,10 +47,15 @@ SLURM_JOB = {"SLURM_JOB_ID": "71", "SLURM_JOB_NODELIST": "localhost"}
 def run_of(script: str, *arguments: str, **knobs: str) -> RunConfig:
     """The run that an example would start."""
     words = command_of(script, *arguments, **knobs)
-    program = next(place for place, word in enumerate(words) if word.endswith("pretrain_gpt2.py"))
+    program, architecture = next(
+        (place, architecture)
+        for place, word in enumerate(words)
+        for architecture in ARCHITECTURES.values()
+        if word.endswith(architecture.program)
+    )
     sizes = [words[place + 1] for place, word in enumerate(words) if word in ("--num_gpus", "--nproc_per_node")]
     processes = sizes[0] if sizes else "16"  # two hosts, in hostfile.example and for Slurm
-    return parse_run(words[program + 1 :], {**knobs, "WORLD_SIZE": processes})
+    return parse_run(words[program + 1 :], {**knobs, "WORLD_SIZE": processes}, architecture)
 
 
 def test_no_script_goes_untested() -> None:
@@ -58,7 +65,7 @@ def test_no_script_goes_untested() -> None:
 @pytest.mark.parametrize(
     ("script", "layout", "zero_stage"),
     [
-        *((PLAIN, (1, 0, 8), 2), (PIPE, (2, 2, 2), 1), (TORCHRUN, (1, 0, 8), 1)),
+        *((PLAIN, (1, 0, 8), 2), (PIPE, (2, 2, 2), 1), (TORCHRUN, (1, 0, 8), 1), (BERT_SCRIPT, (1, 0, 8), 1)),
         *((MULTINODE, (2, 2, 4), 1), (SLURM, (2, 2, 4), 1)),
     ],
 )
@@ -66,7 +73,9 @@ def test_no_script_goes_untested() -> None:
 def test_a_script_starts_its_run(script, layout, zero_stage, environ, dtype) -> None:
     run = run_of(script, "--seed", "7", **environ)
     model, parallel = run.model, run.parallel
-    assert (model.num_layers, model.hidden_size, model.num_attention_heads, run.data.seq_length) == (24, 1024, 16, 1024)
+    tokens = 512 if script == BERT_SCRIPT else 1024
+    assert (model.num_layers, model.hidden_size, model.num_attention_heads) == (24, 1024, 16)
+    assert run.data.seq_length == model.max_position_embeddings == tokens
     assert (parallel.model_parallel_size, parallel.pipe_parallel_size, parallel.data_parallel_size) == layout
     assert (run.zero.zero_stage, run.precision.dtype, run.train.global_batch_size) == (zero_stage, dtype, 64)
     assert run.activation.checkpoint_activations and not run.activation.partition_activations
@@ -223,6 +232,22 @@ def test_a_script_trains(programs: Programs, tmp_path, script, knobs, layout) ->
     assert f"> layout    2 processes = {layout}" in finished.output
     losses = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line]
     assert len(losses) == 2 and losses[0] == pytest.approx(math.log(92), abs=0.2)
+    assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
+
+
+def test_the_script_of_bert_trains(programs: Programs, tmp_path) -> None:
+    """Its first loss is that of guessing a word, and an order."""
+    _, prefix, _, kind, _, vocabulary, *split = programs.sentence_arguments
+    files = {"DATA": prefix, "VOCAB": vocabulary, "TOKENIZER": kind, "SAVE": str(tmp_path / "saved"), "TP": "2"}
+    finished = programs.run(
+        "bash", f"examples/{BERT_SCRIPT}", *split, "--num-workers", "1", "--log-interval", "1",
+        "--eval-iters", "1", "--metrics-file", tmp_path / "metrics",
+        MASTER_PORT=str(free_port()), PATH=f"{BIN}:{os.environ['PATH']}", **CPU, **TINY, **files,
+    ).ok()  # fmt: skip
+    assert "> layout    2 processes = TP 2 x PP 1 x DP 1, plain engine, ZeRO 1" in finished.output
+    losses = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line]
+    words = len(Path(vocabulary).read_text().splitlines())
+    assert len(losses) == 2 and losses[0] == pytest.approx(math.log(words) + math.log(2), abs=0.3)
     assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
 
 

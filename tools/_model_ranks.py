@@ -14,7 +14,7 @@ from megatron.cli import ToolParser
 from megatron.config import ParallelConfig
 from megatron.errors import ConfigError
 from megatron.inference.command_line import add_model_flags, check_values, source_of
-from megatron.inference.source import Source
+from megatron.inference.source import Source, config_on
 from megatron.launch.launcher import world_size
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def find_model(args: argparse.Namespace) -> tuple[Source, int]:
             f"{started} processes are no multiple of --model-parallel-size {tensor} x --pipe-parallel-size {stages}: "
             f"start as many with deepspeed --num_gpus {tensor * stages}"
         )
+    config_on(source.config, tensor, args.dtype)  # refuses while one rank can still speak for all
     return source, args.seq_length or positions
 
 
@@ -79,10 +80,9 @@ def find_model(args: argparse.Namespace) -> tuple[Source, int]:
 def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]:
     """The model on the ranks of this run, whose environment is prepared, and which part behind the block.
 
-    Raises ConfigError where a tensor group cannot share it, CheckpointError where its weights are not whole.
+    Raises CheckpointError where its weights are not whole.
     """
     from megatron.evaluation.stages import open_forward
-    from megatron.inference.source import config_on
     from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
     from megatron.mpu.layout import distributed
 
@@ -92,7 +92,6 @@ def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]
         pipe_parallel_size=args.pipe_parallel_size,
         world_size=world_size(os.environ),
     )
-    config_on(source.config, parallel.model_parallel_size, args.dtype)  # while one rank can still speak for all
     with distributed(parallel) as layout:
         with deepspeed_silenced(verbose=False):
             model = open_forward(source, layout, args.dtype, pipeline=parallel.uses_pipeline)

@@ -58,39 +58,42 @@ def main() -> None:
     prompts = _prompts(args, source, limits)
     prepare_environment(os.environ)
 
+    from megatron.inference.session import told
+    from megatron.launch.quiet import silence_known_warnings
+    from megatron.mpu.layout import distributed
+
+    silence_known_warnings()
+    with distributed(ParallelConfig(model_parallel_size=ranks, world_size=ranks)) as layout:
+        _use(_session(args, source, limits, layout), args, told(prompts))
+
+
+def _session(args: argparse.Namespace, source: Source, limits: Limits, layout: Any) -> Any:
+    """The model, loaded, and what the flags say of its use."""
     from megatron.inference.beam_search import Beams
     from megatron.inference.continuation import LanguageModel
     from megatron.inference.generator import TextGenerator
     from megatron.inference.loading import load_model
     from megatron.inference.sampling import Sampling
-    from megatron.inference.session import Session, told
-    from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-    from megatron.mpu.layout import distributed
+    from megatron.inference.session import Session
+    from megatron.launch.quiet import deepspeed_silenced
 
-    silence_known_warnings()
-    with distributed(ParallelConfig(model_parallel_size=ranks, world_size=ranks)) as layout:
-        with deepspeed_silenced(verbose=False):
-            module = load_model(source, layout, args.dtype)
-        model = LanguageModel(module, source.config, layout.tensor_group)
-        sampling = Sampling(
-            greedy=args.greedy,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            repetition_penalty=args.repetition_penalty,
-            seed=args.seed,
-        )
-        searches = args.num_beams > 1
-        session = Session(
-            TextGenerator(model, source.tokenizer, keeps=not args.recompute),
-            sampling,
-            limits,
-            samples=args.num_samples,
-            beams=Beams(args.num_beams, args.length_penalty, args.repetition_penalty) if searches else None,
-            batch_size=args.batch_size,
-            is_first=layout.rank == 0,
-        )
-        _use(session, args, told(prompts))
+    with deepspeed_silenced(verbose=False):
+        module = load_model(source, layout, args.dtype)
+    generator = TextGenerator(
+        LanguageModel(module, source.config, layout.tensor_group), source.tokenizer, keeps=not args.recompute
+    )
+    sampling = Sampling(
+        greedy=args.greedy,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+    )
+    beams = Beams(args.num_beams, args.length_penalty, args.repetition_penalty) if args.num_beams > 1 else None
+    return Session(
+        generator, sampling, limits, args.num_samples, beams, batch_size=args.batch_size, is_first=layout.rank == 0
+    )
 
 
 def _use(session: Any, args: argparse.Namespace, prompts: list[Prompt] | None) -> None:

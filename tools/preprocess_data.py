@@ -1,7 +1,7 @@
-"""Tokenize text into the indexed data sets that pretrain_gpt2.py reads.
+"""Tokenize text into the indexed data sets that pretrain_gpt2.py and, with --split-sentences, pretrain_bert.py read.
 
-Writes PREFIX_KEY_document.bin and .idx for each key. Give PREFIX_KEY_document as --data-path. Inputs are JSONL or plain
-text, as they are or compressed by gzip or Zstandard, or Parquet.
+Writes PREFIX_KEY_document.bin and .idx for each key, or PREFIX_KEY_sentence. Give it as --data-path. Inputs are JSONL
+or plain text, as they are or compressed by gzip or Zstandard, or Parquet.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import _project_root  # noqa: F401
 from tqdm import tqdm
 
 from megatron.cli import ToolParser, run_tool
-from megatron.data.corpus import FORMATS
+from megatron.data.corpus import FORMATS, text_size
 from megatron.data.preprocess import preprocess
 from megatron.data.preprocess_job import Job, Summary
 from megatron.errors import ConfigError, DataError
@@ -36,6 +36,7 @@ def main() -> None:
         vocab_file=args.vocab_file,
         merge_file=args.merge_file,
         append_eod=args.append_eod,
+        split_sentences=args.split_sentences,
         workers=args.workers,
         skip_errors=args.on_error == "skip",
     )
@@ -72,14 +73,14 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--resume", action="store_true", help="go on with this very job where it was interrupted")
     add("--tokenizer-type", choices=tuple(TOKENIZERS), default="GPT2BPETokenizer", help="kind of tokenizer")
-    add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (vocab.json)")
+    add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (vocab.json; vocab.txt of WordPiece)")
     add("--merge-file", metavar="FILE", help="merges of the BPE (merges.txt)")
     add("--append-eod", action="store_true", help="end each document with the token <|endoftext|>")
+    add("--split-sentences", action="store_true", help="make each sentence a sequence of its own, as BERT needs it")
     add("--output-prefix", required=True, metavar="PREFIX", help="where to write: folder and first part of the names")
     add("--dataset-impl", default="mmap", metavar="mmap", help="format to write; mmap is the only one")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize")
     add("--log-interval", type=int, default=100, metavar="N", help="documents between updates of the progress bar")
-    add("--split-sentences", action="store_true", help=argparse.SUPPRESS)
     add("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if faults := [message for broken, message in _rules(args) if broken]:
@@ -93,12 +94,12 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
     """What may not be asked for, and why."""
     return [
         (
-            args.split_sentences,
-            "--split-sentences is not supported: GPT-2 trains on whole documents; leave the flag out",
+            args.split_sentences and args.append_eod,
+            "--append-eod and --split-sentences exclude each other: BERT's samples get their own ends, [SEP]",
         ),
         (
             args.keep_newlines,
-            "--keep-newlines is not supported: newlines are always kept, only splitting sentences would lose them",
+            "--keep-newlines is not supported: newlines are always kept, and between sentences WordPiece sees none",
         ),
         (
             args.dataset_impl != "mmap",
@@ -122,14 +123,8 @@ def progress_bar(job: Job, interval: int) -> Iterator[Callable[[Summary], None]]
             bar.set_postfix_str(f"{shown:,} documents, {rate:,.0f} documents/s", refresh=False)
             bar.update(summary.input_bytes - bar.n)
 
-    with tqdm(total=text_size(job), unit="B", unit_scale=True) as bar:
+    with tqdm(total=text_size(job.inputs, job.input_format), unit="B", unit_scale=True) as bar:
         yield report
-
-
-def text_size(job: Job) -> int | None:
-    """Bytes of text of all inputs; None where only reading tells: a pipe has no size, what is compressed another."""
-    plain = all(job.format_of(path) != "parquet" and path.suffix not in (".gz", ".zst") for path in job.inputs)
-    return sum(path.stat().st_size for path in job.inputs) or None if plain else None
 
 
 def tell(fault: str) -> None:

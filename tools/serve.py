@@ -21,7 +21,7 @@ from megatron.cli import ToolParser
 from megatron.config import ParallelConfig
 from megatron.errors import ConfigError
 from megatron.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
-from megatron.inference.source import Source
+from megatron.inference.source import Source, config_on
 from megatron.launch.environment import prepare_environment
 from megatron.launch.launcher import rank
 from megatron.launch.rank import run_rank
@@ -49,11 +49,12 @@ def main() -> None:
     if missing:
         raise ConfigError(f"a server needs what is not installed: pip install {' '.join(missing)}")
 
-    from megatron.serving.access import listen, open_listener, read_key
+    from megatron.serving.access import is_loopback, listen, open_listener, read_key
 
     ranks = tensor_ranks(args, os.environ)
     key = read_key(args.api_key_file, os.environ)
     source = source_of(args, os.environ)
+    config_on(source.config, ranks, args.dtype)  # refuses while the first rank can still speak for all
     listener = None if rank(os.environ) else open_listener(args.host, args.port)
     prepare_environment(os.environ)
 
@@ -76,7 +77,7 @@ def main() -> None:
         if listener is None:
             compute_along(complete, others)
             return
-        service = _service(args, source, key)
+        service = _service(args, source, key, only_here=is_loopback(listener.getsockname()[0]))
         desk = Desk(most_waiting=args.max_waiting, seconds=args.request_seconds)
         if not (key or service.only_here):
             print("serve.py: warning: whoever reaches the port may use the model: see --api-key-file", file=sys.stderr)
@@ -84,8 +85,7 @@ def main() -> None:
         serve(build_app(service, desk), listener, desk, complete, others, grace=args.grace_seconds)
 
 
-def _service(args: argparse.Namespace, source: Source, key: str | None) -> "Service":
-    from megatron.serving.access import is_loopback
+def _service(args: argparse.Namespace, source: Source, key: str | None, *, only_here: bool) -> "Service":
     from megatron.serving.app import Service
     from megatron.serving.request import RequestLimits
 
@@ -98,7 +98,7 @@ def _service(args: argparse.Namespace, source: Source, key: str | None) -> "Serv
         limits=RequestLimits(context, min(args.max_tokens, context), args.max_choices),
         most_body_bytes=args.max_body_bytes,
         api_key=key,
-        only_here=is_loopback(args.host),
+        only_here=only_here,
     )
 
 

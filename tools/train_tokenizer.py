@@ -1,10 +1,11 @@
-"""Train a tokenizer on text: writes vocab.json and, for the BPE, merges.txt."""
+"""Train a tokenizer on text: writes vocab.json and, for the BPE, merges.txt; for WordPiece vocab.txt."""
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import _project_root  # noqa: F401
@@ -12,11 +13,11 @@ from _atomic_file import atomic_file
 from tqdm import tqdm
 
 from megatron.cli import ToolParser, run_tool
-from megatron.data.corpus import FORMATS, input_format, read_chunks, read_texts
+from megatron.data.corpus import FORMATS, format_of, read_chunks, text_size
 from megatron.errors import ConfigError, DataError
-from megatron.tokenizer import TOKENIZERS
-from megatron.tokenizer.training import train_gpt2_bpe, train_whitespace
+from megatron.tokenizer.training import train_gpt2_bpe, train_whitespace, train_wordpiece
 from megatron.tokenizer.vocabulary import EOD
+from megatron.tokenizer.wordpiece import SEP
 
 CHUNK_BYTES = 1 << 20
 
@@ -25,18 +26,13 @@ def main() -> None:
     """Read the flags, train, write, say what was made."""
     args = parse_arguments()
     corpus = Corpus(args.input, args.input_format, args.json_keys)
-    if args.tokenizer_type == "GPT2BPETokenizer":
-        # The library's bars are for eyes only: beside them it writes empty lines to stdout.
-        bars = sys.stderr.isatty()
-        vocabulary, merges = train_gpt2_bpe(corpus, args.vocab_size, args.min_frequency, show_progress=bars)
-    else:
-        vocabulary, merges = train_whitespace(corpus, args.vocab_size, args.min_frequency), None
+    vocabulary, files = TRAINERS[args.tokenizer_type](corpus, args.vocab_size, args.min_frequency)
     if not corpus.documents:
         raise DataError(f"{', '.join(map(str, args.input))}: no text to train on")
-    write(args.output_dir, vocabulary, merges)
+    write(args.output_dir, files)
     short = "" if len(vocabulary) == args.vocab_size else f" (the text makes no more; {args.vocab_size} were asked for)"
     print(
-        f"{args.output_dir}: {len(vocabulary)} tokens{short}, {EOD} = {vocabulary[EOD]}, "
+        f"{args.output_dir}: {len(vocabulary)} tokens{short}, {_special(vocabulary)}, "
         f"from {corpus.documents:,} documents, {corpus.bytes / 1e6:.2f} MB"
     )
 
@@ -45,11 +41,17 @@ def parse_arguments() -> argparse.Namespace:
     """The command line, checked. Raises ConfigError, or DataError for absent inputs."""
     parser = ToolParser(__doc__)
     add = parser.add_argument
-    add("--input", type=Path, nargs="+", required=True, metavar="FILE", help="text: JSONL, or a document a line")
-    add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: text for .txt, else jsonl)")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of the JSON objects to read")
-    add("--tokenizer-type", choices=tuple(TOKENIZERS), default="GPT2BPETokenizer", help="kind of tokenizer")
-    add("--vocab-size", type=int, required=True, metavar="N", help=f"tokens to make, {EOD} counted in")
+    add("--input", type=Path, nargs="+", required=True, metavar="FILE", help="JSONL, a document a line, or Parquet")
+    add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: by the name)")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of JSON objects, or columns, to read")
+    add("--tokenizer-type", choices=tuple(TRAINERS), default="GPT2BPETokenizer", help="kind of tokenizer")
+    add(
+        "--vocab-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="tokens to make, those with a meaning of their own counted in",
+    )
     add("--min-frequency", type=int, default=2, metavar="N", help="times a pair or a word is seen to become a token")
     add("--output-dir", type=Path, required=True, metavar="DIR", help="folder to write into")
     args = parser.parse_args()
@@ -75,30 +77,65 @@ class Corpus:
         self.bytes = 0
 
     def __iter__(self) -> Iterator[str]:
-        total = sum(path.stat().st_size for path in self.paths)
-        with tqdm(total=total, unit="B", unit_scale=True, desc="reading") as progress:
+        with tqdm(total=text_size(self.paths, self.kind), unit="B", unit_scale=True, desc="reading") as progress:
             for path in self.paths:
-                kind = self.kind or input_format(path)
+                kind = self.kind or format_of(path)
                 # Plain text is the same under every key.
-                keys = self.keys if kind == "jsonl" else self.keys[:1]
-                for chunk in read_chunks(path, size=CHUNK_BYTES):
+                keys = self.keys[:1] if kind == "text" else self.keys
+                for chunk in read_chunks(path, kind, keys, size=CHUNK_BYTES):
                     for number, line in enumerate(chunk.lines, start=chunk.first_line):
-                        texts = read_texts(f"{path}:{number}", line, kind, keys)
+                        texts = [text for text in FORMATS[kind].texts(f"{path}:{number}", line, keys) if text]
                         self.documents += len(texts)
-                        self.bytes += len(line)
                         yield from texts
-                    progress.update(sum(map(len, chunk.lines)))
+                    self.bytes += chunk.size
+                    progress.update(chunk.size)
 
 
-def write(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]] | None) -> None:
+Vocabulary = dict[str, int]
+Trained = tuple[Vocabulary, dict[str, str]]
+"""A vocabulary, and its files: their names and what is in them."""
+
+
+def _bpe(corpus: Corpus, vocab_size: int, min_frequency: int) -> Trained:
+    # The library's bars are for eyes only: beside them it writes empty lines to stdout.
+    vocabulary, merges = train_gpt2_bpe(corpus, vocab_size, min_frequency, show_progress=sys.stderr.isatty())
+    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
+    return vocabulary, {"vocab.json": _json(vocabulary), "merges.txt": "\n".join(lines) + "\n"}
+
+
+def _whitespace(corpus: Corpus, vocab_size: int, min_frequency: int) -> Trained:
+    vocabulary = train_whitespace(corpus, vocab_size, min_frequency)
+    return vocabulary, {"vocab.json": _json(vocabulary)}
+
+
+def _wordpiece(corpus: Corpus, vocab_size: int, min_frequency: int, *, lower_case: bool) -> Trained:
+    vocabulary = train_wordpiece(corpus, vocab_size, min_frequency, lower_case=lower_case)
+    return vocabulary, {"vocab.txt": "".join(f"{piece}\n" for piece in vocabulary)}
+
+
+TRAINERS: dict[str, Callable[[Corpus, int, int], Trained]] = {
+    "GPT2BPETokenizer": _bpe,
+    "WhitespaceTokenizer": _whitespace,
+    "BertWordPieceLowerCase": partial(_wordpiece, lower_case=True),
+    "BertWordPieceCase": partial(_wordpiece, lower_case=False),
+}
+"""What makes a vocabulary of (text, its size, times that something has to be seen)."""
+
+
+def _json(vocabulary: Vocabulary) -> str:
+    return json.dumps(vocabulary, ensure_ascii=False) + "\n"
+
+
+def _special(vocabulary: Vocabulary) -> str:
+    """The id of what ends a document, in words."""
+    return next(f"{token} = {vocabulary[token]}" for token in (EOD, SEP) if token in vocabulary)
+
+
+def write(folder: Path, files: Mapping[str, str]) -> None:
     """Write the files, each whole or not at all. Raises ConfigError or ResourceError if they cannot be written."""
-    with ExitStack() as files:
-        vocab_file = files.enter_context(atomic_file(folder / "vocab.json", "--output-dir"))
-        vocab_file.write(json.dumps(vocabulary, ensure_ascii=False) + "\n")
-        if merges is not None:
-            merge_file = files.enter_context(atomic_file(folder / "merges.txt", "--output-dir"))
-            merge_file.write("#version: 0.2\n")
-            merge_file.writelines(f"{left} {right}\n" for left, right in merges)
+    with ExitStack() as stack:
+        for name, text in files.items():
+            stack.enter_context(atomic_file(folder / name, "--output-dir")).write(text)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.comparing import Comparison, alternate
 from megatron.config import DataConfig
-from megatron.data.gpt2_dataset import build_datasets
+from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 
 DOCUMENTS, MEAN_LENGTH, SEQUENCE, READS, VOCABULARY, GOAL = 2000, 5000, 1024, 5000, 50257, 0.4
@@ -27,7 +27,7 @@ def measure(rounds: int) -> list[Comparison]:
                 builder.add_sequence(random.randint(VOCABULARY, size=length))
                 builder.end_document()
         dataset = build_datasets(
-            DataConfig(data_path=prefix, seq_length=SEQUENCE, split="1,0,0"), vocab_size=VOCABULARY,
+            DataConfig(data_path=(prefix,), seq_length=SEQUENCE, split="1,0,0"), vocab_size=VOCABULARY,
             global_batch_size=1, train_iters=READS, eval_interval=READS, eval_iters=0, seed=1,
         ).train  # fmt: skip
         tokens = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")

@@ -8,6 +8,7 @@ from megatron.arguments.command_line import CONFIG_FILE, read_flags
 from megatron.arguments.resolve import resolve_run
 from megatron.arguments.value_checks import value_problems
 from megatron.config import RunConfig
+from megatron.config.architecture import GPT2, Architecture
 from megatron.ds_config import compile_config, read_knobs
 from megatron.ds_config.file import ConfigFile, read_config_file
 from megatron.ds_config.optimizers import optimizer_problems
@@ -26,16 +27,17 @@ class Reading(NamedTuple):
     problems: list[str]
 
 
-def parse_run(argv: Sequence[str], environ: Mapping[str, str]) -> RunConfig:
+def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Architecture = GPT2) -> RunConfig:
     """The run that ``argv`` asks for, in the world that ``environ`` describes. Imports no torch.
 
-    What the tokenizer decides (``vocab_size``, ``padded_vocab_size``, ``eod_token``) is left open.
+    The flags are those of the program that trains ``architecture``. What the tokenizer decides (``vocab_size``,
+    ``padded_vocab_size``, ``eod_token``) is left open.
 
     Raises:
         ConfigError: with a line for each thing that is wrong. Where a value or the file cannot be
             read at all, the lines stop there, for the rules have nothing to judge.
     """
-    return settled(read_run(argv, environ))
+    return settled(read_run(argv, environ, architecture))
 
 
 def settled(reading: Reading) -> RunConfig:
@@ -45,9 +47,9 @@ def settled(reading: Reading) -> RunConfig:
     return reading.run
 
 
-def read_run(argv: Sequence[str], environ: Mapping[str, str]) -> Reading:
+def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Architecture = GPT2) -> Reading:
     """The same, with what is wrong beside it. Raises ConfigError where a value or the file cannot be read at all."""
-    flags, problems = read_flags(argv)
+    flags, problems = read_flags(argv, architecture)
     file = ConfigFile("", {})
     if CONFIG_FILE in flags:
         try:
@@ -56,7 +58,7 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str]) -> Reading:
             raise ConfigError([*problems, *error.messages]) from None
         problems += faults
     given, contradictions = merge(flags, read_knobs(file))
-    run, unsettled = resolve_run(given, environ)
+    run, unsettled = resolve_run(given, environ, architecture)
     problems += contradictions + value_problems(given) + unsettled
     problems += violations(run) + optimizer_problems(run, file.tree, given)
     problems += pipeline_problems(run, file.tree) + profile_problems(run.observe, file.tree)

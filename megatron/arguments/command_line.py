@@ -2,11 +2,12 @@
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn, get_args, get_origin
 
-from megatron.arguments.refused import REFUSED, REFUSED_VALUES
+from megatron.arguments.refused import REFUSED_VALUES, refusals
+from megatron.config.architecture import GPT2, Architecture
 from megatron.errors import ConfigError
 from megatron.given import Given, flag_fields, flag_name, sections
 from megatron.spelling import did_you_mean, nearest
@@ -15,17 +16,17 @@ CONFIG_FILE = "deepspeed_config"
 """Where ``read_flags`` puts the file of ``--deepspeed_config``: the one setting that is no field of a config."""
 
 
-def read_flags(argv: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
+def read_flags(argv: Sequence[str], architecture: Architecture = GPT2) -> tuple[dict[str, Given], list[str]]:
     """The values that ``argv`` gives, by field, and a message for each flag that is unknown or refused.
 
-    A misspelt flag counts as the one it is nearest to, so that what follows from its absence is
-    not reported too. ``--help`` prints and leaves, as argparse does.
+    The flags are those of the program that trains ``architecture``. A misspelt flag counts as the one it is nearest to,
+    so that what follows from its absence is not reported too. ``--help`` prints and leaves, as argparse does.
 
     Raises:
         ConfigError: a value is missing or cannot be read; it carries the other messages too.
     """
-    parser = build_parser()
-    words, problems = _settle_names(argv, parser)
+    parser = build_parser(architecture)
+    words, problems = _settle_names(argv, parser, refusals(architecture))
     try:
         namespace, stray = parser.parse_known_args(words, argparse.Namespace(said=[]))
     except ConfigError as error:
@@ -37,11 +38,11 @@ def read_flags(argv: Sequence[str]) -> tuple[dict[str, Given], list[str]]:
     return _drop_repetitions(given, problems), problems
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all flags, in one group for each section of the config."""
+def build_parser(architecture: Architecture = GPT2) -> argparse.ArgumentParser:
+    """The parser of all flags of a model's program, in one group for each section of the config."""
     parser = _Parser(
         usage="%(prog)s --num-layers N --hidden-size N ... [flags]",
-        description="Trains GPT-2 with tensor, pipeline and data parallelism on DeepSpeed.",
+        description=f"Trains {architecture.name} with tensor, pipeline and data parallelism on DeepSpeed.",
         epilog="In names, hyphens and underscores are the same.",
         formatter_class=_Help,
         argument_default=argparse.SUPPRESS,
@@ -62,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     for section in sections().values():
         group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
         for field in fields(section):
-            if "flag" in field.metadata:
+            if "flag" in field.metadata and field.metadata["flag"]["only"] in (None, architecture):
                 _add_flag(group, field)
     return parser
 
@@ -99,7 +100,9 @@ def _kind(field: Field) -> type:
     return next((kind for kind in get_args(field.type) if kind is not type(None)), field.type)
 
 
-def _settle_names(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+def _settle_names(
+    argv: Sequence[str], parser: argparse.ArgumentParser, refused: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
     """``argv`` with each flag spelt as the parser knows it, and a message for each flag it does not know."""
     known = {name for action in parser._actions for name in action.option_strings}
     words: list[str] = []
@@ -113,8 +116,8 @@ def _settle_names(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
         meant = name if name in known else None
-        if meant is None and name.removeprefix("--") in REFUSED:
-            problems.append(f"{name}: {REFUSED[name.removeprefix('--')]}")
+        if meant is None and name.removeprefix("--") in refused:
+            problems.append(f"{name}: {refused[name.removeprefix('--')]}")
         elif meant is None:
             meant = nearest(name, known)
             problems.append(f"unknown flag {name}: {did_you_mean(name, known, otherwise='see --help')}")

@@ -1,22 +1,21 @@
 """Arguments of Megatron-LM v1.1.5-3D_parallelism that have no meaning here, each with the reason."""
 
-_BERT = "not supported by pretrain_gpt2.py (BERT)"
-_RETRIEVAL = "not supported by pretrain_gpt2.py (retrieval models)"
+from megatron.config.architecture import Architecture
+from megatron.given import flag_fields, flag_name
+
+_RETRIEVAL = "not supported by this program (retrieval models)"
 _SHARING = "weight sharing between layers is not supported"
 _AUTORESUME = "not supported (a service of NVIDIA's own cluster): give --save and --load the same folder to resume"
-_GENERATION = "not supported by pretrain_gpt2.py (text generation)"
-_TASKS = "not supported by pretrain_gpt2.py (evaluation tasks)"
+_GENERATION = "not supported by this program (text generation)"
+_TASKS = "not supported by this program (evaluation tasks)"
 
 REFUSED: dict[str, str] = {
     "num-unique-layers": _SHARING,
     "param-sharing-style": _SHARING,
     "onnx-safe": "export to ONNX is not supported",
-    "scaled-masked-softmax-fusion": "not supported by pretrain_gpt2.py (BERT's padding mask); "
-    "use --scaled-upper-triang-masked-softmax-fusion",
+    "scaled-masked-softmax-fusion": "attention is fused unless another flag rules it out: remove it",
     "DDP-impl": "DeepSpeed reduces the gradients: remove it",
     "lazy-mpu-init": "not supported: the process groups are made once, at the start",
-    "mask-prob": _BERT,
-    "short-seq-prob": _BERT,
     "adlr-autoresume": _AUTORESUME,
     "adlr-autoresume-interval": _AUTORESUME,
     "ict-head-size": _RETRIEVAL,
@@ -53,7 +52,16 @@ REFUSED: dict[str, str] = {
 REFUSED_VALUES: dict[tuple[str, str], str] = {
     ("data_impl", "lazy"): "convert the data with tools/preprocess_data.py",
     ("data_impl", "cached"): "convert the data with tools/preprocess_data.py",
-    ("tokenizer_type", "BertWordPieceLowerCase"): _BERT,
-    ("tokenizer_type", "BertWordPieceCase"): _BERT,
 }
 """Field and value to the reason why that value of an accepted flag is refused."""
+
+
+def refusals(architecture: Architecture) -> dict[str, str]:
+    """What the program that trains ``architecture`` refuses: what nobody supports, and the flags of other models."""
+    others = {
+        flag_name(field).removeprefix("--"): f"{architecture.program} has no such flag: it is {only.name}'s, "
+        f"for {only.program}"
+        for field in flag_fields().values()
+        if (only := field.metadata["flag"]["only"]) not in (None, architecture)
+    }
+    return REFUSED | others

@@ -15,6 +15,7 @@ from megatron.config import (
     TrainConfig,
     ZeroConfig,
 )
+from megatron.config.architecture import GPT2, Architecture
 from megatron.errors import ConfigError
 from megatron.given import Given, sections
 from megatron.launch.device import expected_device
@@ -25,7 +26,9 @@ METRICS = "metrics.jsonl"
 """What the metrics file is called in --run-dir."""
 
 
-def resolve_run(given: Mapping[str, Given], environ: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
+def resolve_run(
+    given: Mapping[str, Given], environ: Mapping[str, str], architecture: Architecture = GPT2
+) -> tuple[RunConfig, list[str]]:
     """The run with every field in its final value, and a message for each that has none.
 
     The sizes that padding and the tokenizer decide, and the DeepSpeed config, come later.
@@ -37,7 +40,7 @@ def resolve_run(given: Mapping[str, Given], environ: Mapping[str, str]) -> tuple
     except ConfigError as error:
         problems += error.messages
     run = replace(run, activation=_activation(run), logging=_logging(run))
-    run = replace(run, model=_model(run), zero=_zero(run, given))
+    run = replace(run, model=_model(run, architecture), zero=_zero(run, given))
     run = replace(run, observe=replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace))
     try:
         run = replace(run, parallel=_repartitioned(run, given))
@@ -99,10 +102,11 @@ def _logging(run: RunConfig) -> LoggingConfig:
     return replace(run.logging, metrics_file=str(Path(run.observe.run_dir) / METRICS))
 
 
-def _model(run: RunConfig) -> ModelConfig:
+def _model(run: RunConfig, architecture: Architecture) -> ModelConfig:
     said = run.model
     return replace(
         said,
+        architecture=architecture.name,
         ffn_hidden_size=said.ffn_hidden_size or 4 * said.hidden_size,
         max_position_embeddings=said.max_position_embeddings or run.data.seq_length,
         reset_position_ids=run.data.reset_position_ids,

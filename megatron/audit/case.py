@@ -11,6 +11,7 @@ from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.ledger import Stretch
 from megatron.checkpoint.tracker import SavedRun
 from megatron.config import DataConfig, TrainConfig
+from megatron.config.architecture import GPT2
 from megatron.data.datasets import Samples, build_datasets
 from megatron.errors import CheckpointError, ConfigError, DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -72,12 +73,15 @@ class Case:
     def training_samples(self, samples: int) -> Samples:
         """The run's training samples, ``samples`` at the least, in the order of training.
 
-        Raises DataError where the data are not what the run has read.
+        Raises DataError where the data are not what the run has read, and ConfigError where it was no GPT-2.
         """
+        model = self.saved.description["config"]["model"]
+        if (architecture := model.get("architecture", GPT2.name)) != GPT2.name:
+            raise ConfigError(f"{self.place} is a {architecture}: only samples of {GPT2.name} can be told one by one")
         check_contents(self.data, str(self.place))
         datasets = build_datasets(
             self.data,
-            vocab_size=self.saved.description["config"]["model"]["vocab_size"],
+            vocab_size=model["vocab_size"],
             global_batch_size=1,
             train_iters=samples,
             eval_interval=1,

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import RunConfig
+from megatron.config.architecture import GPT2
 from megatron.errors import CheckpointError
 from megatron.partition import layers_of_pieces
 
 _SHAPE_FIELDS = (
+    "architecture",
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -21,6 +23,7 @@ _SHAPE_FIELDS = (
     "max_position_embeddings",
     "vocab_size",
 )
+_NAMES = {"architecture": "the model", "vocab_size": "the vocabulary's size"}
 _SIZES = {"TP": "--model-parallel-size", "PP": "--pipe-parallel-size", "DP": "data-parallel size"}
 _OPTIMIZER_FIELDS = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
 _HASH_SHOWN = 12
@@ -74,6 +77,8 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         "--reset-position-ids": data.reset_position_ids,
         "--reset-attention-mask": data.reset_attention_mask,
         "--eod-mask-loss": data.eod_mask_loss,
+        "--mask-prob": data.mask_prob,
+        "--short-seq-prob": data.short_seq_prob,
         "--loss-normalization": train.loss_normalization,
         "--attention-dropout": model.attention_dropout,
         "--hidden-dropout": model.hidden_dropout,
@@ -156,7 +161,7 @@ def check_fit(description: Mapping[str, Any], place: Path, run: RunConfig) -> No
         CheckpointError: with a line for each thing that differs and may not.
     """
     config = run.checkpoint
-    model = description["config"]["model"]
+    model = {"architecture": GPT2.name, **description["config"]["model"]}  # GPT-2 was once the only one
     shape = {_flag(name): getattr(run.model, name) for name in _SHAPE_FIELDS}
     saved_shape = {_flag(name): model.get(name) for name in _SHAPE_FIELDS}
     messages = [f"{line}: load a model of the same shape" for line in _differences(shape, saved_shape, place)]
@@ -197,7 +202,7 @@ def _offload(description: Mapping[str, Any]) -> list[Any]:
 
 
 def _flag(field: str) -> str:
-    return "the vocabulary's size" if field == "vocab_size" else "--" + field.replace("_", "-")
+    return _NAMES.get(field, "--" + field.replace("_", "-"))
 
 
 def _differences(ours: Mapping[str, Any], theirs: Mapping[str, Any], place: Path) -> list[str]:

@@ -21,17 +21,22 @@ from megatron.checkpoint.masters import parameter_shapes
 from megatron.checkpoint.optimizer_state import WEIGHT, State
 from megatron.config import RunConfig
 
-CUT_BY_ROWS = (r".*word_embeddings\.weight", r".*query_key_value\.(weight|bias)", r".*dense_h_to_4h\.(weight|bias)")
+CUT_BY_ROWS = (
+    r".*word_embeddings\.weight",
+    r".*word_bias",
+    r".*query_key_value\.(weight|bias)",
+    r".*dense_h_to_4h\.(weight|bias)",
+)
 CUT_BY_COLUMNS = (r".*attention\.dense\.weight", r".*dense_4h_to_h\.weight")
 WHOLE = (
-    r".*position_embeddings\.weight",
+    r".*(position|tokentype)_embeddings\.weight",
     r".*layernorm\.(weight|bias)",
     r".*attention\.dense\.bias",
     r".*dense_4h_to_h\.bias",
-    r"\d+\.(weight|bias)",
+    r"\d+\.((dense|pooler|order)\.)?(weight|bias)",
 )
 """Names of the parameters that tensor parallelism cuts, by dimension, and of those that it leaves whole."""
-VOCABULARY = r".*word_embeddings\.weight"
+VOCABULARY = r".*(word_embeddings\.weight|word_bias)"
 TIED = r"tied_modules\..*"
 SOURCE = "source.txt"
 

@@ -37,7 +37,7 @@ def whole_weights(module: nn.Module, saved: SavedRun) -> Iterator[tuple[str, lis
             raise CheckpointError(f"{saved.folder / saved.tag} holds no weight {name}") from None
         dim = getattr(parameter, "partition_dim", None)
         copies = parts if dim is None else [torch.cat(parts, dim)]
-        if name.endswith("word_embeddings.weight"):
+        if name.endswith(("word_embeddings.weight", "word_bias")):
             # The padding depends on the tensor-parallel size.
             copies = [_with_rows(copy, parameter.size(0)) for copy in copies]
         if any(copy.shape != parameter.shape for copy in copies):
@@ -68,4 +68,4 @@ def _full_name(layer: int, name: str) -> str:
 
 
 def _with_rows(table: Tensor, rows: int) -> Tensor:
-    return F.pad(table[:rows], (0, 0, 0, max(rows - table.size(0), 0)))
+    return F.pad(table[:rows], (0, 0) * (table.dim() - 1) + (0, max(rows - table.size(0), 0)))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.architecture import ARCHITECTURES
 from megatron.config.fields import derived, flag
 from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
 from megatron.config.memory import ActivationConfig, PrecisionConfig, ZeroConfig
@@ -53,3 +54,8 @@ class RunConfig:
     observe: ObserveConfig
     ds_config: Mapping[str, Any]
     """The finished DeepSpeed config."""
+
+    @property
+    def masks_loss(self) -> bool:
+        """Whether samples differ in how many of their tokens the loss counts."""
+        return self.data.eod_mask_loss or ARCHITECTURES[self.model.architecture].guesses_masked

@@ -5,6 +5,8 @@ from dataclasses import field
 from types import MappingProxyType
 from typing import Any
 
+from megatron.config.architecture import Architecture
+
 
 def flag(
     default: Any,
@@ -17,11 +19,13 @@ def flag(
     within: str | None = None,
     required: bool = False,
     metavar: str | None = None,
+    only: Architecture | None = None,
 ) -> Any:
     """A field with a command-line flag named after it (or ``name``), and the other names it answers to.
 
     ``switches`` are further names that take no value, each with the value it stands for; ``within``
-    is the interval of legal numbers, written as in mathematics: ``"[0, 1)"``, ``"[1, inf)"``.
+    is the interval of legal numbers, written as in mathematics: ``"[0, 1)"``, ``"[1, inf)"``; ``only`` is the model
+    whose program alone has the flag.
     """
     metadata = {
         "help": help,
@@ -32,6 +36,7 @@ def flag(
         "within": within,
         "required": required,
         "metavar": metavar,
+        "only": only,
     }
     return field(default=default, metadata={"flag": metadata})
 

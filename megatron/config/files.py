@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron.config.architecture import ARCHITECTURES, BERT, GPT2
 from megatron.config.blend import Part, read_blend
 from megatron.config.fields import derived, flag
 
@@ -35,17 +36,27 @@ class DataConfig:
     num_workers: int = flag(2, "Processes that read samples, on each rank that reads.", within="[0, inf)")
     seq_length: int = flag(0, "Tokens of a sample.", within="[1, inf)", required=True)
     tokenizer_type: str = flag(
-        "GPT2BPETokenizer", "Kind of tokenizer.", choices=("GPT2BPETokenizer", "WhitespaceTokenizer")
+        "GPT2BPETokenizer",
+        "Kind of tokenizer.",
+        choices=tuple(kind for architecture in ARCHITECTURES.values() for kind in architecture.tokenizers),
     )
     vocab_file: str | None = flag(
-        None, "Vocabulary of the tokenizer (vocab.json).", aliases=("vocab",), required=True, metavar="FILE"
+        None,
+        "Vocabulary of the tokenizer (vocab.json; vocab.txt of WordPiece).",
+        aliases=("vocab",),
+        required=True,
+        metavar="FILE",
     )
     merge_file: str | None = flag(
         None, "Merges of the BPE tokenizer (merges.txt), which requires them.", metavar="FILE"
     )
-    reset_position_ids: bool = flag(False, "Count positions anew after each end of document.")
-    reset_attention_mask: bool = flag(False, "Attend only within a document.")
-    eod_mask_loss: bool = flag(False, "Leave end-of-document tokens out of the loss.")
+    reset_position_ids: bool = flag(False, "Count positions anew after each end of document.", only=GPT2)
+    reset_attention_mask: bool = flag(False, "Attend only within a document.", only=GPT2)
+    eod_mask_loss: bool = flag(False, "Leave end-of-document tokens out of the loss.", only=GPT2)
+    mask_prob: float = flag(0.15, "Fraction of the tokens that are hidden and guessed.", within="(0, 1)", only=BERT)
+    short_seq_prob: float = flag(
+        0.1, "Fraction of the samples that are made shorter than --seq-length.", within="[0, 1]", only=BERT
+    )
     data_hash: str = derived("")
     """What the data set holds, told by its content alone; empty where no checkpoint is written or read."""
     tokenizer_hash: str = derived("")

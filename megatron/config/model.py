@@ -1,13 +1,14 @@
-"""What GPT-2 is made of."""
+"""What a model is made of."""
 
 from dataclasses import dataclass
 
+from megatron.config.architecture import GPT2
 from megatron.config.fields import derived, flag
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Network size and regularization: what GPT-2 is made of."""
+    """Network size and regularization: what the model is made of."""
 
     num_layers: int = flag(0, "Number of transformer layers.", within="[1, inf)", required=True)
     hidden_size: int = flag(0, "Size of the hidden states.", within="[1, inf)", required=True)
@@ -27,7 +28,7 @@ class ModelConfig:
     bias_gelu_fusion: bool = flag(False, "Compile bias and GELU of the MLP into one kernel (torch.compile).")
     bias_dropout_fusion: bool = flag(False, "Compile bias, dropout and residual into one kernel (torch.compile).")
     scaled_upper_triang_masked_softmax_fusion: bool = flag(
-        False, "Insist on the fused causal attention kernel: an error if another flag rules it out."
+        False, "Insist on the fused causal attention kernel: an error if another flag rules it out.", only=GPT2
     )
     fused_kernels: str = flag(
         "auto",
@@ -50,15 +51,18 @@ class ModelConfig:
         "Layout of hidden states between layers: batch, sequence, hidden, or sequence first.",
         choices=("BSH", "SBH"),
     )
-    pre_tokens: int = flag(65536, "Tokens before itself that each token sees.", within="[0, inf)")
+    pre_tokens: int = flag(65536, "Tokens before itself that each token sees.", within="[0, inf)", only=GPT2)
     next_tokens: int = flag(
         65536,
         "Tokens behind itself that each token may see, within causality: a decoder sees none, whatever is said.",
         within="[0, inf)",
+        only=GPT2,
     )
     fp32_residual_connection: bool = flag(
         False, "Keep the residual stream in fp32 where weights are in half precision."
     )
+    architecture: str = derived(GPT2.name)
+    """Which model of ``ARCHITECTURES`` it is."""
     vocab_size: int = derived(0)
     """Tokens the tokenizer knows."""
     padded_vocab_size: int = derived(0)

@@ -128,7 +128,19 @@ FORMATS: dict[str, Format] = {
 """Kinds of input, by name."""
 
 
+_COMPRESSED = (".gz", ".zst")
+
+
 def format_of(path: Path) -> str:
     """The format that a file's name tells, whatever it is compressed by: JSONL, unless it says another."""
-    name = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    name = path.with_suffix("") if path.suffix in _COMPRESSED else path
     return {".txt": "text", ".parquet": "parquet"}.get(name.suffix, "jsonl")
+
+
+def text_size(paths: Sequence[Path], kind: str | None) -> int | None:
+    """Bytes of text of files of a format (None: by the name), so far as their sizes tell.
+
+    They do not where a file is compressed or a pipe; None then.
+    """
+    plain = all((kind or format_of(path)) != "parquet" and path.suffix not in _COMPRESSED for path in paths)
+    return sum(path.stat().st_size for path in paths) or None if plain else None

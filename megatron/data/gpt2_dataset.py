@@ -1,11 +1,16 @@
 """Samples for GPT-2: runs of ``seq_length + 1`` tokens out of shuffled documents, without padding."""
 
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.index_maps import IndexMaps
+from megatron.config import DataConfig
+from megatron.config.files import SPLITS
+from megatron.data.index_maps import IndexMaps, SampleStream
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.map_cache import cache_folder, cached_maps, digest
+from megatron.data.sources import SPLIT_NAMES, Source
 from megatron.errors import DataError
 
 
@@ -20,9 +25,9 @@ class Span(NamedTuple):
     """Tokens of the document in front of it, and up to its end."""
 
     def tokens(self) -> np.ndarray:
-        """Its tokens, int64."""
+        """Its tokens as they are stored, without a copy."""
         begin = int(self.indexed.document_starts[self.document]) + self.start
-        return self.indexed.span(begin, self.stop - self.start).astype(np.int64)
+        return self.indexed.span(begin, self.stop - self.start)
 
 
 class GPT2Dataset:
@@ -50,7 +55,11 @@ class GPT2Dataset:
         Raises:
             DataError: a token is not in the vocabulary.
         """
-        return np.concatenate([self._tokens(span) for span in self.spans(index)])
+        spans = self.spans(index)
+        tokens = np.concatenate([span.tokens() for span in spans], dtype=np.int64)
+        if tokens.view(np.uint64).max() >= self._vocab_size:  # a negative one is a very large one there
+            raise self._unknown_token(spans)
+        return tokens
 
     def spans(self, index: int) -> list[Span]:
         """The pieces of documents that make the ``index``-th sample, one behind the other."""
@@ -65,15 +74,51 @@ class GPT2Dataset:
             spans.append(Span(self.indexed, self.documents.start + document, start, stop))
         return spans
 
-    def _tokens(self, span: Span) -> np.ndarray:
-        """Tokens of a piece, checked, int64."""
-        tokens = span.tokens()
-        wrong = (tokens < 0) | (tokens >= self._vocab_size)
-        if wrong.any():
-            at = int(wrong.argmax())
-            raise DataError(
-                f"{self.indexed.bin_path} holds token {tokens[at]} in document {span.document} at "
-                f"offset {span.start + at}, but the vocabulary ends at {self._vocab_size - 1}: name the vocabulary "
-                "that the data set was made with, or make the data set again"
-            )
-        return tokens
+    def _unknown_token(self, spans: list[Span]) -> DataError:
+        """What to say of the first token that is not in the vocabulary."""
+        for span in spans:
+            tokens = span.tokens().astype(np.int64)
+            wrong = (tokens < 0) | (tokens >= self._vocab_size)
+            if wrong.any():
+                break
+        at = int(wrong.argmax())
+        return DataError(
+            f"{self.indexed.bin_path} holds token {tokens[at]} in document {span.document} at "
+            f"offset {span.start + at}, but the vocabulary ends at {self._vocab_size - 1}: name the vocabulary "
+            "that the data set was made with, or make the data set again"
+        )
+
+
+def gpt2_fault(data: DataConfig, name: str, source: Source) -> str | None:
+    """A message for a source that does not hold a single sample of the split ``name``."""
+    _, indexed, documents = source
+    starts = indexed.document_starts
+    tokens = int(starts[documents.stop] - starts[documents.start])
+    if tokens > data.seq_length:
+        return None
+    which = f"documents {documents.start} to {documents.stop - 1}" if documents else "no document"
+    cut, advice = (f' by --split "{data.split}"', " or another --split") if data.is_split else ("", "")
+    return (
+        f"the {SPLIT_NAMES[name]} split of {indexed.prefix}{cut} ({which} of {indexed.num_documents}: {tokens} "
+        f"tokens) holds no sample of {data.seq_length}+1 tokens: use more text{',' if advice else ' or'} a smaller "
+        f"--seq-length{advice}"
+    )
+
+
+def gpt2_samples(
+    data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
+) -> GPT2Dataset:
+    """The samples that the split ``name`` has of one source, ``samples`` at the least."""
+    indexed, documents = source.indexed, source.documents
+    stream = SampleStream(
+        lengths=np.diff(indexed.document_starts[documents.start : documents.stop + 1]),
+        seq_length=data.seq_length,
+        wanted=samples,
+        seed=seed,
+        salt=SPLITS.index(name),
+    )
+    origin = (indexed.content_hash(), documents, name, seed, data.seq_length, stream.samples)
+    prefix = Path(indexed.prefix).name
+    cache_name = f"{prefix}_{name}_{stream.samples}ns_{data.seq_length}sl_{seed}s_{digest(origin)}"
+    maps = cached_maps(cache_folder(data, indexed.prefix), cache_name, stream)
+    return GPT2Dataset(indexed, documents, maps, vocab_size=vocab_size)

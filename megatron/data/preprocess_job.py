@@ -20,6 +20,8 @@ class Job:
     vocab_file: str | None = None
     merge_file: str | None = None
     append_eod: bool = False
+    split_sentences: bool = False
+    """Whether each sentence of a document is a sequence of its own, as BERT's samples need it."""
     workers: int = 1
     skip_errors: bool = False
     chunk_bytes: int = 1 << 18
@@ -28,7 +30,8 @@ class Job:
     @property
     def prefixes(self) -> dict[str, str]:
         """The prefix of each key's data set."""
-        return {key: f"{self.output_prefix}_{key}_document" for key in self.json_keys}
+        kind = "sentence" if self.split_sentences else "document"
+        return {key: f"{self.output_prefix}_{key}_{kind}" for key in self.json_keys}
 
     def format_of(self, path: Path) -> str:
         """The format of an input."""
@@ -45,6 +48,7 @@ class Job:
             "--vocab-file": self.vocab_file and _version(Path(self.vocab_file)),
             "--merge-file": self.merge_file and _version(Path(self.merge_file)),
             "--append-eod": self.append_eod,
+            "--split-sentences": self.split_sentences,
             "size of a chunk": self.chunk_bytes,
         }
         return Journal(Path(f"{self.output_prefix}.progress"), job)

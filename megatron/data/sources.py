@@ -1,6 +1,6 @@
 """Which documents of which data sets are for training, for validation and for the test."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -29,9 +29,16 @@ def has_split(data: DataConfig, name: str) -> bool:
 
 
 def find_sources(
-    data: DataConfig, *, train_iters: int, eval_iters: int, warmup: bool = False
+    data: DataConfig,
+    *,
+    fault: Callable[[DataConfig, str, Source], str | None],
+    train_iters: int,
+    eval_iters: int,
+    warmup: bool = False,
 ) -> dict[str, tuple[Source, ...]]:
     """The sources of each split that is to be read; ``warmup`` reads all of them once.
+
+    ``fault`` is a message for a source of a split that holds not a single sample, or None.
 
     Raises:
         ConfigError: no data path, or a ``--split`` that cannot be read.
@@ -39,7 +46,7 @@ def find_sources(
     """
     wanted = {"train": train_iters > 0, "valid": eval_iters > 0, "test": eval_iters > 0}
     sources = {name: parts for name, parts in all_sources(data, warmup=warmup).items() if wanted[name]}
-    if faults := [fault for name, parts in sources.items() for fault in _too_small(data, name, parts)]:
+    if faults := [said for name, parts in sources.items() for part in parts if (said := fault(data, name, part))]:
         raise DataError(faults)
     return sources
 
@@ -75,19 +82,3 @@ def _documents(data: DataConfig, indexed: IndexedDataset, name: str) -> range:
     if not data.is_split:
         return range(indexed.num_documents)
     return dict(zip(SPLITS, split_documents(indexed.num_documents, data.split), strict=True))[name]
-
-
-def _too_small(data: DataConfig, name: str, sources: tuple[Source, ...]) -> Iterator[str]:
-    """A message for each source that does not hold a single sample."""
-    for _, indexed, documents in sources:
-        starts = indexed.document_starts
-        tokens = int(starts[documents.stop] - starts[documents.start])
-        if tokens > data.seq_length:
-            continue
-        which = f"documents {documents.start} to {documents.stop - 1}" if documents else "no document"
-        cut, advice = (f' by --split "{data.split}"', " or another --split") if data.is_split else ("", "")
-        yield (
-            f"the {SPLIT_NAMES[name]} split of {indexed.prefix}{cut} ({which} of {indexed.num_documents}: {tokens} "
-            f"tokens) holds no sample of {data.seq_length}+1 tokens: use more text{',' if advice else ' or'} a smaller "
-            f"--seq-length{advice}"
-        )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.corpus import read_chunks, read_texts
+from megatron.data.corpus import FORMATS, read_chunks
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import ConfigError, DataError
 
@@ -39,10 +39,11 @@ def read_lines(path: Path, key: str) -> list[Line]:
     with refused_as_usage():
         lines = [
             Line(where, text)
-            for chunk in read_chunks(path, size=_CHUNK)
+            for chunk in read_chunks(path, "jsonl", (key,), size=_CHUNK)
             for number, line in enumerate(chunk.lines, chunk.first_line)
+            if line.strip()
             for where in [f"{path}:{number}"]
-            for text in read_texts(where, line, "jsonl", (key,))
+            for text in FORMATS["jsonl"].texts(where, line, (key,))
         ]
     if not lines:
         raise ConfigError(f"{path}: no text in it; give a JSON object with {key!r} on each line")

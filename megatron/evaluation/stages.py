@@ -15,8 +15,9 @@ from torch import Tensor
 from megatron.config import ActivationConfig, ModelConfig
 from megatron.inference.loading import DTYPES, fill
 from megatron.inference.source import Source, config_on
+from megatron.model.containers import PipelinedModel, run_one_by_one
 from megatron.model.embedding import document_numbers
-from megatron.model.gpt2_model import GPT2Model, GPT2ModelPipe, run_one_by_one
+from megatron.model.gpt2_model import GPT2Model, gpt2_layers, gpt2_loss
 from megatron.model.transformer import Stream, unpack
 from megatron.mpu.layout import ParallelLayout
 from megatron.partition import balanced, bounds
@@ -26,7 +27,7 @@ from megatron.partition import balanced, bounds
 class ForwardModel:
     """This rank's part of a model, in eval mode and on its device."""
 
-    module: GPT2Model | GPT2ModelPipe
+    module: GPT2Model | PipelinedModel
     config: ModelConfig
     layout: ParallelLayout
 
@@ -65,7 +66,8 @@ def open_forward(source: Source, layout: ParallelLayout, dtype: str, *, pipeline
     config = config_on(source.config, layout.tensor_group.size(), dtype)
     if pipeline:
         layers = balanced([1] * config.num_layers, layout.pipe_group.size())
-        module = GPT2ModelPipe(config, ActivationConfig(), layout, bounds=bounds(layers))
+        parts = gpt2_layers(config, layout), gpt2_loss(config, layout)
+        module = PipelinedModel(*parts, ActivationConfig(), layout, bounds=bounds(layers, config))
     else:
         module = GPT2Model(config, ActivationConfig(), layout)
     return ForwardModel(fill(module, source, config, layout), config, layout)

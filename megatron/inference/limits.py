@@ -29,12 +29,12 @@ class Limits:
 
         Raises ConfigError where the prompt is too long, or what is asked for longer than the model can see.
         """
-        wanted = self.new_tokens
-        if wanted is None and self.out_seq_length is None:
-            wanted = NEW_TOKENS if self.slides else max(min(NEW_TOKENS, self.context - prompt), 1)
-        total = min(
-            prompt + wanted if wanted is not None else self.out_seq_length, self.out_seq_length or prompt + wanted
-        )
+        ends = [self.out_seq_length] if self.out_seq_length is not None else []
+        if self.new_tokens is not None:
+            ends.append(prompt + self.new_tokens)
+        elif not ends:
+            ends = [prompt + NEW_TOKENS, *([] if self.slides else [max(self.context, prompt + 1)])]
+        total = min(ends)
         if total <= prompt:
             raise ConfigError(
                 f"the prompt has {prompt} tokens, and --out-seq-length {self.out_seq_length} leaves no room for more"

@@ -75,8 +75,9 @@ class Session:
     def write_documents(self, file: IO[str]) -> None:
         """Texts that follow nothing but an end of document, an object a line."""
         beginning = [self.generator.tokenizer.eod]
-        for begin in self._steps(self.samples, self.batch_size, "text"):
-            count = min(self.batch_size, self.samples - begin)
+        size = self.batch_size if self.beams is None else self.samples  # one search finds them all
+        for begin in self._steps(self.samples, size, "text"):
+            count = min(size, self.samples - begin)
             for completion in self._complete([beginning], count, first=begin)[0]:
                 finished = completion.finish_reason == "stop"
                 _write_line(file, {"text": completion.text, "length": len(completion.tokens), "finished": finished})

@@ -10,6 +10,7 @@ from megatron.checkpoint.exchange.huggingface_tokenizer import BPE, read_bpe, re
 from megatron.checkpoint.exchange.kinds import Found, find
 from megatron.checkpoint.fingerprint import tokenizer_hash
 from megatron.config import ModelConfig
+from megatron.config.architecture import GPT2
 from megatron.errors import ConfigError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
@@ -65,6 +66,8 @@ def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
         if description is None:
             raise ConfigError(f"{path} does not say what model it is; name the tag that it was made from")
         config, tokenizer = read_config(found), _run_tokenizer(path, description, files)
+    if config.architecture != GPT2.name:
+        raise ConfigError(f"{path} is a {config.architecture}, which continues no text: name a {GPT2.name}")
     if tokenizer.vocab_size != config.vocab_size:
         raise ConfigError(
             f"{path} is a model of {config.vocab_size} tokens, and the vocabulary has {tokenizer.vocab_size}; give the "

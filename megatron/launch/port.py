@@ -10,7 +10,7 @@ from megatron.launch.launcher import on_one_host, ranks_on_host
 from megatron.launch.launcher import rank as rank_of
 
 LISTEN = "MASTER_LISTEN"
-"""Where the environment may name another address to listen on than MASTER_ADDR, such as 0.0.0.0 for all."""
+"""Where the environment may name another address to listen at, such as 0.0.0.0: all. MASTER_ADDR has to lead there."""
 
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 

@@ -251,6 +251,12 @@ RULES: tuple[Rule, ...] = (
         "On resume, one of command line and checkpoint decides.",
     ),
     Rule(
+        "the tokenizer is one of the model's",
+        "GPT-2 needs a token that ends documents, BERT those that frame, pad and mask.",
+        training.tokenizer,
+    ),
+    Rule("a pair of sentences fits", "BERT's samples are pairs, with three tokens around them.", training.pairs),
+    Rule(
         "a blend has a weight before each prefix",
         "The share of each data set is its weight over the sum of all.",
         data.blends,

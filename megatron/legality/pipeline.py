@@ -35,7 +35,7 @@ def partition_fits(run: RunConfig) -> str | None:
         return f"{said}: {problem}"
     numbers = partition.explicit(method)
     if numbers is None and layers > 0 and method.startswith(partition.BY_TYPE):
-        names = partition.FRONT + partition.LAYER + partition.BACK
+        names = partition.layer_names(run.model)
         if not any(partition.shares(run)):
             return f"{said} matches no layer: the layers are {', '.join(dict.fromkeys(names))}"
     if numbers is None or layers < 1 or not parallel.uses_pipeline:

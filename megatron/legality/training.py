@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 from megatron.config import RunConfig
+from megatron.config.architecture import ARCHITECTURES
 
 
 def backend(run: RunConfig) -> str | None:
@@ -36,7 +37,7 @@ def fused_attention(run: RunConfig) -> str | None:
 
 
 def loss_normalization(run: RunConfig) -> str | None:
-    if run.train.loss_normalization == "micro-batch" and not run.data.eod_mask_loss:
+    if run.train.loss_normalization == "micro-batch" and not run.masks_loss:
         return "--loss-normalization micro-batch has no effect without --eod-mask-loss: add it, or remove the former"
     return None
 
@@ -75,6 +76,22 @@ def wsd(run: RunConfig) -> str | None:
         return "--lr-decay-style WSD needs --lr-wsd-decay-iters"
     if run.optim.lr_decay_style != "WSD" and run.optim.lr_wsd_decay_iters is not None:
         return "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD: add it, or remove the former"
+    return None
+
+
+def tokenizer(run: RunConfig) -> str | None:
+    known = ARCHITECTURES[run.model.architecture].tokenizers
+    if run.data.tokenizer_type not in known:
+        return (
+            f"--tokenizer-type {run.data.tokenizer_type} is none for {run.model.architecture}: use {' or '.join(known)}"
+        )
+    return None
+
+
+def pairs(run: RunConfig) -> str | None:
+    tokens = run.data.seq_length
+    if ARCHITECTURES[run.model.architecture].guesses_masked and 0 < tokens < 5:
+        return f"--seq-length {tokens} has no room for [CLS], two tokens and a [SEP] behind each: use 5 or more"
     return None
 
 

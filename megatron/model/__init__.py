@@ -1,1 +1,1 @@
-"""GPT-2: one list of layers, and the two ways DeepSpeed's engines run it."""
+"""GPT-2 and BERT: a list of layers each, and the two ways DeepSpeed's engines run it."""

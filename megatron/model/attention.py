@@ -22,13 +22,14 @@ from megatron.mpu.random import get_rng_tracker
 
 
 class ParallelSelfAttention(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h], or [s, b, h] both times. Causal, and no further back than ``pre_tokens``.
+    """hidden [b, s, h] -> hidden [b, s, h], or [s, b, h] both times.
 
-    With ``documents`` [b, s], the number of each token's document, a token sees its own document only. With ``cache``
-    the hidden states are of new tokens, which see what the cache has of those before them.
+    With ``documents`` [b, s], the number of each token's document, a token sees its own document only. ``causal``
+    attention sees the past, and no further back than ``pre_tokens``; the other sees all of the document. With
+    ``cache`` the hidden states are of new tokens, which see what the cache has of those before them.
     """
 
-    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
+    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool = True):
         super().__init__()
         h, group, name = config.hidden_size, layout.tensor_group, f"layers.{layer_number}.attention"
         self.layer_number = layer_number
@@ -44,6 +45,7 @@ class ParallelSelfAttention(nn.Module):
         )
         self.sequence_group = layout.sequence_group
         self.batch_dim = 1 - config.sequence_dim
+        self.causal = causal
         self.pre_tokens = config.pre_tokens
         self.recomputes = config.recomputes_attention
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
@@ -81,6 +83,9 @@ class ParallelSelfAttention(nn.Module):
 
     def _mask(self, s: int, device: torch.device, documents: Tensor | None) -> Tensor | None:
         """True where a row may see a column, [s, s] or [b, 1, s, s]; None for all of the past."""
+        if not self.causal:
+            assert documents is not None, "without documents there is nothing to keep apart from the padding"
+            return _document_mask(documents)
         if documents is not None:
             return _document_mask(documents) & _window_mask(s, self.pre_tokens, device)
         return None if self.pre_tokens >= s - 1 else _window_mask(s, self.pre_tokens, device)

@@ -1,4 +1,4 @@
-"""Both ends of GPT-2: tokens to hidden states, and hidden states to logits with the same table.
+"""Both ends of a model: tokens to hidden states, and hidden states to logits with the same table.
 
 b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size. Hidden states are written
 [b, s, h], and are [s, b, h] where ``sequence_dim`` is 0; tokens and logits begin with the batch always.
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.initial_weights import weight
-from megatron.model.sequence import cut_dim, own_part
+from megatron.model.sequence import cut_dim, cutting_groups, own_part
 from megatron.model.transformer import Stream, unpack
 from megatron.mpu.initialization import sum_gradient
 from megatron.mpu.layers import VocabParallelEmbedding
@@ -48,6 +48,16 @@ class WordEmbedding(nn.Module):
         return (hidden, document_numbers(stream, self.eod_token)) if self.counts_documents else hidden
 
 
+class PairEmbedding(WordEmbedding):
+    """tokens and segments [b, 2, s] -> hidden [b, s, h], and segments as they travel, int32 [b, s]."""
+
+    def forward(self, stream: Tensor, to_logits: bool = False) -> Stream:
+        if to_logits:
+            return super().forward(stream, to_logits=True)
+        tokens, segments = stream.unbind(1)
+        return super().forward(tokens), segments.int()
+
+
 def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
     """hidden [b, s, h] -> logits [b, s, v/t].
 
@@ -59,14 +69,14 @@ def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
 class PositionEmbedding(nn.Module):
     """Adds what is learned about each position, then drops out: hidden [b, s, h] -> hidden [b, s, h]."""
 
-    def __init__(self, config: ModelConfig, layout: ParallelLayout):
+    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, passes_documents: bool):
         super().__init__()
-        self.cutting_groups = [layout.sequence_group, layout.tensor_group if layout.sequence_parallel else None]
+        self.cutting_groups = cutting_groups(layout)
         self.draws_its_own = layout.sequence_parallel
         self.dropout = config.hidden_dropout
         self.sequence_dim = config.sequence_dim
         self.resets = config.reset_position_ids
-        self.passes_documents = config.reset_attention_mask
+        self.passes_documents = passes_documents
         table = weight(config, "position_embeddings").draw((config.max_position_embeddings, config.hidden_size))
         self.position_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
         if layout.sequence_parallel:
@@ -92,6 +102,30 @@ class PositionEmbedding(nn.Module):
             return positions_in_document(documents)
         parts = math.prod(group.size() for group in self.cutting_groups if group)
         return torch.arange(hidden.size(self.sequence_dim) * parts, device=hidden.device).unsqueeze(0)
+
+
+class TokenTypeEmbedding(nn.Module):
+    """Adds what is learned about the first and the second sentence: hidden, segments -> hidden, documents.
+
+    Segments [b, s] are 0 and 1 for the sentences, and -1 for padding, which counts as the first one and as a
+    document of its own.
+    """
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout):
+        super().__init__()
+        self.cutting_groups = cutting_groups(layout)
+        self.sequence_dim = config.sequence_dim
+        table = weight(config, "tokentype_embeddings").draw((2, config.hidden_size))
+        self.tokentype_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
+        if layout.sequence_parallel:
+            sum_gradient(self.tokentype_embeddings.weight, layout.tensor_group)
+
+    def forward(self, stream: tuple[Tensor, Tensor]) -> Stream:
+        hidden, segments = stream
+        types = segments.clamp(min=0).movedim(1, self.sequence_dim)
+        for group in self.cutting_groups:
+            types = own_part(types, group, self.sequence_dim)
+        return hidden + self.tokentype_embeddings(types), segments.lt(0).int()
 
 
 def without_documents(stream: Stream) -> Tensor:

@@ -1,4 +1,4 @@
-"""How each weight of GPT-2 begins: normal, and narrower where a layer writes to the residual stream."""
+"""How each weight begins: normal, and narrower where a layer writes to the residual stream."""
 
 import math
 

@@ -13,7 +13,11 @@ from megatron.config import ModelConfig
 from megatron.model.kernels import layer_norm_class
 from megatron.mpu.initialization import sum_gradient
 from megatron.mpu.layout import ParallelLayout
-from megatron.mpu.mappings import scatter_to_sequence_parallel_region
+from megatron.mpu.mappings import (
+    copy_to_model_parallel_region,
+    reduce_from_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 
 
 def cut_dim(config: ModelConfig, layout: ParallelLayout) -> int | None:
@@ -27,6 +31,22 @@ def cut_dim(config: ModelConfig, layout: ParallelLayout) -> int | None:
 def own_part(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
     """The part of ``x`` along ``dim`` that is this rank's of ``group``; all of it where no group cuts."""
     return x if group is None else scatter_to_sequence_parallel_region(x, group, dim)
+
+
+def cutting_groups(layout: ParallelLayout) -> list[ProcessGroup]:
+    """The groups that cut the sequence, in the order in which they do."""
+    tensor_group = layout.tensor_group if layout.sequence_parallel else None
+    return [group for group in (layout.sequence_group, tensor_group) if group is not None]
+
+
+def first_token(hidden: Tensor, layout: ParallelLayout, dim: int) -> Tensor:
+    """hidden [b, s, h], or this rank's part of it -> the first token of the whole sequence [b, h], on every rank."""
+    first = hidden.select(dim, 0)
+    for group in cutting_groups(layout):
+        first = reduce_from_model_parallel_region(first * (group.rank() == 0), group)
+    if layout.sequence_group:  # whose ranks' gradients are averaged: the one that has the token needs those of all
+        first = copy_to_model_parallel_region(first, layout.sequence_group)
+    return first
 
 
 def stream_norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Module]:

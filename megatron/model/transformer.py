@@ -29,15 +29,16 @@ def unpack(stream: Stream) -> tuple[Tensor, Tensor | None]:
 class ParallelTransformerLayer(nn.Module):
     """hidden [b, s, h] -> hidden [b, s, h]: attention, then MLP, each behind a layer norm and beside a residual."""
 
-    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
+    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool = True):
         super().__init__()
+        self.layer_number = layer_number
         norm = stream_norm_class(config, layout)
         self.cuts_sequence = layout.sequence_parallel
         self.residual_is_normed = config.apply_residual_connection_post_layernorm
         self.dropout = config.hidden_dropout
         self.dropout_add = dropout_add(config)
         self.input_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.attention = ParallelSelfAttention(config, layout, layer_number=layer_number)
+        self.attention = ParallelSelfAttention(config, layout, layer_number=layer_number, causal=causal)
         self.post_attention_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
         self.mlp = ParallelMLP(config, layout, layer_number=layer_number)
 

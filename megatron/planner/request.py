@@ -22,7 +22,7 @@ _OF_TOOL = {
 _PLACEHOLDERS = {
     "lr": 1.5e-4,
     "train_iters": 1000,
-    "data_path": "data/my_text_document",
+    "data_path": ("data/my_text_document",),
     "vocab_file": "vocab/vocab.json",
     "merge_file": "vocab/merges.txt",
 }
@@ -112,10 +112,11 @@ def _vocabulary_size(given: Mapping[str, Given]) -> int | None:
         raise DataError(f"{error.filename}: {error.strerror}") from None
 
 
-def _said(name: str, value: float | str) -> Given:
-    return Given(value, f"{flag_name(flag_fields()[name])} {value}")
+def _said(name: str, value: float | str | tuple[str, ...]) -> Given:
+    words = " ".join(value) if isinstance(value, tuple) else value
+    return Given(value, f"{flag_name(flag_fields()[name])} {words}")
 
 
 def words(given: Mapping[str, Given]) -> list[str]:
     """The command line that gives these values."""
-    return [word for value in given.values() for word in value.source.split(" ", 1)]
+    return [word for value in given.values() for word in value.words]

@@ -149,16 +149,19 @@ def _flag(name: str, value: object) -> Given:
 def _candidates(request: Request, shape: Mapping[str, Given], rejected: dict[str, Rejection]) -> Iterator[Candidate]:
     """The legal candidates of one grid; what is against the others is counted in ``rejected``."""
     grid: _Grid | None = None
+    settled = bool({"micro_batch_size", "gradient_accumulation_steps"} & request.given.keys())
     for choice in _choices(request):
         given = {**request.given, **shape, **choice}
-        run, problems = resolve_run(given, request.environ)
+        # The smallest micro-batch is the one that fewest rules are against.
+        smallest = given if settled else {**given, "micro_batch_size": _flag("micro_batch_size", 1)}
+        run, problems = resolve_run(smallest, request.environ)
         broken = ("the global batch falls into equal parts", problems[0]) if problems else _broken(run)
         if broken:
             _count(rejected, *broken)
             continue
         run = _with_vocabulary(run, request.vocab_size)
         grid = grid or _Grid(run)
-        for sized in _with_micro_batches(run, "micro_batch_size" in given or "gradient_accumulation_steps" in given):
+        for sized in [run] if settled else _with_micro_batches(run):
             if sized.parallel.folds_pipeline and (broken := _broken(sized)):
                 _count(rejected, *broken)
                 continue
@@ -183,11 +186,8 @@ def _with_vocabulary(run: RunConfig, size: int) -> RunConfig:
     return replace(run, model=replace(model, vocab_size=size, padded_vocab_size=padded))
 
 
-def _with_micro_batches(run: RunConfig, settled: bool) -> Iterator[RunConfig]:
-    """``run`` with each micro-batch that divides a replica's samples, or with its own where that is settled."""
-    if settled:
-        yield run
-        return
+def _with_micro_batches(run: RunConfig) -> Iterator[RunConfig]:
+    """``run`` with each micro-batch that divides a replica's samples."""
     samples = run.train.global_batch_size // run.parallel.data_parallel_size
     for size in _divisors(samples):
         yield replace(run, train=replace(run.train, micro_batch_size=size, gradient_accumulation_steps=samples // size))

@@ -64,7 +64,7 @@ def _weights(run: RunConfig, weights: Sequence[Weight]) -> int:
         whole = sum(weight.numel for weight in weights if weight.numel <= _persistent(run))
         shards = 0 if run.zero.offload_param != "none" else _shards(run, weights)
         return (shards + whole) * element
-    if not _is_flat(run):
+    if not _is_flat(run) or _steps_all(run):
         return numel(weights) * element
     return sum(_part(run, group) * owners(run) for group in _groups(weights)) * element
 
@@ -114,6 +114,11 @@ def _is_flat(run: RunConfig) -> bool:
     return run.zero.zero_stage > 0 or run.precision.dtype != "fp32"
 
 
+def _steps_all(run: RunConfig) -> bool:
+    """Whether every rank steps an fp32 copy of all weights; in bf16 DeepSpeed deals them out even at ZeRO 0."""
+    return run.precision.fp16 and run.zero.zero_stage == 0
+
+
 def _sums_in_fp32(run: RunConfig) -> bool:
     """Whether every rank adds gradients up in an fp32 copy of all of them."""
     stage = run.zero.zero_stage
@@ -126,7 +131,9 @@ def _groups(weights: Sequence[Weight]) -> list[int]:
 
 
 def _part(run: RunConfig, group: int) -> int:
-    """Elements of one owner's part of a group."""
+    """Elements of a group that one owner steps."""
+    if _steps_all(run):
+        return group
     return ceil(group / (_ALIGNMENT * owners(run))) * _ALIGNMENT
 
 

@@ -49,17 +49,29 @@ class Service:
 def build_app(service: Service, desk: Desk) -> FastAPI:
     """The page, OpenAI's addresses under /v1, and /health."""
 
-    def may_call(request: Request) -> None:
+    async def may_call(request: Request) -> None:
         if service.only_here:
             check_host(request.headers.get("host"))
 
-    def may_use(request: Request) -> None:
+    async def may_use(request: Request) -> None:
         check_key(request.headers.get("authorization"), service.api_key)
 
     app = FastAPI(openapi_url=None, dependencies=[Depends(may_call)])
-    app.add_exception_handler(RequestError, lambda _, error: _refusal(error))
-    app.add_exception_handler(HTTPException, lambda _, error: _refusal(_without_page(error)))
-    app.add_exception_handler(ClientDisconnect, lambda *_: Response(status_code=499))
+
+    @app.exception_handler(RequestError)
+    async def refused(_: Request, error: RequestError) -> JSONResponse:
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+        headers |= {"Retry-After": "1"} if error.retry else {}
+        return JSONResponse(error_body(error), error.status, headers)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> JSONResponse:
+        """No such address, no such method."""
+        return await refused(request, RequestError(str(error.detail), status=error.status_code))
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # which nobody reads
 
     @app.get("/")
     async def page() -> HTMLResponse:
@@ -146,13 +158,3 @@ async def _chained(first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[Pi
     yield first
     async for piece in rest:
         yield piece
-
-
-def _without_page(error: HTTPException) -> RequestError:
-    """What the framework itself refuses: no such address, no such method."""
-    return RequestError(str(error.detail), status=error.status_code)
-
-
-def _refusal(error: RequestError) -> JSONResponse:
-    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {"Retry-After": "1"} if error.retry else None
-    return JSONResponse(error_body(error), error.status, headers)

@@ -43,6 +43,7 @@ class Job:
     def _end(self, error: RequestError) -> None:
         self.is_wanted = False
         self._arrived.put_nowait(error)
+        self._on_end(self)  # nobody may take it: a client can stop reading
 
 
 class Desk:

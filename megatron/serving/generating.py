@@ -17,6 +17,8 @@ from megatron.serving.request import CompletionRequest, RequestError
 
 Complete = Callable[[CompletionRequest], Iterator[Piece]]
 """Computes what was asked for piece by piece, on every rank the same."""
+_PIECES = 8
+"""After so many pieces the ranks see whether the request is still wanted; after each would cost a collective more."""
 _BEAT_SECONDS = 60.0
 _BEAT, _END = "still here", "the end"
 
@@ -75,8 +77,8 @@ def follow(complete: Complete, ranks: Ranks) -> None:
     """Compute along on another rank, until the first one ends."""
     while (word := ranks.share()) != _END:
         if word != _BEAT:
-            for _ in complete(word):
-                if not ranks.share():
+            for number, _ in enumerate(complete(word)):
+                if number % _PIECES == 0 and not ranks.share():
                     break
 
 
@@ -91,8 +93,8 @@ def _next(jobs: "queue.SimpleQueue[Job | None]", ranks: Ranks) -> Job | None:
 def _do(job: Job, complete: Complete, ranks: Ranks) -> None:
     if not job.is_wanted:
         return
-    for piece in complete(ranks.share(job.request)):
+    for number, piece in enumerate(complete(ranks.share(job.request))):
         job.put(piece)
-        if not ranks.share(job.is_wanted):
+        if number % _PIECES == 0 and not ranks.share(job.is_wanted):
             return
     job.put(None)

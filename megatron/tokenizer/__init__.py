@@ -7,6 +7,7 @@ from typing import Protocol
 from megatron.errors import ConfigError
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tokenizer.whitespace import WhitespaceTokenizer
+from megatron.tokenizer.wordpiece import WordPieceCase, WordPieceLowerCase
 
 
 class Tokenizer(Protocol):
@@ -43,6 +44,8 @@ class Vocabulary:
 TOKENIZERS: dict[str, Callable[[str | None, str | None], Tokenizer]] = {
     "GPT2BPETokenizer": GPT2BPETokenizer,
     "WhitespaceTokenizer": WhitespaceTokenizer,
+    "BertWordPieceLowerCase": WordPieceLowerCase,
+    "BertWordPieceCase": WordPieceCase,
 }
 """Kinds of tokenizer, each made from (vocab_file, merge_file)."""
 

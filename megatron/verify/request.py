@@ -73,7 +73,7 @@ def make_request(argv: Sequence[str], iterations: int, first: Layout | None, env
         words += ["--train-iters", str(iterations)]
     for name, value in given.items():
         if name not in _REPLACED:
-            words += value.source.split(" ", 1)
+            words += value.words
     batch = given["global_batch_size"].source.split(" ", 1) if "global_batch_size" in given else []
     whole = Request((*words, *batch), iterations, environ)
     if first is None:

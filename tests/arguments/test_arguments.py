@@ -1,8 +1,8 @@
 """Command lines: every classic argument, every alias, every flag with its effect."""
 
+import re
 import subprocess
 import sys
-from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,11 +10,12 @@ import pytest
 from support.command_lines import CPU, CUDA, SMALL, complaints, parse
 
 from megatron.arguments import parse_run
-from megatron.arguments.command_line import build_parser
+from megatron.arguments.command_line import build_parser, read_flags
 from megatron.arguments.refused import REFUSED, REFUSED_VALUES
+from megatron.config.architecture import ARCHITECTURES, GPT2
 from megatron.config.blend import Part
 from megatron.errors import ConfigError
-from megatron.given import flag_fields, flag_name, sections
+from megatron.given import flag_fields, flag_name
 
 CLASSIC = """
 num-layers num-unique-layers param-sharing-style hidden-size num-attention-heads max-position-embeddings
@@ -132,6 +133,8 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "seq_length": ("--seq-length 64", ""),
     "tokenizer_type": ("--tokenizer-type WhitespaceTokenizer", ""),
     "vocab_file": ("--vocab-file other.json", ""),
+    "mask_prob": ("--mask-prob 0.2", "bert"),
+    "short_seq_prob": ("--short-seq-prob 0", "bert"),
     "merge_file": ("--merge-file other.txt", ""),
     "save": ("--save out", ""),
     "save_interval": ("--save-interval 5", "--save out"),
@@ -202,6 +205,11 @@ def test_a_blend_is_split_as_one_data_set_is() -> None:
     assert data.contents == (("a", "b", "c"),) and data.proportions == "3/10 3/5 1/10"
 
 
+def test_what_was_said_is_a_command_line_again() -> None:
+    words = "--data-path 0.3 a 0.7 b --split 1,1 --bf16 --lr 0.1".split()
+    assert [word for given in read_flags(words)[0].values() for word in given.words] == words
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -223,7 +231,8 @@ def test_a_blend_that_cannot_be_read(words: str, message: str) -> None:
 
 def test_classic_arguments_are_flags_or_refused_with_a_reason() -> None:
     assert len(CLASSIC) == len(set(CLASSIC)) == 106
-    flags = {name for action in build_parser()._actions for name in action.option_strings}
+    programs = [build_parser(architecture) for architecture in ARCHITECTURES.values()]
+    flags = {name for parser in programs for action in parser._actions for name in action.option_strings}
     for name in CLASSIC:
         name = name.replace("_", "-")
         assert ("--" + name in flags) != (name in REFUSED), name
@@ -318,6 +327,12 @@ def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
         ("--lr nan", "--lr nan: must be a finite number"),
         ("--lr-decay-style cosin", "--lr-decay-style cosin: did you mean cosine?"),
         ("--data-impl zip", "--data-impl zip: choose from mmap, infer"),
+        ("--mask-prob 0.1", "--mask-prob: pretrain_gpt2.py has no such flag: it is BERT's, for pretrain_bert.py"),
+        (
+            "bert --reset-position-ids",
+            "--reset-position-ids: pretrain_bert.py has no such flag: it is GPT-2's, for pretrain_gpt2.py",
+        ),
+        ("bert --top-k 3", "--top-k: not supported by this program (text generation)"),
         ("--fp16 --bf16 yes", "unexpected argument 'yes': every value follows its flag"),
         (
             "--batch-size 2 --micro-batch-size 3",
@@ -342,9 +357,10 @@ def test_a_misspelt_flag_hides_nothing_and_drags_nothing_along() -> None:
 
 def test_help_lists_every_flag_with_its_section() -> None:
     text = build_parser().format_help()
-    for section in sections().values():
-        for field in fields(section):
-            assert "flag" not in field.metadata or flag_name(field) in text
+    every = {flag_name(field): field.metadata["flag"]["only"] for field in flag_fields().values()}
+    assert {name for name in every if name in re.findall(r"--[\w-]+", text)} == {
+        name for name in every if every[name] in (None, GPT2)
+    }
     assert "--model-parallel-size, --tensor-model-parallel-size N" in text
     assert "(default: 128)" in text
 

@@ -89,7 +89,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "an argument of another program": (
         "--top-k 5",
         {},
-        ["--top-k: not supported by pretrain_gpt2.py (text generation)"],
+        ["--top-k: not supported by this program (text generation)"],
     ),
     "a value behind a switch": ("--bf16 true", {}, ["unexpected argument 'true': every value follows its flag"]),
     "a value tied to a switch": ("--bf16=true", {}, ["--bf16: takes no value: remove 'true'"]),

@@ -82,7 +82,7 @@ def test_modes_behind_the_index_are_tolerated(write_dataset: Callable[..., str])
 
 def test_tokens_are_views_of_the_file(write_dataset: Callable[..., str]) -> None:
     tokens = IndexedDataset(write_dataset(GOLDEN_DOCUMENTS)).get(0)
-    assert isinstance(tokens, np.memmap)
+    assert isinstance(tokens.base.base, np.memmap)
     assert not tokens.flags.owndata
     assert not tokens.flags.writeable
 

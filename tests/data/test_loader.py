@@ -3,12 +3,13 @@
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from megatron.data.loader import Batch, batches
+from megatron.data.loader import Batch, batches, next_tokens
 from megatron.errors import DataError
 
 SAMPLES = 64
@@ -42,10 +43,9 @@ def read(dataset: object = None, **changes: object) -> Iterator[Batch]:
         "data_rank": 0,
         "data_size": 1,
         "num_workers": 0,
-        "eod_token": 12,
-        "eod_mask_loss": False,
     }
-    return batches(dataset or Counting(), **{**settings, **changes})
+    to_batch = partial(next_tokens, eod_token=12, eod_mask_loss=bool(changes.pop("eod_mask_loss", False)))
+    return batches(dataset or Counting(), to_batch=to_batch, **{**settings, **changes})
 
 
 def rows(micro_batches: Iterator[Batch]) -> list[int]:

@@ -11,7 +11,8 @@ from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.engine import weight_decay_groups
-from megatron.model.gpt2_model import GPT2Model, GPT2ModelPipe, gpt2_layers, lm_loss
+from megatron.model.containers import PipelinedModel
+from megatron.model.gpt2_model import GPT2Model, gpt2_layers, gpt2_loss, lm_loss
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.partition import bounds
@@ -114,9 +115,11 @@ def test_both_containers_name_their_parameters_alike(run_ranks):
 
 
 def parameter_names() -> dict[str, list[str]]:
+    pipe = _layout(pipe=2)
+    parts = gpt2_layers(CONFIG, pipe), gpt2_loss(CONFIG, pipe)
     models = {
         "plain": GPT2Model(CONFIG, KEEP, _layout()),
-        "pipe": GPT2ModelPipe(CONFIG, KEEP, _layout(pipe=2), bounds=bounds([2, 1])),
+        "pipe": PipelinedModel(*parts, KEEP, pipe, bounds=bounds([2, 1], CONFIG)),
     }
     return {kind: [name for name, _ in model.named_parameters()] for kind, model in models.items()}
 

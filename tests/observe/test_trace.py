@@ -39,7 +39,10 @@ def pretrain_slowly(words: list[str]) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def slow_run(_rank_pools, programs, tmp_path_factory) -> tuple[RankTraining, Path]:
     """How to train slowly, and the folder of such a run on two stages."""
-    train, folder = RankTraining(_rank_pools.run_once, programs, pretrain_slowly), tmp_path_factory.mktemp("slow")
+    train, folder = (
+        RankTraining(_rank_pools.run_once, programs.data_arguments, pretrain_slowly),
+        tmp_path_factory.mktemp("slow"),
+    )
     train(2, *SETTINGS, "--gas", 3, "--pipe-parallel-size", 2, "--trace", folder, "--run-dir", folder)
     return train, folder
 

@@ -60,6 +60,9 @@ def test_time_runs_out_for_the_one_in_work_and_for_those_that_wait():
         for error in await asyncio.gather(*endless, return_exceptions=True):
             assert isinstance(error, RequestError) and error.status == 504 and "within 0.2 s" in error.message
         assert await _text(desk, 1) == "0 "
+        desk.submit(1)  # and nobody reads it
+        while desk.requests:
+            await asyncio.sleep(0.01)
 
     desk = Desk(most_waiting=4, seconds=0.2)
     _with_a_leader(desk, talk())

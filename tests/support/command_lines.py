@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from megatron.arguments import parse_run
 from megatron.config import RunConfig
+from megatron.config.architecture import BERT, GPT2
 from megatron.errors import ConfigError
 
 CPU = {"DS_ACCELERATOR": "cpu"}
@@ -14,11 +15,17 @@ SMALL = (
     "--batch-size 2 --data-path corpus --vocab-file vocab.json --merge-file merges.txt"
 )
 """The shortest legal command line."""
+SMALL_BERT = SMALL.replace(
+    "--vocab-file vocab.json --merge-file merges.txt", "--vocab-file vocab.txt --tokenizer-type BertWordPieceLowerCase"
+)
+"""That of pretrain_bert.py."""
 
 
 def parse(words: str = "", *, ranks: int = 1, environ: Mapping[str, str] = CPU) -> RunConfig:
-    """The run of SMALL and ``words`` on so many ranks."""
-    return parse_run([*SMALL.split(), *words.split()], {**environ, "WORLD_SIZE": str(ranks)})
+    """The run of SMALL and ``words`` on so many ranks; where they begin with ``bert``, of pretrain_bert.py."""
+    small, architecture = (SMALL_BERT, BERT) if words.split()[:1] == ["bert"] else (SMALL, GPT2)
+    line = f"{small} {words.removeprefix('bert')}"
+    return parse_run(line.split(), {**environ, "WORLD_SIZE": str(ranks)}, architecture)
 
 
 def complaints(words: str = "", *, ranks: int = 1, environ: Mapping[str, str] = CPU) -> list[str]:

@@ -125,6 +125,32 @@ class Programs:
             "--tokenizer-type", "WhitespaceTokenizer", "--split", "8,1,1",
         ]  # fmt: skip
 
+    @cached_property
+    def sentence_arguments(self) -> list[str]:
+        """Flags that name a tiny corpus of sentences and its vocabulary, for BERT."""
+        words = [a + b for a in ("ba", "de", "fi", "gol") for b in ("ka", "le", "mi", "nu", "rop")]
+        pieces = [word for word in words] + [f"##{ending}" for ending in ("s", "ing", "ed")]
+        vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *pieces]
+        (self.folder / "vocab.txt").write_text("".join(f"{token}\n" for token in vocabulary))
+        chance = random.Random(2)
+        endings = ("", "", "s", "ing", "ed")
+        with open(self.folder / "sentences.jsonl", "w") as file:
+            for _ in range(150):
+                sentences = [
+                    " ".join(
+                        word + chance.choice(endings)
+                        for word in chance.choices(words, weights=range(1, 21), k=chance.randint(2, 8))
+                    ).capitalize()
+                    for _ in range(chance.randint(1, 9))
+                ]
+                file.write(json.dumps({"text": ". ".join(sentences) + "."}) + "\n")
+        kind = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(self.folder / "vocab.txt")]
+        self.python(
+            "tools/preprocess_data.py", "--input", self.folder / "sentences.jsonl", *kind, "--split-sentences",
+            "--output-prefix", self.folder / "sentences",
+        ).ok()  # fmt: skip
+        return ["--data-path", str(self.folder / "sentences_text_sentence"), *kind, "--split", "8,1,1"]
+
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file."""

@@ -1,11 +1,11 @@
-"""Start pretrain_gpt2.py with a mistake in it, and see how it ends."""
+"""Start pretrain_gpt2.py, or another program, with a mistake in it, and see how it ends."""
 
 import ctypes
 import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from support.programs import TINY_MODEL
@@ -33,8 +33,15 @@ def launched(rank: int, processes: int) -> dict[str, str]:
     }
 
 
-def refusal(place: Path, words: str = "", environ: Mapping[str, str] | None = None) -> tuple[int, list[str]]:
-    """The exit code, and what stands on the screen, of the legal command line and ``words``, started in ``place``.
+def refusal(
+    place: Path,
+    words: str = "",
+    environ: Mapping[str, str] | None = None,
+    *,
+    program: str = "pretrain_gpt2.py",
+    command: Sequence[str] = COMMAND,
+) -> tuple[int, list[str]]:
+    """The exit code, and what stands on the screen, of the legal ``command`` and ``words``, started in ``place``.
 
     A refusal is made of lines that begin as ours do. Torch was not imported before it, and nothing
     in ``place``, which is the home folder too, is another than before.
@@ -42,7 +49,7 @@ def refusal(place: Path, words: str = "", environ: Mapping[str, str] | None = No
     before = _contents(place)
     finished = subprocess.run(
         # Lists every module on stderr, as soon as it is there.
-        [sys.executable, "-X", "importtime", str(ROOT / "pretrain_gpt2.py"), *COMMAND, *shlex.split(words)],
+        [sys.executable, "-X", "importtime", str(ROOT / program), *command, *shlex.split(words)],
         cwd=place,
         env={**os.environ, "HOME": str(place), "XDG_CACHE_HOME": str(place / "cache"), **(environ or {})},
         capture_output=True,
@@ -56,11 +63,12 @@ def refusal(place: Path, words: str = "", environ: Mapping[str, str] | None = No
             modules.add(line.rpartition("|")[2].strip())
         else:
             said.append(line)
-    assert all(line.startswith(PREFIX) for line in said), "\n".join(said)
+    prefix = f"{program}: error: "
+    assert all(line.startswith(prefix) for line in said), "\n".join(said)
     assert finished.stdout == ""
     assert "megatron.arguments" in modules and not modules & {"torch", "deepspeed"}
     assert _contents(place) == before
-    return finished.returncode, [line.removeprefix(PREFIX) for line in said]
+    return finished.returncode, [line.removeprefix(prefix) for line in said]
 
 
 def _contents(place: Path) -> dict[str, tuple]:

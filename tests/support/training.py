@@ -10,16 +10,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from support.programs import TINY_MODEL, Programs
+from support.programs import TINY_MODEL
 
 RunRanks = Callable[..., list[Any]]
 
 
 class RankTraining:
-    """``pretrain_gpt2.py`` with the tiny model and corpus on the ranks of this session."""
+    """``pretrain_gpt2.py``, or another model's program, with the tiny model and corpus on this session's ranks."""
 
-    def __init__(self, run_ranks: RunRanks, programs: Programs, run: Callable | None = None):
-        self._run_ranks, self._data, self._run = run_ranks, programs.data_arguments, run or pretrain
+    def __init__(self, run_ranks: RunRanks, data_arguments: list[str], run: Callable | None = None):
+        self._run_ranks, self._data, self._run = run_ranks, data_arguments, run or pretrain
 
     def __call__(self, processes: int, *arguments: str | Path) -> str:
         """Train to the end on so many ranks; what the first of them printed."""
@@ -29,13 +29,19 @@ class RankTraining:
         return outputs[0][1]
 
 
-def pretrain(words: list[str]) -> tuple[int, str]:
+def pretrain(words: list[str], architecture: str = "GPT-2") -> tuple[int, str]:
     """Exit code and output of a run with these arguments, on this rank."""
     from megatron import training
     from megatron.arguments import parse_run
+    from megatron.config.architecture import ARCHITECTURES
     from megatron.preflight import check
 
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        run, _ = check(parse_run(words, os.environ))
+        run, _ = check(parse_run(words, os.environ, ARCHITECTURES[architecture]))
         code = training.pretrain(run)
     return code, output.getvalue()
+
+
+def pretrain_bert(words: list[str]) -> tuple[int, str]:
+    """The same as ``pretrain_bert.py``."""
+    return pretrain(words, "BERT")

@@ -86,6 +86,22 @@ def test_plain_text(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     assert documents(tmp_path / "out_text_document") == [[3, 3]]
 
 
+def test_sentences_are_sequences_of_their_document(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+    lines = [{"text": "A b. C d d! A."}, {"text": "  "}, {"text": "B\n\nC c c"}, {"text": "D d d d"}]
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", lines)
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "d", ".", "!"]
+    (tmp_path / "vocab.txt").write_text("".join(f"{token}\n" for token in vocabulary))
+    kind = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(tmp_path / "vocab.txt")]
+    finished = run(command([corpus], *kind, "--split-sentences"))
+    assert finished.returncode == 0, finished.stderr
+    assert outputs(tmp_path) == {"out_text_sentence.bin", "out_text_sentence.idx"}
+    dataset = IndexedDataset(tmp_path / "out_text_sentence")
+    assert dataset.doc_idx.tolist() == [0, 3, 5, 6]
+    spelt = ["".join(vocabulary[token] for token in dataset.get(n)) for n in range(len(dataset))]
+    assert spelt == ["ab.", "cdd!", "a.", "b", "ccc", "dddd"]
+    assert "3 documents, 17 tokens" in finished.stdout and "1 empty documents left out" in finished.stdout
+
+
 def test_each_key_has_its_data_set(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"title": "a", "body": "b c"}, {"title": "", "body": "d"}])
     finished = run(command([corpus], "--json-keys", "title", "body", "--on-error", "skip"))
@@ -151,7 +167,7 @@ def test_a_very_long_line_is_one_document(tmp_path: Path, command: Callable[...,
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--split-sentences"], 2, "--split-sentences is not supported: GPT-2 trains on whole documents"),
+        (["--split-sentences", "--append-eod"], 2, "--append-eod and --split-sentences exclude each other"),
         (["--keep-newlines"], 2, "--keep-newlines is not supported: newlines are always kept"),
         (["--dataset-impl", "lazy"], 2, "--dataset-impl lazy is not supported"),
         (["--workers", "0"], 2, "--workers 0 must be 1 or more"),

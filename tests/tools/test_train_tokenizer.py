@@ -1,5 +1,6 @@
 """tools/train_tokenizer.py: whole, equal files from equal text; bad input is one line with exit code 2 or 3."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -40,13 +41,16 @@ def test_a_bpe_that_its_tokenizer_reads(corpus: Path, tmp_path: Path):
     assert tokenizer.detokenize(tokenizer.tokenize(LINES[1])) == LINES[1]
 
 
-def test_equal_text_makes_equal_files_from_either_format(corpus: Path, tmp_path: Path):
+def test_equal_text_makes_equal_files_from_any_format(corpus: Path, tmp_path: Path):
     text = tmp_path / "corpus.txt"
     text.write_text("".join(line + "\n" for line in LINES), encoding="utf-8")
     assert train("--input", corpus, "--vocab-size", 280, "--output-dir", tmp_path / "a").returncode == 0
     assert train("--input", text, "--vocab-size", 280, "--output-dir", tmp_path / "b").returncode == 0
+    (tmp_path / "zipped.jsonl").write_bytes(gzip.compress(corpus.read_bytes()))
+    zipped = ("--input", tmp_path / "zipped.jsonl", "--vocab-size", 280)
+    assert train(*zipped, "--output-dir", tmp_path / "c").returncode == 0
     for name in ("vocab.json", "merges.txt"):
-        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+        assert len({(tmp_path / folder / name).read_bytes() for folder in "abc"}) == 1
 
 
 def test_a_small_corpus_makes_a_small_vocabulary_and_says_so(corpus: Path, tmp_path: Path):
@@ -65,6 +69,20 @@ def test_the_words_of_a_whitespace_vocabulary_go_by_frequency(corpus: Path, tmp_
     # zzz 6 times, the 4; and, cat 2, by the alphabet; the rest once.
     assert vocabulary == {"<unk>": 0, "zzz": 1, "the": 2, "and": 3, "cat": 4, "<|endoftext|>": 5}
     assert not (tmp_path / "merges.txt").exists()
+
+
+def test_two_trainings_make_the_same_wordpieces(corpus: Path, tmp_path: Path):
+    """In the library's own trainer they would not."""
+    made = []
+    for name in ("one", "other"):
+        flags = ("--tokenizer-type", "BertWordPieceLowerCase", "--min-frequency", 1, "--output-dir", tmp_path / name)
+        result = train("--input", corpus, "--vocab-size", 80, *flags)
+        assert result.returncode == 0, result.stderr
+        made.append((tmp_path / name / "vocab.txt").read_text(encoding="utf-8"))
+    assert made[0] == made[1] and [path.name for path in (tmp_path / "one").iterdir()] == ["vocab.txt"]
+    assert ", [SEP] = 3, from 3 documents" in result.stdout
+    tokenizer = build_tokenizer("BertWordPieceLowerCase", str(tmp_path / "one" / "vocab.txt"), None)
+    assert tokenizer.detokenize(tokenizer.tokenize(LINES[0])) == LINES[0]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +112,7 @@ def test_bad_text_is_one_line_and_leaves_no_files(tmp_path: Path, content: bytes
     [
         (["--vocab-size", 256], 2, "--vocab-size 256 is too small: a byte-level BPE needs 257 or more"),
         (["--vocab-size", 2, "--tokenizer-type", "WhitespaceTokenizer"], 2, "--vocab-size 2 is too small"),
+        (["--vocab-size", 3, "--tokenizer-type", "BertWordPieceCase"], 2, "--vocab-size 3 is too small: the text's"),
         (["--vocab-size", 300, "--min-frequency", 0], 2, "--min-frequency 0 must be 1 or more"),
         (["--vocab-size", 300, "--input", "nowhere.txt", "x.jsonl"], 3, "--input x.jsonl: no such file"),
         (

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ModelConfig
+from megatron.config.architecture import GPT2
 from megatron.errors import CheckpointError, ConfigError
 
 GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
@@ -42,6 +43,8 @@ def to_huggingface(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
     Raises ConfigError with a line for each thing that Hugging Face's GPT-2 cannot do.
     """
+    if config.architecture != GPT2.name:
+        raise ConfigError(f"the model is {config.architecture}, and to-hf is for {GPT2.name}; merge can keep it")
     problems = []
     if config.apply_residual_connection_post_layernorm:
         problems.append("--apply-residual-connection-post-layernorm, so its residual comes from behind the norm")

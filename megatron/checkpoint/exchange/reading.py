@@ -1,6 +1,7 @@
 """The model that a path holds, of whatever kind it is."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from torch import Tensor
 from megatron.checkpoint.exchange.description import RUN_KEY, read_config, read_description
 from megatron.checkpoint.exchange.huggingface import read_huggingface
 from megatron.checkpoint.exchange.kinds import Found
-from megatron.checkpoint.exchange.outline import WORDS, outline
+from megatron.checkpoint.exchange.outline import outline
 from megatron.checkpoint.exchange.tensor_files import read_tensors
 from megatron.checkpoint.exchange.whole import WholeModel, check_sizes, in_order
 from megatron.checkpoint.files import read_file
+from megatron.checkpoint.universal import VOCABULARY
 from megatron.checkpoint.weights import whole_weights
 from megatron.checkpoint.whole_config import whole_model_config
 from megatron.errors import CheckpointError
@@ -61,8 +63,9 @@ def _of_universal(found: Found) -> WholeModel:
         raise CheckpointError(f"{found.path} does not say what model it is, nor does a tag beside it: name that tag")
     config = whole_model_config(found.saved)
     weights = _universal_weights(found.path)
-    if WORDS in weights:
-        weights[WORDS] = weights[WORDS][: config.vocab_size]  # the rest is padding
+    for name in weights:
+        if re.fullmatch(VOCABULARY, name):
+            weights[name] = weights[name][: config.vocab_size]  # the rest is padding
     return WholeModel(config, in_order(weights, config, str(found.path)), found.saved.description)
 
 

@@ -7,6 +7,7 @@ from megatron.checkpoint.exchange.kinds import Found
 from megatron.checkpoint.inspection.integrity import verify
 from megatron.checkpoint.tracker import RUN_FILE
 from megatron.config import ModelConfig
+from megatron.config.architecture import ARCHITECTURES, BERT, GPT2, Architecture
 
 _SIZES = {
     "num_layers": "layers",
@@ -17,12 +18,21 @@ _SIZES = {
     "vocab_size": "tokens",
 }
 _LOADERS = {
-    "folder": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
-    "tag": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
-    "universal": ("DeepSpeed with load_universal", "tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
-    "safetensors": ("safetensors.torch.load_file", "tools/generate.py", "tools/convert_checkpoint.py to-hf"),
-    "huggingface": ("transformers.GPT2LMHeadModel", "tools/generate.py", "tools/convert_checkpoint.py from-hf"),
+    GPT2.name: {
+        "folder": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
+        "tag": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
+        "universal": ("DeepSpeed with load_universal", "tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
+        "safetensors": ("safetensors.torch.load_file", "tools/generate.py", "tools/convert_checkpoint.py to-hf"),
+        "huggingface": ("transformers.GPT2LMHeadModel", "tools/generate.py", "tools/convert_checkpoint.py from-hf"),
+    },
+    BERT.name: {
+        "folder": ("tools/convert_checkpoint.py merge",),
+        "tag": ("tools/convert_checkpoint.py merge",),
+        "universal": ("DeepSpeed with load_universal", "tools/convert_checkpoint.py merge"),
+        "safetensors": ("safetensors.torch.load_file",),
+    },
 }
+"""What else takes each kind of checkpoint of each model."""
 
 
 def facts(found: Found, description: Mapping[str, Any] | None, config: ModelConfig | None) -> dict[str, Any]:
@@ -37,7 +47,8 @@ def facts(found: Found, description: Mapping[str, Any] | None, config: ModelConf
         told["holds"] = _holds(found, description)
     if config is not None:
         told["model"] = {words: getattr(config, name) for name, words in _SIZES.items()}
-    return told | {"loaded_by": loaders(found, description)}
+    architecture = GPT2 if config is None else ARCHITECTURES[config.architecture]
+    return told | {"loaded_by": loaders(found, description, architecture)}
 
 
 def integrity(found: Found) -> str:
@@ -47,14 +58,14 @@ def integrity(found: Found) -> str:
     return "no manifest: what was saved is not known"
 
 
-def loaders(found: Found, description: Mapping[str, Any] | None) -> list[str]:
+def loaders(found: Found, description: Mapping[str, Any] | None, architecture: Architecture) -> list[str]:
     """Which programs take it, and for what."""
-    others = list(_LOADERS[found.kind])
+    others = list(_LOADERS[architecture.name][found.kind])
     if found.kind not in ("folder", "tag"):
         return others
     how = "to go on" if description["has_optimizer"] else "with --finetune, for it has no optimizer"
     via = "" if found.kind == "folder" else f", where {found.path.parent / 'latest'} names it"
-    return [f"pretrain_gpt2.py --load {how}{via}", *others]
+    return [f"{architecture.program} --load {how}{via}", *others]
 
 
 def _holds(found: Found, description: Mapping[str, Any]) -> list[str]:

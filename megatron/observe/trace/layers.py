@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron.model.transformer import ParallelTransformerLayer, Stream
-from megatron.partition import FRONT
 
 Tell = Callable[[int, float, float], None]
 
@@ -19,9 +18,9 @@ def layers_timed(module: nn.Module, now: Callable[[], float], tell: Tell) -> Ite
     A layer's backward pass is from the gradient of its output to that of its input.
     """
     handles = []
-    for name, layer in module.named_modules():
+    for layer in module.modules():
         if isinstance(layer, ParallelTransformerLayer):
-            watch = _Watch(int(name) - len(FRONT) + 1, now, tell)
+            watch = _Watch(layer.layer_number, now, tell)
             handles.append(layer.register_forward_pre_hook(watch.enter))
             handles.append(layer.register_forward_hook(watch.leave))
     try:

@@ -1,7 +1,12 @@
-"""The weights of GPT2Model by name, without the model."""
+"""The weights of each model by name, without the model."""
+
+from dataclasses import replace
+
+import pytest
 
 from megatron.checkpoint.exchange.outline import outline
 from megatron.config import ModelConfig
+from megatron.config.architecture import ARCHITECTURES
 
 SIZES = {"num_layers": 3, "hidden_size": 12, "num_attention_heads": 2, "ffn_hidden_size": 20}
 CONFIG = ModelConfig(**SIZES, max_position_embeddings=6, vocab_size=10, padded_vocab_size=16)
@@ -9,19 +14,23 @@ CONFIG = ModelConfig(**SIZES, max_position_embeddings=6, vocab_size=10, padded_v
 
 def _parameters(config: ModelConfig) -> list[tuple]:
     from megatron.config import ActivationConfig, ParallelConfig
-    from megatron.model.gpt2_model import GPT2Model
+    from megatron.model.architectures import MODELS
+    from megatron.model.containers import PlainModel
     from megatron.mpu.layout import ParallelLayout
 
-    model = GPT2Model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig()))
+    parts, layout = MODELS[config.architecture], ParallelLayout.create(ParallelConfig())
+    model = PlainModel(parts.layers(config, layout), parts.loss_fn(config, layout), ActivationConfig())
     return [
         (name, tuple(weight.shape), getattr(weight, "partition_dim", None)) for name, weight in model.named_parameters()
     ]
 
 
-def test_it_is_that_of_the_model(run_ranks):
-    (expected,) = run_ranks(1, _parameters, CONFIG)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_is_that_of_the_model(run_ranks, architecture):
+    config = replace(CONFIG, architecture=architecture)
+    (expected,) = run_ranks(1, _parameters, config)
     found = [
         (name, tuple(weight.shape), getattr(weight, "partition_dim", None))
-        for name, weight in outline(CONFIG).named_parameters()
+        for name, weight in outline(config).named_parameters()
     ]
     assert found == expected

@@ -1,0 +1,121 @@
+"""The containers that DeepSpeed's engines run: each is made from a model's list of layers and its loss.
+
+b batch, s sequence, v padded vocabulary, t tensor-parallel size
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import deepspeed
+from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule, TiedLayerSpec
+from torch import Tensor, nn
+
+from megatron.config import ActivationConfig
+from megatron.model.transformer import ParallelTransformerLayer, Stream
+from megatron.mpu.layout import ParallelLayout
+
+Layer = Callable[[Stream], Stream]
+Layers = Sequence[LayerSpec | Layer]
+"""A model in order, not yet built. A layer's place is its number in parameter names and checkpoint files."""
+LossFn = Callable[[Any, tuple[Tensor, ...]], Tensor]
+"""What the last layer gives, and the batch's targets -> the loss."""
+
+
+class PipelinedModel(PipelineModule):
+    """A model cut into pipeline stages, where ``bounds`` in the list of its layers say; ZeRO 0 or 1."""
+
+    def __init__(
+        self,
+        layers: Layers,
+        loss_fn: LossFn,
+        activation: ActivationConfig,
+        layout: ParallelLayout,
+        *,
+        bounds: Sequence[int],
+    ):
+        self.recomputed_together = activation.layers_together
+        self.parts = list(bounds)
+        super().__init__(layers=layers, loss_fn=loss_fn, topology=layout.topology)
+
+    def _partition_layers(self, method: str) -> None:
+        """In place of PipelineModule's own, whose methods can neither be given a list nor weigh operations."""
+        assert self.parts[-1] == self._num_layers
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+    def forward(self, stream: Stream) -> Stream:
+        """This stage's part of the model.
+
+        In place of PipelineModule's own loop, whose recomputation goes by class names and silently
+        leaves out every group that is not made of listed layers alone.
+        """
+        return run_layers(self.forward_funcs, stream, self.recomputed_together if self.training else 0)
+
+
+class FoldedModel(DualPipeVModule, PipelinedModel):
+    """The same with two pieces to a stage, for DeepSpeed's DualPipeV engine, which it is known to by its class."""
+
+
+class PlainModel(nn.Module):
+    """A model whole on every rank; any ZeRO stage. Its parameters are named as those of a pipeline."""
+
+    def __init__(self, layers: Layers, loss_fn: LossFn, activation: ActivationConfig):
+        super().__init__()
+        self.recomputed_together = activation.layers_together
+        self.loss_fn = loss_fn
+        self.tied_modules = nn.ModuleDict()
+        self.forward_funcs = [self._build(index, spec) for index, spec in enumerate(layers)]
+
+    def _build(self, index: int, spec: LayerSpec | Layer) -> Layer:
+        if not isinstance(spec, LayerSpec):
+            return spec
+        if not isinstance(spec, TiedLayerSpec):
+            self.add_module(str(index), spec.build())
+            return self.get_submodule(str(index))
+        if spec.key not in self.tied_modules:
+            self.tied_modules[spec.key] = spec.build()
+        tied = self.tied_modules[spec.key]
+        return partial(spec.forward_fn, tied) if spec.forward_fn else tied
+
+    def forward(self, inputs: Tensor, targets: tuple[Tensor, ...] | None = None) -> Any:
+        """The loss, or what the last layer gives where there are no targets: of GPT-2 the logits [b, s, v/t]."""
+        outputs = run_layers(self.forward_funcs, inputs, self.recomputed_together if self.training else 0)
+        return outputs if targets is None else self.loss_fn(outputs, targets)
+
+
+def run_layers(layers: Sequence[Layer], stream: Stream, recomputed_together: int = 0) -> Stream:
+    """One layer after the other; runs of ``recomputed_together`` transformer layers keep their input alone."""
+    for group in _groups(layers, recomputed_together):
+        if recomputed_together and isinstance(group[0], ParallelTransformerLayer):
+            tensors = stream if isinstance(stream, tuple) else (stream,)
+            stream = deepspeed.checkpointing.checkpoint(partial(_run_group, group), *tensors)
+        else:
+            stream = run_one_by_one(group, stream)
+    return stream
+
+
+def run_one_by_one(layers: Sequence[Layer], stream: Stream) -> Stream:
+    """One layer after the other."""
+    for layer in layers:
+        stream = layer(stream)
+    return stream
+
+
+def _run_group(group: Sequence[Layer], *tensors: Tensor) -> Stream:
+    return run_one_by_one(group, tensors if len(tensors) > 1 else tensors[0])
+
+
+def _groups(layers: Sequence[Layer], size: int) -> Iterator[list[Layer]]:
+    """Transformer layers ``size`` at a time, in order; every other layer by itself."""
+    group: list[Layer] = []
+    for layer in layers:
+        alone = not isinstance(layer, ParallelTransformerLayer)
+        if group and (alone or len(group) == size):
+            yield group
+            group = []
+        if alone:
+            yield [layer]
+        else:
+            group.append(layer)
+    if group:
+        yield group

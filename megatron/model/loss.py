@@ -1,0 +1,37 @@
+"""The loss of language models, over logits that are cut by vocabulary.
+
+b batch, s sequence, v padded vocabulary, t tensor-parallel size
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron.model.sequence import own_part
+from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+
+
+def lm_loss(
+    logits: Tensor,
+    targets: tuple[Tensor, Tensor],
+    *,
+    group: ProcessGroup,
+    vocab_size: int,
+    in_fp32: bool,
+    sequence_group: ProcessGroup | None = None,
+) -> Tensor:
+    """The weighted sum of the tokens' cross entropies. Where it is not finite, no gradient of it is.
+
+    targets: labels [b, s], and weights [b, s] that come to 1 over what the loss is a mean of. Where a
+    group shares the sequence, the logits are of this rank's part, and the mean over the group is the loss.
+    """
+    labels, weights = (own_part(target, sequence_group, 1) for target in targets)
+    if sequence_group:
+        weights = weights * sequence_group.size()
+    losses = vocab_parallel_cross_entropy(logits, labels, group, vocab_size, in_fp32=in_fp32)
+    return without_gradient_unless_finite((losses.float() * weights).sum())
+
+
+def without_gradient_unless_finite(loss: Tensor) -> Tensor:
+    """``loss``. Behind an infinite one there may be finite gradients, and none of them may change a weight."""
+    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)

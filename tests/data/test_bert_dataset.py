@@ -1,0 +1,192 @@
+"""Samples of pairs of sentences: whole, repeatable, in proportion, and each sentence once an epoch."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config import DataConfig
+from megatron.config.architecture import BERT
+from megatron.data.bert_dataset import BertDataset, shorten
+from megatron.data.datasets import build_datasets, check_data
+from megatron.data.hiding import hide
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.data.sentence_maps import SentenceStream
+from megatron.errors import DataError
+from megatron.tokenizer.wordpiece import SPECIAL, WordPieceTokenizer
+
+WORDS, PIECES = 60, 30
+PAD, UNK, CLS, SEP, MASK = range(5)
+VOCAB_SIZE = 5 + WORDS + PIECES
+LENGTHS = [1, 2, 7, 3, 1, 12, 2, 5] * 5
+"""Sentences of each document."""
+
+
+@pytest.fixture(scope="module")
+def vocab_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vocabulary") / "vocab.txt"
+    tokens = [*SPECIAL, *(f"w{n}" for n in range(WORDS)), *(f"##p{n}" for n in range(PIECES))]
+    path.write_text("".join(f"{token}\n" for token in tokens))
+    return path
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory: pytest.TempPathFactory) -> str:
+    chance = np.random.RandomState(3)
+    prefix = str(tmp_path_factory.mktemp("data") / "text_sentence")
+    with IndexedDatasetBuilder(prefix, "u2") as builder:
+        for sentences in LENGTHS:
+            for _ in range(sentences):
+                builder.add_sequence(chance.randint(5, VOCAB_SIZE, chance.randint(1, 25)))
+            builder.end_document()
+    return prefix
+
+
+@pytest.fixture
+def build(prefix: str, vocab_file: Path, tmp_path: Path):
+    """The training data set with some settings changed, for so many samples."""
+
+    def datasets(samples: int = 200, seed: int = 7, **changes) -> BertDataset:
+        settings = {"data_path": (prefix,), "seq_length": 40, "split": "1,0,0", "data_cache_path": str(tmp_path)}
+        kind = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(vocab_file)}
+        data = DataConfig(**kind, **settings | changes)
+        sizes = {"global_batch_size": 1, "train_iters": samples, "eval_interval": 1000, "eval_iters": 0}
+        return build_datasets(data, vocab_size=VOCAB_SIZE, seed=seed, architecture=BERT.name, **sizes).train
+
+    return datasets
+
+
+def original(sample: np.ndarray) -> tuple[list[int], list[int]]:
+    """Both runs of a sample as they were before any word was hidden; in the order of the text."""
+    tokens, segments, labels = sample
+    whole = np.where(labels >= 0, labels, tokens)
+    first, second = (whole[segments == n] for n in (0, 1))
+    assert tokens[0] == CLS and first[-1] == second[-1] == SEP
+    a, b = first[1:-1].tolist(), second[:-1].tolist()
+    return (b, a) if labels[0] else (a, b)
+
+
+def test_samples_are_framed_padded_and_full_of_sentences(build, prefix):
+    indexed = IndexedDataset(prefix)
+    text = ",".join(map(str, indexed.span(0, indexed.num_tokens)))
+    dataset = build(mask_prob=0.2)
+    for n in range(len(dataset)):
+        sample = dataset[n]
+        tokens, segments, labels = sample
+        assert sample.shape == (3, 40) and sample.dtype == np.int64
+        end = int((segments >= 0).sum())
+        assert segments[:end].tolist() == sorted(segments[:end]) and set(segments[:end]) == {0, 1}
+        assert (tokens[end:] == PAD).all() and (labels[end:] == -1).all() and (segments[end:] == -1).all()
+        assert labels[0] in (0, 1) and labels[end - 1] == -1 and tokens[end - 1] == SEP
+        for run in original(sample):
+            assert run and ",".join(map(str, run)) in text
+
+
+def test_a_pair_that_fits_is_one_piece_of_the_text(build, prefix):
+    indexed = IndexedDataset(prefix)
+    text = ",".join(map(str, indexed.span(0, indexed.num_tokens)))
+    dataset = build(seq_length=1000, short_seq_prob=0.0)
+    for n in range(len(dataset)):
+        first, second = original(dataset[n])
+        assert ",".join(map(str, first + second)) in text
+
+
+def test_a_sample_depends_on_seed_and_number_alone(build):
+    some, more = build(50), build(400)
+    for n in (31, 0, 49, 31):
+        assert np.array_equal(some[n], more[n])
+    assert any(not np.array_equal(some[n], build(50, seed=8)[n]) for n in range(5))
+    n = len(build(1))  # an epoch
+    again = [n + m for m in range(n) if more._maps.order[n + m] == more._maps.order[0]]
+    assert not np.array_equal(more[0], more[again[0]]), "the next epoch hides other words"
+
+
+def test_words_are_hidden_whole_and_in_proportion(vocab_file: Path):
+    known = WordPieceTokenizer(str(vocab_file), lower_case=True)
+    random = np.random.RandomState(0)
+    hidden, fates = 0, np.zeros(3)
+    for _ in range(400):
+        a, b = random.randint(5, VOCAB_SIZE, (2, 60))
+        tokens = np.concatenate([[CLS], a, [SEP], b, [SEP]])
+        shown, labels = hide(tokens, known, 0.15, random)
+        places = labels >= 0
+        assert np.array_equal(labels[places], tokens[places]) and np.array_equal(shown[~places], tokens[~places])
+        assert places.sum() <= round(len(tokens) * 0.15)
+        goes_on = known.continues[tokens] & ~np.isin(np.roll(tokens, 1), (CLS, SEP))
+        assert (places[goes_on] == np.roll(places, 1)[goes_on]).all(), "all pieces of a word, or none"
+        hidden += int(places.sum())
+        masked, kept = shown[places] == MASK, shown[places] == tokens[places]
+        fates += [masked.sum(), kept.sum(), (~masked & ~kept).sum()]
+    assert hidden / (400 * 123) == pytest.approx(0.15, abs=0.01)
+    assert fates / hidden == pytest.approx([0.8, 0.1, 0.1], abs=0.02)
+
+
+def test_half_of_the_pairs_are_swapped(build):
+    dataset = build(600)
+    assert np.mean([dataset[n][2, 0] for n in range(600)]) == pytest.approx(0.5, abs=0.07)
+
+
+def test_short_samples_come_as_often_as_asked_for(build):
+    full = sum(build(400, short_seq_prob=0.0)._maps.runs[:, 2] == 37)
+    assert full == len(build(400, short_seq_prob=0.0)._maps.runs)
+    targets = build(400, short_seq_prob=0.5)._maps.runs[:, 2]
+    assert np.mean(targets < 37) == pytest.approx(0.5, abs=0.15) and targets.min() >= 2
+
+
+@pytest.mark.parametrize("short_seq_prob", [0.0, 0.4])
+def test_every_sentence_is_in_one_run_of_each_epoch(short_seq_prob: float):
+    sizes = np.random.RandomState(1).randint(1, 30, sum(LENGTHS)).astype(np.int32)
+    bounds = np.concatenate([[0], np.cumsum(LENGTHS)])
+    stream = SentenceStream(sizes, bounds, room=40, short_seq_prob=short_seq_prob, wanted=300, seed=5)
+    maps = stream.build()
+    covered = [n for first, end, _ in maps.runs for n in range(first, end)]
+    with_company = [n for d, length in enumerate(LENGTHS) if length > 1 for n in range(bounds[d], bounds[d + 1])]
+    assert covered == with_company
+    documents = np.searchsorted(bounds, maps.runs[:, 0], side="right")
+    assert (maps.runs[:, 1] <= bounds[documents]).all() and (maps.runs[:, 1] - maps.runs[:, 0] >= 2).all()
+    n = len(maps.runs)
+    for epoch in range(len(maps.order) // n):
+        assert sorted(maps.order[epoch * n : epoch * n + n]) == list(range(n))
+    assert stream.fit(vars(maps)) and len(maps.order) >= 300
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "room", "kept"),
+    [(5, 5, 20, (5, 5)), (50, 5, 20, (15, 5)), (5, 50, 20, (5, 15)), (50, 50, 21, (11, 10)), (50, 1, 2, (1, 1))],
+)
+def test_the_longer_run_loses_first(a: int, b: int, room: int, kept: tuple[int, int]):
+    runs = shorten(np.arange(a), np.arange(b), room, np.random.RandomState(0))
+    assert tuple(map(len, runs)) == kept
+    assert all((np.diff(run) == 1).all() for run in runs), "only ends are cut off"
+
+
+def test_a_blend_has_pairs_of_each_data_set(build, prefix, tmp_path):
+    other = tmp_path / "other"
+    for end in (".bin", ".idx"):
+        other.with_suffix(end).write_bytes(Path(f"{prefix}{end}").read_bytes())
+    blend, alone = build(40, data_path=("3", prefix, "1", str(other))), build(30)
+    samples = [sample.tobytes() for sample in (blend[n] for n in range(40))]
+    assert [samples.count(alone[n].tobytes()) for n in range(30)] == [2] * 10 + [1] * 20
+
+
+def test_documents_of_one_sentence_make_no_pairs(write_dataset):
+    prefix = write_dataset([[5, 6, 7]] * 20)
+    data = DataConfig(data_path=(prefix,), seq_length=16, split="8,1,1")
+    with pytest.raises(DataError) as caught:
+        check_data(data, train_iters=1, eval_iters=1, architecture=BERT.name)
+    assert len(caught.value.messages) == 3
+    assert "the training split of" in caught.value.messages[0] and "--split-sentences" in caught.value.messages[0]
+
+
+def test_a_token_outside_the_vocabulary_is_named(prefix, vocab_file, tmp_path):
+    short = tmp_path / "vocab.txt"
+    short.write_text("".join(vocab_file.read_text().splitlines(keepends=True)[:50]))
+    data = DataConfig(
+        data_path=(prefix,), vocab_file=str(short), tokenizer_type="BertWordPieceLowerCase", seq_length=40,
+        split="1,0,0", data_cache_path=str(tmp_path),
+    )  # fmt: skip
+    sizes = {"global_batch_size": 1, "train_iters": 9, "eval_interval": 10, "eval_iters": 0}
+    dataset = build_datasets(data, vocab_size=50, seed=1, architecture=BERT.name, **sizes).train
+    with pytest.raises(DataError, match=r"holds token \d+ in sentences \d+ to \d+, but the vocabulary ends at 49"):
+        [dataset[n] for n in range(9)]

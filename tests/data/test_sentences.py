@@ -1,0 +1,40 @@
+"""Where sentences end."""
+
+import pytest
+
+from megatron.data.sentences import split_sentences
+
+
+@pytest.mark.parametrize(
+    "sentences",
+    [
+        ["One.", "Two!", "Three?", "Four...", "And five."],
+        ["Mr. Smith met Dr. J. R. Who, Ph.D. and others, on 3.11 at noon.", "They left."],
+        ['"Really?" she asked.', '"Yes!"', "(See Fig. 3, e.g. its left half.)", "It is so."],
+        ["It costs 3.50, or 4.", "12 cost more."],
+        ["An item.", "`code()` is next."],
+        ["He said no.", "So did I.", "I did."],
+        ["Élan vital.", "Über alles."],
+    ],
+)
+def test_sentences_are_found_again(sentences: list[str]):
+    assert split_sentences(" ".join(sentences)) == sentences
+
+
+def test_an_empty_line_ends_a_sentence():
+    assert split_sentences("A title\n \n- an item.\nmore of it") == ["A title", "- an item.\nmore of it"]
+
+
+def test_marks_of_other_scripts_need_no_blank():
+    sentences = ["例えば。", "次です！", "はい。"]
+    assert split_sentences("".join(sentences)) == sentences
+
+
+def test_words_are_all_kept():
+    text = "  A b c.  D.E.F. is g!\n\n\nH i.\n"
+    assert " ".join(split_sentences(text)).split() == text.split()
+
+
+@pytest.mark.parametrize("text", ["", " \n\n ", "\n"])
+def test_nothing_has_no_sentences(text: str):
+    assert split_sentences(text) == []

@@ -1,0 +1,85 @@
+"""WordPiece against transformers' BERT tokenizer, and vocabularies that cannot be read."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.errors import ConfigError, DataError
+from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.training import train_wordpiece
+from megatron.tokenizer.wordpiece import SPECIAL
+
+TEXTS = [
+    "The cat sat on the mat, and the hat of the cat was naïve.",
+    "Cats and hats: 日本 MAT-ted, unseen Ωmega [MASK] [SEP] ##at!",
+    "",
+    "x" * 150,
+    "tabs\tand\nlines\x00 ...",
+]
+
+
+@pytest.fixture(params=["BertWordPieceLowerCase", "BertWordPieceCase"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def vocab_file(kind: str, tmp_path: Path) -> Path:
+    vocabulary = train_wordpiece(TEXTS[:2], 90, 1, lower_case=kind.endswith("LowerCase"))
+    path = tmp_path / "vocab.txt"
+    path.write_text("".join(f"{piece}\n" for piece in vocabulary))
+    return path
+
+
+def test_the_same_ids_as_transformers(kind: str, vocab_file: Path):
+    from transformers import BertTokenizer
+
+    ours = build_tokenizer(kind, str(vocab_file), None)
+    theirs = BertTokenizer(str(vocab_file), do_lower_case=kind.endswith("LowerCase"))
+    plain = [text.replace("[MASK] [SEP]", "") for text in TEXTS]  # theirs takes these for the tokens
+    assert ours.tokenize_batch(plain) == [theirs(text, add_special_tokens=False)["input_ids"] for text in plain]
+    assert ours.tokenize(TEXTS[1]) == ours.tokenize_batch(TEXTS)[1]
+    assert not {ours.mask, ours.sep, ours.cls, ours.pad} & {id for ids in ours.tokenize_batch(TEXTS) for id in ids}
+
+
+def test_words_come_back(vocab_file: Path, kind: str):
+    tokenizer = build_tokenizer(kind, str(vocab_file), None)
+    text = tokenizer.detokenize(tokenizer.tokenize("the cat sat on the mat"))
+    assert text == "the cat sat on the mat"
+    with pytest.raises(DataError, match="token 1000 is not in the vocabulary"):
+        tokenizer.detokenize([1000])
+
+
+def test_training_makes_words_of_the_text_and_knows_all_of_it(kind: str, vocab_file: Path):
+    tokenizer = build_tokenizer(kind, str(vocab_file), None)
+    pieces = vocab_file.read_text().splitlines()
+    assert tuple(pieces[:5]) == SPECIAL and 70 < len(pieces) == tokenizer.vocab_size <= 90
+    assert "cat" in pieces and "##at" in pieces
+    assert 1 not in tokenizer.tokenize(TEXTS[0]), "nothing is unknown"
+    assert tokenizer.continues.tolist() == [piece.startswith("##") for piece in pieces]
+
+
+def test_a_vocabulary_too_small_for_the_characters():
+    with pytest.raises(ConfigError, match="--vocab-size 12 is too small: .* need [0-9]+ or more"):
+        train_wordpiece(TEXTS[:1], 12, 1, lower_case=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n", r"the vocabulary lacks \[MASK\]; is it BERT's vocab.txt"),
+        ('{"a": 0}\n', r"the vocabulary lacks \[PAD\], \[UNK\], \[CLS\], \[SEP\], \[MASK\]"),
+        ("[PAD]\nthe\nthe\n", ":3: 'the' is there already, in line 2"),
+        ("[PAD]\n\nthe\n", ":2: empty"),
+    ],
+)
+def test_broken_vocabularies_are_named(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "vocab.txt"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        build_tokenizer("BertWordPieceCase", str(path), None)
+
+
+def test_merges_are_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="WordPiece has no merges"):
+        build_tokenizer("BertWordPieceCase", "vocab.txt", "merges.txt")
