@@ -33,14 +33,15 @@ class Memory:
     working: Working
 
     def parts(self) -> dict[str, int]:
-        """Bytes by what they are for."""
+        """Bytes by what they are for. What the optimizer's step takes beyond the backward pass counts as buffers."""
+        backward = self.working.activations + self.working.logits + self.working.buffers
         return {
             "weights": self.states.weights,
             "gradients": self.states.gradients,
             "optimizer": self.states.optimizer,
             "activations": self.working.activations,
             "logits": self.working.logits,
-            "buffers": self.states.buffers + self.working.buffers,
+            "buffers": self.states.buffers + self.working.buffers + max(self.states.step - backward, 0),
         }
 
     @property

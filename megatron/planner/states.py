@@ -22,6 +22,7 @@ _COUNTER = 4
 _BUCKET = 500_000_000
 _PERSISTENT = 100_000
 _LIVE = 1_000_000_000
+_SUB_GROUP = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class States:
     optimizer: int
     buffers: int
     """Buckets to reduce gradients in, and what ZeRO 3 has gathered."""
+    step: int
+    """What the optimizer's step takes beside them, when no activations are there any more."""
 
 
 def bytes_of(run: RunConfig) -> int:
@@ -50,6 +53,7 @@ def states(run: RunConfig, weights: Sequence[Weight], owner: int | None = None) 
         gradients=_gradients(run, weights, owner),
         optimizer=_optimizer(run, weights),
         buffers=_buffers(run, weights),
+        step=_step(run, weights),
     )
 
 
@@ -107,6 +111,17 @@ def _buffers(run: RunConfig, weights: Sequence[Weight]) -> int:
         return (bucket + min(passing, _setting(run, "stage3_max_live_parameters", _LIVE))) * bytes_of(run)
     copies = 2 if zero.zero_overlap_comm else 1
     return copies * bucket * bytes_of(run) if zero.zero_contigious_gradients else 0
+
+
+def _step(run: RunConfig, weights: Sequence[Weight]) -> int:
+    """Gradients flat and in fp32, and what torch's Adam works with: twice the largest tensor that it steps."""
+    if not _is_flat(run) or run.zero.offloads_optimizer:
+        return 0
+    parts = [_part(run, group) for group in _groups(weights)]
+    if run.zero.zero_stage == 3:
+        parts = [min(_shards(run, weights), _setting(run, "sub_group_size", _SUB_GROUP))]
+    copies = 0 if _sums_in_fp32(run) else sum(parts) * (FP32 + bytes_of(run))
+    return copies + 2 * max(parts) * FP32
 
 
 def _is_flat(run: RunConfig) -> bool:
