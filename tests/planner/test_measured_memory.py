@@ -1,8 +1,8 @@
 """Planned memory beside what real engines take: live storages between micro-batches, and the peak of a step.
 
 Weights, gradients and optimizer are the same to the byte on every rank; the peak is within a tenth, but for what gloo
-holds on to. Peaks come from
-torch's profiler, which sees every allocation, and not from resident memory, of which the C library keeps some back.
+holds on to. Peaks come from torch's profiler, which sees every allocation, and not from resident memory, of which the
+C library keeps some back.
 """
 
 import gc
