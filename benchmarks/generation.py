@@ -62,11 +62,10 @@ def main() -> None:
         f"{args.layers} layers, hidden {args.hidden_size}, {args.vocab_size:,} tokens; prompt {args.prompt_tokens}, "
         f"{args.new_tokens} new; {torch.get_num_threads()} threads of {os.cpu_count()} cores, {args.rounds} rounds"
     )
+    print(f"{'tokens/s':32} {'by the clock':24} by processor time")
     for size, rates in figures.items():
-        for way, each in rates.items():
-            print(
-                f"batch {size:3}  {way:20}  {statistics.median(each):8.1f} tokens/s ({min(each):.1f}-{max(each):.1f})"
-            )
+        for way, clocks in rates.items():
+            print(f"batch {size:3}  {way:20}   " + " ".join(f"{_spread(each):24}" for each in clocks.values()))
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 

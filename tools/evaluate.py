@@ -6,8 +6,8 @@
         --model-parallel-size 2
 
 LAMBADA takes JSONL with a "text" key, and asks for the last token of each, or with --strict-lambada for all tokens of
-the last word. WIKITEXT takes a file of WikiText as it is published. PPL takes plain text, JSONL (.jsonl, .json), or the
-prefix of a data set. The result is a JSON object, on the screen and in the file of --json.
+the last word. WIKITEXT takes a file of WikiText as it is published. PPL takes plain text, JSONL (.jsonl, .json),
+Parquet, or the prefix of a data set. The result is a JSON object, on the screen and in the file of --json.
 
 Processes beyond model-parallel size (1 unless it is given) x pipeline stages share the samples; the figures are the
 same. In names of flags, hyphens and underscores are the same.

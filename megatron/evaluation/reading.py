@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.data.corpus import FORMATS, read_chunks
+from megatron.data.corpus import FORMATS, format_of, read_chunks
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.errors import ConfigError, DataError
 
@@ -15,7 +15,7 @@ _CHUNK = 1 << 20
 
 
 class Line(NamedTuple):
-    """A text of a JSONL file, and where it stands."""
+    """One text of a file of many, and where it stands."""
 
     where: str
     text: str
@@ -32,18 +32,19 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path, key: str) -> list[Line]:
-    """The text under ``key`` of each line of a JSONL file, blank lines left out.
+    """The text under ``key`` of each line of a JSONL file, or row of Parquet; blank lines are left out.
 
     Raises ConfigError where the file cannot be read, with the number of a line that is wrong, and where none is left.
     """
+    kind = "parquet" if format_of(path) == "parquet" else "jsonl"
     with refused_as_usage():
         lines = [
             Line(where, text)
-            for chunk in read_chunks(path, "jsonl", (key,), size=_CHUNK)
+            for chunk in read_chunks(path, kind, (key,), size=_CHUNK)
             for number, line in enumerate(chunk.lines, chunk.first_line)
-            if line.strip()
+            if not isinstance(line, bytes) or line.strip()
             for where in [f"{path}:{number}"]
-            for text in FORMATS["jsonl"].texts(where, line, (key,))
+            for text in FORMATS[kind].texts(where, line, (key,))
         ]
     if not lines:
         raise ConfigError(f"{path}: no text in it; give a JSON object with {key!r} on each line")

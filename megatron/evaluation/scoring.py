@@ -79,9 +79,9 @@ def score_batch(model: ForwardModel, batch: Padded) -> Tensor | None:
     logits = model.logits(batch.tokens, batch.predicted)
     if logits is None:
         return None
-    logits, labels = logits.float(), batch.labels[batch.predicted]  # [k, v/t], [k]
+    labels = batch.labels[batch.predicted].unsqueeze(0)  # [1, k]
     group, vocab_size = model.layout.tensor_group, model.config.vocab_size
     losses = vocab_parallel_cross_entropy(logits, labels, group, vocab_size)
     wrong = vocab_parallel_argmax(logits, group, vocab_size) != labels
     sums = torch.zeros(batch.tokens.size(0), 2, dtype=torch.float64, device=labels.device)
-    return sums.index_add_(0, batch.predicted.nonzero()[:, 0], torch.stack([losses.double(), wrong.double()], 1))
+    return sums.index_add_(0, batch.predicted.nonzero()[:, 0], torch.cat([losses.double(), wrong.double()]).t())

@@ -32,7 +32,7 @@ class ForwardModel:
     layout: ParallelLayout
 
     def logits(self, tokens: Tensor, predicted: Tensor) -> Tensor | None:
-        """Logits [k, v/t] of what follows the tokens [b, s] where ``predicted`` [b, s] is true; not of all the others.
+        """Logits [1, k, v/t] of what follows the tokens [b, s] where ``predicted`` [b, s] is true, and nowhere else.
 
         All ranks that share the model call it alike. None on those of stages before the last.
         """
@@ -41,8 +41,9 @@ class ForwardModel:
             self._send(unpack(run_one_by_one(self.module.forward_funcs, stream))[0])
             return None
         *layers, head = self.module.forward_funcs
-        hidden = run_one_by_one(layers, stream).movedim(self.config.sequence_dim, 1)[predicted]  # [k, h]
-        return head(hidden.unsqueeze(0)).flatten(0, 1)
+        sequence_dim = self.config.sequence_dim
+        hidden = run_one_by_one(layers, stream).movedim(sequence_dim, 1)[predicted].unsqueeze(0)  # [1, k, h]
+        return head(hidden.movedim(1, sequence_dim))
 
     def _received(self, tokens: Tensor) -> Stream:
         """What the stage before sends. Every stage has the tokens, so that their documents need not travel."""

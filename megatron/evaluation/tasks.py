@@ -16,7 +16,9 @@ from megatron.evaluation.wikitext import count_words, detokenize_wikitext
 from megatron.tokenizer import Tokenizer
 
 Figure = int | float | None
-JSON_ENDINGS = (".jsonl", ".json")
+_COMPRESSED = (".gz", ".zst")
+_OF_MANY = (".jsonl", ".json", ".parquet")
+"""Endings of files that hold many texts."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,15 @@ def _wikitext(request: Request, tokenizer: Tokenizer) -> Task:
 
 
 def _perplexity_of_any(request: Request, tokenizer: Tokenizer) -> Task:
-    """A text as it is; the texts of a JSONL file, or the documents of a data set, one behind the other."""
+    """A text as it is; the texts of a JSONL or Parquet file, or the documents of a data set, one behind the other."""
     path = request.path
     if not path.is_file():
         if path.with_name(f"{path.name}.idx").exists():
             return _text_task(request, read_tokens(path, tokenizer.vocab_size), {})
         raise ConfigError(f"{path}: no such file, nor {path.name}.bin and {path.name}.idx; name a text or a data set")
-    if path.suffix in JSON_ENDINGS:
-        lines = read_lines(path, request.key)
+    name = path.with_suffix("") if path.suffix in _COMPRESSED else path
+    if name.suffix in _OF_MANY:
+        lines = [line for line in read_lines(path, request.key) if line.text]
         ids = [id for line in lines for id in (*_tokenize(line.where, line.text, tokenizer), tokenizer.eod)]
         text = "\n".join(line.text for line in lines)
     else:
