@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.config import ModelConfig
+from megatron.model.containers import run_one_by_one
 from megatron.model.embedding import without_documents
-from megatron.model.gpt2_model import GPT2Model, run_one_by_one
+from megatron.model.gpt2_model import GPT2Model
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.mpu.mappings import gather_from_model_parallel_region
 
