@@ -90,10 +90,11 @@ def _check_outputs(run: RunConfig) -> None:
     }
     if run.observe.profile_dir != run.observe.trace:
         folders["--profile-dir"] = run.observe.profile_dir
-    problems = [_folder_problem(flag, Path(folder)) for flag, folder in folders.items() if folder is not None]
+    found = {flag: _folder_problem(flag, Path(folder)) for flag, folder in folders.items() if folder is not None}
+    problems = list(found.values())
     if run.zero.nvme_path is not None and not Path(run.zero.nvme_path).is_dir():
         problems.append(f"--nvme-path {run.zero.nvme_path}: no such folder; name one on the NVMe device")
-    if run.logging.metrics_file is not None:
+    if run.logging.metrics_file is not None and not found.get("--run-dir"):
         problems.append(_file_problem("--metrics-file", Path(run.logging.metrics_file)))
     if any(problems):
         raise ConfigError(problem for problem in problems if problem)

@@ -57,6 +57,7 @@ def test_layout_agrees_with_one_process(train, run_ranks, one_process, layout):
     for one, other in zip(expected, found, strict=True):
         for name in one.keys() & {"lm_loss", "grad_norm", "learning_rate", "validation_loss", "test_loss"}:
             assert other[name] == pytest.approx(one[name], rel=TOLERANCE), (layout, one["iteration"], name)
+    assert not any(name.endswith("ppl") for line in found for name in line), "the loss is not of tokens alone"
     assert any(line.get("grad_norm", 0) > 0.4 for line in expected), "clipping had nothing to do"
     (differences,) = run_ranks(1, compare_weights, str(one_process / "checkpoint"), str(folder / "checkpoint"))
     assert not differences

@@ -1,10 +1,13 @@
 """--dry-run: the real layers of any rank of any number of processes, without memory and without the others."""
 
+from dataclasses import replace
+
 import pytest
 from support.programs import TINY_MODEL
 
 from megatron.arguments import parse_run
 from megatron.config import RunConfig
+from megatron.config.architecture import BERT
 from megatron.planner.memory import stage_memory
 from megatron.preflight import check
 
@@ -28,14 +31,29 @@ def settled(words: str, programs, world_size: int) -> RunConfig:
     return check(parse_run(words, {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(world_size)}))[0]
 
 
+def settled_bert(words: str) -> RunConfig:
+    words = [*TINY_MODEL, *"--data-path d --vocab-file v --batch-size 2 --train-iters 4".split(), *words.split()]
+    words += ["--tokenizer-type", "BertWordPieceLowerCase"]
+    run = parse_run(words, {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": "48"}, BERT)
+    return replace(run, model=replace(run.model, vocab_size=100, padded_vocab_size=128))
+
+
 @pytest.mark.parametrize("words", LAYOUTS)
 def test_layers_hold_what_the_planner_counts(words, programs):
+    check_ranks(settled(words, programs, 48))
+
+
+@pytest.mark.parametrize("words", ["--model-parallel-size 2", "--pipe-parallel-size 2 --bf16"])
+def test_layers_of_bert_hold_what_the_planner_counts(words):
+    check_ranks(settled_bert(words))
+
+
+def check_ranks(run: RunConfig) -> None:
     """Tensor by tensor, on the first rank of each stage and on the very last rank."""
     from megatron.dry_run import built_weights, first_rank_of_each_stage, pretended_layout, rank_memory
     from megatron.partition import plan
     from megatron.planner.parameters import stage_weights
 
-    run = settled(words, programs, 48)
     stages = plan(run)
     for rank in (*first_rank_of_each_stage(run.parallel), 47):
         with pretended_layout(run.parallel, rank) as layout:

@@ -72,7 +72,7 @@ def test_a_corpus_too_small_for_one_sample(corpus: Path) -> None:
     assert isinstance(error, DataError) and "500" in str(error)
 
 
-@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--data-cache-path"])
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--data-cache-path", "--trace", "--run-dir"])
 def test_a_file_where_a_folder_should_be(flag: str, corpus: Path) -> None:
     place = corpus / "vocab.json" / "inside"
     error = refusal(run_of(corpus, f"{flag} {place}"))

@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-ELEMENTS_AT_ONCE = {"cpu": 1 << 21}
-"""Logits that are in fp32 at one time, by kind of device: on a CPU what fits its caches."""
-MOST_AT_ONCE = 1 << 27
+from megatron.chunks import rows_at_once
 
 
 def vocab_parallel_cross_entropy(
@@ -73,6 +71,5 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
     """Rows to take at a time; none where there is nothing in them."""
     rows, columns = logits.shape
     if columns:
-        most = ELEMENTS_AT_ONCE.get(logits.device.type, MOST_AT_ONCE)
-        step = max(1, most // columns)
+        step = rows_at_once(columns, logits.device.type)
         yield from (slice(start, start + step) for start in range(0, rows, step))

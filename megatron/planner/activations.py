@@ -8,6 +8,7 @@ fused one, linears keep their gathered inputs under sequence parallelism, and fp
 
 from typing import NamedTuple
 
+from megatron.chunks import rows_at_once
 from megatron.config import RunConfig
 from megatron.planner.states import FP32, bytes_of
 
@@ -74,7 +75,7 @@ class Activations(NamedTuple):
     back: int
     """What the last norm and the head keep, without the logits."""
     logits: int
-    """Most that logits, probabilities and their gradients take at a time: three of them in the loss's type."""
+    """Most that logits take at a time: themselves, their gradients, and some rows in the loss's type."""
     stored_logits: int
     """The logits themselves."""
     hidden: int
@@ -99,7 +100,7 @@ def activations(run: RunConfig) -> Activations:
         kept_input=_kept_input(run, hidden, z.t),
         front=z.tokens * (_INT64 + 1) + z.stream * z.h * z.mask,
         back=hidden + whole + 2 * z.stream * FP32,
-        logits=3 * logits * (z.element if run.model.fp16_lm_cross_entropy else FP32),
+        logits=2 * logits * z.element + _loss_rows(run, z),
         stored_logits=logits * z.element,
         hidden=hidden,
         passing=2 * z.tokens * z.f * z.element // z.t + copies * whole,
@@ -111,6 +112,14 @@ def _layer(z: Sizes) -> int:
     linear_inputs = 2 * z.tokens * z.h * z.element  # whole under sequence parallelism, too: they have been gathered
     cut = (4 * z.h + 2 * z.f) * z.tokens * z.element // z.t  # query, key, value, context, and both sides of GELU
     return streams + linear_inputs + cut
+
+
+def _loss_rows(run: RunConfig, z: Sizes) -> int:
+    """The rows of logits that the loss takes together, and beside them those they are made of."""
+    columns = z.v // z.t
+    element = z.element if run.model.fp16_lm_cross_entropy else FP32
+    rows = min(z.tokens, rows_at_once(columns, run.parallel.device))
+    return rows * columns * element * (1 if element == z.element else 2)
 
 
 def _kept_input(run: RunConfig, hidden: int, t: int) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import IO, NamedTuple
 
+from megatron.pipe_schedule import passes
 from megatron.planner.formulas import bubble_share
 from megatron.planner.memory import Memory
 from megatron.planner.presets import GB
@@ -23,12 +24,8 @@ class Pass(NamedTuple):
 
 
 def one_forward_one_backward(p: int, m: int, forward: float = 1.0, backward: float = 2.0) -> list[Pass]:
-    """The passes of ``m`` micro-batches through ``p`` stages, each as early as it can be.
-
-    Stage i runs as many passes forward as it has stages behind it, then one forward and one
-    backward by turns, then the rest backward (arXiv 2104.04473, figure 4).
-    """
-    orders = [_order(stage, p, m) for stage in range(p)]
+    """The passes of ``m`` micro-batches, from 1 on, through ``p`` stages, each as early as it can be."""
+    orders = [[(one.micro_batch, one.is_forward) for one in passes(stage, p, m)] for stage in range(p)]
     ends: dict[tuple[int, int, bool], float] = {}
     free, done = [0.0] * p, [0] * p
     found: list[Pass] = []
@@ -45,16 +42,6 @@ def one_forward_one_backward(p: int, m: int, forward: float = 1.0, backward: flo
                 found.append(Pass(stage, micro_batch, is_forward, start, free[stage]))
                 done[stage] += 1
     return found
-
-
-def _order(stage: int, p: int, m: int) -> list[tuple[int, bool]]:
-    """(micro-batch, whether forward) of one stage, in order."""
-    ahead = min(p - stage - 1, m)
-    order = [(number, True) for number in range(ahead)]
-    for number in range(m):
-        order += [(number + ahead, True)] if number + ahead < m else []
-        order.append((number, False))
-    return order
 
 
 def _needed(stage: int, micro_batch: int, forward: bool, p: int) -> tuple[int, int, bool] | None:
@@ -96,11 +83,11 @@ def draw_schedule(p: int, m: int, file: IO[bytes], backward: float = 2.0) -> Non
     from matplotlib import pyplot
 
     drawn = min(m, max(_MOST_PASSES // p, p))
-    passes = one_forward_one_backward(p, drawn, backward=backward)
-    length = max(one.end for one in passes)
+    drawn_passes = one_forward_one_backward(p, drawn, backward=backward)
+    length = max(one.end for one in drawn_passes)
     figure, axes = pyplot.subplots(figsize=(max(6.0, min(length * 0.28, 24)), 0.3 * p + 1.4), layout="constrained")
     for is_forward, colour in ((True, "tab:blue"), (False, "tab:green")):
-        own = [one for one in passes if one.forward is is_forward]
+        own = [one for one in drawn_passes if one.forward is is_forward]
         axes.barh(
             [one.stage for one in own],
             [one.end - one.start for one in own],
@@ -111,7 +98,7 @@ def draw_schedule(p: int, m: int, file: IO[bytes], backward: float = 2.0) -> Non
             label="forward" if is_forward else "backward",
         )
     if length <= 100 and p <= 16:
-        for one in passes:
+        for one in drawn_passes:
             axes.text((one.start + one.end) / 2, one.stage, str(one.micro_batch), ha="center", va="center", fontsize=6)
     some = f", {drawn} of them drawn" if drawn < m else ""
     title = f"{p} stages, {m} micro-batches{some}: {bubble_share(p, m):.1%} of the time idle"

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.config import ModelConfig, RunConfig
+from megatron.config.architecture import BERT
 from megatron.partition import Stage, plan
 
 
@@ -44,8 +45,9 @@ def rank_parameters(run: RunConfig) -> list[int]:
 
 
 def _front(model: ModelConfig, t: int) -> list[Weight]:
-    positions = model.max_position_embeddings * model.hidden_size
-    return [_words(model, t), Weight("position_embeddings.weight", positions, True)]
+    h = model.hidden_size
+    types = [Weight("tokentype_embeddings.weight", 2 * h, True)] if model.architecture == BERT.name else []
+    return [_words(model, t), *types, Weight("position_embeddings.weight", model.max_position_embeddings * h, True)]
 
 
 def _words(model: ModelConfig, t: int) -> Weight:
@@ -53,7 +55,18 @@ def _words(model: ModelConfig, t: int) -> Weight:
 
 
 def _back(model: ModelConfig, t: int, *, tied: bool) -> list[Weight]:
-    return [*_norm("final_layernorm", model.hidden_size), *([] if tied else [_words(model, t)])]
+    h, words = model.hidden_size, [] if tied else [_words(model, t)]
+    if model.architecture != BERT.name:
+        return [*_norm("final_layernorm", h), *words]
+    return [
+        *_norm("final_layernorm", h),
+        *_linear("dense", h, h),
+        *_norm("layernorm", h),
+        *_linear("pooler", h, h),
+        *_linear("order", h, 2),
+        *words,
+        Weight("word_bias", model.padded_vocab_size // t, False),
+    ]
 
 
 @lru_cache(maxsize=64)
@@ -78,3 +91,8 @@ def _layer(model: ModelConfig, t: int) -> tuple[Weight, ...]:
 
 def _norm(name: str, h: int) -> tuple[Weight, Weight]:
     return Weight(f"{name}.weight", h, False), Weight(f"{name}.bias", h, False)
+
+
+def _linear(name: str, inputs: int, outputs: int) -> tuple[Weight, Weight]:
+    """One that every rank holds whole."""
+    return Weight(f"{name}.weight", inputs * outputs, True), Weight(f"{name}.bias", outputs, False)

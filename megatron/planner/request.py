@@ -21,8 +21,7 @@ _OF_TOOL = {
 }
 _PLACEHOLDERS = {
     "lr": 1.5e-4,
-    "train_iters": 1000,
-    "data_path": ("data/my_text_document",),
+    "data_path": "data/my_text_document",
     "vocab_file": "vocab/vocab.json",
     "merge_file": "vocab/merges.txt",
 }
@@ -77,9 +76,8 @@ def make_request(
         problems.append(f"{given['deepspeed_config'].source} is what the planner makes: say its settings as flags")
     if "global_batch_size" not in given:
         problems.append("--global-batch-size is required")
-    sizes = MODELS[model]._asdict() if model else {}
-    for name, value in {**sizes, **_placeholders(given, tokens, sizes)}.items():
-        given.setdefault(name, _said(name, value))
+    filled, _ = read_flags(_fillers(given, tokens, model))
+    given = {**filled, **given}
     if not {"bf16", "fp16"} & given.keys() and precision != "fp32":
         given[precision] = Given(True, f"--{precision}")
     problems += value_problems(given)
@@ -88,16 +86,19 @@ def make_request(
     return Request(given, machine, devices, _vocabulary_size(given) or vocab_size, headroom, tokens)
 
 
-def _placeholders(given: Mapping[str, Given], tokens: float, sizes: Mapping[str, int]) -> dict[str, float | str]:
-    found = dict(_PLACEHOLDERS)
-    if {"train_iters", "train_samples"} & given.keys():
-        del found["train_iters"]
-    elif "global_batch_size" in given:
-        s = given["seq_length"].value if "seq_length" in given else sizes.get("seq_length", 0)
-        found["train_iters"] = max(round(tokens / max(given["global_batch_size"].value * s, 1)), 1)
+def _fillers(given: Mapping[str, Given], tokens: float, model: str | None) -> list[str]:
+    """Arguments for the sizes of ``model``, and for what a run needs and the layout does not depend on."""
+    sizes = MODELS[model]._asdict() if model else {}
+    found: dict[str, object] = {**sizes, **_PLACEHOLDERS}
+    if "train_data_path" in given:
+        del found["data_path"]
     if "tokenizer_type" in given and given["tokenizer_type"].value != "GPT2BPETokenizer":
         del found["merge_file"]
-    return found
+    if not {"train_iters", "train_samples"} & given.keys():
+        samples = given["global_batch_size"].value if "global_batch_size" in given else 1
+        s = given["seq_length"].value if "seq_length" in given else sizes.get("seq_length", 1)
+        found["train_iters"] = max(round(tokens / max(samples * s, 1)), 1)
+    return [word for name, value in found.items() for word in (flag_name(flag_fields()[name]), str(value))]
 
 
 def _vocabulary_size(given: Mapping[str, Given]) -> int | None:
@@ -112,11 +113,10 @@ def _vocabulary_size(given: Mapping[str, Given]) -> int | None:
         raise DataError(f"{error.filename}: {error.strerror}") from None
 
 
-def _said(name: str, value: float | str | tuple[str, ...]) -> Given:
-    words = " ".join(value) if isinstance(value, tuple) else value
-    return Given(value, f"{flag_name(flag_fields()[name])} {words}")
-
-
 def words(given: Mapping[str, Given]) -> list[str]:
     """The command line that gives these values."""
-    return [word for value in given.values() for word in value.words]
+    found: list[str] = []
+    for value in given.values():
+        flag, *text = value.source.split(" ", 1)
+        found += [flag, *(value.value if isinstance(value.value, tuple) else text)]
+    return found

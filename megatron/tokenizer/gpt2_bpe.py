@@ -1,15 +1,14 @@
 """GPT-2's byte-level BPE (Radford et al., 2019), run by the Rust library ``tokenizers``."""
 
-from collections.abc import Iterable, Sequence
-
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.errors import DataError
-from megatron.tokenizer.vocabulary import EOD, check_known, read_text, read_vocab_json, require_files
+from megatron.tokenizer.rust import RustTokenizer
+from megatron.tokenizer.vocabulary import EOD, read_text, read_vocab_json, require_files
 
 
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(RustTokenizer):
     """Byte-level BPE from GPT-2's two files; it can spell any text, and gives it back unchanged.
 
     ``vocab.json`` maps tokens to ids, ``merges.txt`` holds a merge a line, first merges first.
@@ -24,34 +23,11 @@ class GPT2BPETokenizer:
         vocabulary = read_vocab_json(vocab_file, required=(EOD,))
         check_byte_symbols(vocab_file, vocabulary)
         merges = read_merges(merge_file, vocabulary)
-        self.vocab_size = len(vocabulary)
+        encoder = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+        encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        encoder.decoder = decoders.ByteLevel()
+        super().__init__(encoder, len(vocabulary))
         self.eod = vocabulary[EOD]
-        # EOD is no special token to the library, or it would be found in texts.
-        self._encoder = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
-        self._encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        self._encoder.decoder = decoders.ByteLevel()
-
-    def tokenize(self, text: str) -> list[int]:
-        """The ids of ``text``. Raises DataError for a text that UTF-8 cannot write."""
-        return self.tokenize_batch([text])[0]
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, by all cores. Raises DataError for a text that UTF-8 cannot write."""
-        try:
-            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        except TypeError:
-            check_encodable(texts)
-            raise
-        return [encoding.ids for encoding in encodings]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; bytes that are not UTF-8, as of half a character, become U+FFFD.
-
-        Raises DataError for an id outside the vocabulary.
-        """
-        ids = [int(id) for id in ids]
-        check_known(ids, self.vocab_size)
-        return self._encoder.decode(ids, skip_special_tokens=False)
 
 
 def check_byte_symbols(path: str, vocabulary: dict[str, int]) -> None:
@@ -85,15 +61,3 @@ def read_merges(path: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
                 )
         merges.append((left, right))
     return merges
-
-
-def check_encodable(texts: Iterable[str]) -> None:
-    """Raises DataError for a text with half of a surrogate pair, which JSON can write and UTF-8 cannot."""
-    for text in texts:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            code = ord(text[error.start])
-            raise DataError(
-                f"character {error.start} of the text is U+{code:04X}, half of a surrogate pair; remove or replace it"
-            ) from error

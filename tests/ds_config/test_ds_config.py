@@ -169,6 +169,14 @@ def test_a_contradiction_names_both_sides(words: str, tree: dict, message: str, 
     assert f"{message} in ds.json contradict each other: remove one" in faults(tree, words)
 
 
+def test_the_flops_profiler_has_one_master(faults) -> None:
+    words = "--flops-profile-step 3 --profile-dir out"
+    expected = {"enabled": True, "profile_step": 2, "output_file": "out/flops-profile.txt"}
+    assert parse(words).ds_config["flops_profiler"] == expected, "DeepSpeed counts from 0 on"
+    (said,) = faults({"flops_profiler": {"enabled": True}}, words)
+    assert said == "--flops-profile-step and flops_profiler in the JSON exclude each other: remove one"
+
+
 def test_defaults_contradict_nothing(config_file) -> None:
     words = config_file({"gradient_clipping": 3, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
     run = parse(words)

@@ -9,8 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from megatron import mpu
-from megatron.mpu import cross_entropy as cross_entropy_module
+from megatron import chunks, mpu
 
 TENSOR_PARALLEL_SIZES = [1, 2, 4]
 INIT = {"std": 0.3, "seed": 7}
@@ -229,7 +228,7 @@ def half_precision_cross_entropy(elements: int):
     part, serial = _part(whole, -1).clone().requires_grad_(), whole.float().requires_grad_()
     expected = F.cross_entropy(serial.flatten(0, 1), labels.flatten(), reduction="none").view(2, 5)
     expected.sum().backward()
-    with patch.dict(cross_entropy_module.ELEMENTS_AT_ONCE, cpu=elements):
+    with patch.dict(chunks.ELEMENTS_AT_ONCE, cpu=elements):
         losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD)
         losses.sum().backward()
     assert losses.dtype == torch.float32 and part.grad.dtype == torch.bfloat16

@@ -7,6 +7,7 @@ torch's profiler, which sees every allocation, and not from resident memory, of 
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from support.programs import TINY_MODEL
 
@@ -92,7 +93,9 @@ def measure(words: list[str]) -> tuple[dict[str, int], dict[str, int]]:
 
 def between_micro_batches(engine, batches) -> dict[str, int]:
     """Bytes of each kind when gradients have been summed up, but not yet reduced, in a second iteration."""
-    from megatron.engine import tell_instructions, train_batch
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    from megatron.engine import train_batch
 
     found: dict[str, int] = {}
 
@@ -100,12 +103,19 @@ def between_micro_batches(engine, batches) -> dict[str, int]:
         if not found:
             found.update({kind: sum(storages(tensors).values()) for kind, tensors in by_kind(engine).items()})
 
-    if hasattr(engine, "_INSTRUCTION_MAP"):
-        tell_instructions(engine, lambda name, _: look() if name == "ReduceGrads" else None)
-    else:
-        step = engine.step
-        engine.step = lambda: (look(), step())
+    @contextmanager
+    def listen(instruction) -> Iterator[None]:
+        if instruction.name == "ReduceGrads":
+            look()
+        yield
+
+    if isinstance(engine, PipelineEngine):
+        train_batch(engine, batches, [listen])
+        return found
+    step = engine.step
+    engine.step = lambda: (look(), step())
     train_batch(engine, batches)
+    del engine.step
     return found
 
 

@@ -87,7 +87,7 @@ def test_plain_text(tmp_path: Path, command: Callable[..., list[str]]) -> None:
 
 
 def test_sentences_are_sequences_of_their_document(tmp_path: Path, command: Callable[..., list[str]]) -> None:
-    lines = [{"text": "A b. C d d! A."}, {"text": "  "}, {"text": "B\n\nC c c"}, {"text": "D d d d"}]
+    lines = [{"text": "A b. C d d! A."}, {"text": "B\n\nC c c"}, {"text": "D d d d"}]
     corpus = write_jsonl(tmp_path / "corpus.jsonl", lines)
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c", "d", ".", "!"]
     (tmp_path / "vocab.txt").write_text("".join(f"{token}\n" for token in vocabulary))
@@ -99,7 +99,12 @@ def test_sentences_are_sequences_of_their_document(tmp_path: Path, command: Call
     assert dataset.doc_idx.tolist() == [0, 3, 5, 6]
     spelt = ["".join(vocabulary[token] for token in dataset.get(n)) for n in range(len(dataset))]
     assert spelt == ["ab.", "cdd!", "a.", "b", "ccc", "dddd"]
-    assert "3 documents, 17 tokens" in finished.stdout and "1 empty documents left out" in finished.stdout
+    assert "3 documents, 17 tokens" in finished.stdout
+    (tmp_path / "corpus.jsonl").write_text('{"text": "a."}\n{"text": " \\n\\n "}\n')
+    refused = run(command([corpus], *kind, "--split-sentences"))
+    assert one_error(refused, 3).endswith(
+        'corpus.jsonl:2: no text under "text" (--on-error skip leaves such lines out)'
+    )
 
 
 def test_each_key_has_its_data_set(tmp_path: Path, command: Callable[..., list[str]]) -> None:

@@ -1,6 +1,6 @@
 """One clock for all ranks."""
 
-import time
+from collections.abc import Callable
 from statistics import median
 
 import torch.distributed as dist
@@ -8,8 +8,8 @@ import torch.distributed as dist
 _ROUNDS = 16
 
 
-def seconds_ahead() -> float:
-    """How far this rank's ``time.perf_counter()`` is ahead of rank 0's; 0.0 where no difference can be told.
+def seconds_ahead(clock: Callable[[], float]) -> float:
+    """How far this rank's ``clock`` is ahead of rank 0's; 0.0 where no difference can be told.
 
     Every rank must call it. All leave a barrier at about the same time, and over some of them chance evens out; on one
     host the ranks have one clock, and the differences lie on both sides of zero.
@@ -17,7 +17,7 @@ def seconds_ahead() -> float:
     stamps = []
     for _ in range(_ROUNDS):
         dist.barrier()
-        stamps.append(time.perf_counter())
+        stamps.append(clock())
     everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, stamps)
     differences = [own - first for own, first in zip(stamps, everyone[0], strict=True)]

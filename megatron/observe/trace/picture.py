@@ -104,7 +104,7 @@ def _theory(timeline: Timeline, ranks: Sequence[int], iteration: int) -> list[tu
         begin = max(free[stage], ended.get((kind, before, number), 0.0))
         free[stage] = ended[kind, stage, number] = begin + seconds[kind]
         bars[stage].append(_Bar(begin, free[stage], kind, number, f"{kind} of micro-batch {number}"))
-    return [(f"stage {stage}", of_stage) for stage, of_stage in enumerate(bars)]
+    return [(f"stage {stage}", of_stage) for stage, of_stage in enumerate(bars[:_MOST_ROWS])]
 
 
 def _rows(rows: Sequence[tuple[str, list[_Bar]]], top: float, span: float) -> Iterator[str]:
@@ -127,7 +127,7 @@ def _figures(timeline: Timeline, measures: Measures) -> Iterator[str]:
     yield text(
         20, 58,
         f"{_count(shape.stages, 'stage')}, {_count(shape.micro_batches, 'micro-batch')}, {shape.schedule}; medians of "
-        f"{len(timeline.iterations)} iterations: {measures.seconds * 1000:.1f} ms each",
+        f"{_count(len(timeline.iterations), 'iteration')}: {measures.seconds * 1000:.1f} ms each",
         size=14,
     )  # fmt: skip
     theory = ""

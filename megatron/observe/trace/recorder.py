@@ -106,7 +106,7 @@ class Tracer:
     def _start(self) -> float:
         """What this rank's clock shows when that of rank 0 showed what it does as the first rank sets off."""
         starts: list[float] = [0.0] * dist.get_world_size()
-        ahead = seconds_ahead()
+        ahead = seconds_ahead(time.perf_counter)
         dist.all_gather_object(starts, time.perf_counter() - ahead)
         return min(starts) + ahead
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,7 +87,17 @@ class Timeline:
 
     def instructions(self, rank: int, iteration: int) -> list[Event]:
         """What ``rank`` did in ``iteration``, in whole instructions."""
-        return [event for event in self.events[rank] if event.iteration == iteration and event.is_whole]
+        return self._instructions[rank].get(iteration, [])
+
+    @cached_property
+    def _instructions(self) -> list[dict[int, list[Event]]]:
+        """Of each rank, by iteration."""
+        found: list[dict[int, list[Event]]] = [{} for _ in self.events]
+        for of_rank, events in zip(found, self.events, strict=True):
+            for event in events:
+                if event.is_whole:
+                    of_rank.setdefault(event.iteration, []).append(event)
+        return found
 
 
 def to_json(timeline: Timeline, ranks: Iterable[int], **about: Any) -> str:
