@@ -116,7 +116,7 @@ def _layer(z: Sizes) -> int:
 
 def _loss_rows(run: RunConfig, z: Sizes) -> int:
     """The rows of logits that the loss takes together, and beside them those they are made of."""
-    columns = z.v // z.t
+    columns = min(run.model.vocab_size, z.v) // z.t or 1  # without those that pad the vocabulary
     element = z.element if run.model.fp16_lm_cross_entropy else FP32
     rows = min(z.tokens, rows_at_once(columns, run.parallel.device))
     return rows * columns * element * (1 if element == z.element else 2)

@@ -21,6 +21,8 @@ ON_ONE = [
     f"{STILL} --checkpoint-activations",
     f"{STILL} --recompute-granularity selective --attention-softmax-in-fp32",
     f"--bf16 --zero-stage 1 {BUCKET}",
+    f"{STILL} --make-vocab-size-divisible-by 4096",
+    f"{STILL} --make-vocab-size-divisible-by 4096 --bf16 --zero-stage 1 {BUCKET}",
 ]
 ON_TWO = [
     f"{STILL} --zero-stage 0",
