@@ -29,6 +29,16 @@ class Pass(NamedTuple):
     is_forward: bool
 
 
+class TimedPass(NamedTuple):
+    """A forward or backward pass of a stage in time."""
+
+    stage: int
+    micro_batch: int
+    is_forward: bool
+    begin: float
+    end: float
+
+
 LAST = (Instruction("ReduceTiedGrads"), Instruction("ReduceGrads"), Instruction("OptimizerStep"))
 """What each stage does behind all passes."""
 
@@ -46,6 +56,21 @@ def passes(stage: int, stages: int, micro_batches: int) -> list[Pass]:
         found.append(Pass(stage + 2 * number, number + 1, True))
         found.append(Pass(2 * stages - 1 - stage + 2 * number, number + 1, False))
     return sorted(found)
+
+
+def timed_passes(stages: int, micro_batches: int, forward: float, backward: float) -> list[TimedPass]:
+    """All passes, each as early as those it builds on allow, where they take ``forward`` and ``backward`` in time."""
+    in_slots = sorted(
+        (found.slot, stage, found) for stage in range(stages) for found in passes(stage, stages, micro_batches)
+    )
+    free, ends = [0.0] * stages, {}
+    timed = []
+    for _, stage, (_, number, is_forward) in in_slots:
+        before = stage - 1 if is_forward else stage + 1
+        begin = max(free[stage], ends.get((before, number, is_forward), 0.0))
+        free[stage] = ends[stage, number, is_forward] = begin + (forward if is_forward else backward)
+        timed.append(TimedPass(stage, number, is_forward, begin, free[stage]))
+    return timed
 
 
 def instructions(stage: int, stages: int, micro_batches: int) -> list[Instruction]:

@@ -76,7 +76,8 @@ def compare_weights(one: str, other: str) -> list[str]:
 
 def whole_bert(saved):
     """All weights of a checkpoint, by name."""
-    from megatron.checkpoint.weights import load_weights, whole_model_config
+    from megatron.checkpoint.weights import load_weights
+    from megatron.checkpoint.whole_config import whole_model_config
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.model.bert_model import bert_layers, bert_loss
     from megatron.model.containers import PlainModel

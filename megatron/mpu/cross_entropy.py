@@ -16,7 +16,7 @@ from megatron.chunks import rows_at_once
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, group: ProcessGroup, vocab_size: int | None = None, *, in_fp32: bool = True
 ) -> Tensor:
-    """logits [b, s, v/t], labels [b, s] -> loss [b, s], without gathering the logits.
+    """logits [b, s, v/t], labels [b, s] -> loss [b, s], or of rows alone, without gathering the logits.
 
     Columns from ``vocab_size`` on pad the vocabulary and take no part. With ``in_fp32`` the loss is fp32 whatever
     the logits are, which are then taken some rows at a time: never are all of them in fp32.
@@ -24,7 +24,7 @@ def vocab_parallel_cross_entropy(
     first = logits.size(-1) * group.rank()
     columns = logits.size(-1) if vocab_size is None else min(max(vocab_size - first, 0), logits.size(-1))
     dtype = torch.float32 if in_fp32 else logits.dtype
-    rows = _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten() - first, columns, dtype, group)
+    rows = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten() - first, columns, dtype, group)
     return rows.view(labels.shape)
 
 

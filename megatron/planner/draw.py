@@ -1,9 +1,9 @@
 """Pictures of a plan: memory of each stage's rank, and the order of a pipeline's passes."""
 
 from collections.abc import Sequence
-from typing import IO, NamedTuple
+from typing import IO
 
-from megatron.pipe_schedule import passes
+from megatron.pipe_schedule import timed_passes
 from megatron.planner.formulas import bubble_share
 from megatron.planner.memory import Memory
 from megatron.planner.presets import GB
@@ -11,44 +11,6 @@ from megatron.planner.presets import GB
 _MOST_BARS = 64
 _MOST_PASSES = 1200
 """Stages x micro-batches that one can tell apart in a picture."""
-
-
-class Pass(NamedTuple):
-    """A forward or backward pass of a micro-batch on a stage."""
-
-    stage: int
-    micro_batch: int
-    forward: bool
-    start: float
-    end: float
-
-
-def one_forward_one_backward(p: int, m: int, forward: float = 1.0, backward: float = 2.0) -> list[Pass]:
-    """The passes of ``m`` micro-batches, from 1 on, through ``p`` stages, each as early as it can be."""
-    orders = [[(one.micro_batch, one.is_forward) for one in passes(stage, p, m)] for stage in range(p)]
-    ends: dict[tuple[int, int, bool], float] = {}
-    free, done = [0.0] * p, [0] * p
-    found: list[Pass] = []
-    while len(found) < 2 * p * m:
-        for stage in range(p):
-            while done[stage] < 2 * m:
-                micro_batch, is_forward = orders[stage][done[stage]]
-                needed = _needed(stage, micro_batch, is_forward, p)
-                if needed is not None and needed not in ends:
-                    break
-                start = max(free[stage], ends.get(needed, 0.0))
-                free[stage] = start + (forward if is_forward else backward)
-                ends[stage, micro_batch, is_forward] = free[stage]
-                found.append(Pass(stage, micro_batch, is_forward, start, free[stage]))
-                done[stage] += 1
-    return found
-
-
-def _needed(stage: int, micro_batch: int, forward: bool, p: int) -> tuple[int, int, bool] | None:
-    """The pass that has to be over before this one."""
-    if forward:
-        return (stage - 1, micro_batch, True) if stage else None
-    return (stage + 1, micro_batch, False) if stage < p - 1 else (stage, micro_batch, True)
 
 
 def draw_memory(memories: Sequence[Memory], room: float, file: IO[bytes]) -> None:
@@ -83,15 +45,15 @@ def draw_schedule(p: int, m: int, file: IO[bytes], backward: float = 2.0) -> Non
     from matplotlib import pyplot
 
     drawn = min(m, max(_MOST_PASSES // p, p))
-    drawn_passes = one_forward_one_backward(p, drawn, backward=backward)
+    drawn_passes = timed_passes(p, drawn, 1.0, backward)
     length = max(one.end for one in drawn_passes)
     figure, axes = pyplot.subplots(figsize=(max(6.0, min(length * 0.28, 24)), 0.3 * p + 1.4), layout="constrained")
     for is_forward, colour in ((True, "tab:blue"), (False, "tab:green")):
-        own = [one for one in drawn_passes if one.forward is is_forward]
+        own = [one for one in drawn_passes if one.is_forward is is_forward]
         axes.barh(
             [one.stage for one in own],
-            [one.end - one.start for one in own],
-            left=[one.start for one in own],
+            [one.end - one.begin for one in own],
+            left=[one.begin for one in own],
             color=colour,
             edgecolor="white",
             linewidth=0.4,
@@ -99,7 +61,7 @@ def draw_schedule(p: int, m: int, file: IO[bytes], backward: float = 2.0) -> Non
         )
     if length <= 100 and p <= 16:
         for one in drawn_passes:
-            axes.text((one.start + one.end) / 2, one.stage, str(one.micro_batch), ha="center", va="center", fontsize=6)
+            axes.text((one.begin + one.end) / 2, one.stage, str(one.micro_batch), ha="center", va="center", fontsize=6)
     some = f", {drawn} of them drawn" if drawn < m else ""
     title = f"{p} stages, {m} micro-batches{some}: {bubble_share(p, m):.1%} of the time idle"
     axes.invert_yaxis()

@@ -4,8 +4,8 @@ import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
 from megatron.partition import plan
+from megatron.pipe_schedule import timed_passes
 from megatron.planner import formulas
-from megatron.planner.draw import one_forward_one_backward
 from megatron.planner.presets import DEVICES, TERA
 from megatron.planner.request import make_request
 from megatron.planner.search import Candidate, search
@@ -97,9 +97,9 @@ def test_traffic_of_weights_and_gradients(stage, ways):
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 8), (8, 32), (3, 2)])
 def test_the_drawn_schedule_is_deepspeeds(p, m):
     """The same passes in the same order on each stage, in as many slots, with as many micro-batches at a time."""
-    passes = one_forward_one_backward(p, m, backward=1.0)
+    passes = timed_passes(p, m, 1.0, 1.0)
     assert max(one.end for one in passes) == formulas.slots(p, m)
-    busy = sum(one.end - one.start for one in passes)
+    busy = sum(one.end - one.begin for one in passes)
     assert 1 - busy / (p * formulas.slots(p, m)) == pytest.approx(formulas.bubble_share(p, m))
     for stage in range(p):
         schedule = TrainSchedule(micro_batches=m, stages=p, stage_id=stage)
@@ -109,7 +109,7 @@ def test_the_drawn_schedule_is_deepspeeds(p, m):
             for command in step
             if isinstance(command, ForwardPass | BackwardPass)
         ]
-        ours = [one.forward for one in sorted(passes, key=lambda one: one.start) if one.stage == stage]
+        ours = [one.is_forward for one in sorted(passes, key=lambda one: one.begin) if one.stage == stage]
         assert ours == theirs
         assert schedule.num_pipe_buffers() == max(2, formulas.micro_batches_in_flight(stage, p, m))
         level = highest = 0

@@ -1,7 +1,7 @@
 """A timeline made by hand, of two stages that keep to theory."""
 
 from megatron.observe.trace.timeline import Event, Shape, Timeline
-from megatron.pipe_schedule import passes
+from megatron.pipe_schedule import timed_passes
 
 FORWARD, BACKWARD = 1.0, 2.0
 
@@ -11,18 +11,14 @@ def by_theory(stages: int = 2, micro_batches: int = 3) -> Timeline:
 
     Transfers take no time, and the step one second.
     """
-    free, ended = [0.0] * stages, {}
     events: list[list[Event]] = [[] for _ in range(stages)]
-    in_slots = sorted((p.slot, s, p) for s in range(stages) for p in passes(s, stages, micro_batches))
-    for _, stage, (_, number, is_forward) in in_slots:
-        name, seconds = ("ForwardPass", FORWARD) if is_forward else ("BackwardPass", BACKWARD)
-        begin = max(free[stage], ended.get((name, stage - 1 if is_forward else stage + 1, number), 0.0))
-        free[stage] = ended[name, stage, number] = begin + seconds
-        events[stage].append(Event(name, begin, free[stage], 5, number))
-        for half in (0, 1):
-            middle = begin + half * seconds / 2
-            events[stage].append(Event(name, middle, middle + seconds / 2, 5, number, layer=2 * stage + half + 1))
+    for stage, number, is_forward, begin, end in timed_passes(stages, micro_batches, FORWARD, BACKWARD):
+        name, middle = "ForwardPass" if is_forward else "BackwardPass", (begin + end) / 2
+        events[stage].append(Event(name, begin, end, 5, number))
+        events[stage].append(Event(name, begin, middle, 5, number, layer=2 * stage + 1))
+        events[stage].append(Event(name, middle, end, 5, number, layer=2 * stage + 2))
+    last = max(event.end for event in events[0])
     for stage in range(stages):
-        events[stage].append(Event("OptimizerStep", max(free), max(free) + 1, 5))
+        events[stage].append(Event("OptimizerStep", last, last + 1, 5))
     places = [{"pipe": stage, "data": 0, "model": 0} for stage in range(stages)]
     return Timeline(Shape(stages, micro_batches, "1f1b", 2 * stages), places, events)

@@ -1,6 +1,8 @@
 """One clock for all ranks."""
 
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import torch.distributed as dist
@@ -8,17 +10,25 @@ import torch.distributed as dist
 _ROUNDS = 16
 
 
-def seconds_ahead(clock: Callable[[], float]) -> float:
-    """How far this rank's ``clock`` is ahead of rank 0's; 0.0 where no difference can be told.
+def machine() -> str:
+    """A name of the running kernel, whose processes have one monotonic clock."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
-    Every rank must call it. All leave a barrier at about the same time, and over some of them chance evens out; on one
-    host the ranks have one clock, and the differences lie on both sides of zero.
+
+def seconds_ahead(clock: Callable[[], float], machine: str) -> float:
+    """How far this rank's ``clock`` is ahead of rank 0's; 0.0 on the same ``machine``.
+
+    Every rank must call it. All leave a barrier at about the same time, and over some of them chance evens out. The
+    first rank of a machine speaks for the others on it.
     """
     stamps = []
     for _ in range(_ROUNDS):
         dist.barrier()
         stamps.append(clock())
-    everyone: list[list[float]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, stamps)
-    differences = [own - first for own, first in zip(stamps, everyone[0], strict=True)]
-    return 0.0 if min(differences) <= 0 <= max(differences) else median(differences)
+    everyone: list[tuple[str, list[float]]] = [("", [])] * dist.get_world_size()
+    dist.all_gather_object(everyone, (machine, stamps))
+    speaker = next(stamps for place, stamps in everyone if place == machine)
+    return median(own - first for own, first in zip(speaker, everyone[0][1], strict=True))

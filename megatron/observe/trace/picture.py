@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megatron.observe.svg import FAINT, box, line, picture, text, ticks
 from megatron.observe.trace.measure import SHARES, Measures
 from megatron.observe.trace.timeline import Event, Timeline
-from megatron.pipe_schedule import passes
+from megatron.pipe_schedule import timed_passes
 
 COLOURS = {
     "forward": "#5b9bd5", "backward": "#6ab187", "send": "#e0912f", "receive": "#f8e3b0", "exchange": "#f8e3b0",
@@ -92,18 +92,10 @@ def _theory(timeline: Timeline, ranks: Sequence[int], iteration: int) -> list[tu
         )
         for kind in ("forward", "backward")
     }
-    in_slots = sorted(
-        (found.slot, stage, found)
-        for stage in range(shape.stages)
-        for found in passes(stage, shape.stages, shape.micro_batches)
-    )
-    free, ended = [0.0] * shape.stages, {}
     bars: list[list[_Bar]] = [[] for _ in range(shape.stages)]
-    for _, stage, (_, number, is_forward) in in_slots:
-        kind, before = ("forward", stage - 1) if is_forward else ("backward", stage + 1)
-        begin = max(free[stage], ended.get((kind, before, number), 0.0))
-        free[stage] = ended[kind, stage, number] = begin + seconds[kind]
-        bars[stage].append(_Bar(begin, free[stage], kind, number, f"{kind} of micro-batch {number}"))
+    for stage, number, is_forward, begin, end in timed_passes(shape.stages, shape.micro_batches, **seconds):
+        kind = "forward" if is_forward else "backward"
+        bars[stage].append(_Bar(begin, end, kind, number, f"{kind} of micro-batch {number}"))
     return [(f"stage {stage}", of_stage) for stage, of_stage in enumerate(bars[:_MOST_ROWS])]
 
 

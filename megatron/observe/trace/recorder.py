@@ -16,7 +16,7 @@ from megatron.config.observe import steps
 from megatron.engine import Listener
 from megatron.mpu.layout import ParallelLayout
 from megatron.observe.files import unless_refused
-from megatron.observe.trace.clocks import seconds_ahead
+from megatron.observe.trace.clocks import machine, seconds_ahead
 from megatron.observe.trace.collectives import collectives_timed
 from megatron.observe.trace.layers import layers_timed
 from megatron.observe.trace.measure import measure, unit_seconds
@@ -106,7 +106,7 @@ class Tracer:
     def _start(self) -> float:
         """What this rank's clock shows when that of rank 0 showed what it does as the first rank sets off."""
         starts: list[float] = [0.0] * dist.get_world_size()
-        ahead = seconds_ahead(time.perf_counter)
+        ahead = seconds_ahead(time.perf_counter, machine())
         dist.all_gather_object(starts, time.perf_counter() - ahead)
         return min(starts) + ahead
 
