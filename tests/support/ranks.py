@@ -27,7 +27,7 @@ TIME_LIMIT = 240.0
 
 
 class RankPools:
-    """One pool of workers for each world size asked for; a pool that failed is replaced."""
+    """One pool of workers for each world size asked for; one that failed or is worn is replaced."""
 
     def __init__(self) -> None:
         self._pools: dict[int, _Pool] = {}
@@ -35,12 +35,12 @@ class RankPools:
     def run(self, world_size: int, function: Callable, *args: Any, time_limit: float = TIME_LIMIT) -> list[Any]:
         """``function(*args)`` on every rank; the results in the order of ranks."""
         pool = self._pools.get(world_size)
-        if pool is not None and pool.is_worn:
-            pool.close()
-            pool = None
         if pool is None or not pool.is_whole:
             pool = self._pools[world_size] = _Pool(world_size)
-        return pool.run(function, args, time_limit)
+        results = pool.run(function, args, time_limit)
+        if pool.is_worn:
+            self._pools.pop(world_size).close()
+        return results
 
     def run_once(self, world_size: int, function: Callable, *args: Any, time_limit: float = TIME_LIMIT) -> list[Any]:
         """The same on ranks that end with it: for what leaves groups, engines or settings behind."""
@@ -56,9 +56,9 @@ class RankPools:
             pool.close()
 
 
-MOST_THREADS = 64
-"""Every group that a check makes leaves a gloo thread behind, which wakes a hundred times a second: a thousand of
-them take a whole core from the other tests."""
+MOST_THREADS = 32
+"""Every group that a check makes leaves gloo threads behind, which wake a hundred times a second even where nothing
+runs: a thousand of them take a whole core from the other tests."""
 
 
 class _Pool:
