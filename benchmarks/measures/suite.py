@@ -22,10 +22,12 @@ def run_of(shape: Shape, *flags: str, micro_batches: int = 1) -> RunConfig:
     """The run that trains a model of that shape without dropout, by these further flags."""
     words = (
         f"--num-layers {shape.layers} --hidden-size {shape.hidden} --num-attention-heads {shape.heads}"
-        f" --seq-length {shape.sequence} --batch-size {shape.batch} --gas {micro_batches} --train-iters 1000"
+        f" --seq-length {shape.sequence} --batch-size {shape.batch} --train-iters 1000"
         f" --lr {LEARNING_RATE} --lr-decay-style constant --warmup 0 --clip-grad {CLIP} --weight-decay {WEIGHT_DECAY}"
         " --attention-dropout 0 --hidden-dropout 0 --data-path none --vocab-file none --merge-file none"
     ).split()
+    if "--global-batch-size" not in flags:
+        words += ["--gas", str(micro_batches)]
     run = parse_run([*words, *flags], os.environ)
     return replace(run, model=replace(run.model, vocab_size=shape.vocabulary, padded_vocab_size=shape.vocabulary))
 

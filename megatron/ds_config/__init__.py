@@ -195,6 +195,8 @@ def compile_config(run: RunConfig, given: Mapping[str, Given], file: Mapping[str
             _set(tree, knob.key, knob.write(getattr(getattr(run, knob.section), knob.field)))
     if "torch_adam" in known:
         params.setdefault("torch_adam", run.zero.cpu_torch_adam or not run.zero.offloads_optimizer)
+        if params["torch_adam"]:
+            params.setdefault("fused", True)  # one kernel for the whole step, on the CPU as well
     complete_offload(tree, run.zero)
     complete_pipeline(tree, run.parallel)
     complete_profile(tree, run.observe)

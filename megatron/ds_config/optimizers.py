@@ -13,6 +13,7 @@ _ADAM: Keys = {
     "betas": BETAS,
     "eps": AMOUNT,
     "torch_adam": BOOL,
+    "fused": BOOL,
     "adam_w_mode": BOOL,
     "fp32_optimizer_states": BOOL,
 }

@@ -100,6 +100,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
+        if self.group.size() == 1:
+            return F.linear(x, self.weight, self.bias)
         return leave_region(F.linear(x, self.weight), self.group, self.sequence_dim) + self.bias
 
 

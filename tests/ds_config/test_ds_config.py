@@ -44,7 +44,14 @@ def test_flags_alone_make_a_complete_config() -> None:
         "zero_optimization": {"stage": 0},
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01, "torch_adam": True},
+            "params": {
+                "lr": 0.001,
+                "betas": [0.9, 0.999],
+                "eps": 1e-8,
+                "weight_decay": 0.01,
+                "torch_adam": True,
+                "fused": True,
+            },
         },
         "steps_per_print": 2**31 - 1,
         "wall_clock_breakdown": False,

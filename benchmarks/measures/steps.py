@@ -1,0 +1,47 @@
+"""Started on each rank by ``two_cores.py``: a few steps, and what the slowest rank took for one."""
+
+import json
+import os
+import sys
+import time
+
+from megatron.launch.environment import prepare_environment
+
+STEPS = 5
+
+
+def main() -> None:
+    """Print seconds of a step: by the clock, and of all processors together."""
+    prepare_environment(os.environ)
+
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.measures.suite import engine_step, run_of
+    from benchmarks.measures.two_cores import MICRO_BATCHES, SHAPE
+    from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
+    from megatron.mpu.layout import distributed
+
+    silence_known_warnings()
+    run = run_of(SHAPE, *sys.argv[1:], "--global-batch-size", str(MICRO_BATCHES))
+    tokens, labels = (torch.randint(SHAPE.vocabulary, (SHAPE.batch, SHAPE.sequence)) for _ in range(2))
+    with distributed(run.parallel) as layout:
+        with deepspeed_silenced(verbose=False):
+            step = engine_step(run, layout, tokens, labels)
+            step(), step()
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            for _ in range(STEPS):
+                step()
+            wall, cpu = (
+                (now - then) / STEPS for now, then in ((time.perf_counter(), wall), (time.process_time(), cpu))
+            )
+            times = torch.tensor([wall])
+            dist.all_reduce(times, op=dist.ReduceOp.MAX)
+            work = torch.tensor([cpu])
+            dist.all_reduce(work)
+        if layout.rank == 0:
+            print(json.dumps([times.item(), work.item()]), flush=True)
+
+
+main()
