@@ -4,6 +4,8 @@ The plain loop is forward, backward, clip and fused AdamW over the suite's own G
 uses, by ZeRO stage, and the pipeline's with a single stage.
 """
 
+import os
+import socket
 from itertools import repeat
 
 import torch
@@ -44,6 +46,7 @@ def measure(rounds: int) -> list[Comparison]:
     comparisons = []
     for name, (flags, goal) in ENGINES.items():
         run = run_of(SHAPE, *flags, micro_batches=MICRO_BATCHES)
+        os.environ["MASTER_PORT"] = _free_port()  # the store of the engine before may still have the other
         with distributed(run.parallel) as layout, deepspeed_silenced(verbose=False):
             plain = build_module(run_of(SHAPE), layout)
             loss = _Loss(plain, torch.full(labels.shape, 1 / labels.numel()))
@@ -59,3 +62,9 @@ def measure(rounds: int) -> list[Comparison]:
             )
         )
     return comparisons
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
