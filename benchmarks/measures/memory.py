@@ -1,0 +1,55 @@
+"""Memory of each rank beside what the planner says: live tensors, and resident memory of the process.
+
+Weights, gradients and optimizer are counted between two micro-batches; what a step adds to them at its peak is mostly
+activations; resident memory is the process's growth from before the engine to the peak of a step, which has the
+allocator's and gloo's own in it. One start of a layout gives a figure for each of its ranks.
+"""
+
+from benchmarks.comparing import Quantity
+from benchmarks.measures.peers import Shape
+from benchmarks.measures.ranks import measured_by_ranks
+from benchmarks.resident import RETURNED_AT_ONCE
+
+SHAPE = Shape(layers=4, hidden=256, heads=4, sequence=256, batch=4, vocabulary=4096)
+BUCKET = ("--zero-reduce-bucket-size", "1000000")
+LAYOUTS = {
+    "one process": (1, ()),
+    "one process, full recomputation": (1, ("--checkpoint-activations",)),
+    "one process, bf16, ZeRO 1": (1, ("--bf16", "--zero-stage", "1", *BUCKET)),
+    "DP 2, ZeRO 1": (2, ("--zero-stage", "1", *BUCKET)),
+    "DP 2, ZeRO 2": (2, ("--zero-stage", "2", *BUCKET)),
+    "DP 2, ZeRO 3": (2, ("--zero-stage", "3", *BUCKET)),
+    "TP 2": (2, ("--model-parallel-size", "2")),
+    "PP 2": (2, ("--pipe-parallel-size", "2")),
+}
+STATES = ("weights", "gradients", "optimizer")
+
+
+def measure(rounds: int) -> list[Quantity]:
+    """Every layout once: nothing in it is a matter of chance but resident memory."""
+    results = []
+    for name, (ranks, flags) in LAYOUTS.items():
+        found = measured_by_ranks(ranks, "memory_ranks", *flags, OMP_NUM_THREADS="1", **RETURNED_AT_ONCE)
+        planned, measured = ([of_rank[kind] for of_rank in found] for kind in ("planned", "measured"))
+        results += [
+            _beside(f"{name}, states", list(map(_states, measured)), list(map(_states, planned)), 0.02),
+            _beside(f"{name}, the rest of the peak", list(map(_rest, measured)), list(map(_rest, planned)), 0.08),
+            _beside(
+                f"{name}, resident",
+                [of_rank["resident"] for of_rank in found], [of_rank["total"] for of_rank in planned], 0.15,
+            ),
+        ]  # fmt: skip
+    return results
+
+
+def _beside(what: str, measured: list[float], planned: list[float], tolerance: float) -> Quantity:
+    name = f"{what}: {SHAPE}, fp32 unless said"
+    return Quantity(name, "the planner", measured, planned, "B", least=1 - tolerance, most=1 + tolerance)
+
+
+def _states(memory: dict[str, int]) -> int:
+    return sum(memory[kind] for kind in STATES)
+
+
+def _rest(memory: dict[str, int]) -> int:
+    return memory["total"] - _states(memory)
