@@ -1,8 +1,8 @@
 """Memory of each rank beside what the planner says: live tensors, and resident memory of the process.
 
 Weights, gradients and optimizer are counted between two micro-batches; what a step adds to them at its peak is mostly
-activations; resident memory is the process's growth from before the engine to the peak of a step, which has the
-allocator's and gloo's own in it. One start of a layout gives a figure for each of its ranks.
+activations; resident memory is the process's growth from before the engine to the peak of a step, when libraries have
+been loaded by a tiny model on the same layout. One start of a layout gives a figure for each of its ranks.
 """
 
 from benchmarks.comparing import Quantity
@@ -10,7 +10,8 @@ from benchmarks.measures.peers import Shape
 from benchmarks.measures.ranks import measured_by_ranks
 from benchmarks.resident import RETURNED_AT_ONCE
 
-SHAPE = Shape(layers=4, hidden=256, heads=4, sequence=256, batch=4, vocabulary=4096)
+SHAPE = Shape(layers=4, hidden=256, heads=4, sequence=128, batch=4, vocabulary=8192)
+TINY = Shape(layers=2, hidden=32, heads=4, sequence=32, batch=1, vocabulary=64)
 BUCKET = ("--zero-reduce-bucket-size", "1000000")
 LAYOUTS = {
     "one process": (1, ()),

@@ -5,7 +5,7 @@ import sys
 
 from megatron.launch.environment import prepare_environment
 
-MICRO_BATCHES = 4
+MICRO_BATCHES = 2
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     import torch.distributed as dist
 
     from benchmarks.measures.live_memory import measured_memory
-    from benchmarks.measures.memory import SHAPE
+    from benchmarks.measures.memory import SHAPE, TINY
     from benchmarks.measures.ranks import tell
     from benchmarks.measures.suite import engine_step, run_of
     from benchmarks.resident import highest_since_lowered, lower_mark, resident_now
@@ -33,6 +33,8 @@ def main() -> None:
     batch = Batch(tokens, (labels, torch.full(labels.shape, 1 / labels.numel())))
 
     def growth_of_the_process() -> int:
+        zeros = torch.zeros(TINY.batch, TINY.sequence, dtype=torch.long)
+        engine_step(run_of(TINY, *sys.argv[1:], micro_batches=MICRO_BATCHES), layout, zeros, zeros)()
         before = resident_now()
         step = engine_step(run, layout, tokens, labels)
         step(), step()
