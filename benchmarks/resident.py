@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-RETURNED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+RETURNED_AT_ONCE = {
+    "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "THP_MEM_ALLOC_ENABLE": "0"
+}  # fmt: skip
 """Environment in which large blocks go back to the system when they are freed, so that what is resident is in use."""
 
 

@@ -67,7 +67,7 @@ def goals(name: str, rows: Sequence[Row]) -> list[str]:
         if r.goal:
             groups.setdefault((r.peer, r.goal), []).append(r)
     return [
-        f"| {name} | {peer} | {goal} | {', '.join(map(_short, group))} | {_count(group)} |"
+        f"| {name} | {peer} | {goal} | {'; '.join(map(_short, group))} | {_count(group)} |"
         for (peer, goal), group in groups.items()
     ]
 

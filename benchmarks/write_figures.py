@@ -9,6 +9,7 @@ lines of measurements that the folder does not have. Nothing else of the file is
 import json
 import re
 import sys
+from itertools import chain
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,11 +44,11 @@ def with_figures(text: str, found: Found) -> str:
     """``text`` with the tables of ``found`` in their places. Raises ConfigError where there is no place for one."""
     for name, (measured_on, rows) in found.items():
         text = _between(text, name, f"Measured on: {measured_on}.\n\n{markdown(rows)}")
-    kept = [line for line in _content(text, "goals").splitlines()[2:] if line.split("|")[1].strip() not in found]
-    made = [line for name, (_, rows) in found.items() for line in goals(name, rows)]
-    order = [*MEASURES, *GPU_MEASURES]
-    lines = sorted([*kept, *made], key=lambda line: order.index(line.split("|")[1].strip()))
-    return _between(text, "goals", "\n".join([GOALS_HEAD, *lines]))
+    lines = {name: [] for name in (*MEASURES, *GPU_MEASURES)}
+    for line in _content(text, "goals").splitlines()[2:]:
+        lines.get(line.split("|")[1].strip(), []).append(line)
+    lines |= {name: goals(name, rows) for name, (_, rows) in found.items()}
+    return _between(text, "goals", "\n".join([GOALS_HEAD, *chain.from_iterable(lines.values())]))
 
 
 def _read(folder: Path) -> Found:

@@ -32,20 +32,20 @@ def measure(rounds: int) -> list[Quantity]:
     for name, (ranks, flags) in LAYOUTS.items():
         found = measured_by_ranks(ranks, "memory_ranks", *flags, OMP_NUM_THREADS="1", **RETURNED_AT_ONCE)
         planned, measured = ([of_rank[kind] for of_rank in found] for kind in ("planned", "measured"))
-        results += [
-            _beside(f"{name}, states", list(map(_states, measured)), list(map(_states, planned)), 0.02),
-            _beside(f"{name}, the rest of the peak", list(map(_rest, measured)), list(map(_rest, planned)), 0.08),
-            _beside(
-                f"{name}, resident",
-                [of_rank["resident"] for of_rank in found], [of_rank["total"] for of_rank in planned], 0.15,
+        whole = [of_rank["total"] for of_rank in planned], [of_rank["resident"] for of_rank in found]
+        kinds = {
+            "states as planned": (*(list(map(_states, of_ranks)) for of_ranks in (planned, measured)), 0.02),
+            "activations and buffers as planned": (
+                *(list(map(_rest, of_ranks)) for of_ranks in (planned, measured)),
+                0.08,
             ),
-        ]  # fmt: skip
+            "the whole as planned, resident": (*whole, 0.15),
+        }
+        results += [
+            Quantity(f"{name}: {SHAPE}", kind, ours, theirs, "B", least=1 - tolerance, most=1 + tolerance)
+            for kind, (theirs, ours, tolerance) in kinds.items()
+        ]
     return results
-
-
-def _beside(what: str, measured: list[float], planned: list[float], tolerance: float) -> Quantity:
-    name = f"{what}: {SHAPE}, fp32 unless said"
-    return Quantity(name, "the planner", measured, planned, "B", least=1 - tolerance, most=1 + tolerance)
 
 
 def _states(memory: dict[str, int]) -> int:

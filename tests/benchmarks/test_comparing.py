@@ -51,7 +51,7 @@ def test_a_table_has_a_line_for_each_result() -> None:
 def test_goals_stand_together_by_peer() -> None:
     rows = [row(result) for result in (FASTER, FASTER, SMALLER, TO_BE_READ)]
     assert goals("x", rows) == [
-        "| x | bare torch | at least 1.05 | step A **1.00**, step A **1.00** | 0 of 2 |",
+        "| x | bare torch | at least 1.05 | step A **1.00**; step A **1.00** | 0 of 2 |",
         "| x | the planner | 0.98 to 1.02 | TP 2, states **0.90** | no |",
     ]
 
