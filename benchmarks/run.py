@@ -26,7 +26,7 @@ from megatron.errors import ConfigError  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
 
 MEASURES = (
-    "training_step", "engines", "two_cores", "ddp",
+    "training_step", "flags", "engines", "two_cores", "ddp",
     "memory", "planner", "bubble",
     "index_maps", "sample_reads",
     "checkpoints", "generation",

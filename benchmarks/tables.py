@@ -112,7 +112,11 @@ def _speed(value: float, unit: str) -> str:
     return f"{_amount(value, unit)}/s"
 
 
-_SCALES = {"B": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")), "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))}
+_SCALES = {
+    "B": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")),
+    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),
+    "FLOP/s": ((1e12, "TFLOP/s"), (1e9, "GFLOP/s")),
+}
 
 
 def _amount(value: float, unit: str) -> str:
