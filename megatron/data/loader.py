@@ -6,11 +6,11 @@ Shapes: b micro-batch size, s sequence length.
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.data.datasets import Samples
 from megatron.data.places import rank_places, sample_number
 from megatron.data.workers import leave_with_parent
 from megatron.errors import UserError
@@ -36,7 +36,7 @@ class MicroBatches(Dataset):
 
     def __init__(
         self,
-        dataset: Sequence[np.ndarray],
+        dataset: Samples,
         *,
         first_sample: int,
         global_batch_size: int,
@@ -67,13 +67,13 @@ class MicroBatches(Dataset):
         start = self.first_row + global_batch * self.global_batch_size + part * self.micro_batch_size
         try:
             rows = [sample_number(row, self.left_out) for row in range(start, start + self.micro_batch_size)]
-            return torch.from_numpy(np.stack([self.dataset[row] for row in rows]))
+            return torch.from_numpy(self.dataset.take(rows))
         except UserError as error:
             return error
 
 
 def batches(
-    dataset: Sequence[np.ndarray],
+    dataset: Samples,
     *,
     first_sample: int,
     global_batch_size: int,
