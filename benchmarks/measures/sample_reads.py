@@ -44,9 +44,7 @@ def _compare(what: str, rounds: int) -> list[Comparison]:
         }
         times = alternate(ways, rounds)
     work = f"batches of {BATCH} samples of {SEQUENCE}+1 tokens, {what}"
-    return [
-        Comparison(work, peer, times["suite"], times[peer], READS, "samples", goal) for peer, goal in GOALS.items()
-    ]
+    return [Comparison(work, peer, times["suite"], times[peer], READS, "samples", goal) for peer, goal in GOALS.items()]
 
 
 def _suite(prefix: str, batches: list[list[int]]) -> Callable[[], None]:
