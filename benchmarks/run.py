@@ -22,7 +22,7 @@ from benchmarks.comparing import as_json, markdown  # noqa: E402
 from megatron.cli import ToolParser, run_tool  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
 
-MEASURES = ("training_step", "engines", "two_cores", "start_up", "index_maps", "sample_reads")
+MEASURES = ("training_step", "engines", "two_cores", "start_up", "preprocessing", "index_maps", "sample_reads")
 
 
 def main() -> int:
