@@ -10,29 +10,36 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 
-from benchmarks.comparing import Comparison, alternate
+from benchmarks.comparing import Comparison, Times, alternate
 from benchmarks.measures.megatron_core import installed
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tokenizer import build_tokenizer
 
 ROOT = Path(__file__).parents[2]
-VOCABULARY, BATCH = 8192, 64
+VOCABULARY, BATCH, DOCUMENTS, LENGTH = 8192, 64, 64_000, 200
 GOALS = {"one batch": 1.0, "a document at a time": None}
 
 
 def measure(rounds: int) -> list[Comparison]:
-    """Tokenizing in memory, then whole programs, from their start to the files."""
+    """Tokenizing in memory; writing; then whole programs, from their start to the files."""
     with tempfile.TemporaryDirectory() as name, installed() as megatron_core:
         folder = Path(name)
         corpus = folder / "corpus.jsonl"
         _tool("make_python_corpus", "--output", corpus)
         _tool("train_tokenizer", "--input", corpus, "--vocab-size", VOCABULARY, "--output-dir", folder)
         megabytes = corpus.stat().st_size / 1e6
-        return [*_tokenizing(folder, megabytes, rounds), _programs(folder, megabytes, megatron_core, rounds)]
+        return [
+            *_tokenizing(folder, megabytes, rounds),
+            _writing(folder, megatron_core, rounds),
+            _programs(folder, megabytes, megatron_core, rounds),
+        ]
 
 
 def _tokenizing(folder: Path, megabytes: float, rounds: int) -> list[Comparison]:
@@ -68,6 +75,27 @@ def _tokenizing(folder: Path, megabytes: float, rounds: int) -> list[Comparison]
     ]
 
 
+def _writing(folder: Path, megatron_core: Path, rounds: int) -> Comparison:
+    """Of the peer, which is a process of its own, the writing alone is timed, without its imports."""
+    tokens = np.random.RandomState(1).randint(VOCABULARY, size=(DOCUMENTS, LENGTH))
+    np.save(folder / "tokens.npy", tokens)
+    times = {"suite": Times([], []), "classic": Times([], [])}
+    for _ in range(rounds):
+        wall, cpu = time.perf_counter(), time.process_time()
+        with IndexedDatasetBuilder(folder / "tokens", "u2") as builder:
+            for some in np.split(tokens, DOCUMENTS // BATCH):
+                builder.add_documents(some.ravel(), [[LENGTH]] * BATCH)
+        seconds = {"suite": (time.perf_counter() - wall, time.process_time() - cpu)}
+        said = _classic("classic_writing", megatron_core, folder / "tokens.npy", folder / "classic")
+        seconds["classic"] = tuple(map(float, said.split()))
+        for name, (wall, cpu) in seconds.items():
+            times[name].wall.append(wall)
+            times[name].cpu.append(cpu)
+    _check_same(folder / "tokens", folder / "classic")
+    what = f"writing {DOCUMENTS:,} documents of {LENGTH} tokens, same files"
+    return Comparison(what, "megatron-core's builder", times["suite"], times["classic"], DOCUMENTS, "documents")
+
+
 def _programs(folder: Path, megabytes: float, megatron_core: Path, rounds: int) -> Comparison:
     files = [folder / "vocab.json", folder / "merges.txt"]
 
@@ -76,23 +104,32 @@ def _programs(folder: Path, megabytes: float, megatron_core: Path, rounds: int) 
         _tool("preprocess_data", *words, "--vocab-file", files[0], "--merge-file", files[1])
 
     def classic() -> None:
-        script = ROOT / "benchmarks" / "measures" / "classic_preprocessing.py"
-        environ = {**os.environ, "PYTHONPATH": str(megatron_core)}
-        _run([sys.executable, "-W", "ignore", script, folder / "corpus.jsonl", *files, folder / "classic"], environ)
+        _classic("classic_preprocessing", megatron_core, folder / "corpus.jsonl", *files, folder / "classic")
 
     times = alternate({"suite": suite, "classic": classic}, rounds)
-    for ending in ("bin", "idx"):
-        if not filecmp.cmp(folder / f"suite_text_document.{ending}", folder / f"classic.{ending}", shallow=False):
-            raise AssertionError(f"the two .{ending} files differ")
+    _check_same(folder / "suite_text_document", folder / "classic")
     what = "preprocess_data.py from start to end, same files"
     return Comparison(what, "megatron-core, a document at a time", times["suite"], times["classic"], megabytes, "MB")
 
 
+def _check_same(ours: Path, theirs: Path) -> None:
+    for ending in ("bin", "idx"):
+        if not filecmp.cmp(f"{ours}.{ending}", f"{theirs}.{ending}", shallow=False):
+            raise AssertionError(f"the two .{ending} files differ")
+
+
 def _tool(name: str, *words: object) -> None:
-    _run([sys.executable, ROOT / "tools" / f"{name}.py", *words], os.environ)
+    _run(ROOT / "tools" / f"{name}.py", words, {})
 
 
-def _run(words: list[object], environ: os._Environ | dict[str, str]) -> None:
-    ended = subprocess.run([str(word) for word in words], env=environ, capture_output=True, text=True)
+def _classic(name: str, megatron_core: Path, *words: object) -> str:
+    return _run(ROOT / "benchmarks" / "measures" / f"{name}.py", words, {"PYTHONPATH": str(megatron_core)})
+
+
+def _run(script: Path, words: Sequence[object], environ: dict[str, str]) -> str:
+    """What the script prints."""
+    command = [sys.executable, "-W", "ignore", str(script), *map(str, words)]
+    ended = subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True)
     if ended.returncode:
-        raise RuntimeError(f"{words[1]}: exit code {ended.returncode}\n{ended.stderr}")
+        raise RuntimeError(f"{script.name}: exit code {ended.returncode}\n{ended.stderr}")
+    return ended.stdout
