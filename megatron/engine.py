@@ -25,6 +25,7 @@ from megatron.model.architectures import MODELS
 from megatron.model.containers import FoldedModel, PipelinedModel, PlainModel
 from megatron.model.kernels import uses_apex
 from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.linear import accumulate_in_place
 from megatron.partition import bounds, layers_of_pieces
 from megatron.pipe_schedule import Instruction
 
@@ -50,6 +51,9 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     ds_config = dict(run.ds_config)
     deepspeed.checkpointing.configure(layout, deepspeed_config=ds_config)
     module = build_module(run, layout)
+    if run.model.gradient_accumulation_fusion:
+        for weight in module.parameters():
+            accumulate_in_place(weight)
     groups = weight_decay_groups(module)
     engine, *_ = deepspeed.initialize(
         model=module,
