@@ -28,7 +28,7 @@ from megatron.launch.environment import prepare_environment  # noqa: E402
 MEASURES = (
     "training_step", "flags", "engines", "two_cores", "ddp",
     "memory", "planner", "bubble",
-    "index_maps", "sample_reads",
+    "preprocessing", "index_maps", "sample_reads",
     "checkpoints", "generation",
     "start_up", "faults",
 )  # fmt: skip

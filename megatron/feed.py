@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megatron.config import RunConfig
@@ -82,8 +83,21 @@ class Feed:
             left_out=left_out,
         )
         if train.loss_normalization == "micro-batch":
-            return weighted_by_micro_batch(micro_batches)
-        return weighted(micro_batches, train.gradient_accumulation_steps, group, masks=self._run.masks_loss)
+            return on_device(weighted_by_micro_batch(micro_batches))
+        accumulated = train.gradient_accumulation_steps
+        return on_device(weighted(micro_batches, accumulated, group, masks=self._run.masks_loss))
+
+
+def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
+    """``micro_batches`` on this rank's GPU, from pinned memory, so that nobody waits for the copy; or as they are."""
+    if get_accelerator().device_name() != "cuda":
+        return micro_batches
+    device = get_accelerator().current_device_name()
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.pin_memory().to(device, non_blocking=True)
+
+    return (Batch(copied(tokens), tuple(map(copied, targets))) for tokens, targets in micro_batches)
 
 
 def _next_tokens(run: RunConfig) -> Callable[[Tensor], Batch]:

@@ -7,17 +7,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from megatron.config import RunConfig
 from megatron.config.architecture import ARCHITECTURES
 from megatron.engine import StepStatus
 from megatron.flops import flops_per_iteration
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 
 class MetricsLogger:
@@ -34,7 +36,7 @@ class MetricsLogger:
             Path(run.logging.metrics_file).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(run.logging.metrics_file, "a", encoding="utf-8", buffering=1)
         if speaks and run.logging.tensorboard_dir:
-            self._board = SummaryWriter(run.logging.tensorboard_dir)
+            self._board = _open_board(run.logging.tensorboard_dir)
 
     def say(self, text: str) -> None:
         """Print on the rank that speaks."""
@@ -154,3 +156,10 @@ def _memory_gb() -> float:
         return accelerator.max_memory_allocated() / 1e9
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+def _open_board(folder: str) -> "SummaryWriter":
+    # Imported here, since every start without TensorBoard would wait for it.
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder)

@@ -1,10 +1,12 @@
-"""Random samples of a data set, against slices of a numpy memory map as nanoGPT takes them.
+"""Batches of random samples of a data set, against slices of a numpy memory map, and batches as nanoGPT makes them.
 
-A data set of 2,000 documents of 5,000 tokens on average, in the page cache. The suite's samples go over the ends of
-documents in shuffled order; the slice is of consecutive tokens, and knows no documents.
+Two data sets of 10 million tokens, in the page cache: documents of 5,000 tokens on average, where a fifth of the
+samples go over an end, and a single document. The suite's samples come in shuffled order; the peers take consecutive
+tokens from anywhere, and know no documents.
 """
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,35 +16,67 @@ from megatron.config import DataConfig
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 
-DOCUMENTS, MEAN_LENGTH, SEQUENCE, READS, VOCABULARY, GOAL = 2000, 5000, 1024, 5000, 50257, 0.4
+TOKENS, SEQUENCE, BATCH, READS, VOCABULARY = 10_000_000, 1024, 8, 8000, 50257
+DOCUMENTS = {"documents shuffled and joined": TOKENS // 5000, "one document": 1}
+GOALS = {"memmap slices": None, "nanoGPT's batches": 2.0}
 
 
 def measure(rounds: int) -> list[Comparison]:
-    """Reading the same number of samples both ways."""
+    """Reading the same number of samples all ways."""
+    return [comparison for what in DOCUMENTS for comparison in _compare(what, rounds)]
+
+
+def _compare(what: str, rounds: int) -> list[Comparison]:
     random = np.random.RandomState(1)
     with tempfile.TemporaryDirectory() as folder:
         prefix = str(Path(folder) / "text")
+        ends = np.sort(random.randint(1, TOKENS, DOCUMENTS[what] - 1))
         with IndexedDatasetBuilder(prefix, np.dtype("u2")) as builder:
-            for length in random.geometric(1 / MEAN_LENGTH, DOCUMENTS):
-                builder.add_sequence(random.randint(VOCABULARY, size=length))
+            for document in np.split(random.randint(VOCABULARY, size=TOKENS), ends):
+                builder.add_sequence(document)
                 builder.end_document()
-        dataset = build_datasets(
-            DataConfig(data_path=(prefix,), seq_length=SEQUENCE, split="1,0,0"), vocab_size=VOCABULARY,
-            global_batch_size=1, train_iters=READS, eval_interval=READS, eval_iters=0, seed=1,
-        ).train  # fmt: skip
-        tokens = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")
-        samples, places = random.permutation(READS), random.randint(len(tokens) - SEQUENCE, size=READS)
+        numbers = random.permutation(READS).reshape(-1, BATCH).tolist()
+        places = random.randint(TOKENS - SEQUENCE, size=(READS // BATCH, BATCH)).tolist()
+        ways = {
+            "suite": _suite(prefix, numbers),
+            "memmap slices": _slices(prefix, places),
+            "nanoGPT's batches": _nano_gpt(prefix, places),
+        }
+        times = alternate(ways, rounds)
+    work = f"batches of {BATCH} samples of {SEQUENCE}+1 tokens, {what}"
+    return [Comparison(work, peer, times["suite"], times[peer], READS, "samples", goal) for peer, goal in GOALS.items()]
 
-        def ours() -> None:
-            for sample in samples:
-                dataset[sample]
 
-        def slices() -> None:
-            for place in places:
-                tokens[place : place + SEQUENCE + 1].astype(np.int64)
+def _suite(prefix: str, batches: list[list[int]]) -> Callable[[], None]:
+    dataset = build_datasets(
+        DataConfig(data_path=(prefix,), seq_length=SEQUENCE, split="1,0,0"), vocab_size=VOCABULARY,
+        global_batch_size=BATCH, train_iters=READS // BATCH, eval_interval=READS, eval_iters=0, seed=1,
+    ).train  # fmt: skip
 
-        times = alternate({"suite": ours, "slices": slices}, rounds)
-    what = f"samples of {SEQUENCE}+1 tokens, documents shuffled and joined"
-    return [
-        Comparison(what, "numpy memmap slices, one document", times["suite"], times["slices"], READS, "samples", GOAL)
-    ]
+    def read() -> None:
+        for numbers in batches:
+            dataset.take(numbers)
+
+    return read
+
+
+def _slices(prefix: str, batches: list[list[int]]) -> Callable[[], None]:
+    tokens = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")
+
+    def read() -> None:
+        for places in batches:
+            np.stack([tokens[place : place + SEQUENCE + 1].astype(np.int64) for place in places])
+
+    return read
+
+
+def _nano_gpt(prefix: str, batches: list[list[int]]) -> Callable[[], None]:
+    """Inputs and labels one by one, from a map that is opened anew for each batch, which keeps memory from growing."""
+
+    def read() -> None:
+        for places in batches:
+            tokens = np.memmap(f"{prefix}.bin", dtype=np.uint16, mode="r")
+            for shift in (0, 1):
+                np.stack([tokens[place + shift : place + shift + SEQUENCE].astype(np.int64) for place in places])
+
+    return read

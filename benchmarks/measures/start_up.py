@@ -1,4 +1,7 @@
-"""From the command to the end of the first step, against importing torch and deepspeed, which comes first in each."""
+"""From the command to the end of the first step, against a bare program on DeepSpeed, and against importing alone.
+
+The bare program (``bare_deepspeed.py``) trains a model of the same size. All find DeepSpeed's extension compiled.
+"""
 
 import os
 import subprocess
@@ -16,22 +19,35 @@ ROOT = Path(__file__).parents[2]
 VOCABULARY = 100
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --batch-size 2 --train-iters 1"
 REST = "--lr 1e-3 --eval-iters 0 --num-workers 0 --tokenizer-type WhitespaceTokenizer"
+SUITE, BARE = "pretrain_gpt2.py", "benchmarks/measures/bare_deepspeed.py"
+GOAL = 1 / 1.15
 
 
 def measure(rounds: int) -> list[Comparison]:
-    """A run of one step on one process; and a wrong flag, which is answered before torch is imported."""
+    """A run of one step by python and by deepspeed; and a wrong flag, which is answered before torch is imported."""
     with tempfile.TemporaryDirectory() as folder:
         words = [*TINY.split(), *REST.split(), *_data(Path(folder))]
+        python = [sys.executable, "-W", "ignore"]
+        port = os.environ["MASTER_PORT"]
+        two = [*python, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", port]
         ways = {
-            "run": _command("pretrain_gpt2.py", *words),
-            "wrong": _command("pretrain_gpt2.py", *words, "--model-parallel-size", "3", expected=2),
-            "imports": _command("-c", "import torch, deepspeed"),
+            "run": _command(*python, SUITE, *words),
+            "bare": _command(*python, BARE),
+            "imports": _command(*python, "-c", "import torch, deepspeed"),
+            "wrong": _command(*python, SUITE, *words, "--model-parallel-size", "3", expected=2),
+            "run of two": _command(*two, SUITE, *words),
+            "bare of two": _command(*two, BARE),
         }
         times = alternate(ways, rounds)
-    imports = times["imports"]
+    pairs = [
+        ("python: a run of one step", "bare DeepSpeed", "run", "bare", GOAL),
+        ("deepspeed --num_gpus 2: a run of one step", "bare DeepSpeed", "run of two", "bare of two", GOAL),
+        ("python: a run of one step", "importing torch and deepspeed", "run", "imports", None),
+        ("python: the answer to a wrong flag", "importing torch and deepspeed", "wrong", "imports", 2),
+    ]
     return [
-        Comparison("command to the end of a run of one step", "importing both", times["run"], imports, 1, "starts"),
-        Comparison("command to the answer to a wrong flag", "importing both", times["wrong"], imports, 1, "starts", 2),
+        Comparison(what, peer, times[ours], times[theirs], 1, "starts", goal)
+        for what, peer, ours, theirs, goal in pairs
     ]
 
 
@@ -47,8 +63,7 @@ def _data(folder: Path) -> list[str]:
 
 def _command(*words: str, expected: int = 0) -> Callable[[], None]:
     def start() -> None:
-        command = [sys.executable, "-W", "ignore", *words]
-        ended = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+        ended = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True)
         if ended.returncode != expected:
             raise RuntimeError(f"{' '.join(words)}: exit code {ended.returncode}\n{ended.stderr}")
 

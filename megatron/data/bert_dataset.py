@@ -5,6 +5,7 @@
 s sequence
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,10 @@ class BertDataset:
         sample[1, :second], sample[1, second:n] = 0, 1
         sample[2, 0] = swapped
         return sample
+
+    def take(self, indices: Sequence[int]) -> np.ndarray:
+        """Some samples, int64 [n, 3, s]. Raises DataError as each does."""
+        return np.stack([self[index] for index in indices])
 
     def _run(self, first: int, end: int) -> np.ndarray:
         """Tokens of some sentences, one behind the other, int64."""

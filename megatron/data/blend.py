@@ -54,8 +54,8 @@ class BlendOrder:
     def __getitem__(self, index: int) -> tuple[int, int]:
         """The data set of the ``index``-th sample, and which of its own samples that is."""
         periods, place = divmod(index, self._plan.period)
-        source = int(self._sources[place])
-        return source, periods * self._in_period[source] + int(self._places[place])
+        source = self._sources.item(place)
+        return source, periods * self._in_period[source] + self._places.item(place)
 
     def sources(self, samples: int) -> np.ndarray:
         """The data set of each of the first ``samples``, [samples]."""

@@ -1,5 +1,6 @@
 """Samples for GPT-2: runs of ``seq_length + 1`` tokens out of shuffled documents, without padding."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,29 +51,44 @@ class GPT2Dataset:
         return len(self.maps.shuffle)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Tokens of the ``index``-th sample to train on, int64 [seq_length + 1].
+        """Tokens of the ``index``-th sample to train on, int64 [seq_length + 1]. Raises DataError as ``take`` does."""
+        return self.take([index])[0]
+
+    def take(self, indices: Sequence[int]) -> np.ndarray:
+        """Tokens of some samples, int64 [n, seq_length + 1].
 
         Raises:
             DataError: a token is not in the vocabulary.
         """
-        spans = self.spans(index)
-        tokens = np.concatenate([span.tokens() for span in spans], dtype=np.int64)
-        if tokens.view(np.uint64).max() >= self._vocab_size:  # a negative one is a very large one there
-            raise self._unknown_token(spans)
-        return tokens
+        span, begin_of = self.indexed.span, self._starts.item
+        pieces = [
+            span(begin_of(document) + start, stop - start)
+            for index in indices
+            for document, start, stop in self._pieces(index)
+        ]
+        rows = np.concatenate(pieces, dtype=np.int64).reshape(len(indices), -1)
+        if rows.view(np.uint64).max() >= self._vocab_size:  # a negative one is a very large one there
+            raise self._unknown_token([span for index in indices for span in self.spans(index)])
+        return rows
 
     def spans(self, index: int) -> list[Span]:
         """The pieces of documents that make the ``index``-th sample, one behind the other."""
-        sample = int(self.maps.shuffle[index])
-        (first, begin), (last, end) = self.maps.samples[sample : sample + 2].tolist()
-        spans = []
-        for position in range(first, last + 1):
-            document = int(self.maps.documents[position])
-            # The last token of a sample is the first of the next one.
-            stop = end + 1 if position == last else int(self._starts[document + 1] - self._starts[document])
-            start = begin if position == first else 0
-            spans.append(Span(self.indexed, self.documents.start + document, start, stop))
-        return spans
+        first = self.documents.start
+        return [Span(self.indexed, first + document, *bounds) for document, *bounds in self._pieces(index)]
+
+    def _pieces(self, index: int) -> list[tuple[int, int, int]]:
+        """Of each piece of a sample its document, counted from the first in use, and where in it it begins and ends."""
+        maps, begin_of = self.maps, self._starts.item
+        sample = maps.shuffle.item(index)
+        (first, begin), (last, end) = maps.samples[sample : sample + 2].tolist()
+        pieces = []
+        for position in range(first, last):
+            document = maps.documents.item(position)
+            pieces.append((document, begin, begin_of(document + 1) - begin_of(document)))
+            begin = 0
+        # The last token of a sample is the first of the next one.
+        pieces.append((maps.documents.item(last), begin, end + 1))
+        return pieces
 
     def _unknown_token(self, spans: list[Span]) -> DataError:
         """What to say of the first token that is not in the vocabulary."""

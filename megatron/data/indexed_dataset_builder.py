@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple
@@ -85,6 +86,21 @@ class IndexedDatasetBuilder:
         """End the document: the sequences added since the last call are its own."""
         self._files[2].write(self._written.sequences.to_bytes(8, "little"))
         self._written = self._written._replace(documents=self._written.documents + 1)
+
+    def add_documents(self, tokens: np.ndarray, sizes: Sequence[Sequence[int]]) -> None:
+        """Append whole documents at once, the last one being ended.
+
+        Args:
+            tokens: of all sequences, one behind the other.
+            sizes: of each document, the tokens of each of its sequences.
+        """
+        of_sequences = np.fromiter(chain.from_iterable(sizes), "<i4")
+        before = self._written
+        ends = before.sequences + np.cumsum([len(document) for document in sizes], dtype="<i8")
+        added = (np.ascontiguousarray(tokens, self.dtype), of_sequences, ends)
+        for file, array in zip(self._files, added, strict=True):
+            file.write(array.data)
+        self._written = Written(*(old + len(array) for old, array in zip(before, added, strict=True)))
 
     def sync(self) -> Written:
         """Bring what is written to disk; how much it is."""

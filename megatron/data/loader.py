@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.data.datasets import Samples
 from megatron.data.places import rank_places, sample_number
 from megatron.data.workers import leave_with_parent
 from megatron.errors import UserError
@@ -36,7 +37,7 @@ class MicroBatches(Dataset):
 
     def __init__(
         self,
-        dataset: Sequence[np.ndarray],
+        dataset: Samples,
         *,
         first_sample: int,
         global_batch_size: int,
@@ -57,8 +58,8 @@ class MicroBatches(Dataset):
     def __len__(self) -> int:
         return self.global_batches * self.per_global_batch
 
-    def __getitem__(self, number: int) -> Tensor | UserError:
-        """Samples of micro-batch ``number``, int64 [b, ...].
+    def __getitem__(self, number: int) -> np.ndarray | UserError:
+        """Samples of micro-batch ``number``, int64 [b, ...]; no tensor, for which a worker would open a file each.
 
         A ``UserError`` is returned, not raised: from a worker the loader would raise it with the
         worker's traceback for its message.
@@ -67,13 +68,13 @@ class MicroBatches(Dataset):
         start = self.first_row + global_batch * self.global_batch_size + part * self.micro_batch_size
         try:
             rows = [sample_number(row, self.left_out) for row in range(start, start + self.micro_batch_size)]
-            return torch.from_numpy(np.stack([self.dataset[row] for row in rows]))
+            return self.dataset.take(rows)
         except UserError as error:
             return error
 
 
 def batches(
-    dataset: Sequence[np.ndarray],
+    dataset: Samples,
     *,
     first_sample: int,
     global_batch_size: int,
@@ -121,7 +122,7 @@ def batches(
     for rows in loader:
         if isinstance(rows, UserError):
             raise rows
-        yield to_batch(rows)
+        yield to_batch(torch.from_numpy(rows))
 
 
 def next_tokens(rows: Tensor, *, eod_token: int, eod_mask_loss: bool) -> Batch:
@@ -145,7 +146,7 @@ def hidden_tokens(rows: Tensor) -> Batch:
     return Batch(rows[:, :2].contiguous(), (labels.clamp(min=0), loss_mask, labels[:, 0].contiguous()))
 
 
-def _unchanged(rows: Tensor | UserError) -> Tensor | UserError:
+def _unchanged(rows: np.ndarray | UserError) -> np.ndarray | UserError:
     """Micro-batches come whole from the data set."""
     return rows
 

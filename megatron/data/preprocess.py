@@ -201,14 +201,9 @@ def _judge(tokenized: Tokenized, summary: Summary, tell: Callable[[str], None] |
 def _add(builders: Mapping[str, IndexedDatasetBuilder], tokenized: Tokenized, summary: Summary) -> None:
     """Write a chunk's documents and count them."""
     for key, builder in builders.items():
-        start = 0
-        for sequences in tokenized.sizes[key]:
-            for size in sequences:
-                builder.add_sequence(tokenized.tokens[key][start : start + size])
-                start += size
-            builder.end_document()
+        builder.add_documents(tokenized.tokens[key], tokenized.sizes[key])
         summary.documents += len(tokenized.sizes[key])
-        summary.tokens += start
+        summary.tokens += len(tokenized.tokens[key])
     summary.input_bytes += tokenized.text_bytes
 
 

@@ -1,11 +1,14 @@
 """GPT-2's byte-level BPE (Radford et al., 2019), run by the Rust library ``tokenizers``."""
 
+from collections.abc import Sequence
+
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.errors import DataError
 from megatron.tokenizer.rust import RustTokenizer
 from megatron.tokenizer.vocabulary import EOD, read_text, read_vocab_json, require_files
+from megatron.tokenizer.words import Words
 
 
 class GPT2BPETokenizer(RustTokenizer):
@@ -28,6 +31,10 @@ class GPT2BPETokenizer(RustTokenizer):
         encoder.decoder = decoders.ByteLevel()
         super().__init__(encoder, len(vocabulary))
         self.eod = vocabulary[EOD]
+        self._words = Words()
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._words.tokenize(texts, super()._ids)
 
 
 def check_byte_symbols(path: str, vocabulary: dict[str, int]) -> None:

@@ -24,12 +24,16 @@ class RustTokenizer:
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, by all cores. Raises DataError for a text that UTF-8 cannot write."""
+        """The ids of each text. Raises DataError for a text that UTF-8 cannot write."""
         try:
-            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+            return self._ids(texts)
         except TypeError:
             check_encodable(texts)
             raise
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, as the library makes them, by all cores."""
+        encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -92,6 +92,7 @@ def test_a_blend_has_the_samples_of_its_parts_in_order(prefixes: list[str]) -> N
         blended = getattr(datasets, name)
         assert isinstance(blended, BlendedDataset) and len(blended) == samples
         found = [blended[sample] for sample in range(samples)]
+        assert np.array_equal(blended.take(range(samples)), found)
         for part, share in enumerate((0.5, 0.3, 0.2)):
             own = [sample.tolist() for sample in found if sample[0] // 10000 == part]
             assert abs(len(own) - share * samples) < 1

@@ -56,6 +56,16 @@ def test_a_sample_is_int64(data: DataConfig) -> None:
     assert sample.shape == (17,)
 
 
+def test_samples_may_be_taken_together(data: DataConfig) -> None:
+    """As one array of them: samples of few documents and of many, in any order, one of them twice."""
+    dataset = build_datasets(data, **SIZES).train
+    numbers = [7, 0, 3, 7, 1, 19, 2]
+    assert len({len(dataset.spans(number)) for number in numbers}) > 1
+    rows = dataset.take(numbers)
+    assert rows.dtype == np.int64
+    assert rows.tolist() == [dataset[number].tolist() for number in numbers]
+
+
 def test_splits_have_their_own_documents(data: DataConfig) -> None:
     datasets = build_datasets(data, **SIZES)
     used = [
@@ -140,6 +150,8 @@ def test_a_token_outside_the_vocabulary_is_located(write_dataset: Callable[..., 
     dataset = build_datasets(data, **{**SIZES, "vocab_size": 99}).train
     with pytest.raises(DataError, match=r"data\.bin holds token 99 in document 2 at offset 4, .* ends at 98"):
         dataset[0]
+    with pytest.raises(DataError, match=r"data\.bin holds token 99 in document 2 at offset 4, .* ends at 98"):
+        dataset.take(range(4))
 
 
 def test_the_document_is_numbered_in_the_data_set_not_in_the_split(write_dataset: Callable[..., str]) -> None:

@@ -31,6 +31,24 @@ def test_writes_the_golden_bytes(write_dataset: Callable[..., str]) -> None:
     assert Path(f"{prefix}.bin").read_bytes() == GOLDEN_BIN
 
 
+def test_whole_documents_are_the_same_bytes(tmp_path: Path) -> None:
+    """Some at once, then none, then others one by one."""
+    for name in ("at once", "one by one"):
+        with IndexedDatasetBuilder(tmp_path / name, "u2") as builder:
+            if name == "at once":
+                builder.add_documents(np.arange(6), [[3, 0], [], [1, 2]])
+                builder.add_documents(np.empty(0, "u2"), [])
+            else:
+                for document in ([[0, 1, 2], []], [], [[3], [4, 5]]):
+                    for sequence in document:
+                        builder.add_sequence(sequence)
+                    builder.end_document()
+            builder.add_sequence([7])
+            builder.end_document()
+    for ending in ("bin", "idx"):
+        assert (tmp_path / f"at once.{ending}").read_bytes() == (tmp_path / f"one by one.{ending}").read_bytes()
+
+
 def test_reads_the_golden_bytes(tmp_path: Path) -> None:
     (tmp_path / "data.idx").write_bytes(GOLDEN_IDX)
     (tmp_path / "data.bin").write_bytes(GOLDEN_BIN)

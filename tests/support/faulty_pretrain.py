@@ -39,7 +39,7 @@ MARK = 7
 iteration = 0
 kind, *words = os.environ["FAULT"].split()
 numbers = [float(word) for word in (words[:2] if kind == "command" else words) if not word.startswith("SIG")]
-real_train_batch, real_loss, real_sample = training.train_batch, gpt2_model.lm_loss, GPT2Dataset.__getitem__
+real_train_batch, real_loss, real_take = training.train_batch, gpt2_model.lm_loss, GPT2Dataset.take
 
 
 def fail():
@@ -92,11 +92,14 @@ def lm_loss(logits, targets, **options):
     return loss
 
 
-def sample(dataset, index):
-    tokens = real_sample(dataset, index)
-    return tokens * 0 + MARK if kind == "samples" and numbers[0] <= index <= numbers[1] else tokens
+def take(dataset, indices):
+    rows = real_take(dataset, indices)
+    for row, index in zip(rows, indices, strict=True):
+        if kind == "samples" and numbers[0] <= index <= numbers[1]:
+            row[:] = MARK
+    return rows
 
 
-training.train_batch, gpt2_model.lm_loss, GPT2Dataset.__getitem__ = train_batch, lm_loss, sample
+training.train_batch, gpt2_model.lm_loss, GPT2Dataset.take = train_batch, lm_loss, take
 sys.argv[0] = "pretrain_gpt2.py"
 runpy.run_path("pretrain_gpt2.py", run_name="__main__")

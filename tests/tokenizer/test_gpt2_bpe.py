@@ -1,9 +1,11 @@
 """The byte-level BPE: any text comes back unchanged, the eod comes from no text, and broken files are named."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from megatron.errors import DataError
 from megatron.tokenizer import build_tokenizer
@@ -28,6 +30,10 @@ ODD_TEXTS = [
     "#version: 0.2",
 ]
 
+CUT_HERE = "  \n\n\t\r''tsmdaaz09.-"
+ODD_BLANKS = "\x1c\x85\xa0\u1680\u180e\u2000\u200a\u200b\u2028\u2029\u202f\u205f\u3000\ufeff"
+"""Characters that some programs take for blanks, and others not."""
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[Path, Path]:
@@ -47,6 +53,23 @@ def tokenizer(files: tuple[Path, Path]) -> GPT2BPETokenizer:
 @pytest.mark.parametrize("text", ODD_TEXTS)
 def test_any_text_comes_back_unchanged(tokenizer: GPT2BPETokenizer, text: str):
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+
+
+def test_words_that_were_seen_before_are_those_of_the_library(files: tuple[Path, Path]) -> None:
+    """Texts made of all characters at which the cut into words could go wrong."""
+    vocabulary, merges = (path.read_text(encoding="utf-8") for path in files)
+    pairs = [tuple(line.split(" ")) for line in merges.splitlines()[1:]]
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(json.loads(vocabulary), pairs))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer, draw = GPT2BPETokenizer(*map(str, files)), random.Random(1)
+    characters = [*map(chr, range(128)), *CUT_HERE * 3, *ODD_BLANKS, *"é“”一ªſ²½Ⅷ٣\u0301\u200d😀\xad"]
+    for _ in range(300):
+        texts = ["".join(draw.choices(characters, k=draw.randint(0, 15))) for _ in range(40)]
+        # With texts said again and again few words are new; they are looked up then.
+        texts = [text * times for text in texts for times in (1, 1, 3, 7)]
+        expected = [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
+        assert tokenizer.tokenize_batch(texts) == expected
+    assert tokenizer._words._ids, "no word was looked up"
 
 
 def test_merges_are_applied_in_order(tokenizer: GPT2BPETokenizer, files: tuple[Path, Path]):
