@@ -1,7 +1,9 @@
 """What every rank of the tests imports: once for all of them."""
 
 import deepspeed  # noqa: F401
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, torch's compiler, which the first use of ZeRO imports
 import torch
+import torch._dynamo  # noqa: F401, which the first optimizer imports
 
 from megatron import training  # noqa: F401
 
