@@ -153,7 +153,7 @@ def by_kind(engine) -> dict[str, list]:
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
 
-STEPS = 5
+STEPS = 3
 
 
 def peak_of_a_step(engine, batches, others: list) -> int:
