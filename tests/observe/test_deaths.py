@@ -40,7 +40,7 @@ def test_all_end_and_the_first_cause_comes_last(
     programs, tmp_path: Path, fault: str, rank: int, code: int, last: str
 ) -> None:
     """Rank 0 keeps the store, which goes with it."""
-    ranks = BareRanks(programs, tmp_path / "log", fault, *SETTINGS, size=2)
+    ranks = BareRanks(programs, tmp_path / "log", fault, *SETTINGS, size=2, corpses=True)
     expected = [6, 6]
     expected[rank] = code
     assert ranks.ended() == expected, ranks.output
