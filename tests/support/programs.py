@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from support.warm import exit_code, start_ranks
+from support.warm import exit_code, launch_ranks, start
 
 TIME_LIMIT = 240
 BIN = Path(sys.executable).parent
@@ -103,13 +103,11 @@ class Programs:
         return self.warm(processes, *words, FAULT=fault)
 
     def warm(self, processes: int, *command: str | Path, time_limit: float = TIME_LIMIT, **environ: str) -> Finished:
-        """``python COMMAND`` on so many ranks, each forked from a process that has torch already.
-
-        Nobody ends the others when one has failed: they notice. The exit code is that of the first.
-        """
+        """``python COMMAND`` on so many ranks that have torch already; the exit code of the first that failed."""
         with tempfile.NamedTemporaryFile() as log:
-            ranks = start_ranks(processes, command, {**os.environ, **environ}, self.root, Path(log.name))
-            code = exit_code(ranks, time_limit)
+            place = (command, {**os.environ, **environ}, self.root, Path(log.name))
+            process = start(*place) if processes == 1 else launch_ranks(processes, *place)
+            code = exit_code([process], time_limit)
             output = Path(log.name).read_text()
         assert code is not None, f"{command} ran past {time_limit} s:\n{output[-6000:]}"
         return Finished(code, output)

@@ -12,11 +12,16 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NoReturn
 
 from support.ports import free_port
 from support.ranks import fork_server
 
+from megatron.launch.parent import die_with_parent
+
 Words = Sequence[str | Path]
+_LOOKS = 0.2
+"""Seconds behind the end of a rank in which the others can still see how it ended, as launchers look now and then."""
 
 
 def start(words: Words, environ: Mapping[str, str], folder: Path, log: Path) -> BaseProcess:
@@ -28,14 +33,26 @@ def start(words: Words, environ: Mapping[str, str], folder: Path, log: Path) -> 
 
 
 def start_ranks(processes: int, words: Words, environ: Mapping[str, str], folder: Path, log: Path) -> list[BaseProcess]:
-    """The same on so many ranks, as a launcher would; a single one is a plain ``python``."""
-    if processes == 1:
-        return [start(words, environ, folder, log)]
-    place = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environ}
-    return [
-        start(words, {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}, folder, log) for rank in range(processes)
-    ]
+    """The same on so many ranks, each for itself."""
+    return [start(words, place, folder, log) for place in _places(processes, environ)]
+
+
+def launch_ranks(processes: int, words: Words, environ: Mapping[str, str], folder: Path, log: Path) -> BaseProcess:
+    """The same under a launcher, whose exit code is that of the first rank that failed; all end with it.
+
+    It ends no rank when another has failed: they notice.
+    """
+    words = [str(word) for word in words]
+    process = fork_server().Process(target=_launch, args=(_places(processes, environ), words, str(folder), str(log)))
+    process.start()
+    return process
+
+
+def _places(processes: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """The environment of each rank."""
+    shared = {**environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def exit_code(ranks: Sequence[BaseProcess], time_limit: float) -> int | None:
@@ -52,6 +69,27 @@ def exit_code(ranks: Sequence[BaseProcess], time_limit: float) -> int | None:
         rank.kill()
         rank.join()
     return None if running else next(iter(failures), 0)
+
+
+def _launch(places: list[dict[str, str]], words: list[str], folder: str, log: str) -> NoReturn:
+    running = {_fork_rank(place, words, folder, log) for place in places}
+    code = 0
+    while running:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid
+        time.sleep(_LOOKS)
+        code = code or os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
+        running.remove(ended)
+    raise SystemExit(128 - code if code < 0 else code)
+
+
+def _fork_rank(place: dict[str, str], words: list[str], folder: str, log: str) -> int:
+    if process := os.fork():
+        return process
+    try:
+        die_with_parent()
+        _be(words, place, folder, log)
+    finally:
+        os._exit(1)  # a rank leaves by itself, with a code of its own
 
 
 def _be(words: list[str], environ: dict[str, str], folder: str, log: str) -> None:
