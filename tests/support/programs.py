@@ -1,4 +1,4 @@
-"""Start the project's programs as a user does: real launchers, real processes, real files."""
+"""Start the project's programs as a user does, or in processes that have torch already: real processes, real files."""
 
 import json
 import os
