@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.resident import RETURNED_AT_ONCE, highest_since_lowered, lower_mark, resident_now  # noqa: E402
 from megatron.cli import ToolParser, run_tool  # noqa: E402
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig  # noqa: E402
 from megatron.errors import ConfigError, LaunchError  # noqa: E402
@@ -101,9 +102,7 @@ def _measure(arguments: argparse.Namespace, attention: str, kind: str) -> Measur
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes),
         *(__file__, *sys.argv[1:], "--measure", json.dumps([attention, kind])),
     ]
-    # Large blocks go back to the system when they are freed, so that resident memory is what is in use.
-    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True)
+    ended = subprocess.run(command, env={**os.environ, **RETURNED_AT_ONCE}, capture_output=True, text=True)
     if ended.returncode:
         raise LaunchError(f"the ranks of {kind} failed: {(ended.stderr or ended.stdout).strip()[-2000:]}")
     answer = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"peak_bytes"')))
@@ -164,18 +163,12 @@ class _Peak:
             self.device.reset_peak_memory_stats()
             self.before = self.device.memory_allocated()
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # lowers the high-water mark to what is resident now
-            self.before = _status("VmRSS")
+            lower_mark()
+            self.before = resident_now()
 
     def rise(self) -> int:
         """In bytes."""
-        return (self.device.max_memory_allocated() if self.device else _status("VmHWM")) - self.before
-
-
-def _status(name: str) -> int:
-    """A line of the kernel's account of this process, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith(f"{name}:"))) * 1024
+        return (self.device.max_memory_allocated() if self.device else highest_since_lowered()) - self.before
 
 
 def _parallel_config(arguments: argparse.Namespace) -> ParallelConfig:

@@ -1,11 +1,10 @@
 """Measuring ways of doing the same work, in turn, and what comes out as ratios."""
 
-import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -46,18 +45,52 @@ class Comparison:
         return statistics.median(theirs / ours if ours else 1.0 for ours, theirs in rounds)
 
 
-def alternate(ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> dict[str, Times]:
+@dataclass(frozen=True)
+class Quantity:
+    """What is no speed, beside what it is held to: bytes beside those planned, seconds beside a limit."""
+
+    what: str
+    peer: str
+    """What it is held to."""
+    ours: list[float]
+    theirs: list[float]
+    """As many, each beside one of ``ours``."""
+    unit: str
+    """B, s, or another word, which then stands for a plain number."""
+    least: float | None = None
+    """The least ratio that is good enough."""
+    most: float | None = None
+    """The largest one."""
+
+    @property
+    def ratios(self) -> list[float]:
+        """The suite's as a multiple of the other, one by one."""
+        return [ours / theirs for ours, theirs in zip(self.ours, self.theirs, strict=True)]
+
+
+Result = Comparison | Quantity
+
+
+def alternate(
+    ways: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    warm_up: int = 1,
+    settle: Callable[[], Any] = lambda: None,
+) -> dict[str, Times]:
     """Time every way once a round, each round from another one on, so that what else the machine does meets all.
 
-    ``warm_up`` rounds go first and do not count.
+    ``warm_up`` rounds go first and do not count. ``settle`` runs whenever a clock is read: it waits for a device, or
+    for the other ranks.
     """
     names = list(ways)
     times = {name: Times([], []) for name in names}
     for number in range(-warm_up, rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
+            settle()
             wall, cpu = time.perf_counter(), _processor_seconds()
             ways[name]()
+            settle()
             wall, cpu = time.perf_counter() - wall, _processor_seconds() - cpu
             if number >= 0:
                 times[name].wall.append(wall)
@@ -65,32 +98,6 @@ def alternate(ways: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int =
     return times
 
 
-def markdown(comparisons: Sequence[Comparison]) -> str:
-    """A table, one line for each comparison."""
-    lines = [
-        "| work | against | suite | peer | ratio (least to largest) | by CPU time | goal |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    return "\n".join([*lines, *map(_line, comparisons)])
-
-
-def as_json(comparisons: Sequence[Comparison]) -> str:
-    """Every second of every round."""
-    return json.dumps([asdict(c) | {"ratios": c.ratios} for c in comparisons], indent=2)
-
-
 def _processor_seconds() -> float:
     children = os.times()
     return time.process_time() + children.children_user + children.children_system
-
-
-def _line(comparison: Comparison) -> str:
-    c, ratios = comparison, comparison.ratios
-    speeds = [_speed(c.work / statistics.median(times.wall), c.unit) for times in (c.ours, c.theirs)]
-    spread = f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
-    goal = "" if c.goal is None else f"{c.goal:.2f}"
-    return f"| {c.what} | {c.peer} | {speeds[0]} | {speeds[1]} | {spread} | {c.cpu_ratio:.2f} | {goal} |"
-
-
-def _speed(value: float, unit: str) -> str:
-    return f"{value:,.0f} {unit}/s" if value >= 100 else f"{value:.3g} {unit}/s"

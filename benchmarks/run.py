@@ -1,59 +1,79 @@
 """Measure the suite against named peers, on the same work, in the same rounds.
 
-    DS_ACCELERATOR=cpu python benchmarks/run.py                 # all of it
+    DS_ACCELERATOR=cpu python benchmarks/run.py                 # all but what needs a GPU
     DS_ACCELERATOR=cpu python benchmarks/run.py training_step   # one, or several
 
-Each measurement runs in a process of its own, its ways in turn, round after round. A ratio above 1 means that the
-suite is faster; beside the median stand the least and the largest of the rounds, and the median by processor time,
-which other work on the machine disturbs less.
+Each measurement runs in a process of its own, its ways in turn, round after round. A ratio of speeds above 1 means
+that the suite is faster; beside the median stand the least and the largest of the rounds, and the median by processor
+time, which other work on the machine disturbs less. write_figures.py brings what --json keeps into the documentation.
 """
 
 import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.comparing import as_json, markdown  # noqa: E402
+from benchmarks.tables import as_json, markdown, row  # noqa: E402
 from megatron.cli import ToolParser, run_tool  # noqa: E402
+from megatron.errors import ConfigError  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
 
-MEASURES = ("training_step", "engines", "two_cores", "start_up", "index_maps", "sample_reads")
+MEASURES = (
+    "training_step", "flags", "engines", "two_cores", "ddp",
+    "memory", "planner", "bubble",
+    "index_maps", "sample_reads",
+    "checkpoints", "generation",
+    "start_up", "faults",
+)  # fmt: skip
+GPU_MEASURES = ("gpu_step",)
+"""Those that are made where they are asked for by name."""
 
 
-def main() -> int:
+def main() -> None:
     """Run one measurement here, or each of several in a process of its own."""
     arguments = _parser().parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     names = arguments.names or MEASURES
+    _check(names, arguments)
     if len(names) > 1:
-        return _one_by_one(names, arguments)
+        sys.exit(_one_by_one(names, arguments))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     prepare_environment(os.environ)
-    comparisons = import_module(f"benchmarks.measures.{names[0]}").measure(arguments.rounds)
-    print(f"## {names[0]}\n\n{markdown(comparisons)}\n")
+    results = import_module(f"benchmarks.measures.{names[0]}").measure(arguments.rounds)
+    print(f"## {names[0]}\n\n{markdown([row(result) for result in results])}\n")
     if arguments.json:
-        (arguments.json / f"{names[0]}.json").write_text(as_json(comparisons) + "\n")
-    return 0
+        (arguments.json / f"{names[0]}.json").write_text(as_json(names[0], arguments.rounds, results))
 
 
-def _one_by_one(names: list[str], arguments: argparse.Namespace) -> int:
-    kept = ["--json", str(arguments.json)] if arguments.json else []
-    codes = [
-        subprocess.run([sys.executable, __file__, name, "--rounds", str(arguments.rounds), *kept]).returncode
-        for name in names
-    ]
-    return max(codes)
+def _check(names: Sequence[str], arguments: argparse.Namespace) -> None:
+    known = (*MEASURES, *GPU_MEASURES)
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"there is no measurement {', '.join(unknown)}: choose from {', '.join(known)}")
+    if arguments.rounds < 1:
+        raise ConfigError(f"--rounds {arguments.rounds} must be at least 1")
+    if arguments.json:
+        try:
+            arguments.json.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--json {arguments.json}: {error.strerror}; name another folder") from None
+
+
+def _one_by_one(names: Sequence[str], arguments: argparse.Namespace) -> int:
+    """The largest exit code; what one measurement fails of does not keep the others from being made."""
+    settings = ["--rounds", str(arguments.rounds), *(["--json", str(arguments.json)] if arguments.json else [])]
+    return max(subprocess.run([sys.executable, __file__, name, *settings]).returncode for name in names)
 
 
 def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
-    parser.add_argument("names", nargs="*", choices=[*MEASURES, []], metavar="NAME", help=", ".join(MEASURES))
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*MEASURES, *GPU_MEASURES]))
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="measurements of each way")
-    parser.add_argument("--json", type=Path, metavar="DIR", help="write the seconds of every round there, too")
+    parser.add_argument("--json", type=Path, metavar="DIR", help="write the figures of every round there, too")
     return parser
 
 

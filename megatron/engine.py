@@ -14,17 +14,18 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import BufferOpInstruction, PipeInstruction, ReduceGrads
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import Tensor, nn
 
 from megatron.config import OptimConfig, RunConfig, TrainConfig
 from megatron.data.loader import Batch
 from megatron.errors import NumericsError
+from megatron.gradient_norm import gradient_norm, measure_by_blocks
 from megatron.learning_rates import AnnealingLR
 from megatron.model.architectures import MODELS
 from megatron.model.containers import FoldedModel, PipelinedModel, PlainModel
 from megatron.model.kernels import uses_apex
 from megatron.mpu.layout import ParallelLayout
+from megatron.mpu.linear import accumulate_in_place
 from megatron.partition import bounds, layers_of_pieces
 from megatron.pipe_schedule import Instruction
 
@@ -50,6 +51,9 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     ds_config = dict(run.ds_config)
     deepspeed.checkpointing.configure(layout, deepspeed_config=ds_config)
     module = build_module(run, layout)
+    if run.model.gradient_accumulation_fusion:
+        for weight in module.parameters():
+            accumulate_in_place(weight)
     groups = weight_decay_groups(module)
     engine, *_ = deepspeed.initialize(
         model=module,
@@ -61,6 +65,8 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     )
     if run.precision.dtype == "fp32" and run.zero.zero_stage == 0:
         _step_by_true_norm(engine, layout)
+    else:
+        measure_by_blocks(engine.optimizer)
     return engine
 
 
@@ -259,17 +265,3 @@ def _step_by_true_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:
     engine.clip_fp32_gradients = lambda: None
     clip_and_step._wrapped_by_lr_sched = True  # torch's schedule warns where its own wrapper of step is gone
     optimizer.step = clip_and_step
-
-
-def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Tensor:
-    """2-norm of the gradient of the whole model, each weight counted once, on every rank."""
-    counted = [
-        p.grad
-        for p in parameters
-        if not getattr(p, "ds_pipe_replicated", False)  # a tied weight belongs to the first stage that holds it
-        and (is_model_parallel_parameter(p) or layout.tensor_group.rank() == 0)
-    ]
-    square = torch.nn.utils.get_total_norm(counted).float().square().to(parameters[0].device)
-    dist.all_reduce(square, group=layout.tensor_group)
-    dist.all_reduce(square, group=layout.pipe_group)
-    return square.sqrt()

@@ -59,6 +59,19 @@ LAYOUTS = {
         " --shape-order SBH --reset-attention-mask --reset-position-ids",
     ),
     "plain-ulysses2-dp2-zero3": (4, "--ds-sequence-parallel-size 2 --zero-stage 3"),
+    "documents-plain-tp2-sequence-zero2-recompute-compiled": (
+        2,
+        "--model-parallel-size 2 --sequence-parallel --zero-stage 2 --checkpoint-activations --compile"
+        " --reset-attention-mask --reset-position-ids",
+    ),
+    "plain-tp2-sequence-zero1-in-place": (
+        2,
+        "--model-parallel-size 2 --sequence-parallel --zero-stage 1 --gradient-accumulation-fusion",
+    ),
+    "pp2-dualpipev-in-place": (
+        2,
+        "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gradient-accumulation-fusion",
+    ),
     "documents-tp2-pp2": (
         4,
         "--model-parallel-size 2 --pipe-parallel-size 2 --reset-attention-mask --reset-position-ids",

@@ -291,6 +291,33 @@ BROKEN = [
         "--offload-param cpu",
     ),
     (
+        "compiled layers hold their weights",
+        "--compile --zero-stage 3",
+        "--compile does not work at --zero-stage 3: use --zero-stage 2",
+        "--zero-stage 2",
+    ),
+    *(
+        (
+            "gradients that accumulate in place stay in place",
+            f"--gradient-accumulation-fusion {broken}",
+            "--gradient-accumulation-fusion has no effect where DeepSpeed takes gradients away after each micro-batch: "
+            f"use {instead}, or remove it",
+            mended,
+        )
+        for broken, instead, mended in (
+            ("--zero-stage 2", "--zero-stage 1", "--zero-stage 1"),
+            ("--zero-stage 1 --zero-overlap-comm", "no --zero-overlap-comm", None),
+            ("--zero-stage 1 --offload-optimizer cpu", "no --offload-optimizer", "--offload-optimizer none"),
+            ("--zero-stage 1 --bf16 --grad-accum-dtype fp32", "no --grad-accum-dtype fp32", "--grad-accum-dtype bf16"),
+        )
+    ),
+    (
+        "--gradient-accumulation-fusion excludes --compile",
+        "--gradient-accumulation-fusion --compile",
+        "--gradient-accumulation-fusion and --compile exclude each other",
+        None,
+    ),
+    (
         "overlapped reduction needs ZeRO on the plain engine",
         "--zero-overlap-comm",
         "--zero-overlap-comm has no effect without ZeRO: add --zero-stage 1",

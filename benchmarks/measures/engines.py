@@ -1,22 +1,27 @@
-"""What DeepSpeed's engines add to a plain loop over the same model: one process, 4 micro-batches a step.
+"""What the engines add to a plain loop over the same model, and what of it is the suite's: one process.
 
-The plain loop is forward, backward, clip and fused AdamW over the suite's own GPT-2; the engines are those a run
-uses, by ZeRO stage, and the pipeline's with a single stage.
+The plain loop is forward, backward, clip and fused AdamW over the suite's own GPT-2, 4 micro-batches a step. The
+engines are those a run uses, by ZeRO stage, and the pipeline's with a single stage. Bare DeepSpeed is the same engine
+over the same model with nothing of the suite around it.
 """
 
 import os
 import socket
+from collections.abc import Callable
 from itertools import repeat
+from typing import Any
 
+import deepspeed
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.comparing import Comparison, alternate
-from benchmarks.measures.peers import Shape, plain_step
+from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape, WithWeights, plain_step
 from benchmarks.measures.suite import engine_step, run_of
+from megatron.config import RunConfig
 from megatron.engine import build_module
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-from megatron.mpu.layout import distributed
+from megatron.mpu.layout import ParallelLayout, distributed
 
 SHAPE = Shape(layers=6, hidden=384, heads=6, sequence=256, batch=2, vocabulary=512)
 MICRO_BATCHES = 4
@@ -30,38 +35,60 @@ ENGINES = {
 """Flags, and the least share of the plain loop's speed that is good enough."""
 
 
-class _Loss(nn.Module):
-    def __init__(self, model: nn.Module, weights: Tensor):
-        super().__init__()
-        self.model, self.weights = model, weights
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return self.model(tokens, (labels, self.weights))
+BARE_GOAL = 0.99
 
 
 def measure(rounds: int) -> list[Comparison]:
-    """Every engine against the loop."""
+    """Every engine against the loop, and against DeepSpeed's engine by itself."""
     silence_known_warnings()
     tokens, labels = (torch.randint(SHAPE.vocabulary, (SHAPE.batch, SHAPE.sequence)) for _ in range(2))
     comparisons = []
+    work = SHAPE.tokens * MICRO_BATCHES
     for name, (flags, goal) in ENGINES.items():
         run = run_of(SHAPE, *flags, micro_batches=MICRO_BATCHES)
         os.environ["MASTER_PORT"] = _free_port()  # the store of the engine before may still have the other
         with distributed(run.parallel) as layout, deepspeed_silenced(verbose=False):
-            plain = build_module(run_of(SHAPE), layout)
-            loss = _Loss(plain, torch.full(labels.shape, 1 / labels.numel()))
+            plain = WithWeights(build_module(run_of(SHAPE), layout), labels)
             ways = {
                 "suite": engine_step(run, layout, tokens, labels),
-                "loop": plain_step(loss, repeat((tokens, labels)), bf16=False, micro_batches=MICRO_BATCHES),
+                "plain loop": plain_step(plain, repeat((tokens, labels)), bf16=False, micro_batches=MICRO_BATCHES),
+                "bare DeepSpeed": _bare_step(run, layout, tokens, labels),
             }
             times = alternate(ways, rounds)
-        tokens_of_a_step = SHAPE.tokens * MICRO_BATCHES
-        comparisons.append(
-            Comparison(
-                f"{name}: {SHAPE}", "plain loop", times["suite"], times["loop"], tokens_of_a_step, "tokens", goal
-            )
-        )
+        ours = times.pop("suite")
+        goals = {"plain loop": goal, "bare DeepSpeed": BARE_GOAL}
+        comparisons += [
+            Comparison(f"{name}: {SHAPE}", peer, ours, theirs, work, "tokens", goals[peer])
+            for peer, theirs in times.items()
+        ]
     return comparisons
+
+
+def _bare_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Tensor) -> Callable[[], Any]:
+    """A step of the same engine over the same model, as a script has it that knows nothing but DeepSpeed."""
+    adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "torch_adam": True, "fused": True}
+    module = build_module(run, layout)
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        model_parameters=module.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": SHAPE.batch,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "gradient_clipping": CLIP,
+            "zero_optimization": {"stage": run.zero.zero_stage},
+            "optimizer": {"type": "AdamW", "params": adam},
+        },
+    )
+    targets = labels, torch.full(labels.shape, 1 / labels.numel())
+    if run.parallel.uses_pipeline:
+        return lambda: engine.train_batch(repeat((tokens, targets)))
+
+    def step() -> None:
+        for _ in range(MICRO_BATCHES):
+            engine.backward(engine(tokens, targets))
+            engine.step()
+
+    return step
 
 
 def _free_port() -> str:

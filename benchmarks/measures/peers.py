@@ -101,6 +101,17 @@ def transformers_gpt2(shape: Shape, attention: str) -> nn.Module:
     return Loss()
 
 
+class WithWeights(nn.Module):
+    """The suite's model for a plain loop: tokens [b, s], labels [b, s] -> loss, the mean over tokens."""
+
+    def __init__(self, model: nn.Module, labels: Tensor):
+        super().__init__()
+        self.model, self.weights = model, torch.full(labels.shape, 1 / labels.numel(), device=labels.device)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.model(tokens, (labels, self.weights))
+
+
 def plain_step(
     model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], *, bf16: bool, micro_batches: int = 1
 ) -> Callable[[], None]:

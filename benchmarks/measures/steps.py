@@ -1,26 +1,34 @@
 """Started on each rank by ``two_cores.py``: a few steps, and what the slowest rank took for one."""
 
-import json
 import os
 import sys
 import time
 
 from megatron.launch.environment import prepare_environment
 
-STEPS = 5
+STEPS, ALL_REDUCES = 5, 50
 
 
 def main() -> None:
-    """Print seconds of a step: by the clock, and of all processors together."""
+    """Tell seconds of a step, by the clock and of all processors together, and of an all-reduce of hidden states."""
     prepare_environment(os.environ)
 
     import torch
     import torch.distributed as dist
 
+    from benchmarks.measures.ranks import tell
     from benchmarks.measures.suite import engine_step, run_of
     from benchmarks.measures.two_cores import MICRO_BATCHES, SHAPE
     from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
     from megatron.mpu.layout import distributed
+
+    def seconds_of_all_reduce() -> float:
+        hidden = torch.ones(SHAPE.batch, SHAPE.sequence, SHAPE.hidden)  # [b, s, h]
+        dist.barrier()
+        begin = time.perf_counter()
+        for _ in range(ALL_REDUCES):
+            dist.all_reduce(hidden)
+        return (time.perf_counter() - begin) / ALL_REDUCES
 
     silence_known_warnings()
     run = run_of(SHAPE, *sys.argv[1:], "--global-batch-size", str(MICRO_BATCHES))
@@ -40,8 +48,9 @@ def main() -> None:
             dist.all_reduce(times, op=dist.ReduceOp.MAX)
             work = torch.tensor([cpu])
             dist.all_reduce(work)
+            all_reduce = seconds_of_all_reduce()
         if layout.rank == 0:
-            print(json.dumps([times.item(), work.item()]), flush=True)
+            tell({"wall": times.item(), "cpu": work.item(), "all_reduce": all_reduce})
 
 
 main()

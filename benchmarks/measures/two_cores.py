@@ -1,50 +1,57 @@
 """Two processes of one thread each against one process of two threads: the same model, the same global batch.
 
-Data parallel 2, tensor parallel 2, and two pipeline stages. The largest of the ranks' times counts.
+Data parallel 2, tensor parallel 2, and two pipeline stages. The largest of the ranks' times counts. Tensor parallelism
+is also held to a model of itself: the time of the one process, which has the same cores, and what the all-reduces of
+its layers take by themselves, measured by the same ranks.
 """
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from statistics import median
 
-from benchmarks.comparing import Comparison, Times
+from benchmarks.comparing import Comparison, Quantity, Result, Times
 from benchmarks.measures.peers import Shape
+from benchmarks.measures.ranks import measured_by_ranks
 
 SHAPE = Shape(layers=4, hidden=384, heads=6, sequence=256, batch=1, vocabulary=512)
 MICRO_BATCHES = 8
+ONE = "one process, two threads"
 WAYS = {
-    "one process, two threads": (1, ()),
+    ONE: (1, ()),
     "DP 2": (2, ()),
     "TP 2": (2, ("--model-parallel-size", "2")),
     "PP 2": (2, ("--pipe-parallel-size", "2")),
 }
 GOALS = {"DP 2": 0.98, "TP 2": 0.85, "PP 2": 0.95 * MICRO_BATCHES / (MICRO_BATCHES + 1)}
+ALL_REDUCES = 4 * SHAPE.layers * MICRO_BATCHES
+"""Of a step: two a layer forward, two backward, each of hidden states (arXiv 2104.04473, section 3.2)."""
 
 
-def measure(rounds: int) -> list[Comparison]:
+def measure(rounds: int) -> list[Result]:
     """Every way in turn; each runs in processes of its own, a few steps a round."""
     times = {name: Times([], []) for name in WAYS}
+    sums: list[float] = []
     for number in range(rounds):
         names = list(WAYS)
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            wall, cpu = _run(*WAYS[name])
-            times[name].wall.append(wall)
-            times[name].cpu.append(cpu)
-    peer = times.pop("one process, two threads")
+            ranks, flags = WAYS[name]
+            found = measured_by_ranks(ranks, "steps", *flags, OMP_NUM_THREADS="2" if ranks == 1 else "1")
+            times[name].wall.append(found["wall"])
+            times[name].cpu.append(found["cpu"])
+            if name == "TP 2":
+                sums.append(found["all_reduce"])
+    one = times.pop(ONE)
     work = SHAPE.tokens * MICRO_BATCHES
-    return [
-        Comparison(f"{name}: {SHAPE}", "one process, two threads", ours, peer, work, "tokens", GOALS[name])
-        for name, ours in times.items()
+    compared: list[Result] = [
+        Comparison(f"{name}: {SHAPE}", ONE, ours, one, work, "tokens", GOALS[name]) for name, ours in times.items()
     ]
+    return [*compared, _modelled(times["TP 2"].wall, one.wall, sums)]
 
 
-def _run(ranks: int, flags: tuple[str, ...]) -> tuple[float, float]:
-    """Seconds of a step, by the clock and of all processors together."""
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", str(ranks), "-m", "benchmarks.measures.steps", *flags]
-    environ = {**os.environ, "OMP_NUM_THREADS": "2" if ranks == 1 else "1"}
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], env=environ, check=True, stdout=subprocess.PIPE)
-    wall, cpu = json.loads(ended.stdout.splitlines()[-1])
-    return wall, cpu
+def _modelled(measured: list[float], compute: list[float], all_reduce: list[float]) -> Quantity:
+    predicted = [c + ALL_REDUCES * r for c, r in zip(compute, all_reduce, strict=True)]
+    share = median(ALL_REDUCES * r / p for r, p in zip(all_reduce, predicted, strict=True))
+    size = 4 * SHAPE.tokens * SHAPE.hidden
+    what = (
+        f"TP 2, a step: {ALL_REDUCES} all-reduces of {size / 1e3:,.0f} kB, each {median(all_reduce) * 1e6:,.0f} us by"
+        f" itself ({size / median(all_reduce) / 1e9:.2g} GB/s), are {share:.0%} of what is predicted"
+    )
+    return Quantity(what, "one process and the all-reduces", measured, predicted, "s", most=1 / 0.9)

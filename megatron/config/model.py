@@ -27,6 +27,10 @@ class ModelConfig:
     openai_gelu: bool = flag(False, "Use GELU's tanh approximation, as OpenAI's GPT-2 does.")
     bias_gelu_fusion: bool = flag(False, "Compile bias and GELU of the MLP into one kernel (torch.compile).")
     bias_dropout_fusion: bool = flag(False, "Compile bias, dropout and residual into one kernel (torch.compile).")
+    compile: bool = flag(False, "Compile each transformer layer (torch.compile); up to a minute at the start.")
+    gradient_accumulation_fusion: bool = flag(
+        False, "Add up the gradients of micro-batches inside the matrix product that computes them."
+    )
     scaled_upper_triang_masked_softmax_fusion: bool = flag(
         False, "Insist on the fused causal attention kernel: an error if another flag rules it out.", only=GPT2
     )

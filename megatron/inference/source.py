@@ -92,7 +92,8 @@ def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
         padded_vocab_size=-(-config.vocab_size // size) * size,
         dtype=dtype,
         fused_kernels="torch",
-        bias_gelu_fusion=False,  # compiled anew for each length of a prompt
+        compile=False,  # anew for each length of a prompt
+        bias_gelu_fusion=False,
         bias_dropout_fusion=False,
         recomputes_attention=False,
     )

@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from megatron.launch.allocator import keep_freed_memory
 from megatron.launch.cache import extensions_folder
 from megatron.launch.device import expected_device
 from megatron.launch.launcher import check_place, on_one_host, rank, ranks_on_host, world_size
@@ -43,6 +44,7 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     if environ["DS_ACCELERATOR"] == "cpu":
         # Ranks on one host share its cores; each with all of them would spend its time in waiting.
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _neighbours(environ))))
+        keep_freed_memory(environ)
     if on_one_host(environ) and _LOOPBACK.exists():
         # Left to themselves they listen at the address of the host's name, which others may reach.
         environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)

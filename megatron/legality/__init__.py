@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
 from megatron.given import flag_fields, flag_name
-from megatron.legality import activation, data, observe, pipeline, precision, sizes, training, zero
+from megatron.legality import activation, data, kernels, observe, pipeline, precision, sizes, training, zero
 
 
 class Rule(NamedTuple):
@@ -167,6 +167,22 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("NCCL needs GPUs", "On the CPU, gloo is the backend.", training.backend),
     Rule("apex is there when it is asked for", "Only auto may fall back to torch.", training.apex),
+    Rule(
+        "compiled layers hold their weights",
+        "ZeRO 3 brings each part of a layer its weights between the operations that are compiled together.",
+        kernels.compiled_layers,
+        "compiles every fragment between two of its hooks anew, until torch gives up",
+    ),
+    Rule(
+        "gradients that accumulate in place stay in place",
+        "The product of a micro-batch is added to the gradient of those before it.",
+        kernels.gradients_in_place,
+    ),
+    _excludes(
+        "model.gradient_accumulation_fusion",
+        "model.compile",
+        "torch's compiler cannot see a gradient change that it does not compute.",
+    ),
     Rule(
         "the fused causal attention is possible",
         "The fused kernel knows one mask and one arithmetic.",

@@ -41,6 +41,8 @@ class ParallelTransformerLayer(nn.Module):
         self.attention = ParallelSelfAttention(config, layout, layer_number=layer_number, causal=causal)
         self.post_attention_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
         self.mlp = ParallelMLP(config, layout, layer_number=layer_number)
+        if config.compile:
+            self.compile()
 
     def forward(self, stream: Stream, cache: KeyValueCache | None = None) -> Stream:
         hidden, documents = unpack(stream)

@@ -45,6 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
             shifted = counted[rows].to(dtype) - largest[rows].unsqueeze(-1)
             sums[1, rows] = shifted.gather(-1, index[rows]).squeeze(-1)
             sums[0, rows] = shifted.exp_().sum(-1)
+            del shifted  # before the next rows take as much
         sums[1].masked_fill_(elsewhere, 0.0)
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
@@ -64,6 +65,7 @@ class _CrossEntropy(torch.autograd.Function):
             probabilities = (counted[rows].to(grad.dtype) - normalizers[rows].unsqueeze(-1)).exp_()
             probabilities.scatter_add_(-1, index[rows], own[rows])
             grad_logits[rows, : ctx.columns] = probabilities.mul_(grad[rows].unsqueeze(-1))
+            del probabilities  # before the next rows take as much
         return grad_logits, None, None, None, None
 
 

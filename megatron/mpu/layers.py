@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megatron.mpu.initialization import WeightInit, mark_sharded, sharded_parameter, sum_gradient
+from megatron.mpu.linear import linear
 from megatron.mpu.mappings import (
-    copy_to_model_parallel_region,
     gather_from_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_model_parallel_region,
@@ -24,11 +24,13 @@ from megatron.mpu.mappings import (
 )
 
 
-def enter_region(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
-    """What a tensor-parallel region takes in, whole on every rank."""
+def enter_region(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence_dim: int | None
+) -> Tensor:
+    """x W^T + b at the entry of a tensor-parallel region, which takes x in whole on every rank, each its rows of W."""
     if sequence_dim is None:
-        return copy_to_model_parallel_region(x, group)
-    return gather_from_sequence_parallel_region(x, group, sequence_dim)
+        return linear(x, weight, bias, group)
+    return linear(gather_from_sequence_parallel_region(x, group, sequence_dim), weight, bias)
 
 
 def leave_region(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
@@ -64,11 +66,10 @@ class ColumnParallelLinear(nn.Module):
         self.bias = mark_sharded(nn.Parameter(torch.zeros(output_size // group.size())), dim=0)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = enter_region(x, self.group, self.sequence_dim)
         if self.activation is None:
-            y = F.linear(x, self.weight, self.bias)
+            y = enter_region(x, self.weight, self.bias, self.group, self.sequence_dim)
         else:
-            y = self.activation(F.linear(x, self.weight), self.bias)
+            y = self.activation(enter_region(x, self.weight, None, self.group, self.sequence_dim), self.bias)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
@@ -101,8 +102,8 @@ class RowParallelLinear(nn.Module):
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
         if self.group.size() == 1:
-            return F.linear(x, self.weight, self.bias)
-        return leave_region(F.linear(x, self.weight), self.group, self.sequence_dim) + self.bias
+            return linear(x, self.weight, self.bias)
+        return leave_region(linear(x, self.weight), self.group, self.sequence_dim) + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -137,4 +138,4 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The table as the output projection: hidden [b, s, h] -> logits [b, s, v/t]."""
-        return F.linear(enter_region(hidden, self.group, self.sequence_dim), self.weight)
+        return enter_region(hidden, self.weight, None, self.group, self.sequence_dim)

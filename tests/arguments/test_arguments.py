@@ -50,6 +50,8 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "max_position_embeddings": ("--max-position-embeddings 64", ""),
     "make_vocab_size_divisible_by": ("--make-vocab-size-divisible-by 8", ""),
     "layernorm_epsilon": ("--layernorm-epsilon 1e-6", ""),
+    "compile": ("--compile", ""),
+    "gradient_accumulation_fusion": ("--gradient-accumulation-fusion", ""),
     "fused_kernels": ("--fused-kernels torch", ""),
     "attention_dropout": ("--attention-dropout 0", ""),
     "hidden_dropout": ("--hidden-dropout 0", ""),

@@ -1,18 +1,14 @@
-"""The benchmark of generation runs, and finds that both write the same."""
-
-import json
-from pathlib import Path
-
-from support.programs import Programs
-
-TINY = "--layers 1 --hidden-size 32 --vocab-size 300 --new-tokens 4 --rounds 1 --batch-sizes 2".split()
+"""The measurement of generation runs every way, and finds that all write the same."""
 
 
-def test_every_way_is_measured(programs: Programs, tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    output = programs.python("benchmarks/generation.py", *TINY, "--json", file).ok().output
-    rates = json.loads(file.read_text())["2"]
-    assert set(rates) == {"suite", "suite, nothing kept", "transformers"}
-    for clocks in rates.values():
-        assert set(clocks) == {"clock", "processor"} and all(each[0] > 0 for each in clocks.values())
-    assert "tokens/s" in output
+def test_every_way_is_measured(run_ranks_once) -> None:
+    (found,) = run_ranks_once(1, measure_tiny)
+    assert [peer for peer, _ in found] == ["transformers", "the suite with --recompute"]
+    assert all(ratio > 0 for _, ratio in found)
+
+
+def measure_tiny() -> list[tuple[str, float]]:
+    from benchmarks.measures import generation
+
+    generation.SIZES = (generation.Size(layers=1, hidden=32, vocabulary=300, new=4, batches=(2,)),)
+    return [(result.peer, result.ratios[0]) for result in generation.measure(1)]

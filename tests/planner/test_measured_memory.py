@@ -5,10 +5,7 @@ holds on to. Peaks come from torch's profiler, which sees every allocation, and 
 C library keeps some back.
 """
 
-import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from support.programs import TINY_MODEL
 
@@ -78,124 +75,16 @@ def measure_all(common: list[str], layouts: list[str]) -> list[tuple[dict[str, i
 
 
 def measure(words: list[str]) -> tuple[dict[str, int], dict[str, int]]:
-    import deepspeed
-
+    from benchmarks.measures.live_memory import measured_memory
     from megatron.arguments import parse_run
-    from megatron.engine import build_engine, train_batch
     from megatron.feed import Feed
     from megatron.mpu.layout import distributed
-    from megatron.mpu.random import model_parallel_manual_seed
     from megatron.planner.memory import stage_memory
     from megatron.preflight import check
 
     run, _ = check(parse_run(words, os.environ))
     with distributed(run.parallel) as layout:
-        model_parallel_manual_seed(1, layout)
-        others = live_tensors()  # held on to, so that no storage of the engine's gets the address of one of theirs
-        engine = build_engine(run, layout)
-        batches = Feed(run, layout, ()).training(0)
-        train_batch(engine, batches)
-        held = between_micro_batches(engine, batches)
-        total = peak_of_a_step(engine, batches, others)
+        measured = measured_memory(run, layout, Feed(run, layout, ()).training(0))
         owner = layout.get_sequence_data_parallel_rank()
         memory = stage_memory(run, owner)[layout.pipe_group.rank()]
-        engine.destroy()
-        deepspeed.checkpointing.reset()
-    return {**memory.parts(), "total": memory.total}, {**held, "total": total}
-
-
-def between_micro_batches(engine, batches) -> dict[str, int]:
-    """Bytes of each kind when gradients have been summed up, but not yet reduced, in a second iteration."""
-    from deepspeed.runtime.pipe.engine import PipelineEngine
-
-    from megatron.engine import train_batch
-
-    found: dict[str, int] = {}
-
-    def look() -> None:
-        if not found:
-            found.update({kind: sum(storages(tensors).values()) for kind, tensors in by_kind(engine).items()})
-
-    @contextmanager
-    def listen(instruction) -> Iterator[None]:
-        if instruction.name == "ReduceGrads":
-            look()
-        yield
-
-    if isinstance(engine, PipelineEngine):
-        train_batch(engine, batches, [listen])
-        return found
-    step = engine.step
-    engine.step = lambda: (look(), step())
-    train_batch(engine, batches)
-    del engine.step
-    return found
-
-
-def by_kind(engine) -> dict[str, list]:
-    """The tensors that hold weights, gradients and optimizer, wherever DeepSpeed keeps them."""
-    import torch
-
-    parameters, wrapper = list(engine.module.parameters()), engine.optimizer
-    inner = getattr(wrapper, "optimizer", wrapper)
-    weights = [p.data for p in parameters] + [p.ds_tensor for p in parameters if hasattr(p, "ds_tensor")]
-    moments = [t for state in inner.state.values() for t in state.values() if torch.is_tensor(t)]
-    own = [p.data for group in inner.param_groups for p in group["params"]]
-    own += getattr(wrapper, "fp32_partitioned_groups_flat", [])
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    for name in ("all_grad_tensors", "averaged_gradients"):  # of ZeRO 2
-        gradients += [t for kept in getattr(wrapper, name, {}).values() if kept for t in kept]
-    gradients += getattr(wrapper, "fp32_groups_gradients_flat", [])  # where bf16 is summed in fp32 without sharding
-    if hasattr(wrapper, "grad_partitions_flat_buffer"):  # of ZeRO 3
-        gradients.append(wrapper.grad_partitions_flat_buffer)
-    stepped_itself = storages(weights).keys()
-    optimizer = [t for t in moments + own if t.untyped_storage().data_ptr() not in stepped_itself]
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
-
-
-STEPS = 3
-
-
-def peak_of_a_step(engine, batches, others: list) -> int:
-    """What is live before a step, without what was live before the engine, and by how much the step goes above.
-
-    Of some steps the least: gloo's threads let go of a tensor when they next run, which may be late on a busy machine.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    from megatron.engine import train_batch
-
-    known = storages(others)
-    before = sum(size for address, size in storages(live_tensors()).items() if address not in known)
-    peaks = []
-    for _ in range(STEPS):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            train_batch(engine, batches)
-        level = highest = 0
-        for _, change in sorted(allocations(profiler)):
-            level += change
-            highest = max(highest, level)
-        peaks.append(highest)
-    return before + min(peaks)
-
-
-def allocations(profiler) -> Iterator[tuple[int, int]]:
-    """Time and bytes of each; what is freed is negative."""
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            yield event.start_ns(), event.nbytes()
-
-
-def live_tensors() -> list:
-    """Every tensor that Python knows."""
-    import torch
-
-    gc.collect()
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu"]
-
-
-def storages(tensors: list) -> dict[int, int]:
-    """Bytes of each storage that tensors are in, by its address."""
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    found.pop(0, None)
-    return found
+    return {**memory.parts(), "total": memory.total}, measured

@@ -1,0 +1,179 @@
+"""How fast checkpoints are saved and loaded here, against the disk and other formats, and how long training waits.
+
+One process holds a GPT-2 with Adam's state in fp32, and its file is written and read in several ways in turn. The suite
+writes by torch.save with SHA-256 beside it, and fsync; it compares the SHA-256 and reads nothing but tensors. Every way
+of loading ends with the state in the tensors that had it, as a resume does; caches are warm, or cold where that is
+said. Then the same engine saves with and without --async-save: what counts is the time until training may go on. The
+disk is that of TMPDIR.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from benchmarks.comparing import Comparison, Quantity, Result, Times, alternate
+from benchmarks.measures.peers import Shape
+from benchmarks.measures.suite import run_of
+from megatron.checkpoint.durable import sync
+from megatron.checkpoint.engine_files import EngineFiles
+from megatron.checkpoint.files import read_checked_file, read_file, write_file
+from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.saving import Checkpointer
+from megatron.config import RunConfig
+from megatron.data.loader import Batch
+from megatron.engine import build_engine, train_batch
+from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
+from megatron.mpu.layout import distributed
+from megatron.mpu.random import model_parallel_manual_seed
+
+SHAPE = Shape(layers=12, hidden=512, heads=8, sequence=64, batch=1, vocabulary=1024)
+SAVE_GOAL, LOAD_GOAL, STALL_GOAL = 0.75, 0.9, 0.1
+"""Of what the raw disk takes; of safetensors' speed; of the time of a save that is waited for."""
+
+
+def measure(rounds: int) -> list[Result]:
+    """Saving, loading, and waiting."""
+    silence_known_warnings()
+    with tempfile.TemporaryDirectory() as name:
+        run = run_of(SHAPE, "--save", str(Path(name) / "run"))
+        with distributed(run.parallel) as layout, deepspeed_silenced(verbose=False):
+            model_parallel_manual_seed(1, layout)
+            engine = build_engine(run, layout)
+            tokens = torch.zeros(SHAPE.batch, SHAPE.sequence, dtype=torch.long)  # [b, s]
+            train_batch(engine, iter([Batch(tokens, (tokens, torch.full(tokens.shape, 1 / tokens.numel())))]))
+            return [*_of_files(engine, Path(name) / "files", rounds), *_of_waiting(engine, run, rounds)]
+
+
+def _of_files(engine: Any, folder: Path, rounds: int) -> list[Comparison]:
+    engine.checkpoint_engine = files = EngineFiles(copies=True)
+    engine.save_checkpoint(str(folder), tag="measured", save_latest=False)
+    ((path, state),) = files.take()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = dict(_tensors(state))
+    place = _Files(path, state, {name: tensor.contiguous() for name, tensor in tensors.items()})
+    place.write_suite()
+    place.content = path.read_bytes()
+    place.other.write_bytes(b"")
+    size = len(place.content)
+    written = alternate(
+        {
+            "suite": place.write_suite,
+            "raw bytes and fsync": place.write_raw,
+            "safetensors and fsync": place.write_safetensors,
+            "torch.save and fsync": place.write_torch,
+        },
+        rounds,
+        settle=os.sync,
+    )
+    place.write_suite()
+    place.write_safetensors()
+    readers = {
+        "suite": lambda: place.take(_tensors(read_file(path))),
+        "suite, digest apart": lambda: place.take(_tensors(read_checked_file(path))),
+        "safetensors": lambda: place.take(load_file(place.other).items()),
+        "torch.load": lambda: place.take(_tensors(torch.load(path, weights_only=False))),
+        "reading bytes": path.read_bytes,
+    }
+    read = alternate(readers, rounds)
+    cold = alternate({name: readers[name] for name in ("suite", "reading bytes")}, rounds, settle=lambda: _forget(path))
+    return [
+        *_compared("save", written, size, {"raw bytes and fsync": SAVE_GOAL}),
+        *_compared("load", read, size, {"safetensors": LOAD_GOAL}),
+        *_compared("load from a cold cache", cold, size, {}),
+    ]
+
+
+class _Files:
+    """One checkpoint's file, written in several ways."""
+
+    def __init__(self, path: Path, state: Any, tensors: dict[str, Tensor]):
+        self.path, self.state, self.tensors, self.content = path, state, tensors, b""
+        self.other = path.with_suffix(".safetensors")
+        self.into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+
+    def write_suite(self) -> None:
+        for file in self.path.parent.glob("*"):
+            file.unlink()
+        write_manifest(self.path.parent, {self.path.name: write_file(self.path, self.state)})
+
+    def write_raw(self) -> None:
+        self.path.unlink()
+        self.path.write_bytes(self.content)
+        sync(self.path)
+
+    def write_safetensors(self) -> None:
+        self.other.unlink(missing_ok=True)
+        save_file(self.tensors, self.other)
+        sync(self.other)
+
+    def write_torch(self) -> None:
+        self.path.unlink()
+        torch.save(self.state, self.path)
+        sync(self.path)
+
+    def take(self, tensors: Any) -> None:
+        """Copy what was read to where the state is wanted."""
+        for name, tensor in tensors:
+            self.into[name].copy_(tensor)
+
+
+def _compared(what: str, times: dict[str, Times], size: int, goals: dict[str, float]) -> Iterator[Comparison]:
+    suite = times.pop("suite")
+    apart = times.pop("suite, digest apart", None)
+    for peer, theirs in times.items():
+        yield Comparison(
+            f"{what}: a checkpoint of {size / 1e6:,.0f} MB", peer, suite, theirs, size, "B", goals.get(peer)
+        )
+    if apart is not None:
+        for peer in goals:
+            yield Comparison(f"{what}, SHA-256 apart: the same", peer, apart, times[peer], size, "B", goals[peer])
+
+
+def _of_waiting(engine: Any, run: RunConfig, rounds: int) -> list[Quantity]:
+    """Seconds that training waits for a checkpoint, and until one in the background is on the disk."""
+    waited, stalled, behind = [], [], []
+    for iteration in range(1, 2 * rounds + 1, 2):
+        for step, is_async in ((iteration, False), (iteration + 1, True)):
+            checkpoint = replace(run.checkpoint, async_save=is_async, keep_last=1)
+            checkpointer = Checkpointer(engine, replace(run, checkpoint=checkpoint), lambda text: None)
+            os.sync()
+            wait = _seconds(lambda: checkpointer.save(step))  # noqa: B023
+            rest = _seconds(checkpointer.finish)
+            if is_async:
+                stalled.append(wait)
+                behind.append(wait + rest)
+            else:
+                waited.append(wait)
+    what = f"--async-save: training waits; on the disk after {median(behind):.2g} s"
+    return [Quantity(what, "a save that is waited for", stalled, waited, "s", most=STALL_GOAL)]
+
+
+def _tensors(item: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of nested containers, by the way to each."""
+    if isinstance(item, Tensor):
+        yield name, item
+    elif isinstance(item, dict | list | tuple):
+        for key, value in item.items() if isinstance(item, dict) else enumerate(item):
+            yield from _tensors(value, f"{name}/{key}")
+
+
+def _seconds(step: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _forget(file: Path) -> None:
+    """Take a file that is on the disk out of the page cache."""
+    descriptor = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(descriptor)

@@ -1,0 +1,155 @@
+"""How soon a run of two ranks is over when one of them is killed, or stopped.
+
+Killed (SIGKILL): until the launcher has answered, under torchrun and under tools/launch.py, beside torchrun's answer
+for a plain script that does nothing but all-reduces. Stopped (SIGSTOP), with --watchdog-minutes: until the other rank
+has said who hangs and left, and until the launcher, torchrun, has answered.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import psutil
+
+from benchmarks.comparing import Quantity
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.errors import LaunchError
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+TINY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --batch-size 2 --train-iters 1000000"
+    " --lr 1e-3 --eval-iters 0 --num-workers 0 --log-interval 1 --tokenizer-type WhitespaceTokenizer --split 1,0,0"
+).split()
+WATCHDOG_MINUTES, CRASH_LIMIT, HANG_LIMIT, START_LIMIT, END_LIMIT = 0.1, 2.0, 5.0, 240.0, 120.0
+MOST_ROUNDS = 3
+"""Every start of a run takes seconds, and the end of a stopped one half a minute."""
+
+
+def measure(rounds: int) -> list[Quantity]:
+    """Every way once a round, in at most ``MOST_ROUNDS``."""
+    rounds = min(rounds, MOST_ROUNDS)
+    with tempfile.TemporaryDirectory() as name:
+        words = ("pretrain_gpt2.py", *TINY, *_data(Path(name)))
+        kills = {
+            "torchrun": (*TORCHRUN, *words),
+            "tools/launch.py": ("tools/launch.py", "--num_gpus", "2", *words),
+            "a plain script": (*TORCHRUN, "-m", "benchmarks.measures.plain_ranks"),
+        }
+        killed: dict[str, list[float]] = {way: [] for way in kills}
+        for _ in range(rounds):
+            for way, command in kills.items():
+                with _running(command, Path(name) / "log") as run:
+                    killed[way].append(run.seconds_to_answer(signal.SIGKILL))
+        stopped = []
+        for _ in range(rounds):
+            watched = (*TORCHRUN, *words, "--watchdog-minutes", str(WATCHDOG_MINUTES), "--save", str(Path(name) / "ck"))
+            with _running(watched, Path(name) / "log") as run:
+                others = run.seconds_to_leave(signal.SIGSTOP)
+                stopped.append((others, run.seconds_to_answer()))
+    return [*_of_kills(killed), *_of_stops(*map(list, zip(*stopped, strict=True)))]
+
+
+def _of_kills(seconds: dict[str, list[float]]) -> Iterator[Quantity]:
+    plain = seconds.pop("a plain script")
+    for way, ours in seconds.items():
+        limit = [CRASH_LIMIT] * len(ours)
+        yield Quantity(f"SIGKILL, {way}: until it answers", f"{CRASH_LIMIT:g} s", ours, limit, "s", most=1.0)
+    what = "SIGKILL, against a plain script: until torchrun answers"
+    yield Quantity(what, "a plain script", seconds["torchrun"], plain, "s")
+
+
+def _of_stops(others: list[float], launcher: list[float]) -> Iterator[Quantity]:
+    limit = 60 * WATCHDOG_MINUTES + HANG_LIMIT
+    held_to = f"{60 * WATCHDOG_MINUTES:g} s of --watchdog-minutes and {HANG_LIMIT:g} s"
+    for name, seconds in {"the other rank has named it and left": others, "torchrun answers": launcher}.items():
+        what = f"SIGSTOP, {name}: {median(seconds) - 60 * WATCHDOG_MINUTES:.1f} s behind --watchdog-minutes"
+        yield Quantity(what, held_to, seconds, [limit] * len(seconds), "s", most=1.0)
+
+
+class _Run:
+    """A launcher whose two ranks are in their iterations."""
+
+    def __init__(self, launcher: subprocess.Popen):
+        self._launcher = launcher
+        self._ranks = _ranks_below(launcher.pid)
+        self._begin = 0.0
+
+    def seconds_to_answer(self, number: signal.Signals | None = None) -> float:
+        """Until the launcher ends, from ``number`` to rank 1 on, or from the signal that it was sent before."""
+        if number is not None:
+            self._hit(number)
+        self._launcher.wait(END_LIMIT)
+        return time.perf_counter() - self._begin
+
+    def seconds_to_leave(self, number: signal.Signals) -> float:
+        """Until rank 0 ends, from ``number`` to rank 1 on."""
+        self._hit(number)
+        while _lives(self._ranks[0]) and time.perf_counter() - self._begin < END_LIMIT:
+            time.sleep(0.01)
+        return time.perf_counter() - self._begin
+
+    def _hit(self, number: signal.Signals) -> None:
+        self._begin = time.perf_counter()
+        self._ranks[1].send_signal(number)
+
+
+@contextmanager
+def _running(command: tuple[str, ...], log: Path) -> Iterator[_Run]:
+    """``python COMMAND``, once its ranks are past some iterations; whatever is left of it ends behind the block."""
+    with open(log, "w") as file:
+        words = [sys.executable, "-W", "ignore", *command]
+        launcher = subprocess.Popen(words, cwd=ROOT, env=os.environ, stdout=file, stderr=subprocess.STDOUT)
+    below: list[psutil.Process] = []
+    try:
+        _await_iteration(3, log, launcher)
+        below = psutil.Process(launcher.pid).children(recursive=True)
+        yield _Run(launcher)
+    finally:
+        for process in [*below, launcher]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        launcher.wait()
+
+
+def _await_iteration(number: int, log: Path, launcher: subprocess.Popen) -> None:
+    """Raises LaunchError where the run ends before, or does not come so far."""
+    deadline = time.monotonic() + START_LIMIT
+    while not re.search(rf"^iteration +{number}\b", log.read_text(), re.MULTILINE):
+        if launcher.poll() is not None or time.monotonic() > deadline:
+            raise LaunchError(f"the run that was to be hit did not come so far:\n{log.read_text()[-2000:]}")
+        time.sleep(0.05)
+
+
+def _ranks_below(launcher: int) -> dict[int, psutil.Process]:
+    """The processes of ranks 0 and 1: those that have a rank and no process below them that has one."""
+    found = {}
+    for process in psutil.Process(launcher).children(recursive=True):
+        with suppress(psutil.Error):
+            if not process.children() and "LOCAL_RANK" in process.environ():
+                found[int(process.environ()["RANK"])] = process
+    return found
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def _data(folder: Path) -> list[str]:
+    """Flags that name a made-up data set and its vocabulary."""
+    prefix, vocabulary = str(folder / "text"), folder / "vocab.json"
+    with IndexedDatasetBuilder(prefix, np.dtype("u2")) as builder:
+        builder.add_sequence(np.arange(10_000) % 100)
+        builder.end_document()
+    words = ["<|endoftext|>", "<unk>", *(f"w{number}" for number in range(98))]
+    vocabulary.write_text("{" + ", ".join(f'"{word}": {number}' for number, word in enumerate(words)) + "}")
+    return ["--data-path", prefix, "--vocab-file", str(vocabulary)]

@@ -1,0 +1,82 @@
+"""Write the figures that run.py --json left in a folder into docs/performance.md, so that nobody copies a figure.
+
+    python benchmarks/run.py --json figures && python benchmarks/write_figures.py figures
+
+Each table stands between two marks, <!-- NAME --> and <!-- /NAME -->; the table of goals, <!-- goals -->, keeps the
+lines of measurements that the folder does not have. Nothing else of the file is touched.
+"""
+
+import json
+import re
+import sys
+from itertools import chain
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.run import GPU_MEASURES, MEASURES  # noqa: E402
+from benchmarks.tables import Row, goals, markdown, read_json  # noqa: E402
+from megatron.cli import ToolParser, run_tool  # noqa: E402
+from megatron.errors import ConfigError  # noqa: E402
+
+GOALS_HEAD = "| entry | against | goal | measured | reached |\n|---|---|---|---|---|"
+Found = dict[str, tuple[str, list[Row]]]
+"""By measurement: what it was made on, and its rows."""
+
+
+def main() -> None:
+    """Read the folder, and write the file."""
+    parser = ToolParser(__doc__)
+    parser.add_argument("folder", type=Path, help="what --json of run.py named")
+    parser.add_argument("--into", type=Path, default=ROOT / "docs" / "performance.md", metavar="FILE", help="where to")
+    args = parser.parse_args()
+    found = _read(args.folder)
+    try:
+        text = args.into.read_text()
+    except OSError as error:
+        raise ConfigError(f"--into {args.into}: {error.strerror}; name a file with marks in it") from None
+    args.into.write_text(with_figures(text, found))
+    print(f"wrote {', '.join(found)} into {args.into}")
+
+
+def with_figures(text: str, found: Found) -> str:
+    """``text`` with the tables of ``found`` in their places. Raises ConfigError where there is no place for one."""
+    for name, (measured_on, rows) in found.items():
+        text = _between(text, name, f"Measured on: {measured_on}.\n\n{markdown(rows)}")
+    lines = {name: [] for name in (*MEASURES, *GPU_MEASURES)}
+    for line in _content(text, "goals").splitlines()[2:]:
+        lines.get(line.split("|")[1].strip(), []).append(line)
+    lines |= {name: goals(name, rows) for name, (_, rows) in found.items()}
+    return _between(text, "goals", "\n".join([GOALS_HEAD, *chain.from_iterable(lines.values())]))
+
+
+def _read(folder: Path) -> Found:
+    found: Found = {}
+    for name in (*MEASURES, *GPU_MEASURES):
+        file = folder / f"{name}.json"
+        if file.exists():
+            try:
+                _, measured_on, rows = read_json(file)
+            except (OSError, json.JSONDecodeError, KeyError, TypeError):
+                raise ConfigError(f"{file} is not what run.py --json writes: measure {name} again") from None
+            found[name] = measured_on, rows
+    if not found:
+        raise ConfigError(f"{folder} has no figures: make them with benchmarks/run.py --json {folder}")
+    return found
+
+
+def _content(text: str, name: str) -> str:
+    found = re.search(f"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", text, re.DOTALL)
+    if found is None:
+        raise ConfigError(f"no marks for {name}: put <!-- {name} --> and <!-- /{name} --> where its table belongs")
+    return found[1]
+
+
+def _between(text: str, name: str, content: str) -> str:
+    marks = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+    return text.replace(marks[0] + _content(text, name) + marks[1], marks[0] + content + marks[1])
+
+
+if __name__ == "__main__":
+    run_tool(main)

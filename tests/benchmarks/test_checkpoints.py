@@ -1,0 +1,32 @@
+"""The measurement of checkpoints compares every way, and leaves nothing behind."""
+
+from pathlib import Path
+
+from benchmarks.measures.peers import Shape
+
+TINY = Shape(layers=1, hidden=32, heads=2, sequence=16, batch=1, vocabulary=128)
+
+
+def test_every_way_is_measured(run_ranks_once, tmp_path: Path) -> None:
+    (peers,) = run_ranks_once(1, measure_tiny, str(tmp_path))
+    assert peers == {
+        "save": {"raw bytes and fsync", "safetensors and fsync", "torch.save and fsync"},
+        "load": {"safetensors", "torch.load", "reading bytes"},
+        "load, SHA-256 apart": {"safetensors"},
+        "load from a cold cache": {"reading bytes"},
+        "--async-save": {"a save that is waited for"},
+    }
+    assert list(tmp_path.glob("tmp*")) == []
+
+
+def measure_tiny(folder: str) -> dict[str, set[str]]:
+    import tempfile
+
+    from benchmarks.measures import checkpoints
+
+    tempfile.tempdir, checkpoints.SHAPE = folder, TINY
+    peers: dict[str, set[str]] = {}
+    for result in checkpoints.measure(1):
+        peers.setdefault(result.what.partition(":")[0], set()).add(result.peer)
+        assert all(ratio > 0 for ratio in result.ratios)
+    return peers
