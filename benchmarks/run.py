@@ -12,6 +12,7 @@ import argparse
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -44,6 +45,7 @@ def main() -> None:
         sys.exit(_one_by_one(names, arguments))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     prepare_environment(os.environ)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of what DeepSpeed and the peers call
     results = import_module(f"benchmarks.measures.{names[0]}").measure(arguments.rounds)
     print(f"## {names[0]}\n\n{markdown([row(result) for result in results])}\n")
     if arguments.json:

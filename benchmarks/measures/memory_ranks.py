@@ -5,7 +5,7 @@ import sys
 
 from megatron.launch.environment import prepare_environment
 
-MICRO_BATCHES = 2
+MICRO_BATCHES = 4
 
 
 def main() -> None:

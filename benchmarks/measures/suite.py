@@ -36,6 +36,6 @@ def engine_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: 
     """One step of the run's engine, over the same micro-batch again and again: tokens and labels [b, s]."""
     model_parallel_manual_seed(1, layout)
     engine = build_engine(run, layout)
-    weights = torch.full(labels.shape, 1 / labels.numel())
+    weights = torch.full_like(labels, 1 / labels.numel(), dtype=torch.float32)
     batches: Iterator[Batch] = repeat(Batch(tokens, (labels, weights)))
     return lambda: train_batch(engine, batches)

@@ -114,14 +114,17 @@ def _buffers(run: RunConfig, weights: Sequence[Weight]) -> int:
 
 
 def _step(run: RunConfig, weights: Sequence[Weight]) -> int:
-    """Gradients flat and in fp32, and what torch's Adam works with: twice the largest tensor that it steps."""
+    """Gradients flat, and once more in fp32 where they are not, or where ZeRO 2 has them by tensor.
+
+    Adam steps in place, and norms are those of blocks.
+    """
     if not _is_flat(run) or run.zero.offloads_optimizer:
         return 0
-    parts = [_part(run, group) for group in _groups(weights)]
+    parts = sum(_part(run, group) for group in _groups(weights))
     if run.zero.zero_stage == 3:
-        parts = [min(_shards(run, weights), _setting(run, "sub_group_size", _SUB_GROUP))]
-    copies = 0 if _sums_in_fp32(run) else sum(parts) * (FP32 + bytes_of(run))
-    return copies + 2 * max(parts) * FP32
+        parts = min(_shards(run, weights), _setting(run, "sub_group_size", _SUB_GROUP))
+    copies_again = bytes_of(run) != FP32 or run.zero.zero_stage == 2
+    return parts * (bytes_of(run) + (FP32 if copies_again else 0))
 
 
 def _is_flat(run: RunConfig) -> bool:
