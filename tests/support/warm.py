@@ -77,7 +77,8 @@ def _launch(places: list[dict[str, str]], words: list[str], folder: str, log: st
     while running:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid
         time.sleep(_LOOKS)
-        code = code or os.waitstatus_to_exitcode(os.waitpid(ended, 0)[1])
+        _, status = os.waitpid(ended, 0)
+        code = code or os.waitstatus_to_exitcode(status)
         running.remove(ended)
     raise SystemExit(128 - code if code < 0 else code)
 
