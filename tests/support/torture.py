@@ -51,6 +51,8 @@ class Victim:
             *("--metrics-file", str(self.metrics), *words),
         ]
         self.ranks: list[BaseProcess] = []
+        self.seconds = 0.0
+        """That the run took which came to its end."""
 
     def start(self) -> None:
         """Start every rank as a process of its own."""
@@ -78,8 +80,10 @@ class Victim:
 
     def run(self) -> None:
         """To the end, without a kill."""
+        begin = time.monotonic()
         self.start()
         assert self.wait() == 0, self.log.read_text()[-4000:]
+        self.seconds = time.monotonic() - begin
 
     def losses(self) -> list[tuple[int, float]]:
         """Iteration and loss, of whatever was trained; the last line may be half."""
@@ -95,7 +99,7 @@ def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) ->
         instant = INSTANTS[sum(found.kills.values()) % len(INSTANTS)]
         before = _unfinished(victim.checkpoints)
         victim.start()
-        _await(victim, instant, chance)
+        _await(victim, instant, chance, whole.seconds / 6)
         if not victim.is_training():
             break
         victim.kill(chance.randrange(RANKS), chance.uniform(0, 0.5) if instant == "one rank first" else 0)
@@ -112,10 +116,10 @@ def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) ->
     return found
 
 
-def _await(victim: Victim, instant: str, chance: random.Random) -> None:
-    """Let it go on to the instant of a kill, or to its end."""
+def _await(victim: Victim, instant: str, chance: random.Random, most: float) -> None:
+    """Let it go on to the instant of a kill, any one in ``most`` seconds from its start, or to its end."""
     if instant == "at any time":
-        deadline = time.monotonic() + chance.uniform(0, 8)
+        deadline = time.monotonic() + chance.uniform(0, most)
         while victim.is_training() and time.monotonic() < deadline:
             time.sleep(0.01)
         return
