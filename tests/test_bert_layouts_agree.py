@@ -109,15 +109,15 @@ def test_a_checkpoint_of_bert_is_known_for_one(programs: Programs, one_process, 
     assert f"error: the model is GPT-2, but BERT in {folder}/global_step5: load a model of the same shape" in (
         refused.output
     )
-    refused = programs.python("tools/generate.py", "--load", folder, "--prompt", "Baka")
+    refused = programs.warm(1, "tools/generate.py", "--load", folder, "--prompt", "Baka")
     assert refused.returncode == 2 and len(refused.output.splitlines()) == 1
     assert f"{folder} is a BERT, which continues no text: name a GPT-2" in refused.output
     refused = programs.python("tools/audit_data.py", "batch", "--load", folder, "--iteration", "2")
     assert refused.returncode == 2 and "is a BERT: only samples of GPT-2 can be told one by one" in refused.output
     convert, file = "tools/convert_checkpoint.py", tmp_path / "one.safetensors"
-    programs.python(convert, "merge", folder, "--output", file).ok()
-    told = programs.python("tools/inspect_checkpoint.py", file).ok().output
+    programs.warm(1, convert, "merge", folder, "--output", file).ok()
+    told = programs.warm(1, "tools/inspect_checkpoint.py", file).ok().output
     assert "word_bias" in told and "loaded by   safetensors.torch.load_file\n" in told
-    refused = programs.python(convert, "to-hf", file, "--output", tmp_path / "hf")
+    refused = programs.warm(1, convert, "to-hf", file, "--output", tmp_path / "hf")
     assert refused.returncode == 2
     assert refused.output.splitlines()[-1].endswith("the model is BERT, and to-hf is for GPT-2; merge can keep it")

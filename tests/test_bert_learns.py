@@ -20,8 +20,8 @@ def test_the_loss_falls_on_the_quickstart_corpus(programs: Programs, tmp_path: P
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --batch-size 16 --train-iters 80"
         " --lr 2e-3 --warmup 0.1 --split 9,1,0 --eval-iters 4 --log-interval 1 --num-workers 0"
     ).split()
-    programs.python(
-        "pretrain_bert.py", *settings, *kind, "--vocab-file", vocabulary, "--data-path",
+    programs.warm(
+        1, "pretrain_bert.py", *settings, *kind, "--vocab-file", vocabulary, "--data-path",
         tmp_path / "corpus_text_sentence", "--metrics-file", tmp_path / "metrics",
     ).ok()  # fmt: skip
     lines = read_metrics(tmp_path / "metrics")

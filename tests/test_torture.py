@@ -11,9 +11,9 @@ def test_killed_training_ends_as_if_it_had_not_been(programs: Programs, tmp_path
     """Four kills, two of them while a checkpoint is written; then each loss is the same, to the last bit."""
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    whole = Victim(programs, tmp_path / "whole", 12)
+    whole = Victim(programs, tmp_path / "whole", 40)
     whole.run()
-    victim = Victim(programs, tmp_path / "killed", 12, "--async-save", "--keep-last", "2")
+    victim = Victim(programs, tmp_path / "killed", 40, "--async-save", "--keep-last", "2")
     found = torture(victim, whole, kills=4, chance=random.Random(3))
     assert sum(found.kills.values()) == 4
     assert found.differing == []

@@ -65,6 +65,7 @@ class _Watchdog:
         self._heard = False
         """Whether this rank knows of the alarm: a rank that does not, behind it, does not answer."""
         self._store = connect(os.environ, timedelta(seconds=self._answer))
+        self._put_off_the_end()
         for name, work in (("clock", self._keep_time), ("teller", self._tell_others)):
             threading.Thread(target=work, name=f"watchdog {name}", daemon=True).start()
 
@@ -80,14 +81,17 @@ class _Watchdog:
 
     def _tell_others(self) -> None:
         while not self._over.wait(self._beat):
-            # Where a library holds Python's lock no thread of ours runs; this one is not Python's.
-            faulthandler.dump_traceback_later(self._limit + 2 * self._answer, exit=True)
+            self._put_off_the_end()
             try:
                 self._tell()
                 if self._store.check([_ALARM]):
                     self._bark()
             except RuntimeError:
                 return  # the store is gone: whether that is a fault, the watch over deaths knows
+
+    def _put_off_the_end(self) -> None:
+        # Where a library holds Python's lock no thread of ours runs; this one is not Python's.
+        faulthandler.dump_traceback_later(self._limit + 2 * self._answer, exit=True)
 
     def _tell(self) -> None:
         place = self._whereabouts.place(self._groups)

@@ -32,7 +32,7 @@ def test_a_slow_rank_holds_the_checkpoint_back(programs: Programs, tmp_path: Pat
     command = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, "--train-iters", "4", "--pipe-parallel-size", "2"]
     command += ["--zero-stage", "1", "--save", str(folder), "--metrics-file", str(metrics), *words]
     with ThreadPoolExecutor() as pool:
-        ended = pool.submit(programs.torchrun, 2, programs.root / "tests/support/held_writer.py", "1", go, *command)
+        ended = pool.submit(programs.warm, 2, "tests/support/held_writer.py", "1", go, *command)
         try:
             wait_for(lambda: ended.done() or (partial / "rng_state_00000.pt").exists() and _is_still(partial))
             assert not ended.done(), ended.result().output
@@ -105,7 +105,7 @@ def test_a_disk_that_takes_no_more(programs: Programs, tmp_path: Path, words: li
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
     try:
-        ended = programs.pretrain(1, *command)
+        ended = programs.python("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *command)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert ended.returncode == 7 and "Traceback" not in ended.output

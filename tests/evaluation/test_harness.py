@@ -120,8 +120,8 @@ def test_results_are_those_of_transformers(run_ranks, place: Path, tasks, tmp_pa
 
 def test_by_name_as_users_do(programs, place: Path, tasks, tmp_path: Path):
     environ = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    programs.python(
-        "tools/lm_eval_adapter.py", "--load", place / "hf", "--tasks", "own_last_word", "--include_path", tasks[0],
+    programs.warm(
+        1, "tools/lm_eval_adapter.py", "--load", place / "hf", "--tasks", "own_last_word", "--include_path", tasks[0],
         "--limit", "5", "--json", tmp_path / "out.json", **environ,
     ).ok()  # fmt: skip
     assert json.loads((tmp_path / "out.json").read_text())["n-samples"]["own_last_word"]["effective"] == 5

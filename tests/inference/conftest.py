@@ -48,5 +48,5 @@ def cut(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) 
 def exported(programs: Programs, cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same for Hugging Face."""
     folder = tmp_path_factory.mktemp("exported") / "hf"
-    programs.python("tools/convert_checkpoint.py", "to-hf", cut, "--output", folder).ok()
+    programs.warm(1, "tools/convert_checkpoint.py", "to-hf", cut, "--output", folder).ok()
     return folder

@@ -26,7 +26,7 @@ def prompts(tmp_path: Path) -> Path:
 def test_a_file_on_one_process_and_on_two(programs: Programs, cut: Path, prompts: Path, tmp_path: Path):
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     words = [TOOL, "--load", cut, "--sample-input-file", prompts, *SAMPLING, "--sample_output_file"]
-    assert programs.python(*words, one).ok().output == ""
+    assert programs.warm(1, *words, one).ok().output == ""
     programs.run("deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), *words, two).ok()
     first, second = map(json.loads, one.read_text().splitlines())
     assert (first["id"], second["text"]) == (7, "w1 w2 w3")
@@ -60,7 +60,7 @@ def test_prompts_at_a_pipe(piped: tuple[str, str]):
 def test_texts_without_a_prompt(programs: Programs, foreign: Path, tmp_path: Path):
     file = tmp_path / "samples.jsonl"
     length = "--out-seq-length 10 --num-samples 3 --batch-size 2".split()
-    programs.python(TOOL, "--load", foreign, "--genfile", file, *length).ok()
+    programs.warm(1, TOOL, "--load", foreign, "--genfile", file, *length).ok()
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert len({record["text"] for record in records}) == 3
     assert all(record["length"] <= 9 and record["finished"] == (record["length"] < 9) for record in records)

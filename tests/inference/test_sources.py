@@ -16,7 +16,7 @@ def kinds(programs, cut: Path, foreign: Path, tmp_path_factory) -> dict[str, Pat
     folder = tmp_path_factory.mktemp("kinds")
     for command, output in (("merge", folder / "one.safetensors"), ("to-universal", None)):
         words = ["--output", output] if output else []
-        programs.python("tools/convert_checkpoint.py", command, cut, *words).ok()
+        programs.warm(1, "tools/convert_checkpoint.py", command, cut, *words).ok()
     tag = (cut / "latest").read_text()
     return {
         "folder": cut,

@@ -20,11 +20,11 @@ def test_the_port_is_taken(programs) -> None:
 
 
 def test_ranks_that_never_come(programs, tmp_path: Path) -> None:
-    words = (*SETTINGS, "--distributed-timeout-minutes", "0.2")
+    words = (*SETTINGS, "--distributed-timeout-minutes", "0.1")
     some = BareRanks(programs, tmp_path / "some", "none 0 0", *words, size=4, ranks=(0, 2))
     alone = BareRanks(programs, tmp_path / "alone", "none 0 0", *words, size=2, ranks=(1,))
     assert [some.ended(), alone.ended()] == [[6, 6], [6]]
     assert (
-        "2 of 4 ranks have not come within 0.2 minutes (--distributed-timeout-minutes): ranks 1, 3" in some.errors[-1]
+        "2 of 4 ranks have not come within 0.1 minutes (--distributed-timeout-minutes): ranks 1, 3" in some.errors[-1]
     )
     assert "nobody answers at 127.0.0.1:" in alone.errors[-1] and "see that rank 0 is started" in alone.errors[-1]

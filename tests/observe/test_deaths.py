@@ -17,7 +17,8 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, tm
     train_in_ranks(2, *SETTINGS, *LAYOUT, "--metrics-file", tmp_path / "whole")
     words = (*SETTINGS, *LAYOUT, "--save", tmp_path / "ck", "--save-interval", "1", "--auto-resume")
     words = (*words, "--metrics-file", tmp_path / "parts")
-    ended = programs.faulty(2, "signal 1 3 SIGKILL", *words)
+    program = ("tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments)
+    ended = programs.torchrun(2, *program, *words, FAULT="signal 1 3 SIGKILL")
     assert "pretrain_gpt2.py: error: rank 1 was ended by SIGKILL in iteration 3" in ended.output
     said, _, report = ended.output.partition("Root Cause (first observed failure):")
     assert said.count(": error: ") == 1, "no victim speaks"
@@ -39,7 +40,7 @@ def test_all_end_and_the_first_cause_comes_last(
     programs, tmp_path: Path, fault: str, rank: int, code: int, last: str
 ) -> None:
     """Rank 0 keeps the store, which goes with it."""
-    ranks = BareRanks(programs, tmp_path / "log", fault, *SETTINGS, size=2)
+    ranks = BareRanks(programs, tmp_path / "log", fault, *SETTINGS, size=2, corpses=True)
     expected = [6, 6]
     expected[rank] = code
     assert ranks.ended() == expected, ranks.output

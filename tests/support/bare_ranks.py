@@ -6,18 +6,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import psutil
 from support.hosts import INTERFACE, Hosts
 from support.ports import free_port
 from support.programs import TIME_LIMIT, TINY_MODEL, Programs
+from support.warm import start
 
 
 class BareRanks:
     """``pretrain_gpt2.py`` with a fault planted in it, on ``ranks`` of ``size``, with the tiny model and corpus.
 
-    On this machine, or with ``hosts`` each on one of these.
+    On this machine, or with ``hosts`` each on one of these. With ``corpses`` the others can see how one has ended,
+    as under a launcher that does not look; the ranks then import torch themselves.
     """
 
     def __init__(
@@ -29,6 +32,7 @@ class BareRanks:
         size: int,
         ranks: Sequence[int] | None = None,
         hosts: Hosts | None = None,
+        corpses: bool = False,
     ):
         place = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1"}
         place |= {"MASTER_PORT": str(free_port()), "FAULT": fault}
@@ -36,17 +40,15 @@ class BareRanks:
             place |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": hosts.names[0], "GLOO_SOCKET_IFNAME": INTERFACE}
         words = ["tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *map(str, arguments)]
         self._log = log
-        with open(log, "w") as file:
-            self._processes = {
-                rank: subprocess.Popen(
-                    [*(hosts.on(hosts.names[rank]) if hosts else ()), sys.executable, *words],
-                    cwd=programs.root,
-                    env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": "0" if hosts else str(place_here)},
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                )
-                for place_here, rank in enumerate(range(size) if ranks is None else ranks)
-            }
+        log.touch()
+        self._processes: dict[int, subprocess.Popen | BaseProcess] = {}
+        for place_here, rank in enumerate(range(size) if ranks is None else ranks):
+            environ = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": "0" if hosts else str(place_here)}
+            if hosts or corpses:
+                command = [*(hosts.on(hosts.names[rank]) if hosts else ()), sys.executable, *words]
+                self._processes[rank] = _start_cold(command, environ, programs.root, log)
+            else:
+                self._processes[rank] = start(words, environ, programs.root, log)
 
     def await_file(self, path: Path) -> None:
         """Wait until one of them has made the file."""
@@ -63,11 +65,11 @@ class BareRanks:
             while not all(map(_has_ended, chosen)):
                 assert time.monotonic() < deadline, f"ranks did not end:\n{self.output[-6000:]}"
                 time.sleep(0.1)
-            return [process.wait() for process in chosen]
+            return [_exit_code(process) for process in chosen]
         finally:
             for process in self._processes.values():
                 process.kill()
-                process.wait()
+                _exit_code(process)
 
     @property
     def output(self) -> str:
@@ -81,9 +83,23 @@ class BareRanks:
         return [line.removeprefix(begin) for line in self.output.splitlines() if line.startswith(begin)]
 
 
-def _has_ended(process: subprocess.Popen) -> bool:
+def _start_cold(command: list[str], environ: dict[str, str], folder: Path, log: Path) -> subprocess.Popen:
+    with open(log, "a") as file:
+        return subprocess.Popen(command, cwd=folder, env=environ, stdout=file, stderr=subprocess.STDOUT)
+
+
+def _has_ended(process: subprocess.Popen | BaseProcess) -> bool:
     """Without asking how, after which nobody else could."""
+    if isinstance(process, BaseProcess):
+        return not process.is_alive()
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _exit_code(process: subprocess.Popen | BaseProcess) -> int:
+    if isinstance(process, BaseProcess):
+        process.join()
+        return process.exitcode
+    return process.wait()
 
 
 def await_processes(word: str, number: int) -> list[psutil.Process]:

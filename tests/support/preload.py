@@ -1,8 +1,15 @@
 """What every rank of the tests imports: once for all of them."""
 
+import gc
+
 import deepspeed  # noqa: F401
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, torch's compiler, which the first use of ZeRO imports
 import torch
+import torch._dynamo  # noqa: F401, which the first optimizer imports
 
 from megatron import training  # noqa: F401
 
 torch.set_num_threads(1)
+# No rank looks through what all of them share, again and again, for something to collect.
+gc.collect()
+gc.freeze()

@@ -1,4 +1,4 @@
-"""Start the project's programs as a user does: real launchers, real processes, real files."""
+"""Start the project's programs as a user does, or in processes that have torch already: real processes, real files."""
 
 import json
 import os
@@ -6,12 +6,15 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from support.warm import exit_code, launch_ranks, start
 
 TIME_LIMIT = 240
 BIN = Path(sys.executable).parent
@@ -91,18 +94,23 @@ class Programs:
         )  # fmt: skip
 
     def pretrain(self, processes: int, *arguments: str | Path, **options: Any) -> Finished:
-        """``pretrain_gpt2.py`` with the tiny model and corpus, under torchrun where there are several processes."""
-        arguments = ("pretrain_gpt2.py", *TINY_MODEL, *self.data_arguments, *arguments)
-        if processes == 1:
-            return self.python(*arguments, **options)
-        return self.torchrun(processes, *arguments, **options)
+        """``pretrain_gpt2.py`` with the tiny model and corpus, on so many ranks that have torch already."""
+        return self.warm(processes, "pretrain_gpt2.py", *TINY_MODEL, *self.data_arguments, *arguments, **options)
 
     def faulty(self, processes: int, fault: str, *arguments: str | Path) -> Finished:
         """The same with a fault planted in it, see ``support/faulty_pretrain.py``."""
-        arguments = ("tests/support/faulty_pretrain.py", *TINY_MODEL, *self.data_arguments, *arguments)
-        if processes == 1:
-            return self.python(*arguments, FAULT=fault)
-        return self.torchrun(processes, *arguments, FAULT=fault)
+        words = ("tests/support/faulty_pretrain.py", *TINY_MODEL, *self.data_arguments, *arguments)
+        return self.warm(processes, *words, FAULT=fault)
+
+    def warm(self, processes: int, *command: str | Path, time_limit: float = TIME_LIMIT, **environ: str) -> Finished:
+        """``python COMMAND`` on so many ranks that have torch already; the exit code of the first that failed."""
+        with tempfile.NamedTemporaryFile() as log:
+            place = (command, {**os.environ, **environ}, self.root, Path(log.name))
+            process = start(*place) if processes == 1 else launch_ranks(processes, *place)
+            code = exit_code([process], time_limit)
+            output = Path(log.name).read_text()
+        assert code is not None, f"{command} ran past {time_limit} s:\n{output[-6000:]}"
+        return Finished(code, output)
 
     @cached_property
     def data_arguments(self) -> list[str]:

@@ -68,7 +68,7 @@ class _Pool:
         self._pipes: list[Connection] = []
         self._processes = []
         port = free_port()
-        context = _fork_server()
+        context = fork_server()
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, rank, world_size, port, str(self._stacks[rank])))
@@ -130,7 +130,7 @@ class _Pool:
 
 
 @cache
-def _fork_server() -> BaseContext:
+def fork_server() -> BaseContext:
     """Forks ranks from a process that has imported torch and DeepSpeed, and done nothing else."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["support.preload"])

@@ -3,17 +3,15 @@
 import json
 import os
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from support.ports import free_port
 from support.programs import TINY_MODEL, Programs
+from support.warm import exit_code, start_ranks
 
 from megatron.checkpoint.manifest import check_content, read_manifest
 from megatron.checkpoint.tracker import newest
@@ -52,51 +50,40 @@ class Victim:
             *("--train-iters", str(iterations), "--save", str(self.checkpoints), "--auto-resume"),
             *("--metrics-file", str(self.metrics), *words),
         ]
-        self.ranks: list[subprocess.Popen] = []
+        self.ranks: list[BaseProcess] = []
+        self.seconds = 0.0
+        """That the run took which came to its end."""
 
     def start(self) -> None:
         """Start every rank as a process of its own."""
-        place = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        command = [sys.executable, "pretrain_gpt2.py", *SETTINGS, *self.programs.data_arguments, *self.words]
-        with open(self.log, "w") as log:
-            self.ranks = [
-                subprocess.Popen(
-                    command,
-                    cwd=self.programs.root,
-                    env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-                for rank in range(RANKS)
-            ]
+        self.log.write_text("")
+        words = ("pretrain_gpt2.py", *SETTINGS, *self.programs.data_arguments, *self.words)
+        self.ranks = start_ranks(RANKS, words, os.environ, self.programs.root, self.log)
 
     def is_training(self) -> bool:
         """Whether no rank has ended."""
-        return all(rank.poll() is None for rank in self.ranks)
+        return all(rank.is_alive() for rank in self.ranks)
 
     def kill(self, first: int, seconds: float) -> None:
         """SIGKILL to a rank, and so many seconds later, as launchers do, to the others."""
-        self.ranks[first].send_signal(signal.SIGKILL)
+        self.ranks[first].kill()
         time.sleep(seconds)
         for rank in self.ranks:
-            rank.send_signal(signal.SIGKILL)
+            rank.kill()
         self.wait()
 
-    def wait(self) -> list[int]:
-        """The exit codes of all ranks."""
-        try:
-            return [rank.wait(TIME_LIMIT) for rank in self.ranks]
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"ranks did not end:\n{self.log.read_text()[-4000:]}") from None
-        finally:
-            for rank in self.ranks:
-                rank.kill()
+    def wait(self) -> int:
+        """0, or the exit code of the first rank that failed."""
+        code = exit_code(self.ranks, TIME_LIMIT)
+        assert code is not None, f"ranks did not end:\n{self.log.read_text()[-4000:]}"
+        return code
 
     def run(self) -> None:
         """To the end, without a kill."""
+        begin = time.monotonic()
         self.start()
-        assert self.wait() == [0] * RANKS, self.log.read_text()[-4000:]
+        assert self.wait() == 0, self.log.read_text()[-4000:]
+        self.seconds = time.monotonic() - begin
 
     def losses(self) -> list[tuple[int, float]]:
         """Iteration and loss, of whatever was trained; the last line may be half."""
@@ -112,7 +99,7 @@ def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) ->
         instant = INSTANTS[sum(found.kills.values()) % len(INSTANTS)]
         before = _unfinished(victim.checkpoints)
         victim.start()
-        _await(victim, instant, chance)
+        _await(victim, instant, chance, whole.seconds / 6)
         if not victim.is_training():
             break
         victim.kill(chance.randrange(RANKS), chance.uniform(0, 0.5) if instant == "one rank first" else 0)
@@ -129,10 +116,10 @@ def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) ->
     return found
 
 
-def _await(victim: Victim, instant: str, chance: random.Random) -> None:
-    """Let it go on to the instant of a kill, or to its end."""
+def _await(victim: Victim, instant: str, chance: random.Random, most: float) -> None:
+    """Let it go on to the instant of a kill, any one in ``most`` seconds from its start, or to its end."""
     if instant == "at any time":
-        deadline = time.monotonic() + chance.uniform(0, 8)
+        deadline = time.monotonic() + chance.uniform(0, most)
         while victim.is_training() and time.monotonic() < deadline:
             time.sleep(0.01)
         return

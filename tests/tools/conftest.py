@@ -24,7 +24,7 @@ def trained(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFacto
 def merged(programs: Programs, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The weights of ``trained`` in one file, as tools/convert_checkpoint.py brings them together."""
     file = tmp_path_factory.mktemp("merged") / "one.safetensors"
-    programs.python("tools/convert_checkpoint.py", "merge", trained, "--output", file).ok()
+    programs.warm(1, "tools/convert_checkpoint.py", "merge", trained, "--output", file).ok()
     return file
 
 

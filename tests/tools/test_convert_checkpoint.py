@@ -48,7 +48,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exported(programs: Programs, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What to-hf makes of the trained checkpoint."""
     folder = tmp_path_factory.mktemp("exported") / "hf"
-    programs.python(TOOL, "to-hf", trained, "--output", folder).ok()
+    programs.warm(1, TOOL, "to-hf", trained, "--output", folder).ok()
     return folder
 
 
@@ -61,8 +61,8 @@ def test_what_was_cut_computes_the_same_at_hugging_face(trained: Path, exported:
 
 def test_from_hugging_face_to_training_and_back(programs: Programs, foreign: Path, tmp_path: Path, run_ranks):
     ours, again, tuned = tmp_path / "ours", tmp_path / "again", tmp_path / "tuned"
-    programs.python(TOOL, "from-hf", foreign, "--output", ours).ok()
-    programs.python(TOOL, "to-hf", ours, "--output", again).ok()
+    programs.warm(1, TOOL, "from-hf", foreign, "--output", ours).ok()
+    programs.warm(1, TOOL, "to-hf", ours, "--output", again).ok()
     first, second = (load_file(folder / "model.safetensors") for folder in (foreign, again))
     assert first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
     ((logits, _),) = run_ranks(1, logits_and_weights, ours)
@@ -72,7 +72,7 @@ def test_from_hugging_face_to_training_and_back(programs: Programs, foreign: Pat
     metrics = tmp_path / "metrics"
     programs.pretrain(1, *settings, "--load", ours, "--save", tuned, "--metrics-file", metrics).ok()
     assert [line["iteration"] for line in read_metrics(metrics)] == [1]
-    programs.python(TOOL, "to-hf", tuned, "--output", tmp_path / "tuned-hf").ok()
+    programs.warm(1, TOOL, "to-hf", tuned, "--output", tmp_path / "tuned-hf").ok()
     ((logits, _),) = run_ranks(1, logits_and_weights, tuned)
     torch.testing.assert_close(huggingface_logits(tmp_path / "tuned-hf"), logits, atol=1e-4, rtol=0)
     third = load_file(tmp_path / "tuned-hf" / "model.safetensors")
@@ -103,10 +103,10 @@ def test_the_tokenizer_comes_along(programs: Programs, tmp_path: Path):
         source
     )
 
-    programs.python(TOOL, "from-hf", source, "--output", tmp_path / "ours").ok()
+    programs.warm(1, TOOL, "from-hf", source, "--output", tmp_path / "ours").ok()
     ours = GPT2BPETokenizer(str(tmp_path / "ours" / "vocab.json"), str(tmp_path / "ours" / "merges.txt"))
     assert (ours.vocab_size, ours.eod) == (size, vocabulary["<|endoftext|>"])
-    programs.python(TOOL, "to-hf", tmp_path / "ours", "--output", tmp_path / "hf").ok()
+    programs.warm(1, TOOL, "to-hf", tmp_path / "ours", "--output", tmp_path / "hf").ok()
     theirs = GPT2Tokenizer.from_pretrained(tmp_path / "hf")
     assert len(theirs) == size and theirs.eos_token_id == ours.eod
     assert theirs(text)["input_ids"] == ours.tokenize(text) and len(ours.tokenize(text)) < len(text)
@@ -117,8 +117,8 @@ def test_merged_weights_are_those_of_the_layout(
     programs: Programs, trained: Path, merged: Path, exported: Path, tmp_path: Path, run_ranks
 ):
     ((_, expected),) = run_ranks(1, logits_and_weights, trained)
-    programs.python(
-        TOOL, "merge", trained / "global_step3", "--output", tmp_path / "many", "--max-shard-size", "30kB"
+    programs.warm(
+        1, TOOL, "merge", trained / "global_step3", "--output", tmp_path / "many", "--max-shard-size", "30kB"
     ).ok()
     one = load_file(merged)
     index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
@@ -130,7 +130,7 @@ def test_merged_weights_are_those_of_the_layout(
     assert one.keys() == expected.keys() == index["weight_map"].keys()
     for name, tensor in expected.items():
         assert tensor.equal(one[name]) and tensor.equal(shards[index["weight_map"][name]][name]), name
-    programs.python(TOOL, "to-hf", tmp_path / "many", "--output", tmp_path / "hf").ok()
+    programs.warm(1, TOOL, "to-hf", tmp_path / "many", "--output", tmp_path / "hf").ok()
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (exported / "model.safetensors").read_bytes()
 
 
@@ -163,6 +163,6 @@ def test_weights_that_are_not_those_that_were_saved(programs: Programs, copy: Pa
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    finished = programs.python(TOOL, "merge", copy, "--output", tmp_path / "one.safetensors")
+    finished = programs.warm(1, TOOL, "merge", copy, "--output", tmp_path / "one.safetensors")
     assert finished.returncode == 4 and finished.output.count("\n") == 1 and str(file) in finished.output
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]

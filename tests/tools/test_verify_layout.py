@@ -10,9 +10,9 @@ from support.programs import TINY_MODEL, Finished, Programs
 SETTINGS = "--batch-size 2 --global-batch-size 8 --clip-grad 0.4 --iterations 3".split()
 FAULTS = {
     "a missing all-reduce of gradients": (
-        "megatron/mpu/mappings.py",
-        "return all_reduce(grad, ctx.group), None",
-        "return grad, None",
+        "megatron/mpu/linear.py",
+        "under_way = ctx.group is not None and grad_x is not None",
+        "under_way = False",
         "tp2-pp0-dp1",
     ),
     "swapped shards": (
@@ -30,8 +30,12 @@ FAULTS = {
 }
 
 
-def verify(programs: Programs, *words: str | Path, tool: Path = Path("tools/verify_layout.py")) -> Finished:
-    return programs.python(tool, *SETTINGS, *TINY_MODEL, *programs.data_arguments, *words)
+def verify(programs: Programs, *words: str | Path) -> Finished:
+    return programs.warm(1, "tools/verify_layout.py", *arguments(programs, *words))
+
+
+def arguments(programs: Programs, *words: str | Path) -> list[str | Path]:
+    return [*SETTINGS, *TINY_MODEL, *programs.data_arguments, *words]
 
 
 def test_layouts_agree(programs: Programs, tmp_path: Path) -> None:
@@ -47,9 +51,8 @@ def test_layouts_agree(programs: Programs, tmp_path: Path) -> None:
 
 
 def test_layouts_agree_in_bf16_within_the_stated_bound(programs: Programs) -> None:
-    names = ["tp1-pp0-dp1-zero1", "tp2-pp0-dp1-zero3-sp", "tp1-pp2-dp1-zero1"]
-    finished = verify(programs, "--bf16", "--layouts", *names).ok()
-    assert "3 of 3 layouts agree within loss 0.001, grad norm 0.01, weights inf" in finished.output
+    finished = verify(programs, "--bf16", "--layouts", "tp1-pp0-dp1-zero1", "tp2-pp0-dp1-zero3-sp").ok()
+    assert "2 of 2 layouts agree within loss 0.001, grad norm 0.01, weights inf" in finished.output
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -63,7 +66,8 @@ def test_a_planted_fault_is_found(programs: Programs, tmp_path: Path, fault: str
     before, _, after = source.partition(right)
     assert after, f"{file} does not say {right} any more"
     (tmp_path / file).write_text(before + wrong + after)
-    finished = verify(programs, "--layouts", "tp1-pp0-dp1", layout, tool=tmp_path / "tools" / "verify_layout.py")
+    words = arguments(programs, "--layouts", "tp1-pp0-dp1", layout)
+    finished = programs.python(tmp_path / "tools" / "verify_layout.py", *words)
     assert finished.returncode == 1, finished.output
     assert f"{layout}: differs, first in tied_modules.embed.word_embeddings.weight" in finished.output
     assert "1 of 2 layouts agree" in finished.output
