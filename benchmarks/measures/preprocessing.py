@@ -109,7 +109,7 @@ def _programs(folder: Path, megabytes: float, megatron_core: Path, rounds: int) 
     times = alternate({"suite": suite, "classic": classic}, rounds)
     _check_same(folder / "suite_text_document", folder / "classic")
     what = "preprocess_data.py from start to end, same files"
-    return Comparison(what, "megatron-core, a document at a time", times["suite"], times["classic"], megabytes, "MB")
+    return Comparison(what, "megatron-core, a document at a time", times["suite"], times["classic"], megabytes, "MB", 8)
 
 
 def _check_same(ours: Path, theirs: Path) -> None:

@@ -3,7 +3,9 @@
 Shapes: b micro-batch size, s sequence length.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -115,7 +117,7 @@ def batches(
         # A forked worker shares the index maps with this process instead of a copy of them. It
         # reads files and nothing else, so what forking does to process groups and devices is no matter.
         multiprocessing_context="fork" if num_workers else None,
-        worker_init_fn=_start_worker,
+        worker_init_fn=partial(_start_worker, os.getpid()),
         # The loader draws a seed for its workers. From the global stream it would change dropout.
         generator=torch.Generator(),
     )
@@ -151,7 +153,7 @@ def _unchanged(rows: np.ndarray | UserError) -> np.ndarray | UserError:
     return rows
 
 
-def _start_worker(worker: int) -> None:
+def _start_worker(parent: int, worker: int) -> None:
     """Runs in each worker before it reads."""
-    leave_with_parent()
+    leave_with_parent(parent)
     ignore_leave_signals()

@@ -4,6 +4,7 @@ Memory stays flat: a few chunks are under way at any time, and nothing is kept o
 brought to disk, and a journal says how far the job has come.
 """
 
+import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -173,7 +174,7 @@ def _in_order(
     if workers == 1:
         yield from map(function, chunks)
         return
-    with ProcessPoolExecutor(workers, initializer=leave_with_parent) as pool:
+    with ProcessPoolExecutor(workers, initializer=leave_with_parent, initargs=(os.getpid(),)) as pool:
         pending: deque[Future[Tokenized]] = deque()
         try:
             for chunk in chunks:

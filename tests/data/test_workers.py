@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+ROOT = Path(__file__).parents[2]
 PARENT = """
 import multiprocessing, os, time
 from megatron.data.workers import leave_with_parent
@@ -20,6 +22,19 @@ time.sleep(600)
 """
 
 
+ORPHAN = """
+import os, time
+from megatron.data.workers import leave_with_parent
+
+parent = os.getpid()
+if os.fork() == 0:
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    leave_with_parent(parent)
+    print("still here", flush=True)
+"""
+
+
 def is_running(pid: int) -> bool:
     """Whether the process exists and is more than an entry nobody has collected."""
     try:
@@ -31,9 +46,8 @@ def is_running(pid: int) -> bool:
 
 def start() -> tuple[subprocess.Popen, int]:
     """A parent, and the id of its worker, which is at work."""
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     return parent, int(parent.stdout.readline())
 
@@ -47,6 +61,11 @@ def test_a_worker_dies_with_its_parent() -> None:
     while is_running(worker) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_running(worker)
+
+
+def test_a_worker_whose_parent_died_before_it_began_ends() -> None:
+    ended = subprocess.run([sys.executable, "-c", ORPHAN], cwd=ROOT, capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
 
 
 def test_a_worker_leaves_ctrl_c_to_its_parent() -> None:

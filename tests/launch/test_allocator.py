@@ -28,4 +28,4 @@ def test_a_block_of_the_same_size_is_not_mapped_anew(variables: dict[str, str], 
         [sys.executable, "-c", FAULTS_OF_A_STEP], env={"PATH": "", **variables}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert (int(done.stdout) < 1000) == kept
+    assert (int(done.stdout) < 16_384) == kept  # of 49,152
