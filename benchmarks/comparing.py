@@ -5,7 +5,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Seconds(NamedTuple):
+    """Of one call."""
+
+    wall: float
+    cpu: float
 
 
 @dataclass(frozen=True)
@@ -79,23 +86,28 @@ def alternate(
 ) -> dict[str, Times]:
     """Time every way once a round, each round from another one on, so that what else the machine does meets all.
 
-    ``warm_up`` rounds go first and do not count. ``settle`` runs whenever a clock is read: it waits for a device, or
-    for the other ranks.
+    ``warm_up`` rounds go first and do not count.
     """
     names = list(ways)
     times = {name: Times([], []) for name in names}
     for number in range(-warm_up, rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            settle()
-            wall, cpu = time.perf_counter(), _processor_seconds()
-            ways[name]()
-            settle()
-            wall, cpu = time.perf_counter() - wall, _processor_seconds() - cpu
+            seconds = timed(ways[name], settle)
             if number >= 0:
-                times[name].wall.append(wall)
-                times[name].cpu.append(cpu)
+                times[name].wall.append(seconds.wall)
+                times[name].cpu.append(seconds.cpu)
     return times
+
+
+def timed(way: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> Seconds:
+    """What one call takes, unless it says so itself. ``settle`` runs whenever a clock is read: it waits for a device,
+    or for the other ranks."""
+    settle()
+    wall, cpu = time.perf_counter(), _processor_seconds()
+    found = way()
+    settle()
+    return found if isinstance(found, Seconds) else Seconds(time.perf_counter() - wall, _processor_seconds() - cpu)
 
 
 def _processor_seconds() -> float:

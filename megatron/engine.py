@@ -63,6 +63,8 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
         lr_scheduler=partial(annealing_lr, optim=run.optim, train=run.train, override=run.checkpoint.override),
         mpu=None if run.parallel.uses_pipeline else layout,  # the pipeline engine brings its own grid
     )
+    if layout.get_sequence_data_parallel_group().size() == 1:
+        engine.buffered_allreduce_fallback = _reduce_nothing
     if run.precision.dtype == "fp32" and run.zero.zero_stage == 0:
         _step_by_true_norm(engine, layout)
     else:
@@ -242,6 +244,10 @@ def _apex_adam(run: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Opti
         k: v for k, v in run.ds_config["optimizer"]["params"].items() if k in ("lr", "betas", "eps", "weight_decay")
     }
     return FusedAdam(groups, **params)
+
+
+def _reduce_nothing(grads: Any = None, elements_per_buffer: int = 0) -> None:
+    """In place of DeepSpeed's own reduction, where there is a single rank: it would copy all gradients to and fro."""
 
 
 def _step_by_true_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:

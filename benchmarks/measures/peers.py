@@ -86,7 +86,7 @@ def transformers_gpt2(shape: Shape, attention: str) -> nn.Module:
     config = GPT2Config(
         vocab_size=shape.vocabulary, n_positions=shape.sequence, n_embd=shape.hidden, n_layer=shape.layers,
         n_head=shape.heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation=attention,
-        use_cache=False,
+        use_cache=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
 
     class Loss(nn.Module):

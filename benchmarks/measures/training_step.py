@@ -1,17 +1,21 @@
 """A training step of one process: the suite's engine, a bare torch model and transformers' GPT-2, in plain loops.
 
-The bare model is that of ``peers.py``; transformers' runs with both of its attention kinds. All take the same
-tokens, clip gradients at 1 and step with AdamW; bf16 is autocast for the peers, and fp32 masters with ZeRO 1 here.
-What share a step reaches of the rate of a matrix product of the same type is measured in the same rounds.
+The bare model is that of ``peers.py``; transformers' runs with both of its attention kinds. The peers have a process
+of their own, in turn with the suite's. All take as many tokens, clip gradients at 1 and step with AdamW; bf16 is
+autocast for the peers, and fp32 masters with ZeRO 1 here. What share a step reaches of the rate of a matrix product of
+the same type is measured in the same rounds.
 """
 
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from itertools import repeat
 from typing import Any
 
 import torch
 
 from benchmarks.comparing import Comparison, Quantity, Result, Times, alternate
+from benchmarks.measures.elsewhere import Elsewhere
 from benchmarks.measures.peers import BareGPT2, Shape, plain_step, transformers_gpt2
 from benchmarks.measures.suite import engine_step, run_of
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
@@ -21,6 +25,11 @@ SHAPES = {
     "A": Shape(layers=6, hidden=384, heads=6, sequence=256, batch=4, vocabulary=512),
     "B": Shape(layers=4, hidden=256, heads=4, sequence=128, batch=8, vocabulary=50304),
     "C": Shape(layers=2, hidden=768, heads=12, sequence=512, batch=1, vocabulary=50304),
+}
+PEERS = {
+    "bare torch": BareGPT2,
+    "transformers sdpa": partial(transformers_gpt2, attention="sdpa"),
+    "transformers eager": partial(transformers_gpt2, attention="eager"),
 }
 GEMM, PRODUCTS = 1024, 8
 GOALS = {"bare": 1.05, "transformers": 1.10}
@@ -44,16 +53,13 @@ def measure(rounds: int) -> list[Result]:
 def _compared(name: str, shape: Shape, dtype: str, rounds: int, layout: ParallelLayout) -> list[Result]:
     bf16 = dtype == "bf16"
     tokens, labels = (torch.randint(shape.vocabulary, (shape.batch, shape.sequence)) for _ in range(2))
-    batches = repeat((tokens, labels))
     flags = ("--bf16", "--zero-stage", "1") if bf16 else ()
     ways: dict[str, Callable[[], Any]] = {
         "suite": engine_step(run_of(shape, *flags), layout, tokens, labels),
-        "bare torch": plain_step(BareGPT2(shape), batches, bf16=bf16),
-        "transformers sdpa": plain_step(transformers_gpt2(shape, "sdpa"), batches, bf16=bf16),
-        "transformers eager": plain_step(transformers_gpt2(shape, "eager"), batches, bf16=bf16),
         "GEMM": _products(torch.bfloat16 if bf16 else torch.float32),
     }
-    times = alternate(ways, rounds)
+    with closing(Elsewhere(_peers, shape, bf16)) as peers:
+        times = alternate(ways | {name: peers.way(name) for name in PEERS}, rounds, warm_up=3)
     ours, product = times.pop("suite"), times.pop("GEMM")
     what = f"{name} {dtype}: {shape}"
     return [
@@ -63,6 +69,11 @@ def _compared(name: str, shape: Shape, dtype: str, rounds: int, layout: Parallel
         ),
         _share(what, shape, ours, product, SHARES[dtype][name]),
     ]
+
+
+def _peers(shape: Shape, bf16: bool) -> dict[str, Callable[[], Any]]:
+    batches = repeat(tuple(torch.randint(shape.vocabulary, (2, shape.batch, shape.sequence))))
+    return {name: plain_step(build(shape), batches, bf16=bf16) for name, build in PEERS.items()}
 
 
 def _products(dtype: torch.dtype) -> Callable[[], Any]:
