@@ -83,7 +83,7 @@ class _DeathWatch:
         Raises LaunchError without a message where the cause has been said, else with one.
         """
         is_known = self._known.wait(_LAUNCHER_LOOKS)
-        time.sleep(_LAUNCHER_LOOKS)
+        _await_launcher()
         iteration = self._whereabouts.iteration
         raise LaunchError([] if is_known else f"lost another rank in iteration {iteration}, of another host")
 
@@ -139,6 +139,15 @@ class _DeathWatch:
         if not self.is_over:
             sys.stderr.flush()
             os._exit(LaunchError.exit_code)
+
+
+def _await_launcher() -> None:
+    """Until the launcher, which has seen a rank end, ends this one, too; or long enough that it must have seen it."""
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    deadline = time.monotonic() + _LAUNCHER_LOOKS
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _pid_namespace() -> str:
