@@ -1,7 +1,7 @@
 """The norm of a gradient: accurate however large a tensor is, and without a copy of it in a wider type.
 
 On a CPU torch sums a tensor's squares one after the other in fp32: of 40 million the norm is wrong in its third digit.
-DeepSpeed casts every gradient to fp64 first, which can be a tenth of a step. Here each tensor gives the norms of its
+DeepSpeed casts every gradient to fp64 first, which can be a fifth of a step. Here each tensor gives the norms of its
 blocks, which both can then take for the tensor.
 """
 

@@ -299,7 +299,7 @@ BROKEN = [
     *(
         (
             "gradients that accumulate in place stay in place",
-            f"--gradient-accumulation-fusion {broken}",
+            f"--gradient-accumulation-fusion --gas 2 {broken}",
             "--gradient-accumulation-fusion has no effect where DeepSpeed takes gradients away after each micro-batch: "
             f"use {instead}, or remove it",
             mended,
@@ -312,8 +312,14 @@ BROKEN = [
         )
     ),
     (
+        "gradients that accumulate in place stay in place",
+        "--gradient-accumulation-fusion",
+        "--gradient-accumulation-fusion has no effect with one micro-batch a step: raise --gas",
+        "--gas 2",
+    ),
+    (
         "--gradient-accumulation-fusion excludes --compile",
-        "--gradient-accumulation-fusion --compile",
+        "--gradient-accumulation-fusion --compile --gas 2",
         "--gradient-accumulation-fusion and --compile exclude each other",
         None,
     ),

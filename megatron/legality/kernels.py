@@ -11,6 +11,11 @@ def compiled_layers(run: RunConfig) -> str | None:
 
 def gradients_in_place(run: RunConfig) -> str | None:
     zero = run.zero
+    if run.model.gradient_accumulation_fusion and run.train.gradient_accumulation_steps == 1:
+        return (
+            "--gradient-accumulation-fusion has no effect with one micro-batch a step: raise --gas or "
+            "--global-batch-size, or remove it"
+        )
     taken_away = (
         (zero.zero_stage > 1, "--zero-stage 1"),
         (zero.zero_overlap_comm, "no --zero-overlap-comm"),

@@ -51,7 +51,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "make_vocab_size_divisible_by": ("--make-vocab-size-divisible-by 8", ""),
     "layernorm_epsilon": ("--layernorm-epsilon 1e-6", ""),
     "compile": ("--compile", ""),
-    "gradient_accumulation_fusion": ("--gradient-accumulation-fusion", ""),
+    "gradient_accumulation_fusion": ("--gradient-accumulation-fusion", "--gas 2"),
     "fused_kernels": ("--fused-kernels torch", ""),
     "attention_dropout": ("--attention-dropout 0", ""),
     "hidden_dropout": ("--hidden-dropout 0", ""),
