@@ -9,7 +9,7 @@ from functools import partial
 
 from megatron.config.architecture import BERT
 from megatron.launch.rank import run_rank
-from megatron.program import train
+from megatron.training.main import train
 
 main = partial(train, BERT)
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from megatron.config.architecture import GPT2
 from megatron.launch.rank import run_rank
-from megatron.program import train
+from megatron.training.main import train
 
 main = partial(train, GPT2)
 

@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.resident import RETURNED_AT_ONCE, highest_since_lowered, lower_mark, resident_now  # noqa: E402
-from megatron.cli import ToolParser, run_tool  # noqa: E402
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig  # noqa: E402
-from megatron.errors import ConfigError, LaunchError  # noqa: E402
+from megatron.config.errors import ConfigError, LaunchError  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
+from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 _WHOLE = {"checkpoint_activations": True}
 _CUT = {**_WHOLE, "partition_activations": True}
@@ -116,10 +116,10 @@ def _measure_on_this_rank(arguments: argparse.Namespace, attention: str, kind: s
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
+    from megatron.launch.distributed import distributed
     from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-    from megatron.model.gpt2_model import GPT2Model
-    from megatron.mpu.layout import distributed
-    from megatron.mpu.random import model_parallel_manual_seed
+    from megatron.model.gpt2 import GPT2Model
+    from megatron.parallel.tensor.random import model_parallel_manual_seed
 
     activation, config = KINDS[kind], _model_config(arguments, attention, kind)
     silence_known_warnings()

@@ -19,8 +19,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.cli import ToolParser, run_tool  # noqa: E402
-from megatron.errors import LaunchError  # noqa: E402
+from megatron.config.errors import LaunchError  # noqa: E402
+from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 WORDS = [f"w{n}" for n in range(1000)]
 BAD_LINES = ('{"text": "cut', "[1, 2]", '{"txt": "another key"}', '{"text": 7}', '{"text": ""}', "")

@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.tables import as_json, markdown, row  # noqa: E402
-from megatron.cli import ToolParser, run_tool  # noqa: E402
-from megatron.errors import ConfigError  # noqa: E402
+from megatron.config.errors import ConfigError  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
+from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 MEASURES = (
     "training_step", "flags", "engines", "two_cores", "ddp",

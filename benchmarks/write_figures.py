@@ -17,8 +17,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.run import GPU_MEASURES, MEASURES  # noqa: E402
 from benchmarks.tables import Row, goals, markdown, read_json  # noqa: E402
-from megatron.cli import ToolParser, run_tool  # noqa: E402
-from megatron.errors import ConfigError  # noqa: E402
+from megatron.config.errors import ConfigError  # noqa: E402
+from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 GOALS_HEAD = "| entry | against | goal | measured | reached |\n|---|---|---|---|---|"
 Found = dict[str, tuple[str, list[Row]]]

@@ -9,7 +9,7 @@ from support.command_lines import CPU
 from support.ports import free_port
 from support.programs import Programs, read_metrics
 
-from megatron.arguments import parse_run
+from megatron.config.command_line import parse_run
 
 
 def test_the_quickstart_learns(programs: Programs, tmp_path) -> None:

@@ -15,10 +15,10 @@ from support.command_lines import CPU, CUDA
 from support.ports import free_port
 from support.programs import BIN, Programs, read_metrics
 
-from megatron.arguments import parse_run
 from megatron.config import RunConfig
 from megatron.config.architecture import ARCHITECTURES
-from megatron.errors import ConfigError
+from megatron.config.command_line import parse_run
+from megatron.config.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN, PIPE, TORCHRUN = "ds_pretrain_gpt2.sh", "ds_pretrain_gpt2_pipe.sh", "pretrain_gpt2_distributed.sh"

@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from support.programs import Programs  # noqa: E402
 from support.torture import Found, Victim, torture  # noqa: E402
 
-from megatron.cli import ToolParser, run_tool  # noqa: E402
+from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from megatron.errors import ConfigError, ResourceError
+from megatron.config.errors import ConfigError, ResourceError
 
 
 @contextmanager

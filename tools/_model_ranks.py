@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from _atomic_file import atomic_file
 
-from megatron.cli import ToolParser
 from megatron.config import ParallelConfig
-from megatron.errors import ConfigError
-from megatron.inference.command_line import add_model_flags, check_values, source_of
-from megatron.inference.source import Source, config_on
-from megatron.launch.launcher import world_size
+from megatron.config.environment import world_size
+from megatron.config.errors import ConfigError
+from megatron.tools.command_line import ToolParser
+from megatron.tools.inference.command_line import add_model_flags, check_values, source_of
+from megatron.tools.inference.source import Source, config_on
 
 if TYPE_CHECKING:
-    from megatron.evaluation.stages import ForwardModel
+    from megatron.tools.evaluation.scoring import ForwardModel
 
 _INTERVALS = {
     "model_parallel_size": "[1, inf)",
@@ -82,9 +82,9 @@ def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]
 
     Raises CheckpointError where its weights are not whole.
     """
-    from megatron.evaluation.stages import open_forward
+    from megatron.launch.distributed import distributed
     from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-    from megatron.mpu.layout import distributed
+    from megatron.tools.evaluation.scoring import open_forward
 
     silence_known_warnings()
     parallel = ParallelConfig(

@@ -25,16 +25,17 @@ from typing import Any
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.arguments.command_line import read_flags
-from megatron.audit import batches, overlap, picture, proof, seen, statistics
-from megatron.audit.case import Case, check_contents, open_case
-from megatron.cli import ToolParser, run_tool
 from megatron.config import DataConfig
-from megatron.config.blend import read_blend
+from megatron.config.command_line.parser import read_flags
+from megatron.config.errors import ConfigError
+from megatron.config.files import read_blend
+from megatron.config.provided import Given
 from megatron.data.sources import all_sources
-from megatron.errors import ConfigError
-from megatron.given import Given
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tools.audit import batches, overlap, proof, seen, statistics
+from megatron.tools.audit import statistics as picture
+from megatron.tools.audit.case import Case, check_contents, open_case
+from megatron.tools.command_line import ToolParser, run_tool
 
 FORMATS = ("png", "svg", "pdf")
 CHARACTERS = 200

@@ -21,11 +21,11 @@ from typing import Any
 import _project_root  # noqa: F401
 from _atomic_file import atomic_path, check_vacant
 
-from megatron.checkpoint.exchange.kinds import KINDS, Found, find
-from megatron.checkpoint.inspection.integrity import verify_weights
 from megatron.checkpoint.tracker import RUN_FILE, newest, tag_at
-from megatron.cli import ToolParser, run_tool
-from megatron.errors import ConfigError
+from megatron.config.errors import ConfigError
+from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.convert.inspection import verify_weights
+from megatron.tools.convert.kinds import KINDS, Found, find
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -56,8 +56,8 @@ def _merge(args: argparse.Namespace) -> None:
     size = _bytes(args.max_shard_size or MAX_SHARD_SIZE)
     found = _find(args, "tag", "folder", "universal")
 
-    from megatron.checkpoint.exchange.reading import read_model, run_metadata
-    from megatron.checkpoint.exchange.tensor_files import write_file, write_tensors
+    from megatron.tools.convert.load_and_save import read_model, run_metadata
+    from megatron.tools.convert.tensor_files import write_file, write_tensors
 
     model = read_model(found)
     with atomic_path(args.output, "--output") as output:
@@ -81,9 +81,9 @@ def _to_hf(args: argparse.Namespace) -> None:
     size = _bytes(args.max_shard_size or MAX_SHARD_SIZE)
     found = _find(args, "tag", "folder", "universal", "safetensors")
 
-    from megatron.checkpoint.exchange.huggingface import write_huggingface
-    from megatron.checkpoint.exchange.huggingface_tokenizer import read_run_bpe
-    from megatron.checkpoint.exchange.reading import read_model
+    from megatron.tools.convert.huggingface import write_huggingface
+    from megatron.tools.convert.huggingface_files import read_run_bpe
+    from megatron.tools.convert.load_and_save import read_model
 
     model = read_model(found)
     bpe = read_run_bpe(model.description, args.vocab_file, args.merge_file)
@@ -108,11 +108,11 @@ def _from_hf(args: argparse.Namespace) -> None:
     """
     found = _find(args, "huggingface")
 
-    from megatron.checkpoint.exchange.huggingface_tokenizer import read_folder_bpe
+    from megatron.tools.convert.huggingface_files import read_folder_bpe
 
     bpe = read_folder_bpe(found.path)
 
-    from megatron.checkpoint.exchange.huggingface import read_huggingface
+    from megatron.tools.convert.huggingface import read_huggingface
 
     model = read_huggingface(found.path, vocab_size=bpe and len(bpe.vocabulary))
     _write_checkpoint(args, model, bpe)
@@ -134,14 +134,14 @@ def _from_megatron(args: argparse.Namespace) -> None:
     """
     check_vacant(args.output, "--output")
 
-    from megatron.checkpoint.exchange.huggingface_tokenizer import read_bpe
     from megatron.tokenizer.vocabulary import EOD
+    from megatron.tools.convert.huggingface_files import read_bpe
 
     gives_tokenizer = args.vocab_file or args.merge_file
     bpe = read_bpe(args.vocab_file, args.merge_file) if gives_tokenizer else None
 
-    from megatron.checkpoint.exchange.megatron_files import read_shards
-    from megatron.checkpoint.exchange.megatron_model import Said, whole_model
+    from megatron.tools.convert.megatron_files import read_shards
+    from megatron.tools.convert.megatron_model import Said, whole_model
 
     shards = read_shards(args.path)
     said = Said(
@@ -183,8 +183,7 @@ def _to_universal(args: argparse.Namespace) -> None:
     """
     saved = tag_at(args.path) if (args.path / RUN_FILE).exists() else newest(args.path)
 
-    from megatron.checkpoint.conversion import cached
-    from megatron.checkpoint.universal import point_to
+    from megatron.checkpoint.universal import cached, point_to
 
     folder, is_new = cached(saved)
     point_to(folder)
@@ -249,8 +248,8 @@ def _find(args: argparse.Namespace, *kinds: str) -> Found:
 
 
 def _write_checkpoint(args: argparse.Namespace, model: Any, bpe: Any) -> None:
-    from megatron.checkpoint.exchange.huggingface_tokenizer import MERGES, VOCAB
-    from megatron.checkpoint.exchange.saving import write_checkpoint
+    from megatron.tools.convert.huggingface_files import MERGES, VOCAB
+    from megatron.tools.convert.load_and_save import write_checkpoint
 
     files = (args.output / VOCAB, args.output / MERGES) if bpe else (None, None)
     with atomic_path(args.output, "--output") as folder:

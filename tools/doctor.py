@@ -14,15 +14,15 @@ from pathlib import Path
 
 import _project_root  # noqa: F401
 
-from megatron.arguments import parse_run
-from megatron.arguments.command_line import CONFIG_FILE, read_flags
-from megatron.cli import ToolParser, run_tool
-from megatron.cluster import forwarding
-from megatron.cluster.doctor import Visit, examine_hosts, rehearse_on
-from megatron.cluster.hostfile import name_problem
-from megatron.cluster.launching import add_launcher_flags, chosen_hosts
-from megatron.cluster.report import as_json, is_well, problem_count, rehearsal_lines, table
-from megatron.errors import ConfigError, LaunchError
+from megatron.config.command_line import parse_run
+from megatron.config.command_line.parser import CONFIG_FILE, read_flags
+from megatron.config.errors import ConfigError, LaunchError
+from megatron.tools.cluster import forwarding
+from megatron.tools.cluster.doctor import Visit, examine_hosts, rehearse_on
+from megatron.tools.cluster.hostfile import name_problem
+from megatron.tools.cluster.launching import add_launcher_flags, chosen_hosts
+from megatron.tools.cluster.report import as_json, is_well, problem_count, rehearsal_lines, table
+from megatron.tools.command_line import ToolParser, run_tool
 
 
 def main() -> None:

@@ -23,13 +23,13 @@ import _project_root  # noqa: F401
 from _model_ranks import add_rank_flags, find_model, opened, tell
 from tqdm import tqdm
 
-from megatron.cli import ToolParser
-from megatron.errors import ConfigError
-from megatron.evaluation.tasks import TASKS, Request, make_task
-from megatron.inference.source import Source
+from megatron.config.errors import ConfigError
+from megatron.config.suggestions import with_hyphens
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.spelling import with_hyphens
+from megatron.tools.command_line import ToolParser
+from megatron.tools.evaluation.tasks import TASKS, Request, make_task
+from megatron.tools.inference.source import Source
 
 CLASSIC_STRIDE = 32
 CLASSIC_NAMES = {"WIKITEXT103": "WIKITEXT"}
@@ -48,7 +48,7 @@ def evaluate(args: argparse.Namespace) -> None:
     request = Request(args.valid_data, seq_length, _stride(args, seq_length), args.strict_lambada, args.json_keys)
     task = make_task(args.task, request, source.tokenizer)
     with opened(source, args) as model:
-        from megatron.evaluation.scoring import score
+        from megatron.tools.evaluation.scoring import score
 
         is_first = model.layout.rank == 0
         with tqdm(total=len(task.samples), desc=args.task, disable=None if is_first else True) as bar:

@@ -20,17 +20,25 @@ from typing import IO, Any
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.cli import ToolParser
 from megatron.config import ParallelConfig
-from megatron.errors import ConfigError
-from megatron.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
-from megatron.inference.limits import NEW_TOKENS, Limits, checked_length
-from megatron.inference.prompts import Prompt, is_jsonl, numbered, read_prompts, tokenized
-from megatron.inference.source import Source, config_on
+from megatron.config.environment import rank
+from megatron.config.errors import ConfigError
+from megatron.config.suggestions import with_hyphens
 from megatron.launch.environment import prepare_environment
-from megatron.launch.launcher import rank
 from megatron.launch.rank import run_rank
-from megatron.spelling import with_hyphens
+from megatron.tools.command_line import ToolParser
+from megatron.tools.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
+from megatron.tools.inference.prompts import (
+    NEW_TOKENS,
+    Limits,
+    Prompt,
+    checked_length,
+    is_jsonl,
+    numbered,
+    read_prompts,
+    tokenized,
+)
+from megatron.tools.inference.source import Source, config_on
 
 INTERVALS = {
     "num_samples": "[1, inf)",
@@ -58,9 +66,9 @@ def main() -> None:
     prompts = _prompts(args, source, limits)
     prepare_environment(os.environ)
 
-    from megatron.inference.session import told
+    from megatron.launch.distributed import distributed
     from megatron.launch.quiet import silence_known_warnings
-    from megatron.mpu.layout import distributed
+    from megatron.tools.inference.session import told
 
     silence_known_warnings()
     with distributed(ParallelConfig(model_parallel_size=ranks, world_size=ranks)) as layout:
@@ -69,13 +77,11 @@ def main() -> None:
 
 def _session(args: argparse.Namespace, source: Source, limits: Limits, layout: Any) -> Any:
     """The model, loaded, and what the flags say of its use."""
-    from megatron.inference.beam_search import Beams
-    from megatron.inference.continuation import LanguageModel
-    from megatron.inference.generator import TextGenerator
-    from megatron.inference.loading import load_model
-    from megatron.inference.sampling import Sampling
-    from megatron.inference.session import Session
     from megatron.launch.quiet import deepspeed_silenced
+    from megatron.tools.inference.decoding import Beams, Sampling
+    from megatron.tools.inference.generator import TextGenerator
+    from megatron.tools.inference.model import LanguageModel, load_model
+    from megatron.tools.inference.session import Session
 
     with deepspeed_silenced(verbose=False):
         module = load_model(source, layout, args.dtype)

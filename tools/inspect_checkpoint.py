@@ -17,10 +17,10 @@ from pathlib import Path
 
 import _project_root  # noqa: F401
 
-from megatron.checkpoint.exchange.kinds import Found, find
-from megatron.checkpoint.inspection.facts import facts, integrity
-from megatron.cli import ToolParser, run_tool
-from megatron.errors import ConfigError
+from megatron.config.errors import ConfigError
+from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.convert.inspection import facts, integrity
+from megatron.tools.convert.kinds import Found, find
 
 
 def main() -> None:
@@ -39,10 +39,9 @@ def main() -> None:
 def _inspect(found: Found, args: argparse.Namespace) -> None:
     whole = integrity(found)
 
-    from megatron.checkpoint.exchange.description import read_config, read_description
-    from megatron.checkpoint.exchange.reading import read_versions, read_weights
-    from megatron.checkpoint.inspection.parameters import parameters
-    from megatron.checkpoint.inspection.report import as_json, heading, listing
+    from megatron.tools.convert.inspection import read_config, read_description
+    from megatron.tools.convert.load_and_save import read_versions, read_weights
+    from megatron.tools.convert.parameter_list import as_json, heading, listing, parameters
 
     told = facts(found, read_description(found), read_config(found))
     told |= {"versions": read_versions(found), "whole": whole}
@@ -56,8 +55,8 @@ def _compare(found: list[Found], args: argparse.Namespace) -> None:
     for each in found:
         integrity(each)
 
-    from megatron.checkpoint.exchange.reading import read_weights
-    from megatron.checkpoint.inspection.comparing import are_equal, as_json, as_text, differences
+    from megatron.tools.convert.comparison import are_equal, as_json, as_text, differences
+    from megatron.tools.convert.load_and_save import read_weights
 
     first, second = map(read_weights, found)
     result = differences(first, second)

@@ -13,12 +13,10 @@ from pathlib import Path
 
 import _project_root  # noqa: F401
 
-from megatron.cli import run_tool
-from megatron.cluster.launching import launcher_words, read_launch
-from megatron.cluster.progress import checkpoint_watch
-from megatron.cluster.remote import ssh_patience
-from megatron.launch.restart import run_again
-from megatron.launch.supervise import supervise
+from megatron.tools.cluster.launching import checkpoint_watch, launcher_words, read_launch
+from megatron.tools.cluster.remote import ssh_patience
+from megatron.tools.cluster.supervise import run_again, supervise
+from megatron.tools.command_line import run_tool
 
 RUNNER = Path(__file__).with_name("_deepspeed_runner.py")
 

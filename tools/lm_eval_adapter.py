@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 import _project_root  # noqa: F401
 from _model_ranks import add_rank_flags, find_model, opened, tell
 
-from megatron.cli import ToolParser
-from megatron.errors import ConfigError
+from megatron.config.errors import ConfigError
+from megatron.config.suggestions import with_hyphens
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.spelling import with_hyphens
+from megatron.tools.command_line import ToolParser
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -51,7 +51,7 @@ def evaluate(args: argparse.Namespace) -> None:
     with opened(source, args) as model:
         from lm_eval import simple_evaluate
 
-        from megatron.evaluation.harness import HarnessModel
+        from megatron.tools.evaluation.harness import HarnessModel
 
         asked = HarnessModel(model, source.tokenizer, batch_size=args.batch_size, seq_length=seq_length)
         with contextlib.redirect_stdout(sys.stderr):

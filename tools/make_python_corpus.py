@@ -19,8 +19,8 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.cli import ToolParser, run_tool
-from megatron.errors import ConfigError, DataError
+from megatron.config.errors import ConfigError, DataError
+from megatron.tools.command_line import ToolParser, run_tool
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages"}
 SHUFFLE_SEED = 1234

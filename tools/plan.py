@@ -19,16 +19,15 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.cli import ToolParser, run_tool
-from megatron.errors import ConfigError
-from megatron.planner.emit import SCRIPT, files
-from megatron.planner.memory import Memory, stage_memory
-from megatron.planner.presets import DEVICES, GB, MODELS, TERA
-from megatron.planner.quantities import bytes_of_text, positive, share, whole
-from megatron.planner.request import Request, make_request
-from megatron.planner.search import Candidate, search
-from megatron.planner.table import as_json, describe_candidate, describe_plan
-from megatron.planner.timing import Machine
+from megatron.config.errors import ConfigError
+from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.planning.memory import Memory, stage_memory
+from megatron.tools.planning.output import SCRIPT, files
+from megatron.tools.planning.presets import DEVICES, GB, MODELS, TERA, bytes_of_text, positive, share, whole
+from megatron.tools.planning.request import Request, make_request
+from megatron.tools.planning.search import Candidate, search
+from megatron.tools.planning.table import as_json, describe_candidate, describe_plan
+from megatron.tools.planning.timing import Machine
 
 PRECISION = {"v100": "fp16", "cpu": "fp32"}
 """What a device trains in where nothing is said; bf16 on the others."""
@@ -68,7 +67,7 @@ def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
 
 def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]:
     """The pictures there are of a layout: memory, and where a pipeline runs one forward, one backward, its passes."""
-    from megatron.planner.draw import draw_memory, draw_schedule
+    from megatron.tools.planning.output import draw_memory, draw_schedule
 
     memory, schedule = folder / "memory.png", folder / "schedule.png"
     with atomic_file(memory, "--plot", binary=True) as file:
@@ -84,7 +83,7 @@ def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]
 def _exact_memory(chosen: Candidate) -> list[Memory]:
     """With the parameters of the layers themselves."""
     os.environ["DS_ACCELERATOR"] = "cpu"  # which is there, whatever the plan is for
-    from megatron.dry_run import first_rank_of_each_stage, rank_memory
+    from megatron.tools.planning.dry_run import first_rank_of_each_stage, rank_memory
 
     return [rank_memory(chosen.run, rank).memory for rank in first_rank_of_each_stage(chosen.run.parallel)]
 

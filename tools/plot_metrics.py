@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.cli import ToolParser, run_tool
-from megatron.errors import ConfigError
-from megatron.observe.report.series import Points, read_series
+from megatron.config.errors import ConfigError
+from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.reporting.curves import Points, read_series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,12 +14,12 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from tqdm import tqdm
 
-from megatron.cli import ToolParser, run_tool
-from megatron.data.corpus import FORMATS, text_size
-from megatron.data.preprocess import preprocess
-from megatron.data.preprocess_job import Job, Summary
-from megatron.errors import ConfigError, DataError
+from megatron.config.errors import ConfigError, DataError
 from megatron.tokenizer import TOKENIZERS
+from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.preprocess.corpus import FORMATS, text_size
+from megatron.tools.preprocess.job import Job, Summary
+from megatron.tools.preprocess.preprocess import preprocess
 
 
 def main() -> None:

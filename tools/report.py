@@ -9,14 +9,14 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.arguments.repartition import TRACE
-from megatron.arguments.resolve import METRICS
-from megatron.cli import ToolParser, run_tool
-from megatron.errors import ConfigError, DataError
-from megatron.observe.report.page import KEYS, page
-from megatron.observe.report.record import RECORD, read_record
-from megatron.observe.report.series import read_series
-from megatron.observe.trace.timeline import read_timeline
+from megatron.config.command_line.resolve import METRICS
+from megatron.config.errors import ConfigError, DataError
+from megatron.parallel.pipeline.repartition import TRACE
+from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.reporting.curves import read_series
+from megatron.tools.reporting.page import KEYS, page
+from megatron.tools.reporting.record import RECORD, read_record
+from megatron.training.timeline import read_timeline
 
 
 def main() -> None:

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING
 
 import _project_root  # noqa: F401
 
-from megatron.cli import ToolParser
 from megatron.config import ParallelConfig
-from megatron.errors import ConfigError
-from megatron.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
-from megatron.inference.source import Source, config_on
+from megatron.config.environment import rank
+from megatron.config.errors import ConfigError
+from megatron.config.suggestions import with_hyphens
 from megatron.launch.environment import prepare_environment
-from megatron.launch.launcher import rank
 from megatron.launch.rank import run_rank
-from megatron.spelling import with_hyphens
+from megatron.tools.command_line import ToolParser
+from megatron.tools.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
+from megatron.tools.inference.source import Source, config_on
 
 if TYPE_CHECKING:
-    from megatron.serving.app import Service
+    from megatron.tools.serving.app import Service
 
 INTERVALS = {
     "port": "[0, 65535]",
@@ -49,7 +49,7 @@ def main() -> None:
     if missing:
         raise ConfigError(f"a server needs what is not installed: pip install {' '.join(missing)}")
 
-    from megatron.serving.access import is_loopback, listen, open_listener, read_key
+    from megatron.tools.serving.access import is_loopback, listen, open_listener, read_key
 
     ranks = tensor_ranks(args, os.environ)
     key = read_key(args.api_key_file, os.environ)
@@ -58,15 +58,13 @@ def main() -> None:
     listener = None if rank(os.environ) else open_listener(args.host, args.port)
     prepare_environment(os.environ)
 
-    from megatron.inference.continuation import LanguageModel
-    from megatron.inference.generator import TextGenerator
-    from megatron.inference.loading import load_model
+    from megatron.launch.distributed import distributed
     from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-    from megatron.mpu.layout import distributed
-    from megatron.serving.app import build_app
-    from megatron.serving.desk import Desk
-    from megatron.serving.generating import Ranks, completing
-    from megatron.serving.server import compute_along, serve
+    from megatron.tools.inference.generator import TextGenerator
+    from megatron.tools.inference.model import LanguageModel, load_model
+    from megatron.tools.serving.app import build_app
+    from megatron.tools.serving.request_queue import Desk, Ranks, completing
+    from megatron.tools.serving.server import compute_along, serve
 
     silence_known_warnings()
     with distributed(ParallelConfig(model_parallel_size=ranks, world_size=ranks)) as layout:
@@ -86,8 +84,8 @@ def main() -> None:
 
 
 def _service(args: argparse.Namespace, source: Source, key: str | None, *, only_here: bool) -> "Service":
-    from megatron.serving.app import Service
-    from megatron.serving.request import RequestLimits
+    from megatron.tools.serving.app import Service
+    from megatron.tools.serving.request import RequestLimits
 
     context = source.config.max_position_embeddings
     path = Path(source.name).resolve()

@@ -12,12 +12,12 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 from tqdm import tqdm
 
-from megatron.cli import ToolParser, run_tool
-from megatron.data.corpus import FORMATS, format_of, read_chunks, text_size
-from megatron.errors import ConfigError, DataError
-from megatron.tokenizer.training import train_gpt2_bpe, train_whitespace, train_wordpiece
+from megatron.config.errors import ConfigError, DataError
 from megatron.tokenizer.vocabulary import EOD
 from megatron.tokenizer.wordpiece import SEP
+from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.preprocess.corpus import FORMATS, format_of, read_chunks, text_size
+from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe, train_whitespace, train_wordpiece
 
 CHUNK_BYTES = 1 << 20
 

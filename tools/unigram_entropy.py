@@ -3,9 +3,9 @@
 import _project_root  # noqa: F401
 import numpy as np
 
-from megatron.cli import ToolParser, run_tool
+from megatron.config.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.errors import DataError
+from megatron.tools.command_line import ToolParser, run_tool
 
 
 def main() -> None:

@@ -24,11 +24,10 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.cli import ToolParser, run_tool
-from megatron.errors import ConfigError
-from megatron.explain import explain
-from megatron.verify.names import parse_layout
-from megatron.verify.request import illegal, legal_layouts, make_request
+from megatron.config.errors import ConfigError
+from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.planning.explain import explain
+from megatron.tools.verify.request import illegal, legal_layouts, make_request, parse_layout
 
 
 def main() -> None:
@@ -52,9 +51,8 @@ def main() -> None:
         print("\n".join(layout.name for layout in layouts))
         return
 
-    from megatron.verify.comparing import Tolerances
-    from megatron.verify.loop import verdicts
-    from megatron.verify.report import as_json, progress, table
+    from megatron.tools.verify.comparing import Tolerances
+    from megatron.tools.verify.loop import as_json, progress, table, verdicts
 
     tolerances = Tolerances.of(request.run(layouts[0]).precision.dtype)
     if args.tolerance is not None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.arguments.command_line import read_flags
-from megatron.arguments.resolve import resolve_run
-from megatron.cli import ToolParser, run_tool
-from megatron.legality import RULES
+from megatron.config.command_line.parser import read_flags
+from megatron.config.command_line.resolve import resolve_run
+from megatron.config.validation import RULES
+from megatron.tools.command_line import ToolParser, run_tool
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "layouts.md"
 

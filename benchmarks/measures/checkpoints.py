@@ -23,17 +23,16 @@ from torch import Tensor
 from benchmarks.comparing import Comparison, Quantity, Result, Times, alternate
 from benchmarks.measures.peers import Shape
 from benchmarks.measures.suite import run_of
-from megatron.checkpoint.durable import sync
-from megatron.checkpoint.engine_files import EngineFiles
-from megatron.checkpoint.files import read_checked_file, read_file, write_file
+from megatron.checkpoint.files import sync
 from megatron.checkpoint.manifest import write_manifest
-from megatron.checkpoint.saving import Checkpointer
+from megatron.checkpoint.save import Checkpointer, EngineFiles
+from megatron.checkpoint.tensor_files import read_checked_file, read_file, write_file
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
-from megatron.engine import build_engine, train_batch
+from megatron.launch.distributed import distributed
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-from megatron.mpu.layout import distributed
-from megatron.mpu.random import model_parallel_manual_seed
+from megatron.parallel.tensor.random import model_parallel_manual_seed
+from megatron.training.engines import build_engine, train_batch
 
 SHAPE = Shape(layers=12, hidden=512, heads=8, sequence=64, batch=1, vocabulary=1024)
 SAVE_GOAL, LOAD_GOAL, STALL_GOAL = 0.75, 0.9, 0.1

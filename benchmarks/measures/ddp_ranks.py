@@ -22,9 +22,9 @@ def main() -> None:
     from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, WithWeights
     from benchmarks.measures.ranks import tell
     from benchmarks.measures.suite import engine_step, run_of
-    from megatron.engine import build_module
+    from megatron.launch.distributed import distributed
     from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-    from megatron.mpu.layout import distributed
+    from megatron.training.engines import build_module
 
     def run_with(*flags: str):
         return run_of(SHAPE, *flags, "--global-batch-size", str(MICRO_BATCHES))

@@ -19,9 +19,10 @@ from benchmarks.comparing import Comparison, alternate
 from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape, WithWeights, plain_step
 from benchmarks.measures.suite import engine_step, run_of
 from megatron.config import RunConfig
-from megatron.engine import build_module
+from megatron.launch.distributed import distributed
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-from megatron.mpu.layout import ParallelLayout, distributed
+from megatron.parallel.layout import ParallelLayout
+from megatron.training.engines import build_module
 
 SHAPE = Shape(layers=6, hidden=384, heads=6, sequence=256, batch=2, vocabulary=512)
 MICRO_BATCHES = 4

@@ -21,8 +21,8 @@ import numpy as np
 import psutil
 
 from benchmarks.comparing import Quantity
+from megatron.config.errors import LaunchError
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")

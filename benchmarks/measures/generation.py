@@ -16,17 +16,17 @@ from tokenizers import pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.comparing import Comparison, alternate
-from megatron.checkpoint.exchange.huggingface_tokenizer import BPE, write_folder_bpe
 from megatron.config import ParallelConfig
-from megatron.inference.continuation import LanguageModel
-from megatron.inference.generator import TextGenerator
-from megatron.inference.limits import Limits
-from megatron.inference.loading import load_model
-from megatron.inference.sampling import Sampling
-from megatron.inference.source import open_source
+from megatron.launch.distributed import distributed
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-from megatron.mpu.layout import ParallelLayout, distributed
+from megatron.parallel.layout import ParallelLayout
 from megatron.tokenizer.vocabulary import EOD
+from megatron.tools.convert.huggingface_files import BPE, write_folder_bpe
+from megatron.tools.inference.decoding import Sampling
+from megatron.tools.inference.generator import TextGenerator
+from megatron.tools.inference.model import LanguageModel, load_model
+from megatron.tools.inference.prompts import Limits
+from megatron.tools.inference.source import open_source
 
 Tokens = list[list[int]]
 Way = Callable[[Tokens], Tokens]

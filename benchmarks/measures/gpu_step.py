@@ -21,10 +21,11 @@ from torch import Tensor
 from benchmarks.comparing import Comparison, Quantity, Result, Times, alternate
 from benchmarks.measures.peers import BareGPT2, Shape, plain_step, transformers_gpt2
 from benchmarks.measures.suite import engine_step, run_of
-from megatron.errors import ResourceError
+from megatron.config.errors import ResourceError
+from megatron.launch.distributed import distributed
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-from megatron.mpu.layout import ParallelLayout, distributed
-from megatron.planner.presets import DEVICES, TERA
+from megatron.parallel.layout import ParallelLayout
+from megatron.tools.planning.presets import DEVICES, TERA
 
 SHAPES = {
     "125M": Shape(layers=12, hidden=768, heads=12, sequence=1024, batch=16, vocabulary=50304),

@@ -17,9 +17,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
-from megatron.engine import build_engine, train_batch
-from megatron.mpu.layout import ParallelLayout
-from megatron.mpu.random import model_parallel_manual_seed
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.random import model_parallel_manual_seed
+from megatron.training.engines import build_engine, train_batch
 
 STEPS = 5
 

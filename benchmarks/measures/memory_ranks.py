@@ -23,9 +23,9 @@ def main() -> None:
     from benchmarks.measures.suite import engine_step, run_of
     from benchmarks.resident import highest_since_lowered, lower_mark, resident_now
     from megatron.data.loader import Batch
+    from megatron.launch.distributed import distributed
     from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-    from megatron.mpu.layout import distributed
-    from megatron.planner.memory import stage_memory
+    from megatron.tools.planning.memory import stage_memory
 
     silence_known_warnings()
     run = run_of(SHAPE, *sys.argv[1:], micro_batches=MICRO_BATCHES)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import LaunchError
+from megatron.config.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
 

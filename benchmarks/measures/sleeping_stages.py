@@ -30,11 +30,11 @@ def main() -> None:
     from torch import Tensor, nn
 
     from benchmarks.measures.ranks import tell
-    from megatron.arguments import parse_run
-    from megatron.engine import train_batch
+    from megatron.config.command_line import parse_run
+    from megatron.launch.distributed import distributed
     from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-    from megatron.mpu.layout import distributed
-    from megatron.observe.trace.recorder import Tracer
+    from megatron.training.engines import train_batch
+    from megatron.training.tracing import Tracer
 
     class Sleep(torch.autograd.Function):
         @staticmethod

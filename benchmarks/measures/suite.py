@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
-from megatron.arguments import parse_run
 from megatron.config import RunConfig
+from megatron.config.command_line import parse_run
 from megatron.data.loader import Batch
-from megatron.engine import build_engine, train_batch
-from megatron.mpu.layout import ParallelLayout
-from megatron.mpu.random import model_parallel_manual_seed
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.random import model_parallel_manual_seed
+from megatron.training.engines import build_engine, train_batch
 
 
 def run_of(shape: Shape, *flags: str, micro_batches: int = 1) -> RunConfig:

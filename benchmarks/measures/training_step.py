@@ -18,8 +18,9 @@ from benchmarks.comparing import Comparison, Quantity, Result, Times, alternate
 from benchmarks.measures.elsewhere import Elsewhere
 from benchmarks.measures.peers import BareGPT2, Shape, plain_step, transformers_gpt2
 from benchmarks.measures.suite import engine_step, run_of
+from megatron.launch.distributed import distributed
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-from megatron.mpu.layout import ParallelLayout, distributed
+from megatron.parallel.layout import ParallelLayout
 
 SHAPES = {
     "A": Shape(layers=6, hidden=384, heads=6, sequence=256, batch=4, vocabulary=512),

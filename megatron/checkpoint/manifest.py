@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron.checkpoint.durable import Record, record_of, sync, sync_folder, write_text
-from megatron.errors import CheckpointError
+from megatron.checkpoint.files import Record, record_of, sync, sync_folder, write_text
+from megatron.config.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 1

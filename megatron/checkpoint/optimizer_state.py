@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import read_file
-from megatron.errors import CheckpointError
+from megatron.checkpoint.tensor_files import read_file
+from megatron.config.errors import CheckpointError
 
 State = dict[str, Any]
 WEIGHT = "fp32"

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.durable import FOLDER_MODE, UNFINISHED, make_folder, sync_folder
+from megatron.checkpoint.files import FOLDER_MODE, UNFINISHED, make_folder, sync_folder
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.checkpoint.tracker import UNIVERSAL, publish, write_description
 from megatron.config import CheckpointConfig

@@ -10,17 +10,17 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron.checkpoint.durable import UNFINISHED, replace_text, write_text
-from megatron.checkpoint.fit import check_fit, layout_of, schedule_of, settings_of
-from megatron.checkpoint.ledger import Stretch, as_entries, lengthened, read_ledger
+from megatron.checkpoint.compatibility import check_fit, layout_of, schedule_of, settings_of
+from megatron.checkpoint.files import UNFINISHED, replace_text, write_text
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_content, check_sizes, read_manifest, write_manifest
-from megatron.config import CheckpointConfig, RunConfig
-from megatron.errors import CheckpointError
+from megatron.checkpoint.sample_history import Stretch, as_entries, lengthened, read_ledger
+from megatron.config import CheckpointConfig, ModelConfig, RunConfig
+from megatron.config.errors import CheckpointError
 
 LATEST = "latest"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -215,3 +215,12 @@ def _whole_and_broken(folder: Path, broken: Mapping[str, str]) -> tuple[list[Sav
         except CheckpointError as error:
             problems.append(str(error))
     return sorted(whole, key=lambda saved: saved.iteration, reverse=True), problems
+
+
+def whole_model_config(saved: SavedRun) -> ModelConfig:
+    """The model that was saved, as it is built whole on one rank and in fp32."""
+    try:
+        config = ModelConfig(**saved.description["config"]["model"])
+    except TypeError as error:
+        raise CheckpointError(f"{saved.folder / saved.tag} was saved by another version: {error}") from None
+    return replace(config, padded_vocab_size=config.vocab_size, dtype="fp32")

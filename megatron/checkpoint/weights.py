@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron.checkpoint.files import read_file
 from megatron.checkpoint.optimizer_state import WEIGHT, rank_states
+from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import SavedRun
-from megatron.errors import CheckpointError
+from megatron.config.errors import CheckpointError
 
 
 def load_weights(module: nn.Module, saved: SavedRun) -> None:

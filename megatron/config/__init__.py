@@ -15,8 +15,8 @@ from megatron.config.fields import derived, flag
 from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
 from megatron.config.memory import ActivationConfig, PrecisionConfig, ZeroConfig
 from megatron.config.model import ModelConfig
-from megatron.config.observe import ObserveConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.profiling import ObserveConfig
 from megatron.config.training import OptimConfig, TrainConfig
 
 __all__ = [

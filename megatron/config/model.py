@@ -90,3 +90,8 @@ class ModelConfig:
     def head_size(self) -> int:
         """Size of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+
+def padded_vocabulary(v: int, t: int, multiple: int = 128) -> int:
+    """The vocabulary, filled up so that ``t`` ranks hold equal parts of a convenient size."""
+    return -(-v // (multiple * t)) * multiple * t

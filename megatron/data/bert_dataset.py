@@ -11,15 +11,46 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config import DataConfig
+from megatron.config.errors import DataError
 from megatron.config.files import SPLITS
-from megatron.data.hiding import hide
+from megatron.data.index_maps import SentenceMaps, SentenceStream
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.map_cache import cache_folder, cached_sentence_maps, digest
-from megatron.data.sentence_maps import SentenceMaps, SentenceStream
 from megatron.data.sources import SPLIT_NAMES, Source
-from megatron.errors import DataError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
+
+
+def hide(
+    tokens: np.ndarray, known: WordPieceTokenizer, mask_prob: float, random: np.random.RandomState
+) -> tuple[np.ndarray, np.ndarray]:
+    """tokens int64 [n] -> the same with a fraction of ``mask_prob`` hidden, and labels: those tokens, -1 elsewhere."""
+    places = choose(tokens, known, max(1, round(len(tokens) * mask_prob)), random)
+    labels = np.full_like(tokens, -1)
+    labels[places] = tokens[places]
+    fate = random.random_sample(len(places))
+    anything = random.randint(0, known.vocab_size, len(places))
+    shown = tokens.copy()
+    shown[places] = np.where(fate < 0.8, known.mask, np.where(fate < 0.9, tokens[places], anything))
+    return shown, labels
+
+
+def choose(tokens: np.ndarray, known: WordPieceTokenizer, most: int, random: np.random.RandomState) -> np.ndarray:
+    """Places of the pieces of some words of ``tokens``, ``most`` of them or as near below as whole words come."""
+    candidates = np.flatnonzero((tokens != known.cls) & (tokens != known.sep))
+    # A word whose first pieces were cut off begins behind [CLS] or [SEP].
+    goes_on = known.continues[tokens[candidates]] & (np.diff(candidates, prepend=-1) == 1)
+    words = np.split(candidates, np.flatnonzero(~goes_on)[1:])
+    chosen: list[np.ndarray] = []
+    left = most
+    for number in random.permutation(len(words)):
+        if len(words[number]) <= left:
+            chosen.append(words[number])
+            left -= len(words[number])
+        if not left:
+            break
+    return np.concatenate([np.empty(0, np.int64), *chosen])
+
 
 FRAME = 3
 """Tokens around the sentences: [CLS], and a [SEP] behind each."""

@@ -5,15 +5,55 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron.config import DataConfig
 from megatron.config.architecture import BERT, GPT2
 from megatron.config.files import SPLITS
 from megatron.data.bert_dataset import BertDataset, bert_fault, bert_samples
-from megatron.data.blend import BlendPlan
-from megatron.data.blended_dataset import BlendedDataset
-from megatron.data.gpt2_dataset import GPT2Dataset, gpt2_fault, gpt2_samples
+from megatron.data.blend import BlendOrder, BlendPlan
+from megatron.data.gpt2_dataset import GPT2Dataset, Span, gpt2_fault, gpt2_samples
 from megatron.data.map_cache import cache_folder, cached_order, digest
 from megatron.data.sources import Source, find_sources
+
+
+class BlendedDataset:
+    """Samples of a blend, in the order of training.
+
+    Args:
+        parts: the data sets.
+        order: where each sample is found in them.
+        samples: how many there are.
+    """
+
+    def __init__(self, parts: Sequence[GPT2Dataset | BertDataset], order: BlendOrder, samples: int) -> None:
+        self.parts, self.order = parts, order
+        self._samples = samples
+
+    def __len__(self) -> int:
+        """Samples in the blend, as many as were asked for."""
+        return self._samples
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """The ``index``-th sample to train on, as its part gives it. Raises DataError as its part does."""
+        return self.take([index])[0]
+
+    def take(self, indices: Sequence[int]) -> np.ndarray:
+        """Some samples, [n, ...]. Raises DataError as their parts do."""
+        if wrong := [index for index in indices if not 0 <= index < self._samples]:
+            raise IndexError(wrong[0])
+        found = [self.order[index] for index in indices]
+        rows = {
+            source: iter(self.parts[source].take([place for of, place in found if of == source]))
+            for source in {source for source, _ in found}
+        }
+        return np.stack([next(rows[source]) for source, _ in found])
+
+    def spans(self, index: int) -> list[Span]:
+        """The pieces of documents that make the ``index``-th sample."""
+        source, place = self.order[index]
+        return self.parts[source].spans(place)
+
 
 Samples = GPT2Dataset | BertDataset | BlendedDataset
 

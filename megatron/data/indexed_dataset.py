@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.errors import DataError
+from megatron.config.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"

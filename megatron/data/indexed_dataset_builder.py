@@ -11,9 +11,9 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from megatron.config.errors import DataError
 from megatron.data.files import sync_folder, take_lock
 from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION
-from megatron.errors import DataError
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BLOCK = 1 << 16

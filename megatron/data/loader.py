@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.config.errors import UserError
 from megatron.data.datasets import Samples
-from megatron.data.places import rank_places, sample_number
-from megatron.data.workers import leave_with_parent
-from megatron.errors import UserError
-from megatron.launch.signals import ignore_leave_signals
+from megatron.data.sample_indices import rank_places, sample_number
+from megatron.launch.processes import ignore_leave_signals, leave_with_parent
 
 
 class Batch(NamedTuple):

@@ -13,8 +13,7 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.data.blend import BlendOrder, BlendPlan, build_order, order_shapes
 from megatron.data.files import take_lock
-from megatron.data.index_maps import IndexMaps, SampleStream, build_index_maps, map_shapes
-from megatron.data.sentence_maps import SentenceMaps, SentenceStream
+from megatron.data.index_maps import IndexMaps, SampleStream, SentenceMaps, SentenceStream, build_index_maps, map_shapes
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -4,6 +4,7 @@ DeepSpeed asks the environment who this process is. deepspeed and torchrun fill 
 DeepSpeed finds out through mpi4py; a plain ``python`` is a world of one, and this file says so.
 """
 
+import ctypes
 import os
 import socket
 import sys
@@ -11,11 +12,28 @@ import sysconfig
 from collections.abc import MutableMapping
 from pathlib import Path
 
-from megatron.launch.allocator import keep_freed_memory
+from megatron.config.environment import check_place, expected_device, on_one_host, rank, ranks_on_host, world_size
 from megatron.launch.cache import extensions_folder
-from megatron.launch.device import expected_device
-from megatron.launch.launcher import check_place, on_one_host, rank, ranks_on_host, world_size
 from megatron.launch.port import check_port
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Names of glibc's malloc.h."""
+_KEPT_BYTES = 2**31 - 1
+_LARGEST_KEPT_BLOCK = 2**30
+
+
+def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
+    """Let this process keep what it frees, in huge pages; before torch is imported.
+
+    What the user has set himself, by glibc's or torch's variables, stays; so does another allocator than glibc's.
+    """
+    environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    tuned = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in environ)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not tuned:
+        mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BLOCK)
+
 
 _LOOPBACK = Path("/sys/class/net/lo")
 

@@ -14,8 +14,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from deepspeed.accelerator import get_accelerator
+
 from megatron.config import RunConfig
-from megatron.errors import ResourceError
+from megatron.config.errors import ResourceError
 from megatron.launch.quiet import deepspeed_silenced
 
 _MOMENT = 0.5
@@ -95,3 +97,18 @@ def _kernel_lock(path: Path) -> Iterator[None]:
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def check_device(device: str, local_rank: int) -> None:
+    """See that torch finds a ``device`` for the process ``local_rank`` of this host.
+
+    Raises:
+        ResourceError: it does not.
+    """
+    accelerator = get_accelerator()
+    found = accelerator.device_count() if accelerator.is_available() else 0
+    if device != "cpu" and local_rank >= found:
+        raise ResourceError(
+            f"process {local_rank} of this host has no device: torch finds {found} of {device}; start fewer "
+            "processes, install a torch that knows the device, or set DS_ACCELERATOR=cpu to train on the CPU"
+        )

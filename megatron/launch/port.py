@@ -5,9 +5,9 @@ import ipaddress
 import socket
 from collections.abc import Mapping
 
-from megatron.errors import LaunchError
-from megatron.launch.launcher import on_one_host, ranks_on_host
-from megatron.launch.launcher import rank as rank_of
+from megatron.config.environment import on_one_host, ranks_on_host
+from megatron.config.environment import rank as rank_of
+from megatron.config.errors import LaunchError
 
 LISTEN = "MASTER_LISTEN"
 """Where the environment may name another address to listen at, such as 0.0.0.0: all. MASTER_ADDR has to lead there."""

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.errors import ConfigError, LaunchError, UserError
-from megatron.launch.launcher import check_place, local_rank
-from megatron.launch.launcher import rank as rank_of
-from megatron.launch.parent import leave_with_launcher
+from megatron.config.environment import check_place, local_rank
+from megatron.config.environment import rank as rank_of
+from megatron.config.errors import ConfigError, LaunchError, UserError
+from megatron.launch.processes import leave_with_launcher
 
 NOTES = "RANK_NOTES"
 """Where the environment may name a folder in which each rank leaves its exit code."""

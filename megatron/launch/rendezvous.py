@@ -9,8 +9,8 @@ from socket import socket
 from deepspeed.comm.comm import mpi_discovery
 from torch.distributed import TCPStore
 
-from megatron.errors import LaunchError
-from megatron.launch.launcher import on_one_host
+from megatron.config.environment import on_one_host
+from megatron.config.errors import LaunchError
 from megatron.launch.port import keeps_store, listen
 
 _SHOWN = 16

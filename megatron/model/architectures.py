@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 from megatron.config import ModelConfig
 from megatron.config.architecture import BERT, GPT2
-from megatron.model.bert_model import bert_layers, bert_loss
+from megatron.model.bert import bert_layers, bert_loss
 from megatron.model.containers import Layers, LossFn
-from megatron.model.gpt2_model import gpt2_layers, gpt2_loss
-from megatron.mpu.layout import ParallelLayout
+from megatron.model.gpt2 import gpt2_layers, gpt2_loss
+from megatron.parallel.layout import ParallelLayout
 
 
 class Model(NamedTuple):

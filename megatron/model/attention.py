@@ -15,10 +15,10 @@ from megatron.config import ModelConfig
 from megatron.model.initial_weights import residual_weight, weight
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.sequence import cut_dim
-from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.mpu.layout import ParallelLayout
-from megatron.mpu.mappings import exchange_parts
-from megatron.mpu.random import get_rng_tracker
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.mappings import exchange_parts
+from megatron.parallel.tensor.random import get_rng_tracker
 
 
 class ParallelSelfAttention(nn.Module):

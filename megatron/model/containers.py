@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.config import ActivationConfig
 from megatron.model.transformer import ParallelTransformerLayer, Stream
-from megatron.mpu.layout import ParallelLayout
+from megatron.parallel.layout import ParallelLayout
 
 Layer = Callable[[Stream], Stream]
 Layers = Sequence[LayerSpec | Layer]

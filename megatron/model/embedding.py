@@ -14,10 +14,9 @@ from megatron.config import ModelConfig
 from megatron.model.initial_weights import weight
 from megatron.model.sequence import cut_dim, cutting_groups, own_part
 from megatron.model.transformer import Stream, unpack
-from megatron.mpu.initialization import sum_gradient
-from megatron.mpu.layers import VocabParallelEmbedding
-from megatron.mpu.layout import ParallelLayout
-from megatron.mpu.random import random_stream
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.layers import VocabParallelEmbedding, sum_gradient
+from megatron.parallel.tensor.random import random_stream
 
 
 class WordEmbedding(nn.Module):

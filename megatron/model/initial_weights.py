@@ -5,7 +5,7 @@ import math
 from deepspeed.accelerator import get_accelerator
 
 from megatron.config import ModelConfig
-from megatron.mpu.initialization import WeightInit
+from megatron.parallel.tensor.layers import WeightInit
 
 
 def weight(config: ModelConfig, name: str) -> WeightInit:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.model.sequence import own_part
-from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 
 def lm_loss(

@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 
 from megatron.config import ModelConfig
 from megatron.model.kernels import layer_norm_class
-from megatron.mpu.initialization import sum_gradient
-from megatron.mpu.layout import ParallelLayout
-from megatron.mpu.mappings import (
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.layers import sum_gradient
+from megatron.parallel.tensor.mappings import (
     copy_to_model_parallel_region,
     reduce_from_model_parallel_region,
     scatter_to_sequence_parallel_region,

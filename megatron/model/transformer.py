@@ -11,9 +11,9 @@ from megatron.model.initial_weights import residual_weight, weight
 from megatron.model.kernels import bias_gelu, dropout_add, gelu
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.sequence import cut_dim, stream_norm_class
-from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.mpu.layout import ParallelLayout
-from megatron.mpu.random import random_stream
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.random import random_stream
 
 Stream = Tensor | tuple[Tensor, Tensor]
 """What travels from layer to layer, and from stage to stage: hidden [b, s, h], or [s, b, h] as ``sequence_dim``

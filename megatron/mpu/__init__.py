@@ -1,11 +1,16 @@
 """Tensor parallelism: the layout of ranks and the layers that are cut across it. Knows nothing of GPT-2."""
 
-from megatron.mpu.cross_entropy import vocab_parallel_cross_entropy
-from megatron.mpu.data import broadcast_data
-from megatron.mpu.initialization import WeightInit, sum_gradient
-from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from megatron.mpu.layout import ParallelLayout
-from megatron.mpu.mappings import (
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.tensor.data import broadcast_data
+from megatron.parallel.tensor.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    WeightInit,
+    sum_gradient,
+)
+from megatron.parallel.tensor.mappings import (
     copy_to_model_parallel_region,
     exchange_parts,
     gather_from_model_parallel_region,
@@ -15,7 +20,7 @@ from megatron.mpu.mappings import (
     scatter_to_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
-from megatron.mpu.random import get_rng_tracker, model_parallel_manual_seed, random_stream
+from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manual_seed, random_stream
 
 __all__ = [
     "ColumnParallelLinear",

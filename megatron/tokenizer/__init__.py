@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron.errors import ConfigError
+from megatron.config.errors import ConfigError
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tokenizer.whitespace import WhitespaceTokenizer
 from megatron.tokenizer.wordpiece import WordPieceCase, WordPieceLowerCase

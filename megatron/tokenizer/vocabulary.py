@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.errors import DataError
+from megatron.config.errors import DataError
 
 EOD = "<|endoftext|>"
 """Token that ends a document."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron.errors import DataError
+from megatron.config.errors import DataError
 from megatron.tokenizer.vocabulary import EOD, UNK, check_known, read_vocab_json, require_files
 
 

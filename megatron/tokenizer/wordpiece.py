@@ -6,8 +6,8 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from megatron.errors import DataError
-from megatron.tokenizer.rust import RustTokenizer
+from megatron.config.errors import DataError
+from megatron.tokenizer.base import RustTokenizer
 from megatron.tokenizer.vocabulary import read_text, require_files
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from support.programs import TINY_MODEL, Programs
 
-from megatron.checkpoint.files import check_harmless, read_file
 from megatron.checkpoint.manifest import write_manifest
-from megatron.errors import CheckpointError
+from megatron.checkpoint.tensor_files import check_harmless, read_file
+from megatron.config.errors import CheckpointError
 
 LAYOUT = "--pipe-parallel-size 2 --zero-stage 1 --bf16".split()
 SETTINGS = "--train-iters 4 --batch-size 2 --gas 2 --eval-iters 0".split()
@@ -82,10 +82,10 @@ def choose(run_ranks: Callable[..., list], programs: Programs) -> Callable[..., 
 
 
 def choose_on_a_rank(command: list[str]) -> tuple[str, tuple[str, ...]]:
-    from megatron.arguments import parse_run
-    from megatron.checkpoint.choice import choose_checkpoint
-    from megatron.errors import CheckpointError
-    from megatron.preflight import check
+    from megatron.checkpoint.load import choose_checkpoint
+    from megatron.config.command_line import parse_run
+    from megatron.config.errors import CheckpointError
+    from megatron.training.preflight import check
 
     try:
         chosen = choose_checkpoint(check(parse_run(command, os.environ))[0])

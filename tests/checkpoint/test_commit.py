@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint import tags
-from megatron.checkpoint.durable import replace_text, write_text
+from megatron.checkpoint.files import replace_text, write_text
 from megatron.checkpoint.manifest import check_content, read_manifest
 from megatron.checkpoint.tracker import newest
 from megatron.config import CheckpointConfig
-from megatron.errors import CheckpointError
+from megatron.config.errors import CheckpointError
 
 KEEP_ALL = CheckpointConfig()
 KEEP_ONE = CheckpointConfig(keep_last=1)

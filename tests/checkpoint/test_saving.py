@@ -12,7 +12,7 @@ import torch
 from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 from support.training import RankTraining
 
-from megatron.checkpoint.engine_files import bytes_of, in_host_memory
+from megatron.checkpoint.save import bytes_of, in_host_memory
 
 SETTINGS = "--batch-size 2 --gas 2 --eval-iters 0 --save-interval 1".split()
 

@@ -8,10 +8,9 @@ import pytest
 import torch
 from support.programs import Programs
 
-from megatron.checkpoint.conversion import cached, convert
 from megatron.checkpoint.tracker import newest
-from megatron.checkpoint.universal import read_state
-from megatron.errors import ResourceError
+from megatron.checkpoint.universal import cached, convert, read_state
+from megatron.config.errors import ResourceError
 
 MOMENTS = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -121,7 +120,7 @@ def names_agree_with_the_model() -> None:
 
 def _whole_model(padded_vocab_size: int) -> torch.nn.Module:
     from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-    from megatron.model.gpt2_model import GPT2Model
+    from megatron.model.gpt2 import GPT2Model
     from megatron.mpu import ParallelLayout
 
     config = ModelConfig(

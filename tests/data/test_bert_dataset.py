@@ -7,13 +7,12 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.config.architecture import BERT
-from megatron.data.bert_dataset import BertDataset, shorten
+from megatron.config.errors import DataError
+from megatron.data.bert_dataset import BertDataset, hide, shorten
 from megatron.data.datasets import build_datasets, check_data
-from megatron.data.hiding import hide
+from megatron.data.index_maps import SentenceStream
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.data.sentence_maps import SentenceStream
-from megatron.errors import DataError
 from megatron.tokenizer.wordpiece import SPECIAL, WordPieceTokenizer
 
 WORDS, PIECES = 60, 30

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
+from megatron.config.errors import DataError
 from megatron.data.blend import BlendOrder, BlendPlan, build_order
-from megatron.data.blended_dataset import BlendedDataset
-from megatron.data.datasets import build_datasets, check_data
+from megatron.data.datasets import BlendedDataset, build_datasets, check_data
 from megatron.data.map_cache import cached_order
-from megatron.errors import DataError
 
 SIZES = {"vocab_size": 60000, "global_batch_size": 4, "train_iters": 25, "eval_interval": 7, "eval_iters": 2, "seed": 5}
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
+from megatron.config.errors import ConfigError, DataError
 from megatron.data.datasets import Datasets, build_datasets, check_data
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
-from megatron.errors import ConfigError, DataError
 
 DOCUMENTS = [list(range(100 * n, 100 * n + 1 + 7 * n % 23)) for n in range(60)]
 """Tokens that tell the document (hundreds) and the place in it."""

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.config.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
-from megatron.errors import DataError
 
 GOLDEN_IDX = bytes.fromhex(
     "4d4d4944494458000001000000000000000802000000000000000300000000000000"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config.errors import DataError
 from megatron.data.loader import Batch, batches, next_tokens
-from megatron.errors import DataError
 
 SAMPLES = 64
 

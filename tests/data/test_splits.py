@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.data.splits import split_documents
-from megatron.errors import ConfigError
+from megatron.config.errors import ConfigError
+from megatron.data.sources import split_documents
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 FAULTS_OF_A_STEP = """
 import os, resource
-from megatron.launch.allocator import keep_freed_memory
+from megatron.launch.environment import keep_freed_memory
 keep_freed_memory(os.environ)
 import torch
 for _ in range(3):

@@ -5,7 +5,7 @@ import socket
 import pytest
 from support.ports import free_port
 
-from megatron.errors import LaunchError
+from megatron.config.errors import LaunchError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.port import check_port, listen
 

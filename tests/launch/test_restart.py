@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from support.programs import Programs
 
-from megatron.launch.restart import run_again
-from megatron.launch.supervise import End
+from megatron.tools.cluster.supervise import End, run_again
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,8 +39,8 @@ def test_a_run_that_was_asked_to_leave_is_not_started_again() -> None:
 AGAIN = """
 import os, sys
 from pathlib import Path
-from megatron.launch.restart import run_again
-from megatron.launch.supervise import supervise
+from megatron.tools.cluster.supervise import run_again
+from megatron.tools.cluster.supervise import supervise
 script, folder = sys.argv[1:]
 sys.exit(run_again(lambda: supervise(["bash", "-c", script, folder], os.environ), lambda: os.listdir(folder), 9))
 """

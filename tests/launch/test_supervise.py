@@ -10,7 +10,7 @@ from support.bare_ranks import await_processes
 ROOT = Path(__file__).resolve().parents[2]
 SUPERVISE = """
 import os, sys
-from megatron.launch.supervise import supervise
+from megatron.tools.cluster.supervise import supervise
 sys.exit(supervise(sys.argv[1:], os.environ).code)
 """
 CLAIM = "-c: error: the launcher says that all is well, but"

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.model.attention import ParallelSelfAttention
-from megatron.model.gpt2_model import GPT2Model
+from megatron.model.gpt2 import GPT2Model
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 
 B, S, H, HEADS = 2, 9, 16, 4

@@ -9,10 +9,10 @@ from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.config.architecture import BERT
-from megatron.engine import weight_decay_groups
-from megatron.model.bert_model import bert_layers, bert_loss
+from megatron.model.bert import bert_layers, bert_loss
 from megatron.model.containers import PlainModel
 from megatron.mpu import ParallelLayout
+from megatron.training.engines import weight_decay_groups
 
 CONFIG = ModelConfig(
     architecture=BERT.name,

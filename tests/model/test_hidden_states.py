@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.model.gpt2_model import GPT2Model
+from megatron.model.gpt2 import GPT2Model
 from megatron.model.transformer import ParallelTransformerLayer, unpack
 from megatron.mpu import ParallelLayout
 

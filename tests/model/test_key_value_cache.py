@@ -25,10 +25,10 @@ KINDS = {
 
 def difference(settings: dict) -> float:
     """The largest between logits of sequences of several lengths that grow in steps, and those of each alone."""
-    from megatron.inference.continuation import last_logits
-    from megatron.model.gpt2_model import GPT2Model
+    from megatron.model.gpt2 import GPT2Model
     from megatron.model.key_value_cache import KeyValueCache
-    from megatron.mpu.layout import ParallelLayout
+    from megatron.parallel.layout import ParallelLayout
+    from megatron.tools.inference.model import last_logits
 
     config = replace(CONFIG, **settings)
     model = GPT2Model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig())).eval()

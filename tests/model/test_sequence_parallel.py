@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.model.gpt2_model import GPT2Model
+from megatron.model.gpt2 import GPT2Model
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 

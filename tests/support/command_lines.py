@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 
-from megatron.arguments import parse_run
 from megatron.config import RunConfig
 from megatron.config.architecture import BERT, GPT2
-from megatron.errors import ConfigError
+from megatron.config.command_line import parse_run
+from megatron.config.errors import ConfigError
 
 CPU = {"DS_ACCELERATOR": "cpu"}
 CUDA = {"DS_ACCELERATOR": "cuda"}

@@ -28,10 +28,10 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron import training
 from megatron.data.gpt2_dataset import GPT2Dataset
-from megatron.model import gpt2_model
+from megatron.model import gpt2 as gpt2_model
 from megatron.model.transformer import ParallelTransformerLayer
+from megatron.training import trainer as training
 
 MARK = 7
 """The one token of a sample that is at fault."""

@@ -31,7 +31,7 @@ def _hold(go: Path) -> None:
     from megatron.launch.environment import prepare_environment
 
     prepare_environment(os.environ)
-    from megatron.checkpoint import saving
+    from megatron.checkpoint import save as saving
 
     write = saving.write_file
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from support.ports import free_port
 
-from megatron.data.workers import leave_with_parent
+from megatron.launch.processes import leave_with_parent
 
 TIME_LIMIT = 240.0
 """Seconds for one call, the first of a session included, which may have to compile DeepSpeed's extension."""

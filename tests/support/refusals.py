@@ -66,7 +66,7 @@ def refusal(
     prefix = f"{program}: error: "
     assert all(line.startswith(prefix) for line in said), "\n".join(said)
     assert finished.stdout == ""
-    assert "megatron.arguments" in modules and not modules & {"torch", "deepspeed"}
+    assert "megatron.config.command_line" in modules and not modules & {"torch", "deepspeed"}
     assert _contents(place) == before
     return finished.returncode, [line.removeprefix(prefix) for line in said]
 

@@ -31,10 +31,10 @@ class RankTraining:
 
 def pretrain(words: list[str], architecture: str = "GPT-2") -> tuple[int, str]:
     """Exit code and output of a run with these arguments, on this rank."""
-    from megatron import training
-    from megatron.arguments import parse_run
     from megatron.config.architecture import ARCHITECTURES
-    from megatron.preflight import check
+    from megatron.config.command_line import parse_run
+    from megatron.training import trainer as training
+    from megatron.training.preflight import check
 
     with contextlib.redirect_stdout(io.StringIO()) as output:
         run, _ = check(parse_run(words, os.environ, ARCHITECTURES[architecture]))

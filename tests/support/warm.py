@@ -17,7 +17,7 @@ from typing import NoReturn
 from support.ports import free_port
 from support.ranks import fork_server
 
-from megatron.launch.parent import die_with_parent
+from megatron.launch.processes import die_with_parent
 
 Words = Sequence[str | Path]
 _LOOKS = 0.2

@@ -12,12 +12,11 @@ TOKENS = torch.tensor([[3, 90, 41, 7, 0, 91, 12, 12], [60, 1, 2, 3, 4, 5, 6, 7]]
 
 def logits_and_weights(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
     """What GPT2Model makes of ``TOKENS`` with the newest checkpoint of ``folder``, and its weights."""
-    from megatron.checkpoint.tracker import newest
+    from megatron.checkpoint.tracker import newest, whole_model_config
     from megatron.checkpoint.weights import load_weights
-    from megatron.checkpoint.whole_config import whole_model_config
     from megatron.config import ActivationConfig, ParallelConfig
-    from megatron.model.gpt2_model import GPT2Model
-    from megatron.mpu.layout import ParallelLayout
+    from megatron.model.gpt2 import GPT2Model
+    from megatron.parallel.layout import ParallelLayout
 
     saved = newest(folder)
     model = GPT2Model(whole_model_config(saved), ActivationConfig(), ParallelLayout.create(ParallelConfig()))
@@ -29,7 +28,7 @@ def logits_and_weights(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
 
 def made_up_weights(config: ModelConfig, seed: int = 1) -> dict[str, Tensor]:
     """Every weight drawn at random, biases and norms too, so that none can be mistaken for another."""
-    from megatron.checkpoint.exchange.outline import outline
+    from megatron.tools.convert.outline import outline
 
     generator = torch.Generator().manual_seed(seed)
     return {

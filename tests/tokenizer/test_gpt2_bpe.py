@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from megatron.errors import DataError
+from megatron.config.errors import DataError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from megatron.tokenizer.training import train_gpt2_bpe
+from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
 
 EOD = "<|endoftext|>"
 CORPUS = ["the cat sat on the mat", "the hat of the cat", "naïve café 日本語", EOD * 5] * 3

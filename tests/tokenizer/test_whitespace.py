@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import ConfigError, DataError
+from megatron.config.errors import ConfigError, DataError
 from megatron.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
 from megatron.tokenizer.whitespace import WhitespaceTokenizer
 

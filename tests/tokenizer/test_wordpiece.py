@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.errors import ConfigError, DataError
+from megatron.config.errors import ConfigError, DataError
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.training import train_wordpiece
 from megatron.tokenizer.wordpiece import SPECIAL
+from megatron.tools.preprocess.tokenizer_training import train_wordpiece
 
 TEXTS = [
     "The cat sat on the mat, and the hat of the cat was naïve.",

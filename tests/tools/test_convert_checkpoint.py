@@ -85,7 +85,7 @@ def test_the_tokenizer_comes_along(programs: Programs, tmp_path: Path):
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
     from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-    from megatron.tokenizer.training import train_gpt2_bpe
+    from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
 
     text = "The sea, the sea! 3 ships sailed in; we'd seen\n\n them before — naïvely."
     vocabulary, merges = train_gpt2_bpe([text] * 3, 300, 2)

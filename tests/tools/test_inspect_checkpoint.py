@@ -9,10 +9,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.programs import Finished, Programs
 
-from megatron.checkpoint.exchange.kinds import find
-from megatron.checkpoint.exchange.reading import read_weights
-from megatron.checkpoint.inspection.comparing import are_equal, as_text, differences
-from megatron.checkpoint.inspection.report import heading
+from megatron.tools.convert.comparison import are_equal, as_text, differences
+from megatron.tools.convert.kinds import find
+from megatron.tools.convert.load_and_save import read_weights
+from megatron.tools.convert.parameter_list import heading
 
 TOOL = "tools/inspect_checkpoint.py"
 TAG = "global_step3"

@@ -14,10 +14,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from megatron.config.errors import ConfigError, DataError
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.preprocess import preprocess
-from megatron.data.preprocess_job import Job, Summary
-from megatron.errors import ConfigError, DataError
+from megatron.tools.preprocess.job import Job, Summary
+from megatron.tools.preprocess.preprocess import preprocess
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = ["a", "b", "c", "d", "<unk>", "<|endoftext|>"]

@@ -12,8 +12,8 @@ import pytest
 from support.command_lines import parse
 from support.timelines import by_theory
 
-from megatron.observe.report.record import write_record
-from megatron.observe.trace.timeline import to_json
+from megatron.tools.reporting.record import write_record
+from megatron.training.timeline import to_json
 
 ROOT = Path(__file__).resolve().parents[2]
 

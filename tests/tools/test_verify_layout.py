@@ -10,19 +10,19 @@ from support.programs import TINY_MODEL, Finished, Programs
 SETTINGS = "--batch-size 2 --global-batch-size 8 --clip-grad 0.4 --iterations 3".split()
 FAULTS = {
     "a missing all-reduce of gradients": (
-        "megatron/mpu/linear.py",
+        "megatron/parallel/tensor/layers.py",
         "under_way = ctx.group is not None and grad_x is not None",
         "under_way = False",
         "tp2-pp0-dp1",
     ),
     "swapped shards": (
-        "megatron/mpu/initialization.py",
+        "megatron/parallel/tensor/layers.py",
         "whole.chunk(group.size(), dim)[group.rank()]",
         "whole.chunk(group.size(), dim)[-1 - group.rank()]",
         "tp2-pp0-dp1",
     ),
     "a loss that accumulation does not scale": (
-        "megatron/loss_weights.py",
+        "megatron/training/data_iterators.py",
         "scale = accumulated * group.size() / counted",
         "scale = group.size() / counted",
         "tp1-pp0-dp2",

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron.legality import RULES
+from megatron.config.validation import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "layouts.md"

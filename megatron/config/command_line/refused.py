@@ -1,0 +1,67 @@
+"""Arguments of Megatron-LM v1.1.5-3D_parallelism that have no meaning here, each with the reason."""
+
+from megatron.config.architecture import Architecture
+from megatron.config.provided import flag_fields, flag_name
+
+_RETRIEVAL = "not supported by this program (retrieval models)"
+_SHARING = "weight sharing between layers is not supported"
+_AUTORESUME = "not supported (a service of NVIDIA's own cluster): give --save and --load the same folder to resume"
+_GENERATION = "not supported by this program (text generation)"
+_TASKS = "not supported by this program (evaluation tasks)"
+
+REFUSED: dict[str, str] = {
+    "num-unique-layers": _SHARING,
+    "param-sharing-style": _SHARING,
+    "onnx-safe": "export to ONNX is not supported",
+    "scaled-masked-softmax-fusion": "attention is fused unless another flag rules it out: remove it",
+    "DDP-impl": "DeepSpeed reduces the gradients: remove it",
+    "lazy-mpu-init": "not supported: the process groups are made once, at the start",
+    "adlr-autoresume": _AUTORESUME,
+    "adlr-autoresume-interval": _AUTORESUME,
+    "ict-head-size": _RETRIEVAL,
+    "ict-load": _RETRIEVAL,
+    "bert-load": _RETRIEVAL,
+    "titles-data-path": _RETRIEVAL,
+    "query-in-block-prob": _RETRIEVAL,
+    "use-one-sent-docs": _RETRIEVAL,
+    "report-topk-accuracies": _RETRIEVAL,
+    "faiss-use-gpu": _RETRIEVAL,
+    "block-data-path": _RETRIEVAL,
+    "indexer-batch-size": _RETRIEVAL,
+    "indexer-log-interval": _RETRIEVAL,
+    "temperature": _GENERATION,
+    "greedy": _GENERATION,
+    "top-p": _GENERATION,
+    "top-k": _GENERATION,
+    "out-seq-length": _GENERATION,
+    "sample-input-file": _GENERATION,
+    "sample-output-file": _GENERATION,
+    "num-samples": _GENERATION,
+    "genfile": _GENERATION,
+    "recompute": _GENERATION,
+    "task": _TASKS,
+    "epochs": _TASKS,
+    "pretrained-checkpoint": _TASKS,
+    "train-data": _TASKS,
+    "valid-data": _TASKS,
+    "overlapping-eval": _TASKS,
+    "strict-lambada": _TASKS,
+}
+"""Flag (without dashes, with hyphens for underscores) to the reason why it is refused."""
+
+REFUSED_VALUES: dict[tuple[str, str], str] = {
+    ("data_impl", "lazy"): "convert the data with tools/preprocess_data.py",
+    ("data_impl", "cached"): "convert the data with tools/preprocess_data.py",
+}
+"""Field and value to the reason why that value of an accepted flag is refused."""
+
+
+def refusals(architecture: Architecture) -> dict[str, str]:
+    """What the program that trains ``architecture`` refuses: what nobody supports, and the flags of other models."""
+    others = {
+        flag_name(field).removeprefix("--"): f"{architecture.program} has no such flag: it is {only.name}'s, "
+        f"for {only.program}"
+        for field in flag_fields().values()
+        if (only := field.metadata["flag"]["only"]) not in (None, architecture)
+    }
+    return REFUSED | others

@@ -1,0 +1,180 @@
+"""Reads a DeepSpeed config file and checks it key by key: every fault with its file and line."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from megatron.config.deepspeed_json.keys import INTEGERS, TOP_KEYS, Keys
+from megatron.config.deepspeed_json.sections import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_name
+from megatron.config.errors import ConfigError
+from megatron.config.suggestions import did_you_mean
+
+_GONE = "DeepSpeed no longer has it: remove it"
+_WRITER = "checkpoints have a writer of their own: remove it; --async-save writes while training goes on"
+
+REFUSED_KEYS: dict[str, str] = {
+    "scheduler": "the schedule belongs to the command line: use --lr, --min-lr, --lr-decay-style, --lr-decay-iters "
+    "and --warmup",
+    "bfloat16": 'the old name of "bf16": rename it',
+    "tensor_parallel": "the model cuts its own layers: use --model-parallel-size",
+    "sequence_parallel_size": "it belongs to the command line: use --ds-sequence-parallel-size",
+    "expert_parallel": "the model has no experts: remove it",
+    "data_efficiency": "pretrain_gpt2.py reads its own data: remove it",
+    "hybrid_engine": "it serves generation during training, which pretrain_gpt2.py does not do: remove it",
+    "weight_quantization": "it serves inference: remove it",
+    "autotuning": "not supported by pretrain_gpt2.py: remove it",
+    "amp": 'DeepSpeed no longer has it: use "fp16" or "bf16"',
+    "nebula": _GONE,
+    "compression_training": _GONE,
+    "quantize_training": _GONE,
+    "sparse_gradients": _GONE,
+    "eigenvalue": _GONE,
+    "sparse_attention": _GONE,
+    "elasticity": _GONE,
+    "graph_harvesting": _GONE,
+    "curriculum_learning": _GONE,
+    "progressive_layer_drop": _GONE,
+    "zero_optimization.cpu_offload": 'outdated: write "offload_optimizer": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'outdated: write "offload_param": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_use_pin_memory": 'outdated: write "pin_memory" inside "offload_optimizer"',
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": 'outdated: write "stage3_gather_16bit_weights_on'
+    '_model_save"',
+    "zero_optimization.mics_shard_size": _GONE,
+    "zero_optimization.mics_hierarchical_params_gather": _GONE,
+    "zero_optimization.zeropp_loco_param": _GONE,
+    "optimizer.params.max_grad_norm": 'DeepSpeed does not support it: use "gradient_clipping" or --clip-grad',
+    "checkpoint.writer": _WRITER,
+    "checkpoint.checkpoint_serialization": _WRITER,
+    "checkpoint.use_node_local_storage": "a checkpoint is whole in one place: remove it, and name a folder that all "
+    "hosts share with --save",
+    "datastates_ckpt": _WRITER,
+    "pipeline.stages": "the stages belong to the command line: use --pipe-parallel-size",
+    "pipeline.partition": "the model says how it is cut into stages: remove it",
+    "pipeline.seed_layers": "the model seeds its own layers: remove it",
+    "pipeline.activation_checkpoint_interval": "use --checkpoint-activations and --checkpoint-num-layers",
+}
+"""Path of the key, with dots, to the reason."""
+
+
+KeyPath: TypeAlias = tuple[str, ...]
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]')
+_KEEPS_AUTO = ("data_types", "keep_in_fp32_modules")
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A DeepSpeed config as its author wrote it, less what is at fault and what is left open with ``"auto"``."""
+
+    path: str
+    tree: dict[str, Any]
+
+
+def read_config_file(path: str) -> tuple[ConfigFile, list[str]]:
+    """The config in ``path``, and a message for each key that is unknown, refused, given twice or of a wrong value.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, or not a JSON object.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"--deepspeed_config {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+    tree = _parse(path, text)
+    keys = list(_keys_with_lines(text))
+    lines = {key: line for key, line in reversed(keys)}
+    check = _Check(path, lines)
+    for key, line in keys:
+        if line != lines[key]:
+            check.problems.append(f"{path}, line {line}: {'.'.join(key)} was already given in line {lines[key]}")
+    tree = check.section(tree, TOP_KEYS, ())
+    check.optimizer(tree)
+    return ConfigFile(path, tree), check.problems
+
+
+def _parse(path: str, text: str) -> dict[str, Any]:
+    def refuse(constant: str) -> NoReturn:
+        raise ConfigError(f"{path}: {constant} is not JSON")
+
+    try:
+        tree = json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deep") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must hold a JSON object, that is, begin with an opening brace")
+    return tree
+
+
+def _keys_with_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
+    """The path and the line of each key of a JSON text, in the order of the text. Lists count as keys 0, 1, ..."""
+    position: list[str] = []
+    in_list: list[bool] = []
+    previous: re.Match[str] | None = None
+    for token in _TOKEN.finditer(text):
+        mark = token.group()
+        if mark in "{[":
+            position.append("0")
+            in_list.append(mark == "[")
+        elif mark in "}]":
+            position.pop()
+            in_list.pop()
+        elif mark == "," and in_list[-1]:
+            position[-1] = str(int(position[-1]) + 1)
+        elif mark == ":" and previous is not None:
+            position[-1] = json.loads(previous.group())
+            yield tuple(position), text.count("\n", 0, previous.start()) + 1
+        previous = token
+
+
+class _Check:
+    """Goes through a tree beside the table of keys, and gathers what is wrong."""
+
+    def __init__(self, path: str, lines: Mapping[KeyPath, int]):
+        self.path = path
+        self.lines = lines
+        self.problems: list[str] = []
+
+    def section(self, tree: Mapping[str, Any], keys: Keys, prefix: KeyPath) -> dict[str, Any]:
+        """The settings of ``tree`` that are right; the others become problems, and ``"auto"`` is dropped."""
+        good: dict[str, Any] = {}
+        for name, value in tree.items():
+            key = (*prefix, name)
+            if ".".join(key) in REFUSED_KEYS:
+                self._problem(key, REFUSED_KEYS[".".join(key)])
+            elif name not in keys:
+                guess = did_you_mean(name, keys, otherwise="DeepSpeed has no such setting")
+                self._problem(key, f"unknown key, {guess}")
+            elif value == "auto" and key != _KEEPS_AUTO:
+                continue
+            elif isinstance(kind := keys[name], Mapping):
+                if isinstance(value, dict):
+                    good[name] = self.section(value, kind, key)
+                elif value is not None:
+                    self._problem(key, f"{json.dumps(value)} must be an object")
+            elif not kind.accepts(value):
+                self._problem(key, f"{json.dumps(value)} must be {kind.words}")
+            else:
+                good[name] = int(value) if kind in INTEGERS else value
+        return good
+
+    def optimizer(self, tree: dict[str, Any]) -> None:
+        """Checks the parameters of the optimizer that the tree names, or else of the default one."""
+        optimizer = tree.get("optimizer", {})
+        name = optimizer_name(optimizer.get("type", DEFAULT_OPTIMIZER))
+        if name is None:
+            known = ", ".join(OPTIMIZERS)
+            self._problem(("optimizer", "type"), f"{json.dumps(optimizer.pop('type'))} must be one of {known}")
+            optimizer.pop("params", None)
+        elif "params" in optimizer:
+            prefix = ("optimizer", "params")
+            optimizer["params"] = self.section(optimizer["params"], OPTIMIZERS[name].params, prefix)
+
+    def _problem(self, key: KeyPath, text: str) -> None:
+        self.problems.append(f"{self.path}, line {self.lines[key]}: {'.'.join(key)}: {text}")

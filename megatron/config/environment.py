@@ -1,0 +1,127 @@
+"""What the launcher says through the environment: how many processes there are, and which one this is."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron.config.errors import ConfigError
+
+_SIZES = (
+    ("WORLD_SIZE", ()),  # deepspeed, torchrun
+    # A size counts only beside a rank: inside an allocation, Slurm sets its own for a plain process too.
+    ("OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_RANK",)),
+    ("PMI_SIZE", ("PMI_RANK",)),
+    ("SLURM_NTASKS", ("SLURM_PROCID", "SLURM_STEP_ID")),
+)
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_SIZE")
+_COMPANIONS_OF_RANK = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_START = "start with deepspeed, torchrun or mpirun"
+
+
+def world_size(environ: Mapping[str, str]) -> int:
+    """Processes of the run: as deepspeed, torchrun, mpirun or srun say; 1 where none of them does.
+
+    Raises:
+        ConfigError: the variable is not a positive whole number.
+    """
+    for variable, companions in _SIZES:
+        if variable in environ and all(name in environ for name in companions):
+            return _number(environ, variable, minimum=1)
+    return 1
+
+
+def rank(environ: Mapping[str, str]) -> int | None:
+    """This process's number among all; None where no launcher says.
+
+    Raises:
+        ConfigError: the variable is not a whole number.
+    """
+    return _first(environ, _RANKS)
+
+
+def local_rank(environ: Mapping[str, str]) -> int | None:
+    """This process's place on its host, counted from 0; None where no launcher says.
+
+    Raises:
+        ConfigError: the variable is not a whole number.
+    """
+    return _first(environ, _LOCAL_RANKS)
+
+
+def ranks_on_host(environ: Mapping[str, str]) -> int | None:
+    """How many processes of the run are on this host; None where no launcher says.
+
+    Raises:
+        ConfigError: the variable is not a positive whole number.
+    """
+    return next((_number(environ, variable, minimum=1) for variable in _LOCAL_SIZES if variable in environ), None)
+
+
+def on_one_host(environ: Mapping[str, str]) -> bool:
+    """Whether the launcher says that all processes of the run are on this host.
+
+    Raises:
+        ConfigError: what it says is not a number.
+    """
+    return world_size(environ) in (1, ranks_on_host(environ))
+
+
+def check_place(environ: Mapping[str, str]) -> None:
+    """See that the environment gives this process a place among the others, or none and no others.
+
+    Raises:
+        ConfigError: a number of processes without this one's, a number beyond the last, or a place
+            without an address to meet the others at.
+    """
+    size, number = world_size(environ), rank(environ)
+    if number is None and size > 1:
+        raise ConfigError(
+            f"the environment says that there are {size} processes, but not which one this is (RANK): {_START}, or "
+            "unset WORLD_SIZE"
+        )
+    if number is not None and number >= size:
+        raise ConfigError(f"the environment says that this is rank {number} of {size}, counted from 0: {_START}")
+    # Under mpirun DeepSpeed asks MPI for the rest.
+    if "RANK" in environ:
+        missing = [variable for variable in _COMPANIONS_OF_RANK if variable not in environ]
+        if missing:
+            raise ConfigError(f"the environment has RANK without {', '.join(missing)}: {_START}, or unset RANK")
+        if _number(environ, "MASTER_PORT", minimum=1) > 65535:
+            raise ConfigError(f"the environment says MASTER_PORT={environ['MASTER_PORT']}: ports end at 65535")
+
+
+def _first(environ: Mapping[str, str], variables: tuple[str, ...]) -> int | None:
+    return next((_number(environ, variable, minimum=0) for variable in variables if variable in environ), None)
+
+
+def _number(environ: Mapping[str, str], variable: str, *, minimum: int) -> int:
+    text = environ[variable]
+    if not text.isdecimal() or int(text) < minimum:
+        raise ConfigError(f"the environment says {variable}={text}: set a whole number from {minimum} on, or unset it")
+    return int(text)
+
+
+ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
+"""Kinds of device that DeepSpeed has an accelerator for, by its names."""
+
+
+def expected_device(environ: Mapping[str, str], dev: Path = Path("/dev")) -> str:
+    """The accelerator DeepSpeed will choose on this host: ``"cuda"``, ``"cpu"``, or the one DS_ACCELERATOR names.
+
+    Args:
+        environ: the process's environment.
+        dev: folder of device files. An NVIDIA GPU shows as ``nvidia0``, ..., an AMD one as ``kfd``.
+
+    Raises:
+        ConfigError: DS_ACCELERATOR names none.
+    """
+    if name := environ.get("DS_ACCELERATOR"):
+        if name not in ACCELERATORS:
+            raise ConfigError(f"the environment says DS_ACCELERATOR={name}: choose from {', '.join(ACCELERATORS)}")
+        return name
+    if environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return "cpu"
+    if (dev / "kfd").exists() or any(dev.glob("nvidia[0-9]*")):
+        return "cuda"
+    return "cpu"

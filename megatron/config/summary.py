@@ -1,0 +1,86 @@
+"""What a run is, in lines that need no torch."""
+
+from collections.abc import Sequence
+
+from megatron.config import DataConfig, RunConfig
+from megatron.config.files import Part
+from megatron.parallel.pipeline.partition import Stage, plan
+
+
+def describe_config(run: RunConfig) -> dict[str, str]:
+    """Layout, model, batch and schedule, a line each, under their names."""
+    parallel, train, model = run.parallel, run.train, run.model
+    engine = f"pipeline engine, {parallel.pipe_stages} stages" if parallel.uses_pipeline else "plain engine"
+    vocabulary = "unknown"
+    if model.vocab_size:
+        vocabulary = f"{model.vocab_size:,} padded to {model.padded_vocab_size:,}"
+    return {
+        "layout": f"{parallel.world_size} processes = TP {parallel.model_parallel_size} x PP {parallel.pipe_stages}"
+        f"{_sequence_ranks(run)} x DP {parallel.data_parallel_size}, {engine}, ZeRO {run.zero.zero_stage}",
+        "model": f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size},"
+        f" {model.num_attention_heads} heads, sequence {run.data.seq_length}, vocabulary {vocabulary}",
+        "data": _data(run.data),
+        "batch": f"{train.global_batch_size} samples = micro {train.micro_batch_size}"
+        f" x accumulation {train.gradient_accumulation_steps} x DP {parallel.data_parallel_size}"
+        f" = {train.global_batch_size * run.data.seq_length:,} tokens an iteration",
+        "training": f"{train.train_iters:,} iterations, lr {run.optim.lr:g} to {run.optim.min_lr:g}"
+        f" ({run.optim.lr_decay_style}, {run.optim.warmup_iters(train)} to warm up), clip {run.optim.clip_grad:g}",
+        "precision": f"{run.precision.dtype}, {_recomputation(run)}",
+    }
+
+
+def describe_stages(run: RunConfig) -> str:
+    """What each pipeline stage holds and how much of the forward pass is its, a line each."""
+    stages = plan(run)
+    flops = sum(stage.flops for stage in stages)
+    rows = [("stage", "holds", "parameters", "forward FLOPs")] + [
+        (str(number), _pieces(stage, run.model.num_layers), f"{stage.parameters:,}", f"{stage.flops / flops:.1%}")
+        for number, stage in enumerate(stages)
+    ]
+    number, holds, parameters, share = (max(map(len, column)) for column in zip(*rows, strict=True))
+    lines = [f"> {a:>{number}}  {b:{holds}}  {c:>{parameters}}  {d:>{share}}" for a, b, c, d in rows]
+    imbalance = [
+        f"{max(costs) * len(costs) / sum(costs):.2f}"
+        for costs in ([stage.parameters for stage in stages], [stage.flops for stage in stages])
+    ]
+    return "\n".join([*lines, f"> largest stage over the mean: parameters {imbalance[0]}, FLOPs {imbalance[1]}"])
+
+
+def _data(data: DataConfig) -> str:
+    """What is read, with the share of each data set in a blend."""
+    blends = {name: _blend(parts) for name, parts in data.blends.items() if parts}
+    if data.is_split:
+        return f"{blends['train']}, split {data.split}" if blends else "none"
+    return "; ".join(f"{name} {blend}" for name, blend in blends.items())
+
+
+def _blend(parts: Sequence[Part]) -> str:
+    if len(parts) == 1:
+        return parts[0].prefix
+    return ", ".join(f"{float(part.share):.2%} {part.prefix}" for part in parts)
+
+
+def _pieces(stage: Stage, layers: int) -> str:
+    """The pieces of a stage in words, such as ``embeddings, layers 1-3``."""
+    return " and ".join(_piece(piece, layers) for piece in stage.pieces)
+
+
+def _piece(piece: range, layers: int) -> str:
+    own = [number for number in piece if 1 <= number <= layers]
+    words = ["embeddings"] if 0 in piece else []
+    if own:
+        words.append(f"layer {own[0]}" if len(own) == 1 else f"layers {own[0]}-{own[-1]}")
+    return ", ".join([*words, "head"] if layers + 1 in piece else words)
+
+
+def _sequence_ranks(run: RunConfig) -> str:
+    size = run.parallel.ds_sequence_parallel_size
+    return f" x SP {size}" if size > 1 else ""
+
+
+def _recomputation(run: RunConfig) -> str:
+    if not run.activation.checkpoint_activations:
+        return "activations kept"
+    if run.activation.recompute_granularity == "selective":
+        return "attention cores recomputed"
+    return f"activations recomputed every {run.activation.checkpoint_num_layers} layer(s)"

@@ -1,0 +1,137 @@
+"""BERT as one list of layers, and its loss: which tokens were hidden, and in which order two sentences came.
+
+The network of Megatron's BERT: layer norms in front of attention and MLP, one behind the last layer, none behind
+the embeddings.
+
+b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size
+"""
+
+from functools import partial
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from megatron.config import ModelConfig
+from megatron.model.containers import Layers, LossFn
+from megatron.model.embedding import (
+    PairEmbedding,
+    PositionEmbedding,
+    TokenTypeEmbedding,
+    to_logits,
+    without_documents,
+)
+from megatron.model.initial_weights import weight
+from megatron.model.kernels import gelu
+from megatron.model.loss import lm_loss, without_gradient_unless_finite
+from megatron.model.sequence import first_token, stream_norm_class
+from megatron.model.transformer import ParallelTransformerLayer
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.layers import mark_sharded, sum_gradient
+
+
+class PairHead(nn.Module):
+    """hidden [b, s, h] -> hidden for the words [b, s, h], and the logits of "in order" and "swapped" [b, 2].
+
+    The order is read from the first token, which is [CLS].
+    """
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout):
+        super().__init__()
+        h = config.hidden_size
+        self.layout, self.sequence_dim = layout, config.sequence_dim
+        self.gelu = gelu(config)
+        self.dense = WholeLinear(config, "words.dense", h, h)
+        self.layernorm = stream_norm_class(config, layout)(h, eps=config.layernorm_epsilon)
+        self.pooler = WholeLinear(config, "order.pooler", h, h)
+        self.order = WholeLinear(config, "order.head", h, 2)
+        if layout.sequence_parallel:
+            for parameter in self.dense.parameters():
+                sum_gradient(parameter, layout.tensor_group)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        pooled = torch.tanh(self.pooler(first_token(hidden, self.layout, self.sequence_dim)))
+        return self.layernorm(self.gelu(self.dense(hidden))), self.order(pooled)
+
+
+class WordBias(nn.Module):
+    """Adds a bias for each word to its logits: [b, s, v/t], beside the logits of the order."""
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout):
+        super().__init__()
+        rows = config.padded_vocab_size // layout.tensor_group.size()
+        self.word_bias = mark_sharded(nn.Parameter(torch.zeros(rows)), dim=0)
+
+    def forward(self, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        logits, order = outputs
+        return logits + self.word_bias, order
+
+
+class WholeLinear(nn.Module):
+    """y = x W^T + b, whole on every rank: [.., i] -> [.., o]."""
+
+    def __init__(self, config: ModelConfig, name: str, input_size: int, output_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(weight(config, name).draw((output_size, input_size)))
+        self.bias = nn.Parameter(torch.zeros(output_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def bert_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
+    """The layers of BERT in order, not yet built: the only place that says what BERT is.
+
+    What pads a sample is a document of its own, which the sentences do not see.
+    """
+    embedding = partial(
+        TiedLayerSpec, "embed", PairEmbedding, config, layout, tied_weight_attr="word_embeddings.weight"
+    )
+    layer = partial(LayerSpec, ParallelTransformerLayer, config, layout, causal=False)
+    return [
+        embedding(),  # tokens and segments [b, 2, s] -> hidden [b, s, h], segments [b, s]
+        LayerSpec(TokenTypeEmbedding, config, layout),  # -> hidden, documents [b, s]
+        LayerSpec(PositionEmbedding, config, layout, passes_documents=True),
+        *(layer(layer_number=n + 1) for n in range(config.num_layers)),
+        without_documents,
+        LayerSpec(stream_norm_class(config, layout), config.hidden_size, eps=config.layernorm_epsilon),
+        LayerSpec(PairHead, config, layout),  # hidden -> hidden for the words, logits of the order [b, 2]
+        embedding(forward_fn=words_to_logits),  # -> logits [b, s, v/t], logits of the order [b, 2]
+        LayerSpec(WordBias, config, layout),
+    ]
+
+
+def words_to_logits(embedding: PairEmbedding, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """hidden [b, s, h] -> logits [b, s, v/t], beside the logits of the order."""
+    hidden, order = outputs
+    return to_logits(embedding, hidden), order
+
+
+def bert_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
+    """Both logits, and labels [b, s], weights [b, s] and whether sentences were swapped [b] -> the loss."""
+    return partial(
+        pair_loss,
+        sequence_group=layout.sequence_group,
+        group=layout.tensor_group,
+        vocab_size=config.vocab_size,
+        in_fp32=not config.fp16_lm_cross_entropy,
+    )
+
+
+def pair_loss(
+    outputs: tuple[Tensor, Tensor],
+    targets: tuple[Tensor, Tensor, Tensor],
+    *,
+    group: ProcessGroup,
+    vocab_size: int,
+    in_fp32: bool,
+    sequence_group: ProcessGroup | None = None,
+) -> Tensor:
+    """The weighted sum of the hidden tokens' cross entropies, plus the mean cross entropy of the sentences' order."""
+    (logits, order), (labels, weights, swapped) = outputs, targets
+    words = lm_loss(
+        logits, (labels, weights), group=group, vocab_size=vocab_size, in_fp32=in_fp32, sequence_group=sequence_group
+    )
+    return without_gradient_unless_finite(words + F.cross_entropy(order.float(), swapped))

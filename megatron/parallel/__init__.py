@@ -1,0 +1,1 @@
+"""How ranks share the work: the layout, and a package for each axis of parallelism."""

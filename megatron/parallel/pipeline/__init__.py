@@ -1,0 +1,1 @@
+"""Pipeline parallelism: the partition into stages and the schedule."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: Megatron's layers and the communication between their ranks."""

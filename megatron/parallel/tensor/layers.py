@@ -1,0 +1,244 @@
+"""Layers whose weight is cut along one axis of a process group.
+
+t ranks of the group, i inputs, o outputs, v rows of the embedding, h hidden
+
+Outside of a layer every rank holds the whole of what is not cut. With ``sequence_dim`` it holds its
+part of the sequence, which is that dimension of the hidden states: [b, s/t, ..] where it is 1.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from megatron.parallel.tensor.mappings import (
+    all_reduce,
+    copy_to_model_parallel_region,
+    gather_from_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_model_parallel_region,
+)
+
+
+def accumulate_in_place(weight: nn.Parameter) -> None:
+    """From the second micro-batch of a step on, let ``linear`` add to ``weight.grad``.
+
+    Autograd then has no gradient to hand to hooks of the weight: for engines that leave ``weight.grad`` alone until
+    the step.
+    """
+    weight.accumulates_in_place = True
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, group: ProcessGroup | None = None) -> Tensor:
+    """x [.., i], weight [o, i], bias [o] -> [.., o]; with ``group`` the gradient of x is the sum over its ranks."""
+    summed = group is not None and group.size() > 1
+    if torch.compiler.is_compiling():  # the compiler knows nothing that is under way
+        return F.linear(copy_to_model_parallel_region(x, group) if summed else x, weight, bias)
+    if summed or getattr(weight, "accumulates_in_place", False):
+        return _Linear.apply(x, weight, bias, group if summed else None)
+    return F.linear(x, weight, bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        under_way = ctx.group is not None and grad_x is not None
+        summing = dist.all_reduce(grad_x, group=ctx.group, async_op=True) if under_way else None
+        rows = grad.flatten(0, -2)
+        grad_weight = _weight_gradient(rows, x.flatten(0, -2), weight) if ctx.needs_input_grad[1] else None
+        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        if summing is not None:
+            summing.wait()
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _weight_gradient(rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    """rows [r, o], x [r, i] -> [o, i]; None where it went into the gradient that ``weight`` has."""
+    if weight.grad is None or not getattr(weight, "accumulates_in_place", False):
+        return rows.t() @ x
+    weight.grad.addmm_(rows.t(), x)
+    return None
+
+
+@dataclass(frozen=True)
+class WeightInit:
+    """How one weight is drawn: normal with deviation ``std``, from a stream of its own.
+
+    ``name`` tells the weight from all others of the model; ``device`` is where the numbers are
+    drawn, since CPU and GPU draw different ones from the same seed.
+    """
+
+    std: float
+    seed: int
+    name: str
+    device: str = "cpu"
+
+    def draw(self, shape: tuple[int, ...]) -> Tensor:
+        """The whole weight in fp32; on the meta device its shape alone."""
+        if torch.get_default_device().type == "meta":
+            return torch.empty(shape, dtype=torch.float32)
+        digest = hashlib.sha256(f"{self.seed}/{self.name}".encode()).digest()
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        # torch.normal and no empty().normal_(): inside zero.Init DeepSpeed makes the latter draw in half precision.
+        return torch.normal(0.0, self.std, shape, generator=generator, device=self.device, dtype=torch.float32)
+
+
+def sharded_parameter(whole: Tensor, *, dim: int, group: ProcessGroup) -> nn.Parameter:
+    """This rank's slice of ``whole`` along ``dim``, marked as one."""
+    part = whole.chunk(group.size(), dim)[group.rank()].clone()
+    return mark_sharded(nn.Parameter(part), dim)
+
+
+def mark_sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:
+    """Say that ``parameter`` is a slice along ``dim``.
+
+    DeepSpeed sums the gradient norms of parameters marked ``model_parallel`` over the tensor
+    group, and counts all others once; checkpoints are merged along ``partition_dim``.
+    """
+    parameter.model_parallel = True
+    parameter.partition_dim = dim
+    return parameter
+
+
+def sum_gradient(parameter: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
+    """Let the backward pass sum the gradient of ``parameter`` over ``group``.
+
+    For one that every rank holds whole and uses on its part of the sequence. The sum comes before
+    anything else sees the gradient: DeepSpeed's own hooks, at every stage of ZeRO, and accumulation.
+    """
+    if group.size() > 1:
+        parameter.register_hook(partial(all_reduce, group=group))
+    return parameter
+
+
+def enter_region(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence_dim: int | None
+) -> Tensor:
+    """x W^T + b at the entry of a tensor-parallel region, which takes x in whole on every rank, each its rows of W."""
+    if sequence_dim is None:
+        return linear(x, weight, bias, group)
+    return linear(gather_from_sequence_parallel_region(x, group, sequence_dim), weight, bias)
+
+
+def leave_region(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
+    """The sum of what the ranks of a tensor-parallel region give, each its part."""
+    if sequence_dim is None:
+        return reduce_from_model_parallel_region(x, group)
+    return reduce_scatter_to_sequence_parallel_region(x, group, sequence_dim)
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b with W cut by rows of output: [.., i] -> [.., o/t], or [.., o] with ``gather_output``.
+
+    ``activation(y, bias)`` replaces the sum where it can be fused with what follows.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        group: ProcessGroup,
+        init: WeightInit,
+        gather_output: bool = False,
+        activation: Callable[[Tensor, Tensor], Tensor] | None = None,
+        sequence_dim: int | None = None,
+    ):
+        super().__init__()
+        self.group = group
+        self.sequence_dim = sequence_dim
+        self.gather_output = gather_output
+        self.activation = activation
+        self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=0, group=group)
+        self.bias = mark_sharded(nn.Parameter(torch.zeros(output_size // group.size())), dim=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.activation is None:
+            y = enter_region(x, self.weight, self.bias, self.group, self.sequence_dim)
+        else:
+            y = self.activation(enter_region(x, self.weight, None, self.group, self.sequence_dim), self.bias)
+        return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T + b with W cut by columns of input: [.., i/t] -> [.., o].
+
+    With ``input_is_parallel=False`` the input is whole, [.., i], and is cut here.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        group: ProcessGroup,
+        init: WeightInit,
+        input_is_parallel: bool = True,
+        sequence_dim: int | None = None,
+    ):
+        super().__init__()
+        self.group = group
+        self.sequence_dim = sequence_dim
+        self.input_is_parallel = input_is_parallel
+        self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=1, group=group)
+        self.bias = nn.Parameter(torch.zeros(output_size))
+        if sequence_dim is not None:
+            sum_gradient(self.bias, group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.input_is_parallel:
+            x = scatter_to_model_parallel_region(x, self.group)
+        if self.group.size() == 1:
+            return linear(x, self.weight, self.bias)
+        return leave_region(linear(x, self.weight), self.group, self.sequence_dim) + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """A table cut by rows: tokens [b, s] -> hidden [b, s, h], and back to logits [b, s, v/t].
+
+    ``padded_size`` rows are stored; those from ``num_embeddings`` on are zero and never looked up.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padded_size: int | None = None,
+        group: ProcessGroup,
+        init: WeightInit,
+        sequence_dim: int | None = None,
+    ):
+        super().__init__()
+        self.group = group
+        self.sequence_dim = sequence_dim
+        whole = init.draw((num_embeddings, embedding_dim))  # before padding, which depends on the layout
+        whole = F.pad(whole, (0, 0, 0, (padded_size or num_embeddings) - num_embeddings))
+        self.rows = whole.size(0) // group.size()
+        self.weight = sharded_parameter(whole, dim=0, group=group)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        local = tokens - self.rows * self.group.rank()
+        elsewhere = (local < 0) | (local >= self.rows)
+        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        return leave_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group, self.sequence_dim)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The table as the output projection: hidden [b, s, h] -> logits [b, s, v/t]."""
+        return enter_region(hidden, self.weight, None, self.group, self.sequence_dim)

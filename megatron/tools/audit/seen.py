@@ -1,0 +1,129 @@
+"""How often each document was seen: the tokens of it that training took, over the tokens it has."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron.config.errors import DataError
+from megatron.data.datasets import BlendedDataset
+from megatron.data.gpt2_dataset import GPT2Dataset
+from megatron.data.sample_indices import sample_number
+from megatron.tools.audit.case import Case
+
+BANDS = ((0, 0, "never"), (0, 1, "in part"), (1, 1, "once"), (1, np.inf, "more than once"))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One data set, as far as training has come."""
+
+    prefix: str
+    first_document: int
+    lengths: np.ndarray
+    """Tokens of each document of the training split, int64 [documents]."""
+    tokens: np.ndarray
+    """Those that were taken as input, once for each time, int64 [documents]."""
+
+    @property
+    def times(self) -> np.ndarray:
+        """How often each was seen, float64 [documents]; 0 where there is nothing to see."""
+        return self.tokens / np.maximum(self.lengths, 1)
+
+    @property
+    def epochs(self) -> float:
+        """How often all of it was."""
+        return float(self.tokens.sum() / max(self.lengths.sum(), 1))
+
+
+def seen_up_to(case: Case, iteration: int) -> list[Seen]:
+    """What the iterations up to ``iteration`` have taken of each data set.
+
+    Raises:
+        ConfigError: no such iteration.
+        CheckpointError: the ledger does not tell.
+        DataError: the data do not tell, or a sample is in its stream twice, or not at all.
+    """
+    stretch = case.stretch(iteration)
+    case.stretch(1)
+    stop = sample_number(stretch.places(iteration).stop - 1, case.saved.left_out) + 1
+    samples = case.training_samples(stop)
+    taken = np.ones(stop, bool)
+    for span in case.saved.left_out:
+        taken[span.start : span.stop] = False
+    parts = samples.parts if isinstance(samples, BlendedDataset) else [samples]
+    own = [taken]
+    if isinstance(samples, BlendedDataset):
+        sources = samples.order.sources(stop)
+        own = [taken[sources == source] for source in range(len(parts))]
+    return [_count(part, mask, case.data.seq_length) for part, mask in zip(parts, own, strict=True)]
+
+
+def _count(part: GPT2Dataset, taken: np.ndarray, seq_length: int) -> Seen:
+    """What is seen of a data set by those of its first samples that are ``taken``, bool [n]."""
+    numbers = part.maps.shuffle[: len(taken)].astype(np.int64)
+    if len(np.unique(numbers)) != len(numbers):
+        raise DataError(f"the index maps of {part.indexed.prefix} hold a sample twice: remove them, they are made anew")
+    # Sample j has tokens j * seq_length on of the stream of documents, as many as seq_length of them as input.
+    covered = np.zeros(len(part.maps.samples), np.int64)
+    covered[numbers[taken] + 1] = seq_length
+    before = np.cumsum(covered)
+    starts = part.indexed.document_starts[part.documents.start : part.documents.stop + 1]
+    lengths = np.diff(starts)
+    ends = np.cumsum(lengths[part.maps.documents])
+    seen = _seen_before(ends, before, covered, seq_length)
+    tokens = np.zeros(len(lengths), np.int64)
+    np.add.at(tokens, part.maps.documents, np.diff(seen, prepend=0))
+    return Seen(part.indexed.prefix, part.documents.start, lengths, tokens)
+
+
+def _seen_before(position: np.ndarray, before: np.ndarray, covered: np.ndarray, seq_length: int) -> np.ndarray:
+    """Tokens taken in front of each position of the stream, int64 like ``position``."""
+    sample, offset = np.divmod(position, seq_length)
+    beyond = sample >= len(before) - 1
+    sample = np.minimum(sample, len(before) - 2)
+    inside = np.where(covered[sample + 1] > 0, offset, 0)
+    return np.where(beyond, before[-1], before[sample] + inside)
+
+
+def as_dict(found: Sequence[Seen]) -> list[dict[str, Any]]:
+    """Each data set in figures, for programs and for ``as_text``."""
+    rows = []
+    for seen in found:
+        times = seen.times[seen.lengths > 0]
+        rows.append(
+            {
+                "data": seen.prefix,
+                "documents": len(seen.lengths),
+                "tokens_seen": int(seen.tokens.sum()),
+                "tokens": int(seen.lengths.sum()),
+                "epochs": seen.epochs,
+                "most": float(times.max(initial=0)),
+                **{words: _within(times, low, high) for low, high, words in BANDS},
+            }
+        )
+    return rows
+
+
+def _within(times: np.ndarray, low: float, high: float) -> int:
+    inside = times == low if low == high else (times > low) & (times < high)
+    return int(np.count_nonzero(inside))
+
+
+def as_text(found: Sequence[Seen], iteration: int) -> Iterator[str]:
+    """In lines."""
+    for row in as_dict(found):
+        bands = ", ".join(f"{row[words]:,} {words}" for *_, words in BANDS)
+        yield (
+            f"{row['data']}: {row['epochs']:.4f} epochs up to iteration {iteration} ({row['tokens_seen']:,} of "
+            f"{row['tokens']:,} tokens); of {row['documents']:,} documents {bands}; {row['most']:.2f} times at most"
+        )
+
+
+def listing(found: Sequence[Seen]) -> Iterator[str]:
+    """A line for each document: data set, number, tokens, and how often it was seen; divided by tabs."""
+    yield "data\tdocument\ttokens\tseen"
+    for seen in found:
+        for number, (length, times) in enumerate(zip(seen.lengths.tolist(), seen.times.tolist(), strict=True)):
+            yield f"{seen.prefix}\t{seen.first_document + number}\t{length}\t{times:.6g}"

@@ -1,0 +1,155 @@
+"""How many tokens there are, of which kinds, in documents of which lengths."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron.data.datasets import BlendedDataset
+from megatron.data.sample_indices import sample_number
+from megatron.data.sources import SPLIT_NAMES, Source, all_sources
+from megatron.tokenizer import Tokenizer
+from megatron.tools.audit.case import Case
+
+PERCENTILES = (1, 10, 50, 90, 99)
+_BLOCK = 1 << 22
+"""Tokens counted at a time."""
+_FREQUENT = 10
+
+
+def document_lengths(source: Source) -> np.ndarray:
+    """Tokens of each document of a source, int64 [documents]."""
+    return np.diff(source.indexed.document_starts[source.documents.start : source.documents.stop + 1])
+
+
+def statistics_of(splits: Mapping[str, Sequence[Source]], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The figures of each source of each split."""
+    return [
+        {"split": name, "data": source.indexed.prefix, "share": float(source.share), **_figures(source, tokenizer)}
+        for name, sources in splits.items()
+        for source in sources
+    ]
+
+
+def _figures(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
+    lengths = document_lengths(source)
+    counts = _count_tokens(source, tokenizer.vocab_size)
+    inside = counts[: tokenizer.vocab_size]
+    total = int(counts.sum())
+    probability = inside[inside > 0] / max(total, 1)
+    frequent = np.argsort(-inside, kind="stable")[: min(_FREQUENT, np.count_nonzero(inside))].tolist()
+    return {
+        "documents": len(lengths),
+        "empty": int(np.count_nonzero(lengths == 0)),
+        "tokens": total,
+        "mean": float(lengths.mean()) if len(lengths) else 0.0,
+        "longest": int(lengths.max(initial=0)),
+        "percentiles": dict(zip(map(str, PERCENTILES), _percentiles(lengths), strict=True)),
+        "vocabulary_used": int(np.count_nonzero(inside)),
+        "vocabulary": tokenizer.vocab_size,
+        "beyond_vocabulary": int(counts[tokenizer.vocab_size :].sum()),
+        "ends_of_documents": int(inside[tokenizer.eod]),
+        "entropy": float(-(probability * np.log(probability)).sum()) if len(probability) else 0.0,
+        "frequent": [[tokenizer.detokenize([token]), int(inside[token])] for token in frequent],
+    }
+
+
+def _percentiles(lengths: np.ndarray) -> list[float]:
+    return np.percentile(lengths, PERCENTILES).tolist() if len(lengths) else [0.0] * len(PERCENTILES)
+
+
+def _count_tokens(source: Source, vocab_size: int) -> np.ndarray:
+    """How often each token is there, int64 [vocab_size + 1]; the last are those outside of the vocabulary."""
+    starts = source.indexed.document_starts
+    first, end = int(starts[source.documents.start]), int(starts[source.documents.stop])
+    counts = np.zeros(vocab_size + 1, np.int64)
+    for begin in range(first, end, _BLOCK):
+        tokens = source.indexed.span(begin, min(_BLOCK, end - begin)).astype(np.int64)
+        tokens[(tokens < 0) | (tokens > vocab_size)] = vocab_size
+        counts += np.bincount(tokens, minlength=vocab_size + 1)
+    return counts
+
+
+def as_text(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """In lines."""
+    for row in found:
+        percentiles = ", ".join(f"{value:,.0f} ({name} %)" for name, value in row["percentiles"].items())
+        frequent = " ".join(f"{text!r}" for text, _ in row["frequent"])
+        yield f"{SPLIT_NAMES[row['split']]}, {row['share']:.2%}: {row['data']}"
+        yield f"  {row['documents']:,} documents ({row['empty']:,} empty), {row['tokens']:,} tokens"
+        yield f"  tokens of a document: {row['mean']:,.1f} on average, {percentiles}, {row['longest']:,} at most"
+        yield (
+            f"  {row['vocabulary_used']:,} of {row['vocabulary']:,} tokens of the vocabulary, entropy "
+            f"{row['entropy']:.3f} nats, {row['ends_of_documents']:,} ends of documents"
+        )
+        if row["beyond_vocabulary"]:
+            yield f"  WRONG: {row['beyond_vocabulary']:,} tokens are outside of the vocabulary"
+        yield f"  most frequent: {frequent}"
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_POINTS = 200
+"""Places along the run at which the mix is drawn."""
+
+
+def draw(case: Case) -> "Figure":
+    """Lengths of training documents above, the mix of data sets over the iterations below.
+
+    Raises CheckpointError and DataError where checkpoint and data do not tell.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    sources = all_sources(case.data)["train"]
+    ends, mix = source_mix(case)
+    with rc_context({"font.size": 11, "axes.titlesize": 12, "axes.grid": True, "grid.alpha": 0.3}):
+        figure = Figure(figsize=(12, 8), dpi=120, layout="constrained")
+        figure.suptitle(f"What {case.place} was trained on", fontsize=15)
+        above, below = figure.subplots(2)
+        _draw_lengths(above, sources, case.data.seq_length)
+        _draw_mix(below, sources, ends, mix)
+    return figure
+
+
+def source_mix(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """The part of each data set in the samples between some iterations of the run and the ones before them.
+
+    Returns the iterations, int64 [n], and the parts, float64 [n, data sets].
+    """
+    last = case.saved.iteration
+    case.stretch(1)
+    ends = np.unique(np.linspace(0, last, min(last, _POINTS) + 1).astype(np.int64))[1:]
+    stops = [sample_number(case.stretch(int(end)).places(int(end)).stop - 1, case.saved.left_out) + 1 for end in ends]
+    samples = case.training_samples(stops[-1])
+    if not isinstance(samples, BlendedDataset):
+        return ends, np.ones((len(ends), 1))
+    counts = np.array([samples.order.counts(stop) for stop in stops])
+    steps = np.diff(counts, axis=0, prepend=0)
+    return ends, steps / steps.sum(axis=1, keepdims=True)
+
+
+def _draw_lengths(axes: "Axes", sources: Sequence[Source], seq_length: int) -> None:
+    lengths = [np.maximum(document_lengths(source), 1) for source in sources]
+    together = np.concatenate(lengths)
+    bins = np.geomspace(together.min(), together.max() + 1, 60)
+    for number, (source, length) in enumerate(zip(sources, lengths, strict=True)):
+        axes.hist(length, bins, histtype="stepfilled", alpha=0.5, color=f"C{number}", label=source.indexed.prefix)
+    axes.axvline(seq_length, color="black", linestyle="--", label=f"a sample, {seq_length} tokens")
+    axes.set(title="Length of training documents", xlabel="tokens", ylabel="documents", xscale="log")
+    axes.legend()
+
+
+def _draw_mix(axes: "Axes", sources: Sequence[Source], ends: np.ndarray, mix: np.ndarray) -> None:
+    # Each value holds from the end of the iterations before to its own.
+    edges = np.concatenate([[0], ends])
+    below = np.zeros(len(ends))
+    for number, source in enumerate(sources):
+        above = below + mix[:, number]
+        label = f"{source.indexed.prefix}, {float(source.share):.2%} asked for"
+        axes.stairs(above, edges, baseline=below, fill=True, alpha=0.6, color=f"C{number}", label=label)
+        below = above
+    axes.set(title="Mix of data sets", xlabel="iteration", ylabel="part of the samples", ylim=(0, 1))
+    axes.legend(loc="lower right")

@@ -1,0 +1,176 @@
+"""Hostfiles: the hosts of a run and the processes of each, read by a strict grammar before anything is started.
+
+DeepSpeed takes any first word of a line for a host, and hands it to ssh, pdsh and remote shells. A word such as
+``-oProxyCommand=...`` is an option to ssh, and runs. Here a name is letters, digits, dots and hyphens, or an address.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.config.errors import ConfigError
+from megatron.config.suggestions import did_you_mean
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
+_LONGEST_NAME = 253
+_SLOTS = re.compile(r"slots=([0-9]{1,6})")
+_FORM = "write NAME slots=N, as in: worker-1 slots=8"
+
+
+class Host(NamedTuple):
+    """A host of a run."""
+
+    name: str
+    slots: tuple[int, ...]
+    """Its devices, counted from 0; a process runs on each."""
+
+
+def name_problem(name: str) -> str | None:
+    """What keeps ``name`` from being a host's; None where nothing does."""
+    if name.startswith("-"):
+        return f"the host name {name!r} begins with a hyphen, which makes it an option to ssh; rename the host"
+    if len(name) > _LONGEST_NAME:
+        return f"the host name has {len(name)} characters; {_LONGEST_NAME} are the most there can be"
+    if _NAME.fullmatch(name) or _is_ipv6(name):
+        return None
+    wrong = next((character for character in name if not re.match(r"[A-Za-z0-9.-]", character)), name[:1])
+    return f"{name!r} is no host name because of {wrong!r}; use letters, digits, dots and hyphens, or an IP address"
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """The hosts of a hostfile, in its order.
+
+    Raises:
+        ConfigError: it cannot be read, or names no host; or with a line for each line that is wrong.
+    """
+    try:
+        lines = path.read_bytes().decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8: write the hostfile as plain text") from None
+    except OSError as error:
+        raise ConfigError(f"--hostfile {path}: {error.strerror}; name a file as in hostfile.example") from None
+    hosts: dict[str, Host] = {}
+    first_lines: dict[str, int] = {}
+    problems = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            host = _parse_line(line)
+        except _BadLine as error:
+            problems.append(f"{path}:{number}:{error.column}: {error}")
+            continue
+        if host is None:
+            continue
+        if host.name in hosts:
+            column = line.index(host.name) + 1
+            problems.append(
+                f"{path}:{number}:{column}: {host.name} stands in line {first_lines[host.name]} already; give a host "
+                "one line with all its slots"
+            )
+            continue
+        hosts[host.name], first_lines[host.name] = host, number
+    if problems:
+        raise ConfigError(problems)
+    if not hosts:
+        raise ConfigError(f"{path} names no host: {_FORM}")
+    return list(hosts.values())
+
+
+def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
+    """The hosts and slots that a run is to use, in the order of the hostfile.
+
+    Args:
+        hosts: all of the hostfile.
+        include: ``host[:slot,slot...][@host...]``; without slots, all of that host. Empty is everything.
+        exclude: the same of what is not to be used.
+
+    Raises:
+        ConfigError: both are given; one cannot be read, or names what the hostfile has not; or nothing is left.
+    """
+    if include and exclude:
+        raise ConfigError("--include and --exclude are both given: remove one")
+    if not (include or exclude):
+        return list(hosts)
+    flag, text = ("--include", include) if include else ("--exclude", exclude)
+    named = _read_filter(flag, text, {host.name: host for host in hosts})
+    chosen = []
+    for host in hosts:
+        listed = named.get(host.name, frozenset())
+        slots = tuple(slot for slot in host.slots if (slot in listed) == bool(include))
+        if slots:
+            chosen.append(Host(host.name, slots))
+    if not chosen:
+        raise ConfigError(f"{flag} {text} leaves no host: name less")
+    return chosen
+
+
+class _BadLine(Exception):
+    def __init__(self, column: int, message: str):
+        self.column = column
+        super().__init__(message)
+
+
+def _parse_line(line: str) -> Host | None:
+    """The host of a line; None where it is empty or a comment. Raises _BadLine."""
+    words = list(_words(line))
+    if not words:
+        return None
+    (column, name), *rest = words
+    if problem := name_problem(name):
+        raise _BadLine(column, problem)
+    if not rest:
+        raise _BadLine(len(line.rstrip()) + 1, f"{name} has no slots; {_FORM}")
+    column, word = rest[0]
+    match = _SLOTS.fullmatch(word)
+    if not match:
+        raise _BadLine(column, f"{word!r} is not slots=N with a whole number from 1 on; {_FORM}")
+    if int(match[1]) == 0:
+        raise _BadLine(column, f"{name} has no slots; set one for each process, or begin the line with #")
+    if len(rest) > 1:
+        raise _BadLine(rest[1][0], f"{rest[1][1]!r} is more than a name and its slots; remove it")
+    return Host(name, tuple(range(int(match[1]))))
+
+
+def _words(line: str) -> Iterator[tuple[int, str]]:
+    """Each word of a line with its column, counted from 1; a word that begins with # ends the line."""
+    for match in re.finditer(r"[^ \t\r]+", line):
+        if match[0].startswith("#"):
+            return
+        yield match.start() + 1, match[0]
+
+
+def _read_filter(flag: str, text: str, hosts: dict[str, Host]) -> dict[str, frozenset[int]]:
+    """The slots that a filter names, by host. Raises ConfigError."""
+    named: dict[str, frozenset[int]] = {}
+    problems = []
+    for part in text.split("@"):
+        name, has_slots, numbers = part.partition(":")
+        if name not in hosts:
+            advice = did_you_mean(name, hosts, otherwise=_hosts_there(hosts))
+            problems.append(f"{flag} {text}: the hostfile has no {name!r}: {advice}")
+            continue
+        words = numbers.split(",") if has_slots else [str(slot) for slot in hosts[name].slots]
+        if wrong := [word for word in words if not re.fullmatch(r"[0-9]{1,6}", word)]:
+            problems.append(f"{flag} {text}: {wrong[0]!r} is no slot of {name}; write {name}:0,1")
+            continue
+        slots = frozenset(map(int, words))
+        if missing := sorted(slots - set(hosts[name].slots)):
+            count = len(hosts[name].slots)
+            problems.append(f"{flag} {text}: {name} has no slot {missing[0]}; it has 0 to {count - 1} in the hostfile")
+            continue
+        named[name] = named.get(name, frozenset()) | slots
+    if problems:
+        raise ConfigError(problems)
+    return named
+
+
+def _hosts_there(hosts: dict[str, Host]) -> str:
+    return f"choose from {', '.join(list(hosts)[:8])}{', ...' if len(hosts) > 8 else ''}"
+
+
+def _is_ipv6(name: str) -> bool:
+    try:
+        return "%" not in name and ipaddress.IPv6Address(name) is not None
+    except ValueError:
+        return False

@@ -1,0 +1,194 @@
+"""The words behind ``deepspeed``, made of words that were checked first: nothing in them is run by a shell.
+
+DeepSpeed's launcher puts hosts, folders and arguments into a command line for remote shells. What it leaves bare is
+quoted here, and what cannot be quoted is refused.
+"""
+
+import re
+import shlex
+import sys
+from argparse import REMAINDER, Namespace
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megatron.checkpoint.tracker import LATEST
+from megatron.config.command_line.parser import read_flags
+from megatron.config.errors import ConfigError
+from megatron.tools.cluster import forwarding
+from megatron.tools.cluster.hostfile import Host, name_problem, read_hostfile, select
+from megatron.tools.cluster.remote import is_plain, quote_for_pdsh
+from megatron.tools.command_line import ToolParser
+
+_DEFAULT_HOSTFILE = Path("/job/hostfile")
+_OWN = ("script", "arguments", "max_restarts")
+"""What is not handed on as a flag."""
+LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
+
+
+def add_launcher_flags(parser: ToolParser) -> None:
+    """The flags that say where a run starts, by DeepSpeed's names."""
+    parser.add_argument("-H", "--hostfile", type=Path, metavar="FILE", help="hosts, see hostfile.example")
+    parser.add_argument("-i", "--include", default="", metavar="HOST:SLOTS", help="use only these: host:0,1@host2")
+    parser.add_argument("-e", "--exclude", default="", metavar="HOST:SLOTS", help="use all but these")
+    for name, text in (("--num_nodes", "use the first N hosts"), ("--num_gpus", "processes on each host")):
+        parser.add_argument(name, type=count, metavar="N", help=text)
+    parser.add_argument("--master_addr", "--master-addr", default="", metavar="HOST", help="address of the first host")
+    parser.add_argument("--master_port", "--master-port", type=port, default=29500, metavar="PORT", help="its port")
+    parser.add_argument("--ssh_port", "--ssh-port", type=port, metavar="PORT", help="port of sshd, if ssh is not told")
+
+
+def read_launch(argv: Sequence[str]) -> Namespace:
+    """What a command line of ``tools/launch.py`` says. Raises ConfigError."""
+    parser = ToolParser(
+        "Check hosts and arguments by a strict grammar, then start DeepSpeed's launcher with the same arguments."
+    )
+    parser.usage = "%(prog)s [flags of deepspeed] pretrain_gpt2.py ARGUMENTS"
+    add_launcher_flags(parser)
+    parser.add_argument("--node_rank", type=int, metavar="N", help="with --no_ssh: which host this is, counted from 0")
+    parser.add_argument("--launcher", default="pdsh", choices=LAUNCHERS, help="what starts processes on other hosts")
+    parser.add_argument("--launcher_args", default="", metavar="TEXT", help="flags for the launcher")
+    parser.add_argument("--venv_script", default="", metavar="FILE", help="script that activates the environment")
+    parser.add_argument("--enable_each_rank_log", default="", metavar="DIR", help="a log file for each rank")
+    parser.add_argument("--bind_core_list", default="", metavar="CORES", help="cores to bind to: 1,3-5")
+    parser.add_argument(
+        "--max-restarts", "--max_restarts", type=restarts, default=0, metavar="N", help="start a run that died again"
+    )
+    for switch, text in _SWITCHES.items():
+        parser.add_argument(f"--{switch}", action="store_true", help=text)
+    levels = ("debug", "info", "warning", "error", "critical")
+    parser.add_argument("--log_level", default="warning", choices=levels, help="info shows the command, values and all")
+    parser.add_argument("script", help="the program to start")
+    parser.add_argument("arguments", nargs=REMAINDER, help="its arguments")
+    return parser.parse_args(argv)
+
+
+def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
+    """The words behind ``deepspeed`` that start what ``launch`` says.
+
+    Raises:
+        ConfigError: with a line for each thing that is wrong with the hostfile, or that a remote shell would
+            not take for what it is.
+    """
+    hosts = chosen_hosts(launch)
+    problems = [problem for flag, check in _VALUES.items() for problem in _flag_problems(launch, flag, check)]
+    several = (launch.force_multi or len(hosts) > 1) and not launch.no_ssh
+    if several:
+        problems += _place_problems(Path.cwd())
+        problems += forwarding.problems(environ, forwarding.device(environ, Path.cwd()), Path.cwd())
+    if problems:
+        raise ConfigError(problems)
+    script, arguments = launch.script, launch.arguments
+    if several and launch.launcher == "pdsh":
+        # The script's name reaches the remote shell as it is, even with a space.
+        script, arguments = shlex.quote(script).replace("%", "%%"), [quote_for_pdsh(word) for word in arguments]
+    return [*_flags(launch), script, *arguments]
+
+
+def chosen_hosts(launch: Namespace) -> list[Host]:
+    """The hosts that a run is to use; none named, and so this one, without a hostfile. Raises ConfigError."""
+    if (launch.num_nodes or launch.num_gpus) and (launch.include or launch.exclude):
+        raise ConfigError("--num_nodes and --num_gpus do not go with --include and --exclude: remove one or the other")
+    # DeepSpeed reads this file where none is named.
+    hostfile = launch.hostfile or _DEFAULT_HOSTFILE
+    if launch.hostfile is None and not hostfile.is_file():
+        return []
+    hosts = select(read_hostfile(hostfile), launch.include, launch.exclude)[: launch.num_nodes]
+    slots = launch.num_gpus and tuple(range(launch.num_gpus))
+    return [Host(host.name, slots or host.slots) for host in hosts]
+
+
+def count(text: str) -> int:
+    """A whole number from 1 on. Raises ValueError."""
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
+        raise ValueError(f"{text} is no number from 1 on")
+    return int(text)
+
+
+def restarts(text: str) -> int:
+    """A whole number. Raises ValueError."""
+    return int(text) and count(text)
+
+
+def port(text: str) -> int:
+    """A port's number. Raises ValueError."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or not 0 < int(text) < 65536:
+        raise ValueError(f"{text} is no port")
+    return int(text)
+
+
+_SWITCHES = {
+    "force_multi": "start through the launcher even on one host",
+    "no_ssh": "start this host's processes only; the same command runs on each host",
+    "no_ssh_check": "do not try ssh first",
+    "no_local_rank": "do not pass --local_rank",
+    "save_pid": "write the launcher's process id to a file",
+    "bind_cores_to_rank": "bind each rank to cores of its own",
+    "module": "the program is a module",
+    "no_python": "the program starts without python",
+}
+
+
+def _words_problem(text: str) -> str | None:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        return f"{error}; close what was opened"
+    wrong = [word for word in words if not is_plain(word.replace("^", ""))]
+    return f"{wrong[0]!r} holds a character that a shell would obey; remove it" if wrong else None
+
+
+def _plain_problem(text: str) -> str | None:
+    return None if is_plain(text) else "holds a character that a shell would obey; use letters, digits and @_+=:,./-"
+
+
+_VALUES: dict[str, Callable[[str], str | None]] = {
+    "master_addr": name_problem,
+    "launcher_args": _words_problem,
+    "venv_script": _plain_problem,
+    "enable_each_rank_log": _plain_problem,
+    "bind_core_list": _plain_problem,
+}
+"""What is against a value, by the flag."""
+
+
+def _flag_problems(launch: Namespace, flag: str, check: Callable[[str], str | None]) -> list[str]:
+    value = getattr(launch, flag)
+    problem = check(value) if value else None
+    return [f"--{flag} {value!r}: {problem}"] if problem else []
+
+
+def _place_problems(folder: Path) -> list[str]:
+    """DeepSpeed sends these to remote shells as they are."""
+    places = {"the working folder": str(folder), "python": sys.executable}
+    return [
+        f"the path of {name}, {place!r}, holds a character that a remote shell would obey; use one of letters, digits "
+        "and @_+=:,./-"
+        for name, place in places.items()
+        if not is_plain(place)
+    ]
+
+
+def _flags(launch: Namespace) -> list[str]:
+    """The flags of ``launch`` in one form: ``--name=value``, so that no value is taken for a flag."""
+    words = []
+    for name, value in vars(launch).items():
+        if name not in _OWN and value is not None and value is not False and value != "":
+            words.append(f"--{name}" if value is True else f"--{name}={value}")
+    return words
+
+
+def checkpoint_watch(arguments: Sequence[str]) -> Callable[[], str | None]:
+    """A function that names the newest checkpoint of the run with these training arguments; None while there is none.
+
+    Raises:
+        ConfigError: started again, the run would not go on from its checkpoints.
+    """
+    given = {field: said.value for field, said in read_flags(arguments)[0].items()}
+    save = given.get("save")
+    if not save or not (given.get("auto_resume") or given.get("load") == save):
+        raise ConfigError(
+            "--max-restarts needs --save and --auto-resume among the training arguments: a run that is started again "
+            "goes on from its newest checkpoint"
+        )
+    latest = Path(save) / LATEST
+    return lambda: latest.read_text() if latest.is_file() else None

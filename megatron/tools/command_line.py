@@ -1,0 +1,54 @@
+"""What every command line of the suite shares: user errors as single lines, quiet interruptions."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.config.errors import ConfigError, UserError
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where there is one to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """One paragraph is wrapped; several keep their lines."""
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+class ToolParser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` that reports wrong usage as ``ConfigError`` and takes no abbreviated flags."""
+
+    def __init__(self, description: str, **settings: Any) -> None:
+        super().__init__(description=description, allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse would print."""
+        raise ConfigError(f"{message} (see --help)")
+
+
+def run_tool(main: Callable[[], None]) -> NoReturn:
+    """Run ``main`` and leave the process: 0 when it returns, the error's exit code after a ``UserError``.
+
+    Each message of a ``UserError`` is one line on stderr. Ctrl-C leaves with 130, a reader of
+    stdout that went away with 141, both silently, as a shell reports these signals.
+    """
+    try:
+        main()
+        sys.stdout.flush()
+    except UserError as error:
+        for message in error.messages:
+            print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more on its way out; give it somewhere to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    sys.exit(0)

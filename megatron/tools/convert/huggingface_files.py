@@ -1,0 +1,215 @@
+"""Between a ModelConfig and the config.json of Hugging Face's GPT-2. No torch here."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.config.architecture import GPT2
+from megatron.config.errors import CheckpointError, ConfigError, DataError
+from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_merges
+from megatron.tokenizer.vocabulary import EOD, check_ids, read_vocab_json
+from megatron.tools.convert.kinds import read_json
+
+GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
+"""Hugging Face's activations, and whether each is OpenAI's tanh approximation. The first name of each is written."""
+
+_DEFAULTS = {
+    "n_layer": 12,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "n_inner": None,
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "resid_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "initializer_range": 0.02,
+}
+"""What Hugging Face takes where config.json is silent."""
+
+_FIXED = {
+    "model_type": "gpt2",
+    "tie_word_embeddings": True,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}
+"""What can be said otherwise there, and not here."""
+
+_SIZES = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "n_inner")
+
+
+def to_huggingface(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of ``config`` with weights of ``dtype`` (such as float32).
+
+    Raises ConfigError with a line for each thing that Hugging Face's GPT-2 cannot do.
+    """
+    if config.architecture != GPT2.name:
+        raise ConfigError(f"the model is {config.architecture}, and to-hf is for {GPT2.name}; merge can keep it")
+    problems = []
+    if config.apply_residual_connection_post_layernorm:
+        problems.append("--apply-residual-connection-post-layernorm, so its residual comes from behind the norm")
+    if config.pre_tokens < config.max_position_embeddings - 1:
+        problems.append(
+            f"--pre-tokens {config.pre_tokens}, so its attention sees less than its "
+            f"{config.max_position_embeddings} positions"
+        )
+    if problems:
+        raise ConfigError(
+            f"the model was trained with {problem}; Hugging Face's GPT-2 cannot say that, merge can keep it"
+            for problem in problems
+        )
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        **_FIXED,
+        "n_layer": config.num_layers,
+        "n_embd": config.hidden_size,
+        "n_head": config.num_attention_heads,
+        "n_positions": config.max_position_embeddings,
+        "n_inner": config.ffn_hidden_size,
+        "vocab_size": config.vocab_size,
+        "bos_token_id": config.eod_token,
+        "eos_token_id": config.eod_token,
+        "activation_function": next(name for name, tanh in GELU_KINDS.items() if tanh == config.openai_gelu),
+        "layer_norm_epsilon": config.layernorm_epsilon,
+        "resid_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.hidden_dropout,
+        "attn_pdrop": config.attention_dropout,
+        "initializer_range": config.init_method_std,
+        "torch_dtype": dtype,
+    }
+
+
+def from_huggingface(tree: Mapping[str, Any], place: Path, *, vocab_size: int | None = None) -> ModelConfig:
+    """The model that the config.json at ``place`` describes, with the vocabulary of its tokenizer if that is known.
+
+    Raises CheckpointError with a line for each thing that is wrong or that this suite's GPT-2 cannot do.
+    """
+    said = {name: tree.get(name, default) for name, default in _DEFAULTS.items()}
+    problems = [
+        f"{place}: {name} is {tree[name]!r}, and only {value!r} can be taken over"
+        for name, value in _FIXED.items()
+        if name in tree and tree[name] != value
+    ]
+    problems += [
+        f"{place}: {name} is {said[name]!r}, and should be a whole number above 0"
+        for name in _SIZES
+        if not (type(said[name]) is int and said[name] > 0 or name == "n_inner" and said[name] is None)
+    ]
+    problems += [
+        f"{place}: {name} is {said[name]!r}, and should be a number"
+        for name in ("layer_norm_epsilon", "resid_pdrop", "attn_pdrop", "initializer_range")
+        if type(said[name]) not in (int, float)
+    ]
+    if str(said["activation_function"]) not in GELU_KINDS:
+        problems.append(
+            f"{place}: activation_function is {said['activation_function']!r}, and can be {' or '.join(GELU_KINDS)}"
+        )
+    if not problems and said["n_embd"] % said["n_head"]:
+        problems.append(f"{place}: n_embd {said['n_embd']} is no multiple of n_head {said['n_head']}")
+    if not problems and vocab_size is not None and vocab_size > said["vocab_size"]:
+        problems.append(f"{place}: vocab_size is {said['vocab_size']}, and its tokenizer has {vocab_size} tokens")
+    if problems:
+        raise CheckpointError(problems)
+    tokens = vocab_size or said["vocab_size"]
+    eod = tree.get("eos_token_id")
+    return ModelConfig(
+        num_layers=said["n_layer"],
+        hidden_size=said["n_embd"],
+        num_attention_heads=said["n_head"],
+        max_position_embeddings=said["n_positions"],
+        ffn_hidden_size=said["n_inner"] or 4 * said["n_embd"],
+        openai_gelu=GELU_KINDS[said["activation_function"]],
+        layernorm_epsilon=said["layer_norm_epsilon"],
+        hidden_dropout=said["resid_pdrop"],
+        attention_dropout=said["attn_pdrop"],
+        init_method_std=said["initializer_range"],
+        vocab_size=tokens,
+        padded_vocab_size=tokens,
+        eod_token=eod if type(eod) is int else tokens - 1,
+    )
+
+
+VOCAB, MERGES = "vocab.json", "merges.txt"
+
+
+@dataclass(frozen=True)
+class BPE:
+    """A byte-level BPE, as GPT-2's two files have it."""
+
+    vocabulary: Mapping[str, int]
+    merges: Sequence[tuple[str, str]]
+
+    def write(self, folder: Path) -> None:
+        """Write ``vocab.json`` and ``merges.txt``."""
+        (folder / VOCAB).write_text(json.dumps(dict(self.vocabulary), ensure_ascii=False) + "\n", encoding="utf-8")
+        # Hugging Face passes over the first line, whatever it says.
+        lines = ["#version: 0.2", *(f"{left} {right}" for left, right in self.merges)]
+        (folder / MERGES).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_bpe(vocab_file: str | None, merge_file: str | None) -> BPE:
+    """The tokenizer of two files. Raises DataError where they are absent, broken, or do not fit each other."""
+    GPT2BPETokenizer(vocab_file, merge_file)
+    vocabulary = read_vocab_json(vocab_file, required=(EOD,))
+    return BPE(vocabulary, read_merges(merge_file, vocabulary))
+
+
+def read_run_bpe(description: Mapping[str, Any], vocab_file: str | None, merge_file: str | None) -> BPE | None:
+    """The tokenizer of a training, from the files it names in ``run.json`` or from others; None where it names no BPE.
+
+    Raises DataError as ``read_bpe`` does, and where its size is not the model's.
+    """
+    data, model = description["config"]["data"], description["config"]["model"]
+    if data["tokenizer_type"] == "GPT2BPETokenizer":
+        vocab_file, merge_file = vocab_file or data["vocab_file"], merge_file or data["merge_file"]
+    if vocab_file is merge_file is None:
+        return None
+    bpe = read_bpe(vocab_file, merge_file)
+    if len(bpe.vocabulary) != model["vocab_size"]:
+        raise DataError(
+            f"{vocab_file} has {len(bpe.vocabulary)} tokens, and the model {model['vocab_size']}; "
+            "give the --vocab-file and the --merge-file that it was trained with"
+        )
+    return bpe
+
+
+def read_folder_bpe(folder: Path) -> BPE | None:
+    """The tokenizer of a Hugging Face folder, from two files or from ``tokenizer.json``; None where there is none.
+
+    Raises CheckpointError or DataError where it is there and cannot be used.
+    """
+    if (folder / VOCAB).exists() and (folder / MERGES).exists():
+        return read_bpe(str(folder / VOCAB), str(folder / MERGES))
+    whole = folder / "tokenizer.json"
+    if not whole.exists():
+        return None
+    tree = read_json(whole)
+    try:
+        model = tree["model"]
+        added = {token["content"]: token["id"] for token in tree.get("added_tokens", ())}
+        merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
+        bpe = BPE({**model["vocab"], **added}, merges)
+        is_bpe = model["type"] == "BPE" and all(len(merge) == 2 for merge in merges)
+    except (KeyError, TypeError, AttributeError):
+        is_bpe = False
+    if not is_bpe:
+        raise CheckpointError(f"{whole} is no byte-level BPE, which GPT-2's tokenizer is; move it away to go without")
+    check_ids(str(whole), bpe.vocabulary)
+    return bpe
+
+
+def write_folder_bpe(bpe: BPE, folder: Path, *, positions: int) -> None:
+    """Write the two files, and what Hugging Face wants to know of them."""
+    bpe.write(folder)
+    settings: dict[str, Any] = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "model_max_length": positions,
+        "add_prefix_space": False,
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOD),
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,152 @@
+"""One model out of what the ranks of another Megatron saved.
+
+t tensor-parallel size, n heads of a rank, d size of a head
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig
+from megatron.config.errors import CheckpointError, ConfigError
+from megatron.tools.convert.megatron_files import HEAD, Shards, State
+from megatron.tools.convert.outline import POSITIONS, WORDS, layer_prefix, norm_prefix, outline
+from megatron.tools.convert.whole import WholeModel, in_order
+
+_OTHER_MODELS = ("swiglu", "geglu", "squared_relu")
+"""Arguments that make another model of tensors with the same names."""
+_SAME = ("apply_residual_connection_post_layernorm", "attention_dropout", "hidden_dropout", "init_method_std")
+"""Arguments that mean here what they mean there."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the user says of the model; None where the files shall."""
+
+    heads: int | None = None
+    vocab_size: int | None = None
+    eod_token: int | None = None
+    version: float | None = None
+    openai_gelu: bool = False
+    layernorm_epsilon: float | None = None
+
+    def version_of(self, shards: Shards) -> float:
+        """The order of query_key_value, by the checkpoint version that has it."""
+        return shards.version if self.version is None else self.version
+
+
+def whole_model(shards: Shards, said: Said) -> WholeModel:
+    """The model in fp32.
+
+    Raises ConfigError for what neither the files nor the user say, CheckpointError where weights are missing,
+    of other shapes, or of another model than GPT-2.
+    """
+    args = {name: value for name, value in vars(shards.args).items() if isinstance(value, int | float)}
+    if wrong := [name for name in _OTHER_MODELS if args.get(name)]:
+        raise CheckpointError(f"{shards.place} was trained with {wrong[0]}, and is no GPT-2")
+    config = _config(shards, args, said)
+    names = _names(config)
+    cut = {name: getattr(tensor, "partition_dim", None) for name, tensor in outline(config).named_parameters()}
+    ordered = [_with_order(state, said.version_of(shards), config, len(shards.states)) for state in shards.states]
+    weights = {}
+    for name in ordered[0]:
+        ours = names.get(name, name)
+        parts = [_tensor(state, name, shards) for state in ordered]
+        weights[ours] = _joined(parts, cut[WORDS] if name == HEAD else cut.get(ours), f"{shards.place}: {name}")
+    _check_head(weights, shards)
+    weights[WORDS] = weights[WORDS][: config.vocab_size]
+    return WholeModel(config, in_order(weights, config, str(shards.place)))
+
+
+def _config(shards: Shards, args: Mapping[str, Any], said: Said) -> ModelConfig:
+    first, size = shards.states[0], len(shards.states)
+    rows, hidden = _tensor(first, "word_embeddings.weight", shards, dims=2).shape
+    heads = _given(said.heads, args.get("num_attention_heads"))
+    vocab_size = _given(said.vocab_size, args.get("vocab_size"))
+    layers = len({name.split(".")[1] for name in first if name.startswith("layers.")})
+    problems = []
+    if not heads:
+        problems.append(f"{shards.place} does not say how many heads the model has: give --num-attention-heads")
+    elif hidden % heads or heads % size:
+        problems.append(f"{heads} heads do not go into {hidden} and {size} parts: give the right --num-attention-heads")
+    if not vocab_size:
+        problems.append(
+            f"{shards.place} has {rows * size} rows of tokens, padding among them: give --vocab-file or --vocab-size"
+        )
+    elif vocab_size > rows * size:
+        problems.append(f"the vocabulary has {vocab_size} tokens, and {shards.place} only {rows * size} rows")
+    if problems:
+        raise ConfigError(problems)
+    if layers != args.get("num_layers", layers):
+        raise CheckpointError(f"{shards.place} holds {layers} of {args['num_layers']} layers; some files are missing")
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        ffn_hidden_size=len(_tensor(first, "layers.0.mlp.dense_h_to_4h.bias", shards, dims=1)) * size,
+        max_position_embeddings=len(_tensor(first, "position_embeddings.weight", shards, dims=2)),
+        # Fused with the bias, Megatron's GELU is the tanh approximation; alone it is exact.
+        openai_gelu=said.openai_gelu or bool(args.get("openai_gelu") or args.get("bias_gelu_fusion")),
+        layernorm_epsilon=said.layernorm_epsilon or args.get("layernorm_epsilon") or 1e-5,
+        **{name: args[name] for name in _SAME if name in args},
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size,
+        eod_token=vocab_size - 1 if said.eod_token is None else said.eod_token,
+    )
+
+
+def _given(*values: Any) -> int | None:
+    """The first that is a size."""
+    return next((value for value in values if type(value) is int and value > 0), None)
+
+
+def _names(config: ModelConfig) -> dict[str, str]:
+    """The names of ``megatron_files`` -> ours."""
+    names = {"word_embeddings.weight": WORDS, "position_embeddings.weight": POSITIONS}
+    names |= {f"final_layernorm.{kind}": norm_prefix(config.num_layers) + kind for kind in ("weight", "bias")}
+    layers = {layer_prefix(layer): layer for layer in range(config.num_layers)}
+    for name, _ in outline(config).named_parameters():
+        number, dot, rest = name.partition(".")
+        if number + dot in layers and name != POSITIONS:
+            names[f"layers.{layers[number + dot]}.{rest}"] = name
+    return names
+
+
+def _with_order(state: State, version: float, config: ModelConfig, size: int) -> State:
+    """A rank's weights with the rows of query_key_value as [n, 3, d]."""
+    heads = config.num_attention_heads // size
+    orders = {0.0: ((3, heads, -1), 0, 1), 1.0: ((heads, -1, 3), 1, 2)}
+    if version not in orders:
+        return state
+    shape, a, b = orders[version]
+    return {
+        name: tensor.unflatten(0, shape).transpose(a, b).flatten(0, 2)
+        if "query_key_value" in name and tensor.dim() and len(tensor) % (3 * heads) == 0
+        else tensor
+        for name, tensor in state.items()
+    }
+
+
+def _joined(parts: list[Tensor], dim: int | None, place: str) -> Tensor:
+    """What the ranks hold of a weight: parts of it along ``dim``, or each the whole."""
+    try:
+        return (parts[0] if dim is None else torch.cat(parts, dim)).float()
+    except (RuntimeError, IndexError):
+        raise CheckpointError(f"{place}: the ranks' parts do not fit each other") from None
+
+
+def _check_head(weights: dict[str, Tensor], shards: Shards) -> None:
+    head = weights.pop(HEAD, None)
+    if head is not None and not head.equal(weights[WORDS]):
+        raise CheckpointError(f"{shards.place}: the head is another table than the embedding; here both ends share one")
+
+
+def _tensor(state: State, name: str, shards: Shards, *, dims: int | None = None) -> Tensor:
+    if name not in state:
+        raise CheckpointError(f"{shards.place} holds no {name}")
+    if dims not in (None, state[name].dim()):
+        raise CheckpointError(f"{shards.place}: {name} is {list(state[name].shape)}, and should have {dims} dimensions")
+    return state[name]

@@ -1,0 +1,137 @@
+"""A model as EleutherAI's lm-eval asks it; needs lm-eval, which is optional."""
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch.distributed as dist
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows
+from tqdm import tqdm
+
+from megatron.config.errors import ConfigError
+from megatron.model.gpt2 import GPT2Model
+from megatron.tokenizer import Tokenizer
+from megatron.tools.evaluation.scoring import ForwardModel, score
+from megatron.tools.evaluation.tasks import Sample, Scores, last_inputs
+from megatron.tools.inference.decoding import Sampling
+from megatron.tools.inference.generator import TextGenerator
+from megatron.tools.inference.model import LanguageModel
+from megatron.tools.inference.prompts import Limits
+
+
+class Unanswerable(ConfigError):
+    """A task asks for what this model cannot do; every rank is asked."""
+
+    on_every_rank = True
+
+
+class HarnessModel(TemplateLM):
+    """lm-eval's interface. Every rank is asked the same and answers the same; how they share the work, it is not told.
+
+    Texts begin behind the end of a document. What is longer than the model sees loses its beginning.
+    """
+
+    def __init__(self, model: ForwardModel, tokenizer: Tokenizer, *, batch_size: int, seq_length: int):
+        super().__init__()
+        self._model, self._tokenizer, self._layout = model, tokenizer, model.layout
+        self._batch_size, self._seq_length = batch_size, seq_length
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a document."""
+        return self._tokenizer.eod
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The tokens of a text; there are no special ones."""
+        return self._tokenizer.tokenize(string)
+
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """For each (context, continuation) the continuation's log-likelihood, and whether it is the likeliest."""
+        return super().loglikelihood(requests, disable_tqdm=True)  # its bar is for tokenizing alone
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        scores = self._score([self._sample(context, target) for _, context, target in requests])
+        return [(-float(nll), bool(right)) for nll, right in zip(scores.nll, scores.right, strict=True)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The log-likelihood of each text, in windows that overlap no more than the last one must."""
+        windows = [self._windows(*request.args) for request in requests]
+        scores = iter(self._score([sample for samples in windows for sample in samples]).nll)
+        return [-sum(float(next(scores)) for _ in samples) for samples in windows]
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What follows each context, up to one of its ``until`` strings or ``max_gen_toks`` tokens.
+
+        Raises Unanswerable for a model in pipeline stages.
+        """
+        if not isinstance(self._model.module, GPT2Model):
+            raise Unanswerable(
+                "a task lets the model write, which pipeline stages do not: leave --pipe-parallel-size out"
+            )
+        generator = TextGenerator(
+            LanguageModel(self._model.module, self._model.config, self._layout.tensor_group), self._tokenizer
+        )
+        # A batch shares its settings. Batches go around the replicas.
+        settings = [json.dumps(request.args[1], sort_keys=True) for request in requests]
+        order = sorted(range(len(requests)), key=lambda number: settings[number])
+        batches = [
+            rows[begin : begin + self._batch_size]
+            for _, group in groupby(order, key=lambda number: settings[number])
+            for rows in [list(group)]
+            for begin in range(0, len(rows), self._batch_size)
+        ]
+        replica, replicas = self._layout.data_group.rank(), self._layout.data_group.size()
+        own = {
+            number: text
+            for batch in tqdm(batches[replica::replicas], desc="generating", disable=None if self._is_first else True)
+            for number, text in self._written(generator, batch, requests)
+        }
+        everyones: list[dict[int, str]] = [{} for _ in range(replicas)]
+        dist.all_gather_object(everyones, own, group=self._layout.data_group)
+        texts = {number: text for part in everyones for number, text in part.items()}
+        return [texts[number] for number in range(len(requests))]
+
+    @property
+    def _is_first(self) -> bool:
+        return self._layout.rank == 0
+
+    def _score(self, samples: Sequence[Sample]) -> Scores:
+        with tqdm(total=len(samples), desc="scoring", disable=None if self._is_first else True) as bar:
+            return score(self._model, samples, batch_size=self._batch_size, report=bar.update)
+
+    def _sample(self, context: list[int], target: list[int]) -> Sample:
+        if len(target) > self._seq_length:
+            raise Unanswerable(
+                f"a task asks for a continuation of {len(target)} tokens, and the model sees {self._seq_length}"
+            )
+        return last_inputs([*context, *target], len(target), self._seq_length)
+
+    def _windows(self, text: str) -> list[Sample]:
+        windows = get_rolling_token_windows(
+            self.tok_encode(text), prefix_token=self.eot_token_id, max_seq_len=self._seq_length, context_len=1
+        )
+        return [last_inputs([*seen, target[-1]], len(target), self._seq_length) for seen, target in windows]
+
+    def _written(
+        self, generator: TextGenerator, batch: Sequence[int], requests: Sequence[Instance]
+    ) -> Iterator[tuple[int, str]]:
+        """The texts of requests that share their settings."""
+        asked = normalize_gen_kwargs(requests[batch[0]].args[1])
+        new, temperature = asked["max_gen_toks"], asked.get("temperature", 1.0)
+        sampling = Sampling(
+            greedy=not asked["do_sample"] or temperature == 0,
+            temperature=temperature or 1.0,
+            top_k=asked.get("top_k", 0),
+            top_p=asked.get("top_p", 0.0),
+        )
+        limits = Limits(context=self._seq_length, new_tokens=new, slides=True, stop=tuple(filter(None, asked["until"])))
+        room = self._seq_length - new if new < self._seq_length else self._seq_length
+        prompts = [(self.tok_encode(requests[number].args[0]) or [self.eot_token_id])[-room:] for number in batch]
+        for number, (completion,) in zip(batch, generator.complete(prompts, sampling, limits), strict=True):
+            yield number, completion.text

@@ -1,0 +1,171 @@
+"""A model to be used, on one process or cut across the ranks of a tensor group.
+
+    source = open_source(path)                    # without torch, see source.py: config and tokenizer
+    model = load_model(source, layout, "bf16")    # this rank's part, in eval mode, on its device
+
+The two are what every tool begins with that uses a model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from megatron.config import ActivationConfig, ModelConfig
+from megatron.model.containers import run_one_by_one
+from megatron.model.embedding import without_documents
+from megatron.model.gpt2 import GPT2Model
+from megatron.model.key_value_cache import KeyValueCache
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.mappings import gather_from_model_parallel_region
+from megatron.tools.convert.load_and_save import read_model
+from megatron.tools.convert.outline import WORDS
+from megatron.tools.inference.source import Source, config_on
+
+Module = TypeVar("Module", bound=nn.Module)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_model(source: Source, layout: ParallelLayout, dtype: str = "fp32") -> GPT2Model:
+    """This rank's part of the model, in eval mode and in a type of ``DTYPES``, on the rank's device.
+
+    Logits are [b, s, v/t]; columns from ``source.config.vocab_size`` on are padding.
+    Raises ConfigError where the tensor group cannot share the model, CheckpointError where weights are not whole.
+    """
+    config = config_on(source.config, layout.tensor_group.size(), dtype)
+    return fill(GPT2Model(config, ActivationConfig(), layout), source, config, layout)
+
+
+def fill(model: Module, source: Source, config: ModelConfig, layout: ParallelLayout) -> Module:
+    """``model``, which was made from ``config`` and holds any of its layers, with its weights, as ``load_model`` says.
+
+    Raises CheckpointError where weights are not whole.
+    """
+    weights = read_model(source.found).weights
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            parameter.copy_(_own_part(weights[name], name, parameter, config, layout))
+    return model.to(get_accelerator().current_device_name(), DTYPES[config.dtype]).eval()
+
+
+def _own_part(whole: Tensor, name: str, parameter: nn.Parameter, config: ModelConfig, layout: ParallelLayout) -> Tensor:
+    if name == WORDS:
+        whole = F.pad(whole[: config.vocab_size], (0, 0, 0, config.padded_vocab_size - config.vocab_size))
+    dim = getattr(parameter, "partition_dim", None)
+    return whole if dim is None else whole.chunk(layout.tensor_group.size(), dim)[layout.tensor_group.rank()]
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """A model in eval mode, and what one must know to use it."""
+
+    module: GPT2Model
+    config: ModelConfig
+    tensor_group: ProcessGroup
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.module.parameters()).device
+
+
+class Continuation:
+    """Sequences of tokens, and the logits of the next token of each, the same on every tensor-parallel rank.
+
+    What was computed of a sequence is kept until it is longer than ``window``; then each token is computed from
+    the last ``window`` ones anew. So it is from the beginning with ``keeps=False``.
+    """
+
+    def __init__(
+        self, model: LanguageModel, sequences: Sequence[Sequence[int]], *, window: int, room: int, keeps: bool = True
+    ):
+        """``room`` is the number of tokens that are added to a sequence at most."""
+        self._model, self._window = model, window
+        self.sequences = [list(sequence) for sequence in sequences]
+        self._cache = self._empty_cache(room) if keeps and self._can_keep() else None
+        self.logits = self._compute(self.sequences)
+        """fp32 on the CPU, [b, v]."""
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """A token behind each sequence."""
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            sequence.append(token)
+        if self._longest() > self._window:
+            self._cache = None
+        self.logits = self._compute([[token] for token in tokens])
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with these sequences, which may be fewer, and the same several times."""
+        self.sequences = [list(self.sequences[row]) for row in rows]
+        index = torch.tensor(rows)
+        self.logits = self.logits[index]
+        if self._cache is not None:
+            self._cache.select(index)
+
+    def _longest(self) -> int:
+        return max(map(len, self.sequences))
+
+    def _can_keep(self) -> bool:
+        """Whether all is in the window, and no document ends in it that the model would want to forget."""
+        config = self._model.config
+        counts_documents = config.reset_attention_mask or config.reset_position_ids
+        ends = counts_documents and any(config.eod_token in sequence for sequence in self.sequences)
+        return not ends and self._longest() <= self._window
+
+    def _empty_cache(self, room: int) -> KeyValueCache:
+        model, longest = self._model, self._longest()
+        begins = torch.tensor([longest - len(sequence) for sequence in self.sequences])
+        room = min(room, self._window - min(map(len, self.sequences)))
+        return KeyValueCache(
+            model.config,
+            begins,
+            longest + room,
+            heads=model.config.num_attention_heads // model.tensor_group.size(),
+            dtype=next(model.module.parameters()).dtype,
+            device=model.device,
+        )
+
+    @torch.inference_mode()
+    def _compute(self, new: Sequence[Sequence[int]]) -> Tensor:
+        if self._cache is not None:
+            return self._whole(last_logits(self._model.module, self._padded(new), self._cache))
+        windows = [sequence[-self._window :] for sequence in self.sequences]
+        logits: list[Tensor | None] = [None] * len(windows)
+        in_order = sorted(range(len(windows)), key=lambda row: len(windows[row]))
+        for _, group in groupby(in_order, key=lambda row: len(windows[row])):
+            rows = list(group)
+            tokens = self._padded([windows[row] for row in rows])
+            for row, line in zip(rows, self._whole(last_logits(self._model.module, tokens)), strict=True):
+                logits[row] = line
+        return torch.stack(logits)
+
+    def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """[b, q] with zeros before the shorter ones."""
+        longest = max(map(len, sequences))
+        rows = [[0] * (longest - len(sequence)) + list(sequence) for sequence in sequences]
+        return torch.tensor(rows, device=self._model.device)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """[b, v/t] -> [b, v], without padding."""
+        whole = gather_from_model_parallel_region(logits, self._model.tensor_group)
+        return whole[:, : self._model.config.vocab_size].float().cpu()
+
+
+def last_logits(model: GPT2Model, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
+    """Logits [b, v/t] behind the last of ``tokens`` [b, q], which with ``cache`` are those behind what it holds."""
+    words, positions, *layers, _, last_norm, head = model.forward_funcs
+    if cache is None:
+        hidden = run_one_by_one([words, positions, *layers], tokens)
+    else:
+        cache.advance(tokens.size(1))
+        hidden = positions(without_documents(words(tokens)), cache.positions)
+        for layer in layers:
+            hidden = layer(hidden, cache)
+    hidden = without_documents(hidden).narrow(positions.sequence_dim, -1, 1)
+    return head(last_norm(hidden)).squeeze(1)

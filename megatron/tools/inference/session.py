@@ -1,0 +1,138 @@
+"""What tools/generate.py does with a model: show texts, write files, converse.
+
+Every rank does it, and the first one speaks.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, TypeVar
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megatron.config.errors import ConfigError
+from megatron.tools.inference.decoding import Beams, Sampling
+from megatron.tools.inference.generator import Completion, TextGenerator
+from megatron.tools.inference.prompts import Limits, Prompt, tokenized
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model, and how it is to be used."""
+
+    generator: TextGenerator
+    sampling: Sampling
+    limits: Limits
+    samples: int
+    """Texts for each prompt."""
+    beams: Beams | None
+    """To search the likeliest text in place of sampling."""
+    batch_size: int
+    """Texts that grow together, where many are written to a file."""
+    is_first: bool
+    """Whether this rank speaks."""
+
+    def show(self, prompt: Prompt) -> None:
+        """Print a prompt with what follows it; one text alone while it grows."""
+        if self.samples == 1 and self.beams is None:
+            self._say(prompt.text)
+            self._complete([prompt.tokens], 1, on_text=self._say)
+            self._say("\n")
+            return
+        for number, completion in enumerate(self._complete([prompt.tokens], self.samples)[0], start=1):
+            heading = f"--- {number}\n" if self.samples > 1 else ""
+            self._say(f"{heading}{prompt.text}{completion.text}\n")
+
+    def converse(self) -> None:
+        """Continue what is typed, line after line."""
+        while (line := told(self._asked())) is not None:
+            try:
+                self.show(*tokenized([("input", line, {})], self.generator.tokenizer, self.limits))
+            except ConfigError as error:
+                self._say(f"{error}\n")
+        self._say("\n")
+
+    def write_completions(self, prompts: Sequence[Prompt], file: IO[str], *, as_json: bool) -> None:
+        """Each prompt with what follows it, in order: an object a line, or text with an empty line behind each."""
+        each = max(self.batch_size // self.samples, 1)
+        for begin in self._steps(len(prompts), each, "prompt"):
+            batch = prompts[begin : begin + each]
+            done = self._complete([prompt.tokens for prompt in batch], self.samples)
+            for prompt, completions in zip(batch, done, strict=True):
+                if as_json:
+                    _write_line(
+                        file, {**prompt.record, "completions": [_record(completion) for completion in completions]}
+                    )
+                else:
+                    file.writelines(f"{prompt.text}{completion.text}\n\n" for completion in completions)
+
+    def write_documents(self, file: IO[str]) -> None:
+        """Texts that follow nothing but an end of document, an object a line."""
+        beginning = [self.generator.tokenizer.eod]
+        size = self.batch_size if self.beams is None else self.samples  # one search finds them all
+        for begin in self._steps(self.samples, size, "text"):
+            count = min(size, self.samples - begin)
+            for completion in self._complete([beginning], count, first=begin)[0]:
+                finished = completion.finish_reason == "stop"
+                _write_line(file, {"text": completion.text, "length": len(completion.tokens), "finished": finished})
+
+    def _complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        *,
+        first: int = 0,
+        on_text: Callable[[str], None] = lambda text: None,
+    ) -> list[list[Completion]]:
+        if self.beams is not None:
+            return [self.generator.search(prompt, self.beams, self.limits)[:samples] for prompt in prompts]
+        return self.generator.complete(
+            prompts,
+            self.sampling,
+            self.limits,
+            samples=samples,
+            first_sample=first,
+            on_piece=lambda piece: on_text(piece.text),
+        )
+
+    def _asked(self) -> str | None:
+        """What is typed at the first rank; None at its end, and on other ranks."""
+        try:
+            return input("> ") if self.is_first else None
+        except EOFError:
+            return None
+
+    def _say(self, text: str) -> None:
+        if self.is_first:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _steps(self, total: int, size: int, unit: str) -> Iterator[int]:
+        """Where each batch begins, with a bar on the terminal of the first rank."""
+        with tqdm(total=total, unit=unit, disable=None if self.is_first else True) as progress:
+            for begin in range(0, total, size):
+                yield begin
+                progress.update(min(size, total - begin))
+
+
+def told(value: T) -> T:
+    """The first rank's ``value``, on every rank."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _record(completion: Completion) -> dict[str, str | int | None]:
+    return {
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "new_tokens": len(completion.tokens),
+    }
+
+
+def _write_line(file: IO[str], record: dict) -> None:
+    file.write(json.dumps(record, ensure_ascii=False) + "\n")

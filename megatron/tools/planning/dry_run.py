@@ -1,0 +1,117 @@
+"""The layers of some ranks of a run, built on the meta device: shapes without numbers, in a world that is not there."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.config import ParallelConfig, RunConfig
+from megatron.config.summary import describe_config, describe_stages
+from megatron.launch.quiet import deepspeed_silenced
+from megatron.model.architectures import MODELS
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.pipeline.partition import bounds, layers_of_pieces, plan
+from megatron.tools.planning.memory import Memory, activations, working
+from megatron.tools.planning.presets import in_words
+from megatron.tools.planning.states import Weight, numel, states
+from megatron.training.engines import weight_decay_groups
+
+_SHOWN = 8
+"""Ranks of a group that are written out."""
+
+
+def dry_run(run: RunConfig) -> None:
+    """Print what each of the ranks asked for holds, in which groups it is, and the memory it takes.
+
+    ``run`` has been checked, and its vocabulary is settled. Nothing is computed.
+    """
+    for name, text in describe_config(run).items():
+        print(f"> {name:9} {text}")
+    if run.parallel.uses_pipeline:
+        print(describe_stages(run))
+    for rank in run.logging.ranks or first_rank_of_each_stage(run.parallel):
+        print("\n".join(_describe(rank_memory(run, rank))), flush=True)
+
+
+def built_weights(run: RunConfig, layout: ParallelLayout) -> list[Weight]:
+    """The parameters that the layers of a rank really have, in the model's order."""
+    layers = _layers(run, layout)
+    decaying = {id(parameter) for parameter in weight_decay_groups(layers)[0]["params"]}
+    return [Weight(name, parameter.numel(), id(parameter) in decaying) for name, parameter in layers.named_parameters()]
+
+
+@contextmanager
+def pretended_layout(parallel: ParallelConfig, rank: int) -> Iterator[ParallelLayout]:
+    """The place of ``rank`` among all ranks, as if they had been started. Its collectives do nothing."""
+    with deepspeed_silenced(verbose=False):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
+    try:
+        yield ParallelLayout.create(parallel)
+    finally:
+        dist.destroy_process_group()
+
+
+def _layers(run: RunConfig, layout: ParallelLayout) -> nn.ModuleDict:
+    """The layers of a rank's stage that have parameters, on the meta device."""
+    ends, stage = bounds(layers_of_pieces(run), run.model), layout.pipe_group.rank()
+    pieces = [stage, run.parallel.pipe_pieces - 1 - stage] if run.parallel.folds_pipeline else [stage]
+    held = [number for piece in pieces for number in range(ends[piece], ends[piece + 1])]
+    built = nn.ModuleDict()
+    with torch.device("meta"):
+        specs = MODELS[run.model.architecture].layers(run.model, layout)
+        for number in held:
+            spec = specs[number]
+            name = spec.key if isinstance(spec, TiedLayerSpec) else str(number)
+            if isinstance(spec, LayerSpec) and name not in built:
+                built[name] = spec.build()
+    return built
+
+
+class Rank(NamedTuple):
+    """What one rank holds, and with whom."""
+
+    number: int
+    stage: int
+    groups: dict[str, list[int]]
+    """The ranks of its groups, itself among them."""
+    memory: Memory
+
+
+def first_rank_of_each_stage(parallel: ParallelConfig) -> range:
+    """One rank for each pipeline stage."""
+    return range(0, parallel.world_size, parallel.world_size // parallel.pipe_stages)
+
+
+def rank_memory(run: RunConfig, rank: int) -> Rank:
+    """``rank`` of ``run``, by its layers as they are."""
+    with pretended_layout(run.parallel, rank) as layout:
+        weights = built_weights(run, layout)
+        stage, owner = layout.pipe_group.rank(), layout.get_sequence_data_parallel_rank()
+        groups = {
+            "tensor": layout.tensor_group,
+            "sequence": layout.sequence_group,
+            "data": layout.data_group,
+            "pipe": layout.pipe_group,
+        }
+        members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
+    at_work = working(run, plan(run)[stage], stage, activations(run))
+    return Rank(rank, stage, members, Memory(numel(weights), states(run, weights, owner), at_work))
+
+
+def _describe(rank: Rank) -> Iterator[str]:
+    memory = rank.memory
+    yield f"rank {rank.number}: stage {rank.stage} of {len(rank.groups['pipe'])}, {memory.parameters:,} parameters"
+    for name, ranks in rank.groups.items():
+        yield f"  {name:8} {ranks.index(rank.number)} of {len(ranks)}: [{_shortened(ranks)}]"
+    parts = ", ".join(f"{name} {in_words(amount)}" for name, amount in memory.parts().items())
+    yield f"  memory   {in_words(memory.total)}: {parts}"
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    shown = [str(rank) for rank in ranks[:_SHOWN]]
+    return " ".join([*shown, f"... {ranks[-1]}"] if len(ranks) > _SHOWN else shown)

@@ -1,0 +1,71 @@
+"""A run, explained before it is started: its layout, its groups of ranks, its DeepSpeed config, and every rule."""
+
+import json
+from collections.abc import Iterator, Sequence
+
+from megatron.config import RunConfig
+from megatron.config.command_line import Reading
+from megatron.config.errors import ConfigError, UserError
+from megatron.config.summary import describe_config, describe_stages
+from megatron.config.validation import RULES
+from megatron.parallel.rank_groups import groups
+from megatron.training.preflight import check
+
+_SHOWN = 8
+"""Groups of one axis that are written out."""
+
+
+def explain(reading: Reading) -> None:
+    """Print all that is settled about a run. Starts nothing, and imports no torch.
+
+    Raises:
+        UserError: what the run itself would end with, behind the explanation.
+    """
+    run, problems = reading
+    print("\n".join(_rules(run, broken=problems != [])))
+    if problems:
+        raise ConfigError(problems)
+    failure = None
+    try:
+        run, _ = check(run)
+    except UserError as error:  # the files of this host say nothing against the layout
+        failure = error
+    print("\n".join(_settled(run)))
+    if failure:
+        raise failure
+
+
+def _settled(run: RunConfig) -> Iterator[str]:
+    for name, text in describe_config(run).items():
+        yield f"> {name:9} {text}"
+    if run.parallel.uses_pipeline and run.model.padded_vocab_size:
+        yield describe_stages(run)
+    for axis, ranks in groups(run.parallel).items():
+        yield f"> {axis:9} {_groups(ranks)}"
+    yield f"> deepspeed {json.dumps(run.ds_config, indent=2)}"
+
+
+def _groups(ranks: Sequence[Sequence[int]]) -> str:
+    """Groups of ranks such as ``2 of 2: [0 1] [2 3]``."""
+    shown = " ".join(f"[{_ranks(group)}]" for group in ranks[:_SHOWN])
+    return f"{len(ranks)} of {len(ranks[0])}: {shown}{' ...' if len(ranks) > _SHOWN else ''}"
+
+
+def _ranks(group: Sequence[int]) -> str:
+    shown = [*map(str, group[:_SHOWN])]
+    return " ".join([*shown, f"... {group[-1]}"] if len(group) > _SHOWN else shown)
+
+
+def _rules(run: RunConfig, *, broken: bool) -> Iterator[str]:
+    """A line for each rule; of the broken ones what they found, why they are there, and what DeepSpeed would do."""
+    for rule in RULES:
+        message = rule.check(run)
+        if message is None:
+            yield f"kept    {rule.name}"
+            continue
+        yield f"BROKEN  {rule.name}"
+        yield f"          found: {message}"
+        yield f"          because: {rule.why}"
+        if rule.otherwise:
+            yield f"          DeepSpeed otherwise: {rule.otherwise}"
+    yield f"{len(RULES)} rules" + ("" if broken else ", all kept")

@@ -1,0 +1,248 @@
+"""Peak memory of a rank of each pipeline stage, in bytes."""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+from megatron.config import RunConfig
+from megatron.parallel.pipeline.partition import Stage, plan
+from megatron.parallel.tensor.loss_chunking import rows_at_once
+from megatron.tools.planning.formulas import micro_batches_in_flight
+from megatron.tools.planning.states import FP32, States, bytes_of, numel, stage_weights, states
+
+_INT64 = 8
+
+
+class Sizes(NamedTuple):
+    """The shapes and types of one rank's tensors."""
+
+    tokens: int
+    """b s, of which this rank sees its part of the sequence under Ulysses."""
+    stream: int
+    """Of these, those in hidden states between the layers' parallel parts."""
+    h: int
+    f: int
+    n: int
+    """Heads of this rank."""
+    s: int
+    """Tokens that attention sees."""
+    b: int
+    t: int
+    v: int
+    element: int
+    residual: int
+    """Bytes of an element of the residual stream."""
+    mask: int
+    """Bytes of an element of a dropout mask; 0 without dropout."""
+
+
+def sizes(run: RunConfig) -> Sizes:
+    """The sizes of ``run``, whose batch and vocabulary are settled."""
+    model, parallel = run.model, run.parallel
+    t, parts = parallel.model_parallel_size, parallel.ds_sequence_parallel_size
+    tokens = run.train.micro_batch_size * run.data.seq_length // parts
+    element = bytes_of(run)
+    on_cpu = parallel.device == "cpu"  # where dropout's mask is one of numbers
+    return Sizes(
+        tokens=tokens,
+        stream=tokens // t if parallel.sequence_parallel else tokens,
+        h=model.hidden_size,
+        f=model.ffn_hidden_size,
+        n=model.num_attention_heads // (t * parts),
+        s=run.data.seq_length,
+        b=run.train.micro_batch_size,
+        t=t,
+        v=model.padded_vocab_size,
+        element=element,
+        residual=FP32 if model.fp32_residual_connection else element,
+        mask=(element if on_cpu else 1) if model.hidden_dropout else 0,
+    )
+
+
+class Activations(NamedTuple):
+    """Bytes of one micro-batch."""
+
+    layer: int
+    """What a transformer layer keeps where nothing is recomputed but what selective leaves out."""
+    scores: int
+    """What attention's core keeps, or would, beside query, key, value and context."""
+    kept_input: int
+    """What a group of recomputed layers keeps: its input, or a part of it, or nothing on the device."""
+    front: int
+    """What the embeddings keep."""
+    back: int
+    """What the last norm and the head keep, without the logits."""
+    logits: int
+    """Most that logits take at a time: themselves, their gradients, and some rows in the loss's type."""
+    stored_logits: int
+    """The logits themselves."""
+    hidden: int
+    """Hidden states between two stages."""
+    passing: int
+    """What the backward pass of a layer takes beside what is kept: gradients of a few of its tensors."""
+
+
+def activations(run: RunConfig) -> Activations:
+    """What a micro-batch of ``run`` leaves behind on one rank, part by part."""
+    z = sizes(run)
+    scores = _scores(run, z)
+    hidden = z.stream * z.h * z.residual
+    logits = z.tokens * (z.v // z.t)
+    whole = z.tokens * z.h * z.element
+    # Tensor parallelism adds the gradient of its region's input, and a copy to be reduced; where it cuts the
+    # sequence, parts of them, too.
+    copies = 2 if z.t == 1 else 4 if z.stream == z.tokens else 6
+    return Activations(
+        layer=_layer(z) + (0 if run.model.recomputes_attention else scores),
+        scores=scores,
+        kept_input=_kept_input(run, hidden, z.t),
+        front=z.tokens * (_INT64 + 1) + z.stream * z.h * z.mask,
+        back=hidden + whole + 2 * z.stream * FP32,
+        logits=2 * logits * z.element + _loss_rows(run, z),
+        stored_logits=logits * z.element,
+        hidden=hidden,
+        passing=2 * z.tokens * z.f * z.element // z.t + copies * whole,
+    )
+
+
+def _layer(z: Sizes) -> int:
+    streams = 2 * z.stream * z.h * (z.residual + z.mask) + 4 * z.stream * FP32  # and mean and deviation of two norms
+    linear_inputs = 2 * z.tokens * z.h * z.element  # whole under sequence parallelism, too: they have been gathered
+    cut = (4 * z.h + 2 * z.f) * z.tokens * z.element // z.t  # query, key, value, context, and both sides of GELU
+    return streams + linear_inputs + cut
+
+
+def _loss_rows(run: RunConfig, z: Sizes) -> int:
+    """The rows of logits that the loss takes together, and beside them those they are made of."""
+    columns = min(run.model.vocab_size, z.v) // z.t or 1  # without those that pad the vocabulary
+    element = z.element if run.model.fp16_lm_cross_entropy else FP32
+    rows = min(z.tokens, rows_at_once(columns, run.parallel.device))
+    return rows * columns * element * (1 if element == z.element else 2)
+
+
+def _kept_input(run: RunConfig, hidden: int, t: int) -> int:
+    if run.activation.checkpoint_in_cpu:
+        return 0
+    return hidden // (t if run.activation.partition_activations else 1)
+
+
+def _scores(run: RunConfig, z: Sizes) -> int:
+    """What attention's core keeps beside query, key, value and context."""
+    model = run.model
+    scores, queries = z.b * z.n * z.s * z.s, z.b * z.n * z.s * model.head_size
+    dropout = bool(model.attention_dropout)
+    on_cpu = run.parallel.device == "cpu"
+    mask = (z.element if on_cpu else 1) if dropout else 0
+    if model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling:
+        copies = queries * (z.element if z.element == FP32 or not model.attention_softmax_in_fp32 else 2 * FP32)
+        weights = z.element if dropout or z.element != FP32 else 0
+        return scores * (FP32 + mask + weights) + copies
+    if on_cpu and dropout:  # the fused kernel of the CPU has no dropout: torch does it step by step, in fp32
+        return scores * 3 * FP32 + (2 if z.element == FP32 else 3) * queries * FP32
+    return z.b * z.n * z.s * FP32
+
+
+@dataclass(frozen=True)
+class Working:
+    """What a micro-batch takes at the worst moment of its way."""
+
+    activations: int
+    logits: int
+    buffers: int
+    """What the pipeline engine keeps of tensors that come and go."""
+    in_flight: int
+    """Micro-batches whose activations are kept at a time."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where the memory of a rank goes at the moment when it is most."""
+
+    parameters: int
+    """Elements that the rank computes with, wherever they lie."""
+    states: States
+    working: Working
+
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are for. What the optimizer's step takes beyond the backward pass counts as buffers."""
+        backward = self.working.activations + self.working.logits + self.working.buffers
+        return {
+            "weights": self.states.weights,
+            "gradients": self.states.gradients,
+            "optimizer": self.states.optimizer,
+            "activations": self.working.activations,
+            "logits": self.working.logits,
+            "buffers": self.states.buffers + self.working.buffers + max(self.states.step - backward, 0),
+        }
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.parts().values())
+
+
+def stage_memory(run: RunConfig, owner: int | None = None) -> list[Memory]:
+    """What a rank of each pipeline stage takes at its peak; ``owner`` as in ``states``.
+
+    ``run`` has its batch and vocabulary settled.
+    """
+    found, kept = [], activations(run)
+    for number, stage in enumerate(plan(run)):
+        weights = stage_weights(run, stage)
+        found.append(Memory(numel(weights), states(run, weights, owner), working(run, stage, number, kept)))
+    return found
+
+
+def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations) -> Working:
+    """The working memory of a rank of ``stage``, which is the one of that number."""
+    layers, (has_front, has_back) = layers_of(run, stage), ends_of(run, stage)
+    in_flight, together = _in_flight(run, number), run.activation.layers_together
+    kept = ceil(layers / together) * micro_batch.kept_input if together else layers * micro_batch.layer
+    each = kept + (micro_batch.front if has_front else 0)
+    back = micro_batch.back if has_back else 0
+    logits = micro_batch.logits if has_back else 0
+    again = min(together, layers) * micro_batch.layer  # what a layer did not keep is there again when it goes backward
+    if run.model.recomputes_attention:
+        again = micro_batch.scores
+    inside = again + micro_batch.passing
+    at_the_loss = logits + back > inside
+    return Working(
+        activations=in_flight * each + (back if at_the_loss else inside),
+        logits=logits if at_the_loss else 0,
+        buffers=_pipeline_buffers(run, number, has_back, micro_batch),
+        in_flight=in_flight,
+    )
+
+
+def layers_of(run: RunConfig, stage: Stage) -> int:
+    """Transformer layers of a stage."""
+    return sum(map(len, stage.pieces)) - sum(ends_of(run, stage))
+
+
+def ends_of(run: RunConfig, stage: Stage) -> tuple[bool, bool]:
+    """Whether a stage has the embeddings, and whether it has the head."""
+    return stage.pieces[0].start == 0, stage.pieces[-1].stop > run.model.num_layers + 1
+
+
+def _in_flight(run: RunConfig, number: int) -> int:
+    parallel, accumulated = run.parallel, run.train.gradient_accumulation_steps
+    if not parallel.uses_pipeline:
+        return 1
+    if parallel.folds_pipeline:  # twice the stages of passes are under way, each through half of the stage's layers
+        return min(accumulated, parallel.pipe_stages + 1)
+    return micro_batches_in_flight(number, parallel.pipe_stages, accumulated)
+
+
+def _pipeline_buffers(run: RunConfig, number: int, has_back: bool, micro_batch: Activations) -> int:
+    """Tensors between stages: what has come in, what goes out, their gradients, and logits until they are replaced.
+
+    DeepSpeed keeps a place for each of at least two micro-batches.
+    """
+    if not run.parallel.uses_pipeline:
+        return 0
+    in_flight = _in_flight(run, number)
+    places, received = max(2, in_flight), 0 if number == 0 else 3
+    if has_back:
+        between = 0 if run.parallel.pipe_stages == 1 else (places + received) * micro_batch.hidden
+        return places * micro_batch.stored_logits + between
+    return (received + 1 + in_flight) * micro_batch.hidden

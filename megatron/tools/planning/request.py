@@ -1,0 +1,122 @@
+"""What is to be planned: arguments of pretrain_gpt2.py with their gaps filled, and the machine."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config.command_line.parser import read_flags
+from megatron.config.errors import ConfigError, DataError
+from megatron.config.provided import Given, flag_fields, flag_name
+from megatron.config.validation.values import value_problems
+from megatron.tokenizer import read_vocabulary
+from megatron.tools.planning.presets import MODELS
+from megatron.tools.planning.timing import Machine
+
+_OF_TOOL = {
+    "world_size": "say --devices",
+    "explain": "run the command that is planned with it",
+    "dry_run": "run the command that is planned with it",
+    "rank": "run the command that is planned with it",
+    "local_rank": "remove it",
+}
+_PLACEHOLDERS = {
+    "lr": 1.5e-4,
+    "data_path": "data/my_text_document",
+    "vocab_file": "vocab/vocab.json",
+    "merge_file": "vocab/merges.txt",
+}
+"""What the layout does not depend on, where nothing is said."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model, a batch and a machine; and what of the layout is settled."""
+
+    given: Mapping[str, Given]
+    machine: Machine
+    devices: int
+    vocab_size: int
+    headroom: float
+    """Share of the memory that is left to the driver, to kernels and to fragments."""
+    tokens: float
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The world that the run would start in."""
+        return {"DS_ACCELERATOR": self.machine.device.accelerator, "WORLD_SIZE": str(self.devices)}
+
+    @property
+    def room(self) -> float:
+        """Bytes that a rank may take."""
+        return self.machine.device.memory * (1 - self.headroom)
+
+
+def make_request(
+    argv: Sequence[str],
+    machine: Machine,
+    devices: int,
+    *,
+    model: str | None = None,
+    precision: str = "bf16",
+    vocab_size: int = 50257,
+    headroom: float = 0.06,
+    tokens: float = 300e9,
+) -> Request:
+    """The request that ``argv``, arguments of pretrain_gpt2.py, amounts to; a ``model`` of MODELS fills its sizes.
+
+    Raises:
+        ConfigError: with a line for each thing that is wrong.
+        DataError: the vocabulary is there, and is broken.
+    """
+    given, problems = read_flags(argv)
+    problems += [
+        f"{given[name].source} is not for the planner: {word}" for name, word in _OF_TOOL.items() if name in given
+    ]
+    if "deepspeed_config" in given:
+        problems.append(f"{given['deepspeed_config'].source} is what the planner makes: say its settings as flags")
+    if "global_batch_size" not in given:
+        problems.append("--global-batch-size is required")
+    filled, _ = read_flags(_fillers(given, tokens, model))
+    given = {**filled, **given}
+    if not {"bf16", "fp16"} & given.keys() and precision != "fp32":
+        given[precision] = Given(True, f"--{precision}")
+    problems += value_problems(given)
+    if problems:
+        raise ConfigError(problems)
+    return Request(given, machine, devices, _vocabulary_size(given) or vocab_size, headroom, tokens)
+
+
+def _fillers(given: Mapping[str, Given], tokens: float, model: str | None) -> list[str]:
+    """Arguments for the sizes of ``model``, and for what a run needs and the layout does not depend on."""
+    sizes = MODELS[model]._asdict() if model else {}
+    found: dict[str, object] = {**sizes, **_PLACEHOLDERS}
+    if "train_data_path" in given:
+        del found["data_path"]
+    if "tokenizer_type" in given and given["tokenizer_type"].value != "GPT2BPETokenizer":
+        del found["merge_file"]
+    if not {"train_iters", "train_samples"} & given.keys():
+        samples = given["global_batch_size"].value if "global_batch_size" in given else 1
+        s = given["seq_length"].value if "seq_length" in given else sizes.get("seq_length", 1)
+        found["train_iters"] = max(round(tokens / max(samples * s, 1)), 1)
+    return [word for name, value in found.items() for word in (flag_name(flag_fields()[name]), str(value))]
+
+
+def _vocabulary_size(given: Mapping[str, Given]) -> int | None:
+    """Tokens of the vocabulary file, if it is there."""
+    kind, file, merges = (
+        given[name].value if name in given else flag_fields()[name].default
+        for name in ("tokenizer_type", "vocab_file", "merge_file")
+    )
+    try:
+        return read_vocabulary(kind, file, merges).size if Path(file).is_file() else None
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}") from None
+
+
+def words(given: Mapping[str, Given]) -> list[str]:
+    """The command line that gives these values."""
+    found: list[str] = []
+    for value in given.values():
+        flag, *text = value.source.split(" ", 1)
+        found += [flag, *(value.value if isinstance(value.value, tuple) else text)]
+    return found

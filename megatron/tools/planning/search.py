@@ -1,0 +1,232 @@
+"""Every legal layout of a model on a machine, with what it takes; and what is against the others.
+
+A candidate is the same command line with a layout's flags added, so what is legal is what ``arguments`` and
+``legality`` say. Sizes that the candidates share are worked out once.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from megatron.config import RunConfig
+from megatron.config.command_line.resolve import resolve_run
+from megatron.config.model import padded_vocabulary
+from megatron.config.provided import Given, flag_fields, flag_name
+from megatron.config.validation import RULES
+from megatron.parallel.pipeline.partition import Stage, plan
+from megatron.tools.planning import formulas
+from megatron.tools.planning.memory import Memory, activations, layers_of, working
+from megatron.tools.planning.request import Request, words
+from megatron.tools.planning.states import States, numel, stage_weights, states
+from megatron.tools.planning.timing import Timing, Traffic, model_flops, timing, traffic
+
+RECOMPUTE = (None, "selective", "full")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A legal layout, and what it comes to."""
+
+    request: Request
+    run: RunConfig
+    given: Mapping[str, Given]
+    """All flags of it."""
+    memory: Memory
+    """Of the rank that takes most."""
+    traffic: Traffic
+    """Of the rank that sends most."""
+    timing: Timing
+
+    @property
+    def fits(self) -> bool:
+        """Whether its memory is there."""
+        return self.memory.total <= self.request.room
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time that a stage waits for others."""
+        parallel = self.run.parallel
+        pieces = parallel.pipe_pieces // parallel.pipe_stages
+        return formulas.bubble_share(parallel.pipe_stages, self.run.train.gradient_accumulation_steps, pieces)
+
+    @property
+    def flops_per_device(self) -> float:
+        """Operations a second of each device, without what is computed twice."""
+        return model_flops(self.run) / self.timing.total / self.request.devices
+
+    @property
+    def mfu(self) -> float:
+        """The same by the device's peak."""
+        return self.flops_per_device / self.request.machine.device.flops(self.run.precision.dtype)
+
+    @property
+    def days(self) -> float:
+        """For the request's tokens."""
+        per_token = model_flops(self.run) / (self.run.train.global_batch_size * self.run.data.seq_length)
+        return formulas.training_days(self.request.tokens, per_token, self.request.devices, self.flops_per_device)
+
+    @cached_property
+    def command(self) -> list[str]:
+        """Arguments of pretrain_gpt2.py."""
+        return words(self.given)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Layouts that share what is against them."""
+
+    reason: str
+    layouts: int
+    example: str
+    """What the first of them was told."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What came of a search."""
+
+    fitting: list[Candidate]
+    """The fastest first."""
+    too_large: list[Candidate]
+    """Legal layouts whose memory is not there, those that lack least first."""
+    rejections: list[Rejection]
+    """Layouts that may not be, those that most share first."""
+
+    @property
+    def looked_at(self) -> int:
+        """Layouts of all kinds."""
+        return len(self.fitting) + len(self.too_large) + sum(rejection.layouts for rejection in self.rejections)
+
+
+def search(request: Request) -> Plan:
+    """All layouts of ``request``."""
+    rejected: dict[str, Rejection] = {}
+    found = [candidate for shape in _shapes(request) for candidate in _candidates(request, shape, rejected)]
+    fitting = [candidate for candidate in found if candidate.fits]
+    too_large = [candidate for candidate in found if not candidate.fits]
+    return Plan(
+        sorted(fitting, key=lambda candidate: (candidate.timing.total, candidate.memory.total)),
+        sorted(too_large, key=lambda candidate: candidate.memory.total),
+        sorted(rejected.values(), key=lambda rejection: -rejection.layouts),
+    )
+
+
+def _shapes(request: Request) -> Iterator[dict[str, Given]]:
+    """Tensor-parallel size and stages of every grid; with one stage, on either engine."""
+    for t in _axis(request, "model_parallel_size", _divisors(request.devices)):
+        stages = (0, *_divisors(request.devices // t.value or 1))
+        for p in _axis(request, "pipe_parallel_size", stages):
+            yield {"model_parallel_size": t, "pipe_parallel_size": p}
+
+
+def _choices(request: Request) -> Iterator[dict[str, Given]]:
+    """What a grid leaves open, but for the micro-batch."""
+    recompute = (None,) if "checkpoint_activations" in request.given else RECOMPUTE
+    axes = {
+        "zero_stage": _axis(request, "zero_stage", range(4)),
+        "sequence_parallel": _axis(request, "sequence_parallel", (None, True)),
+        "recompute_granularity": _axis(request, "recompute_granularity", recompute),
+    }
+    for values in itertools.product(*axes.values()):
+        yield {name: value for name, value in zip(axes, values, strict=True) if value is not None}
+
+
+def _axis(request: Request, name: str, values: Sequence[object]) -> list[Given | None]:
+    """What a field may be: what the user said, or each of ``values``, where None leaves it alone."""
+    if name in request.given:
+        return [request.given[name]]
+    return [None if value is None else _flag(name, value) for value in values]
+
+
+def _flag(name: str, value: object) -> Given:
+    flag = flag_name(flag_fields()[name])
+    return Given(value, flag if value is True else f"{flag} {value}")
+
+
+def _candidates(request: Request, shape: Mapping[str, Given], rejected: dict[str, Rejection]) -> Iterator[Candidate]:
+    """The legal candidates of one grid; what is against the others is counted in ``rejected``."""
+    grid: _Grid | None = None
+    settled = bool({"micro_batch_size", "gradient_accumulation_steps"} & request.given.keys())
+    for choice in _choices(request):
+        given = {**request.given, **shape, **choice}
+        # The smallest micro-batch is the one that fewest rules are against.
+        smallest = given if settled else {**given, "micro_batch_size": _flag("micro_batch_size", 1)}
+        run, problems = resolve_run(smallest, request.environ)
+        broken = ("the global batch falls into equal parts", problems[0]) if problems else _broken(run)
+        if broken:
+            _count(rejected, *broken)
+            continue
+        run = _with_vocabulary(run, request.vocab_size)
+        grid = grid or _Grid(run)
+        for sized in [run] if settled else _with_micro_batches(run):
+            if sized.parallel.folds_pipeline and (broken := _broken(sized)):
+                _count(rejected, *broken)
+                continue
+            whole = {**given, "micro_batch_size": _flag("micro_batch_size", sized.train.micro_batch_size)}
+            yield _candidate(request, sized, whole, grid)
+
+
+def _broken(run: RunConfig) -> tuple[str, str] | None:
+    """The first rule that ``run`` breaks, and its message."""
+    checked = ((rule.name, rule.check(run)) for rule in RULES)
+    return next(((name, message) for name, message in checked if message is not None), None)
+
+
+def _count(rejected: dict[str, Rejection], reason: str, example: str) -> None:
+    earlier = rejected.get(reason, Rejection(reason, 0, example))
+    rejected[reason] = replace(earlier, layouts=earlier.layouts + 1)
+
+
+def _with_vocabulary(run: RunConfig, size: int) -> RunConfig:
+    model = run.model
+    padded = padded_vocabulary(size, run.parallel.model_parallel_size, model.make_vocab_size_divisible_by)
+    return replace(run, model=replace(model, vocab_size=size, padded_vocab_size=padded))
+
+
+def _with_micro_batches(run: RunConfig) -> Iterator[RunConfig]:
+    """``run`` with each micro-batch that divides a replica's samples."""
+    samples = run.train.global_batch_size // run.parallel.data_parallel_size
+    for size in _divisors(samples):
+        yield replace(run, train=replace(run.train, micro_batch_size=size, gradient_accumulation_steps=samples // size))
+
+
+@lru_cache(maxsize=1024)
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, number + 1) if number % size == 0)
+
+
+class _Grid:
+    """What candidates of one grid share: its stages, one of each kind, and what they hold."""
+
+    def __init__(self, run: RunConfig):
+        kinds: dict[tuple[int, int], tuple[int, Stage]] = {}
+        for number, stage in enumerate(plan(run)):
+            # Of equal stages the first keeps most: more micro-batches are under way there.
+            kinds.setdefault((layers_of(run, stage), stage.parameters), (number, stage))
+        self.stages = list(kinds.values())
+        self.weights = [stage_weights(run, stage) for _, stage in self.stages]
+        self.parameters = [numel(weights) for weights in self.weights]
+        self._states: dict[int, list[States]] = {}
+
+    def states(self, run: RunConfig) -> list[States]:
+        """Of each kind of stage, which depend on the ZeRO stage alone."""
+        stage = run.zero.zero_stage
+        if stage not in self._states:
+            self._states[stage] = [states(run, weights) for weights in self.weights]
+        return self._states[stage]
+
+
+def _candidate(request: Request, run: RunConfig, given: Mapping[str, Given], grid: _Grid) -> Candidate:
+    micro_batch, memories, sent = activations(run), [], []
+    for (number, stage), count, held in zip(grid.stages, grid.parameters, grid.states(run), strict=True):
+        memories.append(Memory(count, held, working(run, stage, number, micro_batch)))
+        sent.append((stage, traffic(run, stage, count, micro_batch.hidden)))
+    return Candidate(
+        request,
+        run,
+        given,
+        max(memories, key=lambda memory: memory.total),
+        max((one for _, one in sent), key=lambda one: one.total),
+        timing(run, request.machine, sent),
+    )

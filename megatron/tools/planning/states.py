@@ -1,0 +1,271 @@
+"""Weights, gradients and optimizer of one rank, in bytes, as DeepSpeed lays them out.
+
+Both kinds of weights, those that decay and those that do not, are flat tensors of their own at ZeRO 1 and 2,
+filled up so that all owners have equal parts. At ZeRO 3 every weight is filled up by itself.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from math import ceil
+from typing import NamedTuple
+
+from megatron.config import ModelConfig, RunConfig
+from megatron.config.architecture import BERT
+from megatron.parallel.pipeline.partition import Stage, plan
+
+
+class Weight(NamedTuple):
+    """One parameter as a tensor-parallel rank holds it."""
+
+    name: str
+    numel: int
+    decays: bool
+    """Whether the optimizer's weight decay takes it: matrices, not biases and norms."""
+
+
+def stage_weights(run: RunConfig, stage: Stage) -> list[Weight]:
+    """What a rank of ``stage`` holds; the table of words once, where both ends are on it."""
+    held = sorted({number for piece in stage.pieces for number in piece})
+    last, t = run.model.num_layers + 1, run.parallel.model_parallel_size
+    found: list[Weight] = []
+    for number in held:
+        if number == last:
+            found += _back(run.model, t, tied=0 in held)
+        else:
+            found += _front(run.model, t) if number == 0 else _layer(run.model, t)
+    return found
+
+
+def numel(weights: Sequence[Weight]) -> int:
+    """Elements of all of them."""
+    return sum(weight.numel for weight in weights)
+
+
+def rank_parameters(run: RunConfig) -> list[int]:
+    """Elements that one rank of each stage holds."""
+    return [numel(stage_weights(run, stage)) for stage in plan(run)]
+
+
+def _front(model: ModelConfig, t: int) -> list[Weight]:
+    h = model.hidden_size
+    types = [Weight("tokentype_embeddings.weight", 2 * h, True)] if model.architecture == BERT.name else []
+    return [_words(model, t), *types, Weight("position_embeddings.weight", model.max_position_embeddings * h, True)]
+
+
+def _words(model: ModelConfig, t: int) -> Weight:
+    return Weight("word_embeddings.weight", model.padded_vocab_size // t * model.hidden_size, True)
+
+
+def _back(model: ModelConfig, t: int, *, tied: bool) -> list[Weight]:
+    h, words = model.hidden_size, [] if tied else [_words(model, t)]
+    if model.architecture != BERT.name:
+        return [*_norm("final_layernorm", h), *words]
+    return [
+        *_norm("final_layernorm", h),
+        *_linear("dense", h, h),
+        *_norm("layernorm", h),
+        *_linear("pooler", h, h),
+        *_linear("order", h, 2),
+        *words,
+        Weight("word_bias", model.padded_vocab_size // t, False),
+    ]
+
+
+@lru_cache(maxsize=64)
+def _layer_of(h: int, inner: int, t: int) -> tuple[Weight, ...]:
+    return (
+        *_norm("input_layernorm", h),
+        Weight("attention.query_key_value.weight", 3 * h * h // t, True),
+        Weight("attention.query_key_value.bias", 3 * h // t, False),
+        Weight("attention.dense.weight", h * h // t, True),
+        Weight("attention.dense.bias", h, False),
+        *_norm("post_attention_layernorm", h),
+        Weight("mlp.dense_h_to_4h.weight", h * inner // t, True),
+        Weight("mlp.dense_h_to_4h.bias", inner // t, False),
+        Weight("mlp.dense_4h_to_h.weight", h * inner // t, True),
+        Weight("mlp.dense_4h_to_h.bias", h, False),
+    )
+
+
+def _layer(model: ModelConfig, t: int) -> tuple[Weight, ...]:
+    return _layer_of(model.hidden_size, model.ffn_hidden_size, t)
+
+
+def _norm(name: str, h: int) -> tuple[Weight, Weight]:
+    return Weight(f"{name}.weight", h, False), Weight(f"{name}.bias", h, False)
+
+
+def _linear(name: str, inputs: int, outputs: int) -> tuple[Weight, Weight]:
+    """One that every rank holds whole."""
+    return Weight(f"{name}.weight", inputs * outputs, True), Weight(f"{name}.bias", outputs, False)
+
+
+FP32 = 4
+_ALIGNMENT = 2
+"""Elements that each owner's part is a multiple of at ZeRO 1 and 2."""
+_COUNTER = 4
+"""Bytes in which torch's Adam counts the steps of each of its tensors."""
+
+# DeepSpeed's own settings, where the JSON says nothing.
+_BUCKET = 500_000_000
+_PERSISTENT = 100_000
+_LIVE = 1_000_000_000
+_SUB_GROUP = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class States:
+    """What a rank holds from one micro-batch to the next, on its device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    """Buckets to reduce gradients in, and what ZeRO 3 has gathered."""
+    step: int
+    """What the optimizer's step takes beside them, when no activations are there any more."""
+
+
+def bytes_of(run: RunConfig) -> int:
+    """Bytes of an element of weights and activations."""
+    return FP32 if run.precision.dtype == "fp32" else 2
+
+
+def states(run: RunConfig, weights: Sequence[Weight], owner: int | None = None) -> States:
+    """What rank ``owner`` of those that hold ``weights`` keeps; without one, the rank that keeps most.
+
+    What is offloaded to CPU memory or NVMe is not counted.
+    """
+    return States(
+        weights=_weights(run, weights),
+        gradients=_gradients(run, weights, owner),
+        optimizer=_optimizer(run, weights),
+        buffers=_buffers(run, weights),
+        step=_step(run, weights),
+    )
+
+
+def owners(run: RunConfig) -> int:
+    """Ranks that hold the same weights, which ZeRO deals out among them."""
+    return run.parallel.data_parallel_size * run.parallel.ds_sequence_parallel_size
+
+
+def _weights(run: RunConfig, weights: Sequence[Weight]) -> int:
+    element = bytes_of(run)
+    if run.zero.zero_stage == 3:
+        whole = sum(weight.numel for weight in weights if weight.numel <= _persistent(run))
+        shards = 0 if run.zero.offload_param != "none" else _shards(run, weights)
+        return (shards + whole) * element
+    if not _is_flat(run) or _steps_all(run):
+        return numel(weights) * element
+    return sum(_part(run, group) * owners(run) for group in _groups(weights)) * element
+
+
+def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
+    element = bytes_of(run)
+    if _sums_in_fp32(run):
+        # Beside the sum, those of the last micro-batch; at ZeRO 0 each goes as soon as it has been added.
+        return numel(weights) * (FP32 + (element if run.zero.zero_stage else 0))
+    if run.zero.zero_stage < 2:
+        return numel(weights) * element
+    if run.zero.offloads_optimizer:
+        return 0
+    if run.zero.zero_stage == 3:
+        return _shards(run, weights) * element
+    if run.precision.grad_accum_dtype == "fp32" and element != FP32:
+        return sum(_part(run, group) for group in _groups(weights)) * FP32
+    overlapping = _overlapping(run, weights)
+    return (max(overlapping) if owner is None else overlapping[owner]) * element
+
+
+def _optimizer(run: RunConfig, weights: Sequence[Weight]) -> int:
+    """Adam's two moments, and fp32 weights of its own where it does not step those that compute."""
+    if run.zero.offloads_optimizer:
+        return 0
+    if not _is_flat(run):
+        return 2 * numel(weights) * FP32 + len(weights) * _COUNTER
+    groups = [group for group in _groups(weights) if group]
+    part = _shards(run, weights) if run.zero.zero_stage == 3 else sum(_part(run, group) for group in groups)
+    return 3 * part * FP32 + len(groups) * _COUNTER
+
+
+def _buffers(run: RunConfig, weights: Sequence[Weight]) -> int:
+    zero = run.zero
+    if zero.zero_stage == 0 or _sums_in_fp32(run):
+        return 0
+    bucket = int(zero.zero_reduce_bucket_size) or _setting(run, "reduce_bucket_size", _BUCKET)
+    if zero.zero_stage == 3:
+        passing = sum(weight.numel for weight in weights if weight.numel > _persistent(run))
+        return (bucket + min(passing, _setting(run, "stage3_max_live_parameters", _LIVE))) * bytes_of(run)
+    copies = 2 if zero.zero_overlap_comm else 1
+    return copies * bucket * bytes_of(run) if zero.zero_contigious_gradients else 0
+
+
+def _step(run: RunConfig, weights: Sequence[Weight]) -> int:
+    """Gradients flat, and once more in fp32 where they are not, or where ZeRO 2 has them by tensor.
+
+    Adam steps in place, and norms are those of blocks.
+    """
+    if not _is_flat(run) or run.zero.offloads_optimizer:
+        return 0
+    parts = sum(_part(run, group) for group in _groups(weights))
+    if run.zero.zero_stage == 3:
+        parts = min(_shards(run, weights), _setting(run, "sub_group_size", _SUB_GROUP))
+    copies_again = bytes_of(run) != FP32 or run.zero.zero_stage == 2
+    return parts * (bytes_of(run) + (FP32 if copies_again else 0))
+
+
+def _is_flat(run: RunConfig) -> bool:
+    """Whether DeepSpeed steps flat copies; in fp32 at ZeRO 0 the optimizer has the weights themselves."""
+    return run.zero.zero_stage > 0 or run.precision.dtype != "fp32"
+
+
+def _steps_all(run: RunConfig) -> bool:
+    """Whether every rank steps an fp32 copy of all weights; in bf16 DeepSpeed deals them out even at ZeRO 0."""
+    return run.precision.fp16 and run.zero.zero_stage == 0
+
+
+def _sums_in_fp32(run: RunConfig) -> bool:
+    """Whether every rank adds gradients up in an fp32 copy of all of them."""
+    stage = run.zero.zero_stage
+    return run.precision.bf16 and (stage == 0 or (stage == 1 and run.precision.grad_accum_dtype == "fp32"))
+
+
+def _groups(weights: Sequence[Weight]) -> list[int]:
+    """Elements of what decays and of what does not."""
+    return [sum(weight.numel for weight in weights if weight.decays is decays) for decays in (True, False)]
+
+
+def _part(run: RunConfig, group: int) -> int:
+    """Elements of a group that one owner steps."""
+    if _steps_all(run):
+        return group
+    return ceil(group / (_ALIGNMENT * owners(run))) * _ALIGNMENT
+
+
+def _shards(run: RunConfig, weights: Sequence[Weight]) -> int:
+    """Elements of one owner's parts of every weight at ZeRO 3."""
+    return sum(ceil(weight.numel / owners(run)) for weight in weights)
+
+
+def _overlapping(run: RunConfig, weights: Sequence[Weight]) -> list[int]:
+    """Elements of the weights that have anything in each owner's part: ZeRO 2 keeps their gradients whole."""
+    found = [0] * owners(run)
+    for decays in (True, False):
+        sizes = [weight.numel for weight in weights if weight.decays is decays]
+        part = _part(run, sum(sizes))
+        for size, end in zip(sizes, accumulate(sizes), strict=True):
+            for owner in range((end - size) // part, (end - 1) // part + 1):
+                found[owner] += size
+    return found
+
+
+def _persistent(run: RunConfig) -> int:
+    """Elements up to which ZeRO 3 keeps a weight whole beside its part."""
+    return _setting(run, "stage3_param_persistence_threshold", _PERSISTENT)
+
+
+def _setting(run: RunConfig, key: str, default: int) -> int:
+    return int(run.ds_config.get("zero_optimization", {}).get(key, default))

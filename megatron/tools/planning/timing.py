@@ -1,0 +1,155 @@
+"""How long an iteration takes, roughly: arithmetic, pipeline bubble, and traffic at the speed of its links."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config import RunConfig
+from megatron.parallel.pipeline.partition import Stage
+from megatron.tools.planning import formulas
+from megatron.tools.planning.formulas import ring_all_reduce, ring_gather
+from megatron.tools.planning.memory import ends_of, layers_of
+from megatron.tools.planning.presets import Device
+from megatron.tools.planning.states import bytes_of, owners
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends in one iteration, by what they are for."""
+
+    tensor: float
+    pipeline: float
+    data: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.tensor + self.pipeline + self.data
+
+
+def traffic(run: RunConfig, stage: Stage, parameters: int, hidden: int) -> Traffic:
+    """What a rank of ``stage``, with so many parameters, sends in one iteration.
+
+    ``hidden`` are the bytes of hidden states between two stages.
+    """
+    return Traffic(tensor(run, stage), pipeline(run, stage, hidden), data(run, parameters))
+
+
+def tensor(run: RunConfig, stage: Stage) -> float:
+    """All-reduces of hidden states: two a layer forward and two backward, two more where layers are recomputed.
+
+    Where the sequence is cut, a gather and a reduce-scatter stand for each, and send as much. Around
+    attention, Ulysses exchanges query, key, value and context, forward and backward.
+    """
+    parallel, layers = run.parallel, layers_of(run, stage)
+    t, parts = parallel.model_parallel_size, parallel.ds_sequence_parallel_size
+    tokens = run.train.micro_batch_size * run.data.seq_length // parts
+    hidden = tokens * run.model.hidden_size * bytes_of(run)
+    passes = 6 if run.activation.layers_together else 4
+    reduced = (passes * layers + sum(ends_of(run, stage))) * ring_all_reduce(hidden, t)
+    exchanged = 2 * passes * layers * ring_gather(hidden / t, parts)  # 4 hidden states in each of passes / 2
+    return run.train.gradient_accumulation_steps * (reduced + exchanged)
+
+
+def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
+    """Hidden states forward and their gradients backward, at each border; of equal ones a rank sends its part."""
+    parallel = run.parallel
+    if parallel.pipe_stages == 1:
+        return 0.0
+    last = run.model.num_layers + 1
+    borders = sum((piece.start > 0) + (piece.stop <= last) for piece in stage.pieces)
+    whole = parallel.sequence_parallel or parallel.folds_pipeline
+    part = hidden / (1 if whole else parallel.model_parallel_size)
+    return run.train.gradient_accumulation_steps * borders * part
+
+
+def data(run: RunConfig, parameters: int) -> float:
+    """Gradients reduced and weights gathered, by ZeRO stage (arXiv 1910.02054, section 7).
+
+    ZeRO 2 reduces the gradients of every micro-batch, and ZeRO 3 gathers the weights twice for each, too.
+    """
+    ranks, accumulated = owners(run), run.train.gradient_accumulation_steps
+    one_way = ring_gather(parameters * bytes_of(run), ranks)
+    ways = {0: 2, 1: 2, 2: accumulated + 1, 3: 3 * accumulated}[run.zero.zero_stage]
+    return ways * one_way
+
+
+_LINKS = 0.75
+"""What collectives reach of a link's bandwidth."""
+_SMALL = 2.0e5
+"""Elements of a rank's hidden states, tokens x its columns, at which products reach half of what large ones do."""
+_CORE = 0.5
+"""The speed of attention's products by that of linears."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """An iteration, in seconds."""
+
+    compute: float
+    """Of the busiest stage."""
+    tensor: float
+    """Waiting for tensor-parallel ranks."""
+    pipeline: float
+    """Sending between stages."""
+    bubble: float
+    """Waiting for the pipeline to fill and to drain."""
+    data: float
+    """Reducing gradients and gathering weights."""
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.compute + self.tensor + self.pipeline + self.bubble + self.data
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices, so many of them on a host."""
+
+    device: Device
+    per_node: int
+
+    def bandwidth(self, span: int) -> float:
+        """Bytes a second between ranks whose numbers are less than ``span`` apart."""
+        return _LINKS * (self.device.intra_bandwidth if span <= self.per_node else self.device.inter_bandwidth)
+
+
+def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traffic]]) -> Timing:
+    """The iteration of ``run``, whose slowest stage is among ``stages``."""
+    parallel, m = run.parallel, run.train.gradient_accumulation_steps
+    t, inner = parallel.model_parallel_size, parallel.model_parallel_size * parallel.ds_sequence_parallel_size
+    replicas = inner * parallel.data_parallel_size
+    compute = max(compute_seconds(run, machine, stage) for stage, _ in stages)
+    tensor = max(traffic.tensor for _, traffic in stages) / machine.bandwidth(inner)
+    sends = max(traffic.pipeline for _, traffic in stages) / machine.bandwidth(replicas * parallel.pipe_stages)
+    data = max(traffic.data for _, traffic in stages) / machine.bandwidth(replicas)
+    if not parallel.uses_pipeline and run.zero.zero_overlap_comm:
+        data = max(data - compute / 2, 0.0)
+    pieces = parallel.pipe_pieces // parallel.pipe_stages
+    idle = formulas.bubble(parallel.pipe_stages, m, pieces) * (compute + tensor + sends)
+    return Timing(compute, tensor if t > 1 or inner > t else 0.0, sends, idle, data)
+
+
+def compute_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
+    """Arithmetic of a rank of ``stage`` in one iteration: forward, backward, and what is recomputed."""
+    model, tokens = run.model, run.train.micro_batch_size * run.data.seq_length
+    layers = layers_of(run, stage)
+    core = 4 * run.data.seq_length * model.hidden_size * layers
+    linears = stage.flops - core
+    head = 2 * model.padded_vocab_size * model.hidden_size
+    in_layers = linears - (head if ends_of(run, stage)[1] else 0)
+    again = bool(run.activation.layers_together)
+    passes = 3 * linears + again * in_layers
+    core_passes = (3 + (again or model.recomputes_attention)) * core
+    per_rank = tokens / (run.parallel.model_parallel_size * run.parallel.ds_sequence_parallel_size)
+    size = per_rank * model.hidden_size
+    speed = machine.device.flops(run.precision.dtype) * machine.device.efficiency * size / (size + _SMALL)
+    return run.train.gradient_accumulation_steps * per_rank * (passes + core_passes / _CORE) / speed
+
+
+def model_flops(run: RunConfig) -> float:
+    """Operations of one iteration that no layout can do without."""
+    model = run.model
+    return formulas.model_flops(
+        run.train.global_batch_size, run.data.seq_length, model.num_layers, model.hidden_size, model.padded_vocab_size
+    )

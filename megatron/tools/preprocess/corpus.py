@@ -1,0 +1,275 @@
+"""Text to be tokenized: JSONL, plain text with a document on each line, or Parquet with one in each row."""
+
+import codecs
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from megatron.config.errors import ConfigError, DataError
+
+_BLOCK = 1 << 14
+"""Compressed bytes taken at a time: what they hold may be very much more."""
+_LARGEST_WINDOW = 1 << 31
+"""As ``zstd --long=31`` writes it."""
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """Open a file for reading, decompressed if it begins like gzip or Zstandard.
+
+    What is wrong with a file shows when it is read: OSError, EOFError where it is cut short, ValueError where it is
+    damaged. Raises ConfigError where a package is needed that is not there.
+    """
+    file = open(path, "rb")
+    start = file.peek(4)
+    for magic, opener in _OPENERS.items():
+        if start.startswith(magic):
+            return opener(file)
+    return file
+
+
+def _open_zstandard(file: BinaryIO) -> BinaryIO:
+    try:
+        import zstandard
+    except ImportError:
+        raise ConfigError(f"{file.name} is compressed by Zstandard: pip install zstandard to read it") from None
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW)
+    return io.BufferedReader(_Frames(file, decompressor.decompressobj, zstandard.ZstdError), 1 << 16)
+
+
+class _Frames(io.RawIOBase):
+    """What any number of Zstandard frames hold, one behind the other.
+
+    The package's own reader takes a file that is cut short for one that has ended.
+    """
+
+    def __init__(self, file: BinaryIO, new_frame: Callable, error: type[Exception]) -> None:
+        self._file, self._new_frame, self._error = file, new_frame, error
+        self._frame = None
+        self._compressed = b""
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        while not self._ready:
+            self._compressed = self._compressed or self._file.read(_BLOCK)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle of a Zstandard frame")
+                return 0
+            self._decompress()
+        taken = min(len(buffer), len(self._ready))
+        buffer[:taken] = self._ready[:taken]
+        self._ready = self._ready[taken:]
+        return taken
+
+    def _decompress(self) -> None:
+        self._frame = self._frame or self._new_frame()
+        try:
+            self._ready = memoryview(self._frame.decompress(self._compressed))
+        except self._error as error:
+            raise ValueError(str(error)) from error
+        self._compressed = b""
+        if self._frame.eof:
+            self._compressed, self._frame = self._frame.unused_data, None
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+_OPENERS: dict[bytes, Callable[[BinaryIO], BinaryIO]] = {
+    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
+    b"\x28\xb5\x2f\xfd": _open_zstandard,
+}
+"""First bytes of a compressed file, and what opens it."""
+
+
+Row = tuple[bytes | None, ...]
+"""The cells of the columns asked for, UTF-8; None where there is none."""
+
+_ROWS = 16
+"""Rows decoded at a time: documents may be long."""
+
+
+def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """The rows of ``columns``, in order.
+
+    Raises:
+        ConfigError: pyarrow is not there.
+        DataError: a column is missing, or holds no strings.
+        OSError, ValueError: the file cannot be read, or is damaged.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(f"{path} is a Parquet file: pip install pyarrow to read it") from None
+    # Pages are read as they are needed, not row groups, which writers make as large as they please.
+    with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
+        _check_columns(path, file.schema_arrow, columns)
+        for batch in file.iter_batches(_ROWS, columns=list(columns), use_threads=False):
+            yield from zip(*(_cells(batch.column(name)) for name in columns), strict=True)
+
+
+def _check_columns(path: Path, schema, columns: Sequence[str]) -> None:
+    import pyarrow
+
+    for name in columns:
+        if name not in schema.names:
+            raise DataError(
+                f'{path}: no column "{name}" (choose columns with --json-keys; there are {", ".join(schema.names)})'
+            )
+        kind = schema.field(name).type
+        kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise DataError(f'{path}: column "{name}" holds {kind}, where strings are needed')
+
+
+def _cells(column) -> list[bytes | None]:
+    """As bytes: whether they are UTF-8 is for the reader of the row to say, which knows its number."""
+    import pyarrow
+
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    is_large = pyarrow.types.is_large_string(column.type)
+    return column.cast(pyarrow.large_binary() if is_large else pyarrow.binary()).to_pylist()
+
+
+class Chunk(NamedTuple):
+    """Consecutive lines of a file, or rows."""
+
+    path: Path
+    first_line: int
+    lines: list[bytes] | list[Row]
+    size: int
+    """Bytes of text."""
+    place: tuple[int, int] = (0, 0)
+    """Files before its own, and chunks of its own up to its end."""
+
+
+class Format(NamedTuple):
+    """A kind of input."""
+
+    lines: Callable[[Path, Sequence[str]], Iterator[bytes] | Iterator[Row]]
+    """The lines of a file, as far as the keys need them."""
+    texts: Callable[[str, bytes | Row, Sequence[str]], list[str]]
+    """The text of each key on a line. Raises DataError with its first argument, which says where the line is."""
+    blank_lines_mean_nothing: bool = False
+    """Whether lines without text are as they should be."""
+
+
+def read_chunks(path: Path, kind: str, keys: Sequence[str], *, size: int) -> Iterator[Chunk]:
+    """Cut a file of one of ``FORMATS`` into chunks of whole lines, of ``size`` bytes or a little more.
+
+    Raises:
+        DataError: the file cannot be read, or is damaged.
+        ConfigError: a package is needed to read it that is not there.
+    """
+    first_line, lines, held = 1, [], 0
+    try:
+        for line in FORMATS[kind].lines(path, keys):
+            lines.append(line)
+            held += len(line) if isinstance(line, bytes) else sum(len(cell or b"") for cell in line)
+            if held >= size:
+                yield Chunk(path, first_line, lines, held)
+                first_line, lines, held = first_line + len(lines), [], 0
+        if lines:
+            yield Chunk(path, first_line, lines, held)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        behind = f" behind line {first_line + len(lines) - 1}" if first_line + len(lines) > 1 else ""
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        raise DataError(f"cannot read {path}{behind}: {reason}") from error
+
+
+def _file_lines(path: Path, keys: Sequence[str]) -> Iterator[bytes]:
+    with open_lines(path) as file:
+        yield from file
+
+
+def _json_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
+    """The values under ``keys`` of the JSON object ``line``, all empty on a blank line."""
+    text = _of_line(where, line)
+    if not text.strip():
+        return [""] * len(keys)
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error.msg}, at column {error.colno}") from error
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{where}: JSON that cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise DataError(f"{where}: a JSON {_kind(document)}, where an object is needed")
+    for key in keys:
+        if key not in document:
+            raise DataError(f'{where}: no key "{key}" (choose keys with --json-keys)')
+        if not isinstance(document[key], str):
+            raise DataError(f'{where}: "{key}" is a {_kind(document[key])}, where a string is needed')
+        try:
+            document[key].encode("utf-8")
+        except UnicodeEncodeError as error:
+            # JSON can spell what is no Unicode text.
+            raise DataError(f'{where}: "{key}" holds half of a surrogate pair (\\ud800 to \\udfff)') from error
+    return [document[key] for key in keys]
+
+
+def _kind(value: object) -> str:
+    """What JSON calls a value that is not what it should be."""
+    kinds = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return kinds.get(type(value), "number")
+
+
+def _plain_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
+    """The line itself, under every key."""
+    text = _of_line(where, line)
+    return [text if text.strip() else ""] * len(keys)
+
+
+def _row_texts(where: str, row: Row, keys: Sequence[str]) -> list[str]:
+    for key, cell in zip(keys, row, strict=True):
+        if cell is None:
+            raise DataError(f'{where}: "{key}" is a null, where a string is needed')
+    return [_decoded(where, cell) for cell in row]
+
+
+def _of_line(where: str, line: bytes) -> str:
+    """The text of a line. A byte order mark is no part of it, nor is the end of the line."""
+    return _decoded(where, line).removeprefix(codecs.BOM_UTF8.decode()).rstrip("\r\n")
+
+
+def _decoded(where: str, text: bytes) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: byte {error.start + 1} of the line is not UTF-8") from error
+
+
+FORMATS: dict[str, Format] = {
+    "jsonl": Format(_file_lines, _json_texts),
+    "text": Format(_file_lines, _plain_texts, blank_lines_mean_nothing=True),
+    "parquet": Format(read_rows, _row_texts),
+}
+"""Kinds of input, by name."""
+
+
+_COMPRESSED = (".gz", ".zst")
+
+
+def format_of(path: Path) -> str:
+    """The format that a file's name tells, whatever it is compressed by: JSONL, unless it says another."""
+    name = path.with_suffix("") if path.suffix in _COMPRESSED else path
+    return {".txt": "text", ".parquet": "parquet"}.get(name.suffix, "jsonl")
+
+
+def text_size(paths: Sequence[Path], kind: str | None) -> int | None:
+    """Bytes of text of files of a format (None: by the name), so far as their sizes tell.
+
+    They do not where a file is compressed or a pipe; None then.
+    """
+    plain = all((kind or format_of(path)) != "parquet" and path.suffix not in _COMPRESSED for path in paths)
+    return sum(path.stat().st_size for path in paths) or None if plain else None

@@ -1,0 +1,259 @@
+"""From text to indexed data sets: read in chunks, tokenize in parallel, write in order.
+
+Memory stays flat: a few chunks are under way at any time, and nothing is kept of what is written. Now and then all is
+brought to disk, and a journal says how far the job has come.
+"""
+
+import os
+import re
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, closing
+from functools import cache, partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.config.errors import DataError, ResourceError
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
+from megatron.launch.processes import leave_with_parent
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tools.preprocess.corpus import FORMATS, Chunk, read_chunks
+from megatron.tools.preprocess.job import Job, Journal, Milestone, Summary
+
+ABBREVIATIONS = frozenset(
+    "adj adm adv al approx assn ave bldg bros brig ca capt cf ch chap cmdr co col comdr corp cpl dept dist dr ed eds "
+    "e.g eg eq esp est et ext fig figs fn fr ft gen gov hon hr i.e ie inc incl inst jr lt ltd maj messrs mgr "
+    "mr mrs ms mt mts mx orig p pp ph.d phd prof pvt rep rev resp sen sgt sr st supt trans "
+    "univ v viz vol vols vs".split()
+)
+"""Words before a stop that does not end a sentence, in lower case and without their last stop."""
+
+_PARAGRAPH = re.compile(r"\n\s*\n")
+_END = re.compile(
+    r"""[.!?\u2026]+["'\u2019\u201d\u00bb)\]]*\s+(?=["'\u2018\u201c\u00ab(\[]*[^\W_a-z]|["'\u2018\u201c\u00ab(\[]*[^\w\s])"""
+    r"""|[\u3002\uff01\uff1f]+["'\u2019\u201d\u300d\u300f)\]]*\s*"""
+)
+_LAST_WORD = re.compile(r"[^\s(\[\"'\u2018\u201c]+$")
+
+
+def split_sentences(text: str) -> list[str]:
+    """The sentences of ``text`` in order, without the blanks around them; together they are all of its words."""
+    sentences = []
+    for paragraph in _PARAGRAPH.split(text):
+        start = 0
+        for end in _END.finditer(paragraph):
+            if not _is_abbreviation(paragraph[start : end.start()], end.group()):
+                sentences.append(paragraph[start : end.end()].strip())
+                start = end.end()
+        sentences.append(paragraph[start:].strip())
+    return [sentence for sentence in sentences if sentence]
+
+
+def _is_abbreviation(before: str, mark: str) -> bool:
+    """Whether a single stop belongs to the word before it."""
+    if mark.rstrip() != ".":
+        return False
+    found = _LAST_WORD.search(before)
+    word = found.group() if found else ""
+    return word.lower() in ABBREVIATIONS or (len(word) == 1 and word.isupper() and word != "I")
+
+
+MILESTONE_CHUNKS = 32
+"""Chunks between two milestones, to go on from after an interruption."""
+
+
+class Fault(NamedTuple):
+    """What is wrong with a line."""
+
+    line: int
+    message: str
+    is_empty: bool
+    """Whether it is just that there is no text."""
+
+
+class Tokenized(NamedTuple):
+    """A chunk's documents."""
+
+    tokens: dict[str, np.ndarray]
+    """Of each key: all tokens, one document behind the other."""
+    sizes: dict[str, list[list[int]]]
+    """Of each key: tokens of each sequence of each document."""
+    blank: int
+    faults: list[Fault]
+    text_bytes: int
+    place: tuple[int, int]
+    """That of the chunk."""
+
+
+def preprocess(
+    job: Job, report: Callable[[Summary], None], tell: Callable[[str], None], *, resume: bool = False
+) -> Summary:
+    """Write one data set for each key; all of them, or none.
+
+    Args:
+        report: called with the summary so far, after each chunk and at the end.
+        tell: called with what is wrong with each line that is skipped.
+        resume: go on from where the same job was interrupted, if it was.
+
+    Raises:
+        DataError: a file or line that cannot be read (unless lines are to be skipped), a bad
+            vocabulary, no document at all, or what is left of another job.
+        ConfigError: a package is needed to read an input that is not there.
+        ResourceError: no room for the output, or a worker that was killed.
+    """
+    tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
+    dtype = best_dtype(tokenizer.vocab_size)
+    journal = job.journal
+    done = journal.read() if resume else None
+    summary = Summary(**done.counts) if done else Summary()
+    summary.resumed_at = summary.documents
+    try:
+        Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            builders = {
+                key: stack.enter_context(IndexedDatasetBuilder(prefix, dtype, done and done.outputs[key]))
+                for key, prefix in job.prefixes.items()
+            }
+            if done is None:
+                journal.remove()
+            results = _in_order(partial(tokenize_chunk, job), _chunks(job, done), job.workers)
+            for number, tokenized in enumerate(stack.enter_context(closing(results)), start=1):
+                _judge(tokenized, summary, tell if job.skip_errors else None)
+                _add(builders, tokenized, summary)
+                report(summary)
+                if number % MILESTONE_CHUNKS == 0:
+                    _set_milestone(journal, builders, tokenized.place, summary)
+            if not summary.documents:
+                raise DataError(f"no document in {', '.join(map(str, job.inputs))}: nothing to write")
+            for builder in builders.values():
+                builder.finish()
+        journal.remove()
+    except BrokenProcessPool as error:
+        cause = "a worker was killed, maybe for want of memory: use fewer --workers"
+        raise ResourceError(f"{cause}{_hint(journal)}") from error
+    except OSError as error:
+        place = error.filename or job.output_prefix
+        raise ResourceError(f"cannot write {place}: {error.strerror}{_hint(journal)}") from error
+    summary.output_bytes = summary.tokens * dtype.itemsize
+    summary.finished = True
+    report(summary)
+    return summary
+
+
+def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
+    """Read and tokenize the lines of a chunk; runs in a worker."""
+    kind = FORMATS[job.format_of(chunk.path)]
+    texts: dict[str, list[str]] = {key: [] for key in job.json_keys}
+    numbers, faults = [], []
+    for number, line in enumerate(chunk.lines, chunk.first_line):
+        try:
+            found = kind.texts(f"{chunk.path}:{number}", line, job.json_keys)
+        except DataError as error:
+            faults.append(Fault(number, str(error), is_empty=False))
+            continue
+        numbers.append(number)
+        for key, text in zip(job.json_keys, found, strict=True):
+            texts[key].append(text)
+    tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
+    end = [tokenizer.eod] if job.append_eod else []
+    tokens, sizes = {}, {}
+    blank, split = 0, split_sentences if job.split_sentences else _whole
+    for key in job.json_keys:
+        found = _tokenized(tokenizer, [split(text) for text in texts[key]])
+        without = [number for number, document in zip(numbers, found, strict=True) if not document]
+        if kind.blank_lines_mean_nothing:
+            blank += len(without)
+        else:
+            faults += [Fault(line, f'{chunk.path}:{line}: no text under "{key}"', is_empty=True) for line in without]
+        documents = [[*document[:-1], document[-1] + end] for document in found if document]
+        ids = chain.from_iterable(chain.from_iterable(documents))
+        tokens[key] = np.fromiter(ids, best_dtype(tokenizer.vocab_size))
+        sizes[key] = [[len(ids) for ids in document] for document in documents]
+    return Tokenized(tokens, sizes, blank, sorted(faults), chunk.size, chunk.place)
+
+
+def _whole(text: str) -> list[str]:
+    """The one sequence of a document that is not split."""
+    return [text]
+
+
+def _tokenized(tokenizer: Tokenizer, documents: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+    """The tokens of each sequence of each document, without those that have none."""
+    ids = iter(tokenizer.tokenize_batch(list(chain.from_iterable(documents))))
+    return [[tokens for tokens in islice(ids, len(sequences)) if tokens] for sequences in documents]
+
+
+@cache
+def _tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
+    """The tokenizer, built once in a process, and inherited by the workers forked from it."""
+    return build_tokenizer(kind, vocab_file, merge_file)
+
+
+def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk]:
+    """The inputs, cut into chunks, without what is done."""
+    inputs, chunks = done.place if done else (0, 0)
+    for number, path in enumerate(job.inputs[inputs:], inputs):
+        cut = read_chunks(path, job.format_of(path), job.json_keys, size=job.chunk_bytes)
+        for count, chunk in islice(enumerate(cut, start=1), chunks, None):
+            yield chunk._replace(place=(number, count))
+        chunks = 0
+
+
+def _in_order(
+    function: Callable[[Chunk], Tokenized], chunks: Iterable[Chunk], workers: int
+) -> Generator[Tokenized, None, None]:
+    """Map ``function`` over ``chunks`` with some processes; at most two chunks a process are under way."""
+    if workers == 1:
+        yield from map(function, chunks)
+        return
+    with ProcessPoolExecutor(workers, initializer=leave_with_parent, initargs=(os.getpid(),)) as pool:
+        pending: deque[Future[Tokenized]] = deque()
+        try:
+            for chunk in chunks:
+                pending.append(pool.submit(function, chunk))
+                if len(pending) == 2 * workers:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def _judge(tokenized: Tokenized, summary: Summary, tell: Callable[[str], None] | None) -> None:
+    """Count a chunk's bad lines, and tell them. Raises DataError for the first if nobody is to be told."""
+    for fault in tokenized.faults:
+        if tell is None:
+            raise DataError(f"{fault.message} (--on-error skip leaves such lines out)")
+        tell(fault.message)
+        summary.empty += fault.is_empty
+        summary.bad_lines += not fault.is_empty
+    summary.blank += tokenized.blank
+
+
+def _add(builders: Mapping[str, IndexedDatasetBuilder], tokenized: Tokenized, summary: Summary) -> None:
+    """Write a chunk's documents and count them."""
+    for key, builder in builders.items():
+        builder.add_documents(tokenized.tokens[key], tokenized.sizes[key])
+        summary.documents += len(tokenized.sizes[key])
+        summary.tokens += len(tokenized.tokens[key])
+    summary.input_bytes += tokenized.text_bytes
+
+
+def _set_milestone(
+    journal: Journal, builders: Mapping[str, IndexedDatasetBuilder], place: tuple[int, int], summary: Summary
+) -> None:
+    """Bring all to disk, so that the job can go on behind ``place`` from now on."""
+    outputs = {key: builder.sync() for key, builder in builders.items()}
+    journal.write(Milestone(place, outputs, vars(summary)))
+    for builder in builders.values():
+        builder.keeps = True
+
+
+def _hint(journal: Journal) -> str:
+    return "; --resume goes on from there" if journal.path.exists() else ""

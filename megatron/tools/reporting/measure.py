@@ -1,0 +1,143 @@
+"""What a timeline comes to: bubble, imbalance, shares of the time, and what each layer costs. No torch."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, median
+from typing import NamedTuple
+
+from megatron.parallel.pipeline.schedule import bubble
+from megatron.training.timeline import Event, Timeline
+
+SHARES = ("forward", "backward", "collectives", "transfer", "reduce", "step", "load", "waiting")
+"""What a rank's time goes into. Collectives are those inside the passes, of tensor parallelism for one, and no part of
+forward and backward here; transfer is from when both ends are there; waiting is all the rest."""
+PASSES, COMMUNICATION = SHARES[:3], SHARES[2:5]
+"""What the passes of a stage take together, and what ranks do for each other."""
+_PARTNERS = {
+    "SendActivation": ("RecvActivation", 1), "RecvActivation": ("SendActivation", -1),
+    "SendGrad": ("RecvGrad", -1), "RecvGrad": ("SendGrad", 1),
+}  # fmt: skip
+"""Of each end of a transfer: the other end, and how many stages further it is."""
+
+
+class Measures(NamedTuple):
+    """Medians over the traced iterations, and means over the pipelines."""
+
+    seconds: float
+    """Of an iteration, from its first instruction to its last."""
+    bubble: float
+    """Share of the time from the first forward pass to the last backward pass in which stages run neither."""
+    theory: float | None
+    """The same where all passes of a kind take equally long; None for a schedule without such a formula."""
+    imbalance: float
+    """Time in passes of the slowest stage over the mean."""
+    communication: float
+    """Share of an iteration that ranks spend in collectives, in transfers between stages, and in the reduction."""
+    ranks: tuple[dict[str, float], ...]
+    """Of each rank: seconds of an iteration for each of ``SHARES``."""
+
+
+def measure(timeline: Timeline) -> Measures:
+    """All measures of a timeline."""
+    iterations, pipelines = timeline.iterations, timeline.pipelines
+    spent = [_spent(timeline, iteration) for iteration in iterations]
+    ranks = tuple(
+        {share: median(of_ranks[rank][share] for of_ranks in spent) for share in SHARES}
+        for rank in range(len(timeline.places))
+    )
+    seconds = median(_span(_all(timeline, range(len(ranks)), iteration)) for iteration in iterations)
+    shape = timeline.shape
+    busy = [[sum(ranks[rank][share] for share in PASSES) for rank in pipeline] for pipeline in pipelines]
+    return Measures(
+        seconds=seconds,
+        bubble=mean(median(_bubble(timeline, ranks, n) for n in iterations) for ranks in pipelines),
+        theory=bubble(shape.stages, shape.micro_batches) if shape.schedule == "1f1b" else None,
+        imbalance=mean(max(stages) / max(mean(stages), 1e-12) for stages in busy),
+        communication=mean(sum(rank[share] for share in COMMUNICATION) for rank in ranks) / max(seconds, 1e-12),
+        ranks=ranks,
+    )
+
+
+def _all(timeline: Timeline, ranks: Iterable[int], iteration: int) -> list[Event]:
+    return [event for rank in ranks for event in timeline.instructions(rank, iteration)]
+
+
+def _span(events: Sequence[Event]) -> float:
+    return max(event.end for event in events) - min(event.begin for event in events)
+
+
+def _bubble(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> float:
+    passes = [event for event in _all(timeline, pipeline, iteration) if event.kind in ("forward", "backward")]
+    return 1 - sum(event.seconds for event in passes) / (len(pipeline) * max(_span(passes), 1e-12))
+
+
+def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
+    """Of each rank: the seconds of ``iteration`` for each of ``SHARES``."""
+    span = _span(_all(timeline, range(len(timeline.places)), iteration))
+    found: list[dict[str, float]] = [{} for _ in timeline.places]
+    for pipeline in timeline.pipelines:
+        stages = [
+            {(event.name, event.micro_batch, event.phase): event for event in timeline.instructions(rank, iteration)}
+            for rank in pipeline
+        ]
+        for stage, rank in enumerate(pipeline):
+            spent = dict.fromkeys(SHARES, 0.0)
+            events = timeline.instructions(rank, iteration)
+            reductions = [event for event in events if event.kind == "reduce"]
+            for event in events:
+                if event.kind in SHARES:
+                    spent[event.kind] += event.seconds
+                elif event.name in _PARTNERS:
+                    spent["transfer"] += _transfer(event, stage, stages)
+                if event.kind == "backward":  # in which the plain engine reduces
+                    spent["backward"] -= sum(e.seconds for e in reductions if event.begin <= e.begin < event.end)
+            for event in timeline.events[rank]:
+                if event.iteration == iteration and event.collective and event.kind in ("forward", "backward"):
+                    spent["collectives"] += event.seconds
+                    spent[event.kind] -= event.seconds
+            spent["waiting"] = max(span - sum(spent.values()), 0.0)
+            found[rank] = spent
+    return found
+
+
+def _transfer(event: Event, stage: int, stages: Sequence[Mapping[tuple, Event]]) -> float:
+    """Seconds of this end of a transfer in which the other end was there too; 0 where they went through a queue."""
+    name, further = _PARTNERS[event.name]
+    is_inside = 0 <= stage + further < len(stages)
+    other = stages[stage + further].get((name, event.micro_batch, event.phase)) if is_inside else None
+    return max(event.end - max(event.begin, other.begin), 0.0) if other else 0.0
+
+
+def unit_seconds(timeline: Timeline) -> list[float]:
+    """What a micro-batch costs in each unit, forward and backward: embeddings, each layer, head with loss.
+
+    Layers are timed by themselves. The first stage's passes less its layers are the embeddings, the last one's the
+    head; where one stage has both, the head.
+    """
+    layers = [_typical(timeline, number) for number in range(1, timeline.shape.layers + 1)]
+    ends = [min(pipeline[end] for pipeline in timeline.pipelines) for end in (0, -1)]
+    if timeline.shape.schedule != "1f1b":
+        ends[1] = ends[0]  # the model turns around behind the last stage
+    front, back = (_beside_layers(timeline.events[rank]) for rank in ends)
+    return [front if ends[0] != ends[1] else 0.0, *layers, back]
+
+
+def _typical(timeline: Timeline, layer: int) -> float:
+    """Median of the layer's forward passes, and of its backward passes with what they recompute."""
+    passes: dict[str, dict[tuple, float]] = {}
+    for rank, events in enumerate(timeline.events):
+        for event in events:
+            if event.layer == layer:
+                # A layer runs forward again inside the backward pass where it is recomputed.
+                times, key = passes.setdefault(event.name, {}), (rank, event.iteration, event.micro_batch)
+                times[key] = times.get(key, 0.0) + event.seconds
+    return sum(median(times.values()) for times in passes.values())
+
+
+def _beside_layers(events: Sequence[Event]) -> float:
+    """Median over a rank's micro-batches of what its passes take beside the transformer layers."""
+    left: dict[tuple, float] = {}
+    for event in events:
+        if event.kind in ("forward", "backward") and not event.collective:
+            key = event.iteration, event.micro_batch
+            left[key] = left.get(key, 0.0) + (event.seconds if event.layer is None else -event.seconds)
+    return max(median(left.values()), 0.0) if left else 0.0

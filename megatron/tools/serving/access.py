@@ -1,0 +1,109 @@
+"""Who may ask: a listener of one's own, a key, and names by which a browser may call this server. No torch here."""
+
+import hmac
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron.config.errors import ConfigError, LaunchError
+from megatron.tools.serving.request import RequestError
+
+KEY_VARIABLE = "SERVE_API_KEY"
+
+
+def open_listener(host: str, port: int) -> socket.socket:
+    """A socket bound to ``host`` and ``port`` (0 is any free one), on which nobody listens yet.
+
+    Raises ConfigError for a host that is none, LaunchError for an address that cannot be had.
+    """
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f"--host {host}: no such host; give a name or an address of this machine") from error
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an earlier server's last connections may linger
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _cannot_be_had(address, error) from error
+    return listener
+
+
+def listen(listener: socket.socket) -> str:
+    """Begin to take connections; the address to type into a browser.
+
+    Raises LaunchError where another program that was bound to the same port has begun before.
+    """
+    host, port = listener.getsockname()[:2]
+    try:
+        listener.listen()
+    except OSError as error:
+        raise _cannot_be_had((host, port), error) from error
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _cannot_be_had(address: tuple[Any, ...], error: OSError) -> LaunchError:
+    host, port = address[:2]
+    return LaunchError(
+        f"{host}:{port} cannot be had ({error.strerror}); choose another --port or --host, or end the program that "
+        f"ss -ltnp 'sport = :{port}' shows"
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's own, to be reached from nowhere else."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_key(path: Path | None, environ: Mapping[str, str]) -> str | None:
+    """The key that clients must show: from a file, else from the environment, else none.
+
+    Raises ConfigError where it cannot be read, others than the owner may read it, or HTTP cannot carry it.
+    """
+    if path is None:
+        place, key = f"the variable {KEY_VARIABLE}", environ.get(KEY_VARIABLE)
+        if key is None:
+            return None
+    else:
+        place = f"--api-key-file {path}"
+        try:
+            with open(path, encoding="ascii") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                key = file.read(4096).strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{place} cannot be read ({getattr(error, 'strerror', 'not ASCII')})") from error
+        if mode & (stat.S_IRWXG | stat.S_IRWXO):
+            raise ConfigError(f"{place}: others may read it; run chmod 600 {path}")
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{place} must hold one word of ASCII characters")
+    return key
+
+
+def check_key(given: str | None, key: str | None) -> None:
+    """Raises RequestError where the Authorization header is not the one that ``key`` asks for."""
+    if key is not None and not hmac.compare_digest((given or "").encode(), f"Bearer {key}".encode()):
+        raise RequestError("this server asks for a key: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+
+
+def check_host(given: str | None) -> None:
+    """Raises RequestError where the Host header is no name of this machine's own.
+
+    Else any web page could have its own name point here, and read what a browser on this machine gets.
+    """
+    try:
+        host = urlsplit(f"//{given or ''}").hostname
+    except ValueError:
+        host = None
+    if not is_loopback(host or ""):
+        raise RequestError("this server answers to localhost and 127.0.0.1 only", status=403)

@@ -1,0 +1,1 @@
+"""The training run: engines, data iterators, loop, metrics and callbacks."""

@@ -1,0 +1,165 @@
+"""What one sees of a run: a line on the screen, TensorBoard, and a file of JSON lines."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from megatron.config import RunConfig
+from megatron.config.architecture import ARCHITECTURES
+from megatron.model.flops import flops_per_iteration
+from megatron.training.engines import StepStatus
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class MetricsLogger:
+    """Averages over a log interval and says the result once, on the rank that speaks."""
+
+    def __init__(self, run: RunConfig, *, speaks: bool):
+        self._run = run
+        self._speaks = speaks
+        self._losses: list[Tensor] = []
+        self._since = 0.0
+        self._file: TextIO | None = None
+        self._board: SummaryWriter | None = None
+        if speaks and run.logging.metrics_file:
+            Path(run.logging.metrics_file).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(run.logging.metrics_file, "a", encoding="utf-8", buffering=1)
+        if speaks and run.logging.tensorboard_dir:
+            self._board = _open_board(run.logging.tensorboard_dir)
+
+    def say(self, text: str) -> None:
+        """Print on the rank that speaks."""
+        if self._speaks:
+            print(text, flush=True)
+
+    def text(self, name: str, text: str) -> None:
+        """Keep ``text`` beside the curves."""
+        if self._board:
+            self._board.add_text(name, f"```\n{text}\n```")
+
+    def step(self, iteration: int, loss: Tensor, learning_rate: float, status: StepStatus) -> None:
+        """Count an iteration made at ``learning_rate``, and speak where a log interval ends."""
+        self._losses.append(loss.detach())
+        if iteration % self._run.logging.log_interval == 0 or iteration == self._run.train.train_iters:
+            self._report(iteration, learning_rate, status)
+
+    def evaluation(self, iteration: int, loss: float, split: str) -> None:
+        """Say the result of an evaluation on the split ``valid`` or ``test``."""
+        kind = {"valid": "validation", "test": "test"}[split]
+        text, values = f"  {kind} after iteration {iteration} | loss {loss:.4f}", {f"{kind}_loss": loss}
+        if not ARCHITECTURES[self._run.model.architecture].guesses_masked:  # whose loss is not of tokens alone
+            values[f"{kind}_ppl"] = math.exp(min(loss, 20.0))
+            text += f" | perplexity {values[f'{kind}_ppl']:.3f}"
+        self.say(text)
+        self._record(iteration, values)
+
+    def start(self) -> None:
+        """Training begins now."""
+        self._since = time.monotonic()
+
+    def pause(self, seconds: float) -> None:
+        """Leave ``seconds`` spent on something else out of the pace."""
+        self._since += seconds
+
+    def close(self) -> None:
+        """Write out what is still in buffers."""
+        with self._unless_disk_refuses():
+            if self._file:
+                self._file.close()
+            if self._board:
+                self._board.close()
+
+    def _report(self, iteration: int, learning_rate: float, status: StepStatus) -> None:
+        losses = torch.stack(self._losses).float()
+        loss = losses[losses.isfinite()].mean().item()  # nan where none is
+        seconds = (time.monotonic() - self._since) / len(self._losses)
+        self._losses, self._since = [], time.monotonic()
+        train, world = self._run.train, self._run.parallel.world_size
+        samples = train.consumed_samples(iteration)
+        tokens = train.global_batch_size * self._run.data.seq_length
+        values = {
+            "consumed_samples": samples,
+            "consumed_tokens": samples * self._run.data.seq_length,
+            "lm_loss": loss,
+            "learning_rate": learning_rate,
+            "grad_norm": status.grad_norm,
+            "loss_scale": status.loss_scale,
+            "skipped_iterations": status.skipped_iterations,
+            "seconds_per_iteration": seconds,
+            "tokens_per_second": tokens / seconds,
+            "tflops_per_device": flops_per_iteration(self._run) / seconds / world / 1e12,
+            "memory_gb": _memory_gb(),
+        }
+        self.say(_progress_line(iteration, train.train_iters, values))
+        self._record(iteration, values)
+
+    def _record(self, iteration: int, values: dict[str, Any]) -> None:
+        # JSON has no word for what is no number.
+        values = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
+        with self._unless_disk_refuses():
+            if self._file:
+                self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")
+            if self._board:
+                for name, value in values.items():
+                    if value is not None:
+                        self._board.add_scalar(name, value, iteration)
+
+    @contextmanager
+    def _unless_disk_refuses(self) -> Iterator[None]:
+        """Go on without files where they cannot be written: curves are not worth a run."""
+        try:
+            yield
+        except OSError as error:
+            self.say(f"  warning: metrics cannot be written ({error.strerror}); training goes on without")
+            self._file = self._board = None
+
+
+def _progress_line(iteration: int, last: int, values: dict[str, Any]) -> str:
+    parts = [
+        f"iteration {iteration:{len(str(last))}}/{last}",
+        f"loss {values['lm_loss']:.4f}",
+        f"lr {values['learning_rate']:.3e}",
+        f"grad norm {values['grad_norm']:.3f}" if values["grad_norm"] is not None else "grad norm -",
+        f"loss scale {values['loss_scale']:g}",
+        f"{values['seconds_per_iteration'] * 1000:.0f} ms",
+        f"{values['tokens_per_second']:,.0f} tokens/s",
+        f"{values['tflops_per_device']:.3g} TFLOP/s",
+        f"{values['memory_gb']:.2f} GB",
+        f"ETA {_clock((last - iteration) * values['seconds_per_iteration'])}",
+    ]
+    if values["skipped_iterations"]:
+        parts.insert(5, f"skipped {values['skipped_iterations']}")
+    return " | ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def _memory_gb() -> float:
+    """Peak of this rank's device memory, or on CPU what the process holds now, in 1e9 bytes."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        return accelerator.max_memory_allocated() / 1e9
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+
+
+def _open_board(folder: str) -> "SummaryWriter":
+    # Imported here, since every start without TensorBoard would wait for it.
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(folder)

@@ -1,0 +1,377 @@
+"""Command lines: every classic argument, every alias, every flag with its effect."""
+
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from support.command_lines import CPU, CUDA, SMALL, complaints, parse
+
+from megatron.config.architecture import ARCHITECTURES, GPT2
+from megatron.config.command_line import parse_run
+from megatron.config.command_line.parser import build_parser, read_flags
+from megatron.config.command_line.refused import REFUSED, REFUSED_VALUES
+from megatron.config.errors import ConfigError
+from megatron.config.files import Part
+from megatron.config.provided import flag_fields, flag_name
+
+CLASSIC = """
+num-layers num-unique-layers param-sharing-style hidden-size num-attention-heads max-position-embeddings
+make-vocab-size-divisible-by layernorm-epsilon apply-residual-connection-post-layernorm openai-gelu onnx-safe
+attention-dropout hidden-dropout weight-decay clip-grad adam-beta1 adam-beta2 adam-eps
+batch-size gas checkpoint-activations distribute-checkpointed-activations checkpoint-num-layers train-iters
+log-interval exit-interval tensorboard-dir scaled-upper-triang-masked-softmax-fusion scaled-masked-softmax-fusion
+bias-gelu-fusion bias-dropout-fusion cpu-optimizer cpu_torch_adam
+seed init-method-std
+lr lr-decay-style lr-decay-iters min-lr warmup override-lr-scheduler use-checkpoint-lr-scheduler
+save save-interval no-save-optim no-save-rng load no-load-optim no-load-rng finetune
+fp16 apply-query-key-layer-scaling attention-softmax-in-fp32 fp32-allreduce hysteresis loss-scale loss-scale-window
+min-scale fp16-lm-cross-entropy
+model-parallel-size pipe-parallel-size distributed-backend DDP-impl local_rank lazy-mpu-init use-cpu-initialization
+eval-iters eval-interval
+data-path split vocab-file merge-file seq-length mask-prob short-seq-prob mmap-warmup num-workers tokenizer-type
+data-impl reset-position-ids reset-attention-mask eod-mask-loss
+adlr-autoresume adlr-autoresume-interval
+ict-head-size ict-load bert-load titles-data-path query-in-block-prob use-one-sent-docs report-topk-accuracies
+faiss-use-gpu block-data-path indexer-batch-size indexer-log-interval
+zero-stage zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size zero-allgather-bucket-size
+deepspeed-activation-checkpointing partition-activations contigious-checkpointing checkpoint-in-cpu
+synchronize-each-layer profile-backward
+""".split()
+
+# What shows the effect of a flag: its words, and what has to be there with and without it.
+EFFECTS: dict[str, tuple[str, str]] = {
+    "num_layers": ("--num-layers 8", ""),
+    "hidden_size": ("--hidden-size 128", ""),
+    "num_attention_heads": ("--num-attention-heads 8", ""),
+    "ffn_hidden_size": ("--ffn-hidden-size 64", ""),
+    "max_position_embeddings": ("--max-position-embeddings 64", ""),
+    "make_vocab_size_divisible_by": ("--make-vocab-size-divisible-by 8", ""),
+    "layernorm_epsilon": ("--layernorm-epsilon 1e-6", ""),
+    "compile": ("--compile", ""),
+    "gradient_accumulation_fusion": ("--gradient-accumulation-fusion", "--gas 2"),
+    "fused_kernels": ("--fused-kernels torch", ""),
+    "attention_dropout": ("--attention-dropout 0", ""),
+    "hidden_dropout": ("--hidden-dropout 0", ""),
+    "init_method_std": ("--init-method-std 0.01", ""),
+    "shape_order": ("--shape-order SBH", ""),
+    "pre_tokens": ("--pre-tokens 8", ""),
+    "watchdog_minutes": ("--watchdog-minutes 5", ""),
+    "exit_duration_in_mins": ("--exit-duration-in-mins 5", ""),
+    "max_consecutive_bad_steps": ("--max-consecutive-bad-steps 5", ""),
+    "rewind_on_spike": ("--rewind-on-spike", "--save out --save-interval 5"),
+    "spike_factor": ("--spike-factor 3", "--rewind-on-spike --save out --save-interval 5"),
+    "next_tokens": ("--next-tokens 0", ""),
+    "fp32_residual_connection": ("--fp32-residual-connection", "--bf16"),
+    "fp16_lm_cross_entropy": ("--fp16-lm-cross-entropy", "--bf16"),
+    "model_parallel_size": ("--model-parallel-size 2", ""),
+    "pipe_parallel_size": ("--pipe-parallel-size 2", ""),
+    "world_size": ("--world-size 2", "--explain"),
+    "ds_sequence_parallel_size": ("--ds-sequence-parallel-size 2", ""),
+    "sequence_parallel": ("--sequence-parallel", "--model-parallel-size 2"),
+    "pipeline_partition": ("--pipeline-partition 1,3", "--pipe-parallel-size 2"),
+    "pipeline_schedule": ("--pipeline-schedule dualpipev", "--pipe-parallel-size 2 --gas 4"),
+    "distributed_backend": ("--distributed-backend gloo", "gpu"),
+    "distributed_timeout_minutes": ("--distributed-timeout-minutes 5", ""),
+    "local_rank": ("--local_rank=1", ""),
+    "fp16": ("--fp16", "gpu"),
+    "loss_scale": ("--loss-scale 128", "gpu --fp16"),
+    "initial_loss_scale": ("--initial-loss-scale 4096", "gpu --fp16"),
+    "loss_scale_window": ("--loss-scale-window 10", "gpu --fp16"),
+    "hysteresis": ("--hysteresis 1", "gpu --fp16"),
+    "min_scale": ("--min-scale 2", "gpu --fp16"),
+    "zero_stage": ("--zero-stage 1", ""),
+    "zero_reduce_scatter": ("--no-zero-reduce-scatter", "--zero-stage 1"),
+    "zero_contigious_gradients": ("--no-zero-contigious-gradients", "--zero-stage 1"),
+    "zero_reduce_bucket_size": ("--zero-reduce-bucket-size 5e6", "--zero-stage 1"),
+    "zero_allgather_bucket_size": ("--zero-allgather-bucket-size 5000000", "--zero-stage 1"),
+    "zero_overlap_comm": ("--zero-overlap-comm", "--zero-stage 1"),
+    "zero_round_robin_gradients": ("--zero-round-robin-gradients", "--zero-stage 1"),
+    "grad_accum_dtype": ("--grad-accum-dtype fp32", "--bf16"),
+    "offload_optimizer": ("--offload-optimizer cpu", "--zero-stage 1"),
+    "offload_param": ("--offload-param cpu", "--zero-stage 3"),
+    "nvme_path": ("--nvme-path b", "--nvme-path a --zero-stage 3 --offload-param nvme"),
+    "offload_pin_memory": ("--no-offload-pin-memory", "--zero-stage 3 --offload-param cpu"),
+    "cpu_torch_adam": ("--cpu_torch_adam", "--zero-stage 1 --cpu-optimizer"),
+    "recompute_granularity": ("--recompute-granularity selective", "--checkpoint-activations"),
+    "checkpoint_num_layers": ("--checkpoint-num-layers 2", "--checkpoint-activations"),
+    "partition_activations": ("--partition-activations", "--checkpoint-activations"),
+    "contigious_checkpointing": ("--contigious-checkpointing", "--checkpoint-activations --partition-activations"),
+    "checkpoint_in_cpu": ("--checkpoint-in-cpu", "--checkpoint-activations --partition-activations"),
+    "synchronize_each_layer": ("--synchronize-each-layer", "--checkpoint-activations"),
+    "profile_backward": ("--profile-backward", "--checkpoint-activations"),
+    "lr": ("--lr 0.1", ""),
+    "min_lr": ("--min-lr 1e-4", ""),
+    "lr_decay_style": ("--lr-decay-style cosine", ""),
+    "lr_decay_iters": ("--lr-decay-iters 50", ""),
+    "lr_decay_samples": ("--lr-decay-samples 50", ""),
+    "lr_warmup_fraction": ("--warmup 0.1", ""),
+    "lr_warmup_iters": ("--lr-warmup-iters 7", ""),
+    "lr_warmup_samples": ("--lr-warmup-samples 8", ""),
+    "lr_wsd_decay_style": ("--lr-wsd-decay-style linear", "--lr-decay-style WSD --lr-wsd-decay-iters 10"),
+    "lr_wsd_decay_iters": ("--lr-wsd-decay-iters 20", "--lr-decay-style WSD --lr-wsd-decay-iters 10"),
+    "weight_decay": ("--weight-decay 0", ""),
+    "clip_grad": ("--clip-grad 0", ""),
+    "adam_beta1": ("--adam-beta1 0.8", ""),
+    "adam_beta2": ("--adam-beta2 0.95", ""),
+    "adam_eps": ("--adam-eps 1e-6", ""),
+    "micro_batch_size": ("--batch-size 4", ""),
+    "gradient_accumulation_steps": ("--gas 2", ""),
+    "global_batch_size": ("--global-batch-size 8", ""),
+    "train_iters": ("--train-iters 50", ""),
+    "loss_normalization": ("--loss-normalization micro-batch", "--eod-mask-loss"),
+    "exit_interval": ("--exit-interval 5", ""),
+    "eval_iters": ("--eval-iters 5", ""),
+    "eval_interval": ("--eval-interval 5", ""),
+    "seed": ("--seed 1", ""),
+    "data_path": ("--data-path other", ""),
+    "split": ("--split 949,50,1", ""),
+    "no_shared_disk": ("--no-shared-disk", ""),
+    "data_cache_path": ("--data-cache-path maps", ""),
+    "data_impl": ("--data-impl mmap", ""),
+    "num_workers": ("--num-workers 0", ""),
+    "seq_length": ("--seq-length 64", ""),
+    "tokenizer_type": ("--tokenizer-type WhitespaceTokenizer", ""),
+    "vocab_file": ("--vocab-file other.json", ""),
+    "mask_prob": ("--mask-prob 0.2", "bert"),
+    "short_seq_prob": ("--short-seq-prob 0", "bert"),
+    "merge_file": ("--merge-file other.txt", ""),
+    "save": ("--save out", ""),
+    "save_interval": ("--save-interval 5", "--save out"),
+    "async_save": ("--async-save", "--save out"),
+    "keep_last": ("--keep-last 2", "--save out"),
+    "keep_every": ("--keep-every 2", "--save out --keep-last 2"),
+    "on_save_error": ("--on-save-error continue", "--save out"),
+    "load": ("--load out", ""),
+    "load_strict": ("--load-strict", "--load out"),
+    "auto_resume": ("--auto-resume", "--save out"),
+    "finetune": ("--finetune", "--load out"),
+    "override": ("--override", "--load out"),
+    "log_interval": ("--log-interval 5", ""),
+    "tensorboard_dir": ("--tensorboard-dir board", ""),
+    "metrics_file": ("--metrics-file metrics.jsonl", ""),
+    "trace": ("--trace out", ""),
+    "trace_steps": ("--trace-steps 3:3", "--trace out"),
+    "profile_steps": ("--profile-steps 3:4", "--trace out"),
+    "flops_profile_step": ("--flops-profile-step 3", "--trace out"),
+    "profile_dir": ("--profile-dir out", "--trace other --profile-steps 3:4"),
+    "run_dir": ("--run-dir out", ""),
+    "rank": ("--rank 0", "--dry-run"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(flag_fields()))
+def test_every_flag_changes_the_run(name: str) -> None:
+    if name in ("train_samples", "train_data_path", "valid_data_path", "test_data_path", "repartition_from"):
+        return  # they stand in the place of others, or need a file, so they have tests of their own
+    words, company = EFFECTS.get(name, (flag_name(flag_fields()[name]), ""))
+    environ = CUDA if company.startswith("gpu") else CPU
+    company = company.removeprefix("gpu")
+    ranks = 2 if "parallel-size 2" in f"{company} {words}" else 1
+    assert parse(f"{company} {words}", ranks=ranks, environ=environ) != parse(company, ranks=ranks, environ=environ)
+
+
+def test_train_samples_are_counted_in_whole_iterations() -> None:
+    words = SMALL.replace("--train-iters 100", "--train-samples 41").split()
+    run = parse_run(words, CPU)
+    assert (run.train.train_samples, run.train.train_iters) == (41, 20)
+    assert "exclude each other" in complaints("--train-samples 41")[0]
+    with pytest.raises(ConfigError, match="--train-samples 1 is less than one global batch of 2"):
+        parse_run(SMALL.replace("--train-iters 100", "--train-samples 1").split(), CPU)
+
+
+def test_each_split_may_have_data_of_its_own() -> None:
+    own = SMALL.replace("--data-path corpus", "--train-data-path 1 a 3 b --test-data-path c").split()
+    data = parse_run(own, CPU).data
+    assert data.blends == {
+        "train": (Part(Fraction(1, 4), "a"), Part(Fraction(3, 4), "b")),
+        "valid": (),
+        "test": (Part(Fraction(1), "c"),),
+    }
+    assert data.prefixes == ("a", "b", "c") and data.proportions == "1/4 3/4; ; 1"
+    assert parse_run([*own, "--valid-data-path", "d"], CPU).data.contents == (("a", "b"), ("d",), ("c",))
+    assert complaints("--train-data-path other") == [
+        "--data-path corpus and --train-data-path other exclude each other: give one"
+    ]
+    with pytest.raises(ConfigError, match="--split 1 and --train-data-path 1 a 3 b exclude each other"):
+        parse_run([*own, "--split", "1"], CPU)
+
+
+def test_a_blend_is_split_as_one_data_set_is() -> None:
+    data = parse("--data-path 0.3 a 0.60 b 0.1 c").data
+    assert {name: [str(part.share) for part in parts] for name, parts in data.blends.items()} == dict.fromkeys(
+        ("train", "valid", "test"), ["3/10", "3/5", "1/10"]
+    )
+    assert data.contents == (("a", "b", "c"),) and data.proportions == "3/10 3/5 1/10"
+
+
+def test_what_was_said_is_a_command_line_again() -> None:
+    words = "--data-path 0.3 a 0.7 b --split 1,1 --bf16 --lr 0.1".split()
+    assert [word for given in read_flags(words)[0].values() for word in given.words] == words
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("a b", "a is no number: give a weight before b"),
+        ("1 a b", "3 words: give one prefix, or WEIGHT PREFIX for each data set"),
+        ("0 a 1 b", "0 before a must be from 1e-12 to 1e18: leave out what is not to be read"),
+        ("-1 a 1 b", "-1 before a must be from 1e-12 to 1e18: leave out what is not to be read"),
+        ("nan a 1 b", "nan before a must be from 1e-12 to 1e18: leave out what is not to be read"),
+        (
+            "1e999999999 a 1 b",
+            "1e999999999 before a must be from 1e-12 to 1e18: leave out what is not to be read",
+        ),
+        ("1 x/a 2 b 1 x//a", "x/a is there twice: give it once, with the sum of its weights"),
+    ],
+)
+def test_a_blend_that_cannot_be_read(words: str, message: str) -> None:
+    assert complaints(f"--data-path {words}") == [f"--data-path {words}: {message}"]
+
+
+def test_classic_arguments_are_flags_or_refused_with_a_reason() -> None:
+    assert len(CLASSIC) == len(set(CLASSIC)) == 106
+    programs = [build_parser(architecture) for architecture in ARCHITECTURES.values()]
+    flags = {name for parser in programs for action in parser._actions for name in action.option_strings}
+    for name in CLASSIC:
+        name = name.replace("_", "-")
+        assert ("--" + name in flags) != (name in REFUSED), name
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_arguments_give_their_reason(name: str) -> None:
+    assert complaints(f"--{name} value") == [f"--{name}: {REFUSED[name]}"]
+    assert complaints(f"--{name.replace('-', '_')}") == [f"--{name}: {REFUSED[name]}"]
+
+
+@pytest.mark.parametrize("field, value", sorted(REFUSED_VALUES))
+def test_refused_values_give_their_reason(field: str, value: str) -> None:
+    flag = f"{flag_name(flag_fields()[field])} {value}"
+    assert complaints(flag) == [f"{flag}: {REFUSED_VALUES[field, value]}"]
+
+
+@pytest.mark.parametrize(
+    "classic, other",
+    [
+        ("--model-parallel-size 2", "--tensor-model-parallel-size 2"),
+        ("--pipe-parallel-size 2", "--pipeline-model-parallel-size 2"),
+        ("--pipe-parallel-size 0", "--no-pipeline-parallel"),
+        ("--gas 3", "--gradient-accumulation-steps 3"),
+        ("--gas 3", "--global-batch-size 6"),
+        ("--batch-size 2", "--micro-batch-size 2"),
+        ("--warmup 0.2", "--lr-warmup-fraction 0.2"),
+        ("--override-lr-scheduler", "--override-opt_param-scheduler"),
+        ("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt_param-scheduler"),
+        ("--vocab-file vocab.json", "--vocab vocab.json"),
+        ("--local_rank 1", "--local-rank=1"),
+        ("--zero-stage 1", "--zero_stage 1.0"),
+        ("--zero-contigious-gradients", "--zero-contiguous-gradients"),
+        ("--zero-stage 1 --cpu-optimizer", "--zero-stage 1 --offload-optimizer cpu"),
+        ("--checkpoint-activations", "--deepspeed-activation-checkpointing"),
+        ("--checkpoint-activations", "--recompute-granularity full"),
+        ("--checkpoint-activations --recompute-granularity selective", "--recompute-activations"),
+        (
+            "--checkpoint-activations --partition-activations --contigious-checkpointing",
+            "--checkpoint_activations --distribute-checkpointed-activations --contiguous-checkpointing",
+        ),
+        ("", "--deepspeed --deepscale"),
+    ],
+)
+def test_other_names_mean_the_same(classic: str, other: str) -> None:
+    ranks = 2 if "size 2" in classic and "batch" not in classic else 1
+    assert parse(classic, ranks=ranks) == parse(other, ranks=ranks)
+
+
+def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(
+        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "steps_per_print": 10, "gradient_clipping": 1.0,'
+        ' "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},'
+        ' "wall_clock_breakdown": true, "zero_allow_untested_optimizer": false}'
+    )
+    words = f"""
+        --local_rank=1 --model-parallel-size 2 --num-layers 24 --hidden-size 1024 --num-attention-heads 16
+        --seq-length 1024 --max-position-embeddings 1024 --batch-size 8 --train-iters 320000 --lr-decay-iters 320000
+        --save checkpoints/gpt2_345m_ds --load checkpoints/gpt2_345m_ds --data-path X --vocab-file V --merge-file M
+        --data-impl mmap --split 949,50,1 --distributed-backend nccl --lr 1.5e-4 --lr-decay-style cosine
+        --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --warmup 0.01 --checkpoint-activations --log-interval 100
+        --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16 --deepspeed --deepspeed_config {file}
+        --zero-stage 2 --zero-reduce-bucket-size 50000000 --zero-allgather-bucket-size 5000000000
+        --zero-contigious-gradients --zero-reduce-scatter --deepspeed-activation-checkpointing
+        --checkpoint-num-layers 1 --partition-activations --contigious-checkpointing --synchronize-each-layer
+    """
+    run = parse_run(words.split(), {**CUDA, "WORLD_SIZE": "2"})
+    assert run.optim.warmup_iters(run.train) == 3200
+    assert run.ds_config["zero_optimization"] == {
+        "stage": 2,
+        "reduce_scatter": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 50_000_000,
+        "allgather_bucket_size": 5_000_000_000,
+    }
+    assert run.ds_config["activation_checkpointing"]["number_checkpoints"] == 24
+
+    knobs = "--zero-stage 0 --zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size 50000000"
+    assert parse(knobs).ds_config["zero_optimization"]["reduce_bucket_size"] == 50_000_000
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--hiden-size 64", "unknown flag --hiden-size: did you mean --hidden-size?"),
+        ("--zzzzzzzzzz 1", "unknown flag --zzzzzzzzzz: see --help"),
+        ("--lr", "--lr: needs a value"),
+        ("--data-path", "--data-path: needs a value"),
+        ("--num-layers four", "--num-layers four: must be a number"),
+        ("--num-layers 4.5", "--num-layers 4.5: must be a whole number"),
+        ("--lr nan", "--lr nan: must be a finite number"),
+        ("--lr-decay-style cosin", "--lr-decay-style cosin: did you mean cosine?"),
+        ("--data-impl zip", "--data-impl zip: choose from mmap, infer"),
+        ("--mask-prob 0.1", "--mask-prob: pretrain_gpt2.py has no such flag: it is BERT's, for pretrain_bert.py"),
+        (
+            "bert --reset-position-ids",
+            "--reset-position-ids: pretrain_bert.py has no such flag: it is GPT-2's, for pretrain_gpt2.py",
+        ),
+        ("bert --top-k 3", "--top-k: not supported by this program (text generation)"),
+        ("--fp16 --bf16 yes", "unexpected argument 'yes': every value follows its flag"),
+        (
+            "--batch-size 2 --micro-batch-size 3",
+            "--batch-size 2 and --micro-batch-size 3 set the same thing: remove one",
+        ),
+    ],
+)
+def test_mistakes_are_named(words: str, message: str) -> None:
+    assert message in complaints(words)
+
+
+def test_a_repeated_flag_counts_by_its_last_value() -> None:
+    assert parse("--lr 0.5 --lr 0.25").optim.lr == 0.25
+
+
+def test_a_misspelt_flag_hides_nothing_and_drags_nothing_along() -> None:
+    assert complaints("--zero-stag 1 --cpu-optimizer --min-lr 1") == [
+        "unknown flag --zero-stag: did you mean --zero-stage?",
+        "--min-lr 1 is more than --lr 0.001: lower it",
+    ]
+
+
+def test_help_lists_every_flag_with_its_section() -> None:
+    text = build_parser().format_help()
+    every = {flag_name(field): field.metadata["flag"]["only"] for field in flag_fields().values()}
+    assert {name for name in every if name in re.findall(r"--[\w-]+", text)} == {
+        name for name in every if every[name] in (None, GPT2)
+    }
+    assert "--model-parallel-size, --tensor-model-parallel-size N" in text
+    assert "(default: 128)" in text
+
+
+def test_parsing_imports_no_torch() -> None:
+    program = (
+        "import sys; from megatron.config.command_line import parse_run; import megatron.training.preflight; "
+        "parse_run(sys.argv[1:], {}); print([m for m in ('torch', 'deepspeed') if m in sys.modules])"
+    )
+    root = Path(__file__).resolve().parents[2]
+    words = [sys.executable, "-c", program, *SMALL.split()]
+    assert subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout == "[]\n"

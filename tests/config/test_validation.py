@@ -1,0 +1,705 @@
+"""Each rule about what may be combined: broken, it says what is wrong and what to do; kept, it is silent."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.command_lines import CPU, CUDA, SMALL, complaints, parse
+
+from megatron.config.architecture import BERT
+from megatron.config.command_line import parse_run
+from megatron.config.environment import expected_device, local_rank, world_size
+from megatron.config.errors import ConfigError
+from megatron.config.provided import flag_fields
+from megatron.config.validation import RULES, violations
+from megatron.config.validation.values import ends, inside
+
+# Name of the rule; a command line that breaks it alone; the start of its message; what mends it.
+BROKEN = [
+    (
+        "the tokenizer is one of the model's",
+        "--tokenizer-type BertWordPieceCase",
+        "--tokenizer-type BertWordPieceCase is none for GPT-2: use GPT2BPETokenizer or WhitespaceTokenizer",
+        "--tokenizer-type WhitespaceTokenizer",
+    ),
+    (
+        "the tokenizer is one of the model's",
+        "bert --tokenizer-type WhitespaceTokenizer",
+        "--tokenizer-type WhitespaceTokenizer is none for BERT: use BertWordPieceLowerCase or BertWordPieceCase",
+        "--tokenizer-type BertWordPieceCase",
+    ),
+    ("a pair of sentences fits", "bert --seq-length 4", "--seq-length 4 has no room for [CLS]", "--seq-length 5"),
+    (
+        "a blend has a weight before each prefix",
+        "--data-path 0.3 one 0.7",
+        "--data-path 0.3 one 0.7: 3 words: give one prefix, or WEIGHT PREFIX for each data set",
+        "--data-path 0.3 one 0.7 other",
+    ),
+    (
+        "--valid-data-path needs --train-data-path",
+        "--valid-data-path other",
+        "--valid-data-path has no effect without --train-data-path",
+        None,
+    ),
+    (
+        "--test-data-path needs --train-data-path",
+        "--test-data-path other",
+        "--test-data-path has no effect without --train-data-path",
+        None,
+    ),
+    ("heads divide the hidden size", "--hidden-size 66", "--hidden-size 66 is not a multiple", "--hidden-size 68"),
+    (
+        "tensor-parallel ranks divide the heads",
+        "--model-parallel-size 8",
+        "--num-attention-heads 4 is not a multiple of --model-parallel-size 8: use 8",
+        "--num-attention-heads 8",
+    ),
+    (
+        "tensor-parallel ranks divide the MLP",
+        "--model-parallel-size 2 --ffn-hidden-size 33",
+        "--ffn-hidden-size 33 is not a multiple of --model-parallel-size 2: use 32 or 34",
+        "--ffn-hidden-size 34",
+    ),
+    (
+        "sequence parallelism needs tensor parallelism",
+        "--sequence-parallel",
+        "--sequence-parallel has no effect with --model-parallel-size 1",
+        "--model-parallel-size 2",
+    ),
+    (
+        "ranks divide a cut sequence",
+        "--sequence-parallel --model-parallel-size 4 --seq-length 30",
+        "--seq-length 30 is not a multiple of --sequence-parallel's --model-parallel-size 4: use 28 or 32",
+        "--seq-length 28",
+    ),
+    (
+        "ranks divide a cut sequence",
+        "--ds-sequence-parallel-size 4 --seq-length 30",
+        "--seq-length 30 is not a multiple of --ds-sequence-parallel-size 4: use 28 or 32",
+        "--seq-length 28",
+    ),
+    (
+        "ranks divide a cut sequence",
+        "--ds-sequence-parallel-size 2 --sequence-parallel --model-parallel-size 2 --seq-length 30",
+        "--seq-length 30 is not a multiple of --ds-sequence-parallel-size 2 x --sequence-parallel's "
+        "--model-parallel-size 2: use 28 or 32",
+        "--seq-length 28",
+    ),
+    (
+        "sequence-parallel ranks divide the heads",
+        "--ds-sequence-parallel-size 4 --model-parallel-size 2",
+        "--num-attention-heads 4 is not a multiple of --ds-sequence-parallel-size 4 x --model-parallel-size 2: use 8",
+        "--num-attention-heads 8",
+    ),
+    (
+        "DeepSpeed's sequence parallelism runs on the plain engine",
+        "--ds-sequence-parallel-size 2 --pipe-parallel-size 1",
+        "--ds-sequence-parallel-size 2 cannot go with --pipe-parallel-size 1: DeepSpeed's pipeline has no axis",
+        "--pipe-parallel-size 0",
+    ),
+    (
+        "partitioned activations are whole before",
+        "--sequence-parallel --model-parallel-size 2 --checkpoint-activations --partition-activations",
+        "--partition-activations cannot go with --sequence-parallel",
+        None,
+    ),
+    (
+        "positions cover the sequence",
+        "--max-position-embeddings 16",
+        "--seq-length 32 is more than --max-position-embeddings 16",
+        "--seq-length 16",
+    ),
+    ("a layer for each stage", "--pipe-parallel-size 8", "--num-layers 4 is less than", "--num-layers 8"),
+    (
+        "a layer for each stage",
+        "--pipe-parallel-size 4 --pipeline-schedule dualpipev --gas 8",
+        "--num-layers 4 is less than the two pieces to a stage of --pipe-parallel-size 4",
+        "--num-layers 8",
+    ),
+    (
+        "a layer for each stage",
+        "--pipe-parallel-size 8 --pipeline-partition uniform",
+        "--pipeline-partition uniform has 5 parts to share, less than --pipe-parallel-size 8: use at most 5 stages",
+        "--num-layers 7",
+    ),
+    *(
+        (
+            "the partition fits the model",
+            f"--pipe-parallel-size {stages} --pipeline-partition {method}",
+            message,
+            remedy,
+        )
+        for stages, method, message, remedy in [
+            (2, "profile", "--pipeline-partition profile: choose from uniform, parameters, flops, type:REG", None),
+            (2, "type:(", "--pipeline-partition type:(: that is no regular expression", None),
+            (2, "type:Mamba", "--pipeline-partition type:Mamba matches no layer: the layers are WordEmbedding, ", None),
+            (2, "4", "--pipeline-partition 4: give 2 numbers, one for each of", "--pipe-parallel-size 1"),
+            (2, "1,2", "--pipeline-partition 1,2 comes to 3 layers, and --num-layers is 4", "--num-layers 3"),
+            (4, "2,0,1,1", "--pipeline-partition 2,0,1,1 leaves a stage between others empty", None),
+            (
+                2,
+                "2,2 --pipeline-schedule dualpipev --gas 4",
+                "--pipeline-partition 2,2: give 4 numbers, two for each stage of --pipeline-schedule dualpipev",
+                "--pipeline-partition 0,2,2,0",
+            ),
+        ]
+    ),
+    (
+        "embeddings alone are a stage in fp32 at ZeRO 0 only",
+        "--pipe-parallel-size 2 --pipeline-partition 0,4 --zero-stage 1",
+        "--pipeline-partition 0,4 leaves the embeddings alone, which works in fp32 at --zero-stage 0 only",
+        "--pipeline-partition 1,3",
+    ),
+    (
+        "a partition needs a pipeline",
+        "--pipeline-partition 4",
+        "--pipeline-partition has no effect without --pipe-parallel-size",
+        "--pipe-parallel-size 1",
+    ),
+    (
+        "a schedule needs a pipeline",
+        "--pipeline-schedule dualpipev",
+        "--pipeline-schedule dualpipev has no effect without --pipe-parallel-size",
+        "--pipe-parallel-size 1 --gas 2",
+    ),
+    (
+        "DualPipeV has micro-batches for both ways",
+        "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 3",
+        "--pipeline-schedule dualpipev with --pipe-parallel-size 2 needs 4 micro-batches or more, and there are 3",
+        "--gas 4",
+    ),
+    (
+        "the pipeline runs at ZeRO 0 or 1",
+        "--pipe-parallel-size 1 --zero-stage 2",
+        "--zero-stage 2 cannot go with --pipe-parallel-size 1: the pipeline accumulates gradients over micro-batches",
+        "--zero-stage 1",
+    ),
+    (
+        "half precision with tensor parallelism needs ZeRO",
+        "--bf16 --zero-stage 0 --model-parallel-size 2",
+        "--bf16 with --model-parallel-size 2 at --zero-stage 0",
+        "--zero-stage 1",
+    ),
+    (
+        "bf16 weights have an fp32 copy",
+        "--bf16 --zero-stage 0",
+        "--bf16 at --zero-stage 0 would keep no fp32 copy of the weights: use --zero-stage 1",
+        "--zero-stage 1",
+    ),
+    ("fp16 needs a GPU", "--fp16", "--fp16 does not work on the CPU: use --bf16", None),
+    ("--fp16 excludes --bf16", "gpu --fp16 --bf16", "--fp16 and --bf16 exclude each other", None),
+    (
+        "the initial loss scale is a power of two",
+        "--initial-loss-scale 1000",
+        "--initial-loss-scale 1000 is not a power of two: use 1024",
+        "--initial-loss-scale 1024",
+    ),
+    ("the smallest loss scale is whole", "--min-scale 1.5", "--min-scale 1.5 is not a whole", "--min-scale 2"),
+    (
+        "a patient loss scale needs ZeRO",
+        "gpu --fp16 --zero-stage 0 --hysteresis 3",
+        "--hysteresis 3 has no effect at --zero-stage 0",
+        "--zero-stage 1",
+    ),
+    ("--loss-scale needs --fp16", "gpu --loss-scale 8", "--loss-scale has no effect without --fp16", "--fp16"),
+    (
+        "a half-precision loss needs half precision",
+        "--fp16-lm-cross-entropy",
+        "--fp16-lm-cross-entropy has no effect in fp32",
+        "--bf16",
+    ),
+    (
+        "an fp32 residual stream needs half precision",
+        "--fp32-residual-connection",
+        "--fp32-residual-connection has no effect in fp32",
+        "--bf16",
+    ),
+    (
+        "NCCL needs GPUs",
+        "--distributed-backend nccl",
+        "--distributed-backend nccl needs GPUs",
+        "--distributed-backend gloo",
+    ),
+    (
+        "apex is there when it is asked for",
+        "--fused-kernels apex",
+        "--fused-kernels apex needs CUDA",
+        "--fused-kernels auto",
+    ),
+    *(
+        (
+            "the fused causal attention is possible",
+            f"--scaled-upper-triang-masked-softmax-fusion {flag}",
+            f"--scaled-upper-triang-masked-softmax-fusion rules out {flag}",
+            None,
+        )
+        for flag in (
+            "--attention-softmax-in-fp32",
+            "--apply-query-key-layer-scaling",
+            "--reset-attention-mask",
+            "--pre-tokens 30",
+        )
+    ),
+    *(
+        ("an offloaded optimizer needs ZeRO", flag, "--offload-optimizer cpu needs ZeRO", "--zero-stage 1")
+        for flag in ("--offload-optimizer cpu", "--cpu-optimizer")
+    ),
+    *(
+        (
+            "an optimizer on NVMe needs ZeRO 3",
+            f"--offload-optimizer nvme --nvme-path d --zero-stage {stage}",
+            "--offload-optimizer nvme works at ZeRO 3 only: use --zero-stage 3, or --offload-optimizer cpu",
+            "--zero-stage 3",
+        )
+        for stage in (0, 1, 2)
+    ),
+    *(
+        (
+            "offloaded weights need ZeRO 3",
+            f"--offload-param cpu --zero-stage {stage}",
+            "--offload-param cpu works at ZeRO 3 only: use --zero-stage 3, or remove it",
+            "--zero-stage 3",
+        )
+        for stage in (0, 1, 2)
+    ),
+    *(
+        (
+            "NVMe has a folder",
+            f"{flag} nvme --zero-stage 3",
+            "what is offloaded to nvme needs a folder on that device: add --nvme-path",
+            "--nvme-path d",
+        )
+        for flag in ("--offload-optimizer", "--offload-param")
+    ),
+    (
+        "NVMe has a folder",
+        "--nvme-path d --zero-stage 3",
+        "--nvme-path has no effect without --offload-optimizer nvme or --offload-param nvme",
+        "--offload-param nvme",
+    ),
+    (
+        "settings of offload need offload",
+        "--cpu_torch_adam --zero-stage 1",
+        "--cpu-torch-adam has no effect without --offload-optimizer",
+        "--cpu-optimizer",
+    ),
+    (
+        "settings of offload need offload",
+        "--no-offload-pin-memory --zero-stage 3",
+        "--no-offload-pin-memory has no effect without --offload-optimizer or --offload-param",
+        "--offload-param cpu",
+    ),
+    (
+        "compiled layers hold their weights",
+        "--compile --zero-stage 3",
+        "--compile does not work at --zero-stage 3: use --zero-stage 2",
+        "--zero-stage 2",
+    ),
+    *(
+        (
+            "gradients that accumulate in place stay in place",
+            f"--gradient-accumulation-fusion --gas 2 {broken}",
+            "--gradient-accumulation-fusion has no effect where DeepSpeed takes gradients away after each micro-batch: "
+            f"use {instead}, or remove it",
+            mended,
+        )
+        for broken, instead, mended in (
+            ("--zero-stage 2", "--zero-stage 1", "--zero-stage 1"),
+            ("--zero-stage 1 --zero-overlap-comm", "no --zero-overlap-comm", None),
+            ("--zero-stage 1 --offload-optimizer cpu", "no --offload-optimizer", "--offload-optimizer none"),
+            ("--zero-stage 1 --bf16 --grad-accum-dtype fp32", "no --grad-accum-dtype fp32", "--grad-accum-dtype bf16"),
+        )
+    ),
+    (
+        "gradients that accumulate in place stay in place",
+        "--gradient-accumulation-fusion",
+        "--gradient-accumulation-fusion has no effect with one micro-batch a step: raise --gas",
+        "--gas 2",
+    ),
+    (
+        "--gradient-accumulation-fusion excludes --compile",
+        "--gradient-accumulation-fusion --compile --gas 2",
+        "--gradient-accumulation-fusion and --compile exclude each other",
+        None,
+    ),
+    (
+        "overlapped reduction needs ZeRO on the plain engine",
+        "--zero-overlap-comm",
+        "--zero-overlap-comm has no effect without ZeRO: add --zero-stage 1",
+        "--zero-stage 1",
+    ),
+    (
+        "overlapped reduction needs ZeRO on the plain engine",
+        "--zero-overlap-comm --zero-stage 1 --pipe-parallel-size 1",
+        "--zero-overlap-comm does not work in a pipeline",
+        "--pipe-parallel-size 0",
+    ),
+    *(
+        (
+            "round-robin gradients need ZeRO 1 or 2",
+            f"--zero-round-robin-gradients --zero-stage {stage}",
+            f"--zero-round-robin-gradients has no effect at --zero-stage {stage}: use --zero-stage 1 or 2",
+            "--zero-stage 2",
+        )
+        for stage in (0, 3)
+    ),
+    (
+        "gradients accumulate in fp32 or in the weights' type",
+        "--grad-accum-dtype fp32",
+        "--grad-accum-dtype fp32 is for half precision, and weights are fp32: add --bf16",
+        "--bf16",
+    ),
+    (
+        "gradients accumulate in fp32 or in the weights' type",
+        "--grad-accum-dtype fp32 --bf16 --zero-stage 0 --pipe-parallel-size 1",
+        "--grad-accum-dtype fp32 needs ZeRO, which keeps the sum: use --zero-stage 1",
+        "--zero-stage 1",
+    ),
+    (
+        "gradients accumulate in fp32 or in the weights' type",
+        "gpu --grad-accum-dtype bf16 --fp16",
+        "--grad-accum-dtype bf16 cannot go with --fp16: use --grad-accum-dtype fp32",
+        "--grad-accum-dtype fp32",
+    ),
+    *(
+        (
+            f"{flag} needs --checkpoint-activations",
+            f"{flag} {company}",
+            f"{flag} has no effect without --checkpoint-activations",
+            "--checkpoint-activations",
+        )
+        for flag, company in [
+            ("--partition-activations", ""),
+            ("--synchronize-each-layer", ""),
+            ("--profile-backward", ""),
+        ]
+    ),
+    (
+        "groups of recomputed layers need recomputation",
+        "--checkpoint-num-layers 2",
+        "--checkpoint-num-layers has no effect without",
+        "--checkpoint-activations",
+    ),
+    *(
+        (
+            "selective recomputation takes no other form",
+            f"{flag} --recompute-granularity selective",
+            f"{flag} cannot go with --recompute-granularity selective: use full",
+            "--recompute-granularity full",
+        )
+        for flag in ("--partition-activations", "--checkpoint-num-layers 2")
+    ),
+    *(
+        (
+            "activations in one buffer, or in CPU memory, are partitioned",
+            f"{flag} --checkpoint-activations",
+            f"{flag} cannot work without --partition-activations",
+            "--partition-activations",
+        )
+        for flag in ("--contigious-checkpointing", "--checkpoint-in-cpu")
+    ),
+    (
+        "a mean of means needs a mask",
+        "--loss-normalization micro-batch",
+        "--loss-normalization micro-batch has no effect without --eod-mask-loss",
+        "--eod-mask-loss",
+    ),
+    ("the learning rate falls", "--min-lr 1", "--min-lr 1 is more than --lr 0.001", "--lr 1"),
+    (
+        "warm-up and decay fit",
+        "--lr-warmup-iters 101",
+        "the warm-up of 101 iterations is longer than the decay of 100",
+        "--train-iters 101",
+    ),
+    (
+        "warm-up and decay fit",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 90 --warmup 0.2",
+        "the warm-up of 20 iterations and --lr-wsd-decay-iters 90 do not fit into 100",
+        "--warmup 0.1",
+    ),
+    ("WSD says how long it decays", "--lr-decay-style WSD", "--lr-decay-style WSD needs", "--lr-wsd-decay-iters 5"),
+    (
+        "WSD says how long it decays",
+        "--lr-wsd-decay-iters 5",
+        "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD",
+        "--lr-decay-style WSD",
+    ),
+    (
+        "--override-lr-scheduler excludes --use-checkpoint-lr-scheduler",
+        "--override-lr-scheduler --use-checkpoint-lr-scheduler",
+        "--override-lr-scheduler and --use-checkpoint-lr-scheduler exclude each other",
+        None,
+    ),
+    ("--save-interval needs --save", "--save-interval 5", "--save-interval has no effect without --save", "--save out"),
+    (
+        "--rewind-on-spike needs --save-interval",
+        "--rewind-on-spike --save out",
+        "--rewind-on-spike has no effect without --save-interval",
+        "--save-interval 5",
+    ),
+    (
+        "a spike is told by those who look for it",
+        "--spike-factor 3",
+        "--spike-factor has no effect without --rewind-on-spike",
+        "--rewind-on-spike --save out --save-interval 5",
+    ),
+    ("--override needs --load", "--override", "--override has no effect without --load", "--load in"),
+    ("--finetune needs --load", "--finetune", "--finetune has no effect without --load", "--load in"),
+    ("--async-save needs --save", "--async-save", "--async-save has no effect without --save", "--save out"),
+    ("--keep-last needs --save", "--keep-last 2", "--keep-last has no effect without --save", "--save out"),
+    (
+        "--keep-every needs --keep-last",
+        "--save out --keep-every 2",
+        "--keep-every has no effect without --keep-last",
+        "--keep-last 1",
+    ),
+    ("--auto-resume needs --save", "--auto-resume", "--auto-resume has no effect without --save", "--save out"),
+    (
+        "--auto-resume excludes --finetune",
+        "--auto-resume --save out --load in --finetune",
+        "--auto-resume and --finetune exclude each other",
+        None,
+    ),
+    (
+        "an error of a save needs a save",
+        "--on-save-error continue",
+        "--on-save-error has no effect without --save",
+        "--save out",
+    ),
+    ("strict loading loads", "--load-strict", "--load-strict has no effect without --load", "--load in"),
+    (
+        "closer looks are at iterations of the run",
+        "--trace out --trace-steps 4:2",
+        "--trace-steps 4:2: give the first iteration and the last, such as 2:4",
+        "--trace-steps 2:4",
+    ),
+    (
+        "closer looks are at iterations of the run",
+        "--trace out --profile-steps 0:2",
+        "--profile-steps 0:2: give the first iteration and the last, such as 2:4",
+        "--profile-steps 1:2",
+    ),
+    (
+        "closer looks are at iterations of the run",
+        "--trace out --profile-steps 101:102",
+        "--profile-steps 101:102 begins behind the last iteration, 100: choose earlier ones",
+        "--train-iters 101",
+    ),
+    (
+        "closer looks are at iterations of the run",
+        "--trace out --flops-profile-step 101",
+        "--flops-profile-step 101 is behind the last iteration, 100: choose another",
+        "--flops-profile-step 100",
+    ),
+    ("traced iterations are traced", "--trace-steps 3:4", "--trace-steps has no effect without --trace", "--trace out"),
+    (
+        "a profile has a folder",
+        "--profile-steps 3:4",
+        "--profile-steps needs a folder: add --profile-dir, or --trace",
+        "--profile-dir out",
+    ),
+    (
+        "a profile has a folder",
+        "--profile-dir out",
+        "--profile-dir has no effect without --profile-steps or --flops-profile-step: add one",
+        "--flops-profile-step 3",
+    ),
+    (
+        "operations are counted on the plain engine",
+        "--trace out --flops-profile-step 3 --pipe-parallel-size 2",
+        "--flops-profile-step cannot go with --pipe-parallel-size 2: use --pipe-parallel-size 0",
+        "--pipe-parallel-size 0",
+    ),
+    (
+        "a partition by measured times needs a pipeline",
+        "--repartition-from out",
+        "--repartition-from has no effect without --pipe-parallel-size",
+        None,
+    ),
+    ("--rank needs --dry-run", "--rank 0", "--rank has no effect without --dry-run", "--dry-run"),
+    (
+        "ranks of a dry run are among the processes",
+        "--dry-run --rank 0,5",
+        "--rank 5: there is 1 process, counted from 0",
+        "--world-size 6",
+    ),
+    (
+        "ranks of a dry run are among the processes",
+        "--dry-run --rank 0-5",
+        "--rank 0-5 is no list of numbers",
+        "--rank 0",
+    ),
+    (
+        "--explain excludes --dry-run",
+        "--explain --dry-run",
+        "--explain and --dry-run exclude each other",
+        None,
+    ),
+]
+if find_spec("apex") is None:
+    BROKEN.append(
+        (
+            "apex is there when it is asked for",
+            "gpu --fused-kernels apex",
+            "--fused-kernels apex: apex is not installed",
+            "--fused-kernels torch",
+        )
+    )
+
+
+@pytest.mark.parametrize("name, words, message, remedy", BROKEN, ids=[row[1] for row in BROKEN])
+def test_a_broken_rule_says_what_to_do(name: str, words: str, message: str, remedy: str | None) -> None:
+    environ = CUDA if words.startswith("gpu") else CPU
+    words = words.removeprefix("gpu")
+    ranks = 8 if "parallel" in words else 1
+    (said,) = complaints(words, ranks=ranks, environ=environ)
+    assert said.startswith(message)
+    if remedy:
+        assert complaints(f"{words} {remedy}", ranks=ranks, environ=environ) == []
+
+
+def test_every_rule_is_tested_and_explained() -> None:
+    tested = {name for name, *_ in BROKEN} | {
+        "processes = TP x PP x SP x DP",
+        "BPE has merges",
+        "--contigious-checkpointing needs --checkpoint-activations",
+        "--checkpoint-in-cpu needs --checkpoint-activations",
+    }
+    assert {rule.name for rule in RULES} == tested
+    assert len(tested) == len(RULES)
+    assert all(rule.why.endswith(".") for rule in RULES)
+
+
+def test_a_legal_run_breaks_no_rule() -> None:
+    assert violations(parse()) == []
+
+
+@pytest.mark.parametrize("flag", ["--contigious-checkpointing", "--checkpoint-in-cpu"])
+def test_forms_of_recomputation_need_recomputation(flag: str) -> None:
+    said = complaints(f"{flag} --partition-activations")
+    assert [message.split(":")[0] for message in said] == [
+        "--partition-activations has no effect without --checkpoint-activations",
+        f"{flag} has no effect without --checkpoint-activations",
+    ]
+
+
+@pytest.mark.parametrize(
+    "ranks, words, message",
+    [
+        (
+            6,
+            "--model-parallel-size 4",
+            "6 processes cannot be split into --model-parallel-size 4: "
+            "use 4 or 8 processes, or --model-parallel-size 1 or 2",
+        ),
+        (
+            1,
+            "--model-parallel-size 2 --pipe-parallel-size 2",
+            "1 process cannot be split into --model-parallel-size 2 x --pipe-parallel-size 2: use 4 processes",
+        ),
+        (
+            2,
+            "--model-parallel-size 2 --pipe-parallel-size 2",
+            "2 processes cannot be split into --model-parallel-size 2 x --pipe-parallel-size 2: "
+            "use 4 processes, or --model-parallel-size 1, or --pipe-parallel-size 1",
+        ),
+        (
+            6,
+            "--model-parallel-size 2 --ds-sequence-parallel-size 2",
+            "6 processes cannot be split into --model-parallel-size 2 x --ds-sequence-parallel-size 2: "
+            "use 4 or 8 processes, or --model-parallel-size 1, or --ds-sequence-parallel-size 1",
+        ),
+    ],
+)
+def test_processes_that_make_no_grid(ranks: int, words: str, message: str) -> None:
+    assert complaints(words, ranks=ranks) == [message]
+
+
+def test_merges_belong_to_bpe_only() -> None:
+    words = SMALL.replace("--merge-file merges.txt", "").split()
+    with pytest.raises(ConfigError, match="--merge-file is required with --tokenizer-type GPT2BPETokenizer"):
+        parse_run(words, CPU)
+    assert parse_run([*words, "--tokenizer-type", "WhitespaceTokenizer"], CPU).data.merge_file is None
+
+
+def test_all_broken_rules_come_at_once() -> None:
+    words = "--model-parallel-size 3 --pipe-parallel-size 8 --zero-stage 3 --fp16 --checkpoint-in-cpu --dropout 1"
+    assert len(complaints(f"{words} --hidden-dropout 1.5 --hidden-size 66 --unheard-of", ranks=8)) >= 9
+
+
+def test_required_values_are_asked_for_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run([], CPU)
+    assert {message.split()[0] for message in caught.value.messages} == {
+        "--num-layers",
+        "--hidden-size",
+        "--num-attention-heads",
+        "--seq-length",
+        "--lr",
+        "--train-iters",
+        "--batch-size",
+        "--data-path",
+        "--vocab-file",
+        "--merge-file",
+    }
+
+
+@pytest.mark.parametrize("name", [name for name, field in flag_fields().items() if field.metadata["flag"]["within"]])
+def test_values_out_of_range_are_refused(name: str) -> None:
+    field = flag_fields()[name]
+    interval = field.metadata["flag"]["within"]
+    low, high = ends(interval)
+    outside = low - 1 if interval[0] == "[" else low
+    flag = "--" + (field.metadata["flag"]["name"] or name).replace("_", "-")
+    environ = {**CUDA, "LOCAL_RANK": "0"}
+    program = "bert" if field.metadata["flag"]["only"] == BERT else ""
+    assert any(
+        message.startswith(f"{flag} {outside:g} must be ")
+        for message in complaints(f"{program} {flag} {outside:g}".strip(), environ=environ)
+    )
+    if interval.endswith(")") and high < float("inf"):
+        assert not inside(high, interval) and inside((low + high) / 2, interval)
+
+
+def test_words_of_a_range() -> None:
+    assert complaints("--hidden-dropout 1") == ["--hidden-dropout 1 must be from 0 to 1, 1 excluded"]
+    assert complaints("--zero-stage 4") == ["--zero-stage 4 must be from 0 to 3"]
+    assert complaints("--layernorm-epsilon 0") == ["--layernorm-epsilon 0 must be more than 0"]
+
+
+@pytest.mark.parametrize(
+    "environ, size, rank",
+    [
+        ({}, 1, None),
+        ({"WORLD_SIZE": "8", "LOCAL_RANK": "3"}, 8, 3),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 4, 1),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"}, 2, 0),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_STEP_ID": "0"}, 4, None),
+        ({"SLURM_NTASKS": "4"}, 1, None),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 1, None),
+    ],
+)
+def test_what_launchers_say(environ: dict[str, str], size: int, rank: int | None) -> None:
+    assert (world_size(environ), local_rank(environ)) == (size, rank)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", ""])
+def test_a_world_size_that_is_none(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"the environment says WORLD_SIZE={value}: set a whole number from 1 on"):
+        parse_run(SMALL.split(), {**CPU, "WORLD_SIZE": value})
+
+
+def test_the_device_is_told_without_torch(tmp_path: Path) -> None:
+    assert expected_device({}, tmp_path) == "cpu"
+    (tmp_path / "nvidiactl").touch()  # a container may have it without a GPU
+    assert expected_device({}, tmp_path) == "cpu"
+    (tmp_path / "nvidia0").touch()
+    assert expected_device({}, tmp_path) == "cuda"
+    assert expected_device({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == "cuda"
+    assert expected_device({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == "cpu"
+    assert expected_device({"DS_ACCELERATOR": "cpu"}, tmp_path) == "cpu"
+
+
+@pytest.mark.parametrize("environ, backend", [(CPU, "gloo"), (CUDA, "nccl")])
+def test_the_backend_follows_the_device(environ: dict[str, str], backend: str) -> None:
+    assert parse(environ=environ).parallel.distributed_backend == backend

@@ -1,0 +1,85 @@
+"""A rank that goes no further: the others end, say which it is, and the next start goes on exactly."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from support.bare_ranks import BareRanks
+from support.programs import read_metrics
+
+from megatron.launch.watchdog import explain, group_names
+
+SETTINGS = "--train-iters 5 --batch-size 2 --gas 4 --eval-iters 0 --pipe-parallel-size 2".split()
+SAVES = "--save-interval 1 --auto-resume --watchdog-minutes 0.1".split()
+
+
+@pytest.fixture(scope="module")
+def whole(train_in_ranks, tmp_path_factory) -> list[tuple[int, float]]:
+    """Losses of a run that is let be."""
+    metrics = tmp_path_factory.mktemp("whole") / "metrics"
+    train_in_ranks(2, *SETTINGS, "--metrics-file", metrics)
+    return _losses(metrics)
+
+
+def test_a_stopped_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, tmp_path: Path, whole) -> None:
+    words = (*SETTINGS, *SAVES, "--save", tmp_path / "ck", "--metrics-file", tmp_path / "metrics")
+    ranks = BareRanks(programs, tmp_path / "log", "signal 1 3 SIGSTOP", *words, size=2)
+    assert ranks.ended(0) == [6], ranks.output
+    limit, waiting, cause = ranks.errors
+    assert "takes longer than --watchdog-minutes 0.1" in limit
+    assert waiting.startswith("rank 0: training, iteration 3, SendActivation of micro-batch 1, in send to rank 1")
+    assert cause.startswith("rank 1 is behind and does not answer")
+    assert ranks.output.splitlines()[-1].endswith(cause)
+    written = (tmp_path / "ck" / "hang-rank0.txt").read_text()
+    assert "SendActivation of micro-batch 1, in send to rank 1" in written and " in train_batch\n" in written
+    train_in_ranks(2, *words)
+    assert _losses(tmp_path / "metrics") == whole
+
+
+def test_the_stopped_rank_keeps_the_store(programs, tmp_path: Path) -> None:
+    """Then nobody knows who is behind but by the silence."""
+    words = (*SETTINGS, *SAVES, "--save", tmp_path / "ck")
+    ranks = BareRanks(programs, tmp_path / "log", "signal 0 2 SIGSTOP", *words, size=2)
+    assert ranks.ended(1) == [6], ranks.output
+    assert "RecvActivation of micro-batch 1, in recv from rank 0" in ranks.errors[-1]
+    assert "nobody answers where the ranks meet: rank 0 keeps that" in ranks.errors[-1]
+
+
+def test_a_rank_that_holds_pythons_lock(programs, tmp_path: Path) -> None:
+    """None of its own threads can run, and yet it ends, with its stack on the screen."""
+    words = (*SETTINGS, *SAVES, "--save", tmp_path / "ck")
+    ranks = BareRanks(programs, tmp_path / "log", "hold 1 2", *words, size=2)
+    assert ranks.ended() == [6, 1], ranks.output
+    assert ranks.errors[-1].startswith("rank 1 is behind and does not answer")
+    assert "Timeout (" in ranks.output and "faulty_pretrain.py" in ranks.output.partition("Timeout (")[2]
+
+
+def test_who_is_behind() -> None:
+    def told(entered: int, waits: bool, heard: bool = True) -> dict[str, Any]:
+        return {"entered": entered, "text": "here", "waits": waits, "heard": heard, "host": "h"}
+
+    def behind(*ranks: dict[str, Any] | None) -> list[str]:
+        lines = explain(list(ranks), "--watchdog-minutes 1", Path("ck"))
+        return [line for line in lines if "behind" in line or "each other" in line]
+
+    sleeps, waits = told(3, False), told(3, True)
+    assert behind(waits, sleeps, waits) == ["rank 1 is behind: here (on h)"]
+    assert behind(told(4, True), waits) == ["rank 1 is behind: here (on h)"], "an earlier part of the run"
+    assert behind(waits, waits) == ["all ranks wait for each other"]
+    assert behind(waits, told(2, False, heard=False)) == [
+        "rank 1 is behind and does not answer, last seen in here (on h)"
+    ]
+    assert behind(waits, None) == ["rank 1 is behind and does not answer, last seen in a place that it has not told"]
+    assert len(explain([waits] * 1000 + [sleeps], "", Path("ck"))) < 12
+
+
+def test_groups_have_names() -> None:
+    names = group_names(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1))
+    assert names == {
+        (0, 1): "tensor-parallel", (2, 3): "tensor-parallel", (0, 2): "pipeline", (1, 3): "pipeline"
+    }  # fmt: skip
+
+
+def _losses(metrics: Path) -> list[tuple[int, float]]:
+    return [(line["iteration"], line["lm_loss"]) for line in read_metrics(metrics)]

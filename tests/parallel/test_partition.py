@@ -1,0 +1,162 @@
+"""How the model is cut into stages: the arithmetic by itself, and against the model that is built."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+from support.command_lines import parse
+
+from megatron.config import ParallelConfig, RunConfig
+from megatron.parallel.pipeline.partition import balanced, bounds, inputs_in_flight, layers_of_pieces, plan, units
+
+
+def best_by_trial(weights: list[int], parts: int) -> tuple[int, int]:
+    """The lightest heaviest run of all ways to cut, and with it the least sum of squares."""
+    found = []
+    for cuts in combinations(range(1, len(weights)), parts - 1):
+        ends = [0, *cuts, len(weights)]
+        runs = [sum(weights[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
+        found.append((max(runs), sum(run * run for run in runs)))
+    return min(found)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+@pytest.mark.parametrize("weights", [[1] * 7, [0, 1, 1, 1, 1, 1, 0], [9, 2, 2, 2, 2, 2, 14], [0, 5, 5, 5, 5, 5, 31]])
+def test_no_other_cut_is_better(weights: list[int], parts: int) -> None:
+    lengths = balanced(weights, parts)
+    assert len(lengths) == parts and sum(lengths) == len(weights) and min(lengths) > 0
+    ends = [sum(lengths[:n]) for n in range(parts + 1)]
+    runs = [sum(weights[begin:end]) for begin, end in zip(ends, ends[1:], strict=False)]
+    assert (max(runs), sum(run * run for run in runs)) == best_by_trial(weights, parts)
+
+
+@pytest.mark.parametrize(
+    "words, stages, layers",
+    [
+        ("", 2, (2, 2)),
+        ("", 3, (2, 1, 1)),
+        ("", 4, (1, 1, 1, 1)),
+        ("--pipeline-partition 1,3", 2, (1, 3)),
+        ("--pipeline-partition 0,4,0", 3, (0, 4, 0)),
+        ("--pipeline-partition type:transformer", 2, (2, 2)),
+        ("--pipeline-partition uniform", 3, (1, 2, 1)),
+        ("--pipeline-partition uniform", 5, (1, 1, 1, 1, 0)),
+        ("--pipeline-partition parameters --num-layers 12", 2, (6, 6)),
+        ("--pipeline-schedule dualpipev --gas 4", 2, (1, 1, 1, 1)),
+        ("--pipeline-schedule dualpipev --gas 4 --pipeline-partition 2,1,1,0", 2, (2, 1, 1, 0)),
+    ],
+)
+def test_layers_of_stages(words: str, stages: int, layers: tuple[int, ...]) -> None:
+    assert layers_of_pieces(parse(f"--pipe-parallel-size {stages} {words}", ranks=stages)) == layers
+
+
+def test_a_large_vocabulary_weighs_on_both_ends_or_on_the_last() -> None:
+    """Parameters are at both ends, since each has the table; operations are the head's."""
+    run = parse("--pipe-parallel-size 4 --num-layers 12", ranks=4)
+    model = replace(run.model, vocab_size=3000, padded_vocab_size=3000)
+    cut = {
+        method: layers_of_pieces(replace(run, model=model, parallel=replace(run.parallel, pipeline_partition=method)))
+        for method in ("parameters", "flops")
+    }
+    assert cut["parameters"][0] == cut["parameters"][-1] < cut["parameters"][1]
+    assert cut["flops"][0] == cut["flops"][1] > cut["flops"][-1]
+
+
+def test_the_plan_of_stages() -> None:
+    run = parse("--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 4", ranks=2)
+    assert [stage.pieces for stage in plan(run)] == [(range(0, 2), range(4, 6)), (range(2, 3), range(3, 4))]
+    run = parse("--pipe-parallel-size 2 --pipeline-partition 1,3", ranks=2)
+    assert [stage.pieces for stage in plan(run)] == [(range(0, 2),), (range(2, 6),)]
+
+
+def test_kept_inputs_have_room() -> None:
+    """DeepSpeed's one buffer has a slot for each transformer layer that was run forward before the first backward."""
+    for words, slots in [("", 4), ("--pipeline-partition 3,1", 6), ("--pipeline-partition 1,3", 3)]:
+        assert inputs_in_flight(parse(f"--pipe-parallel-size 2 {words}", ranks=2)) == slots
+    assert inputs_in_flight(parse("--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 4", ranks=2)) == 5
+    words = "--checkpoint-activations --partition-activations --contigious-checkpointing --pipeline-partition 3,1"
+    run = parse(f"--pipe-parallel-size 2 {words}", ranks=2)
+    assert run.ds_config["activation_checkpointing"]["number_checkpoints"] == 6
+
+
+def tiny(schedule: str, partition: str, program: str = "") -> RunConfig:
+    """A run on two stages with the vocabulary at hand."""
+    run = parse(
+        f"{program} --pipe-parallel-size 2 --gas 4 --hidden-size 16 --ffn-hidden-size 48 "
+        f"--pipeline-schedule {schedule} --pipeline-partition {partition}",
+        ranks=2,
+    )
+    return replace(run, model=replace(run.model, vocab_size=21, padded_vocab_size=24))
+
+
+@pytest.mark.parametrize(
+    "schedule, partition",
+    [("1f1b", "flops"), ("1f1b", "3,1"), ("dualpipev", "parameters"), ("dualpipev", "0,1,1,2")],
+)
+@pytest.mark.parametrize("program", ["", "bert"])
+def test_the_plan_is_what_is_built(run_ranks, schedule: str, partition: str, program: str) -> None:
+    planned = [(stage.pieces, stage.parameters) for stage in plan(tiny(schedule, partition, program))]
+    assert run_ranks(2, built_stage, schedule, partition, program) == planned
+
+
+def built_stage(schedule: str, partition: str, program: str) -> tuple[tuple[range, ...], int]:
+    """The pieces of this rank's stage and its parameters, by what is in it."""
+    from megatron.model.embedding import WordEmbedding
+    from megatron.model.transformer import ParallelTransformerLayer
+    from megatron.mpu import ParallelLayout
+    from megatron.training.engines import build_module
+
+    run = tiny(schedule, partition, program)
+    module = build_module(run, ParallelLayout.create(run.parallel))
+    pieces = []
+    for functions in getattr(module, "phase_funcs", [module.forward_funcs]):
+        units = [layer.layer_number for layer in functions if isinstance(layer, ParallelTransformerLayer)]
+        if isinstance(functions[0], WordEmbedding):
+            units = [0, *units]
+        if any(getattr(function, "func", None) is not None for function in functions):
+            units.append(run.model.num_layers + 1)
+        pieces.append(range(units[0], units[-1] + 1))
+        assert units == list(pieces[-1])
+    return tuple(pieces), sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("program", ["", "bert"])
+def test_names_and_numbers_are_those_of_the_list(run_ranks, program: str) -> None:
+    (names,) = run_ranks(1, names_of_layers, program)
+    model = tiny("1f1b", "uniform", program).model
+    found = [name for unit in units(model, 32) for name in unit.names]
+    assert [name.rpartition("LayerNorm")[1] or name for name in names] == found
+    assert bounds([4], model)[-1] == len(names)
+
+
+def names_of_layers(program: str) -> list[str]:
+    from megatron.model.architectures import MODELS
+    from megatron.mpu import ParallelLayout
+
+    model = tiny("1f1b", "uniform", program).model
+    layers = MODELS[model.architecture].layers(model, ParallelLayout.create(ParallelConfig(world_size=1)))
+    return [getattr(layer, "typename", layer).__name__ for layer in layers]
+
+
+def test_operations_are_those_that_are_counted(run_ranks) -> None:
+    """By torch's own counter, which knows matrix products and attention."""
+    (counted,) = run_ranks(1, counted_operations)
+    run = tiny("1f1b", "uniform")
+    assert sum(unit.flops for unit in units(run.model, run.data.seq_length)) * run.data.seq_length == counted
+
+
+def counted_operations() -> int:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from megatron.config import ActivationConfig
+    from megatron.model.gpt2 import GPT2Model
+    from megatron.mpu import ParallelLayout
+
+    run = tiny("1f1b", "uniform")
+    softmax_by_steps = replace(run.model, attention_softmax_in_fp32=True)  # products that the counter sees
+    layout = ParallelLayout.create(ParallelConfig(world_size=1))
+    model = GPT2Model(softmax_by_steps, ActivationConfig(), layout).eval()
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, run.data.seq_length, dtype=torch.long))
+    return counter.get_total_flops()

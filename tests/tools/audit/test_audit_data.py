@@ -1,0 +1,144 @@
+"""tools/audit_data.py as a user starts it: what each command says, and what bad input gets."""
+
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from audit.conftest import Restarted
+from support.programs import Programs
+
+from megatron.tools.command_line import run_tool
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
+    """``audit(*words)``: exit code, stdout and stderr of the tool, in this process."""
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    main = importlib.import_module("audit_data").main
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["audit_data.py", *map(str, words)])
+        with pytest.raises(SystemExit) as left:
+            run_tool(main)
+        return left.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_each_command(audit: Callable, restarted: Restarted, tmp_path: Path) -> None:
+    load = ("--load", restarted.checkpoints)
+    code, said, _ = audit("batch", *load, "--iteration", 2, "--rank", 1, "--characters", 20)
+    lines = said.splitlines()
+    assert code == 0 and lines[0] == "iteration 2: 4 samples on PP 1, DP 2, SP 1, TP 1, what rank 1 took"
+    assert [line for line in lines if line.startswith("sample")] == [
+        f"sample {number}, data-parallel rank 1" for number in (6, 7)
+    ]
+    assert all("_text_document document " in line and len(line.split(": ")[1]) < 30 for line in lines if line[0] == " ")
+    code, said, _ = audit("batch", *load, "--iteration", 5, "--json")
+    batch = json.loads(said)
+    assert code == 0 and [row["sample"] for row in batch["samples"]] == [16, 17, 18, 19]
+    pieces = [piece["tokens"] for row in batch["samples"] for piece in row["pieces"]]
+    assert sum(stop - start for start, stop in pieces) == 4 * 33
+
+    code, said, _ = audit("seen", *load, "--output", tmp_path / "seen.tsv")
+    assert code == 0 and "epochs up to iteration 6" in said and "more than once" in said
+    rows = [line.split("\t") for line in (tmp_path / "seen.tsv").read_text().splitlines()]
+    assert rows[0] == ["data", "document", "tokens", "seen"] and len(rows) == 1 + 160 + 80
+    assert sum(int(row[2]) * float(row[3]) for row in rows[1:]) == pytest.approx(6 * 4 * 32, rel=1e-4)
+
+    code, said, _ = audit("proof", *load, "--metrics-file", restarted.metrics)
+    assert code == 0 and said.endswith("proven: no sample was repeated, none was skipped\n")
+    assert "made again, after what they did was lost: iterations 3 to 4" in said
+    code, said, _ = audit("proof", *load, "--metrics-file", restarted.metrics, "--json")
+    assert json.loads(said)["proven"] is True
+
+    code, said, _ = audit("overlap", *load, "--json")
+    found = json.loads(said)
+    # The second data set is the first half of the first one, backwards.
+    assert code == 1 and [row["splits"] for row in found["between"]] == [
+        ["train", "valid"], ["train", "test"], ["valid", "test"],
+    ]  # fmt: skip
+    assert [row["documents"] for row in found["between"]] == [10, 10, 0]
+    first, second = restarted.blend[2], restarted.blend[4]
+    assert found["between"][1]["examples"][0] == [f"{second} document 90", f"{first} document 9"]
+    assert [row["documents"] - row["different"] for row in found["within"]] == [80, 0, 0]
+
+    code, said, _ = audit("statistics", *load)
+    assert code == 0 and f"training, 70.00%: {first}" in said and "160 documents (0 empty)" in said
+    assert "of 92 tokens of the vocabulary" in said
+    code, said, _ = audit("picture", *load, "--output", tmp_path / "data.png")
+    assert code == 0 and (tmp_path / "data.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_data_are_looked_at_without_a_checkpoint(audit: Callable, programs: Programs, restarted: Restarted) -> None:
+    vocabulary = programs.data_arguments[2:6]
+    own = ("--train-data-path", restarted.blend[2], "--valid-data-path", restarted.blend[4])
+    code, said, _ = audit("overlap", *own, *vocabulary)
+    assert code == 1 and "validation in training: 100 of 100 documents" in said
+    code, said, _ = audit("statistics", "--data-path", restarted.blend[2], "--split", "1", *vocabulary, "--json")
+    (row,) = json.loads(said)
+    assert code == 0 and row["documents"] == row["ends_of_documents"] == 200 and row["beyond_vocabulary"] == 0
+
+
+@pytest.fixture
+def place(restarted: Restarted, programs: Programs, tmp_path: Path) -> Path:
+    """Copies of all that a bad command line spoils: ``ck``, ``vocab.json``, ``tiny.*``, ``metrics``."""
+    shutil.copytree(restarted.checkpoints, tmp_path / "ck")
+    words = json.loads((programs.folder / "vocab.json").read_text())
+    swapped = dict(zip(words, [1, 0, *list(words.values())[2:]], strict=True))
+    (tmp_path / "vocab.json").write_text(json.dumps(swapped))
+    for end in ("bin", "idx"):
+        shutil.copy(f"{restarted.blend[2]}.{end}", tmp_path / f"tiny.{end}")
+    with open(tmp_path / "tiny.bin", "r+b") as file:
+        file.write(b"\x01\x00")
+    (tmp_path / "metrics").write_text("nonsense")
+    return tmp_path
+
+
+BAD = {
+    "no such command": ("count --load {ck}", 2, "argument COMMAND: invalid choice: 'count'"),
+    "no checkpoint": ("batch --iteration 1 --load {place}/none", 4, "no such file or folder; name a checkpoint"),
+    "no run": ("proof --load {place}", 4, "is no checkpoint"),
+    "no iteration": ("batch --load {ck}", 2, "the following arguments are required: --iteration"),
+    "an iteration to come": ("batch --load {ck} --iteration 7", 2, "global_step6 has iterations 1 to 6"),
+    "iteration 0": ("seen --load {ck} --iteration 0", 2, "global_step6 has iterations 1 to 6"),
+    "no such rank": ("batch --load {ck} --iteration 6 --rank 1", 2, "--rank 1: the run had ranks 0 to 0 then"),
+    "a negative length": ("batch --load {ck} --iteration 6 --characters -1", 2, "--characters -1 must be 0 or more"),
+    "another vocabulary": (
+        "batch --load {ck} --iteration 1 --vocab-file {place}/vocab.json",
+        2,
+        "the vocabulary in {place}/vocab.json is not the one of {ck}/global_step6",
+    ),
+    "no vocabulary": ("batch --load {ck} --iteration 1 --vocab-file {place}/none", 3, "{place}/none"),
+    "other data": (
+        "batch --load {ck} --iteration 1 --data-path 0.7 {place}/tiny 0.3 {half}",
+        3,
+        "not the data that {ck}/global_step6 has read",
+    ),
+    "no data": ("seen --load {ck} --data-path 0.7 {place}/none 0.3 {half}", 3, "{place}/none.bin is missing"),
+    "half a blend": ("seen --load {ck} --data-path 0.7 x 0.3", 2, "3 words: give one prefix"),
+    "no metrics": ("proof --load {ck} --metrics-file {place}/none", 3, "none: cannot be read"),
+    "no metrics in it": ("proof --load {ck} --metrics-file {place}/metrics", 3, "metrics is no metrics file"),
+    "nothing to look at": ("overlap", 2, "give --load with a checkpoint, or --data-path"),
+    "no picture": ("picture --load {ck} --output x.txt", 2, "name a file that ends in .png, .svg, .pdf"),
+    "no data flag": ("overlap --load {ck} --seed 3", 2, "--seed 3 says nothing about data"),
+    "no flag": ("overlap --load {ck} --sed 3", 2, "unknown flag --sed"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(audit: Callable, place: Path, restarted: Restarted, name: str) -> None:
+    words, expected, message = (
+        part.format(place=place, ck=place / "ck", half=restarted.blend[4]) if isinstance(part, str) else part
+        for part in BAD[name]
+    )
+    code, said, error = audit(*words.split())
+    assert (code, said) == (expected, "")
+    lines = error.splitlines()
+    assert len(lines) == 1 and message in lines[0]

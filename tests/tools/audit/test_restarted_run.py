@@ -1,0 +1,114 @@
+"""A blend through a stop, a broken checkpoint and another layout: what training did, and what the audit says of it."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from audit.conftest import SETTINGS, Restarted
+from support.programs import Programs, read_metrics
+
+from megatron.data.loader import MicroBatches
+from megatron.tools.audit.batches import batch_of
+from megatron.tools.audit.case import Case, open_case
+from megatron.tools.audit.proof import prove
+from megatron.tools.audit.seen import seen_up_to
+from megatron.tools.audit.statistics import source_mix
+
+EXACT = ("consumed_samples", "lm_loss", "grad_norm", "validation_loss", "test_loss")
+
+
+@pytest.fixture
+def case(restarted: Restarted) -> Case:
+    return open_case(restarted.checkpoints, {})
+
+
+def test_the_run_is_as_if_nothing_had_happened(restarted: Restarted) -> None:
+    assert "goes on behind iteration 2" in restarted.said and "70.00%" in restarted.said
+    found, expected = read_metrics(restarted.metrics), read_metrics(restarted.uninterrupted)
+    logged = [line["iteration"] for line in found if "lm_loss" in line]
+    assert logged == [1, 2, 3, 4, 3, 4, 5, 6]
+    for line in found:
+        twin = next(
+            other for other in expected if other["iteration"] == line["iteration"] and other.keys() == line.keys()
+        )
+        names = [name for name in EXACT if name in line]
+        assert [line[name] for name in names] == pytest.approx([twin[name] for name in names], rel=1e-5)
+
+
+def test_another_blend_is_refused(restarted: Restarted, programs: Programs) -> None:
+    flag, *words = restarted.blend
+    other = [flag, "0.6", words[1], "0.4", words[3]]
+    load = ("--load", restarted.checkpoints)
+    refused = programs.pretrain(1, *SETTINGS, *other, *load)
+    assert refused.returncode == 4
+    assert "the proportions of the blend is 3/5 2/5, but 7/10 3/10 in" in refused.output
+    swapped = programs.pretrain(1, *SETTINGS, flag, *words[2:], *words[:2], *load)
+    assert swapped.returncode == 4 and "the content of --data-path is" in swapped.output
+
+
+def test_the_proof(restarted: Restarted, case: Case, tmp_path: Path) -> None:
+    found = prove(case.ledger, case.saved.left_out, restarted.metrics)
+    assert found.faults == [] and found.logged == 6 and found.made_again == [range(3, 5)]
+    assert [(part.finished, part.last, part.first_place, part.end_place) for part in found.stretches] == [
+        (0, 2, 0, 8),
+        (2, 6, 8, 24),
+    ]
+    assert [part.layout["DP"] for part in found.stretches] == [2, 1]
+    lines = [line for line in read_metrics(restarted.metrics) if "consumed_samples" in line]
+    lines[-1]["consumed_samples"] += 4
+    (tmp_path / "metrics").write_text("\n".join(map(json.dumps, lines)))
+    (fault,) = prove(case.ledger, (), tmp_path / "metrics").faults
+    assert fault == f"{tmp_path}/metrics:8: 28 samples behind iteration 6, where the ledger has 24"
+
+
+@pytest.mark.parametrize(("iteration", "rank", "data_rank", "ranks"), [(2, 1, 1, 2), (2, 0, 0, 2), (5, 0, 0, 1)])
+def test_a_batch_has_what_the_loader_gave(case: Case, iteration: int, rank: int, data_rank: int, ranks: int) -> None:
+    batch = batch_of(case, iteration, rank)
+    loader = MicroBatches(
+        case.training_samples(24), first_sample=0, global_batch_size=4, micro_batch_size=1, data_rank=data_rank,
+        data_size=ranks,
+    )  # fmt: skip
+    read = [loader[n][0].tolist() for n in range(4 // ranks * (iteration - 1), 4 // ranks * iteration)]
+    told = [" ".join(piece["text"] for piece in row["pieces"]) for row in batch["samples"]]
+    assert [case.tokenizer.tokenize(text.replace("<|endoftext|>", "")) for text in told] == [
+        [token for token in tokens if token != case.tokenizer.eod] for tokens in read
+    ]
+    assert [row["sample"] for row in batch["samples"]] == list(
+        range(4 * (iteration - 1), 4 * iteration)[data_rank * 4 // ranks :][: 4 // ranks]
+    )
+    whole = batch_of(case, iteration, None)
+    assert [row for row in whole["samples"] if row["data_rank"] == data_rank] == batch["samples"]
+
+
+@pytest.mark.parametrize(("iteration", "left_out"), [(1, []), (6, []), (5, [[3, 5], [9, 10]])])
+def test_what_was_seen_is_what_the_batches_had(case: Case, iteration: int, left_out: list[list[int]]) -> None:
+    saved = replace(case.saved, description={**case.saved.description, "left_out_samples": left_out})
+    case = replace(case, saved=saved)
+    numbers = [row["sample"] for made in range(1, iteration + 1) for row in batch_of(case, made, None)["samples"]]
+    gone = sum(stop - start for start, stop in left_out)
+    assert len(numbers) == 4 * iteration and max(numbers) == 4 * iteration + gone - 1
+    samples = case.training_samples(max(numbers) + 1)
+    counted: Counter[tuple[str, int]] = Counter()
+    for number in numbers:
+        *others, last = samples.spans(number)
+        # The last token of a sample is there to be predicted; it is an input of the next one.
+        for span in (*others, last._replace(stop=last.stop - 1)):
+            counted[span.indexed.prefix, span.document] += span.stop - span.start
+    found = seen_up_to(case, iteration)
+    told = {
+        (seen.prefix, seen.first_document + number): int(tokens)
+        for seen in found
+        for number, tokens in enumerate(seen.tokens)
+        if tokens
+    }
+    assert told == {key: tokens for key, tokens in counted.items() if tokens}
+    assert sum(seen.tokens.sum() for seen in found) == 4 * iteration * 32
+
+
+def test_the_mix_over_time(case: Case) -> None:
+    ends, mix = source_mix(case)
+    assert ends.tolist() == [1, 2, 3, 4, 5, 6] and np.allclose(mix.sum(axis=1), 1)
+    assert np.abs(mix.cumsum(axis=0)[:, 0] * 4 - 0.7 * 4 * ends).max() < 1

@@ -1,0 +1,291 @@
+"""tools/doctor.py on hosts with one fault each: it is named, on its host alone, with what mends it."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.local_hosts import LocalHosts, mounting_refused
+from support.ports import free_port
+from support.programs import TINY_MODEL, Programs
+
+from megatron.tools.cluster.checks.case import Verdict
+from megatron.tools.cluster.report import table
+
+ROOT = Path(__file__).resolve().parents[3]
+SENT = "DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=lo\n"
+UNDER_FIFTEEN_SECONDS = 15
+
+NO_MOUNTS = mounting_refused()
+
+needs_mounts = pytest.mark.skipif(NO_MOUNTS is not None, reason=str(NO_MOUNTS))
+Ask = Callable[..., tuple[int, dict]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, programs: Programs) -> Path:
+    """A folder to start in, with the data set and a folder for checkpoints."""
+    programs.data_arguments  # noqa: B018, which makes them
+    shutil.copytree(programs.folder, tmp_path / "data")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / ".deepspeed_env").write_text(SENT)
+    return tmp_path
+
+
+@pytest.fixture
+def ask(local_hosts: LocalHosts, folder: Path) -> Ask:
+    """``ask("host-a host-b", *words)``: exit code of the doctor, and the red lines: {(host, check): (found, fix)}."""
+
+    def run(hosts: str, *words: str, slots: int = 1, **environ: str) -> tuple[int, dict]:
+        code, output = start(local_hosts, folder, hosts, "--json", *words, slots=slots, **environ)
+        report = json.loads(output)
+        bad = {
+            (host, line["check"]): (line["found"], line["fix"])
+            for host, lines in report["hosts"].items()
+            for line in lines
+            if not line["ok"]
+        }
+        assert report["ok"] == (code == 0) == (not bad)
+        return code, bad
+
+    return run
+
+
+def start(
+    local_hosts: LocalHosts, folder: Path, hosts: str, *words: str, slots: int = 1, **environ: str
+) -> tuple[int, str]:
+    (folder / "hostfile").write_text("".join(f"{host} slots={slots}\n" for host in hosts.split()))
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "doctor.py"), "--hostfile", "hostfile", *words],
+        cwd=folder,
+        env={"PATH": local_hosts.path, "HOME": str(folder), "DS_ACCELERATOR": "cpu", **environ},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "Traceback" not in ended.stderr, ended.stderr
+    return ended.returncode, ended.stdout or ended.stderr
+
+
+def training(folder: Path) -> list[str]:
+    """The arguments of a run that reads and writes in ``folder``."""
+    return [
+        *TINY_MODEL, *"--batch-size 2 --train-iters 4 --split 8,1,1 --tokenizer-type WhitespaceTokenizer".split(),
+        "--data-path", "data/tiny_text_document", "--vocab-file", "data/vocab.json",
+        "--save", "checkpoints", "--load", str(folder / "checkpoints"),
+    ]  # fmt: skip
+
+
+def test_hosts_in_order_are_ready_and_their_bandwidth_is_shown(local_hosts: LocalHosts, folder: Path) -> None:
+    place = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    code, said = start(local_hosts, folder, "host-a host-b", *place, "pretrain_gpt2.py", *training(folder))
+    assert code == 0, said
+    assert "GB/s" in said and said.endswith("2 hosts, 2 ranks: ready\n") and "\033" not in said
+    checks = {line.split()[1] for line in said.splitlines() if line.startswith("  ok ")}
+    assert checks == {
+        "name", "ssh", "python", "versions", "project", "arguments", "devices", "data", "folders", "disk", "clock",
+        "port", "interface", "extensions", "environment", "all-reduce",
+    }  # fmt: skip
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    before.pop(folder / "hostfile", None), after.pop(folder / "hostfile")
+    assert after == before, "it writes nothing"
+
+
+def test_a_host_that_is_silent_and_one_that_is_down(local_hosts: LocalHosts, folder: Path) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        local_hosts.name("host-silent", silent.getsockname()[1])
+        local_hosts.name("host-down", free_port())
+        ended = subprocess.run(
+            [sys.executable, str(ROOT / "tools" / "doctor.py"), "--json", "--hostfile", "hostfile"],
+            cwd=_hostfile(folder, "host-a host-silent host-down"),
+            env={"PATH": local_hosts.path, "HOME": str(folder), "DS_ACCELERATOR": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=UNDER_FIFTEEN_SECONDS,
+        )
+    hosts = json.loads(ended.stdout)["hosts"]
+    assert ended.returncode == 6
+    assert all(line["ok"] for line in hosts["host-a"])
+    for host, words, fix in (("host-silent", "timed out", "ping"), ("host-down", "Connection refused", "start ssh")):
+        last = hosts[host][-1]
+        assert last["check"] == "ssh" and not last["ok"] and words in last["found"] and fix in last["fix"]
+
+
+def _hostfile(folder: Path, hosts: str) -> Path:
+    (folder / "hostfile").write_text("".join(f"{host} slots=1\n" for host in hosts.split()))
+    return folder
+
+
+def test_a_host_without_a_name_another_key_of_ours_another_key_of_its_own(local_hosts: LocalHosts, ask: Ask) -> None:
+    local_hosts.new_key("stranger")
+    local_hosts.add("host-locked")
+    local_hosts.lock("host-locked", "stranger")
+    local_hosts.add("host-changed", trusted=False)
+    code, bad = ask("no-such-host.invalid host-locked host-changed host-a", "--quick")
+    assert code == 6 and {host for host, _ in bad} == {"no-such-host.invalid", "host-locked", "host-changed"}
+    assert "/etc/hosts" in bad["no-such-host.invalid", "name"][1]
+    found, fix = bad["host-locked", "ssh"]
+    assert "Permission denied" in found and fix.endswith("ssh-copy-id host-locked")
+    found, fix = bad["host-changed", "ssh"]
+    assert "verification failed" in found and "host-changed" in fix
+
+
+def test_another_deepspeed_and_a_clock_that_is_off(local_hosts: LocalHosts, ask: Ask, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "deepspeed-0.1.2.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.1.2\n")
+    late = tmp_path / "late"
+    late.mkdir()
+    (late / "sitecustomize.py").write_text("import time\nnow = time.time\ntime.time = lambda: now() + 60\n")
+    local_hosts.add("host-other", {"PYTHONPATH": str(other.parent)})
+    local_hosts.add("host-late", {"PYTHONPATH": str(late)})
+    code, bad = ask("host-a host-other host-late", "--quick")
+    assert code == 6 and set(bad) == {("host-other", "versions"), ("host-late", "clock")}
+    found, fix = bad["host-other", "versions"]
+    assert (
+        found.startswith("deepspeed 0.1.2, here 0.") and "ssh host-other " in fix and "pip install deepspeed==" in fix
+    )
+    found, fix = bad["host-late", "clock"]
+    assert found in ("60 s ahead of this host's", "59 s ahead of this host's") and "timedatectl" in fix
+
+
+@needs_mounts
+def test_data_that_is_missing_or_another_and_folders_of_its_own(
+    local_hosts: LocalHosts, ask: Ask, folder: Path
+) -> None:
+    empty, other = folder / "empty", folder / "other"
+    empty.mkdir()
+    shutil.copytree(folder / "data", other)
+    tokens = bytearray((other / "tiny_text_document.bin").read_bytes())
+    tokens[5] ^= 1
+    (other / "tiny_text_document.bin").write_bytes(tokens)
+    (other / "vocab.json").write_text("{}")
+    local_hosts.add("host-empty", mounts={folder / "data": empty})
+    local_hosts.add("host-tokens", mounts={folder / "data": other})
+    local_hosts.add("host-local", mounts={folder / "checkpoints": empty})
+    local_hosts.add("host-read", read_only=[folder / "checkpoints"])
+    code, bad = ask("host-a host-empty host-tokens host-local host-read", "--quick", *training(folder))
+    assert code == 6
+    kinds = {"host-empty": {"arguments", "data"}, "host-tokens": {"arguments", "data"}}
+    kinds |= {"host-local": {"folders"}, "host-read": {"folders"}}
+    assert {host: {check for there, check in bad if there == host} for host in kinds} == kinds
+    assert {host for host, _ in bad} == set(kinds)
+    prefix = f"{folder}/data/tiny_text_document"
+    found, fix = bad["host-empty", "data"]
+    assert found == f"{prefix}: No such file or directory"
+    assert fix == f"rsync -a {prefix}.bin {prefix}.idx host-empty:{folder}/data/"
+    assert "another content than on this host" in bad["host-tokens", "data"][0]
+    assert bad["host-tokens", "arguments"][0] == f"--vocab-file {folder}/data/vocab.json: has another content than here"
+    assert "of this host's own" in bad["host-local", "folders"][0] and "findmnt" in bad["host-local", "folders"][1]
+    assert "no permission to write" in bad["host-read", "folders"][0] and "chmod" in bad["host-read", "folders"][1]
+
+
+@needs_mounts
+def test_a_project_that_is_missing_or_another(local_hosts: LocalHosts, ask: Ask, tmp_path: Path) -> None:
+    other = tmp_path / "project"
+    shutil.copytree(ROOT / "megatron", other / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pretrain_gpt2.py", other)
+    (other / "megatron" / "engine.py").write_text("# another\n")
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    local_hosts.add("host-sources", mounts=_python_in(other) | {ROOT: other})
+    local_hosts.add("host-bare", mounts=_python_in(nothing) | {ROOT: nothing})
+    code, bad = ask("host-a host-sources host-bare", "--quick")
+    assert code == 6 and set(bad) == {("host-sources", "project"), ("host-bare", "project")}
+    assert bad["host-sources", "project"][0].startswith("other sources")
+    assert bad["host-sources", "project"][1].startswith("rsync ") and "mkdir" in bad["host-bare", "project"][1]
+
+
+def _python_in(project: Path) -> dict[Path, Path]:
+    """What lets a host with another ``project`` find its Python, which may lie in the project's own folder."""
+    python = Path(sys.prefix)
+    if not python.is_relative_to(ROOT):
+        return {}
+    place = project / python.relative_to(ROOT)
+    place.mkdir(parents=True)
+    return {place: python}
+
+
+def test_a_port_that_is_taken(ask: Ask) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        code, bad = ask("host-a host-b", "--quick", "--master_port", port)
+    ((key, (found, fix)),) = bad.items()
+    assert code == 6 and key == ("host-a", "port") and found.startswith(f"{port}: ") and "--master_port" in fix
+
+
+def test_an_interface_that_is_missing_a_lock_and_what_is_not_sent(
+    local_hosts: LocalHosts, ask: Ask, folder: Path
+) -> None:
+    extension = folder / "extensions" / "deepspeed_shm_comm"
+    extension.mkdir(parents=True)
+    (extension / "lock").touch()
+    local_hosts.add("host-lock", {"TORCH_EXTENSIONS_DIR": str(extension.parent)})
+    (folder / ".deepspeed_env").write_text("GLOO_SOCKET_IFNAME=nope0\n")
+    code, bad = ask("host-a host-lock", "--quick")
+    assert code == 6
+    assert set(bad) == {(host, check) for host in ("host-a", "host-lock") for check in ("interface", "environment")} | {
+        ("host-lock", "extensions")
+    }
+    assert bad["host-a", "interface"][0].startswith("GLOO_SOCKET_IFNAME=nope0: no nope0, only ")
+    assert bad["host-lock", "extensions"][1] == f"ssh host-lock 'rm {extension}/lock'"
+    found, fix = bad["host-a", "environment"]
+    assert found.startswith("DS_ACCELERATOR: ") and fix.endswith(f" >> {folder}/.deepspeed_env")
+    subprocess.run(fix, shell=True, env={**os.environ, "DS_ACCELERATOR": "cpu"}, check=True)
+    assert (folder / ".deepspeed_env").read_text() == "GLOO_SOCKET_IFNAME=nope0\nDS_ACCELERATOR=cpu\n"
+
+
+def test_more_slots_than_devices(ask: Ask, folder: Path) -> None:
+    (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cuda\n")
+    code, bad = ask("host-a", "--quick", slots=99, DS_ACCELERATOR="cuda")
+    ((key, (found, fix)),) = bad.items()
+    assert code == 6 and key == ("host-a", "devices") and "slot 98 is asked for" in found and "slots=" in fix
+
+
+def test_an_all_reduce_that_fails_is_red(local_hosts: LocalHosts, folder: Path) -> None:
+    """The ranks are sent to an address where nobody is."""
+    place = ["--master_addr", "198.51.100.1", "--master_port", str(free_port()), "--time-limit", "5"]
+    code, said = start(local_hosts, folder, "host-a", *place)
+    assert code == 6 and "BAD  all-reduce   host-a: " in said, said
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "reason"),
+    [
+        ("a slots=1\nb slots=x\n", [], "hostfile:2:3: "),
+        ("-oProxyCommand=touch${IFS}marker slots=1\n", [], "hostfile:1:1: "),
+        ("a slots=1\n", ["--hostfile", "none"], "No such file"),
+        ("a slots=1\n", ["-i", "b"], "--include b"),
+        ("a slots=1\n", ["--master_addr", "-x"], "--master_addr"),
+        ("a slots=1\n", ["--num-layers", "4"], "--hidden-size"),
+        ("a slots=1\n", ["--unknown"], "--unknown"),
+    ],
+)
+def test_wrong_usage_asks_nobody(tmp_path: Path, text: str, words: list[str], reason: str) -> None:
+    (tmp_path / "hostfile").write_text(text)
+    tool = [sys.executable, str(ROOT / "tools" / "doctor.py"), "--hostfile", "hostfile", *words]
+    environ = {**os.environ, "HOME": str(tmp_path), "DS_ACCELERATOR": "cpu"}
+    ended = subprocess.run(tool, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stdout == "" and reason in ended.stderr
+    assert all(line.startswith("doctor.py: error: ") for line in ended.stderr.splitlines())
+    assert [path.name for path in tmp_path.iterdir()] == ["hostfile"]
+
+
+def test_colour_is_for_those_who_see_it() -> None:
+    findings = {"a": {"port": [Verdict(True, "free"), Verdict(False, "taken", "ss -ltnp")]}}
+    plain = "a\n  ok   port         free\n  BAD  port         taken\n       fix: ss -ltnp"
+    assert table(findings, colour=False) == plain
+    coloured = table(findings, colour=True)
+    assert "\033[32mok \033[0m" in coloured and "\033[31mBAD\033[0m" in coloured
+    assert re.sub(r"\033\[\d+m", "", coloured) == plain

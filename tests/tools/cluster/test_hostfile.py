@@ -1,0 +1,122 @@
+"""Hostfiles: what is one, what is not, and where it says so."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config.errors import ConfigError
+from megatron.tools.cluster.hostfile import Host, read_hostfile, select
+
+HOSTS = [Host("a", (0, 1, 2, 3)), Host("b", (0, 1)), Host("c", (0,))]
+
+
+def read(tmp_path: Path, text: str | bytes) -> list[Host]:
+    file = tmp_path / "hostfile"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return read_hostfile(file)
+
+
+def complaints(tmp_path: Path, text: str | bytes) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, text)
+    return [message.removeprefix(f"{tmp_path}/hostfile") for message in caught.value.messages]
+
+
+def test_hosts_comments_blank_lines_and_line_ends(tmp_path: Path) -> None:
+    text = "# a cluster\n\nworker-1 slots=2\r\n  10.0.0.2\tslots=1  # two were too many\nfd00::3 slots=1\n#x slots=9"
+    assert read(tmp_path, text) == [Host("worker-1", (0, 1)), Host("10.0.0.2", (0,)), Host("fd00::3", (0,))]
+
+
+BROKEN = {
+    "worker-1": (":1:9: ", "no slots"),
+    "worker-1 slots=": (":1:10: ", "slots=N"),
+    "worker-1 slots=0": (":1:10: ", "no slots"),
+    "worker-1 slots=-2": (":1:10: ", "slots=N"),
+    "worker-1 slots=2x": (":1:10: ", "slots=N"),
+    "worker-1 slots=٣": (":1:10: ", "slots=N"),
+    "worker-1  slots = 2": (":1:11: ", "slots=N"),
+    "worker-1 gpus=2": (":1:10: ", "slots=N"),
+    "slots=2": (":1:1: ", "no host name because of '='"),
+    "worker-1 slots=2 max_slots=4": (":1:18: ", "remove it"),
+    "a slots=1\n\nb slots=1\n a slots=2": (":4:2: ", "a stands in line 1 already"),
+    "user@worker-1 slots=2": (":1:1: ", "because of '@'"),
+    "a,b slots=2": (":1:1: ", "because of ','"),
+    "worker_1 slots=2": (":1:1: ", "because of '_'"),
+    ".worker slots=2": (":1:1: ", "because of '.'"),
+    "fe80::1%eth0 slots=2": (":1:1: ", "no host name"),
+    "wörker slots=2": (":1:1: ", "because of 'ö'"),
+    f"{'a' * 254} slots=2": (":1:1: ", "254 characters"),
+    "a\x0bb slots=1": (":1:1: ", "no host name"),
+    "": (" names no host", "worker-1 slots=8"),
+    "# nobody\n": (" names no host", "worker-1 slots=8"),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_line_is_named_by_line_and_column(tmp_path: Path, text: str) -> None:
+    (message,) = complaints(tmp_path, text)
+    place, reason = BROKEN[text]
+    assert message.startswith(place) and reason in message and "\n" not in message
+
+
+def test_every_broken_line_is_named(tmp_path: Path) -> None:
+    assert [message.split(": ")[0] for message in complaints(tmp_path, "a\nb slots=1\nc slots=0\n;\n")] == [
+        ":1:2", ":3:3", ":4:1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "-oProxyCommand=touch${IFS}marker", "--help", "a;touch${IFS}marker", "$(touch${IFS}marker)",
+        "`touch${IFS}marker`", "'a'", '"a"', "a|b", "a&b", "a>b", "a\\b", "*", "~", "[1-9]", "%h", "a\x00",
+        "a\nslots=1",
+    ],
+)  # fmt: skip
+def test_nothing_that_a_shell_or_ssh_obeys_is_a_host(tmp_path: Path, name: str) -> None:
+    assert complaints(tmp_path, f"{name} slots=1")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "not UTF-8" in complaints(tmp_path, b"a slots=1\n\xff slots=1")[0]
+    with pytest.raises(ConfigError, match="No such file"):
+        read_hostfile(tmp_path / "none")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        read_hostfile(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "left"),
+    [
+        ("", "", {"a": (0, 1, 2, 3), "b": (0, 1), "c": (0,)}),
+        ("c@a:3,1,1", "", {"a": (1, 3), "c": (0,)}),
+        ("a:0@a:1", "", {"a": (0, 1)}),
+        ("", "b", {"a": (0, 1, 2, 3), "c": (0,)}),
+        ("", "a:0,2@c:0", {"a": (1, 3), "b": (0, 1)}),
+    ],
+)
+def test_filters_leave_the_same_as_deepspeeds(include: str, exclude: str, left: dict) -> None:
+    from deepspeed.launcher.runner import parse_inclusion_exclusion
+
+    assert select(HOSTS, include, exclude) == [Host(*item) for item in left.items()]
+    pool = {host.name: len(host.slots) for host in HOSTS}
+    assert {name: tuple(slots) for name, slots in parse_inclusion_exclusion(pool, include, exclude).items()} == left
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "words"),
+    [
+        ("a", "b", ["both given"]),
+        ("d", "", ["--include d: the hostfile has no 'd'", "choose from a, b, c"]),
+        ("a:4", "", ["a has no slot 4", "0 to 3"]),
+        ("a:", "", ["'' is no slot of a"]),
+        ("a:x", "", ["'x' is no slot of a"]),
+        ("a:0;touch marker", "", ["no slot of a"]),
+        ("a@", "", ["has no ''"]),
+        ("", "a@b@c", ["leaves no host"]),
+    ],
+)
+def test_a_filter_that_makes_no_sense(include: str, exclude: str, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        select(HOSTS, include, exclude)
+    assert all(word in str(caught.value) for word in words), caught.value

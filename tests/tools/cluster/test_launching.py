@@ -1,0 +1,188 @@
+"""tools/launch.py: hosts, folders and arguments reach other hosts as they are, or are refused; nothing in them runs."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.local_hosts import LocalHosts
+from support.ports import free_port
+from support.programs import Programs
+
+from megatron.config.errors import ConfigError
+from megatron.tools.cluster.hostfile import Host
+from megatron.tools.cluster.launching import chosen_hosts, launcher_words, read_launch
+from megatron.tools.cluster.remote import quote_for_pdsh, ssh_command
+
+HOSTILE = [
+    "a;touch marker", "a;touch${IFS}marker", "$(touch marker)", "$(touch${IFS}marker)", "`touch marker`",
+    "`touch${IFS}marker`", "a b", "it's", 'a "b" c', '"', "'", "\\", "a \\ b", "a \\\" b", "two\nlines", "two \nlines",
+    "a|b&c>d<e", "*", "~", "$HOME", "a $HOME b", "#", "%h", "a %n", "100%", "", "-x", "--flag=a b", "!!", "{a,b}",
+]  # fmt: skip
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    file = tmp_path / "hostfile"
+    file.write_text("host-a slots=1\nhost-b slots=1\n")
+    return file
+
+
+def refusals(hostfile: Path, *words: str, environ: dict[str, str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        launcher_words(read_launch(["--hostfile", str(hostfile), *words, "x.py"]), environ or {"DS_ACCELERATOR": "cpu"})
+    return caught.value.messages
+
+
+def test_ssh_asks_nobody_and_takes_no_host_for_an_option() -> None:
+    command = ssh_command("worker-1", ["ls", "a b; touch marker"], port=2222)
+    assert command[-2:] == ["worker-1", "ls 'a b; touch marker'"] and command[-3] == "--"
+    assert "BatchMode=yes" in command and "ConnectTimeout=5" in command and command[command.index("-p") + 1] == "2222"
+    assert not any("StrictHostKeyChecking" in word for word in command)
+
+
+@pytest.mark.parametrize("argument", HOSTILE)
+def test_what_deepspeed_and_a_shell_make_of_a_quoted_argument(tmp_path: Path, argument: str) -> None:
+    """DeepSpeed's part is its own, a shell's too; of pdsh, whose part is %, the next test has the real one."""
+    from deepspeed.launcher.multinode_runner import PDSHRunner
+
+    class Runner(PDSHRunner):
+        def __init__(self, words: list[str]):
+            self.args = type("Arguments", (), {"user_args": words})
+
+    (word,) = Runner([quote_for_pdsh(argument)]).parse_user_args()
+    said = subprocess.run(
+        ["sh", "-c", f"printf '[%s]' {word.replace('%%', '%')}"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert said.stdout == f"[{argument}]" and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh (apt-get install pdsh)")
+def test_hostile_arguments_reach_every_host_as_they_are(
+    programs: Programs, local_hosts: LocalHosts, hostfile: Path, tmp_path: Path
+) -> None:
+    """Through the real deepspeed, pdsh, ssh and a login shell each."""
+    script = tmp_path / "a script; touch marker; 100%h.py"
+    script.write_text(
+        "import json, os, sys\n"
+        f"open({str(tmp_path)!r} + '/seen-' + os.environ['RANK'], 'w').write(json.dumps(sys.argv[2:]))\n"
+    )
+    words = ["--hostfile", hostfile, "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    secret = {"UCX_TOKEN": "hunter2"}  # which DeepSpeed sends
+    ended = programs.python("tools/launch.py", *words, script, *HOSTILE, PATH=local_hosts.path, **secret).ok()
+    assert "hunter2" not in ended.output
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"seen-{rank}").read_text()) == HOSTILE
+    assert not list(tmp_path.rglob("marker")) and not (programs.root / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["-oProxyCommand=touch${IFS}marker slots=1", "a;touch${IFS}marker slots=1", "`touch${IFS}marker` slots=1"]
+)
+def test_a_hostile_hostfile_runs_nothing(programs: Programs, tmp_path: Path, line: str) -> None:
+    (tmp_path / "hostfile").write_text(line + "\n")
+    command = [sys.executable, programs.root / "tools" / "launch.py", "--hostfile", "hostfile", "x.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 2 and ended.stderr.startswith("launch.py: error: hostfile:1:1: ")
+    assert ended.stderr.count("\n") == 1 and [path.name for path in tmp_path.iterdir()] == ["hostfile"]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--master_addr=-oProxyCommand=x"], "begins with a hyphen"),
+        (["--master_addr", "a;b"], "because of ';'"),
+        (["--launcher_args=-x $(touch marker)"], "a shell would obey"),
+        (["--launcher_args=-x 'a"], "No closing quotation"),
+        (["--venv_script=a;b"], "a shell would obey"),
+        (["--enable_each_rank_log=$(x)"], "a shell would obey"),
+        (["--include=host-a;x"], "the hostfile has no"),
+    ],
+)
+def test_a_flag_that_a_remote_shell_would_obey_is_refused(hostfile: Path, words: list[str], reason: str) -> None:
+    (message,) = refusals(hostfile, *words)
+    assert reason in message and words[0].split("=")[0] in message
+
+
+@pytest.mark.parametrize(
+    "words", [["--ssh_port", "22;x"], ["--master_port", "0"], ["--unknown"], ["--launcher", "x"], ["--num_gpus", "0"]]
+)
+def test_a_flag_that_makes_no_sense_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        read_launch([*words, "x.py"])
+
+
+@pytest.mark.parametrize("value", ["x; touch m", "x $(touch m)", "`m`", 'a"b', "a\\b", "%h", "a\nb"])
+def test_a_variable_that_a_remote_shell_would_obey_is_refused_without_its_value(hostfile: Path, value: str) -> None:
+    refused = refusals(hostfile, environ={"DS_ACCELERATOR": "cpu", "UCX_X": value}) if value != "x; touch m" else []
+    assert all("UCX_X" in message and value not in message for message in refused)
+    assert len(refused) == (value != "x; touch m")  # which DeepSpeed does put between double quotes
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("A=1\nB=$(touch m)\n", ":2:3: "), ("# A=1\n", ":1:1: "), ("\nA=1\n", ":1:1: "), ("export A=1\n", ":1:1: "),
+     ("A;touch m=1\n", ":1:1: ")],
+)  # fmt: skip
+def test_an_environment_file_that_deepspeed_or_a_shell_would_stumble_over(
+    hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, place: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".deepspeed_env").write_text(text)
+    (message,) = refusals(hostfile)
+    assert message.startswith(f"{tmp_path}/.deepspeed_env{place}")
+
+
+def test_a_folder_that_a_remote_shell_would_obey_is_refused(
+    hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a;touch marker"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (message,) = refusals(hostfile)
+    assert "working folder" in message and not os.listdir(folder)
+
+
+def test_flags_reach_deepspeed(hostfile: Path) -> None:
+    flags = ["--no_ssh", "--node_rank", "0", "--num_nodes", "2", "--num_gpus", "1", "--master_addr", "10.0.0.1"]
+    words = launcher_words(read_launch(["--hostfile", str(hostfile), *flags, "x.py"]), {"DS_ACCELERATOR": "cpu"})
+    assert words[-1] == "x.py" and set(words[:-1]) == {
+        f"--hostfile={hostfile}", "--no_ssh", "--node_rank=0", "--num_nodes=2", "--num_gpus=1",
+        "--master_addr=10.0.0.1", "--master_port=29500", "--launcher=pdsh", "--log_level=warning",
+    }  # fmt: skip
+
+
+def test_numbers_of_hosts_and_processes(hostfile: Path) -> None:
+    read = ["--hostfile", str(hostfile)]
+    assert chosen_hosts(read_launch([*read, "--num_nodes", "1", "x.py"])) == [Host("host-a", (0,))]
+    assert chosen_hosts(read_launch([*read, "--num_gpus", "3", "x.py"]))[1] == Host("host-b", (0, 1, 2))
+    assert "do not go with" in refusals(hostfile, "--num_gpus", "1", "-i", "host-a")[0]
+
+
+def test_on_one_host_words_stay_as_they_are(hostfile: Path) -> None:
+    words = ["--hostfile", str(hostfile), "-i", "host-a", "--master_port", "29501", "x y.py", *HOSTILE]
+    command = launcher_words(read_launch(words), {"DS_ACCELERATOR": "cpu", "UCX_X": "$x"})
+    assert command[-len(HOSTILE) - 1 :] == ["x y.py", *HOSTILE]
+    assert "--include=host-a" in command
+
+
+def test_a_launcher_that_is_killed_is_not_a_success_and_leaves_no_rank(programs: Programs, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal, time\n"
+        f"open({str(tmp_path)!r} + '/rank', 'w').write(str(os.getpid()))\n"
+        "os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(300)\n"
+    )
+    command = ("tools/launch.py", "--num_gpus", "1", "--master_port", str(free_port()), script)
+    assert programs.python(*command).returncode == 128 + signal.SIGKILL
+    assert not Path("/proc", (tmp_path / "rank").read_text()).exists()
+
+
+def test_the_exit_code_is_the_ranks(programs: Programs, tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text("import sys; sys.exit(7)")
+    command = ("tools/launch.py", "--num_gpus", "1", "--master_port", str(free_port()), tmp_path / "rank.py")
+    assert programs.python(*command).returncode == 7

@@ -1,0 +1,328 @@
+"""Checkpoints of other Megatrons, made here from known weights as each of them writes its files."""
+
+import enum
+import os
+import random
+import sys
+import types
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.programs import Programs
+from support.whole_models import logits_and_weights, made_up_weights
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron.config import ModelConfig
+from megatron.config.errors import CheckpointError, ConfigError, UserError
+from megatron.tools.convert.load_and_save import write_checkpoint
+from megatron.tools.convert.megatron_files import read_shards
+from megatron.tools.convert.megatron_model import Said, whole_model
+from megatron.tools.convert.whole import WholeModel
+
+LAYERS, HIDDEN, HEADS, TOKENS, ROWS = 4, 16, 4, 92, 96
+CONFIG = ModelConfig(
+    num_layers=LAYERS,
+    hidden_size=HIDDEN,
+    num_attention_heads=HEADS,
+    ffn_hidden_size=24,
+    max_position_embeddings=8,
+    vocab_size=TOKENS,
+    padded_vocab_size=TOKENS,
+    eod_token=TOKENS - 1,
+)
+WEIGHTS = made_up_weights(CONFIG)
+ARGS = Namespace(num_attention_heads=HEADS, num_layers=LAYERS, hidden_dropout=0.25, params_dtype=torch.float16)
+SAID = Said(heads=HEADS, vocab_size=TOKENS)
+
+ROW_ORDERS: dict[float, Callable[[Tensor], Tensor]] = {
+    0.0: lambda rows: torch.stack([rows[:, part] for part in range(3)]),  # [n, 3, d, ..] -> [3, n, d, ..]
+    1.0: lambda rows: torch.stack([rows[:, part] for part in range(3)], dim=2),  # -> [n, d, 3, ..]
+    2.0: lambda rows: rows,
+    3.0: lambda rows: rows,
+}
+
+
+def shard(name: str, rank: int, size: int, version: float) -> Tensor:
+    """What a rank holds of a weight of ours, with the rows of query_key_value as ``version`` has them."""
+    tensor = WEIGHTS[name]
+    if "word_embeddings" in name:
+        return F.pad(tensor, (0, 0, 0, ROWS - TOKENS)).chunk(size)[rank]
+    if "query_key_value" in name:
+        rows = tensor.view(HEADS, 3, HIDDEN // HEADS, *tensor.shape[1:]).chunk(size)[rank]
+        return ROW_ORDERS[version](rows).reshape(-1, *tensor.shape[1:])
+    if "dense_h_to_4h" in name:
+        return tensor.chunk(size)[rank]
+    if name.endswith(("attention.dense.weight", "dense_4h_to_h.weight")):
+        return tensor.chunk(size, 1)[rank]
+    return tensor
+
+
+def layer(number: int, rank: int, size: int, version: float, attention: str = "attention") -> dict[str, Tensor]:
+    prefix = f"{number + 2}."
+    return {
+        name.removeprefix(prefix).replace("attention.", f"{attention}.", name.startswith(f"{prefix}attention.")): shard(
+            name, rank, size, version
+        )
+        for name in WEIGHTS
+        if name.startswith(prefix)
+    }
+
+
+def ends(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Word embeddings, position embeddings, last norm."""
+    words = shard("tied_modules.embed.word_embeddings.weight", rank, size, 3.0)
+    norm = {kind: WEIGHTS[f"{LAYERS + 3}.{kind}"] for kind in ("weight", "bias")}
+    return {"weight": words}, {"weight": WEIGHTS["1.position_embeddings.weight"]}, norm
+
+
+def save(value: dict, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(value, file)
+
+
+def write_megatron_lm(folder: Path, version: float, *, size: int, stages: int, encoder: str, attention: str) -> None:
+    """iter_0000007/mp_rank_TT[_PPP]/model_optim_rng.pt, each stage with its layers numbered from 0."""
+    for rank in range(size):
+        words, positions, norm = ends(rank, size)
+        for stage in range(stages):
+            own = range(stage * LAYERS // stages, (stage + 1) * LAYERS // stages)
+            layers = {
+                f"layers.{number - own[0]}.{name}": tensor
+                for number in own
+                for name, tensor in layer(number, rank, size, version, attention).items()
+            }
+            model: dict = {"language_model": {encoder: layers}}
+            if stage == 0:
+                model["language_model"]["embedding"] = {"word_embeddings": words, "position_embeddings": positions}
+            if stage == stages - 1:
+                layers |= {f"final_layernorm.{kind}": tensor for kind, tensor in norm.items()}
+                if stages > 1:
+                    model["word_embeddings_for_head"] = words
+            file = {"model": model, "iteration": 7, "args": ARGS, "np_rng_state": np.random.get_state()}
+            file |= {"random_rng_state": random.getstate()} | ({"checkpoint_version": version} if version else {})
+            name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if stages > 1 else "")
+            save(file, folder / "iter_0000007" / name / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def write_ancestor(folder: Path, *, size: int) -> None:
+    """v1.1.5 on DeepSpeed with a pipeline: embeddings 00, layers from 02, norm at L+3, no arguments, no version."""
+    for rank in range(size):
+        words, positions, norm = ends(rank, size)
+        embeddings = {"word_embeddings.weight": words["weight"], "position_embeddings.weight": positions["weight"]}
+        layers = {number + 2: layer(number, rank, size, 3.0) for number in range(LAYERS)}
+        for number, state in {0: embeddings, **layers, LAYERS + 3: norm}.items():
+            save(state, folder / "global_step7" / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+        save({"module": None, "iteration": 7}, folder / "global_step7" / f"mp_rank_{rank:02d}_model_states.pt")
+    (folder / "latest").write_text("global_step7")
+
+
+def write_megatron_deepspeed(folder: Path, *, size: int) -> None:
+    """Megatron-DeepSpeed with a pipeline: embeddings 01, self_attention, norm at L+2, the table once more behind it."""
+    for rank in range(size):
+        words, positions, norm = ends(rank, size)
+        embeddings = {"word_embeddings.weight": words["weight"], "position_embeddings.weight": positions["weight"]}
+        layers = {number + 2: layer(number, rank, size, 3.0, "self_attention") for number in range(LAYERS)}
+        head = {"word_embeddings.weight": words["weight"]}
+        for number, state in {1: embeddings, **layers, LAYERS + 2: norm, LAYERS + 3: head}.items():
+            save(state, folder / "global_step7" / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+        file = {"module": None, "args": ARGS, "checkpoint_version": 3.0}
+        save(file, folder / "global_step7" / f"mp_rank_{rank:02d}_model_states.pt")
+    (folder / "latest").write_text("global_step7")
+
+
+def write_without_pipeline(folder: Path, *, size: int) -> None:
+    """v1.1.5 on DeepSpeed without a pipeline: everything under module, nested."""
+    for rank in range(size):
+        words, positions, norm = ends(rank, size)
+        layers = {f"layers.{n}.{name}": t for n in range(LAYERS) for name, t in layer(n, rank, size, 3.0).items()}
+        layers |= {f"final_layernorm.{kind}": tensor for kind, tensor in norm.items()}
+        embedding = {"word_embeddings": words, "position_embeddings": positions}
+        module = {"language_model": {"embedding": embedding, "transformer": layers}}
+        save({"module": module, "iteration": 7}, folder / f"mp_rank_{rank:02d}_model_states.pt")
+
+
+OLD = {"encoder": "transformer", "attention": "attention"}
+NEW = {"encoder": "encoder", "attention": "self_attention"}
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "version 0, 2 ranks": lambda folder: write_megatron_lm(folder, 0.0, size=2, stages=1, **OLD),
+    "version 1, 2 ranks": lambda folder: write_megatron_lm(folder, 1.0, size=2, stages=1, **OLD),
+    "version 2, 1 rank": lambda folder: write_megatron_lm(folder, 2.0, size=1, stages=1, **OLD),
+    "version 3, 2 ranks, 2 stages": lambda folder: write_megatron_lm(folder, 3.0, size=2, stages=2, **NEW),
+    "the ancestor": lambda folder: write_ancestor(folder, size=2),
+    "the ancestor without a pipeline": lambda folder: write_without_pipeline(folder, size=2),
+    "Megatron-DeepSpeed": lambda folder: write_megatron_deepspeed(folder, size=2),
+}
+
+
+@pytest.fixture
+def logits(run_ranks, tmp_path: Path) -> Tensor:
+    """What our model computes with the known weights."""
+    (tmp_path / "known").mkdir()
+    write_checkpoint(tmp_path / "known", WholeModel(CONFIG, WEIGHTS), vocab_file=None, merge_file=None)
+    return run_ranks(1, logits_and_weights, tmp_path / "known")[0][0]
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_the_same_model_comes_out_of_each(run_ranks, logits: Tensor, tmp_path: Path, writer: str):
+    WRITERS[writer](tmp_path / "theirs")
+    model = whole_model(read_shards(tmp_path / "theirs"), SAID)
+    (tmp_path / "ours").mkdir()
+    write_checkpoint(tmp_path / "ours", model, vocab_file=None, merge_file=None)
+    ((found, weights),) = run_ranks(1, logits_and_weights, tmp_path / "ours")
+    assert found.equal(logits) and logits.std() > 0.1
+    assert weights.keys() == WEIGHTS.keys() and all(weights[name].equal(WEIGHTS[name]) for name in WEIGHTS)
+
+
+def test_the_tool(programs: Programs, run_ranks, logits: Tensor, tmp_path: Path):
+    write_megatron_lm(tmp_path / "theirs", 0.0, size=2, stages=1, **OLD)
+    command = ("tools/convert_checkpoint.py", "from-megatron", tmp_path / "theirs", "--output", tmp_path / "ours")
+    refused = programs.python(*command)
+    assert refused.returncode == 2 and "has 96 rows of tokens, padding among them: give --vocab-file" in refused.output
+    assert not (tmp_path / "ours").exists()
+    finished = programs.python(*command, "--vocab-size", str(TOKENS)).ok()
+    assert "query_key_value read as of checkpoint version 0" in finished.output
+    assert run_ranks(1, logits_and_weights, tmp_path / "ours")[0][0].equal(logits)
+
+
+def test_what_the_arguments_say_and_what_the_user_says(tmp_path: Path):
+    write_megatron_lm(tmp_path, 2.0, size=1, stages=1, **OLD)
+    shards = read_shards(tmp_path / "iter_0000007")
+    config = whole_model(shards, Said(vocab_size=90)).config
+    assert (config.hidden_dropout, config.attention_dropout, config.eod_token) == (0.25, 0.1, 89)
+    assert (config.openai_gelu, config.vocab_size, config.ffn_hidden_size) == (False, 90, 24)
+    shards.args.bias_gelu_fusion = True
+    assert whole_model(shards, SAID).config.openai_gelu
+    other = whole_model(shards, Said(vocab_size=TOKENS, version=0.0)).weights
+    assert not other["2.attention.query_key_value.weight"].equal(WEIGHTS["2.attention.query_key_value.weight"])
+
+
+def without(file: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "global_step7" / file).unlink()
+
+
+def changed(number: int, change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        file = folder / "global_step7" / f"layer_{number:02d}-model_00-model_states.pt"
+        state = torch.load(file, weights_only=True)
+        change(state)
+        torch.save(state, file)
+
+    return apply
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a layer is missing": (
+        without("layer_03-model_01-model_states.pt"),
+        "layer_LL-model_01-model_states.pt: number 3 is missing between 2 and 5",
+    ),
+    "the last layer is missing": (without("layer_05-model_00-model_states.pt"), "holds 3 of 4 layers"),
+    "the embedding is missing": (without("layer_01-model_00-model_states.pt"), "holds no position_embeddings.weight"),
+    "half a file": (
+        lambda folder: (folder / "global_step7" / "layer_02-model_00-model_states.pt").write_bytes(b"PK\3\4half"),
+        "layer_02-model_00-model_states.pt cannot be read",
+    ),
+    "no file of that kind": (
+        lambda folder: (folder / "latest").write_text("../elsewhere"),
+        "no checkpoint of Megatron",
+    ),
+    "another shape": (
+        changed(2, lambda state: state.update({"mlp.dense_4h_to_h.bias": torch.rand(3)})),
+        "2.mlp.dense_4h_to_h.bias is [3], and the model's [16]",
+    ),
+    "no shape": (
+        changed(2, lambda state: state.update({"self_attention.query_key_value.bias": torch.tensor(1.0)})),
+        "layers.0.attention.query_key_value.bias: the ranks' parts do not fit each other",
+    ),
+    "a weight that is none of ours": (
+        changed(3, lambda state: state.update({"mlp.gate.weight": torch.rand(3)})),
+        "holds no layers.1.mlp.gate.weight",
+    ),
+    "a head of its own": (
+        changed(LAYERS + 3, lambda state: state["word_embeddings.weight"].add_(1)),
+        "the head is another table than the embedding",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_said(tmp_path: Path, fault: str):
+    write_megatron_deepspeed(tmp_path, size=2)
+    spoil, message = FAULTS[fault]
+    spoil(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        whole_model(read_shards(tmp_path), SAID)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (Said(vocab_size=TOKENS), "does not say how many heads the model has: give --num-attention-heads"),
+        (Said(heads=3, vocab_size=TOKENS), "3 heads do not go into 16 and 2 parts"),
+        (Said(heads=HEADS, vocab_size=97), "the vocabulary has 97 tokens"),
+    ],
+)
+def test_what_has_to_be_said(tmp_path: Path, said: Said, message: str):
+    write_ancestor(tmp_path, size=2)
+    with pytest.raises(ConfigError) as caught:
+        whole_model(read_shards(tmp_path), said)
+    assert message in str(caught.value)
+
+
+class Harm:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.mark.parametrize("file", ["layer_02-model_00-model_states.pt", "mp_rank_00_model_states.pt"])
+def test_a_pickle_runs_no_code(tmp_path: Path, file: str):
+    write_megatron_deepspeed(tmp_path, size=1)
+    torch.save({"optimizer": Harm(tmp_path / "marker")}, tmp_path / "global_step7" / file)
+    with pytest.raises(UserError, match=f"{file} cannot be read .it asks for posix.system") as caught:
+        whole_model(read_shards(tmp_path), SAID)
+    assert "which could run code" in str(caught.value) and not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("held", ["weights", "harm"])
+def test_files_of_the_time_before_zip(tmp_path: Path, held: str):
+    write_megatron_deepspeed(tmp_path, size=1)
+    file = tmp_path / "global_step7" / "mp_rank_00_model_states.pt"
+    value = {"args": ARGS, "more": Harm(tmp_path / "marker") if held == "harm" else None}
+    torch.save(value, file, _use_new_zipfile_serialization=False)
+    if held == "weights":
+        assert whole_model(read_shards(tmp_path), Said(vocab_size=TOKENS)).config.num_attention_heads == HEADS
+        return
+    with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt cannot be read"):
+        read_shards(tmp_path)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_a_checkpoint_of_ours_is_none_of_theirs(tmp_path: Path):
+    write_checkpoint(tmp_path, WholeModel(CONFIG, WEIGHTS), vocab_file=None, merge_file=None)
+    with pytest.raises(CheckpointError, match="is a checkpoint of this suite"):
+        read_shards(tmp_path)
+
+
+def test_their_own_objects_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Enumerations and loss scalers of a package that is called as ours is, and has not to be there."""
+    module = types.ModuleType("megatron.enums")
+    module.ModelType = enum.Enum("ModelType", "encoder decoder", module="megatron.enums", qualname="ModelType")
+    module.LossScaler = type("LossScaler", (), {"__module__": "megatron.enums"})
+    monkeypatch.setitem(sys.modules, "megatron.enums", module)
+    write_megatron_deepspeed(tmp_path, size=1)
+    scaler = module.LossScaler()
+    scaler.cur_scale = 2.0
+    file = {"args": Namespace(**vars(ARGS), kind=module.ModelType.decoder), "scaler": scaler, "checkpoint_version": 3.0}
+    torch.save(file, tmp_path / "global_step7" / "mp_rank_00_model_states.pt")
+    monkeypatch.delitem(sys.modules, "megatron.enums")
+    model = whole_model(read_shards(tmp_path), Said(vocab_size=TOKENS))
+    assert model.config.num_attention_heads == HEADS and model.weights["7.bias"].equal(WEIGHTS["7.bias"])

@@ -1,0 +1,189 @@
+"""Files of weights that are broken, or made to do harm: refused by a line, before anything is made of them."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron.config import ModelConfig
+from megatron.config.errors import CheckpointError, ConfigError
+from megatron.tools.convert.huggingface import read_huggingface
+from megatron.tools.convert.huggingface_files import from_huggingface, to_huggingface
+from megatron.tools.convert.tensor_files import read_tensors
+
+
+def safetensors_bytes(header: object, data: bytes = b"\0" * 16, size: int | None = None) -> bytes:
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text + data
+
+
+def entry(begin: int, end: int, shape: object = (2,), dtype: str = "F32") -> dict:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+WHOLE = safetensors_bytes({"a": entry(0, 8), "b": entry(8, 16)})
+HOSTILE = {
+    "a header of 2^60 bytes": safetensors_bytes({"a": entry(0, 16, [4])}, size=1 << 60),
+    "a header as long as the file": safetensors_bytes({"a": entry(0, 16, [4])}, size=1 << 20),
+    "tensors that overlap": safetensors_bytes({"a": entry(0, 8), "b": entry(4, 12)}),
+    "a hole": safetensors_bytes({"a": entry(0, 4, [1]), "b": entry(8, 16)}),
+    "a shape that is no number": safetensors_bytes({"a": entry(0, 16, [float("nan")])}),
+    "a shape that overflows": safetensors_bytes({"a": entry(0, 16, [1 << 62, 1 << 62])}),
+    "a negative shape": safetensors_bytes({"a": entry(0, 16, [-4])}),
+    "a shape that is not the data's": safetensors_bytes({"a": entry(0, 16, [1 << 40])}),
+    "an unknown type": safetensors_bytes({"a": entry(0, 16, [4], "F7")}),
+    "data behind the end": safetensors_bytes({"a": entry(0, 1 << 40, [1 << 38])}),
+    "no JSON": struct.pack("<Q", 8) + b"{{{{{{{{",
+    "half of a file": WHOLE[:-6],
+    "nothing": b"",
+}
+
+
+def test_the_file_they_are_made_from_is_read(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(WHOLE)
+    assert {name: tensor.tolist() for name, tensor in read_tensors(tmp_path).items()} == {"a": [0, 0], "b": [0, 0]}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_header_is_refused(tmp_path: Path, case: str):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(HOSTILE[case])
+    with pytest.raises(CheckpointError) as caught:
+        read_tensors(tmp_path)
+    assert str(caught.value).startswith(f"{file} is no whole safetensors file") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        ({"a": "../model-1.safetensors"}, "names the file '../model-1.safetensors', which is not beside it"),
+        ({"a": "model-2.safetensors"}, "names the file 'model-2.safetensors', which is not beside it"),
+        ({"a": "part/model-1.safetensors", "b": 3}, "which is not beside it"),
+        ({"a": "model-1.safetensors", "c": "model-1.safetensors"}, "names c, which no file holds"),
+        ([], "has no weight_map"),
+        ({}, "has no weight_map"),
+    ],
+)
+def test_an_index_names_what_is_beside_it(tmp_path: Path, weight_map: object, message: str):
+    for place in (tmp_path, tmp_path / "folder", tmp_path / "folder" / "part"):
+        place.mkdir(exist_ok=True)
+        (place / "model-1.safetensors").write_bytes(WHOLE)
+    (tmp_path / "folder" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="model.safetensors.index.json") as caught:
+        read_tensors(tmp_path / "folder")
+    assert message in str(caught.value)
+
+
+class Harm:
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self):
+        return Path.touch, (self.marker,)
+
+
+def test_a_pickle_runs_no_code(tmp_path: Path):
+    torch.save({"wte.weight": Harm(tmp_path / "marker")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin"):
+        read_tensors(tmp_path)
+    assert not (tmp_path / "marker").exists()
+
+
+GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 4, "vocab_size": 10}
+
+
+def weights(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    h = 8
+    found = {"wte.weight": torch.rand(10, h), "wpe.weight": torch.rand(4, h)}
+    for name, (rows, columns) in {
+        "h.0.attn.c_attn": (h, 3 * h),
+        "h.0.attn.c_proj": (h, h),
+        "h.0.mlp.c_fc": (h, 4 * h),
+        "h.0.mlp.c_proj": (4 * h, h),
+    }.items():
+        found |= {f"{name}.weight": torch.rand(rows, columns), f"{name}.bias": torch.rand(columns)}
+    for name in ("h.0.ln_1", "h.0.ln_2", "ln_f"):
+        found |= {f"{name}.weight": torch.rand(h), f"{name}.bias": torch.rand(h)}
+    changed = found | {name.replace("__", "."): tensor for name, tensor in changes.items()}
+    return {name: tensor for name, tensor in changed.items() if tensor is not None}
+
+
+def test_older_files_hold_masks_and_a_head_too(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    held = weights(h__0__attn__bias=torch.ones(1, 1, 4, 4), h__0__attn__masked_bias=torch.tensor(-1e4))
+    torch.save(held | {"lm_head.weight": held["wte.weight"]}, tmp_path / "pytorch_model.bin")
+    model = read_huggingface(tmp_path)
+    assert len(model.weights) == 16 and model.weights["2.attention.dense.weight"].equal(
+        held["h.0.attn.c_proj.weight"].t()
+    )
+
+
+@pytest.mark.parametrize("size", ["n_layer", "n_embd", "n_positions", "n_inner", "vocab_size"])
+def test_a_size_beyond_all_bounds_makes_nothing_large(tmp_path: Path, size: str):
+    (tmp_path / "config.json").write_text(json.dumps(GPT2 | {size: 1 << 60}))
+    save_file(weights(), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="holds 16 tensors, which cannot be the model of"):
+        read_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ln_f__bias": None}, "holds no weight 4.bias"),
+        ({"wpe__weight": torch.rand(5, 8)}, "1.position_embeddings.weight is [5, 8], and the model's [4, 8]"),
+        ({"h__0__attn__c_attn__weight": torch.rand(24, 8)}, "2.attention.query_key_value.weight is [8, 24], and the"),
+        (
+            {"h__0__attn__c_attn__bias": torch.tensor(1.0)},
+            "2.attention.query_key_value.bias is [], and the model's [24]",
+        ),
+        ({"h__1__ln_1__bias": torch.rand(8)}, "holds h.1.ln_1.bias, which the model has not"),
+        ({"lm_head__weight": torch.rand(10, 8)}, "lm_head.weight is another table than wte.weight"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_model(tmp_path: Path, changes: dict, message: str):
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    save_file(weights(**changes), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        read_huggingface(tmp_path)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama', and only 'gpt2' can be taken over"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False, and only True"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, and only False"),
+        ({"activation_function": "relu"}, "activation_function is 'relu', and can be gelu or gelu_new"),
+        ({"activation_function": ["gelu"]}, "activation_function is ['gelu'], and can be gelu or gelu_new"),
+        ({"n_layer": 1e9}, "n_layer is 1000000000.0, and should be a whole number above 0"),
+        ({"n_embd": -8}, "n_embd is -8, and should be a whole number above 0"),
+        ({"n_head": 3}, "n_embd 8 is no multiple of n_head 3"),
+        ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small', and should be a number"),
+    ],
+)
+def test_a_config_of_another_model(changes: dict, message: str):
+    with pytest.raises(CheckpointError) as caught:
+        from_huggingface(GPT2 | changes, Path("config.json"))
+    assert str(caught.value) == f"config.json: {message}" or message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"apply_residual_connection_post_layernorm": True}, "--apply-residual-connection-post-layernorm"),
+        ({"pre_tokens": 2}, "--pre-tokens 2, so its attention sees less than its 4 positions"),
+    ],
+)
+def test_what_hugging_face_cannot_say(changes: dict, message: str):
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 32}
+    config = ModelConfig(**sizes, max_position_embeddings=4, vocab_size=10, padded_vocab_size=10)
+    assert from_huggingface(to_huggingface(config, "float32"), Path("config.json")) == ModelConfig(
+        **sizes, max_position_embeddings=4, vocab_size=10, padded_vocab_size=10, eod_token=-1
+    )
+    with pytest.raises(ConfigError) as caught:
+        to_huggingface(ModelConfig(**sizes, max_position_embeddings=4, **changes), "float32")
+    assert message in str(caught.value)

@@ -1,0 +1,113 @@
+"""What tools/evaluate.py and tools/lm_eval_adapter.py say to wrong usage: one line, exit code 2, and no torch."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.evaluating import load_tool
+from support.programs import Programs
+
+from megatron.config.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def wrong(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that are wrong, each in its way."""
+    folder = tmp_path_factory.mktemp("wrong")
+    good = '{"text": "the sea was of the ship"}\n'
+    (folder / "broken.jsonl").write_text(good + "\n" + '{"text": "the sea\n')
+    (folder / "keyless.jsonl").write_text(good + '{"txt": "the sea"}\n')
+    (folder / "number.jsonl").write_text('{"text": 3}\n')
+    (folder / "one_word.jsonl").write_text(good + good + '{"text": " harbour "}\n')
+    (folder / "no_word.jsonl").write_text('{"text": " "}\n')
+    (folder / "long_word.jsonl").write_text(json.dumps({"text": "the " + "q" * 49}) + "\n")
+    (folder / "list.jsonl").write_text("[1]\n")
+    (folder / "empty.txt").write_text("")
+    (folder / "letter.txt").write_text("a")
+    (folder / "latin1.txt").write_bytes(b"the sea, na\xefve")
+    (folder / "cut.bin").write_bytes(b"12")
+    (folder / "cut.idx").write_bytes(b"12")
+    vocabulary = json.loads((place / "hf" / "vocab.json").read_text())
+    names = list(vocabulary)
+    vocabulary |= {names[0]: 1, names[1]: 0}
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("LAMBADA nowhere.jsonl", "nowhere.jsonl: No such file"),
+        ("LAMBADA {wrong}/broken.jsonl", "broken.jsonl:3: not JSON"),
+        ("LAMBADA {wrong}/keyless.jsonl", 'keyless.jsonl:2: no key "text"'),
+        ("LAMBADA {wrong}/number.jsonl", 'number.jsonl:1: "text" is a number'),
+        ("LAMBADA {wrong}/list.jsonl", "list.jsonl:1: a JSON list"),
+        ("LAMBADA {wrong}/empty.txt", "empty.txt: no text in it"),
+        ("LAMBADA {wrong}/one_word.jsonl --strict-lambada", "one_word.jsonl:3: "),
+        ("LAMBADA {wrong}/no_word.jsonl --strict-lambada", "no_word.jsonl:1: "),
+        ("LAMBADA {wrong}/long_word.jsonl --strict-lambada", "the last of them of at most 48 tokens"),
+        ("WIKITEXT nowhere.txt", "nowhere.txt: cannot be read (No such file"),
+        ("WIKITEXT {wrong}", "cannot be read (Is a directory)"),
+        ("WIKITEXT {wrong}/latin1.txt", "byte 11 is not UTF-8"),
+        ("PPL nowhere", "nowhere: no such file, nor nowhere.bin and nowhere.idx"),
+        ("PPL {wrong}/cut", "cut.idx"),
+        ("PPL {wrong}/empty.txt", "0 tokens, from which nothing can be predicted"),
+        ("PPL {wrong}/letter.txt", "1 tokens, from which nothing can be predicted"),
+        ("PPL {place}/plain.txt --seq-length 49", "--seq-length 49 is more than the 48 positions"),
+        ("PPL {place}/plain.txt --seq-length 8 --overlapping-eval 9", "--overlapping-eval 9: windows of 8 tokens"),
+        ("PPL {place}/plain.txt --batch-size 0", "--batch-size 0 must be"),
+        ("PPL {place}/plain.txt --model-parallel-size 2", "1 processes are no multiple of --model-parallel-size 2"),
+        ("PPL {place}/plain.txt --pipe-parallel-size 4", "--pipe-parallel-size 4 is more than the 3 layers"),
+        (
+            "PPL {place}/plain.txt --vocab-file {wrong}/vocab.json --merge-file {place}/hf/merges.txt",
+            "another tokenizer",
+        ),
+        ("GLUE {place}/plain.txt", "--task"),
+    ],
+)
+def test_refused_in_one_line(place: Path, wrong: Path, words: str, message: str):
+    tool = load_tool("evaluate")
+    task, data, *flags = words.format(place=place, wrong=wrong).split()
+    with pytest.raises(UserError) as refused:
+        tool.evaluate(
+            tool.build_parser().parse_args(["--task", task, "--valid-data", data, "--load", str(place / "hf"), *flags])
+        )
+    assert refused.value.exit_code == 2
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_tokens_of_another_vocabulary(programs: Programs, place: Path, wrong: Path):
+    """A data set whose tokens the model's vocabulary has not."""
+    (wrong / "more.json").write_text(
+        json.dumps({f"w{n}": n for n in range(400)} | {"<unk>": 400, "<|endoftext|>": 401})
+    )
+    (wrong / "words.txt").write_text("w1 w2 w399\n")
+    programs.python(
+        "tools/preprocess_data.py", "--input", wrong / "words.txt", "--output-prefix", wrong / "words",
+        "--tokenizer-type", "WhitespaceTokenizer", "--vocab-file", wrong / "more.json",
+    ).ok()  # fmt: skip
+    tool = load_tool("evaluate")
+    words = ["--task", "PPL", "--valid-data", str(wrong / "words_text_document"), "--load", str(place / "hf")]
+    with pytest.raises(UserError, match="its tokens go from 1 to 399, and the model's vocabulary has 301") as refused:
+        tool.evaluate(tool.build_parser().parse_args(words))
+    assert refused.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("evaluate.py --task LAMBADA --valid-data {wrong}/broken.jsonl --load {place}/hf", "broken.jsonl:3: not JSON"),
+        (
+            "evaluate.py --task LAMBADA --valid-data {wrong}/broken.jsonl --load nowhere",
+            "nowhere: no such file or folder",
+        ),
+        ("lm_eval_adapter.py --tasks own --load nowhere", "nowhere: no such file or folder"),
+    ],
+)
+def test_on_the_screen(programs: Programs, place: Path, wrong: Path, command: str, message: str):
+    tool, *words = command.format(place=place, wrong=wrong).split()
+    finished = programs.python("-X", "importtime", f"tools/{tool}", *words)
+    said = [line for line in finished.output.splitlines() if not line.startswith("import time:")]
+    assert finished.returncode == 2
+    assert len(said) == 1 and said[0].startswith(f"{tool}: error: ") and message in said[0], said
+    assert "| torch\n" not in finished.output

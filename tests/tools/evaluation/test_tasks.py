@@ -1,0 +1,69 @@
+"""Which samples a file gives, and what their scores come to."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config.errors import NumericsError
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tools.evaluation.tasks import Request, Scores, Task, make_task
+
+
+@pytest.fixture(scope="module")
+def tokenizer(place: Path) -> Tokenizer:
+    return build_tokenizer("GPT2BPETokenizer", f"{place}/hf/vocab.json", f"{place}/hf/merges.txt")
+
+
+def lambada(folder: Path, tokenizer: Tokenizer, text: str, *, strict: bool, seq_length: int = 48) -> Task:
+    (folder / "passages.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    return make_task("LAMBADA", Request(folder / "passages.jsonl", seq_length, 32, strict), tokenizer)
+
+
+def test_the_whole_last_word_or_its_last_token(tmp_path: Path, tokenizer: Tokenizer):
+    text = "the sailorqq and the  sailorqq"
+    (sample,) = lambada(tmp_path, tokenizer, text + " ", strict=True).samples
+    assert sample.predicted > 1
+    assert tokenizer.detokenize(sample.tokens[-sample.predicted :]) == " sailorqq"
+    assert tokenizer.detokenize(sample.tokens) == "the sailorqq and the sailorqq", "without blanks at the cut"
+    (sample,) = lambada(tmp_path, tokenizer, text, strict=False).samples
+    assert sample.predicted == 1
+    assert tokenizer.detokenize(sample.tokens) == text
+
+
+def test_a_passage_that_is_too_long_loses_its_beginning(tmp_path: Path, tokenizer: Tokenizer):
+    task = lambada(tmp_path, tokenizer, "the ship " * 20 + "sea", strict=True, seq_length=5)
+    (sample,) = task.samples
+    assert len(sample.tokens) == 6
+    assert tokenizer.detokenize(sample.tokens[-sample.predicted :]) == " sea"
+    assert task.figures(Scores(np.array([np.log(4.0)]), np.array([False])))["passages_cut"] == 1
+
+
+def test_figures_of_lambada(tmp_path: Path, tokenizer: Tokenizer):
+    task = lambada(tmp_path, tokenizer, "the sea", strict=True)
+    figures = task.figures(Scores(np.log([2.0, 8.0]), np.array([True, False])))
+    assert figures == {"accuracy": 0.5, "perplexity": pytest.approx(4), "right": 1, "passages": 2, "passages_cut": 0}
+
+
+def test_figures_of_a_text(tmp_path: Path, tokenizer: Tokenizer):
+    (tmp_path / "a.txt").write_text("qqq qq\n")
+    task = make_task("PPL", Request(tmp_path / "a.txt", 48, 32), tokenizer)
+    figures = task.figures(Scores(np.array([8.0]), np.array([False])))
+    assert (figures["words"], figures["bytes"]) == (2, 7)
+    assert figures["loss"] == 8 / figures["tokens"]
+    assert figures["word_perplexity"] == pytest.approx(np.exp(4.0))
+    assert figures["byte_perplexity"] == pytest.approx(np.exp(8 / 7))
+
+
+def test_a_perplexity_beyond_all_numbers(tmp_path: Path, tokenizer: Tokenizer):
+    (tmp_path / "a.txt").write_text("q" * 300)
+    task = make_task("PPL", Request(tmp_path / "a.txt", 48, 32), tokenizer)
+    figures = task.figures(Scores(np.array([900.0]), np.array([False])))
+    assert figures["word_perplexity"] is None and figures["perplexity"] > 1
+
+
+def test_a_loss_that_is_no_number(tmp_path: Path, tokenizer: Tokenizer):
+    task = lambada(tmp_path, tokenizer, "the sea", strict=True)
+    with pytest.raises(NumericsError, match="sample 1 has the loss nan"):
+        task.figures(Scores(np.array([1.0, np.nan]), np.array([True, False])))

@@ -1,0 +1,123 @@
+"""tools/generate.py as it is started: on one process and on two, with files, at a pipe, at a terminal."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.ports import free_port
+from support.programs import Programs
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOL = "tools/generate.py"
+SAMPLING = "--temperature 0.8 --top_k 20 --seed 3 --new-tokens 20 --num-samples 2".split()
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "w5 w80", "id": 7}\n{"text": "w1 w2 w3"}\n')
+    return path
+
+
+def test_a_file_on_one_process_and_on_two(programs: Programs, cut: Path, prompts: Path, tmp_path: Path):
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    words = [TOOL, "--load", cut, "--sample-input-file", prompts, *SAMPLING, "--sample_output_file"]
+    assert programs.warm(1, *words, one).ok().output == ""
+    programs.run("deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), *words, two).ok()
+    first, second = map(json.loads, one.read_text().splitlines())
+    assert (first["id"], second["text"]) == (7, "w1 w2 w3")
+    for record in (first, second):
+        texts = [completion["text"] for completion in record["completions"]]
+        assert len(set(texts)) == 2 and all(text.startswith(" w") for text in texts)
+        assert {completion["finish_reason"] for completion in record["completions"]} <= {"stop", "length"}
+    assert two.read_text() == one.read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "one.jsonl", "two.jsonl"}
+
+
+GREEDY = "--greedy --new-tokens 6".split()
+
+
+@pytest.fixture(scope="module")
+def piped(programs: Programs, foreign: Path) -> tuple[str, str]:
+    """Two prompts that come through a pipe, with what follows them."""
+    words = [sys.executable, TOOL, "--load", foreign, *GREEDY]
+    process = subprocess.run(words, cwd=programs.root, input="naïve\nthe value\n", capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    first, second = process.stdout.split("the value")
+    return first, f"the value{second}"
+
+
+def test_prompts_at_a_pipe(piped: tuple[str, str]):
+    first, second = piped
+    assert first.startswith("naïve") and len(first) > len("naïve\n") and first.endswith("\n")
+    assert len(second) > len("the value\n") and second.endswith("\n")
+
+
+def test_texts_without_a_prompt(programs: Programs, foreign: Path, tmp_path: Path):
+    file = tmp_path / "samples.jsonl"
+    length = "--out-seq-length 10 --num-samples 3 --batch-size 2".split()
+    programs.warm(1, TOOL, "--load", foreign, "--genfile", file, *length).ok()
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len({record["text"] for record in records}) == 3
+    assert all(record["length"] <= 9 and record["finished"] == (record["length"] < 9) for record in records)
+
+
+def test_a_conversation(programs: Programs, foreign: Path, piped: tuple[str, str]):
+    """At a terminal: a line is continued, a mistake is told and forgotten, the end of input ends it."""
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [sys.executable, TOOL, "--load", foreign, *GREEDY],
+        cwd=programs.root, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    os.close(theirs)
+    os.write(ours, "naïve\n\nthe value\n\x04".encode())
+    output, errors = process.communicate(timeout=240)
+    os.close(ours)
+    assert process.returncode == 0, errors.decode()
+    mistake = "input: the prompt is empty: give a text to continue\n"
+    assert output.decode().replace("> ", "") == piped[0] + mistake + piped[1] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--load nowhere --prompt a", "nowhere: no such file or folder; name a checkpoint"),
+        ("--load MODEL --prompt ''", "--prompt: the prompt is empty"),
+        ("--load MODEL --genfile a --prompt b", "--prompt and --genfile exclude each other"),
+        ("--load MODEL", "standard input is empty: give --prompt"),
+        ("--load MODEL --prompt a --temperature 0", "--temperature 0 must be more than 0"),
+        ("--load MODEL --prompt a --vocab-file none.json --merge-file none", "--vocab-file none.json"),
+        ("--load MODEL --prompt a --new-tokens 128", "a prompt of 1 tokens and 128 new ones are more than the 128"),
+        ("--load MODEL --prompt 'a b' --out-seq-length 2", "--out-seq-length 2 leaves no room"),
+        ("--load MODEL --prompt a --seq-length 200", "--seq-length 200 is more than the 128 positions"),
+        ("--load MODEL --prompt a --num-layers 7", "--num-layers 7, and"),
+        ("--load MODEL --prompt a --model-parallel-size 2", "deepspeed --num_gpus 2"),
+        ("--load MODEL --prompt a --num-beams 4 --top-k 2", "--top-k does nothing in a search of --num-beams"),
+        ("--load MODEL --sample-input-file none.jsonl", "none.jsonl: cannot be read (No such file or directory)"),
+        ("--load MODEL --sample-input-file bad.jsonl --sample-output-file bad.jsonl", "is the --sample-input-file"),
+        ("--load MODEL --sample-input-file bad.jsonl", "bad.jsonl:2: not JSON"),
+        ("--load MODEL --sample-input-file empty.jsonl", "empty.jsonl:2: the prompt is empty"),
+        ("--load MODEL --sample-input-file list.jsonl", "list.jsonl:1: no text to continue"),
+        ("--load MODEL --sample-input-file long.txt", "long.txt:1: a prompt of"),
+    ],
+)
+def test_mistakes(words: str, message: str, foreign: Path, tmp_path: Path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    (tmp_path / "empty.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}\n')
+    (tmp_path / "list.jsonl").write_text('["a"]\n')
+    (tmp_path / "long.txt").write_text("a b " * 100 + "\n")
+    before = sorted(tmp_path.iterdir())
+    finished = subprocess.run(
+        [sys.executable, "-X", "importtime", ROOT / TOOL, *shlex.split(words.replace("MODEL", str(foreign)))],
+        cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    lines = finished.stderr.splitlines()
+    said = [line for line in lines if not line.startswith("import time:")]
+    assert finished.returncode == 2 and len(said) == 1, said
+    assert said[0].startswith("generate.py: error: ") and message in said[0]
+    assert not any(line.rpartition("|")[2].strip() == "torch" for line in lines), "found before torch comes in"
+    assert sorted(tmp_path.iterdir()) == before

@@ -1,0 +1,154 @@
+"""Texts of one process, of two tensor-parallel ranks, with and without what is kept, and of transformers."""
+
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+PROMPTS = [[5], [70, 71, 72, 73, 74, 75, 76, 77, 78, 79], [10, 3, 10]]
+LENGTH = 100
+BEAMS = {"length_penalty": 0.5, "repetition_penalty": 1.2}
+
+
+def greedy_with_ours(path: Path) -> dict[str, Any]:
+    """The likeliest tokens behind each prompt, computed in three ways, on the ranks that this is called on."""
+    from megatron.tools.inference.decoding import Sampling
+    from megatron.tools.inference.prompts import Limits
+
+    greedy = Sampling(greedy=True)
+    limits = Limits(context=128, new_tokens=LENGTH)
+    with _generator(path) as kept, _generator(path, keeps=False) as anew:
+        return {
+            "kept": _tokens(kept.complete(PROMPTS, greedy, limits)),
+            "alone": [
+                *_tokens(kept.complete(PROMPTS[:1], greedy, limits)),
+                *_tokens(kept.complete(PROMPTS[1:], greedy, limits)),
+            ],
+            "anew": _tokens(anew.complete(PROMPTS, greedy, limits)),
+        }
+
+
+def all_ways(path: Path) -> dict[str, Any]:
+    """What else a generator does, on the ranks that this is called on."""
+    from megatron.tools.inference.decoding import Beams, Sampling
+    from megatron.tools.inference.prompts import Limits
+
+    few, slides = Limits(context=128, new_tokens=30), Limits(context=24, new_tokens=60, slides=True)
+    some = Sampling(temperature=1.5, top_k=50, top_p=0.9, seed=7)
+    penalized = Sampling(greedy=True, repetition_penalty=1.3)
+    with _generator(path) as kept, _generator(path, keeps=False) as anew:
+        texts = [sample.text for sample in kept.complete(PROMPTS[1:2], some, few, samples=3)[0]]
+        stopped = Limits(context=128, new_tokens=30, stop=(texts[1][9:12],))
+        pieces = list(kept.stream(PROMPTS, some, few, samples=2))
+        return {
+            "samples": texts,
+            "among others": [sample.text for sample in kept.complete(PROMPTS, some, few, samples=3)[1]],
+            "later": kept.complete(PROMPTS[1:2], some, few, first_sample=2)[0][0].text,
+            "another seed": kept.complete(PROMPTS[1:2], Sampling(seed=8), few)[0][0].text,
+            "stopped": kept.complete(PROMPTS[1:2], some, stopped, samples=2)[0][1],
+            "penalized": _tokens(kept.complete(PROMPTS, penalized, few)),
+            "beams": [_told(kept.search(prompt, Beams(4, **BEAMS), few)) for prompt in PROMPTS],
+            "beams anew": [_told(anew.search(prompt, Beams(4, **BEAMS), few)) for prompt in PROMPTS],
+            "slid": _tokens(kept.complete(PROMPTS, Sampling(greedy=True), slides)),
+            "slid anew": _tokens(anew.complete(PROMPTS, Sampling(greedy=True), slides)),
+            "to a length": _tokens(kept.complete(PROMPTS, Sampling(greedy=True), Limits(128, out_seq_length=12))),
+            "reasons": sorted({piece.finish_reason for piece in pieces if piece.finish_reason}),
+            "in pieces": "".join(piece.text for piece in pieces if (piece.prompt, piece.sample) == (1, 1)),
+        }
+
+
+@contextmanager
+def _generator(path: Path, *, keeps: bool = True):
+    from megatron.config import ParallelConfig
+    from megatron.launch.distributed import distributed
+    from megatron.tools.inference.generator import TextGenerator
+    from megatron.tools.inference.model import LanguageModel, load_model
+    from megatron.tools.inference.source import open_source
+
+    size, source = int(os.environ["WORLD_SIZE"]), open_source(path)
+    with distributed(ParallelConfig(model_parallel_size=size, world_size=size)) as layout:
+        model = LanguageModel(load_model(source, layout), source.config, layout.tensor_group)
+        yield TextGenerator(model, source.tokenizer, keeps=keeps)
+
+
+def _tokens(completions) -> list[list[int]]:
+    return [completion.tokens for (completion,) in completions]
+
+
+def _told(completions) -> list[list[int]]:
+    return [completion.tokens for completion in completions]
+
+
+def theirs(folder: Path, prompt: list[int], new_tokens: int, **settings: Any) -> list[list[int]]:
+    """What transformers puts behind a prompt, without the end of document."""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel.from_pretrained(folder).eval()
+    eod = model.config.eos_token_id
+    texts = model.generate(
+        torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, pad_token_id=eod, **settings
+    )
+    return [[token for token in text[len(prompt) :].tolist() if token != eod] for text in texts]
+
+
+@pytest.fixture(scope="module")
+def on_one_and_two(foreign: Path, _rank_pools) -> dict[int, list[dict[str, Any]]]:
+    return {size: _rank_pools.run(size, all_ways, foreign) for size in (1, 2)}
+
+
+def test_greedy_text_of_a_cut_checkpoint_is_that_of_transformers(cut: Path, exported: Path, run_ranks):
+    (one,) = run_ranks(1, greedy_with_ours, cut)
+    two = run_ranks(2, greedy_with_ours, cut)
+    expected = [theirs(exported, prompt, LENGTH)[0] for prompt in PROMPTS]
+    assert max(len(tokens) for tokens in expected) == LENGTH
+    assert max(len(set(tokens)) for tokens in expected) > 10, "no text that any model would write"
+    assert one == dict.fromkeys(one, expected)
+    assert two == [one, one]
+
+
+def test_two_ranks_write_what_one_does(on_one_and_two):
+    (one,) = on_one_and_two[1]
+    assert on_one_and_two[2] == [one, one]
+
+
+def test_samples(on_one_and_two):
+    (ways,) = on_one_and_two[1]
+    assert len(set(ways["samples"])) == 3
+    assert ways["among others"] == ways["samples"] and ways["later"] == ways["samples"][2]
+    assert ways["another seed"] not in ways["samples"]
+
+
+def test_pieces_make_up_the_text(on_one_and_two):
+    (ways,) = on_one_and_two[1]
+    assert ways["in pieces"] == ways["samples"][1]
+    assert "length" in ways["reasons"] and set(ways["reasons"]) <= {"length", "stop"}
+
+
+def test_a_stop_string_ends_the_text(on_one_and_two):
+    (ways,) = on_one_and_two[1]
+    stopped, whole = ways["stopped"], ways["samples"][1]
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == whole[: whole.find(whole[9:12])]
+    assert 0 < len(stopped.tokens) < 30
+
+
+def test_a_window_that_slides(on_one_and_two):
+    (ways,) = on_one_and_two[1]
+    assert ways["slid"] == ways["slid anew"] and max(map(len, ways["slid"])) == 60
+
+
+def test_texts_of_one_length_from_prompts_of_several(on_one_and_two, foreign: Path):
+    (ways,) = on_one_and_two[1]
+    expected = [theirs(foreign, prompt, 12 - len(prompt))[0] for prompt in PROMPTS]
+    assert ways["to a length"] == expected
+
+
+def test_a_penalty_and_beams_are_those_of_transformers(on_one_and_two, foreign: Path):
+    (ways,) = on_one_and_two[1]
+    assert ways["penalized"] == [theirs(foreign, prompt, 30, repetition_penalty=1.3)[0] for prompt in PROMPTS]
+    expected = [theirs(foreign, prompt, 30, num_beams=4, num_return_sequences=4, **BEAMS) for prompt in PROMPTS]
+    assert ways["beams"] == ways["beams anew"] == expected

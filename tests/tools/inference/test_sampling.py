@@ -1,0 +1,43 @@
+"""How a token is chosen from logits."""
+
+import pytest
+import torch
+
+from megatron.tools.inference.decoding import Sampling, choose, penalized, random_stream_of
+
+LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
+
+
+def _chosen(sampling: Sampling, draws: int = 400, seen: tuple[int, ...] = ()) -> set[int]:
+    generator = torch.Generator().manual_seed(0)
+    return {choose(LOGITS, sampling, generator, seen) for _ in range(draws)}
+
+
+def test_choosing_among_some():
+    assert _chosen(Sampling(greedy=True)) == {1}
+    assert _chosen(Sampling(temperature=5.0)) == {0, 1, 2, 3, 4}
+    assert _chosen(Sampling(temperature=5.0, top_k=2)) == {1, 3}
+    # Probabilities are 0.64, 0.24, 0.09, 0.03, 0.01: the first two hold 0.8, and one of them does not.
+    assert _chosen(Sampling(top_p=0.8)) == {1, 3}
+    assert _chosen(Sampling(top_p=0.5)) == {1}
+    assert _chosen(Sampling(temperature=0.01)) == {1}
+
+
+def test_frequencies_are_the_probabilities():
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.tensor([choose(LOGITS, Sampling(), generator) for _ in range(4000)])
+    shares = torch.bincount(draws, minlength=5) / 4000
+    torch.testing.assert_close(shares, LOGITS.softmax(0), atol=0.03, rtol=0)
+
+
+def test_what_was_said_is_less_likely():
+    assert penalized(LOGITS, (1, 4, 4), 2.0).tolist() == [0.0, 1.5, 1.0, 2.0, -2.0]
+    assert _chosen(Sampling(greedy=True, repetition_penalty=2.0), seen=(1,)) == {3}
+    assert LOGITS[1] == 3.0, "the model's own are left as they are"
+
+
+@pytest.mark.parametrize("other", [(2, [5, 6], 0), (1, [5, 7], 0), (1, [5, 6], 1)], ids=["seed", "prompt", "sample"])
+def test_random_numbers_depend_on(other):
+    first, again, another = (random_stream_of(*key) for key in ((1, [5, 6], 0), (1, [5, 6], 0), other))
+    drawn = [torch.rand(4, generator=stream).tolist() for stream in (first, again, another)]
+    assert drawn[0] == drawn[1] != drawn[2]

@@ -1,0 +1,106 @@
+"""Where a model may come from, and tokenizers that are not its own. No torch is needed for any of it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.config.errors import CheckpointError, ConfigError
+from megatron.tools.inference.source import TokenizerFiles, open_source
+
+
+@pytest.fixture(scope="module")
+def kinds(programs, cut: Path, foreign: Path, tmp_path_factory) -> dict[str, Path]:
+    """The same model in every form that this suite knows, and a foreign one."""
+    folder = tmp_path_factory.mktemp("kinds")
+    for command, output in (("merge", folder / "one.safetensors"), ("to-universal", None)):
+        words = ["--output", output] if output else []
+        programs.warm(1, "tools/convert_checkpoint.py", command, cut, *words).ok()
+    tag = (cut / "latest").read_text()
+    return {
+        "folder": cut,
+        "tag": cut / tag,
+        "universal": cut / f"{tag}_universal",
+        "safetensors": folder / "one.safetensors",
+        "huggingface": foreign,
+    }
+
+
+def weights_agree(paths: dict[str, Path]) -> list[str]:
+    """The kinds whose model computes what that of the folder does; on one rank."""
+    import torch
+
+    from megatron.config import ParallelConfig
+    from megatron.parallel.layout import ParallelLayout
+    from megatron.tools.inference.model import load_model
+
+    layout = ParallelLayout.create(ParallelConfig())
+    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.no_grad():
+        logits = {kind: load_model(open_source(path), layout)(tokens) for kind, path in paths.items()}
+        half = load_model(open_source(paths["folder"]), layout, "bf16")(tokens)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), logits["folder"], atol=0.1, rtol=0.1)
+    return [kind for kind, found in logits.items() if found.equal(logits["folder"])]
+
+
+def test_every_kind_of_path_is_opened(kinds, run_ranks):
+    for kind, path in kinds.items():
+        source = open_source(path)
+        assert source.found.kind == kind
+        assert source.tokenizer.vocab_size == source.config.vocab_size == (300 if kind == "huggingface" else 92)
+    ours = {kind: path for kind, path in kinds.items() if kind != "huggingface"}
+    assert run_ranks(1, weights_agree, ours) == [list(ours)]
+
+
+def test_a_broken_checkpoint_is_stood_in_for(cut: Path, tmp_path: Path):
+    folder = tmp_path / "ck"
+    shutil.copytree(cut, folder)
+    shutil.copytree(folder / "global_step2", folder / "global_step9")
+    (folder / "latest").write_text("global_step9")
+    (folder / "global_step9" / "run.json").write_text("{}")
+    source = open_source(folder)
+    assert source.name == str(folder / "global_step2")
+    assert len(source.warnings) == 1 and source.warnings[0].endswith("taking global_step2")
+
+
+def _vocabulary_of_words(path: Path, words: list[str]) -> TokenizerFiles:
+    path.write_text(json.dumps({word: n for n, word in enumerate([*words, "<unk>", "<|endoftext|>"])}))
+    return TokenizerFiles(str(path))
+
+
+@pytest.mark.parametrize("kind", ["folder", "safetensors"])
+def test_another_vocabulary_is_refused(kinds, kind, tmp_path: Path):
+    right, moved = [f"w{n}" for n in range(90)], tmp_path / "moved.json"
+    assert open_source(kinds[kind], _vocabulary_of_words(moved, right)).tokenizer.vocab_size == 92
+    with pytest.raises(ConfigError, match=r"other.json: another tokenizer .* \(their hashes differ\)"):
+        open_source(kinds[kind], _vocabulary_of_words(tmp_path / "other.json", right[::-1]))
+    with pytest.raises(ConfigError, match=r"none.json: no such file; name the one"):
+        open_source(kinds[kind], TokenizerFiles("none.json"))
+
+
+def test_another_tokenizer_than_that_of_a_hugging_face_folder(foreign: Path, tmp_path: Path):
+    files = {name: shutil.copy(foreign / name, tmp_path) for name in ("vocab.json", "merges.txt")}
+    assert open_source(foreign, TokenizerFiles(*files.values())).tokenizer.vocab_size == 300
+    vocabulary = json.loads(Path(files["vocab.json"]).read_text())
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    Path(files["vocab.json"]).write_text(json.dumps(vocabulary))
+    with pytest.raises(ConfigError, match="another tokenizer than that in"):
+        open_source(foreign, TokenizerFiles(*files.values()))
+    with pytest.raises(ConfigError, match="takes two files or none"):
+        open_source(foreign, TokenizerFiles(files["vocab.json"]))
+
+
+def test_a_folder_without_a_tokenizer(exported: Path, foreign: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
+        open_source(exported)
+    with pytest.raises(ConfigError, match="vocab.json has 300 tokens, and .* has 92"):
+        open_source(exported, TokenizerFiles(str(foreign / "vocab.json"), str(foreign / "merges.txt")))
+
+
+def test_what_holds_no_model(tmp_path: Path):
+    with pytest.raises(ConfigError, match="nowhere: no such file or folder"):
+        open_source(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        open_source(tmp_path)

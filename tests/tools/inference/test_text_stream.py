@@ -1,0 +1,70 @@
+"""Text that comes token by token."""
+
+import pytest
+
+from megatron.tokenizer import build_tokenizer
+from megatron.tools.inference.generator import TextStream
+
+SAID = "naïve 日本語 🙂🙂 und so weiter\n\nEnde"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(foreign):
+    return build_tokenizer("GPT2BPETokenizer", str(foreign / "vocab.json"), str(foreign / "merges.txt"))
+
+
+def _pieces(tokenizer, said: str, stop: tuple[str, ...] = (), prompt: str = "Also: ") -> list[str]:
+    stream = TextStream(tokenizer, tokenizer.tokenize(prompt), stop)
+    pieces = []
+    for token in tokenizer.tokenize(said):
+        pieces.append(stream.push(token))
+        if stream.stopped:
+            break
+    return [*pieces, stream.finish()]
+
+
+def test_pieces_are_whole_characters(tokenizer):
+    pieces = _pieces(tokenizer, SAID)
+    assert "".join(pieces) == SAID
+    assert "" in pieces and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
+    assert "🙂" in pieces, "said as soon as its last byte is there"
+
+
+def test_half_a_character_at_the_end_is_replaced(tokenizer):
+    stream = TextStream(tokenizer, [])
+    half = tokenizer.tokenize("🙂")[:-1]
+    assert [stream.push(token) for token in half] == [""] * len(half)
+    assert stream.finish() == tokenizer.detokenize(half)
+
+
+def test_bytes_that_never_become_a_character_hold_nothing_up(tokenizer):
+    stream = TextStream(tokenizer, [])
+    tokens = [*tokenizer.tokenize("🙂")[:-1], *tokenizer.tokenize("ab")]
+    text = "".join(stream.push(token) for token in tokens)
+    assert text == tokenizer.detokenize(tokens) and text.endswith("ab")
+
+
+@pytest.mark.parametrize(
+    ("stop", "left"),
+    [
+        (("\n\n",), "naïve 日本語 🙂🙂 und so weiter"),
+        (("weit", "und s"), "naïve 日本語 🙂🙂 "),
+        (("Ende!", "🙂 🙂"), SAID),
+        (("naïve",), ""),
+    ],
+)
+def test_a_stop_string_is_never_said(tokenizer, stop, left):
+    pieces = _pieces(tokenizer, SAID, stop)
+    assert "".join(pieces) == left
+
+
+def test_what_may_become_a_stop_string_waits(tokenizer):
+    stream = TextStream(tokenizer, [], ("abc",))
+    said = [stream.push(token) for token in tokenizer.tokenize("xab")]
+    assert "".join(said) == "x"
+    assert "".join(stream.push(token) for token in tokenizer.tokenize("d")) == "abd"
+
+
+def test_words_keep_the_blank_before_them(programs):
+    tokenizer = build_tokenizer("WhitespaceTokenizer", programs.data_arguments[3], None)
+    assert "".join(_pieces(tokenizer, "w1 w2 w3", prompt="w5")) == " w1 w2 w3"

@@ -1,0 +1,107 @@
+"""--dry-run: the real layers of any rank of any number of processes, without memory and without the others."""
+
+from dataclasses import replace
+
+import pytest
+from support.programs import TINY_MODEL
+
+from megatron.config import RunConfig
+from megatron.config.architecture import BERT
+from megatron.config.command_line import parse_run
+from megatron.tools.planning.memory import stage_memory
+from megatron.training.preflight import check
+
+LAYOUTS = [
+    "",
+    "--zero-stage 2 --bf16",
+    "--zero-stage 3",
+    "--model-parallel-size 2 --sequence-parallel --bf16",
+    "--model-parallel-size 4 --ffn-hidden-size 48 --bf16 --zero-stage 2",
+    "--ds-sequence-parallel-size 2 --zero-stage 1",
+    "--pipe-parallel-size 4",
+    "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-partition parameters",
+    "--pipe-parallel-size 3 --pipeline-partition 1,3,0 --zero-stage 1",
+    "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 4 --zero-stage 1",
+    "--fp16 --zero-stage 1 --max-position-embeddings 100 --make-vocab-size-divisible-by 7",
+]
+
+
+def settled(words: str, programs, world_size: int) -> RunConfig:
+    words = [*TINY_MODEL, *programs.data_arguments, *"--batch-size 2 --train-iters 4".split(), *words.split()]
+    return check(parse_run(words, {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": str(world_size)}))[0]
+
+
+def settled_bert(words: str) -> RunConfig:
+    words = [*TINY_MODEL, *"--data-path d --vocab-file v --batch-size 2 --train-iters 4".split(), *words.split()]
+    words += ["--tokenizer-type", "BertWordPieceLowerCase"]
+    run = parse_run(words, {"DS_ACCELERATOR": "cuda", "WORLD_SIZE": "48"}, BERT)
+    return replace(run, model=replace(run.model, vocab_size=100, padded_vocab_size=128))
+
+
+@pytest.mark.parametrize("words", LAYOUTS)
+def test_layers_hold_what_the_planner_counts(words, programs):
+    check_ranks(settled(words, programs, 48))
+
+
+@pytest.mark.parametrize("words", ["--model-parallel-size 2", "--pipe-parallel-size 2 --bf16"])
+def test_layers_of_bert_hold_what_the_planner_counts(words):
+    check_ranks(settled_bert(words))
+
+
+def check_ranks(run: RunConfig) -> None:
+    """Tensor by tensor, on the first rank of each stage and on the very last rank."""
+    from megatron.parallel.pipeline.partition import plan
+    from megatron.tools.planning.dry_run import built_weights, first_rank_of_each_stage, pretended_layout, rank_memory
+    from megatron.tools.planning.states import stage_weights
+
+    stages = plan(run)
+    for rank in (*first_rank_of_each_stage(run.parallel), 47):
+        with pretended_layout(run.parallel, rank) as layout:
+            built, number = built_weights(run, layout), layout.pipe_group.rank()
+            owner = layout.get_sequence_data_parallel_rank()
+        counted = stage_weights(run, stages[number])
+        assert sorted((one.numel, one.decays) for one in built) == sorted((one.numel, one.decays) for one in counted)
+        exact = rank_memory(run, rank)
+        assert exact.stage == number
+        assert exact.memory.parameters == stage_memory(run)[number].parameters
+        if run.zero.zero_stage != 2:  # there it depends on the order of tensors, which is the engine's
+            assert exact.memory == stage_memory(run, owner)[number]
+
+
+def test_some_ranks_of_a_thousand(programs):
+    words = "--model-parallel-size 2 --pipe-parallel-size 4 --zero-stage 1 --batch-size 1 --gas 8 --train-iters 1"
+    finished = programs.python(
+        "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, "--split", "1,0,0", "--eval-iters", "0",
+        *words.split(), *"--dry-run --world-size 1024 --rank 0,513".split(),
+    ).ok()  # fmt: skip
+    for line in (
+        "> layout    1024 processes = TP 2 x PP 4 x DP 128, pipeline engine, 4 stages, ZeRO 1",
+        "rank 0: stage 0 of 4, ",
+        "rank 513: stage 2 of 4, ",
+        "  tensor   1 of 2: [512 513]",
+        "  data     0 of 128: [513 515 517 519 521 523 525 527 ... 767]",
+        "  pipe     2 of 4: [1 257 513 769]",
+    ):
+        assert line in finished.output
+    assert finished.output.count("  memory   ") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "exit_code", "message"),
+    [
+        ("--dry-run --world-size 6 --model-parallel-size 4", 2, "6 processes cannot be split"),
+        ("--dry-run --world-size 4 --rank 4", 2, "--rank 4: there are 4 processes, counted from 0"),
+        ("--dry-run --rank first", 2, "--rank first is no list of numbers"),
+        ("--rank 0", 2, "--rank has no effect without --dry-run"),
+        ("--dry-run --data-path nowhere", 3, "nowhere"),
+        ("--dry-run --load nowhere", 4, "nowhere"),
+    ],
+)
+def test_what_a_run_refuses_is_refused(programs, words, exit_code, message):
+    finished = programs.python(
+        "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *"--batch-size 2 --train-iters 4".split(),
+        *words.split(),
+    )  # fmt: skip
+    assert finished.returncode == exit_code, finished.output
+    assert any(message in line for line in finished.output.splitlines() if "error: " in line)
+    assert "Traceback" not in finished.output

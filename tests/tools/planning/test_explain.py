@@ -1,0 +1,104 @@
+"""--explain: everything settled about a run is on the screen, and nothing starts."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from support.command_lines import CPU, SMALL
+from support.programs import TINY_MODEL, Programs
+
+from megatron.config import ParallelConfig
+from megatron.config.command_line import parse_run
+from megatron.config.validation import RULES
+from megatron.parallel.rank_groups import groups
+
+SIZES = "--batch-size 2 --gas 4 --train-iters 10 --explain".split()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (2, 2, 1, 2), (4, 3, 1, 2), (0, 2, 2, 2), (2, 4, 1, 1)])
+def test_groups_are_those_of_deepspeeds_grid(sizes: Sequence[int]) -> None:
+    pipe, data, sequence, tensor = sizes
+    topology = ProcessTopology(axes=["pipe", "data", "sequence", "tensor"], dims=[max(pipe, 1), *sizes[1:]])
+    parallel = ParallelConfig(
+        world_size=topology.world_size(),
+        pipe_parallel_size=pipe,
+        ds_sequence_parallel_size=sequence,
+        model_parallel_size=tensor,
+    )
+    for axis, found in groups(parallel).items():
+        expected = topology.get_axis_comm_lists(axis)  # none where the axis has one place only
+        assert sorted(found) == sorted(expected or [[rank] for rank in range(topology.world_size())])
+    assert parallel.data_parallel_size == data
+
+
+def test_a_legal_run_is_explained_without_torch(programs: Programs) -> None:
+    words = "--world-size 16 --model-parallel-size 2 --pipe-parallel-size 4 --zero-stage 1".split()
+    without_torch = (
+        "import sys; sys.modules['torch'] = None; import runpy; runpy.run_path('pretrain_gpt2.py', {}, '__main__')"
+    )
+    finished = programs.python("-c", without_torch, *TINY_MODEL, *programs.data_arguments, *SIZES, *words).ok()
+    for line in (
+        "> layout    16 processes = TP 2 x PP 4 x DP 2, pipeline engine, 4 stages, ZeRO 1",
+        "> tensor    8 of 2: [0 1] [2 3] [4 5] [6 7] [8 9] [10 11] [12 13] [14 15]",
+        "> data      8 of 2: [0 2] [1 3]",
+        "> pipe      4 of 4: [0 4 8 12] [1 5 9 13] [2 6 10 14] [3 7 11 15]",
+        '"train_batch_size": 16',
+        "kept    the pipeline runs at ZeRO 0 or 1",
+        f"{len(RULES)} rules, all kept",
+        "stage  holds ",
+    ):
+        assert line in finished.output
+    assert "BROKEN" not in finished.output
+
+
+def test_an_illegal_run_names_rule_cause_and_remedy(programs: Programs) -> None:
+    words = "--world-size 4 --pipe-parallel-size 2 --zero-stage 3".split()
+    finished = programs.python("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SIZES, *words)
+    assert finished.returncode == 2
+    for line in (
+        "BROKEN  the pipeline runs at ZeRO 0 or 1",
+        "found: --zero-stage 3 cannot go with --pipe-parallel-size 2",
+        "use --zero-stage 1 or --pipe-parallel-size 0",
+        "DeepSpeed otherwise: AssertionError: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",
+        "pretrain_gpt2.py: error: --zero-stage 3",
+    ):
+        assert line in finished.output
+    assert finished.output.count("BROKEN") == 1
+
+
+@pytest.mark.parametrize("rank", "01")
+def test_one_of_several_ranks_explains(programs: Programs, rank: str) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    finished = programs.pretrain(1, *SIZES, **place).ok()
+    assert ("> layout    2 processes = TP 1 x PP 1 x DP 2" in finished.output) == (rank == "0")
+    assert rank == "0" or finished.output == ""
+
+
+def test_what_is_missing_on_this_host_comes_behind_the_explanation(programs: Programs) -> None:
+    words = ["--data-path", "nowhere"]
+    finished = programs.python("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SIZES, *words)
+    assert finished.returncode == 3
+    assert "> layout    1 processes" in finished.output and "no data set at nowhere" in finished.output
+
+
+def test_layouts_are_explained_by_their_tool(programs: Programs) -> None:
+    finished = programs.python(
+        "tools/verify_layout.py", "--layouts", "tp1-pp0-dp1", "tp2-pp2-dp1-zero2", *TINY_MODEL,
+        *programs.data_arguments, *SIZES,
+    )  # fmt: skip
+    assert finished.returncode == 2
+    assert "tp1-pp0-dp1" in finished.output and f"{len(RULES)} rules, all kept" in finished.output
+    assert "BROKEN  the pipeline runs at ZeRO 0 or 1" in finished.output
+
+
+def test_a_world_size_is_for_an_explanation_only() -> None:
+    finished = subprocess.run(
+        [sys.executable, "pretrain_gpt2.py", *SMALL.split(), "--world-size", "8"], capture_output=True, text=True
+    )
+    assert finished.returncode == 2
+    assert (
+        "--world-size 8 is for --explain and --dry-run: the launcher starts the processes of a run" in finished.stderr
+    )
+    assert parse_run([*SMALL.split(), "--explain", "--world-size", "8"], CPU).parallel.world_size == 8

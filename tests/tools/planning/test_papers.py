@@ -1,0 +1,80 @@
+"""What the planner works out for a run is what the papers' formulas say, where both count the same."""
+
+from dataclasses import replace
+
+import pytest
+from support.command_lines import CUDA, parse
+
+from megatron.config import RunConfig
+from megatron.model.flops import flops_per_iteration
+from megatron.tools.planning import formulas
+from megatron.tools.planning.memory import activations, stage_memory
+from megatron.tools.planning.states import Weight, rank_parameters, states
+from megatron.tools.planning.timing import model_flops
+
+GPT3 = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --batch-size 1 --bf16"
+
+
+def run_of(words: str, ranks: int = 8, vocabulary: int = 51200) -> RunConfig:
+    run = parse(words, ranks=ranks, environ=CUDA)
+    return replace(run, model=replace(run.model, vocab_size=vocabulary, padded_vocab_size=vocabulary))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("owners", [4, 64])
+def test_model_states_are_those_of_zero(stage, owners):
+    """7.5 billion parameters in tensors of which each owner has whole ones."""
+    run = run_of(f"--bf16 --zero-stage {stage}", ranks=owners)
+    weights = [Weight(str(number), 7_500_000_000 // 640, True) for number in range(640)]
+    held = states(run, weights)
+    total = held.weights + held.gradients + held.optimizer
+    assert total == pytest.approx(formulas.model_state_bytes(7.5e9, owners, stage), rel=1e-5)
+
+
+@pytest.mark.parametrize(("layers", "hidden", "heads"), [(12, 768, 12), (24, 1024, 16), (36, 1280, 20), (48, 1600, 25)])
+def test_parameters_are_those_of_gpt2(layers, hidden, heads):
+    words = f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 1024"
+    run = run_of(words, ranks=1, vocabulary=50257)
+    assert rank_parameters(run) == [formulas.parameters(layers, hidden, 50257, 1024)]
+
+
+@pytest.mark.parametrize("t", [1, 2, 8])
+def test_a_layer_keeps_what_the_paper_says(t):
+    """But for numbers of four bytes: mean and deviation of the norms, and one of each row of attention."""
+    run = run_of(f"{GPT3} --zero-stage 1 --model-parallel-size {t}")
+    small = 4 * (4 * 2048 + 96 // t * 2048)
+    paper = formulas.layer_activations(2048, 1, 12288, 96, t, recompute="selective")
+    assert activations(run).layer == paper + small
+    whole = run_of(f"{GPT3} --zero-stage 1 --model-parallel-size {t} --checkpoint-activations")
+    assert activations(whole).kept_input == formulas.layer_activations(2048, 1, 12288, 96, t, recompute="full")
+
+
+def test_a_cut_sequence_cuts_all_but_the_inputs_of_linears():
+    """The paper gathers those again in the backward pass: four of its 34 bytes."""
+    run = run_of(f"{GPT3} --zero-stage 1 --model-parallel-size 8 --sequence-parallel")
+    paper = formulas.layer_activations(2048, 1, 12288, 96, 8, sequence_parallel=True, recompute="selective")
+    gathered = 4 * 2048 * 12288 * (1 - 1 / 8)
+    assert activations(run).layer == paper + gathered + 4 * (4 * 2048 // 8 + 96 // 8 * 2048)
+
+
+def test_a_stage_keeps_the_activations_of_the_micro_batches_under_way():
+    """The first stage those of all layers, however many stages there are (arXiv 2205.05198, section 4.2.3)."""
+    run = run_of(f"{GPT3} --zero-stage 1 --pipe-parallel-size 8 --gas 16")
+    memories = stage_memory(run)
+    assert [memory.working.in_flight for memory in memories] == [8, 7, 6, 5, 4, 3, 2, 1]
+    layer = activations(run).layer
+    assert memories[0].working.activations == pytest.approx(96 * layer, rel=0.05)
+    assert memories[4].working.activations - memories[5].working.activations == 12 * layer
+
+
+@pytest.mark.parametrize(
+    ("words", "formula"),
+    [
+        ("", formulas.model_flops),
+        ("--checkpoint-activations", formulas.full_recompute_flops),
+    ],
+)
+def test_operations_are_those_of_the_paper(words, formula):
+    run = run_of(f"{GPT3} --zero-stage 1 {words}")
+    assert flops_per_iteration(run) == pytest.approx(formula(8, 2048, 96, 12288, 51200))
+    assert model_flops(run) == pytest.approx(formulas.model_flops(8, 2048, 96, 12288, 51200))

@@ -1,0 +1,138 @@
+"""The search lists what is legal, by what the rules say of each command line, and ranks what fits."""
+
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from megatron.config.command_line import parse_run
+from megatron.config.errors import ConfigError
+from megatron.tools.planning.presets import DEVICES, MODELS
+from megatron.tools.planning.request import make_request
+from megatron.tools.planning.search import search
+from megatron.tools.planning.timing import Machine
+
+BATCH = ["--global-batch-size", "16"]
+
+
+def request_of(*words: str, devices: int = 8, device: str = "a100", **settings):
+    machine = Machine(DEVICES[device], min(DEVICES[device].per_node, devices))
+    return make_request([*BATCH, *words], machine, devices, **{"model": "345m", **settings})
+
+
+def test_every_layout_is_listed_or_counted_with_its_reason():
+    """Grids, ZeRO stages, the sequence cut or not, three kinds of recomputation, micro-batches."""
+    plan = search(request_of(devices=4))
+    grids = Counter(
+        (one.run.parallel.model_parallel_size, one.run.parallel.pipe_parallel_size)
+        for one in (*plan.fitting, *plan.too_large)
+    )
+    assert set(grids) == {(t, p) for t in (1, 2, 4) for p in (0, 1, 2, 4) if t * max(p, 1) <= 4}
+    # The plain engine on four data-parallel ranks: ZeRO 1 to 3, 3 kinds of recomputation, micro-batches of 1, 2, 4.
+    assert grids[1, 0] == 3 * 3 * 3
+    # Four stages on one replica: ZeRO 0 and 1, 3 kinds, micro-batches of 1, 2, 4, 8, 16.
+    assert grids[1, 4] == 2 * 3 * 5
+    # Four tensor-parallel ranks: ZeRO 1 to 3, with the sequence cut or not.
+    assert grids[4, 0] == 3 * 2 * 3 * 5
+    reasons = {rejection.reason: rejection.layouts for rejection in plan.rejections}
+    assert reasons["the pipeline runs at ZeRO 0 or 1"] == sum(
+        2 * 3 * (1 if t == 1 else 2) for t in (1, 2, 4) for p in (1, 2, 4) if t * p <= 4
+    )
+    assert reasons["sequence parallelism needs tensor parallelism"] > 0
+
+
+def test_what_is_listed_parses_and_what_it_takes_adds_up():
+    plan = search(request_of(devices=4))
+    for one in plan.fitting[:: max(len(plan.fitting) // 12, 1)]:
+        run = parse_run(one.command, one.request.environ)
+        assert run.parallel == one.run.parallel
+        assert run.train == one.run.train
+        assert run.activation == one.run.activation
+        assert one.memory.total <= one.request.room
+        assert 0 < one.mfu < 1
+    totals = [one.timing.total for one in plan.fitting]
+    assert totals == sorted(totals)
+
+
+def test_what_the_user_settles_stays():
+    plan = search(request_of("--model-parallel-size", "2", "--zero-stage", "1", "--batch-size", "2"))
+    found = [*plan.fitting, *plan.too_large]
+    assert found
+    for one in found:
+        assert one.run.parallel.model_parallel_size == 2
+        assert one.run.zero.zero_stage == 1
+        assert one.run.train.micro_batch_size == 2
+
+
+def test_a_model_that_does_not_fit_is_told_by_how_much():
+    plan = search(request_of(model="175b"))
+    assert not plan.fitting
+    assert plan.too_large[0].memory.total == min(one.memory.total for one in plan.too_large)
+    assert plan.too_large[0].memory.total > plan.too_large[0].request.room
+
+
+def test_a_batch_that_does_not_divide_is_a_reason():
+    plan = search(request_of("--global-batch-size", "12", devices=8))
+    reasons = {rejection.reason: rejection.example for rejection in plan.rejections}
+    assert "data-parallel size 8" in reasons["the global batch falls into equal parts"]
+
+
+def test_more_memory_keeps_and_adds_layouts():
+    few, many = (search(request_of(model="1.3b", devices=4, headroom=room)) for room in (0.8, 0.1))
+    assert 0 < len(few.fitting) < len(many.fitting)
+    assert {tuple(one.command) for one in few.fitting} < {tuple(one.command) for one in many.fitting}
+
+
+def test_the_largest_model_fits_as_it_was_trained():
+    """TP 8 x PP 64 on 3,072 devices, with and without recomputation (arXiv 2104.04473, table 1)."""
+    layout = "--model-parallel-size 8 --pipe-parallel-size 64 --zero-stage 1 --batch-size 1".split()
+    plan = search(request_of("--global-batch-size", "3072", *layout, devices=3072, model="1t"))
+    assert {one.run.activation.recompute_granularity for one in plan.fitting} == {None, "selective", "full"}
+
+
+def test_micro_batches_are_many_enough_for_a_schedule_of_two_ways():
+    plan = search(request_of("--pipeline-schedule", "dualpipev", devices=4))
+    found = [*plan.fitting, *plan.too_large]
+    assert found
+    for one in found:
+        assert one.run.train.gradient_accumulation_steps >= 2 * one.run.parallel.pipe_stages
+
+
+def test_the_search_takes_no_torch():
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.argv[:] = ['plan.py', '--model', '345m', '--devices', '4', "
+        "'--global-batch-size', '8']; sys.path.insert(0, 'tools'); import runpy; "
+        "runpy.run_path('tools/plan.py', {}, '__main__')"
+    )
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_presets_are_legal_models(model):
+    assert search(request_of(model=model, devices=1)).looked_at > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--explain", "--explain is not for the planner"),
+        ("--dry-run", "--dry-run is not for the planner"),
+        ("--world-size 4", "--world-size 4 is not for the planner: say --devices"),
+        ("--deepspeed_config x.json", "--deepspeed-config x.json is what the planner makes"),
+        ("--hidden-size -4", "--hidden-size -4 must be"),
+        ("--hiden-size 4", "unknown flag --hiden-size"),
+    ],
+)
+def test_bad_arguments_are_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        request_of(*words.split())
+
+
+def test_sizes_and_batch_are_required():
+    with pytest.raises(ConfigError) as raised:
+        make_request([], Machine(DEVICES["a100"], 8), 8)
+    text = "\n".join(raised.value.messages)
+    assert "--num-layers is required" in text
+    assert "--global-batch-size is required" in text

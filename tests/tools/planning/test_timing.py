@@ -1,0 +1,118 @@
+"""Estimated times, held to published rates; traffic, held to the papers' volumes; schedules, to DeepSpeed's."""
+
+import pytest
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
+
+from megatron.parallel.pipeline.partition import plan
+from megatron.parallel.pipeline.schedule import timed_passes
+from megatron.tools.planning import formulas
+from megatron.tools.planning.presets import DEVICES, TERA
+from megatron.tools.planning.request import make_request
+from megatron.tools.planning.search import Candidate, search
+from megatron.tools.planning.timing import Machine, pipeline
+
+# arXiv 2104.04473, table 1: heads, hidden, layers, TP, PP, micro-batch, GPUs, batch, TFLOP/s of a GPU.
+WEAK_SCALING = [
+    (24, 2304, 24, 1, 1, 16, 32, 512, 137),
+    (32, 3072, 30, 2, 1, 16, 64, 512, 138),
+    (32, 4096, 36, 4, 1, 16, 128, 512, 142),
+    (48, 6144, 40, 8, 1, 8, 256, 1024, 135),
+    (64, 8192, 48, 8, 2, 4, 512, 1536, 138),
+    (80, 10240, 60, 8, 4, 2, 1024, 1792, 140),
+    (96, 12288, 80, 8, 8, 2, 1536, 2304, 148),
+    (128, 16384, 96, 8, 16, 1, 1920, 2160, 155),
+    (128, 20480, 105, 8, 35, 1, 2520, 2520, 163),
+    (160, 25600, 128, 8, 64, 1, 3072, 3072, 163),
+]
+
+
+def candidate(words: str, devices: int, **settings) -> Candidate:
+    """The one layout that the words leave."""
+    request = make_request(words.split(), Machine(DEVICES["a100"], 8), devices, **settings)
+    found, cut = search(request), "--sequence-parallel" in words
+    (one,) = (one for one in (*found.fitting, *found.too_large) if one.run.parallel.sequence_parallel is cut)
+    return one
+
+
+@pytest.mark.parametrize("row", WEAK_SCALING, ids=lambda row: f"{row[6]} GPUs")
+def test_published_rates_are_estimated_within_a_quarter(row):
+    heads, hidden, layers, t, p, micro, gpus, batch, teraflops = row
+    one = candidate(
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length 2048 "
+        f"--global-batch-size {batch} --batch-size {micro} --model-parallel-size {t} --pipe-parallel-size {p} "
+        "--zero-stage 1 --checkpoint-activations" + (" --sequence-parallel" if t > 1 else ""),
+        gpus,
+        vocab_size=51200,
+    )
+    done = formulas.full_recompute_flops(batch, 2048, layers, hidden, 51200)
+    assert done / one.timing.total / gpus / TERA == pytest.approx(teraflops, rel=0.25)
+
+
+BASE = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --global-batch-size 32 --batch-size 2"
+LAYER = 2 * 256 * 512 * 2  # bytes of hidden states of a micro-batch in 16-bit
+
+
+SELECTIVE = "--zero-stage 1 --recompute-granularity selective"
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "all_reduces"),
+    [
+        (f"--model-parallel-size 4 {SELECTIVE}", 4, 4 * 8 + 2),
+        ("--model-parallel-size 4 --zero-stage 1 --recompute-granularity full", 4, 6 * 8 + 2),
+        (f"--model-parallel-size 4 --sequence-parallel {SELECTIVE}", 4, 4 * 8 + 2),
+    ],
+)
+def test_traffic_of_tensor_parallelism(words, devices, all_reduces):
+    """Four all-reduces a layer and micro-batch, six with recomputation, and one at each end (arXiv 2104.04473, 3.2).
+
+    The sequence gathered and scattered takes as much (arXiv 2205.05198, section 4.2.2).
+    """
+    one = candidate(f"{BASE} --pipe-parallel-size 0 {words}", devices)
+    assert one.traffic.tensor == pytest.approx(all_reduces * 16 * 2 * 3 / 4 * LAYER)
+
+
+@pytest.mark.parametrize(("t", "sent"), [(1, 1.0), (2, 0.5)])
+def test_traffic_between_stages(t, sent):
+    """A middle stage sends each micro-batch forward and its gradient backward; a tensor-parallel rank its part."""
+    one = candidate(f"{BASE} --pipe-parallel-size 4 --model-parallel-size {t} {SELECTIVE}", 4 * t)
+    first, middle, *_ = (pipeline(one.run, stage, LAYER) for stage in plan(one.run))
+    assert (first, middle) == pytest.approx((16 * sent * LAYER, 2 * 16 * sent * LAYER))
+
+
+@pytest.mark.parametrize(("stage", "ways"), [(0, 2), (1, 2), (2, 4 + 1), (3, 3 * 4)])
+def test_traffic_of_weights_and_gradients(stage, ways):
+    """What ZeRO's section 7 counts, with four micro-batches; a ring of four passes on three quarters."""
+    precision = "fp32" if stage == 0 else "bf16"
+    one = candidate(
+        f"{BASE} --model-parallel-size 1 --pipe-parallel-size 0 --zero-stage {stage} --recompute-granularity full",
+        4,
+        precision=precision,
+    )
+    count = one.memory.parameters
+    assert one.traffic.data == pytest.approx(ways * 0.75 * count * (4 if stage == 0 else 2))
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 8), (8, 32), (3, 2)])
+def test_the_drawn_schedule_is_deepspeeds(p, m):
+    """The same passes in the same order on each stage, in as many slots, with as many micro-batches at a time."""
+    passes = timed_passes(p, m, 1.0, 1.0)
+    assert max(one.end for one in passes) == formulas.slots(p, m)
+    busy = sum(one.end - one.begin for one in passes)
+    assert 1 - busy / (p * formulas.slots(p, m)) == pytest.approx(formulas.bubble_share(p, m))
+    for stage in range(p):
+        schedule = TrainSchedule(micro_batches=m, stages=p, stage_id=stage)
+        theirs = [
+            type(command) is ForwardPass
+            for step in schedule.steps()
+            for command in step
+            if isinstance(command, ForwardPass | BackwardPass)
+        ]
+        ours = [one.is_forward for one in sorted(passes, key=lambda one: one.begin) if one.stage == stage]
+        assert ours == theirs
+        assert schedule.num_pipe_buffers() == max(2, formulas.micro_batches_in_flight(stage, p, m))
+        level = highest = 0
+        for forward in ours:
+            level += 1 if forward else -1
+            highest = max(highest, level)
+        assert highest == formulas.micro_batches_in_flight(stage, p, m)

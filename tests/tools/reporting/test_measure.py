@@ -1,0 +1,93 @@
+"""What a timeline comes to, where one can say beforehand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.timelines import BACKWARD, FORWARD, by_theory
+
+from megatron.config.errors import ConfigError
+from megatron.parallel.pipeline.schedule import bubble
+from megatron.tools.reporting.measure import measure, unit_seconds
+from megatron.tools.reporting.schedule_picture import draw
+from megatron.training.timeline import Event, read_timeline, to_json
+
+
+@pytest.mark.parametrize("stages, micro_batches", [(1, 2), (2, 1), (2, 3), (4, 8)])
+def test_a_pipeline_that_keeps_to_theory(stages: int, micro_batches: int) -> None:
+    measures = measure(by_theory(stages, micro_batches))
+    assert measures.theory == bubble(stages, micro_batches) == (stages - 1) / (micro_batches + stages - 1)
+    assert measures.bubble == pytest.approx(measures.theory)
+    assert measures.seconds == pytest.approx((micro_batches + stages - 1) * (FORWARD + BACKWARD) + 1)
+    assert (measures.imbalance, measures.communication) == (1, 0)
+    for rank in measures.ranks:
+        assert rank["forward"] == pytest.approx(micro_batches * FORWARD)
+        assert rank["backward"] == pytest.approx(micro_batches * BACKWARD)
+        assert sum(rank.values()) == pytest.approx(measures.seconds)
+
+
+def test_communication_is_what_both_ends_are_there_for() -> None:
+    timeline = by_theory(2, 1)  # ends at 7, the first pass at 1, the second begins then
+    sent = Event("SendActivation", 1.0, 1.5, 5, 1)
+    received = Event("RecvActivation", 0.0, 1.5, 5, 1)  # a second of it is waiting
+    summed = Event("BackwardPass", 2.5, 2.75, 5, 1, collective="all_reduce")
+    timeline = replace(timeline, events=[[*timeline.events[0], sent], [*timeline.events[1], received, summed]])
+    first, second = measure(timeline).ranks
+    assert (first["transfer"], second["transfer"]) == (0.5, 0.5)
+    assert (second["collectives"], second["backward"]) == (0.25, 1.75)
+    assert measure(timeline).communication == pytest.approx((0.5 + 0.75) / 2 / 7)
+
+
+def test_what_units_cost() -> None:
+    layer = (FORWARD + BACKWARD) / 2
+    assert unit_seconds(by_theory(2, 3)) == pytest.approx([0, layer, layer, layer, layer, 0])
+    timeline = by_theory(2, 3)
+    without = [event for event in timeline.events[1] if event.layer != 4]
+    again = [event._replace(name="BackwardPass", layer=3) for event in timeline.events[1] if event.layer == 4]
+    costs = unit_seconds(
+        replace(timeline, shape=replace(timeline.shape, layers=3), events=[timeline.events[0], without])
+    )
+    assert costs == pytest.approx([0, layer, layer, layer, layer]), "the head is what the last stage has beside layers"
+    costs = unit_seconds(
+        replace(timeline, shape=replace(timeline.shape, layers=3), events=[timeline.events[0], without + again])
+    )
+    assert costs[3] == pytest.approx(2 * layer), "a pass that is made again counts"
+
+
+def test_a_timeline_comes_back_from_its_file(tmp_path: Path) -> None:
+    timeline = by_theory()
+    (tmp_path / "trace.json").write_text(to_json(timeline, range(2)))
+    assert read_timeline(tmp_path) == read_timeline(tmp_path / "trace.json") == timeline
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = [row["args"]["name"] for row in rows if row["ph"] == "M" and row["name"] == "process_name"]
+    assert names == ["rank 0: pipe 0, data 0, model 0", "rank 1: pipe 1, data 0, model 0"]
+    assert {"name": "layer 1", "cat": "forward", "ph": "X", "pid": 0, "tid": 0, "ts": 0.0, "dur": 500000.0} in [
+        {key: row.get(key) for key in ("name", "cat", "ph", "pid", "tid", "ts", "dur")} for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "not JSON"),
+        ("[]", "not a trace of this suite"),
+        ('{"traceEvents": []}', "not a trace of this suite"),
+        (to_json(by_theory(), []), "not a trace of this suite"),
+        (to_json(by_theory(), range(2)).replace('"dur": 1000000.0', '"dur": "x"'), "not a trace of this suite"),
+    ],
+)
+def test_a_file_that_is_no_timeline(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "trace.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/trace.json: {message}") as caught:
+        read_timeline(tmp_path)
+    assert caught.value.exit_code == 2 and len(caught.value.messages) == 1
+
+
+def test_the_picture_has_every_pass_and_the_figures() -> None:
+    timeline = by_theory(2, 3)
+    drawn = draw(timeline, measure(timeline))
+    for words in ("rank 1, stage 1", "ForwardPass of micro-batch 3: 1000.00 ms", "forward of micro-batch 3",
+                  "bubble 25.0% (theory: (p-1)/(m+p-1) = 25.0%)", "slowest stage over the mean 1.00"):  # fmt: skip
+        assert words in drawn
+    assert drawn.count(" of micro-batch ") == 2 * 2 * 2 * 3, "measured and by theory, forward and backward, two stages"

@@ -1,0 +1,94 @@
+"""What a body may say, and what is said of one that may not."""
+
+import json
+
+import pytest
+
+from megatron.config.errors import DataError
+from megatron.tools.serving.request import RequestError, RequestLimits, read_completion
+
+LIMITS = RequestLimits(context=64, max_tokens=32, max_choices=4)
+
+
+class Words:
+    """A tokenizer that makes a token of each word."""
+
+    vocab_size, eod = 10, 9
+
+    def tokenize_batch(self, texts):
+        return [[len(word) for word in text.split()] for text in texts]
+
+    def detokenize(self, ids):
+        if max(ids) >= self.vocab_size:
+            raise DataError(f"{max(ids)} is no token")
+        return " ".join("x" * id for id in ids)
+
+
+def read(body):
+    return read_completion(body if isinstance(body, bytes) else json.dumps(body).encode(), "my", Words(), LIMITS)
+
+
+def test_what_is_left_out_is_as_at_openai():
+    asked = read({"model": "my", "prompt": "once upon"})
+    assert (asked.prompts, asked.texts, asked.n, asked.max_tokens) == (((4, 4),), ("once upon",), 1, 16)
+    assert (asked.temperature, asked.top_p, asked.stop, asked.echo, asked.stream) == (1, 1, (), False, False)
+    assert asked.seed != read({"prompt": "once upon"}).seed  # drawn anew
+
+
+def test_null_and_what_clients_send_unasked_are_as_left_out():
+    neutral = {"best_of": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "suffix": ""}
+    absent = {"max_tokens": None, "stop": None, "logprobs": None, "stream_options": None, "user": "me"}
+    assert read({"prompt": "a", "seed": 1, **neutral, **absent}) == read({"prompt": "a", "seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts", "texts"),
+    [
+        (["a", "bb c"], ((1,), (2, 1)), ("a", "bb c")),
+        ([3, 1], ((3, 1),), ("xxx x",)),
+        ([[3], [1, 2]], ((3,), (1, 2)), ("xxx", "x xx")),
+    ],
+)
+def test_prompts_are_texts_or_tokens(prompt, prompts, texts):
+    asked = read({"prompt": prompt, "stop": "x"})
+    assert (asked.prompts, asked.texts, asked.stop) == (prompts, texts, ("x",))
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        (b"{", None, "the body is not JSON: EOF"),
+        (b'{"prompt": "\xff"}', None, "the body is not JSON: invalid unicode"),
+        (b'{"prompt": "\\ud800"}', None, "the body is not JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', None, "the body is not JSON"),
+        (b"[" * 3000, None, "the body is not JSON: recursion limit"),
+        (b"[]", None, "the body is not a JSON object"),
+        ({}, "prompt", "prompt is missing"),
+        ({"prompt": ""}, "prompt", "prompt: one is empty"),
+        ({"prompt": ["a", ""]}, "prompt", "prompt: one is empty"),
+        ({"prompt": []}, "prompt", "prompt must be text"),
+        ({"prompt": [1, "a"]}, "prompt", "prompt must be text"),
+        ({"prompt": [[]]}, "prompt", "prompt must be text"),
+        ({"prompt": [77]}, "prompt", "prompt: 77 is no token"),
+        ({"prompt": "a", "max_token": 3}, "max_token", "max_token is not a field"),
+        ({"prompt": "a", "logprobs": 2}, "logprobs", "logprobs is not a field"),
+        ({"prompt": "a", "presence_penalty": 1}, "presence_penalty", "presence_penalty is not a field"),
+        ({"prompt": "a", "n": "2"}, "n", "n: input should be a valid integer"),
+        ({"prompt": "a", "n": True}, "n", "n: input should be a valid integer"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: input should be greater than or equal to 1"),
+        ({"prompt": "a", "temperature": -1}, "temperature", "temperature: input should be greater than or equal to 0"),
+        ({"prompt": "a", "top_p": 1.5}, "top_p", "top_p: input should be less than or equal to 1"),
+        ({"prompt": "a", "stop": [""]}, "stop", "stop must be a text or a list of at most 16"),
+        ({"prompt": "a", "seed": 2**64}, "seed", "seed: input should be less than"),
+        ({"prompt": "a", "max_tokens": 33}, "max_tokens", "max_tokens: 33 is more than this server's 32"),
+        ({"prompt": ["a", "b"], "n": 3}, "n", "n: 2 prompts of 3 completions are more than this server's 4"),
+        ({"prompt": "a " * 60}, "prompt", "the model takes 64 tokens, and 60 of the prompt and 16 of the completion"),
+        ({"prompt": "a", "model": "other"}, "model", "no model 'other' here; the one served is 'my'"),
+    ],
+)
+def test_a_mistake_is_named(body, param, message):
+    with pytest.raises(RequestError) as caught:
+        read(body)
+    error = caught.value
+    assert error.message.startswith(message) and error.param == param
+    assert error.status == (404 if param == "model" else 400)

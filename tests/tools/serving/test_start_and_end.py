@@ -1,0 +1,111 @@
+"""How a server ends, on several ranks too, and why it does not start."""
+
+import runpy
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.ports import free_port
+from support.programs import BIN, TIME_LIMIT
+from support.served import events, served
+
+from megatron.config.errors import UserError
+
+SAMPLED = {"prompt": ["Hello", "World!"], "n": 2, "max_tokens": 12, "seed": 5, "temperature": 1.2}
+
+
+def test_two_ranks_say_what_one_says_and_leave_together(programs, endless, server, tmp_path):
+    words = "--model-parallel-size 2 --max-tokens 200000 --grace-seconds 1".split()
+    launcher = (BIN / "deepspeed", "--num_gpus", "2", "--master_port", str(free_port()))
+    command = (*launcher, "tools/serve.py", "--load", endless, *words)
+    with served(programs, tmp_path / "log", *command) as two:
+        assert two.texts(**SAMPLED) == server.texts(**SAMPLED)
+        abandoned = two.open(prompt="Hello", max_tokens=190_000, stream=True)
+        next(events(abandoned))
+        abandoned.fp.raw._sock.shutdown(socket.SHUT_RDWR)  # which stops both ranks, or the next would take minutes
+        last = two.open(prompt="Hello", max_tokens=190_000, stream=True)
+        bits = events(last)
+        next(bits)
+        first_rank = next(
+            process
+            for process in psutil.Process(two.process.pid).children(recursive=True)
+            if "--local_rank=0" in process.cmdline() and "tools/serve.py" in process.cmdline()[2]
+        )
+        first_rank.send_signal(signal.SIGTERM)
+        *_, farewell = bits
+        assert farewell["error"]["message"] == "the server is leaving"
+        assert two.process.wait(TIME_LIMIT) == 0, (tmp_path / "log").read_text()
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port on which somebody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_a_server_that_cannot_be_says_why_in_one_line(programs, endless, taken, tmp_path):
+    for words, code, message in (
+        (["--load", tmp_path / "none"], 2, "none: no such file or folder"),
+        (["--load", endless, "--port", str(taken)], 6, f"127.0.0.1:{taken} cannot be had (Address already in use)"),
+    ):
+        finished = programs.python("tools/serve.py", *words)
+        assert finished.returncode == code and message in finished.output
+        assert finished.output.startswith("serve.py: error: ") and finished.output.count("\n") == 1
+
+
+@pytest.fixture
+def refusal(programs, endless, monkeypatch) -> Callable[..., UserError]:
+    """What the tool raises for the endless model and these flags."""
+    monkeypatch.syspath_prepend(programs.root / "tools")
+    main = runpy.run_path(str(programs.root / "tools" / "serve.py"))["main"]
+
+    def raised(*flags: str | Path) -> UserError:
+        monkeypatch.setattr(sys, "argv", ["serve.py", "--load", str(endless), *map(str, flags)])
+        with pytest.raises(UserError) as caught:
+            main()
+        return caught.value
+
+    return raised
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "messages"),
+    [
+        ("--host 256.0.0.1", 2, ["--host 256.0.0.1: no such host"]),
+        ("--host 203.0.113.1", 6, ["203.0.113.1:8000 cannot be had"]),
+        ("--port 70000 --grace_seconds -1", 2, ["--port 70000 must be from 0 to", "--grace-seconds -1 must be from 0"]),
+        ("--model-parallel-size 2", 2, ["--model-parallel-size 2 with 1 started"]),
+        ("--hidden-size 8", 2, ["--hidden-size 8, and "]),
+        ("--api-key-file nowhere", 2, ["--api-key-file nowhere cannot be read (No such file or directory)"]),
+    ],
+)
+def test_mistakes(refusal, flags, code, messages):
+    error = refusal(*flags.split())
+    assert error.exit_code == code and len(error.messages) == len(messages)
+    assert all(map(str.startswith, error.messages, messages))
+
+
+def test_a_key_is_one_word_that_others_cannot_read(refusal, tmp_path, monkeypatch):
+    file = tmp_path / "key"
+    for text, mode, message in (
+        ("sesame\n", 0o644, f"others may read it; run chmod 600 {file}"),
+        ("", 0o600, "must hold one word of ASCII characters"),
+        ("open sesame", 0o600, "must hold one word of ASCII characters"),
+        ("s\u00e9same", 0o600, "cannot be read (not ASCII)"),
+    ):
+        file.write_text(text, encoding="utf-8")
+        file.chmod(mode)
+        assert message in str(refusal("--api-key-file", file))
+    monkeypatch.setenv("SERVE_API_KEY", "")
+    assert "the variable SERVE_API_KEY must hold one word" in str(refusal())
+
+
+def test_what_is_not_installed_is_named(refusal, monkeypatch):
+    """As in an environment that only trains."""
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert str(refusal()) == "a server needs what is not installed: pip install uvicorn"

@@ -1,0 +1,46 @@
+"""How a tool ends: its exit code, and what it leaves on the screen."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run a tool whose ``main`` has this body."""
+    imports = "from megatron.tools.command_line import run_tool\nfrom megatron.config import errors\n"
+    script = f"{imports}def main():\n    {body}\nrun_tool(main)"
+    return subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "stderr"),
+    [
+        ("pass", 0, ""),
+        ("raise errors.DataError('x.idx is missing')", 3, "-c: error: x.idx is missing\n"),
+        ("raise errors.ConfigError(['one', 'two'])", 2, "-c: error: one\n-c: error: two\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+    ],
+)
+def test_every_end_has_its_code(body: str, code: int, stderr: str) -> None:
+    finished = run(body)
+    assert (finished.returncode, finished.stderr) == (code, stderr)
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    finished = run("1 / 0")
+    assert finished.returncode == 1
+    assert "ZeroDivisionError" in finished.stderr
+
+
+def test_a_reader_that_went_away_is_no_error() -> None:
+    head = subprocess.Popen(["true"], stdin=subprocess.PIPE)
+    head.wait()
+    finished = run("print('x' * 1000000)", stdout=head.stdin)
+    head.stdin.close()
+    assert (finished.returncode, finished.stderr) == (141, "")

@@ -1,0 +1,125 @@
+"""Names of layouts, which layouts are legal, and what their command lines are made of."""
+
+from pathlib import Path
+
+import pytest
+from support.command_lines import CPU, SMALL
+
+from megatron.config.errors import ConfigError
+from megatron.tools.verify.request import (
+    ONE_PROCESS,
+    Layout,
+    Request,
+    grids,
+    illegal,
+    legal_layouts,
+    make_request,
+    parse_layout,
+)
+
+SMALL_WORDS = SMALL.replace("--batch-size 2", "--batch-size 2 --global-batch-size 8").split()
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        ("tp1-pp1-dp1", Layout(1, 1, 1)),
+        ("tp2-pp0-dp2-zero3", Layout(2, 0, 2, zero=3)),
+        ("tp2-pp1-dp2-zero3-plain", Layout(2, 0, 2, zero=3)),
+        ("tp4-pp2-dp1-zero1-sp-dualpipev", Layout(4, 2, 1, zero=1, sequence_parallel=True, dualpipev=True)),
+        ("dp2-tp1-pp2", Layout(1, 2, 2)),
+        ("tp1-pp0-dp2-zero1-ulysses2", Layout(1, 0, 2, zero=1, ulysses=2)),
+    ],
+)
+def test_a_name_is_read(name: str, layout: Layout) -> None:
+    assert parse_layout(name) == parse_layout(layout.name) == layout
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("tp2-pp2", "sizes of TP, PP and DP are needed; write tpA-ppB-dpC"),
+        ("tp1-pp0-dp1-ulysses0", "sizes of TP, PP and DP are needed"),
+        ("tp0-pp1-dp1", "sizes of TP, PP and DP are needed"),
+        ("tp2-pp2-dp2-zero", "'zero' is not understood"),
+        ("tp2-pp2-dp2-tp4", "'tp4' is not understood"),
+        ("tp2-pp2-dp2-sp-sp", "'sp' is not understood"),
+        ("tp2-pp2-dp2-plain", "the plain engine has no stages"),
+    ],
+)
+def test_what_is_no_name(name: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_layout(name)
+    assert message in str(caught.value)
+
+
+def test_names_are_different() -> None:
+    names = [layout.name for layout in grids(8)]
+    assert len(names) == len(set(names)) == len({parse_layout(name) for name in names})
+    assert all(layout.processes == 8 for layout in grids(8))
+
+
+def request(words: str = "", iterations: int = 5, first: Layout | None = None) -> Request:
+    return make_request([*SMALL_WORDS, *words.split()], iterations, first, CPU)
+
+
+def test_every_legal_layout_of_two_processes() -> None:
+    """As the rules say: ZeRO 2 and 3 on the plain engine alone, sequence parallelism with tensor parallelism alone."""
+    plain = {f"{grid}{zero}" for grid in ("tp1-pp0-dp2", "tp2-pp0-dp1") for zero in ("", "-zero1", "-zero2", "-zero3")}
+    stages = {f"tp{t}-pp{p}-dp{d}{zero}" for t, p, d in [(1, 1, 2), (2, 1, 1), (1, 2, 1)] for zero in ("", "-zero1")}
+    legal = {layout.name for layout in legal_layouts(request(), 2)}
+    assert {name for name in legal if not name.endswith(("sp", "ulysses2", "dualpipev"))} == plain | stages | {
+        "tp1-pp0-dp1"
+    }
+    assert {f"{name}-sp" for name in plain | stages if "tp2" in name} == {
+        name for name in legal if name.endswith("-sp")
+    }
+    assert {f"{name}-dualpipev" for name in stages if "pp2" in name} <= legal
+
+
+def test_in_half_precision_one_process_has_zero_as_well() -> None:
+    first, *others = (layout.name for layout in legal_layouts(request("--bf16"), 2))
+    assert first == "tp1-pp0-dp1-zero1"
+    assert "tp1-pp2-dp1" in others and not {"tp1-pp0-dp2", "tp2-pp0-dp1", "tp1-pp0-dp1"} & set(others)
+    assert {"tp1-pp0-dp2-zero1", "tp2-pp0-dp1-zero1"} <= set(others)
+
+
+def test_an_illegal_layout_is_refused_with_the_rule() -> None:
+    (message,) = illegal(request(), [parse_layout("tp1-pp2-dp1"), parse_layout("tp1-pp2-dp1-zero2")])
+    assert message.startswith("layout tp1-pp2-dp1-zero2: --zero-stage 2 cannot go with --pipe-parallel-size 2")
+
+
+def test_all_layouts_take_the_global_batch_of_the_first() -> None:
+    words = SMALL.split()  # micro-batches of 2
+    asked = make_request([*words, "--gas", "4"], 5, ONE_PROCESS, CPU)
+    runs = {name: asked.run(parse_layout(name)) for name in ("tp1-pp0-dp1", "tp1-pp0-dp2", "tp2-pp2-dp1")}
+    assert {name: run.train.global_batch_size for name, run in runs.items()} == dict.fromkeys(runs, 8)
+    assert [run.train.gradient_accumulation_steps for run in runs.values()] == [4, 2, 4]
+    first = make_request([*words, "--gas", "4"], 5, parse_layout("tp1-pp0-dp2"), CPU)
+    assert first.run(ONE_PROCESS).train.global_batch_size == 16
+
+
+def test_dropout_is_off_and_the_schedule_stays() -> None:
+    run = request("--attention-dropout 0.5 --eval-iters 7").run(ONE_PROCESS)
+    assert (run.model.attention_dropout, run.model.hidden_dropout, run.train.eval_iters) == (0, 0, 0)
+    assert run.train.train_iters == 100
+    command = request().command(ONE_PROCESS, Path("folder"))
+    assert command[command.index("--exit-interval") + 1] == "5"
+    without = [word for word in SMALL_WORDS if word not in ("--train-iters", "100")]
+    assert make_request(without, 5, ONE_PROCESS, CPU).run(ONE_PROCESS).train.train_iters == 5
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--zero-stage 1", "--zero-stage 1 belongs to the layouts: say it in their names"),
+        ("--model-parallel-size 2", "--model-parallel-size 2 belongs to the layouts: say it in their names"),
+        ("--save out", "--save out belongs to the comparison: remove it"),
+        ("--hiden-size 4", "unknown flag --hiden-size: did you mean --hidden-size?"),
+        ("--train-iters 4", "--iterations 5 is more than the 4 that are trained: lower it"),
+    ],
+)
+def test_what_is_not_for_the_user_to_say(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        request(words)
+    assert message in caught.value.messages

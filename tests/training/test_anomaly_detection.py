@@ -1,0 +1,115 @@
+"""Losses and gradients that are not finite: skipped by all ranks, traced, counted, and gone back from."""
+
+import itertools
+import re
+
+import pytest
+from support.command_lines import CUDA, parse
+from support.programs import read_metrics
+
+from megatron.training.anomaly_detection import StepWatch
+from megatron.training.engines import StepStatus
+
+SETTINGS = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --clip-grad 0.4".split()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--zero-stage 0",
+        "--zero-stage 1",
+        "--zero-stage 2 --offload-optimizer cpu",
+        "--zero-stage 3",
+        "--pipe-parallel-size 2",
+        "--pipe-parallel-size 2 --zero-stage 1 --bf16",
+        "--model-parallel-size 2 --zero-stage 2 --bf16",
+        "--zero-stage 3 --bf16",
+    ],
+)
+def test_a_bad_step_changes_no_weight(programs, tmp_path, layout: str) -> None:
+    """A rank's loss is no number in iteration 2: no weight of any rank changes, and then training goes on."""
+    words = ("--train-iters", "3", *layout.split(), "--metrics-file", tmp_path / "metrics")
+    rank = 0 if "model-parallel" in layout else 1  # the vocabulary is so small that the second part of it is padding
+    finished = programs.faulty(2, f"gradient {rank} 2", *SETTINGS, *words).ok()
+    assert "iteration 2: the" in finished.output and "is not finite, the step was skipped" in finished.output
+    assert "a second forward pass is finite" in finished.output
+    for rank, iteration in itertools.product((0, 1), (1, 2, 3)):
+        said = re.search(rf"rank {rank} iteration {iteration} kept (\d+) of (\d+) weights", finished.output)
+        kept, held = map(int, said.groups())
+        # What an update adds to a norm's weight of 1 may be less than bf16 can tell apart.
+        assert kept == held > 10 if iteration == 2 else kept < held / 2
+    first, second, third = read_metrics(tmp_path / "metrics")
+    assert second["grad_norm"] is None and second["skipped_iterations"] == third["skipped_iterations"] == 1
+    assert first["grad_norm"] > 0 and third["grad_norm"] > 0 and third["lm_loss"] > 0
+
+
+@pytest.mark.parametrize("layout", ["--pipe-parallel-size 2", "--zero-stage 1 --bf16"])
+def test_faults_in_a_row_end_the_run_with_their_origin(programs, tmp_path, layout: str) -> None:
+    places = ("--save", tmp_path / "ck", "--save-interval", "2")
+    words = ("--train-iters", "9", "--max-consecutive-bad-steps", "3", *layout.split())
+    finished = programs.faulty(2, "weights 1 3 3", *SETTINGS, *words, *places)
+    assert finished.returncode == 5
+    origin = "iteration 3: the loss is not finite, the step was skipped; once more it begins in layer 3 on rank 1\n"
+    assert origin in finished.output
+    assert "nothing saved behind iteration 4" in finished.output
+    (line,) = (line for line in finished.output.splitlines() if "error:" in line)
+    assert "iteration 5" in line and "--max-consecutive-bad-steps 3" in line and "--rewind-on-spike" in line
+    assert (tmp_path / "ck" / "latest").read_text() == "global_step2"
+
+
+def test_a_corrupted_weight_is_healed_by_going_back(programs, tmp_path) -> None:
+    words = "--train-iters 8 --max-consecutive-bad-steps 2 --rewind-on-spike --save-interval 2".split()
+    finished = programs.faulty(
+        1, "weights 0 2 4", *SETTINGS, *words, "--save", tmp_path / "ck", "--metrics-file", tmp_path / "metrics"
+    ).ok()
+    assert f"going back to {tmp_path / 'ck' / 'global_step2'}, without samples 24 to 39" in finished.output
+    lines = read_metrics(tmp_path / "metrics")
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]
+
+
+def test_going_back_again_and_again_has_an_end(programs, tmp_path) -> None:
+    words = "--train-iters 8 --rewind-on-spike --save-interval 2 --max-consecutive-bad-steps 2".split()
+    finished = programs.faulty(1, "samples 24 9999 50", *SETTINGS, *words, "--save", tmp_path / "ck")
+    assert finished.returncode == 5 and finished.output.count("going back to") == 2
+    assert "iteration 4 went wrong again behind 2 returns to" in finished.output
+
+
+def test_samples_behind_a_spike_are_left_out_for_good(programs, tmp_path) -> None:
+    """Going back behind a spike gives what a stream without these samples gives; a resume keeps to it."""
+    words = "--train-iters 8 --rewind-on-spike --save-interval 3".split()
+    whole = ("--save", tmp_path / "ck", "--metrics-file", tmp_path / "metrics")
+    finished = programs.faulty(1, "samples 32 35 50", *SETTINGS, *words, *whole).ok()
+    assert "iteration 5: the loss of" in finished.output and "is a spike over" in finished.output
+    assert f"going back to {tmp_path / 'ck' / 'global_step3'}, without samples 32 to 39" in finished.output
+    losses = [(line["iteration"], line["lm_loss"]) for line in read_metrics(tmp_path / "metrics")]
+    assert [iteration for iteration, _ in losses] == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
+    assert losses[3] == losses[5] and losses[6][1] < losses[4][1] / 10
+    for place in ("latest", "latest_checkpointed_iteration.txt"):
+        (tmp_path / "ck" / place).write_text({"latest": "global_step6"}.get(place, "6"))
+    resumed = ("--load", tmp_path / "ck", "--metrics-file", tmp_path / "resumed", *words[:2])
+    programs.faulty(1, "samples 32 35 50", *SETTINGS, *resumed).ok()
+    assert [(line["iteration"], line["lm_loss"]) for line in read_metrics(tmp_path / "resumed")] == losses[-2:]
+
+
+def judged(run, *steps: tuple[float, bool, float]) -> list[str]:
+    watch = StepWatch(run)
+    said = []
+    for number, (loss, applied, scale) in enumerate(steps, start=1):
+        verdict = watch.judge(number, loss, StepStatus(applied, 1.0 if applied else None, scale, 0))
+        said.append(
+            "stop" if verdict.is_last_straw else "spike" if verdict.is_spike else verdict.fault and "bad" or "good"
+        )
+    return said
+
+
+def test_an_overflow_of_fp16_counts_where_its_scale_can_fall_no_further() -> None:
+    run = parse("--fp16 --min-scale 4 --max-consecutive-bad-steps 2", environ=CUDA)
+    steps = [(2.0, False, 16.0), (2.0, False, 8.0), (2.0, False, 4.0), (2.0, True, 4.0), (2.0, False, 4.0)]
+    assert judged(run, *steps, (2.0, False, 4.0)) == ["good", "good", "bad", "good", "bad", "stop"]
+
+
+def test_a_spike_stands_out_from_the_steps_before_it() -> None:
+    run = parse("--rewind-on-spike --spike-factor 1.5 --save ck --save-interval 5")
+    steps = [(loss, True, 1.0) for loss in (9.0, 3.0, 3.0, 6.0, 8.0, 3.0)]
+    assert judged(run, *steps) == ["good", "good", "good", "good", "spike", "good"]
+    assert judged(parse(), *steps) == ["good"] * 6

@@ -1,0 +1,123 @@
+"""The ruling test for BERT: every layout gives the same losses, gradient norms and weights."""
+
+from pathlib import Path
+
+import pytest
+from support.programs import Programs, read_metrics
+from support.training import RankTraining
+
+TOLERANCE = 1e-4
+ITERATIONS = 5
+SETTINGS = (
+    f"--train-iters {ITERATIONS} --batch-size 2 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0"
+    " --clip-grad 0.4 --eval-iters 1 --eval-interval 5"
+).split()
+
+LAYOUTS = {
+    "tp2": (2, "--model-parallel-size 2"),
+    "pp2-zero1-recompute": (2, "--pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations"),
+    "dp2": (2, ""),
+    "plain-dp2-zero2": (2, "--zero-stage 2"),
+    "plain-dp2-zero3": (2, "--zero-stage 3"),
+    "tp2-pp2": (4, "--model-parallel-size 2 --pipe-parallel-size 2"),
+    "plain-tp2-sequence-zero1-other-order-selective": (
+        2,
+        "--model-parallel-size 2 --sequence-parallel --zero-stage 1 --shape-order SBH"
+        " --recompute-granularity selective",
+    ),
+    "plain-ulysses2": (2, "--ds-sequence-parallel-size 2"),
+    "pp2-dualpipev": (2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev"),
+}
+
+
+@pytest.fixture(scope="module")
+def train(train_bert_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory):
+    """Train on so many processes with these flags; where its metrics and its checkpoint are."""
+
+    def run(processes: int, flags: str) -> Path:
+        folder = tmp_path_factory.mktemp("layout")
+        places = ("--metrics-file", folder / "metrics", "--save", folder / "checkpoint")
+        train_bert_in_ranks(processes, *SETTINGS, *flags.split(), *places)
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def one_process(train) -> Path:
+    return train(1, "")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_agrees_with_one_process(train, run_ranks, one_process, layout):
+    processes, flags = LAYOUTS[layout]
+    folder = train(processes, flags)
+    expected, found = read_metrics(one_process / "metrics"), read_metrics(folder / "metrics")
+    assert len(found) == len(expected) == ITERATIONS + 2  # a validation and the test
+    for one, other in zip(expected, found, strict=True):
+        for name in one.keys() & {"lm_loss", "grad_norm", "learning_rate", "validation_loss", "test_loss"}:
+            assert other[name] == pytest.approx(one[name], rel=TOLERANCE), (layout, one["iteration"], name)
+    assert not any(name.endswith("ppl") for line in found for name in line), "the loss is not of tokens alone"
+    assert any(line.get("grad_norm", 0) > 0.4 for line in expected), "clipping had nothing to do"
+    (differences,) = run_ranks(1, compare_weights, str(one_process / "checkpoint"), str(folder / "checkpoint"))
+    assert not differences
+
+
+def compare_weights(one: str, other: str) -> list[str]:
+    """Names of the weights that differ between two checkpoints, each brought together from its ranks."""
+    import torch
+
+    from megatron.checkpoint.tracker import newest
+
+    first, second = (whole_bert(newest(folder)) for folder in (one, other))
+    assert first.keys() == second.keys() and len(first) > 40
+    return [name for name in first if not torch.allclose(first[name], second[name], rtol=TOLERANCE, atol=TOLERANCE)]
+
+
+def whole_bert(saved):
+    """All weights of a checkpoint, by name."""
+    from megatron.checkpoint.tracker import whole_model_config
+    from megatron.checkpoint.weights import load_weights
+    from megatron.config import ActivationConfig, ParallelConfig
+    from megatron.model.bert import bert_layers, bert_loss
+    from megatron.model.containers import PlainModel
+    from megatron.mpu import ParallelLayout
+
+    config, layout = whole_model_config(saved), ParallelLayout.create(ParallelConfig(world_size=1))
+    assert config.architecture == "BERT"
+    model = PlainModel(bert_layers(config, layout), bert_loss(config, layout), ActivationConfig())
+    load_weights(model, saved)
+    return dict(model.named_parameters())
+
+
+def test_goes_on_from_a_checkpoint_of_another_layout(train_bert_in_ranks: RankTraining, one_process, tmp_path):
+    """The vocabulary is padded to another size, and so is the bias of its words."""
+    saved = ("--model-parallel-size", "2", "--exit-interval", "3", "--save", tmp_path / "checkpoint")
+    train_bert_in_ranks(2, *SETTINGS, *saved)
+    resumed = ("--pipe-parallel-size", "2", "--load", tmp_path / "checkpoint", "--metrics-file", tmp_path / "metrics")
+    said = train_bert_in_ranks(2, *SETTINGS, *resumed)
+    assert "goes on behind iteration 3" in said and "converted from TP 2" in said
+    expected, found = (read_metrics(folder / "metrics") for folder in (one_process, tmp_path))
+    expected, found = ([line["lm_loss"] for line in lines if "lm_loss" in line] for lines in (expected, found))
+    assert found == pytest.approx(expected[3:], rel=1e-5)
+
+
+def test_a_checkpoint_of_bert_is_known_for_one(programs: Programs, one_process, tmp_path):
+    folder = one_process / "checkpoint"
+    refused = programs.pretrain(1, "--train-iters", "9", "--batch-size", "2", "--load", folder)
+    assert refused.returncode == 4
+    assert f"error: the model is GPT-2, but BERT in {folder}/global_step5: load a model of the same shape" in (
+        refused.output
+    )
+    refused = programs.warm(1, "tools/generate.py", "--load", folder, "--prompt", "Baka")
+    assert refused.returncode == 2 and len(refused.output.splitlines()) == 1
+    assert f"{folder} is a BERT, which continues no text: name a GPT-2" in refused.output
+    refused = programs.python("tools/audit_data.py", "batch", "--load", folder, "--iteration", "2")
+    assert refused.returncode == 2 and "is a BERT: only samples of GPT-2 can be told one by one" in refused.output
+    convert, file = "tools/convert_checkpoint.py", tmp_path / "one.safetensors"
+    programs.warm(1, convert, "merge", folder, "--output", file).ok()
+    told = programs.warm(1, "tools/inspect_checkpoint.py", file).ok().output
+    assert "word_bias" in told and "loaded by   safetensors.torch.load_file\n" in told
+    refused = programs.warm(1, convert, "to-hf", file, "--output", tmp_path / "hf")
+    assert refused.returncode == 2
+    assert refused.output.splitlines()[-1].endswith("the model is BERT, and to-hf is for GPT-2; merge can keep it")

@@ -1,0 +1,47 @@
+"""Index maps are built once: for all ranks, or for those of each host."""
+
+from types import SimpleNamespace
+
+import pytest
+from support.programs import TINY_MODEL
+
+SETTINGS = "--train-iters 6 --batch-size 1 --global-batch-size 4 --eval-iters 1 --eval-interval 3".split()
+
+
+def builds_of(shared: bool, local_ranks: list[int], cache: str, words: list[str]) -> int:
+    """How many index maps this rank builds for its feed."""
+    import os
+
+    import torch.distributed as dist
+
+    from megatron.config.command_line import parse_run
+    from megatron.data import map_cache
+    from megatron.training.data_iterators import Feed
+
+    rank = dist.get_rank()
+    os.environ["LOCAL_RANK"] = str(local_ranks[rank])
+    flags = [] if shared else ["--no-shared-disk"]
+    run = parse_run([*words, *flags, "--data-cache-path", cache.format(rank)], os.environ)
+    os.environ["LOCAL_RANK"] = str(rank)
+    built = []
+    build = map_cache.build_index_maps
+    map_cache.build_index_maps = lambda stream: built.append(stream) or build(stream)
+    try:
+        Feed(run, SimpleNamespace(rank=rank, is_first_stage=True, is_last_stage=True))
+    finally:
+        map_cache.build_index_maps = build
+    return len(built)
+
+
+@pytest.mark.parametrize(
+    "shared, local_ranks, cache, expected",
+    [
+        (True, [0, 1], "one", [3, 0]),
+        (False, [0, 1], "one", [3, 0]),
+        (False, [0, 0], "host{}", [3, 3]),
+    ],
+)
+def test_one_rank_builds_the_maps(run_ranks, programs, tmp_path, shared, local_ranks, cache, expected) -> None:
+    words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS]
+    found = run_ranks(2, builds_of, shared, local_ranks, str(tmp_path / cache), [str(word) for word in words])
+    assert found == expected

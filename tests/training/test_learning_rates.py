@@ -1,0 +1,268 @@
+"""Learning rates: closed forms of every style, and a scheduler that resumes where it stopped."""
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from megatron.config import OptimConfig
+from megatron.config.errors import CheckpointError, ConfigError
+from megatron.training.learning_rates import DECAYS, EXPONENTIAL_FLOOR, WSD_DECAYS, AnnealingLR, Schedule
+
+PEAK, FLOOR, WARMUP, END = 8e-4, 2e-5, 20, 120
+
+CLOSED_FORMS: dict[str, Callable[[int], float]] = {
+    "constant": lambda n: PEAK,
+    "linear": lambda n: PEAK - (PEAK - FLOOR) * (n - 20) / 100,
+    "cosine": lambda n: FLOOR + (PEAK - FLOOR) / 2 * (1 + math.cos(math.pi * (n - 20) / 100)),
+    "exponential": lambda n: PEAK * (FLOOR / PEAK) ** ((n - 20) / 100),
+    "inverse-square-root": lambda n: (
+        FLOOR + (PEAK - FLOOR) * ((20 / n) ** 0.5 - (20 / 120) ** 0.5) / (1 - (20 / 120) ** 0.5)
+    ),
+}
+
+WSD_CLOSED_FORMS: dict[str, Callable[[int], float]] = {
+    "linear": lambda n: PEAK - (PEAK - FLOOR) * (n - 90) / 30,
+    "cosine": lambda n: FLOOR + (PEAK - FLOOR) / 2 * (1 + math.cos(math.pi * (n - 90) / 30)),
+    "exponential": lambda n: PEAK * (FLOOR / PEAK) ** ((n - 90) / 30),
+    "minus_sqrt": lambda n: PEAK - (PEAK - FLOOR) * math.sqrt((n - 90) / 30),
+}
+
+
+def schedule(style: str, **changes: Any) -> Schedule:
+    wsd = {"wsd_decay_iters": 30} if style == "WSD" else {}
+    values = {"start_lr": PEAK, "min_lr": FLOOR, "warmup_iter": WARMUP, "end_iter": END, "decay_style": style}
+    return Schedule(**values | wsd | changes)
+
+
+def test_the_tables_are_the_choices_of_the_flags():
+    choices = {field.name: field.metadata["flag"]["choices"] for field in fields(OptimConfig)}
+    assert set(choices["lr_decay_style"]) == {*DECAYS, "WSD"} == {*CLOSED_FORMS, "WSD"}
+    assert set(choices["lr_wsd_decay_style"]) == set(WSD_DECAYS) == set(WSD_CLOSED_FORMS)
+
+
+@pytest.mark.parametrize("style", [*DECAYS, "WSD"])
+def test_the_warm_up_is_linear_from_the_first_step_to_the_peak(style: str):
+    rates = [schedule(style).learning_rate(n) for n in range(WARMUP + 1)]
+    assert rates == pytest.approx([PEAK * (n + 1) / 20 for n in range(20)] + [PEAK], rel=1e-12)
+    assert rates[19] == rates[20] == PEAK
+
+
+@pytest.mark.parametrize("style", DECAYS)
+def test_the_decay_follows_its_closed_form_to_the_end_and_stays_there(style: str):
+    rate = schedule(style).learning_rate
+    for n in (20, 21, 45, 70, 119):
+        assert rate(n) == pytest.approx(CLOSED_FORMS[style](n), rel=1e-9)
+    end = PEAK if style == "constant" else FLOOR
+    assert [rate(n) for n in (120, 121, 10**9)] == [end] * 3
+
+
+@pytest.mark.parametrize("style", WSD_DECAYS)
+def test_wsd_is_constant_until_its_last_part(style: str):
+    rate = schedule("WSD", wsd_decay_style=style).learning_rate
+    assert {rate(n) for n in range(19, 91)} == {PEAK}
+    for n in (91, 100, 105, 119):
+        assert rate(n) == pytest.approx(WSD_CLOSED_FORMS[style](n), rel=1e-9)
+    assert [rate(n) for n in (120, 121, 10**9)] == [FLOOR] * 3
+
+
+@pytest.mark.parametrize("minimum", [0.0, FLOOR, PEAK])
+@pytest.mark.parametrize("style", [*DECAYS, "WSD"])
+def test_no_curve_rises_and_all_end_at_the_minimum(style: str, minimum: float):
+    rates = [schedule(style, min_lr=minimum).learning_rate(n) for n in range(WARMUP, END + 1)]
+    assert all(later <= earlier * (1 + 1e-15) for earlier, later in pairwise(rates))
+    assert rates[0] == PEAK
+    assert rates[-1] == (PEAK if style == "constant" else minimum)
+
+
+def test_an_exponential_decay_to_zero_aims_at_its_floor():
+    rate = schedule("exponential", min_lr=0.0).learning_rate
+    halfway = (math.sqrt(EXPONENTIAL_FLOOR) - EXPONENTIAL_FLOOR) / (1 - EXPONENTIAL_FLOOR)
+    assert rate(70) == pytest.approx(PEAK * halfway, rel=1e-9)
+    assert rate(119) > rate(120) == 0.0
+
+
+@pytest.mark.parametrize("style", [*DECAYS, "WSD"])
+@pytest.mark.parametrize(
+    ("warmup", "end", "expected"),
+    [
+        (0, 1, {0: PEAK, 1: FLOOR}),
+        (1, 1, {0: PEAK, 1: FLOOR}),
+        (4, 4, {0: PEAK / 4, 3: PEAK, 4: FLOOR}),
+        (0, 2, {0: PEAK, 2: FLOOR, 3: FLOOR}),
+        (0, 0, {0: FLOOR}),
+    ],
+)
+def test_boundaries(style: str, warmup: int, end: int, expected: dict[int, float]):
+    wsd = {"wsd_decay_iters": end - warmup} if style == "WSD" else {}
+    rate = schedule(style, warmup_iter=warmup, end_iter=end, **wsd).learning_rate
+    for n, lr in expected.items():
+        assert rate(n) == (PEAK if style == "constant" and lr == FLOOR else lr)
+
+
+def test_without_a_warm_up_the_inverse_square_root_counts_from_one():
+    rate = schedule("inverse-square-root", warmup_iter=0, end_iter=99, min_lr=PEAK / 10).learning_rate
+    assert [rate(n) for n in (0, 3, 24, 99)] == pytest.approx([PEAK, PEAK / 2, PEAK / 5, PEAK / 10], rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"start_lr": -1.0}, ["--lr -1.0 must be"]),
+        ({"start_lr": math.inf}, ["--lr inf must be"]),
+        ({"start_lr": math.nan}, ["--lr nan must be"]),
+        ({"min_lr": -1e-9}, ["--min-lr -1e-09 must be between 0 and --lr 0.0008"]),
+        ({"min_lr": 1.0}, ["--min-lr 1.0 must be between 0 and --lr 0.0008"]),
+        ({"warmup_iter": -1}, ["--warmup: -1 iterations of warm-up must be between 0 and the 120"]),
+        ({"warmup_iter": 121}, ["--warmup: 121 iterations of warm-up must be between 0 and the 120"]),
+        ({"end_iter": -5}, ["--lr-decay-iters -5 must not be negative"]),
+        ({"decay_style": "cosin"}, ["--lr-decay-style cosin is unknown: choose one of constant, linear"]),
+        ({"decay_style": "WSD"}, ["WSD needs --lr-wsd-decay-iters"]),
+        ({"decay_style": "WSD", "wsd_decay_iters": 101}, ["--lr-wsd-decay-iters 101 must be between 0 and the 100"]),
+        (
+            {"decay_style": "WSD", "wsd_decay_iters": 1, "wsd_decay_style": "constant"},
+            ["--lr-wsd-decay-style constant is unknown: choose one of linear, cosine"],
+        ),
+        (
+            {"start_lr": -1.0, "warmup_iter": -1, "decay_style": "x"},
+            ["--lr -1.0", "--warmup: -1", "--lr-decay-style x"],
+        ),
+    ],
+)
+def test_values_that_make_no_schedule_name_every_flag(changes: dict[str, Any], expected: list[str]):
+    with pytest.raises(ConfigError) as caught:
+        schedule("linear", **changes)
+    assert len(caught.value.messages) == len(expected)
+    assert all(part in message for part, message in zip(expected, caught.value.messages, strict=True))
+
+
+def optimizer(groups: int = 2) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(groups)], lr=123.0)
+
+
+def scheduler(optim: torch.optim.Optimizer, style: str = "cosine", **changes: Any) -> AnnealingLR:
+    values = {
+        "start_lr": PEAK,
+        "warmup_iter": WARMUP,
+        "total_iters": END,
+        "decay_style": style,
+        "last_iter": 0,
+        "min_lr": FLOOR,
+    }
+    return AnnealingLR(optim, **values | changes)
+
+
+def train(optim: torch.optim.Optimizer, sched: AnnealingLR, steps: int) -> list[float]:
+    """The rates at which ``steps`` steps are taken."""
+    rates = []
+    for _ in range(steps):
+        assert len({group["lr"] for group in optim.param_groups}) == 1
+        rates.append(optim.param_groups[0]["lr"])
+        optim.step()
+        sched.step()
+    return rates
+
+
+def test_every_group_steps_at_the_schedule():
+    optim = optimizer()
+    sched = scheduler(optim)
+    assert train(optim, sched, 130) == [schedule("cosine").learning_rate(n) for n in range(130)]
+    assert sched.num_iters == 130
+    assert sched.get_last_lr() == [FLOOR, FLOOR]
+
+
+def test_deepspeed_takes_it_for_a_scheduler_and_not_for_a_factory():
+    sched = scheduler(optimizer())
+    assert isinstance(sched, LRScheduler)
+    assert not isinstance(sched, Callable)
+
+
+def test_a_group_may_be_removed_and_another_added():
+    optim = optimizer(3)
+    sched = scheduler(optim)
+    del optim.param_groups[1]
+    train(optim, sched, 1)
+    optim.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    sched.step()
+    assert sched.get_last_lr() == [PEAK * 3 / 20] * 3
+    state = scheduler(optimizer(5)).state_dict()
+    sched.load_state_dict(state)
+    assert sched.get_last_lr() == [group["lr"] for group in optim.param_groups] == [PEAK / 20] * 3
+
+
+def test_the_state_has_the_classic_keys():
+    classic = {"start_lr", "warmup_iter", "num_iters", "decay_style", "end_iter", "min_lr"}
+    state = scheduler(optimizer(), last_iter=7).state_dict()
+    assert state.keys() == classic
+    assert (state["num_iters"], state["end_iter"], state["start_lr"]) == (7, END, PEAK)
+    wsd = scheduler(optimizer(), "WSD", wsd_decay_iters=30).state_dict()
+    assert wsd.keys() == classic | {"wsd_decay_iters", "wsd_decay_style"}
+
+
+@pytest.mark.parametrize("style", [*DECAYS, "WSD"])
+@pytest.mark.parametrize("stop", [5, 20, 50, 125])
+def test_stop_and_resume_equals_not_stopping(style: str, stop: int):
+    wsd = {"wsd_decay_iters": 30, "wsd_decay_style": "minus_sqrt"} if style == "WSD" else {}
+    optim = optimizer()
+    whole = train(optim, scheduler(optim, style, **wsd), 130)
+    first = optimizer()
+    stopped = scheduler(first, style, **wsd)
+    before = train(first, stopped, stop)
+    second = optimizer()
+    resumed = scheduler(second, style, **wsd, use_checkpoint_lr_scheduler=False)
+    resumed.load_state_dict(stopped.state_dict())
+    assert before + train(second, resumed, 130 - stop) == whole
+    third = optimizer()
+    assert train(third, scheduler(third, style, **wsd, last_iter=stop), 130 - stop) == whole[stop:]
+
+
+def test_the_checkpoint_wins_when_it_is_used():
+    state = scheduler(optimizer(), "WSD", wsd_decay_iters=30, last_iter=100).state_dict()
+    optim = optimizer()
+    sched = scheduler(optim, "linear", start_lr=1.0, total_iters=1000)
+    sched.load_state_dict(state)
+    assert sched.schedule == schedule("WSD")
+    assert optim.param_groups[1]["lr"] == schedule("WSD").learning_rate(100)
+
+
+def test_the_command_line_wins_when_it_overrides():
+    state = scheduler(optimizer(), last_iter=100).state_dict()
+    optim = optimizer()
+    flags = {"use_checkpoint_lr_scheduler": False, "override_lr_scheduler": True}
+    sched = scheduler(optim, "linear", total_iters=1000, **flags)
+    sched.load_state_dict(state)
+    assert sched.schedule == schedule("linear", end_iter=1000)
+    assert sched.num_iters == 100
+    assert optim.param_groups[0]["lr"] == schedule("linear", end_iter=1000).learning_rate(100)
+
+
+def test_with_neither_every_difference_is_named_and_nothing_changes():
+    state = scheduler(optimizer(), last_iter=100).state_dict()
+    optim = optimizer()
+    sched = scheduler(optim, "linear", min_lr=0.0, use_checkpoint_lr_scheduler=False)
+    with pytest.raises(CheckpointError) as caught:
+        sched.load_state_dict(state)
+    style, minimum = caught.value.messages
+    assert "decay_style is linear on the command line but cosine in the checkpoint" in style
+    assert "min_lr is 0.0 on the command line but 2e-05 in the checkpoint" in minimum
+    assert "--override-lr-scheduler or --use-checkpoint-lr-scheduler" in style
+    assert (sched.num_iters, optim.param_groups[0]["lr"]) == (0, PEAK / 20)
+
+
+def test_a_broken_state_is_a_checkpoint_error():
+    state = scheduler(optimizer()).state_dict()
+    with pytest.raises(CheckpointError, match="schedule is broken: --lr-decay-style sine is unknown"):
+        scheduler(optimizer()).load_state_dict(state | {"decay_style": "sine"})
+    del state["num_iters"], state["min_lr"]
+    with pytest.raises(CheckpointError, match="schedule lacks num_iters, min_lr"):
+        scheduler(optimizer()).load_state_dict(state)
+
+
+def test_both_ways_to_resume_at_once_are_refused():
+    with pytest.raises(ConfigError, match="--use-checkpoint-lr-scheduler and --override-lr-scheduler"):
+        scheduler(optimizer(), override_lr_scheduler=True)

@@ -1,0 +1,82 @@
+"""What each token weighs in the loss, where a mask leaves micro-batches with different numbers of tokens."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing import assert_close
+
+from megatron.data.loader import Batch
+from megatron.training.data_iterators import weighted, weighted_by_micro_batch
+
+SAMPLES, TOKENS = 8, 6
+LOSSES = torch.rand(SAMPLES, TOKENS, generator=torch.Generator().manual_seed(1))
+MASK = (torch.rand(SAMPLES, TOKENS, generator=torch.Generator().manual_seed(2)) > 0.4).float()
+MASK[2], MASK[3] = 0, 1  # a micro-batch of sample 2 alone counts nothing
+
+
+def micro_batches(size: int, rank: int, ranks: int) -> list[Batch]:
+    """This rank's rows of one global batch; a token's loss stands in the place of the token."""
+    of_rank = slice(rank * SAMPLES // ranks, (rank + 1) * SAMPLES // ranks)
+    losses, masks = (rows[of_rank].split(size) for rows in (LOSSES, MASK))
+    return [Batch(loss, (loss, mask)) for loss, mask in zip(losses, masks, strict=True)]
+
+
+def loss_of(normalization: str, size: int, ranks: int) -> float:
+    """The loss of the global batch, averaged as DeepSpeed does: over micro-batches, then over data ranks."""
+    group = dist.new_group(list(range(ranks)))
+    if dist.get_rank() >= ranks:
+        return float("nan")
+    batches = micro_batches(size, dist.get_rank(), ranks)
+    if normalization == "global-batch":
+        batches_out = weighted(iter(batches), len(batches), group, masks=True)
+    else:
+        batches_out = weighted_by_micro_batch(iter(batches))
+    loss = torch.stack([(losses * weights).sum() for losses, (_, weights) in batches_out]).mean()
+    dist.all_reduce(loss, group=group)
+    return loss.item() / ranks
+
+
+def mean_of_means(size: int) -> Tensor:
+    """The classic loss by its definition."""
+    means = [
+        (losses * mask).sum() / max(mask.sum(), 1)
+        for losses, mask in zip(LOSSES.split(size), MASK.split(size), strict=True)
+    ]
+    return torch.stack(means).mean()
+
+
+SPLITS = [(1, 1), (2, 1), (8, 1), (1, 2), (4, 2)]
+
+
+@pytest.mark.parametrize("size, ranks", SPLITS)
+def test_the_mean_over_the_global_batch_knows_no_split(run_ranks, size: int, ranks: int) -> None:
+    expected = (LOSSES * MASK).sum() / MASK.sum()
+    for loss in run_ranks(2, loss_of, "global-batch", size, ranks)[:ranks]:
+        assert_close(torch.tensor(loss), expected)
+
+
+def test_the_mean_of_means_is_as_defined_and_knows_the_split(run_ranks) -> None:
+    found = {}
+    for size, ranks in SPLITS:
+        for loss in run_ranks(2, loss_of, "micro-batch", size, ranks)[:ranks]:
+            assert_close(torch.tensor(loss), mean_of_means(size))
+        found[size] = loss
+    assert len({round(loss, 4) for loss in found.values()}) == len(found)
+
+
+def test_without_a_mask_both_are_the_plain_mean(run_ranks) -> None:
+    assert_close(*(torch.tensor(loss) for loss in run_ranks(1, both_without_mask)[0]))
+
+
+def both_without_mask() -> tuple[float, float]:
+    batches = [Batch(loss, (loss, torch.ones_like(loss))) for loss in LOSSES.split(2)]
+    sums = [
+        torch.stack([(losses * weights).sum() for losses, (_, weights) in scaled]).mean().item()
+        for scaled in (
+            weighted(iter(batches), len(batches), dist.group.WORLD, masks=False),
+            weighted_by_micro_batch(iter(batches)),
+        )
+    ]
+    assert sums[0] == pytest.approx(LOSSES.mean().item())
+    return tuple(sums)

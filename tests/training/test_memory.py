@@ -1,0 +1,43 @@
+"""A rank that runs out of memory says how much there was, what was planned, and what would fit."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from support.command_lines import parse
+
+from megatron.tools.planning.memory import stage_memory
+from megatron.training.memory import smallest_change
+
+
+def test_the_end_of_the_memory_is_one_line(programs, tmp_path: Path) -> None:
+    """Linux refuses the process what it asks for, and torch's allocator says so."""
+    words = "--train-iters 3 --batch-size 256 --eval-iters 0 --save-interval 1 --hidden-dropout 0".split()
+    finished = programs.faulty(1, "memory 0 1 40", *words, "--save", tmp_path)
+    assert finished.returncode == 7, finished.output[-3000:]
+    assert "Traceback" not in finished.output
+    (said,) = (line for line in finished.output.splitlines() if "error:" in line)
+    pattern = (
+        r"pretrain_gpt2.py: error: rank 0: out of memory in training, iteration 1: \S+ GB were asked for, "
+        r"\S+ GB are free; "
+        r"this rank holds (\S+) GB, and at its peak was planned to hold (\S+) GB; (--\S.*) would take (\S+) GB; "
+        r"see (\S+)"
+    )
+    held, planned, change, needed, file = re.fullmatch(pattern, said).groups()
+    assert 0 < float(held) < 4 * float(planned) and float(needed) < float(planned)
+    assert change.startswith("--batch-size ") and file == str(tmp_path / "memory-rank0.txt")
+    snapshot = Path(file).read_text()
+    assert "activations" in snapshot and re.search(r"\d\.\d+  \(256, 32, 32, 'torch.float32', 'cpu'\)", snapshot)
+    assert not list(tmp_path.glob("global_step*"))
+
+
+def test_the_smallest_change_comes_first() -> None:
+    run = parse("--batch-size 8 --hidden-size 512 --num-layers 8 --seq-length 512 --max-position-embeddings 512")
+    run = replace(run, model=replace(run.model, vocab_size=1000, padded_vocab_size=1024))
+    (planned,) = stage_memory(run)
+    assert smallest_change(run, 0, planned.total - 1).startswith("--batch-size 4 --gas 2 would take ")
+    states = planned.states.weights + planned.states.gradients + planned.states.optimizer
+    assert smallest_change(run, 0, 1.5 * states).startswith("--checkpoint-activations --batch-size 2 --gas 4 would ")
+    assert smallest_change(run, 0, states / 2).startswith(
+        "no smaller micro-batch, recomputation or ZeRO stage would fit"
+    )

@@ -1,0 +1,99 @@
+"""What one sees: the metrics file, TensorBoard, the progress line, and the formula behind TFLOP/s."""
+
+import json
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+from support.command_lines import parse
+from support.programs import TINY_MODEL, read_metrics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.model.flops import flops_per_iteration
+
+STEP_KEYS = {
+    "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "learning_rate", "grad_norm", "loss_scale",
+    "skipped_iterations", "seconds_per_iteration", "tokens_per_second", "tflops_per_device", "memory_gb",
+}  # fmt: skip
+
+
+def test_file_board_and_screen_say_the_same(programs, tmp_path):
+    output = (
+        programs.pretrain(
+            1,
+            *"--train-iters 4 --batch-size 2 --gas 2 --eval-iters 2 --eval-interval 3".split(),
+            "--metrics-file",
+            tmp_path / "logs" / "metrics",
+            "--tensorboard-dir",
+            tmp_path / "board",
+        )  # fmt: skip
+        .ok()
+        .output
+    )
+    lines = read_metrics(tmp_path / "logs" / "metrics")
+    steps = [line for line in lines if "lm_loss" in line]
+    assert [set(step) for step in steps] == [STEP_KEYS] * 4
+    assert [step["iteration"] for step in steps] == [1, 2, 3, 4]
+    assert [step["consumed_samples"] for step in steps] == [4, 8, 12, 16]
+    assert [step["consumed_tokens"] for step in steps] == [128, 256, 384, 512]
+    validations = [line for line in lines if "validation_loss" in line]
+    assert [line["iteration"] for line in validations] == [3, 4]
+    for line in validations:
+        assert line["validation_ppl"] == pytest.approx(math.exp(line["validation_loss"]))
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    assert set(board.Tags()["scalars"]) >= (STEP_KEYS - {"iteration"}) | {"validation_loss", "test_ppl"}
+    assert [event.value for event in board.Scalars("lm_loss")] == pytest.approx([step["lm_loss"] for step in steps])
+    assert "config/text_summary" in board.Tags()["tensors"]
+    progress = [line for line in output.splitlines() if line.startswith("iteration")]
+    assert len(progress) == 4 and f"loss {steps[3]['lm_loss']:.4f}" in progress[3] and "ETA 0:00:00" in progress[3]
+
+
+def test_a_log_interval_is_averaged(train_in_ranks, tmp_path):
+    settings = "--train-iters 5 --batch-size 2 --eval-iters 0".split()
+    train_in_ranks(1, *settings, "--metrics-file", tmp_path / "each")
+    train_in_ranks(1, *settings, "--metrics-file", tmp_path / "some", "--log-interval", "2")
+    each = [line["lm_loss"] for line in read_metrics(tmp_path / "each")]
+    some = {line["iteration"]: line["lm_loss"] for line in read_metrics(tmp_path / "some")}
+    assert some == pytest.approx({2: sum(each[:2]) / 2, 4: sum(each[2:4]) / 2, 5: each[4]})
+
+
+def test_a_disk_that_takes_no_more_ends_no_run(programs, tmp_path):
+    settings = "--train-iters 20 --batch-size 2 --eval-iters 0".split()
+    command = (sys.executable, "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings)
+    finished = programs.run(
+        "bash", "-c", 'ulimit -f 1; exec "$@"', "bash", *command, "--metrics-file", tmp_path / "few"
+    ).ok()
+    assert "warning: metrics cannot be written (File too large); training goes on without" in finished.output
+    assert "iteration 20/20" in finished.output
+    few = (tmp_path / "few").read_text().splitlines()[:-1]  # the last line may be cut
+    assert 0 < len(few) < 20 and all(json.loads(line)["lm_loss"] > 0 for line in few)
+
+
+SC21_TABLE = [  # layers, hidden, batch, GPUs, and days for 300e9 tokens at so many TFLOP/s (arXiv 2104.04473, table 2)
+    (96, 12288, 1536, 384, 153e12, 84),
+    (96, 12288, 1536, 768, 149e12, 43),
+    (105, 20480, 2240, 560, 171e12, 156),
+    (105, 20480, 2240, 1120, 167e12, 80),
+]
+
+
+@pytest.mark.parametrize(("layers", "hidden", "batch", "gpus", "rate", "days"), SC21_TABLE)
+def test_flops_give_the_published_training_days(layers, hidden, batch, gpus, rate, days):
+    run = parse("--checkpoint-activations")
+    run = replace(
+        run,
+        model=replace(run.model, num_layers=layers, hidden_size=hidden, padded_vocab_size=51200),
+        data=replace(run.data, seq_length=2048),
+        train=replace(run.train, global_batch_size=batch),
+    )
+    iterations = 300e9 / (batch * 2048)
+    assert iterations * flops_per_iteration(run) / rate / gpus / 86400 == pytest.approx(days, rel=0.012)
+
+
+def test_flops_without_recomputation():
+    """72 B s l h^2 (1 + s/6h + V/12lh), arXiv 2205.05198 appendix A."""
+    run = parse("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --global-batch-size 8")
+    run = replace(run, model=replace(run.model, padded_vocab_size=50304))
+    expected = 72 * 8 * 1024 * 24 * 1024**2 * (1 + 1024 / (6 * 1024) + 50304 / (12 * 24 * 1024))
+    assert flops_per_iteration(run) == pytest.approx(expected, rel=1e-12)

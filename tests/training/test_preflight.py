@@ -1,0 +1,194 @@
+"""What is seen before the start: files that are missing, folders that cannot be written, all at once."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.command_lines import CPU
+
+from megatron.checkpoint.compatibility import has_same_ranks, loads_directly
+from megatron.checkpoint.tracker import describe, publish, write_description
+from megatron.config import RunConfig
+from megatron.config.command_line import parse_run
+from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
+from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.training.preflight import check
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ["<unk>", "<|endoftext|>", "a", "b", "c"]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """A folder with a data set ``text`` and its ``vocab.json``."""
+    (tmp_path / "vocab.json").write_text(json.dumps({word: number for number, word in enumerate(WORDS)}))
+    with IndexedDatasetBuilder(str(tmp_path / "text"), np.uint16) as builder:
+        for _ in range(30):
+            builder.add_sequence(np.full(40, 2))
+            builder.end_document()
+    return tmp_path
+
+
+def run_of(corpus: Path, words: str = "") -> RunConfig:
+    small = (
+        "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --batch-size 1 --train-iters 3 --lr 0.1 "
+        f"--data-path {corpus}/text --split 8,1,1 --tokenizer-type WhitespaceTokenizer --vocab-file {corpus}/vocab.json"
+    )
+    return parse_run(f"{small} {words}".split(), {**CPU, "WORLD_SIZE": "2"})
+
+
+def refusal(run: RunConfig) -> UserError:
+    with pytest.raises(UserError) as caught:
+        check(run)
+    return caught.value
+
+
+def test_the_vocabulary_gives_its_sizes(corpus: Path) -> None:
+    run, _ = check(run_of(corpus, "--model-parallel-size 2 --make-vocab-size-divisible-by 4"))
+    assert (run.model.vocab_size, run.model.padded_vocab_size, run.model.eod_token) == (5, 8, 1)
+    assert check(run_of(corpus))[0].model.padded_vocab_size == 128
+
+
+def test_nothing_is_written(corpus: Path) -> None:
+    before = sorted(corpus.iterdir())
+    check(run_of(corpus, f"--save {corpus}/new/deep --metrics-file {corpus}/logs/metrics.jsonl"))
+    assert sorted(corpus.iterdir()) == before
+
+
+def test_missing_files_are_named_together(corpus: Path) -> None:
+    (corpus / "text.idx").unlink()
+    (corpus / "vocab.json").unlink()
+    error = refusal(run_of(corpus))
+    assert isinstance(error, DataError)
+    assert "text.idx" in error.messages[0] and "vocab.json" in error.messages[1]
+
+
+def test_a_corpus_too_small_for_one_sample(corpus: Path) -> None:
+    error = refusal(run_of(corpus, "--seq-length 500"))
+    assert isinstance(error, DataError) and "500" in str(error)
+
+
+@pytest.mark.parametrize("flag", ["--save", "--tensorboard-dir", "--data-cache-path", "--trace", "--run-dir"])
+def test_a_file_where_a_folder_should_be(flag: str, corpus: Path) -> None:
+    place = corpus / "vocab.json" / "inside"
+    error = refusal(run_of(corpus, f"{flag} {place}"))
+    assert isinstance(error, ConfigError)
+    assert error.messages == [
+        f"{flag} {place}: {corpus}/vocab.json is not a folder; name another place, or move it away"
+    ]
+
+
+def test_a_metrics_file_that_is_a_folder(corpus: Path) -> None:
+    assert refusal(run_of(corpus, f"--metrics-file {corpus}")).messages == [
+        f"--metrics-file {corpus} is a folder; name a file"
+    ]
+
+
+def test_places_without_permission() -> None:
+    program = (
+        "import os, sys; from pathlib import Path; "
+        "from megatron.training.preflight import _file_problem, _folder_problem; "
+        # Permissions do not bind root: where the tests run as root, the program goes on as somebody else.
+        "os.geteuid() or os.setuid(65534); "
+        "folder = Path(sys.argv[1]); print(_folder_problem('--save', folder / 'new')); "
+        "print(_file_problem('--metrics-file', folder / 'kept'))"
+    )
+    with tempfile.TemporaryDirectory() as outer:
+        Path(outer).chmod(0o755)
+        folder = Path(outer, "locked")
+        folder.mkdir()
+        (folder / "kept").touch(mode=0o444)
+        folder.chmod(0o555)
+        words = [sys.executable, "-c", program, str(folder)]
+        said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        folder.chmod(0o755)
+    assert said == [
+        f"--save {folder}/new: no permission to write in {folder}; name another place, or change its permissions",
+        f"--metrics-file {folder}/kept: no permission to write it; name another file, or change its permissions",
+    ]
+
+
+def test_a_folder_without_a_checkpoint(corpus: Path) -> None:
+    assert isinstance(refusal(run_of(corpus, f"--load {corpus}/none")), CheckpointError)
+    assert check(run_of(corpus, f"--load {corpus}/none --save {corpus}/none"))[1] is None
+
+
+def save(run: RunConfig, folder: Path, iteration: int) -> Path:
+    """A checkpoint without tensors; its tag."""
+    tag = folder / f"global_step{iteration}"
+    tag.mkdir(parents=True)
+    write_description(tag, describe(run, iteration))
+    publish(folder, tag.name, iteration)
+    return tag
+
+
+def test_one_command_line_begins_and_goes_on(corpus: Path) -> None:
+    """``--auto-resume`` takes what is in --save, then what is in --load, then a fresh start; never what is broken."""
+    own, other = corpus / "own", corpus / "other"
+    run = run_of(corpus, f"--auto-resume --save {own} --load {other}")
+    assert check(run)[1] is None
+    (own / "global_step1.partial").mkdir(parents=True)
+    assert check(run)[1] is None, "a save that was killed is no checkpoint"
+    sized = check(run)[0]
+    save(sized, other, 7)
+    assert (check(run)[1].folder, check(run)[1].iteration) == (other, 7)
+    tags = [save(sized, own, iteration) for iteration in (1, 2)]
+    assert (check(run)[1].folder, check(run)[1].iteration) == (own, 2)
+    (tags[1] / "run.json").unlink()
+    assert (check(run)[1].iteration, check(run)[1].passed_over) == (1, (f"{tags[1]}/run.json is missing",))
+    (tags[0] / "run.json").unlink()
+    error = refusal(run)
+    assert isinstance(error, CheckpointError)
+    assert error.messages == [f"{tags[1]}/run.json is missing; no whole checkpoint is left in {own}"]
+
+
+def test_a_checkpoint_of_other_ranks_and_stages(corpus: Path) -> None:
+    """It is converted, once torch is there; what the run computes stays as it was."""
+    folder = corpus / "saved"
+    words = f"--pipe-parallel-size 2 --gas 4 --load {folder}"
+    run, _ = check(run_of(corpus, f"{words} --save {folder} --pipeline-partition 2,0"))
+    save(run, folder, 1)
+    same_ranks, other_stages = (check(run_of(corpus, f"{words} {more}")) for more in ("--pipeline-partition 2,0", ""))
+    for (found, saved), is_own in ((same_ranks, True), (other_stages, False)):
+        assert saved is not None and saved.iteration == 1
+        assert loads_directly(saved.description, found) == has_same_ranks(saved.description, found) == is_own
+    assert check(run_of(corpus, f"--gas 2 --zero-stage 2 --load {folder}"))[1] is not None
+    assert "--seed is 7, but 1234 in" in str(refusal(run_of(corpus, f"{words} --seed 7")))
+    for accepted in ("--seed 7 --override", "--seed 7 --finetune"):
+        assert check(run_of(corpus, f"{words} {accepted}"))[1] is not None
+
+
+def test_the_schedule_has_flags_of_its_own(corpus: Path) -> None:
+    folder = corpus / "saved"
+    run, _ = check(run_of(corpus, f"--save {folder}"))
+    save(run, folder, 1)
+    words = f"--load {folder} --lr 0.2"
+    assert "--lr is 0.2, but 0.1 in" in str(refusal(run_of(corpus, words)))
+    for flag in ("--override-lr-scheduler", "--use-checkpoint-lr-scheduler", "--override", "--finetune"):
+        assert check(run_of(corpus, f"{words} {flag}"))[1] is not None
+    assert "--seed is 7" in str(refusal(run_of(corpus, f"{words} --override-lr-scheduler --seed 7")))
+
+
+def test_the_gravest_error_gives_its_class(corpus: Path) -> None:
+    (corpus / "text.bin").unlink()
+    error = refusal(run_of(corpus, f"--load {corpus}/none --save {corpus}/vocab.json"))
+    assert isinstance(error, ConfigError) and len(error.messages) == 3
+    assert "--save" in error.messages[0] and "text.bin" in error.messages[1] and "--load" in error.messages[2]
+
+
+def test_errors_of_parsing_leave_no_traceback() -> None:
+    words = [sys.executable, "-c", _PROGRAM, "--num-layers", "2", "--hiden-size", "8"]
+    finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert finished.returncode == 2 and "Traceback" not in finished.stderr
+    assert "unknown flag --hiden-size: did you mean --hidden-size?" in finished.stderr
+
+
+_PROGRAM = (
+    "import os, sys; from megatron.config.command_line import parse_run; "
+    "from megatron.tools.command_line import run_tool; "
+    "run_tool(lambda: parse_run(sys.argv[1:], os.environ))"
+)

@@ -1,0 +1,150 @@
+"""The timeline of a run is what theory says the run does, and serves to cut the model better."""
+
+import itertools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepspeed.runtime.pipe.schedule import BufferOpInstruction, TrainSchedule
+from support.programs import read_metrics
+from support.training import RankTraining, pretrain
+
+from megatron.model.transformer import ParallelTransformerLayer
+from megatron.parallel.pipeline.schedule import Instruction, instructions
+from megatron.tools.reporting.measure import measure
+from megatron.training.timeline import Timeline, read_timeline
+
+SETTINGS = (
+    "--train-iters 4 --batch-size 1 --eval-iters 1 --eval-interval 1 --hidden-dropout 0 --attention-dropout 0 "
+    "--trace-steps 2:3"
+).split()
+SECONDS = (0.02, 0.02, 0.02, 0.1)
+"""What each layer takes beyond what it computes."""
+
+
+def pretrain_slowly(words: list[str]) -> tuple[int, str]:
+    """A run whose layers take so much longer."""
+    real = ParallelTransformerLayer.__init__
+
+    def init(layer: ParallelTransformerLayer, *arguments: Any, layer_number: int) -> None:
+        real(layer, *arguments, layer_number=layer_number)
+        layer.register_forward_hook(lambda *_: time.sleep(SECONDS[layer_number - 1]))
+
+    ParallelTransformerLayer.__init__ = init
+    return pretrain(words)
+
+
+@pytest.fixture(scope="module")
+def slow_run(_rank_pools, programs, tmp_path_factory) -> tuple[RankTraining, Path]:
+    """How to train slowly, and the folder of such a run on two stages."""
+    train, folder = (
+        RankTraining(_rank_pools.run_once, programs.data_arguments, pretrain_slowly),
+        tmp_path_factory.mktemp("slow"),
+    )
+    train(2, *SETTINGS, "--gas", 3, "--pipe-parallel-size", 2, "--trace", folder, "--run-dir", folder)
+    return train, folder
+
+
+def test_theory_is_what_deepspeed_plans() -> None:
+    for stages, micro_batches in itertools.product(range(1, 6), range(1, 8)):
+        for stage in range(stages):
+            counts: dict[str, int] = {}
+            planned = []
+            for command in itertools.chain.from_iterable(TrainSchedule(micro_batches, stages, stage)):
+                counts[command.name] = counts.get(command.name, 0) + 1
+                number = counts[command.name] if isinstance(command, BufferOpInstruction) else None
+                planned.append(Instruction(command.name, number))
+            assert planned == instructions(stage, stages, micro_batches)
+
+
+def test_two_stages_do_what_theory_draws(slow_run: tuple[RankTraining, Path]) -> None:
+    _assert_theory(read_timeline(slow_run[1]), stages=2, micro_batches=3)
+
+
+def test_four_stages_do_what_theory_draws(train_in_ranks, tmp_path: Path) -> None:
+    train_in_ranks(4, *SETTINGS, "--gas", 6, "--pipe-parallel-size", 4, "--trace", tmp_path)
+    _assert_theory(read_timeline(tmp_path), stages=4, micro_batches=6)
+
+
+def _assert_theory(timeline: Timeline, stages: int, micro_batches: int) -> None:
+    assert timeline.iterations == [2, 3]
+    for rank, iteration in itertools.product(range(stages), timeline.iterations):
+        events = _in_order(timeline, rank, iteration)
+        assert [_instruction(event) for event in events] == instructions(rank, stages, micro_batches)
+        assert all(before.end <= after.begin for before, after in itertools.pairwise(events))
+        for sent, other in (("SendActivation", rank + 1), ("SendGrad", rank - 1)):
+            for event in events:
+                if event.name == sent:
+                    received = sent.replace("Send", "Recv"), event.micro_batch
+                    (end,) = (e.end for e in _in_order(timeline, other, iteration) if received == e[:1] + e[4:5])
+                    assert event.begin < end, "the clocks of two ranks are one"
+
+
+def _in_order(timeline: Timeline, rank: int, iteration: int) -> list:
+    return sorted(timeline.instructions(rank, iteration), key=lambda event: event.begin)
+
+
+def _instruction(event: Any) -> Instruction:
+    return Instruction(event.name, event.micro_batch, event.phase)
+
+
+def test_a_slow_layer_gets_a_stage_to_itself(slow_run: tuple[RankTraining, Path], tmp_path: Path) -> None:
+    """And the losses are what they were."""
+    train, folder = slow_run
+    words = ("--gas", 3, "--pipe-parallel-size", 2, "--trace", tmp_path, "--metrics-file", tmp_path / "metrics")
+    output = train(2, *SETTINGS, *words, "--repartition-from", folder)
+    assert "embeddings, layers 1-3 " in output and "layer 4, head " in output
+    measured = [read_timeline(place) for place in (folder, tmp_path)]
+    assert measure(measured[1]).imbalance < measure(measured[0]).imbalance
+    losses = [[line["lm_loss"] for line in read_metrics(path) if "lm_loss" in line]
+              for path in (folder / "metrics.jsonl", tmp_path / "metrics")]  # fmt: skip
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_a_layer_is_timed_forward_and_backward(slow_run: tuple[RankTraining, Path]) -> None:
+    timeline = read_timeline(slow_run[1])
+    for layer, seconds in enumerate(SECONDS, start=1):
+        events = [event for event in timeline.events[(layer - 1) // 2] if event.layer == layer]
+        assert sorted(event.name for event in events) == ["BackwardPass"] * 6 + ["ForwardPass"] * 6
+        assert all(event.seconds >= seconds for event in events if event.name == "ForwardPass")
+        for event in events:
+            (whole,) = (
+                e for e in timeline.instructions((layer - 1) // 2, event.iteration)
+                if (e.name, e.micro_batch) == (event.name, event.micro_batch)
+            )  # fmt: skip
+            assert whole.begin <= event.begin <= event.end <= whole.end
+    costs = json.loads((slow_run[1] / "trace.json").read_text())["otherData"]["unit_seconds"]
+    assert len(costs) == 6 and costs[4] == max(costs)
+
+
+def test_the_plain_engine_with_tensor_parallelism_and_recomputation(train_in_ranks, tmp_path: Path) -> None:
+    words = ("--gas", 2, "--model-parallel-size", 2, "--checkpoint-activations", "--trace", tmp_path)
+    train_in_ranks(2, *SETTINGS, *words)
+    timeline = read_timeline(tmp_path)
+    done = [(event.name, event.micro_batch) for event in _in_order(timeline, 1, 2)]
+    names = ("LoadMicroBatch", "ForwardPass", "BackwardPass", "ReduceGrads", "OptimizerStep")
+    assert done == [(name, None if name == "ReduceGrads" else number) for number in (1, 2) for name in names]
+    of_layer = [event for event in timeline.events[1] if event.layer == 3 and event[3:5] == (2, 1)]
+    assert [event.name for event in of_layer] == ["ForwardPass", "BackwardPass", "BackwardPass"], "forward again"
+    collectives = [event.name for event in timeline.events[1] if event.collective == "all_reduce"]
+    assert collectives.count("ForwardPass") >= 2 * 2 * 8, "two to a layer, in two micro-batches of two iterations"
+    assert all(rank["collectives"] > 0 for rank in measure(timeline).ranks)
+
+
+def test_two_pieces_to_a_stage(train_in_ranks, tmp_path: Path) -> None:
+    words = ("--gas", 4, "--pipe-parallel-size", 2, "--pipeline-schedule", "dualpipev", "--trace", tmp_path)
+    train_in_ranks(2, *SETTINGS, *words)
+    timeline = read_timeline(tmp_path)
+    for rank in (0, 1):
+        passes = [
+            _instruction(event) for event in _in_order(timeline, rank, 3) if event.kind in ("forward", "backward")
+        ]
+        expected = {Instruction(name, number, phase) for name in ("ForwardPass", "BackwardPass")
+                    for number in range(1, 5) for phase in (0, 1)}  # fmt: skip
+        assert set(passes) == expected and len(passes) == 16
+    assert measure(timeline).theory is None
+    costs = json.loads((tmp_path / "trace.json").read_text())["otherData"]["unit_seconds"]
+    assert all(seconds > 0 for seconds in costs[1:5])
+    assert "rank 1, stage 1" in (tmp_path / "schedule.svg").read_text()
