@@ -37,7 +37,7 @@ KINDS: dict[str, ActivationConfig] = {
     "full-4-layers": ActivationConfig(**_WHOLE, checkpoint_num_layers=4),
     "partitioned": ActivationConfig(**_CUT),
     "in-cpu": ActivationConfig(**_CUT, checkpoint_in_cpu=True),
-    "contiguous": ActivationConfig(**_CUT, contigious_checkpointing=True),
+    "contiguous": ActivationConfig(**_CUT, contiguous_checkpointing=True),
     "synchronized": ActivationConfig(**_WHOLE, synchronize_each_layer=True),
     "profiled": ActivationConfig(**_WHOLE, profile_backward=True),
 }
@@ -128,7 +128,7 @@ def _measure_on_this_rank(arguments: argparse.Namespace, attention: str, kind: s
             deepspeed.checkpointing.configure(
                 layout,
                 partition_activations=activation.partition_activations,
-                contiguous_checkpointing=activation.contigious_checkpointing,
+                contiguous_checkpointing=activation.contiguous_checkpointing,
                 num_checkpoints=config.num_layers,
                 checkpoint_in_cpu=activation.checkpoint_in_cpu,
                 synchronize=activation.synchronize_each_layer,

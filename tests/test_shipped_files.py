@@ -139,11 +139,11 @@ def test_a_switch_is_on_or_off(script) -> None:
 
 SWITCHES = {
     "CPU_OPTIMIZER": "zero.offloads_optimizer",
-    "CONTIGUOUS_GRADIENTS": "zero.zero_contigious_gradients",
+    "CONTIGUOUS_GRADIENTS": "zero.zero_contiguous_gradients",
     "REDUCE_SCATTER": "zero.zero_reduce_scatter",
     "CHECKPOINT_ACTIVATIONS": "activation.checkpoint_activations",
     "PARTITION_ACTIVATIONS": "activation.partition_activations",
-    "CONTIGUOUS_CHECKPOINTING": "activation.contigious_checkpointing",
+    "CONTIGUOUS_CHECKPOINTING": "activation.contiguous_checkpointing",
     "CHECKPOINT_IN_CPU": "activation.checkpoint_in_cpu",
     "SYNCHRONIZE_EACH_LAYER": "activation.synchronize_each_layer",
     "PROFILE_BACKWARD": "activation.profile_backward",

@@ -27,9 +27,9 @@ from _atomic_file import atomic_file
 
 from megatron.config import DataConfig
 from megatron.config.command_line.parser import read_flags
+from megatron.config.data import read_blend
 from megatron.config.errors import ConfigError
-from megatron.config.files import read_blend
-from megatron.config.provided import Given
+from megatron.config.fields import Provided
 from megatron.data.sources import all_sources
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.audit import batches, overlap, proof, seen, statistics
@@ -130,7 +130,7 @@ def _data_flags(words: Sequence[str]) -> dict[str, Any]:
     return {name: value.value for name, value in given.items()}
 
 
-def _data_problems(given: Mapping[str, Given]) -> Iterator[str]:
+def _data_problems(given: Mapping[str, Provided]) -> Iterator[str]:
     names = {field.name for field in fields(DataConfig)}
     for name, (value, source) in given.items():
         if name not in names:

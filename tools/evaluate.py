@@ -24,10 +24,9 @@ from _model_ranks import add_rank_flags, find_model, opened, tell
 from tqdm import tqdm
 
 from megatron.config.errors import ConfigError
-from megatron.config.suggestions import with_hyphens
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.tools.command_line import ToolParser
+from megatron.tools.command_line import ToolParser, with_hyphens
 from megatron.tools.evaluation.tasks import TASKS, Request, make_task
 from megatron.tools.inference.source import Source
 

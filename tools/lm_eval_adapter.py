@@ -23,10 +23,9 @@ import _project_root  # noqa: F401
 from _model_ranks import add_rank_flags, find_model, opened, tell
 
 from megatron.config.errors import ConfigError
-from megatron.config.suggestions import with_hyphens
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.tools.command_line import ToolParser
+from megatron.tools.command_line import ToolParser, with_hyphens
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -73,7 +73,7 @@ def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]
     with atomic_file(memory, "--plot", binary=True) as file:
         draw_memory(memories, chosen.request.room, file)
     parallel = chosen.run.parallel
-    if parallel.pipe_stages == 1 or parallel.folds_pipeline:
+    if parallel.pipe_stages == 1 or parallel.uses_dualpipev:
         return [memory]
     with atomic_file(schedule, "--plot", binary=True) as file:
         draw_schedule(parallel.pipe_stages, chosen.run.train.gradient_accumulation_steps, file)

@@ -20,10 +20,9 @@ import _project_root  # noqa: F401
 from megatron.config import ParallelConfig
 from megatron.config.environment import rank
 from megatron.config.errors import ConfigError
-from megatron.config.suggestions import with_hyphens
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.tools.command_line import ToolParser
+from megatron.tools.command_line import ToolParser, with_hyphens
 from megatron.tools.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
 from megatron.tools.inference.source import Source, config_on
 

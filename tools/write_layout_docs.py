@@ -71,9 +71,9 @@ SETTINGS = {
     "recomputed layers": "--checkpoint-activations",
     "recomputed attention core": "--recompute-granularity selective",
     "partitioned activations": "--checkpoint-activations --partition-activations",
-    "activations in one buffer": "--checkpoint-activations --contigious-checkpointing",
+    "activations in one buffer": "--checkpoint-activations --contiguous-checkpointing",
     "partitioned activations in one buffer": (
-        "--checkpoint-activations --partition-activations --contigious-checkpointing"
+        "--checkpoint-activations --partition-activations --contiguous-checkpointing"
     ),
     "activations in CPU memory": "--checkpoint-activations --checkpoint-in-cpu",
     "partitioned activations in CPU memory": "--checkpoint-activations --partition-activations --checkpoint-in-cpu",

@@ -6,17 +6,19 @@ follow from others or from the environment. Every field holds its *resolved* val
 the JSON file and the flags were brought together.
 """
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from megatron.config.architecture import ARCHITECTURES
+from megatron.config.data import DataConfig
 from megatron.config.fields import derived, flag
-from megatron.config.files import CheckpointConfig, DataConfig, LoggingConfig
 from megatron.config.memory import ActivationConfig, PrecisionConfig, ZeroConfig
 from megatron.config.model import ModelConfig
+from megatron.config.output import CheckpointConfig, LoggingConfig, ObserveConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.profiling import ObserveConfig
 from megatron.config.training import OptimConfig, TrainConfig
 
 __all__ = [
@@ -34,6 +36,8 @@ __all__ = [
     "ZeroConfig",
     "derived",
     "flag",
+    "flag_fields",
+    "sections",
 ]
 
 
@@ -59,3 +63,17 @@ class RunConfig:
     def masks_loss(self) -> bool:
         """Whether samples differ in how many of their tokens the loss counts."""
         return self.data.eod_mask_loss or ARCHITECTURES[self.model.architecture].guesses_masked
+
+
+@cache
+def sections() -> dict[str, type]:
+    """The dataclasses that a RunConfig consists of, by field name."""
+    types = {field.name: field.type for field in dataclasses.fields(RunConfig)}
+    return {name: kind for name, kind in types.items() if isinstance(kind, type) and dataclasses.is_dataclass(kind)}
+
+
+@cache
+def flag_fields() -> dict[str, dataclasses.Field]:
+    """The fields of all sections that have a flag. Their names are unique across sections."""
+    every_field = (field for section in sections().values() for field in dataclasses.fields(section))
+    return {field.name: field for field in every_field if "flag" in field.metadata}

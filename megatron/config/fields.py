@@ -1,9 +1,9 @@
-"""What makes a field of a config a command-line flag."""
+"""Config fields as command-line flags, and the values a user provides for them."""
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import Field, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config.architecture import Architecture
 
@@ -44,3 +44,22 @@ def flag(
 def derived(default: Any) -> Any:
     """A field without a flag."""
     return field(default=default, metadata={})
+
+
+def flag_name(field: Field) -> str:
+    """The canonical flag of a field, such as ``--batch-size``, with hyphens for underscores."""
+    return "--" + (field.metadata["flag"]["name"] or field.name).replace("_", "-")
+
+
+class Provided(NamedTuple):
+    """A value that the user provided for a field, as opposed to its default, and the source that messages quote."""
+
+    value: Any
+    source: str
+    """The flag with its value as typed, such as ``--lr 0.1``, or the JSON key with its value and file."""
+
+    @property
+    def words(self) -> list[str]:
+        """The command-line arguments that provide the value, if its source is a flag."""
+        flag, *rest = self.source.split(" ", 1)
+        return [flag, *self.value] if isinstance(self.value, tuple) else [flag, *rest]

@@ -46,11 +46,11 @@ class ZeroConfig:
         "Reduce-scatter gradients instead of all-reducing them, as DeepSpeed does by itself, or do not.",
         switches={"no-zero-reduce-scatter": False},
     )
-    zero_contigious_gradients: bool = flag(
+    zero_contiguous_gradients: bool = flag(
         True,
         "Copy gradients into one buffer as they are made, as DeepSpeed does by itself, or do not.",
-        aliases=("zero-contiguous-gradients",),
-        switches={"no-zero-contigious-gradients": False, "no-zero-contiguous-gradients": False},
+        aliases=("zero-contigious-gradients",),
+        switches={"no-zero-contiguous-gradients": False, "no-zero-contigious-gradients": False},
     )
     zero_reduce_bucket_size: float = flag(
         0.0, "Elements reduced at a time; 0 leaves it to DeepSpeed.", within="[0, inf)"
@@ -116,10 +116,10 @@ class ActivationConfig:
     partition_activations: bool = flag(
         False, "Cut kept inputs over the tensor-parallel ranks.", aliases=("distribute-checkpointed-activations",)
     )
-    contigious_checkpointing: bool = flag(
+    contiguous_checkpointing: bool = flag(
         False,
         "Keep inputs in one buffer; needs --partition-activations.",
-        aliases=("contiguous-checkpointing",),
+        aliases=("contigious-checkpointing",),
     )
     checkpoint_in_cpu: bool = flag(False, "Keep inputs in CPU memory; needs --partition-activations.")
     synchronize_each_layer: bool = flag(False, "Synchronize the device around each recomputed layer.")

@@ -80,14 +80,14 @@ class ParallelConfig:
         return max(self.pipe_parallel_size, 1)
 
     @property
-    def folds_pipeline(self) -> bool:
+    def uses_dualpipev(self) -> bool:
         """Whether the model turns around behind the last stage and ends on the first."""
         return self.pipeline_schedule == "dualpipev"
 
     @property
-    def pipe_pieces(self) -> int:
+    def model_chunks(self) -> int:
         """Pieces the model is cut into: one for each stage, or two."""
-        return self.pipe_stages * (2 if self.folds_pipeline else 1)
+        return self.pipe_stages * (2 if self.uses_dualpipev else 1)
 
     @property
     def replica_size(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron.config import DataConfig, RunConfig
-from megatron.config.files import Part
+from megatron.config.data import Part
 from megatron.parallel.pipeline.partition import Stage, plan
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config import DataConfig
+from megatron.config.data import SPLITS
 from megatron.config.errors import DataError
-from megatron.config.files import SPLITS
 from megatron.data.index_maps import SentenceMaps, SentenceStream
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.map_cache import cache_folder, cached_sentence_maps, digest

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.architecture import BERT, GPT2
-from megatron.config.files import SPLITS
+from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import BertDataset, bert_fault, bert_samples
 from megatron.data.blend import BlendOrder, BlendPlan
 from megatron.data.gpt2_dataset import GPT2Dataset, Span, gpt2_fault, gpt2_samples

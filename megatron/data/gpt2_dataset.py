@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.config import DataConfig
+from megatron.config.data import SPLITS
 from megatron.config.errors import DataError
-from megatron.config.files import SPLITS
 from megatron.data.index_maps import IndexMaps, SampleStream
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.map_cache import cache_folder, cached_maps, digest

@@ -7,8 +7,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from megatron.config import DataConfig
+from megatron.config.data import SPLITS
 from megatron.config.errors import ConfigError, DataError
-from megatron.config.files import SPLITS
 from megatron.data.indexed_dataset import IndexedDataset
 
 

@@ -47,7 +47,7 @@ class ParallelLayout:
             group.get("sequence"),
             _own_group(replicas) if "sequence" in group else None,
             parallel.sequence_parallel,
-            parallel.folds_pipeline,
+            parallel.uses_dualpipev,
         )
 
     @property

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,3 +52,13 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     sys.exit(0)
+
+
+def with_hyphens(words: Sequence[str]) -> list[str]:
+    """The words of a command line, with hyphens for the underscores in names of flags."""
+    return [_hyphened(word) if word.startswith("--") else word for word in words]
+
+
+def _hyphened(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import nn, profiler
 
 from megatron.config import RunConfig
-from megatron.config.profiling import steps
+from megatron.config.output import steps
 from megatron.parallel.layout import ParallelLayout
 from megatron.training.engines import Listener
 from megatron.training.optional_files import unless_refused

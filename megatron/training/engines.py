@@ -77,7 +77,7 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
     model = MODELS[run.model.architecture]
     layers, loss_fn = model.layers(run.model, layout), model.loss_fn(run.model, layout)
     if run.parallel.uses_pipeline:
-        container = FoldedModel if run.parallel.folds_pipeline else PipelinedModel
+        container = FoldedModel if run.parallel.uses_dualpipev else PipelinedModel
         return container(layers, loss_fn, run.activation, layout, bounds=bounds(layers_of_pieces(run), run.model))
     with deepspeed.zero.Init(
         data_parallel_group=layout.get_sequence_data_parallel_group(),

@@ -4,7 +4,7 @@ import os
 import sys
 
 from megatron.config.architecture import Architecture
-from megatron.config.command_line import read_run, settled
+from megatron.config.command_line import read_run
 from megatron.config.environment import rank
 from megatron.launch.environment import prepare_environment
 from megatron.tools.planning.explain import explain
@@ -16,7 +16,7 @@ def train(architecture: Architecture) -> int | None:
     reading = read_run(sys.argv[1:], os.environ, architecture)
     if reading.run.logging.explain:
         return None if rank(os.environ) else explain(reading)
-    run, _ = check(settled(reading))
+    run, _ = check(reading.checked())
     prepare_environment(os.environ)
     if run.logging.dry_run:
         os.environ["DS_ACCELERATOR"] = "cpu"  # which is there, whatever the run is for

@@ -32,7 +32,7 @@ _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 @contextmanager
 def exhaustion_named(run: RunConfig, layout: ParallelLayout, whereabouts: Whereabouts) -> Iterator[None]:
     """Turn the end of the memory inside into a ResourceError, and leave what filled it in memory-rankN.txt."""
-    if run.observe.looks_closer and get_accelerator().device_name() == "cuda":
+    if run.observe.traces_or_profiles and get_accelerator().device_name() == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=100_000)  # so that the snapshot says who allocated
     before = _held()
     reserve = bytearray(_RESERVE)

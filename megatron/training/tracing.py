@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
-from megatron.config.profiling import steps
+from megatron.config.output import steps
 from megatron.model.transformer import ParallelTransformerLayer, Stream
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.repartition import TRACE

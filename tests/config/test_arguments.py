@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from support.command_lines import CPU, CUDA, SMALL, complaints, parse
 
+from megatron.config import flag_fields
 from megatron.config.architecture import ARCHITECTURES, GPT2
 from megatron.config.command_line import parse_run
 from megatron.config.command_line.parser import build_parser, read_flags
 from megatron.config.command_line.refused import REFUSED, REFUSED_VALUES
+from megatron.config.data import Part
 from megatron.config.errors import ConfigError
-from megatron.config.files import Part
-from megatron.config.provided import flag_fields, flag_name
+from megatron.config.fields import flag_name
 
 CLASSIC = """
 num-layers num-unique-layers param-sharing-style hidden-size num-attention-heads max-position-embeddings
@@ -84,7 +85,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "min_scale": ("--min-scale 2", "gpu --fp16"),
     "zero_stage": ("--zero-stage 1", ""),
     "zero_reduce_scatter": ("--no-zero-reduce-scatter", "--zero-stage 1"),
-    "zero_contigious_gradients": ("--no-zero-contigious-gradients", "--zero-stage 1"),
+    "zero_contiguous_gradients": ("--no-zero-contigious-gradients", "--zero-stage 1"),
     "zero_reduce_bucket_size": ("--zero-reduce-bucket-size 5e6", "--zero-stage 1"),
     "zero_allgather_bucket_size": ("--zero-allgather-bucket-size 5000000", "--zero-stage 1"),
     "zero_overlap_comm": ("--zero-overlap-comm", "--zero-stage 1"),
@@ -98,7 +99,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "recompute_granularity": ("--recompute-granularity selective", "--checkpoint-activations"),
     "checkpoint_num_layers": ("--checkpoint-num-layers 2", "--checkpoint-activations"),
     "partition_activations": ("--partition-activations", "--checkpoint-activations"),
-    "contigious_checkpointing": ("--contigious-checkpointing", "--checkpoint-activations --partition-activations"),
+    "contiguous_checkpointing": ("--contigious-checkpointing", "--checkpoint-activations --partition-activations"),
     "checkpoint_in_cpu": ("--checkpoint-in-cpu", "--checkpoint-activations --partition-activations"),
     "synchronize_each_layer": ("--synchronize-each-layer", "--checkpoint-activations"),
     "profile_backward": ("--profile-backward", "--checkpoint-activations"),

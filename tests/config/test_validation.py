@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from support.command_lines import CPU, CUDA, SMALL, complaints, parse
 
+from megatron.config import flag_fields
 from megatron.config.architecture import BERT
 from megatron.config.command_line import parse_run
 from megatron.config.environment import expected_device, local_rank, world_size
 from megatron.config.errors import ConfigError
-from megatron.config.provided import flag_fields
 from megatron.config.validation import RULES, violations
 from megatron.config.validation.values import ends, inside
 
@@ -396,7 +396,7 @@ BROKEN = [
             f"{flag} cannot work without --partition-activations",
             "--partition-activations",
         )
-        for flag in ("--contigious-checkpointing", "--checkpoint-in-cpu")
+        for flag in ("--contiguous-checkpointing", "--checkpoint-in-cpu")
     ),
     (
         "a mean of means needs a mask",
@@ -562,7 +562,7 @@ def test_every_rule_is_tested_and_explained() -> None:
     tested = {name for name, *_ in BROKEN} | {
         "processes = TP x PP x SP x DP",
         "BPE has merges",
-        "--contigious-checkpointing needs --checkpoint-activations",
+        "--contiguous-checkpointing needs --checkpoint-activations",
         "--checkpoint-in-cpu needs --checkpoint-activations",
     }
     assert {rule.name for rule in RULES} == tested
@@ -574,7 +574,7 @@ def test_a_legal_run_breaks_no_rule() -> None:
     assert violations(parse()) == []
 
 
-@pytest.mark.parametrize("flag", ["--contigious-checkpointing", "--checkpoint-in-cpu"])
+@pytest.mark.parametrize("flag", ["--contiguous-checkpointing", "--checkpoint-in-cpu"])
 def test_forms_of_recomputation_need_recomputation(flag: str) -> None:
     said = complaints(f"{flag} --partition-activations")
     assert [message.split(":")[0] for message in said] == [

@@ -12,17 +12,23 @@ from megatron.config.deepspeed_json import compile_config, read_knobs
 from megatron.config.deepspeed_json.file import ConfigFile, read_config_file
 from megatron.config.deepspeed_json.sections import optimizer_problems, pipeline_problems, profile_problems
 from megatron.config.errors import ConfigError
-from megatron.config.provided import merge
+from megatron.config.fields import Provided
 from megatron.config.validation import violations
 from megatron.config.validation.values import value_problems
 
 
-class Reading(NamedTuple):
-    """What a command line asks for, and what speaks against it."""
+class ParsedRun(NamedTuple):
+    """A run as configured by a command line, and everything that is wrong with it."""
 
     run: RunConfig
-    """Without its DeepSpeed config where something does."""
+    """Without its DeepSpeed config if there are problems."""
     problems: list[str]
+
+    def checked(self) -> RunConfig:
+        """The run. Raises ConfigError with one line for each problem."""
+        if self.problems:
+            raise ConfigError(self.problems)
+        return self.run
 
 
 def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Architecture = GPT2) -> RunConfig:
@@ -35,17 +41,10 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arc
         ConfigError: with a line for each thing that is wrong. Where a value or the file cannot be
             read at all, the lines stop there, for the rules have nothing to judge.
     """
-    return settled(read_run(argv, environ, architecture))
+    return read_run(argv, environ, architecture).checked()
 
 
-def settled(reading: Reading) -> RunConfig:
-    """Its run. Raises ConfigError with a line for each thing that speaks against it."""
-    if reading.problems:
-        raise ConfigError(reading.problems)
-    return reading.run
-
-
-def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Architecture = GPT2) -> Reading:
+def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Architecture = GPT2) -> ParsedRun:
     """The same, with what is wrong beside it. Raises ConfigError where a value or the file cannot be read at all."""
     flags, problems = read_flags(argv, architecture)
     file = ConfigFile("", {})
@@ -55,9 +54,19 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
         except ConfigError as error:
             raise ConfigError([*problems, *error.messages]) from None
         problems += faults
-    given, contradictions = merge(flags, read_knobs(file))
+    given, contradictions = _merge(flags, read_knobs(file))
     run, unsettled = resolve_run(given, environ, architecture)
     problems += contradictions + value_problems(given) + unsettled
     problems += violations(run) + optimizer_problems(run, file.tree, given)
     problems += pipeline_problems(run, file.tree) + profile_problems(run.observe, file.tree)
-    return Reading(run if problems else replace(run, ds_config=compile_config(run, given, file.tree)), problems)
+    return ParsedRun(run if problems else replace(run, ds_config=compile_config(run, given, file.tree)), problems)
+
+
+def _merge(flags: Mapping[str, Provided], file: Mapping[str, Provided]) -> tuple[dict[str, Provided], list[str]]:
+    """The values of both sources, and a message for each field on which they differ."""
+    contradictions = [
+        f"{flags[name].source} and {file[name].source} contradict each other: remove one"
+        for name in flags
+        if name in file and flags[name].value != file[name].value
+    ]
+    return {**file, **flags}, contradictions

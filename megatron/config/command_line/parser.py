@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn, get_args, get_origin
 
+from megatron.config import flag_fields, sections
 from megatron.config.architecture import GPT2, Architecture
 from megatron.config.command_line.refused import REFUSED_VALUES, refusals
-from megatron.config.errors import ConfigError
-from megatron.config.provided import Given, flag_fields, flag_name, sections
-from megatron.config.suggestions import did_you_mean, nearest
+from megatron.config.errors import ConfigError, did_you_mean, nearest
+from megatron.config.fields import Provided, flag_name
 
 CONFIG_FILE = "deepspeed_config"
 """Where ``read_flags`` puts the file of ``--deepspeed_config``: the one setting that is no field of a config."""
 
 
-def read_flags(argv: Sequence[str], architecture: Architecture = GPT2) -> tuple[dict[str, Given], list[str]]:
+def read_flags(argv: Sequence[str], architecture: Architecture = GPT2) -> tuple[dict[str, Provided], list[str]]:
     """The values that ``argv`` gives, by field, and a message for each flag that is unknown or refused.
 
     The flags are those of the program that trains ``architecture``. A misspelt flag counts as the one it is nearest to,
@@ -137,10 +137,10 @@ def _is_flag(word: str) -> bool:
     return False
 
 
-def _read_values(said: list[tuple[str, str, Any, bool]]) -> tuple[list[tuple[str, str, Given]], list[str]]:
+def _read_values(said: list[tuple[str, str, Any, bool]]) -> tuple[list[tuple[str, str, Provided]], list[str]]:
     """Each (field, name, text, is switch) with its value read, and a message for each that cannot be read."""
     every_field = flag_fields()
-    given: list[tuple[str, str, Given]] = []
+    given: list[tuple[str, str, Provided]] = []
     faults: list[str] = []
     for name, flag, value, is_switch in said:
         words = " ".join(value) if isinstance(value, list) else value
@@ -151,7 +151,7 @@ def _read_values(said: list[tuple[str, str, Any, bool]]) -> tuple[list[tuple[str
         except ValueError as error:
             faults.append(f"{source}: {error}")
         else:
-            given.append((name, flag, Given(value, source)))
+            given.append((name, flag, Provided(value, source)))
     return given, faults
 
 
@@ -167,9 +167,9 @@ def _read_value(field: Field, text: str | list[str]) -> Any:
     return _READERS[_kind(field)](text)
 
 
-def _drop_repetitions(given: list[tuple[str, str, Given]], problems: list[str]) -> dict[str, Given]:
+def _drop_repetitions(given: list[tuple[str, str, Provided]], problems: list[str]) -> dict[str, Provided]:
     """One value for each field. A flag's later value wins; another of its names must not say another thing."""
-    settled: dict[str, Given] = {}
+    settled: dict[str, Provided] = {}
     flags: dict[str, str] = {}
     for name, flag, value in given:
         if name in settled and flags[name] != flag and settled[name].value != value.value:

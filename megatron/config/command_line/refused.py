@@ -1,7 +1,8 @@
 """Arguments of Megatron-LM v1.1.5-3D_parallelism that have no meaning here, each with the reason."""
 
+from megatron.config import flag_fields
 from megatron.config.architecture import Architecture
-from megatron.config.provided import flag_fields, flag_name
+from megatron.config.fields import flag_name
 
 _RETRIEVAL = "not supported by this program (retrieval models)"
 _SHARING = "weight sharing between layers is not supported"

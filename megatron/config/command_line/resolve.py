@@ -13,11 +13,12 @@ from megatron.config import (
     RunConfig,
     TrainConfig,
     ZeroConfig,
+    sections,
 )
 from megatron.config.architecture import GPT2, Architecture
 from megatron.config.environment import expected_device, local_rank, world_size
 from megatron.config.errors import ConfigError
-from megatron.config.provided import Given, sections
+from megatron.config.fields import Provided
 from megatron.parallel.pipeline.repartition import repartitioned
 
 GLOBAL, MICRO, ACCUMULATION = "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"
@@ -31,7 +32,7 @@ class Batch(NamedTuple):
     accumulation: int
 
 
-def solve_batch(given: Mapping[str, Given], data_parallel_size: int) -> Batch:
+def solve_batch(given: Mapping[str, Provided], data_parallel_size: int) -> Batch:
     """The three batch sizes from those that were given; with one alone nothing is accumulated.
 
     Raises:
@@ -59,7 +60,7 @@ def solve_batch(given: Mapping[str, Given], data_parallel_size: int) -> Batch:
     return Batch(sizes[GLOBAL], *((sizes[MICRO], rest) if known == MICRO else (rest, sizes.get(ACCUMULATION, 1))))
 
 
-def _checked(given: Mapping[str, Given], data_parallel_size: int) -> Batch:
+def _checked(given: Mapping[str, Provided], data_parallel_size: int) -> Batch:
     batch = Batch(*(given[name].value for name in (GLOBAL, MICRO, ACCUMULATION)))
     product = batch.micro_size * batch.accumulation * data_parallel_size
     if batch.global_size == product:
@@ -84,7 +85,7 @@ METRICS = "metrics.jsonl"
 
 
 def resolve_run(
-    given: Mapping[str, Given], environ: Mapping[str, str], architecture: Architecture = GPT2
+    given: Mapping[str, Provided], environ: Mapping[str, str], architecture: Architecture = GPT2
 ) -> tuple[RunConfig, list[str]]:
     """The run with every field in its final value, and a message for each that has none.
 
@@ -113,7 +114,7 @@ def resolve_run(
     return run, problems
 
 
-def _build(given: Mapping[str, Given]) -> RunConfig:
+def _build(given: Mapping[str, Provided]) -> RunConfig:
     parts = {
         name: section(**{field.name: given[field.name].value for field in fields(section) if _is_given(field, given)})
         for name, section in sections().items()
@@ -121,11 +122,11 @@ def _build(given: Mapping[str, Given]) -> RunConfig:
     return RunConfig(**parts, ds_config={})
 
 
-def _is_given(field: Field, given: Mapping[str, Given]) -> bool:
+def _is_given(field: Field, given: Mapping[str, Provided]) -> bool:
     return "flag" in field.metadata and field.name in given
 
 
-def _parallel(run: RunConfig, given: Mapping[str, Given], environ: Mapping[str, str]) -> ParallelConfig:
+def _parallel(run: RunConfig, given: Mapping[str, Provided], environ: Mapping[str, str]) -> ParallelConfig:
     device = expected_device(environ)
     said = run.parallel
     said_so = "world_size" in given
@@ -142,7 +143,7 @@ def _parallel(run: RunConfig, given: Mapping[str, Given], environ: Mapping[str, 
     )
 
 
-def _repartitioned(run: RunConfig, given: Mapping[str, Given]) -> ParallelConfig:
+def _repartitioned(run: RunConfig, given: Mapping[str, Provided]) -> ParallelConfig:
     said = run.parallel
     if said.repartition_from is None or not said.uses_pipeline:
         return said
@@ -181,7 +182,7 @@ def _activation(run: RunConfig) -> ActivationConfig:
     return replace(said, recompute_granularity="full") if said.checkpoint_activations else said
 
 
-def _zero(run: RunConfig, given: Mapping[str, Given]) -> ZeroConfig:
+def _zero(run: RunConfig, given: Mapping[str, Provided]) -> ZeroConfig:
     if run.precision.dtype == "fp32" or "zero_stage" in given:
         return run.zero
     # Without ZeRO, DeepSpeed's half-precision optimizer measures the gradient norm of one tensor-parallel
@@ -189,7 +190,7 @@ def _zero(run: RunConfig, given: Mapping[str, Given]) -> ZeroConfig:
     return replace(run.zero, zero_stage=1)
 
 
-def _train(run: RunConfig, given: Mapping[str, Given]) -> TrainConfig:
+def _train(run: RunConfig, given: Mapping[str, Provided]) -> TrainConfig:
     batch = solve_batch(given, run.parallel.data_parallel_size)
     said = run.train
     iterations = said.train_iters if said.train_samples is None else said.train_samples // batch.global_size

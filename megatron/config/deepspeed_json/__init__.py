@@ -22,7 +22,7 @@ from megatron.config.deepspeed_json.sections import (
     optimizer_name,
     shared_offload_settings,
 )
-from megatron.config.provided import Given
+from megatron.config.fields import Provided
 from megatron.parallel.pipeline.partition import inputs_in_flight
 
 _NEVER = 2**31 - 1
@@ -118,7 +118,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("precision", "grad_accum_dtype", ("data_types", "grad_accum_dtype")),
     Knob("zero", "zero_stage", (_ZERO, "stage"), read=int),
     Knob("zero", "zero_reduce_scatter", (_ZERO, "reduce_scatter"), _with_zero),
-    Knob("zero", "zero_contigious_gradients", (_ZERO, "contiguous_gradients"), _with_zero),
+    Knob("zero", "zero_contiguous_gradients", (_ZERO, "contiguous_gradients"), _with_zero),
     Knob("zero", "zero_reduce_bucket_size", (_ZERO, "reduce_bucket_size"), _with_zero, float, lambda n: int(n) or None),
     Knob(
         "zero",
@@ -133,7 +133,7 @@ KNOBS: tuple[Knob, ...] = (
     Knob("zero", "offload_optimizer", (_ZERO, "offload_optimizer", "device"), write=_device_or_silent),
     Knob("zero", "offload_param", (_ZERO, "offload_param", "device"), write=_device_or_silent),
     Knob("activation", "partition_activations", (_RECOMPUTE, "partition_activations"), _recomputing),
-    Knob("activation", "contigious_checkpointing", (_RECOMPUTE, "contiguous_memory_optimization"), _recomputing),
+    Knob("activation", "contiguous_checkpointing", (_RECOMPUTE, "contiguous_memory_optimization"), _recomputing),
     Knob("activation", "checkpoint_in_cpu", (_RECOMPUTE, "cpu_checkpointing"), _recomputing),
     Knob("activation", "synchronize_each_layer", (_RECOMPUTE, "synchronize_checkpoint_boundary"), _recomputing),
     Knob("activation", "profile_backward", (_RECOMPUTE, "profile"), _recomputing),
@@ -145,14 +145,14 @@ KNOBS: tuple[Knob, ...] = (
 )
 
 
-def read_knobs(file: ConfigFile) -> dict[str, Given]:
+def read_knobs(file: ConfigFile) -> dict[str, Provided]:
     """What the file says of the knobs, by field."""
 
     def said(name: str, value: Any) -> str:
         return f"{name} {json.dumps(value)} in {file.path}"
 
     given = {
-        knob.field: Given(knob.read(value), said(knob.name, value))
+        knob.field: Provided(knob.read(value), said(knob.name, value))
         for knob in KNOBS
         if (value := _get(file.tree, knob.key)) is not None
     }
@@ -160,10 +160,10 @@ def read_knobs(file: ConfigFile) -> dict[str, Given]:
     offloads = "offload_optimizer" in given and given["offload_optimizer"].value != "none"
     # On the device torch's Adam is the rule; only an offloaded step has a flag for it.
     if torch_adam is False or (torch_adam and offloads):
-        given["cpu_torch_adam"] = Given(torch_adam, said("optimizer.params.torch_adam", torch_adam))
+        given["cpu_torch_adam"] = Provided(torch_adam, said("optimizer.params.torch_adam", torch_adam))
     for field, section, key in shared_offload_settings(file.tree):
         name, value = f"{_ZERO}.{section}.{key}", file.tree[_ZERO][section][key]
-        given[field] = Given(value, said(name, value))
+        given[field] = Provided(value, said(name, value))
     return given
 
 
@@ -176,7 +176,7 @@ def _get(tree: Any, key: tuple[str | int, ...]) -> Any:
     return tree
 
 
-def compile_config(run: RunConfig, given: Mapping[str, Given], file: Mapping[str, Any]) -> dict[str, Any]:
+def compile_config(run: RunConfig, given: Mapping[str, Provided], file: Mapping[str, Any]) -> dict[str, Any]:
     """The finished config for ``deepspeed.initialize``: all that the file says, and what it left to the run.
 
     Args:
@@ -205,7 +205,7 @@ def compile_config(run: RunConfig, given: Mapping[str, Given], file: Mapping[str
     complete_offload(tree, run.zero)
     complete_pipeline(tree, run.parallel)
     complete_profile(tree, run.observe)
-    if run.activation.contigious_checkpointing and tree[_RECOMPUTE].get("number_checkpoints") is None:
+    if run.activation.contiguous_checkpointing and tree[_RECOMPUTE].get("number_checkpoints") is None:
         in_flight = inputs_in_flight(run) if run.parallel.uses_pipeline else run.model.num_layers
         tree[_RECOMPUTE]["number_checkpoints"] = in_flight
     if tree.get("steps_per_print") is None:

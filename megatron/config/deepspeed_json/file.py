@@ -9,8 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from megatron.config.deepspeed_json.keys import INTEGERS, TOP_KEYS, Keys
 from megatron.config.deepspeed_json.sections import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_name
-from megatron.config.errors import ConfigError
-from megatron.config.suggestions import did_you_mean
+from megatron.config.errors import ConfigError, did_you_mean
 
 _GONE = "DeepSpeed no longer has it: remove it"
 _WRITER = "checkpoints have a writer of their own: remove it; --async-save writes while training goes on"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from megatron.config import ObserveConfig, ParallelConfig, RunConfig, ZeroConfig
 from megatron.config.deepspeed_json.keys import AMOUNT, BETAS, BOOL, Keys
-from megatron.config.provided import Given
+from megatron.config.fields import Provided
 
 _ZERO = "zero_optimization"
 _SECTIONS = ("offload_optimizer", "offload_param")
@@ -60,7 +60,7 @@ def _sends_whole(parallel: ParallelConfig) -> str | None:
         return None
     if parallel.sequence_parallel:
         return "--sequence-parallel, by which no two tensor-parallel ranks send the same tensor"
-    if parallel.folds_pipeline:
+    if parallel.uses_dualpipev:
         return f"--pipeline-schedule {parallel.pipeline_schedule}, whose engine sends whole tensors only"
     return None
 
@@ -128,7 +128,7 @@ def optimizer_name(text: str) -> str | None:
     return next((name for name in OPTIMIZERS if name.lower() == text.lower()), None)
 
 
-def optimizer_problems(run: RunConfig, file: Mapping[str, Any], given: Mapping[str, Given]) -> list[str]:
+def optimizer_problems(run: RunConfig, file: Mapping[str, Any], given: Mapping[str, Provided]) -> list[str]:
     """A message for each way in which the optimizer that a config file names does not fit the run."""
     name = optimizer_name(file.get("optimizer", {}).get("type", DEFAULT_OPTIMIZER)) or DEFAULT_OPTIMIZER
     optimizer = OPTIMIZERS[name]

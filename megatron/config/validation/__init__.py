@@ -6,8 +6,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron.config import RunConfig
-from megatron.config.provided import flag_fields, flag_name
+from megatron.config import RunConfig, flag_fields
+from megatron.config.fields import flag_name
 from megatron.config.validation import (
     activation,
     pipeline,
@@ -245,7 +245,7 @@ RULES: tuple[Rule, ...] = (
         "NotImplementedError: unsupported mix of model_dtype and grad_accum_dtype",
     ),
     _needs("activation.partition_activations", "activation.checkpoint_activations"),
-    _needs("activation.contigious_checkpointing", "activation.checkpoint_activations"),
+    _needs("activation.contiguous_checkpointing", "activation.checkpoint_activations"),
     _needs("activation.checkpoint_in_cpu", "activation.checkpoint_activations"),
     _needs("activation.synchronize_each_layer", "activation.checkpoint_activations"),
     _needs("activation.profile_backward", "activation.checkpoint_activations"),

@@ -33,7 +33,7 @@ def partitioned_sequence(run: RunConfig) -> str | None:
 def partitioned_activations(run: RunConfig) -> str | None:
     activation = run.activation
     asked = {
-        "--contigious-checkpointing": activation.contigious_checkpointing,
+        "--contiguous-checkpointing": activation.contiguous_checkpointing,
         "--checkpoint-in-cpu": activation.checkpoint_in_cpu,
     }
     said = [name for name, on in asked.items() if on]

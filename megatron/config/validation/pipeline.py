@@ -14,12 +14,12 @@ def pieces(run: RunConfig) -> str | None:
         return None
     # By parameters and operations the head weighs what the vocabulary does, which is not known yet.
     most = sum(map(bool, partition.shares(run))) if method.startswith(partition.BY_TYPE) else layers + 1
-    if most >= parallel.pipe_pieces or not most:
+    if most >= parallel.model_chunks or not most:
         return None
     pieces = f"--pipe-parallel-size {parallel.pipe_stages}"
-    if parallel.folds_pipeline:
+    if parallel.uses_dualpipev:
         pieces = f"the two pieces to a stage of {pieces} and --pipeline-schedule {parallel.pipeline_schedule}"
-    fewer = most // (parallel.pipe_pieces // parallel.pipe_stages)
+    fewer = most // (parallel.model_chunks // parallel.pipe_stages)
     remedy = f"use at most {fewer} stages" if fewer else "use --pipeline-schedule 1f1b"
     if most == layers:
         return f"--num-layers {layers} is less than {pieces}: {remedy}"
@@ -40,10 +40,10 @@ def partition_fits(run: RunConfig) -> str | None:
             return f"{said} matches no layer: the layers are {', '.join(dict.fromkeys(names))}"
     if numbers is None or layers < 1 or not parallel.uses_pipeline:
         return None
-    if len(numbers) != parallel.pipe_pieces:
+    if len(numbers) != parallel.model_chunks:
         share = f"two for each stage of --pipeline-schedule {parallel.pipeline_schedule} and"
-        each = share if parallel.folds_pipeline else "one for each of"
-        return f"{said}: give {parallel.pipe_pieces} numbers, {each} --pipe-parallel-size {parallel.pipe_stages}"
+        each = share if parallel.uses_dualpipev else "one for each of"
+        return f"{said}: give {parallel.model_chunks} numbers, {each} --pipe-parallel-size {parallel.pipe_stages}"
     if sum(numbers) != layers:
         return f"{said} comes to {sum(numbers)} layers, and --num-layers is {layers}: make them equal"
     if 0 in numbers[1:-1]:
@@ -55,7 +55,7 @@ def embeddings_alone(run: RunConfig) -> str | None:
     """A first stage without layers, whose optimizer has no parameters that are spared weight decay."""
     numbers, parallel = partition.explicit(run.parallel.pipeline_partition), run.parallel
     alone = numbers is not None and len(numbers) > 1 and numbers[0] == 0
-    if not alone or parallel.folds_pipeline or (run.zero.zero_stage == 0 and run.precision.dtype == "fp32"):
+    if not alone or parallel.uses_dualpipev or (run.zero.zero_stage == 0 and run.precision.dtype == "fp32"):
         return None
     return (
         f"--pipeline-partition {parallel.pipeline_partition} leaves the embeddings alone, which works in fp32 at "
@@ -86,7 +86,7 @@ def partition_needs_pipeline(run: RunConfig) -> str | None:
 
 def schedule_needs_pipeline(run: RunConfig) -> str | None:
     """A plain engine has no stages."""
-    if run.parallel.folds_pipeline and not run.parallel.uses_pipeline:
+    if run.parallel.uses_dualpipev and not run.parallel.uses_pipeline:
         return (
             f"--pipeline-schedule {run.parallel.pipeline_schedule} has no effect without --pipe-parallel-size: "
             "add it, or remove the former"
@@ -100,7 +100,7 @@ def micro_batches_for_dualpipev(run: RunConfig) -> str | None:
     needed = 2 * parallel.pipe_stages
     if parallel.world_size % max(parallel.model_parallel_size * parallel.pipe_stages, 1):
         return None  # the batch is not settled
-    if parallel.folds_pipeline and parallel.uses_pipeline and 0 < gas < needed:
+    if parallel.uses_dualpipev and parallel.uses_pipeline and 0 < gas < needed:
         return (
             f"--pipeline-schedule {parallel.pipeline_schedule} with --pipe-parallel-size {parallel.pipe_stages} needs "
             f"{needed} micro-batches or more, and there are {gas}: use --gas {needed}, with a smaller --batch-size "

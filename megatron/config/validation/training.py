@@ -4,8 +4,8 @@ from importlib.util import find_spec
 
 from megatron.config import RunConfig
 from megatron.config.architecture import ARCHITECTURES
-from megatron.config.files import read_blend
-from megatron.config.profiling import steps
+from megatron.config.data import read_blend
+from megatron.config.output import steps
 
 
 def backend(run: RunConfig) -> str | None:

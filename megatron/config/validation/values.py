@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from megatron.config.provided import Given, flag_fields, flag_name
+from megatron.config import flag_fields
+from megatron.config.fields import Provided, flag_name
 
 EXCLUSIVE = (
     ("train_iters", "train_samples"),
@@ -15,7 +16,7 @@ EXCLUSIVE = (
 """Fields that say the same in different ways, so that only one of each row may be given."""
 
 
-def value_problems(given: Mapping[str, Given]) -> list[str]:
+def value_problems(given: Mapping[str, Provided]) -> list[str]:
     """A message for each required value that is missing, each out of its range, and each given in two units."""
     problems = []
     for name, field in flag_fields().items():

@@ -112,7 +112,7 @@ def layers_of_pieces(run: RunConfig) -> tuple[int, ...]:
     """Transformer layers of each piece, in the order of the model."""
     if (said := explicit(run.parallel.pipeline_partition)) is not None:
         return said
-    *sizes, last = balanced(shares(run), run.parallel.pipe_pieces)
+    *sizes, last = balanced(shares(run), run.parallel.model_chunks)
     return (*sizes, last - 1)  # the head is no layer
 
 
@@ -181,7 +181,7 @@ def plan(run: RunConfig) -> list[Stage]:
     of_units, pieces = units(run.model, run.data.seq_length), _pieces(layers_of_pieces(run))
     stages = run.parallel.pipe_stages
     # With two pieces to a stage, the way out is the first half of them, and the way back begins where it turns.
-    halves = (pieces[:stages], pieces[: stages - 1 : -1])[: run.parallel.pipe_pieces // stages]
+    halves = (pieces[:stages], pieces[: stages - 1 : -1])[: run.parallel.model_chunks // stages]
     return [_stage(pieces_of_stage, of_units) for pieces_of_stage in zip(*halves, strict=True)]
 
 
@@ -209,8 +209,8 @@ def inputs_in_flight(run: RunConfig) -> int:
     stages, method = run.parallel.pipe_stages, run.parallel.pipeline_partition
     if method in ("parameters", "flops"):
         # They depend on the vocabulary, which is not read yet; nothing a stage can hold is more than this.
-        return (run.parallel.pipe_pieces + 1) * run.model.num_layers
+        return (run.parallel.model_chunks + 1) * run.model.num_layers
     layers = layers_of_pieces(run)
-    if run.parallel.folds_pipeline:
+    if run.parallel.uses_dualpipev:
         return (2 * stages + 1) * max(layers)
     return max((stages - stage) * count for stage, count in enumerate(layers))

@@ -26,11 +26,11 @@ def repartitioned(parallel: ParallelConfig, model: ModelConfig) -> str:
         raise ConfigError(
             f"{said} has the times of {len(layers)} layers, and --num-layers is {model.num_layers}: trace this model"
         )
-    if len(layers) + 1 < parallel.pipe_pieces:
-        raise ConfigError(f"{said}: {len(layers)} layers and the head are less than {parallel.pipe_pieces} pieces")
+    if len(layers) + 1 < parallel.model_chunks:
+        raise ConfigError(f"{said}: {len(layers)} layers and the head are less than {parallel.model_chunks} pieces")
     # The embeddings stay with the first layer, and the head is no layer.
     weights = [_nanoseconds(front + layers[0]), *map(_nanoseconds, (*layers[1:], back))]
-    *sizes, last = balanced(weights, parallel.pipe_pieces)
+    *sizes, last = balanced(weights, parallel.model_chunks)
     return ",".join(map(str, (*sizes, last - 1)))
 
 

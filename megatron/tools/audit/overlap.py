@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.config.files import SPLITS
+from megatron.config.data import SPLITS
 from megatron.data.sources import SPLIT_NAMES, Source
 
 _SHOWN = 5

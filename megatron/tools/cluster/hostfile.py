@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.config.errors import ConfigError
-from megatron.config.suggestions import did_you_mean
+from megatron.config.errors import ConfigError, did_you_mean
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _LONGEST_NAME = 253

@@ -59,7 +59,7 @@ def pretended_layout(parallel: ParallelConfig, rank: int) -> Iterator[ParallelLa
 def _layers(run: RunConfig, layout: ParallelLayout) -> nn.ModuleDict:
     """The layers of a rank's stage that have parameters, on the meta device."""
     ends, stage = bounds(layers_of_pieces(run), run.model), layout.pipe_group.rank()
-    pieces = [stage, run.parallel.pipe_pieces - 1 - stage] if run.parallel.folds_pipeline else [stage]
+    pieces = [stage, run.parallel.model_chunks - 1 - stage] if run.parallel.uses_dualpipev else [stage]
     held = [number for piece in pieces for number in range(ends[piece], ends[piece + 1])]
     built = nn.ModuleDict()
     with torch.device("meta"):

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from megatron.config import RunConfig
-from megatron.config.command_line import Reading
+from megatron.config.command_line import ParsedRun
 from megatron.config.errors import ConfigError, UserError
 from megatron.config.summary import describe_config, describe_stages
 from megatron.config.validation import RULES
@@ -15,7 +15,7 @@ _SHOWN = 8
 """Groups of one axis that are written out."""
 
 
-def explain(reading: Reading) -> None:
+def explain(reading: ParsedRun) -> None:
     """Print all that is settled about a run. Starts nothing, and imports no torch.
 
     Raises:

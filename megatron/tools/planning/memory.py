@@ -228,7 +228,7 @@ def _in_flight(run: RunConfig, number: int) -> int:
     parallel, accumulated = run.parallel, run.train.gradient_accumulation_steps
     if not parallel.uses_pipeline:
         return 1
-    if parallel.folds_pipeline:  # twice the stages of passes are under way, each through half of the stage's layers
+    if parallel.uses_dualpipev:  # twice the stages of passes are under way, each through half of the stage's layers
         return min(accumulated, parallel.pipe_stages + 1)
     return micro_batches_in_flight(number, parallel.pipe_stages, accumulated)
 

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.config import flag_fields
 from megatron.config.command_line.parser import read_flags
 from megatron.config.errors import ConfigError, DataError
-from megatron.config.provided import Given, flag_fields, flag_name
+from megatron.config.fields import Provided, flag_name
 from megatron.config.validation.values import value_problems
 from megatron.tokenizer import read_vocabulary
 from megatron.tools.planning.presets import MODELS
@@ -32,7 +33,7 @@ _PLACEHOLDERS = {
 class Request:
     """A model, a batch and a machine; and what of the layout is settled."""
 
-    given: Mapping[str, Given]
+    given: Mapping[str, Provided]
     machine: Machine
     devices: int
     vocab_size: int
@@ -79,14 +80,14 @@ def make_request(
     filled, _ = read_flags(_fillers(given, tokens, model))
     given = {**filled, **given}
     if not {"bf16", "fp16"} & given.keys() and precision != "fp32":
-        given[precision] = Given(True, f"--{precision}")
+        given[precision] = Provided(True, f"--{precision}")
     problems += value_problems(given)
     if problems:
         raise ConfigError(problems)
     return Request(given, machine, devices, _vocabulary_size(given) or vocab_size, headroom, tokens)
 
 
-def _fillers(given: Mapping[str, Given], tokens: float, model: str | None) -> list[str]:
+def _fillers(given: Mapping[str, Provided], tokens: float, model: str | None) -> list[str]:
     """Arguments for the sizes of ``model``, and for what a run needs and the layout does not depend on."""
     sizes = MODELS[model]._asdict() if model else {}
     found: dict[str, object] = {**sizes, **_PLACEHOLDERS}
@@ -101,7 +102,7 @@ def _fillers(given: Mapping[str, Given], tokens: float, model: str | None) -> li
     return [word for name, value in found.items() for word in (flag_name(flag_fields()[name]), str(value))]
 
 
-def _vocabulary_size(given: Mapping[str, Given]) -> int | None:
+def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
     """Tokens of the vocabulary file, if it is there."""
     kind, file, merges = (
         given[name].value if name in given else flag_fields()[name].default
@@ -113,7 +114,7 @@ def _vocabulary_size(given: Mapping[str, Given]) -> int | None:
         raise DataError(f"{error.filename}: {error.strerror}") from None
 
 
-def words(given: Mapping[str, Given]) -> list[str]:
+def words(given: Mapping[str, Provided]) -> list[str]:
     """The command line that gives these values."""
     found: list[str] = []
     for value in given.values():

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from megatron.config import RunConfig
+from megatron.config import RunConfig, flag_fields
 from megatron.config.command_line.resolve import resolve_run
+from megatron.config.fields import Provided, flag_name
 from megatron.config.model import padded_vocabulary
-from megatron.config.provided import Given, flag_fields, flag_name
 from megatron.config.validation import RULES
 from megatron.parallel.pipeline.partition import Stage, plan
 from megatron.tools.planning import formulas
@@ -30,7 +30,7 @@ class Candidate:
 
     request: Request
     run: RunConfig
-    given: Mapping[str, Given]
+    given: Mapping[str, Provided]
     """All flags of it."""
     memory: Memory
     """Of the rank that takes most."""
@@ -47,7 +47,7 @@ class Candidate:
     def bubble(self) -> float:
         """Share of the time that a stage waits for others."""
         parallel = self.run.parallel
-        pieces = parallel.pipe_pieces // parallel.pipe_stages
+        pieces = parallel.model_chunks // parallel.pipe_stages
         return formulas.bubble_share(parallel.pipe_stages, self.run.train.gradient_accumulation_steps, pieces)
 
     @property
@@ -112,7 +112,7 @@ def search(request: Request) -> Plan:
     )
 
 
-def _shapes(request: Request) -> Iterator[dict[str, Given]]:
+def _shapes(request: Request) -> Iterator[dict[str, Provided]]:
     """Tensor-parallel size and stages of every grid; with one stage, on either engine."""
     for t in _axis(request, "model_parallel_size", _divisors(request.devices)):
         stages = (0, *_divisors(request.devices // t.value or 1))
@@ -120,7 +120,7 @@ def _shapes(request: Request) -> Iterator[dict[str, Given]]:
             yield {"model_parallel_size": t, "pipe_parallel_size": p}
 
 
-def _choices(request: Request) -> Iterator[dict[str, Given]]:
+def _choices(request: Request) -> Iterator[dict[str, Provided]]:
     """What a grid leaves open, but for the micro-batch."""
     recompute = (None,) if "checkpoint_activations" in request.given else RECOMPUTE
     axes = {
@@ -132,19 +132,19 @@ def _choices(request: Request) -> Iterator[dict[str, Given]]:
         yield {name: value for name, value in zip(axes, values, strict=True) if value is not None}
 
 
-def _axis(request: Request, name: str, values: Sequence[object]) -> list[Given | None]:
+def _axis(request: Request, name: str, values: Sequence[object]) -> list[Provided | None]:
     """What a field may be: what the user said, or each of ``values``, where None leaves it alone."""
     if name in request.given:
         return [request.given[name]]
     return [None if value is None else _flag(name, value) for value in values]
 
 
-def _flag(name: str, value: object) -> Given:
+def _flag(name: str, value: object) -> Provided:
     flag = flag_name(flag_fields()[name])
-    return Given(value, flag if value is True else f"{flag} {value}")
+    return Provided(value, flag if value is True else f"{flag} {value}")
 
 
-def _candidates(request: Request, shape: Mapping[str, Given], rejected: dict[str, Rejection]) -> Iterator[Candidate]:
+def _candidates(request: Request, shape: Mapping[str, Provided], rejected: dict[str, Rejection]) -> Iterator[Candidate]:
     """The legal candidates of one grid; what is against the others is counted in ``rejected``."""
     grid: _Grid | None = None
     settled = bool({"micro_batch_size", "gradient_accumulation_steps"} & request.given.keys())
@@ -160,7 +160,7 @@ def _candidates(request: Request, shape: Mapping[str, Given], rejected: dict[str
         run = _with_vocabulary(run, request.vocab_size)
         grid = grid or _Grid(run)
         for sized in [run] if settled else _with_micro_batches(run):
-            if sized.parallel.folds_pipeline and (broken := _broken(sized)):
+            if sized.parallel.uses_dualpipev and (broken := _broken(sized)):
                 _count(rejected, *broken)
                 continue
             whole = {**given, "micro_batch_size": _flag("micro_batch_size", sized.train.micro_batch_size)}
@@ -217,7 +217,7 @@ class _Grid:
         return self._states[stage]
 
 
-def _candidate(request: Request, run: RunConfig, given: Mapping[str, Given], grid: _Grid) -> Candidate:
+def _candidate(request: Request, run: RunConfig, given: Mapping[str, Provided], grid: _Grid) -> Candidate:
     micro_batch, memories, sent = activations(run), [], []
     for (number, stage), count, held in zip(grid.stages, grid.parameters, grid.states(run), strict=True):
         memories.append(Memory(count, held, working(run, stage, number, micro_batch)))

@@ -200,7 +200,7 @@ def _buffers(run: RunConfig, weights: Sequence[Weight]) -> int:
         passing = sum(weight.numel for weight in weights if weight.numel > _persistent(run))
         return (bucket + min(passing, _setting(run, "stage3_max_live_parameters", _LIVE))) * bytes_of(run)
     copies = 2 if zero.zero_overlap_comm else 1
-    return copies * bucket * bytes_of(run) if zero.zero_contigious_gradients else 0
+    return copies * bucket * bytes_of(run) if zero.zero_contiguous_gradients else 0
 
 
 def _step(run: RunConfig, weights: Sequence[Weight]) -> int:

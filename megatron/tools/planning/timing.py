@@ -57,7 +57,7 @@ def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
         return 0.0
     last = run.model.num_layers + 1
     borders = sum((piece.start > 0) + (piece.stop <= last) for piece in stage.pieces)
-    whole = parallel.sequence_parallel or parallel.folds_pipeline
+    whole = parallel.sequence_parallel or parallel.uses_dualpipev
     part = hidden / (1 if whole else parallel.model_parallel_size)
     return run.train.gradient_accumulation_steps * borders * part
 
@@ -125,7 +125,7 @@ def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traff
     data = max(traffic.data for _, traffic in stages) / machine.bandwidth(replicas)
     if not parallel.uses_pipeline and run.zero.zero_overlap_comm:
         data = max(data - compute / 2, 0.0)
-    pieces = parallel.pipe_pieces // parallel.pipe_stages
+    pieces = parallel.model_chunks // parallel.pipe_stages
     idle = formulas.bubble(parallel.pipe_stages, m, pieces) * (compute + tensor + sends)
     return Timing(compute, tensor if t > 1 or inner > t else 0.0, sends, idle, data)
 

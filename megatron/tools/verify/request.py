@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import RunConfig
-from megatron.config.command_line import Reading, read_run, settled
+from megatron.config.command_line import ParsedRun, read_run
 from megatron.config.command_line.parser import read_flags
 from megatron.config.errors import ConfigError
 
@@ -123,9 +123,9 @@ class Request:
 
     def run(self, layout: Layout) -> RunConfig:
         """The run of ``layout``. Raises ConfigError where it is illegal."""
-        return settled(self.reading(layout))
+        return self.reading(layout).checked()
 
-    def reading(self, layout: Layout) -> Reading:
+    def reading(self, layout: Layout) -> ParsedRun:
         """The run of ``layout``, and what speaks against it."""
         return read_run([*self.words, *layout.flags], {**self.environ, "WORLD_SIZE": str(layout.processes)})
 
