@@ -12,7 +12,7 @@ from typing import Any
 from megatron.config import RunConfig
 from megatron.config.architecture import GPT2
 from megatron.config.errors import CheckpointError
-from megatron.parallel.pipeline.partition import layers_of_pieces
+from megatron.parallel.pipeline.partition import layers_per_chunk
 
 _SHAPE_FIELDS = (
     "architecture",
@@ -59,7 +59,7 @@ def _stages(run: RunConfig) -> dict[str, Any]:
     """How the layers lie on pipeline stages: the files of a stage's optimizer hold what that stage holds."""
     if not run.parallel.uses_pipeline:
         return {}
-    layers = ", ".join(map(str, layers_of_pieces(run)))
+    layers = ", ".join(map(str, layers_per_chunk(run)))
     return {"--pipeline-schedule": run.parallel.pipeline_schedule, "the partition into stages": layers}
 
 

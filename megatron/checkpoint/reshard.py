@@ -30,7 +30,8 @@ def load_weights_and_optimizer(
         for name, parameter in engine.module.named_parameters():
             whole = read_state(folder, name, optimizer=optimizer)
             state = {
-                key: _own_part(value, parameter, tensor_group, folder / "zero" / name) for key, value in whole.items()
+                key: _local_shard(value, parameter, tensor_group, folder / "zero" / name)
+                for key, value in whole.items()
             }
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(state[WEIGHT])
@@ -50,7 +51,7 @@ def load_progress(engine: DeepSpeedEngine, folder: Path) -> None:
     engine.skipped_steps = shared["skipped_steps"]
 
 
-def _own_part(value: Any, parameter: nn.Parameter, group: ProcessGroup, place: Path) -> Any:
+def _local_shard(value: Any, parameter: nn.Parameter, group: ProcessGroup, place: Path) -> Any:
     """What this tensor-parallel rank has of a whole weight or moment; a step count as it is."""
     if not (isinstance(value, Tensor) and value.dim()):
         return value

@@ -62,7 +62,7 @@ class RunConfig:
     @property
     def masks_loss(self) -> bool:
         """Whether samples differ in how many of their tokens the loss counts."""
-        return self.data.eod_mask_loss or ARCHITECTURES[self.model.architecture].guesses_masked
+        return self.data.eod_mask_loss or ARCHITECTURES[self.model.architecture].masked_lm
 
 
 @cache

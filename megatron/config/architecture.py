@@ -11,11 +11,11 @@ class Architecture(NamedTuple):
     """What trains it."""
     tokenizers: tuple[str, ...]
     """The kinds of tokenizer whose vocabulary has the tokens that it needs."""
-    guesses_masked: bool = False
+    masked_lm: bool = False
     """Whether samples are pairs of sentences: the loss is over the tokens that were hidden and over the order."""
 
 
 GPT2 = Architecture("GPT-2", "pretrain_gpt2.py", ("GPT2BPETokenizer", "WhitespaceTokenizer"))
-BERT = Architecture("BERT", "pretrain_bert.py", ("BertWordPieceLowerCase", "BertWordPieceCase"), guesses_masked=True)
+BERT = Architecture("BERT", "pretrain_bert.py", ("BertWordPieceLowerCase", "BertWordPieceCase"), masked_lm=True)
 
 ARCHITECTURES = {architecture.name: architecture for architecture in (GPT2, BERT)}

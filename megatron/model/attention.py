@@ -14,17 +14,16 @@ from torch.nn import functional as F
 from megatron.config import ModelConfig
 from megatron.model.initial_weights import residual_weight, weight
 from megatron.model.key_value_cache import KeyValueCache
-from megatron.model.sequence import cut_dim
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.sequence.shards import all_to_all, sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.tensor.mappings import exchange_parts
 from megatron.parallel.tensor.random import get_rng_tracker
 
 
 class ParallelSelfAttention(nn.Module):
     """hidden [b, s, h] -> hidden [b, s, h], or [s, b, h] both times.
 
-    With ``documents`` [b, s], the number of each token's document, a token sees its own document only. ``causal``
+    With ``segment_ids`` [b, s], the number of each token's document, a token sees its own document only. ``causal``
     attention sees the past, and no further back than ``pre_tokens``; the other sees all of the document. With
     ``cache`` the hidden states are of new tokens, which see what the cache has of those before them.
     """
@@ -35,7 +34,7 @@ class ParallelSelfAttention(nn.Module):
         self.layer_number = layer_number
         self.heads = config.num_attention_heads // group.size()
         self.dropout = config.attention_dropout
-        dim = cut_dim(config, layout)
+        dim = sequence_parallel_dim(config, layout)
         # Rows are [heads, 3, d]: a rank's slice holds whole heads, whatever the size of the group.
         self.query_key_value = ColumnParallelLinear(
             h, 3 * h, group=group, init=weight(config, f"{name}.query_key_value"), sequence_dim=dim
@@ -51,12 +50,12 @@ class ParallelSelfAttention(nn.Module):
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.score_divisor = layer_number if config.apply_query_key_layer_scaling else None
 
-    def forward(self, hidden: Tensor, documents: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, segment_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         # [b, s, n, 3d] or [s, b, n, 3d] -> [b, n, s, 3d]
         heads = self.query_key_value(hidden).unflatten(-1, (self.heads, -1)).movedim((self.batch_dim, 2), (0, 1))
         if self.sequence_group:  # a part of the sequence for all heads, and all of it for a part of the heads
-            heads = exchange_parts(heads, self.sequence_group, cut=1, join=2)
-        tensors = heads.chunk(3, dim=-1) if documents is None else (*heads.chunk(3, dim=-1), documents)
+            heads = all_to_all(heads, self.sequence_group, split_dim=1, concat_dim=2)
+        tensors = heads.chunk(3, dim=-1) if segment_ids is None else (*heads.chunk(3, dim=-1), segment_ids)
         if cache is not None:
             query, key, value = tensors
             key, value = cache.extend(self.layer_number - 1, key, value)
@@ -66,12 +65,12 @@ class ParallelSelfAttention(nn.Module):
         else:
             context = self._core(*tensors)
         if self.sequence_group:
-            context = exchange_parts(context, self.sequence_group, cut=2, join=1)
+            context = all_to_all(context, self.sequence_group, split_dim=2, concat_dim=1)
         return self.dense(context.movedim((0, 1), (self.batch_dim, 2)).flatten(2))
 
-    def _core(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         """Scores, softmax, dropout and context: [b, n, s, d] thrice -> [b, n, s, d]."""
-        mask = self._mask(query.size(2), query.device, documents)
+        mask = self._mask(query.size(2), query.device, segment_ids)
         if not (self.training and self.dropout):
             return self._compute(query, key, value, mask, 0.0)
         with get_rng_tracker().fork():  # each rank has heads of its own, and so dropout of its own
@@ -81,13 +80,13 @@ class ParallelSelfAttention(nn.Module):
         core = self._explicit if self.softmax_in_fp32 or self.score_divisor else self._fused
         return core(query, key, value, mask, dropout)
 
-    def _mask(self, s: int, device: torch.device, documents: Tensor | None) -> Tensor | None:
+    def _mask(self, s: int, device: torch.device, segment_ids: Tensor | None) -> Tensor | None:
         """True where a row may see a column, [s, s] or [b, 1, s, s]; None for all of the past."""
         if not self.causal:
-            assert documents is not None, "without documents there is nothing to keep apart from the padding"
-            return _document_mask(documents)
-        if documents is not None:
-            return _document_mask(documents) & _window_mask(s, self.pre_tokens, device)
+            assert segment_ids is not None, "without segment_ids there is nothing to keep apart from the padding"
+            return _segment_mask(segment_ids)
+        if segment_ids is not None:
+            return _segment_mask(segment_ids) & _window_mask(s, self.pre_tokens, device)
         return None if self.pre_tokens >= s - 1 else _window_mask(s, self.pre_tokens, device)
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
@@ -108,9 +107,9 @@ class ParallelSelfAttention(nn.Module):
         return F.dropout(weights, dropout) @ value
 
 
-def _document_mask(documents: Tensor) -> Tensor:
-    """documents [b, s] -> True where row and column are of one document [b, 1, s, s]."""
-    return (documents.unsqueeze(-1) == documents.unsqueeze(-2)).unsqueeze(1)
+def _segment_mask(segment_ids: Tensor) -> Tensor:
+    """segment_ids [b, s] -> True where row and column are of one document [b, 1, s, s]."""
+    return (segment_ids.unsqueeze(-1) == segment_ids.unsqueeze(-2)).unsqueeze(1)
 
 
 @lru_cache(maxsize=4)

@@ -21,15 +21,15 @@ from megatron.model.embedding import (
     PositionEmbedding,
     TokenTypeEmbedding,
     to_logits,
-    without_documents,
+    without_segment_ids,
 )
 from megatron.model.initial_weights import weight
-from megatron.model.kernels import gelu
+from megatron.model.kernels import gelu, norm_class
 from megatron.model.loss import lm_loss, without_gradient_unless_finite
-from megatron.model.sequence import first_token, stream_norm_class
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.tensor.layers import mark_sharded, sum_gradient
+from megatron.parallel.sequence.shards import first_token
+from megatron.parallel.tensor.layers import all_reduce_gradient, mark_sharded
 
 
 class PairHead(nn.Module):
@@ -43,13 +43,13 @@ class PairHead(nn.Module):
         h = config.hidden_size
         self.layout, self.sequence_dim = layout, config.sequence_dim
         self.gelu = gelu(config)
-        self.dense = WholeLinear(config, "words.dense", h, h)
-        self.layernorm = stream_norm_class(config, layout)(h, eps=config.layernorm_epsilon)
-        self.pooler = WholeLinear(config, "order.pooler", h, h)
-        self.order = WholeLinear(config, "order.head", h, 2)
+        self.dense = ReplicatedLinear(config, "words.dense", h, h)
+        self.layernorm = norm_class(config, layout)(h, eps=config.layernorm_epsilon)
+        self.pooler = ReplicatedLinear(config, "order.pooler", h, h)
+        self.order = ReplicatedLinear(config, "order.head", h, 2)
         if layout.sequence_parallel:
             for parameter in self.dense.parameters():
-                sum_gradient(parameter, layout.tensor_group)
+                all_reduce_gradient(parameter, layout.tensor_group)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         pooled = torch.tanh(self.pooler(first_token(hidden, self.layout, self.sequence_dim)))
@@ -69,7 +69,7 @@ class WordBias(nn.Module):
         return logits + self.word_bias, order
 
 
-class WholeLinear(nn.Module):
+class ReplicatedLinear(nn.Module):
     """y = x W^T + b, whole on every rank: [.., i] -> [.., o]."""
 
     def __init__(self, config: ModelConfig, name: str, input_size: int, output_size: int):
@@ -93,10 +93,10 @@ def bert_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
     return [
         embedding(),  # tokens and segments [b, 2, s] -> hidden [b, s, h], segments [b, s]
         LayerSpec(TokenTypeEmbedding, config, layout),  # -> hidden, documents [b, s]
-        LayerSpec(PositionEmbedding, config, layout, passes_documents=True),
+        LayerSpec(PositionEmbedding, config, layout, passes_segment_ids=True),
         *(layer(layer_number=n + 1) for n in range(config.num_layers)),
-        without_documents,
-        LayerSpec(stream_norm_class(config, layout), config.hidden_size, eps=config.layernorm_epsilon),
+        without_segment_ids,
+        LayerSpec(norm_class(config, layout), config.hidden_size, eps=config.layernorm_epsilon),
         LayerSpec(PairHead, config, layout),  # hidden -> hidden for the words, logits of the order [b, 2]
         embedding(forward_fn=words_to_logits),  # -> logits [b, s, v/t], logits of the order [b, 2]
         LayerSpec(WordBias, config, layout),

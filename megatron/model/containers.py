@@ -12,10 +12,10 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule, TiedLayer
 from torch import Tensor, nn
 
 from megatron.config import ActivationConfig
-from megatron.model.transformer import ParallelTransformerLayer, Stream
+from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 
-Layer = Callable[[Stream], Stream]
+Layer = Callable[[HiddenStates], HiddenStates]
 Layers = Sequence[LayerSpec | Layer]
 """A model in order, not yet built. A layer's place is its number in parameter names and checkpoint files."""
 LossFn = Callable[[Any, tuple[Tensor, ...]], Tensor]
@@ -23,7 +23,7 @@ LossFn = Callable[[Any, tuple[Tensor, ...]], Tensor]
 
 
 class PipelinedModel(PipelineModule):
-    """A model cut into pipeline stages, where ``bounds`` in the list of its layers say; ZeRO 0 or 1."""
+    """A model cut into pipeline stages, where ``partition_boundaries`` in the list of its layers say; ZeRO 0 or 1."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class PipelinedModel(PipelineModule):
         activation: ActivationConfig,
         layout: ParallelLayout,
         *,
-        bounds: Sequence[int],
+        partition_boundaries: Sequence[int],
     ):
-        self.recomputed_together = activation.layers_together
-        self.parts = list(bounds)
+        self.layers_per_checkpoint = activation.layers_together
+        self.parts = list(partition_boundaries)
         super().__init__(layers=layers, loss_fn=loss_fn, topology=layout.topology)
 
     def _partition_layers(self, method: str) -> None:
@@ -43,25 +43,25 @@ class PipelinedModel(PipelineModule):
         assert self.parts[-1] == self._num_layers
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
-    def forward(self, stream: Stream) -> Stream:
+    def forward(self, hidden_states: HiddenStates) -> HiddenStates:
         """This stage's part of the model.
 
         In place of PipelineModule's own loop, whose recomputation goes by class names and silently
         leaves out every group that is not made of listed layers alone.
         """
-        return run_layers(self.forward_funcs, stream, self.recomputed_together if self.training else 0)
+        return run_layers(self.forward_funcs, hidden_states, self.layers_per_checkpoint if self.training else 0)
 
 
-class FoldedModel(DualPipeVModule, PipelinedModel):
+class DualPipeVModel(DualPipeVModule, PipelinedModel):
     """The same with two pieces to a stage, for DeepSpeed's DualPipeV engine, which it is known to by its class."""
 
 
-class PlainModel(nn.Module):
+class SequentialModel(nn.Module):
     """A model whole on every rank; any ZeRO stage. Its parameters are named as those of a pipeline."""
 
     def __init__(self, layers: Layers, loss_fn: LossFn, activation: ActivationConfig):
         super().__init__()
-        self.recomputed_together = activation.layers_together
+        self.layers_per_checkpoint = activation.layers_together
         self.loss_fn = loss_fn
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs = [self._build(index, spec) for index, spec in enumerate(layers)]
@@ -79,30 +79,30 @@ class PlainModel(nn.Module):
 
     def forward(self, inputs: Tensor, targets: tuple[Tensor, ...] | None = None) -> Any:
         """The loss, or what the last layer gives where there are no targets: of GPT-2 the logits [b, s, v/t]."""
-        outputs = run_layers(self.forward_funcs, inputs, self.recomputed_together if self.training else 0)
+        outputs = run_layers(self.forward_funcs, inputs, self.layers_per_checkpoint if self.training else 0)
         return outputs if targets is None else self.loss_fn(outputs, targets)
 
 
-def run_layers(layers: Sequence[Layer], stream: Stream, recomputed_together: int = 0) -> Stream:
-    """One layer after the other; runs of ``recomputed_together`` transformer layers keep their input alone."""
-    for group in _groups(layers, recomputed_together):
-        if recomputed_together and isinstance(group[0], ParallelTransformerLayer):
-            tensors = stream if isinstance(stream, tuple) else (stream,)
-            stream = deepspeed.checkpointing.checkpoint(partial(_run_group, group), *tensors)
+def run_layers(layers: Sequence[Layer], hidden_states: HiddenStates, layers_per_checkpoint: int = 0) -> HiddenStates:
+    """One layer after the other; runs of ``layers_per_checkpoint`` transformer layers keep their input alone."""
+    for group in _groups(layers, layers_per_checkpoint):
+        if layers_per_checkpoint and isinstance(group[0], ParallelTransformerLayer):
+            tensors = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+            hidden_states = deepspeed.checkpointing.checkpoint(partial(_run_group, group), *tensors)
         else:
-            stream = run_one_by_one(group, stream)
-    return stream
+            hidden_states = run_in_order(group, hidden_states)
+    return hidden_states
 
 
-def run_one_by_one(layers: Sequence[Layer], stream: Stream) -> Stream:
+def run_in_order(layers: Sequence[Layer], hidden_states: HiddenStates) -> HiddenStates:
     """One layer after the other."""
     for layer in layers:
-        stream = layer(stream)
-    return stream
+        hidden_states = layer(hidden_states)
+    return hidden_states
 
 
-def _run_group(group: Sequence[Layer], *tensors: Tensor) -> Stream:
-    return run_one_by_one(group, tensors if len(tensors) > 1 else tensors[0])
+def _run_group(group: Sequence[Layer], *tensors: Tensor) -> HiddenStates:
+    return run_in_order(group, tensors if len(tensors) > 1 else tensors[0])
 
 
 def _groups(layers: Sequence[Layer], size: int) -> Iterator[list[Layer]]:

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.initial_weights import weight
-from megatron.model.sequence import cut_dim, cutting_groups, own_part
-from megatron.model.transformer import Stream, unpack
+from megatron.model.transformer import HiddenStates, unpack
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.tensor.layers import VocabParallelEmbedding, sum_gradient
+from megatron.parallel.sequence.shards import local_shard, sequence_groups, sequence_parallel_dim
+from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient
 from megatron.parallel.tensor.random import random_stream
 
 
@@ -27,34 +27,34 @@ class WordEmbedding(nn.Module):
         self.eod_token = config.eod_token
         self.sequence_group = layout.sequence_group
         self.sequence_dim = config.sequence_dim
-        self.stream_is_fp32 = config.fp32_residual_connection
-        self.counts_documents = config.reset_attention_mask or config.reset_position_ids
+        self.fp32_residual = config.fp32_residual_connection
+        self.returns_segment_ids = config.reset_attention_mask or config.reset_position_ids
         self.word_embeddings = VocabParallelEmbedding(
             config.vocab_size,
             config.hidden_size,
             padded_size=config.padded_vocab_size,
             group=layout.tensor_group,
             init=weight(config, "word_embeddings"),
-            sequence_dim=cut_dim(config, layout),
+            sequence_dim=sequence_parallel_dim(config, layout),
         )
 
-    def forward(self, stream: Tensor, to_logits: bool = False) -> Stream:
+    def forward(self, hidden_states: Tensor, to_logits: bool = False) -> HiddenStates:
         if to_logits:
-            return self.word_embeddings.logits(stream).movedim(self.sequence_dim, 1)
-        tokens = own_part(stream, self.sequence_group, 1)
+            return self.word_embeddings.logits(hidden_states).movedim(self.sequence_dim, 1)
+        tokens = local_shard(hidden_states, self.sequence_group, 1)
         hidden = self.word_embeddings(tokens.movedim(1, self.sequence_dim))
-        hidden = hidden.float() if self.stream_is_fp32 else hidden
-        return (hidden, document_numbers(stream, self.eod_token)) if self.counts_documents else hidden
+        hidden = hidden.float() if self.fp32_residual else hidden
+        return (hidden, segment_ids_of(hidden_states, self.eod_token)) if self.returns_segment_ids else hidden
 
 
 class PairEmbedding(WordEmbedding):
-    """tokens and segments [b, 2, s] -> hidden [b, s, h], and segments as they travel, int32 [b, s]."""
+    """tokens and token types [b, 2, s] -> hidden [b, s, h], and token types, int32 [b, s]."""
 
-    def forward(self, stream: Tensor, to_logits: bool = False) -> Stream:
+    def forward(self, hidden_states: Tensor, to_logits: bool = False) -> HiddenStates:
         if to_logits:
-            return super().forward(stream, to_logits=True)
-        tokens, segments = stream.unbind(1)
-        return super().forward(tokens), segments.int()
+            return super().forward(hidden_states, to_logits=True)
+        tokens, token_types = hidden_states.unbind(1)
+        return super().forward(tokens), token_types.int()
 
 
 def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
@@ -68,43 +68,43 @@ def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
 class PositionEmbedding(nn.Module):
     """Adds what is learned about each position, then drops out: hidden [b, s, h] -> hidden [b, s, h]."""
 
-    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, passes_documents: bool):
+    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, passes_segment_ids: bool):
         super().__init__()
-        self.cutting_groups = cutting_groups(layout)
-        self.draws_its_own = layout.sequence_parallel
+        self.sequence_groups = sequence_groups(layout)
+        self.per_rank_rng = layout.sequence_parallel
         self.dropout = config.hidden_dropout
         self.sequence_dim = config.sequence_dim
         self.resets = config.reset_position_ids
-        self.passes_documents = passes_documents
+        self.passes_segment_ids = passes_segment_ids
         table = weight(config, "position_embeddings").draw((config.max_position_embeddings, config.hidden_size))
         self.position_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
         if layout.sequence_parallel:
-            sum_gradient(self.position_embeddings.weight, layout.tensor_group)
+            all_reduce_gradient(self.position_embeddings.weight, layout.tensor_group)
 
-    def forward(self, stream: Stream, positions: Tensor | None = None) -> Stream:
+    def forward(self, hidden_states: HiddenStates, positions: Tensor | None = None) -> HiddenStates:
         """``positions`` [b, s] where the tokens are not the first ones, or not all of a batch begin at once."""
-        hidden, documents = unpack(stream)
+        hidden, segment_ids = unpack(hidden_states)
         if positions is None:
-            positions = self._positions(hidden, documents)
+            positions = self._positions(hidden, segment_ids)
         positions = positions.movedim(1, self.sequence_dim)
-        for group in self.cutting_groups:
-            positions = own_part(positions, group, self.sequence_dim)
+        for group in self.sequence_groups:
+            positions = local_shard(positions, group, self.sequence_dim)
         hidden = hidden + self.position_embeddings(positions)
         if self.training and self.dropout:
-            with random_stream(own=self.draws_its_own):
+            with random_stream(per_rank=self.per_rank_rng):
                 hidden = F.dropout(hidden, self.dropout)
-        return (hidden, documents) if self.passes_documents else hidden
+        return (hidden, segment_ids) if self.passes_segment_ids else hidden
 
-    def _positions(self, hidden: Tensor, documents: Tensor | None) -> Tensor:
+    def _positions(self, hidden: Tensor, segment_ids: Tensor | None) -> Tensor:
         """Counted from the first token, or from the first of each document: [1, s] or [b, s]."""
         if self.resets:
-            return positions_in_document(documents)
-        parts = math.prod(group.size() for group in self.cutting_groups if group)
+            return positions_in_segment(segment_ids)
+        parts = math.prod(group.size() for group in self.sequence_groups if group)
         return torch.arange(hidden.size(self.sequence_dim) * parts, device=hidden.device).unsqueeze(0)
 
 
 class TokenTypeEmbedding(nn.Module):
-    """Adds what is learned about the first and the second sentence: hidden, segments -> hidden, documents.
+    """Adds what is learned about the first and the second sentence: hidden, token types -> hidden, segment ids.
 
     Segments [b, s] are 0 and 1 for the sentences, and -1 for padding, which counts as the first one and as a
     document of its own.
@@ -112,34 +112,34 @@ class TokenTypeEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
-        self.cutting_groups = cutting_groups(layout)
+        self.sequence_groups = sequence_groups(layout)
         self.sequence_dim = config.sequence_dim
         table = weight(config, "tokentype_embeddings").draw((2, config.hidden_size))
         self.tokentype_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
         if layout.sequence_parallel:
-            sum_gradient(self.tokentype_embeddings.weight, layout.tensor_group)
+            all_reduce_gradient(self.tokentype_embeddings.weight, layout.tensor_group)
 
-    def forward(self, stream: tuple[Tensor, Tensor]) -> Stream:
-        hidden, segments = stream
-        types = segments.clamp(min=0).movedim(1, self.sequence_dim)
-        for group in self.cutting_groups:
-            types = own_part(types, group, self.sequence_dim)
-        return hidden + self.tokentype_embeddings(types), segments.lt(0).int()
-
-
-def without_documents(stream: Stream) -> Tensor:
-    """hidden [b, s, h] alone: behind the last transformer layer nobody asks for documents."""
-    return unpack(stream)[0]
+    def forward(self, hidden_states: tuple[Tensor, Tensor]) -> HiddenStates:
+        hidden, token_types = hidden_states
+        types = token_types.clamp(min=0).movedim(1, self.sequence_dim)
+        for group in self.sequence_groups:
+            types = local_shard(types, group, self.sequence_dim)
+        return hidden + self.tokentype_embeddings(types), token_types.lt(0).int()
 
 
-def document_numbers(tokens: Tensor, eod_token: int) -> Tensor:
+def without_segment_ids(hidden_states: HiddenStates) -> Tensor:
+    """hidden [b, s, h] alone: nothing after the last transformer layer reads segment ids."""
+    return unpack(hidden_states)[0]
+
+
+def segment_ids_of(tokens: Tensor, eod_token: int) -> Tensor:
     """tokens [b, s] -> ends of document before each token, int32 [b, s]. An end belongs to what it ends."""
     ends = (tokens == eod_token).int()
     return ends.cumsum(-1, dtype=torch.int32) - ends
 
 
-def positions_in_document(documents: Tensor) -> Tensor:
-    """documents [b, s] -> distance from the first token of the document [b, s]."""
-    index = torch.arange(documents.size(-1), device=documents.device).expand_as(documents)
-    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+def positions_in_segment(segment_ids: Tensor) -> Tensor:
+    """segment_ids [b, s] -> distance from the first token of the document [b, s]."""
+    index = torch.arange(segment_ids.size(-1), device=segment_ids.device).expand_as(segment_ids)
+    begins = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
     return index - index.masked_fill(~begins, 0).cummax(-1).values

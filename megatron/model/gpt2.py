@@ -8,10 +8,10 @@ from functools import partial
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from megatron.config import ActivationConfig, ModelConfig
-from megatron.model.containers import Layers, LossFn, PlainModel
-from megatron.model.embedding import PositionEmbedding, WordEmbedding, to_logits, without_documents
+from megatron.model.containers import Layers, LossFn, SequentialModel
+from megatron.model.embedding import PositionEmbedding, WordEmbedding, to_logits, without_segment_ids
+from megatron.model.kernels import norm_class
 from megatron.model.loss import lm_loss
-from megatron.model.sequence import stream_norm_class
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 
@@ -23,10 +23,10 @@ def gpt2_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
     )
     return [
         embedding(),  # tokens [b, s] -> hidden [b, s, h]
-        LayerSpec(PositionEmbedding, config, layout, passes_documents=config.reset_attention_mask),
+        LayerSpec(PositionEmbedding, config, layout, passes_segment_ids=config.reset_attention_mask),
         *(LayerSpec(ParallelTransformerLayer, config, layout, layer_number=n + 1) for n in range(config.num_layers)),
-        without_documents,
-        LayerSpec(stream_norm_class(config, layout), config.hidden_size, eps=config.layernorm_epsilon),
+        without_segment_ids,
+        LayerSpec(norm_class(config, layout), config.hidden_size, eps=config.layernorm_epsilon),
         embedding(forward_fn=to_logits),  # hidden -> logits [b, s, v/t]
     ]
 
@@ -42,7 +42,7 @@ def gpt2_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
     )
 
 
-class GPT2Model(PlainModel):
+class GPT2Model(SequentialModel):
     """GPT-2 whole on every rank."""
 
     def __init__(self, config: ModelConfig, activation: ActivationConfig, layout: ParallelLayout):

@@ -1,4 +1,4 @@
-"""Kernels that may come from apex or from torch's compiler instead of from plain torch."""
+"""Kernels that may come from apex or from torch's compiler instead of from plain torch, and layer norms."""
 
 import importlib.util
 from collections.abc import Callable
@@ -7,28 +7,52 @@ from functools import cache, partial
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.layers import all_reduce_gradient
 
 
 def uses_apex(fused_kernels: str) -> bool:
-    """Whether ``--fused-kernels`` comes to apex on this machine."""
+    """Whether ``--fused-kernels`` selects apex on this machine."""
     found = get_accelerator().device_name() == "cuda" and importlib.util.find_spec("apex") is not None
     return fused_kernels == "apex" or (fused_kernels == "auto" and found)
 
 
-def layer_norm_class(config: ModelConfig) -> type[nn.Module]:
-    """apex's fused layer norm or torch's; all are made from (size, eps=...) and name their parameters alike."""
+def norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Module]:
+    """A layer norm for hidden states between layers, created from (size, eps=...).
+
+    apex's fused layer norm or torch's; both name their parameters alike. With sequence parallelism each rank's
+    gradient is of its shard of the sequence, and is summed over the tensor group.
+    """
+    norm = _local_norm_class(config)
+    return _sequence_parallel_norm(norm, layout.tensor_group) if layout.sequence_parallel else norm
+
+
+def _local_norm_class(config: ModelConfig) -> type[nn.Module]:
     if uses_apex(config.fused_kernels):
         from apex.normalization import FusedLayerNorm, MixedFusedLayerNorm
 
         return MixedFusedLayerNorm if config.fp32_residual_connection else FusedLayerNorm
-    return Fp32StreamLayerNorm if config.fp32_residual_connection else nn.LayerNorm
+    return Fp32ResidualLayerNorm if config.fp32_residual_connection else nn.LayerNorm
 
 
-class Fp32StreamLayerNorm(nn.LayerNorm):
-    """Out of an fp32 residual stream into the type of the weights."""
+def _sequence_parallel_norm(norm: type[nn.Module], group: ProcessGroup) -> type[nn.Module]:
+    class SequenceParallelLayerNorm(norm):
+        """A layer norm of a shard of the sequence, whose weights are replicated."""
+
+        def __init__(self, size: int, eps: float):
+            super().__init__(size, eps=eps)
+            for parameter in self.parameters():
+                all_reduce_gradient(parameter, group)
+
+    return SequenceParallelLayerNorm
+
+
+class Fp32ResidualLayerNorm(nn.LayerNorm):
+    """Normalizes an fp32 residual stream in fp32; its output has the type of the weights."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         weight, bias = self.weight.float(), self.bias.float()

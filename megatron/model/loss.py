@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.model.sequence import own_part
+from megatron.parallel.sequence.shards import local_shard
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 
@@ -25,7 +25,7 @@ def lm_loss(
     targets: labels [b, s], and weights [b, s] that come to 1 over what the loss is a mean of. Where a
     group shares the sequence, the logits are of this rank's part, and the mean over the group is the loss.
     """
-    labels, weights = (own_part(target, sequence_group, 1) for target in targets)
+    labels, weights = (local_shard(target, sequence_group, 1) for target in targets)
     if sequence_group:
         weights = weights * sequence_group.size()
     losses = vocab_parallel_cross_entropy(logits, labels, group, vocab_size, in_fp32=in_fp32)

@@ -8,22 +8,22 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig
 from megatron.model.attention import ParallelSelfAttention
 from megatron.model.initial_weights import residual_weight, weight
-from megatron.model.kernels import bias_gelu, dropout_add, gelu
+from megatron.model.kernels import bias_gelu, dropout_add, gelu, norm_class
 from megatron.model.key_value_cache import KeyValueCache
-from megatron.model.sequence import cut_dim, stream_norm_class
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.sequence.shards import sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.random import random_stream
 
-Stream = Tensor | tuple[Tensor, Tensor]
+HiddenStates = Tensor | tuple[Tensor, Tensor]
 """What travels from layer to layer, and from stage to stage: hidden [b, s, h], or [s, b, h] as ``sequence_dim``
 says, and beside it the number of each token's document, int32 [b, s], where attention stops at the end of a
 document. In half precision hidden may be fp32 all the same: norms take it, and every sum keeps it."""
 
 
-def unpack(stream: Stream) -> tuple[Tensor, Tensor | None]:
-    """hidden, and the documents' numbers or None."""
-    return stream if isinstance(stream, tuple) else (stream, None)
+def unpack(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
+    """hidden, and the segment ids or None."""
+    return hidden_states if isinstance(hidden_states, tuple) else (hidden_states, None)
 
 
 class ParallelTransformerLayer(nn.Module):
@@ -32,7 +32,7 @@ class ParallelTransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool = True):
         super().__init__()
         self.layer_number = layer_number
-        norm = stream_norm_class(config, layout)
+        norm = norm_class(config, layout)
         self.cuts_sequence = layout.sequence_parallel
         self.residual_is_normed = config.apply_residual_connection_post_layernorm
         self.dropout = config.hidden_dropout
@@ -44,19 +44,19 @@ class ParallelTransformerLayer(nn.Module):
         if config.compile:
             self.compile()
 
-    def forward(self, stream: Stream, cache: KeyValueCache | None = None) -> Stream:
-        hidden, documents = unpack(stream)
+    def forward(self, hidden_states: HiddenStates, cache: KeyValueCache | None = None) -> HiddenStates:
+        hidden, segment_ids = unpack(hidden_states)
         normed = self.input_layernorm(hidden)
-        hidden = self._join(self.attention(normed, documents, cache), hidden, normed)
+        hidden = self._join(self.attention(normed, segment_ids, cache), hidden, normed)
         normed = self.post_attention_layernorm(hidden)
         hidden = self._join(self.mlp(normed), hidden, normed)
-        return hidden if documents is None else (hidden, documents)
+        return hidden if segment_ids is None else (hidden, segment_ids)
 
     def _join(self, output: Tensor, hidden: Tensor, normed: Tensor) -> Tensor:
         residual = normed.to(hidden.dtype) if self.residual_is_normed else hidden
         if not (self.training and self.dropout):
             return self.dropout_add(output, residual, 0.0)
-        with random_stream(own=self.cuts_sequence):
+        with random_stream(per_rank=self.cuts_sequence):
             return self.dropout_add(output, residual, self.dropout)
 
 
@@ -72,7 +72,7 @@ class ParallelMLP(nn.Module):
             f"layers.{layer_number}.mlp",
         )
         fused = bias_gelu(config)
-        dim = cut_dim(config, layout)
+        dim = sequence_parallel_dim(config, layout)
         self.dense_h_to_4h = ColumnParallelLinear(
             h, inner, group=group, init=weight(config, f"{name}.dense_h_to_4h"), activation=fused, sequence_dim=dim
         )

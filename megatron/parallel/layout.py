@@ -28,7 +28,7 @@ class ParallelLayout:
     """Where there is a sequence group: the ranks that hold the same weights, of all data and all parts."""
     sequence_parallel: bool = False
     """Whether the tensor group cuts along the sequence whatever it does not cut otherwise."""
-    folds_pipeline: bool = False
+    uses_dualpipev: bool = False
     """Whether the model ends on the stage on which it begins."""
 
     @classmethod
@@ -58,7 +58,7 @@ class ParallelLayout:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank computes the loss."""
-        return self.pipe_group.rank() == (0 if self.folds_pipeline else self.pipe_group.size() - 1)
+        return self.pipe_group.rank() == (0 if self.uses_dualpipev else self.pipe_group.size() - 1)
 
     # The questions DeepSpeed asks of the object it is given as `mpu`. It would ask for the sequence group's size,
     # too, and sum gradients over that group instead of averaging; ZeRO 3 does not, so we do not tell.

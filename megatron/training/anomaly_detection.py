@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
-from megatron.model.transformer import ParallelTransformerLayer, Stream, unpack
+from megatron.model.transformer import HiddenStates, ParallelTransformerLayer, unpack
 from megatron.training.engines import StepStatus, eval_batch
 
 SPIKE_WINDOW = 20
@@ -117,7 +117,7 @@ def _watched(module: nn.Module) -> Iterator[set[tuple[int, str]]]:
     seen: set[tuple[int, str]] = set()
 
     def watch(place: tuple[int, str], layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def look(_: nn.Module, inputs: tuple, output: Stream) -> None:
+        def look(_: nn.Module, inputs: tuple, output: HiddenStates) -> None:
             if not _is_finite(unpack(output)[0]):
                 # The embedding is called once more, with hidden states instead of tokens, as the head.
                 seen.add(_HEAD if place == _EMBEDDING and unpack(inputs[0])[0].is_floating_point() else place)

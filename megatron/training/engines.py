@@ -20,10 +20,10 @@ from megatron.config import OptimConfig, RunConfig, TrainConfig
 from megatron.config.errors import NumericsError
 from megatron.data.loader import Batch
 from megatron.model.architectures import MODELS
-from megatron.model.containers import FoldedModel, PipelinedModel, PlainModel
+from megatron.model.containers import DualPipeVModel, PipelinedModel, SequentialModel
 from megatron.model.kernels import uses_apex
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.pipeline.partition import bounds, layers_of_pieces
+from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries
 from megatron.parallel.pipeline.schedule import Instruction
 from megatron.parallel.tensor.layers import accumulate_in_place
 from megatron.training.gradient_norm import gradient_norm, measure_by_blocks
@@ -77,15 +77,21 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
     model = MODELS[run.model.architecture]
     layers, loss_fn = model.layers(run.model, layout), model.loss_fn(run.model, layout)
     if run.parallel.uses_pipeline:
-        container = FoldedModel if run.parallel.uses_dualpipev else PipelinedModel
-        return container(layers, loss_fn, run.activation, layout, bounds=bounds(layers_of_pieces(run), run.model))
+        container = DualPipeVModel if run.parallel.uses_dualpipev else PipelinedModel
+        return container(
+            layers,
+            loss_fn,
+            run.activation,
+            layout,
+            partition_boundaries=partition_boundaries(layers_per_chunk(run), run.model),
+        )
     with deepspeed.zero.Init(
         data_parallel_group=layout.get_sequence_data_parallel_group(),
         config_dict_or_path=dict(run.ds_config),
         mpu=layout,
         enabled=run.zero.zero_stage == 3,
     ):
-        return PlainModel(layers, loss_fn, run.activation)
+        return SequentialModel(layers, loss_fn, run.activation)
 
 
 def weight_decay_groups(module: nn.Module) -> list[dict[str, Any]]:

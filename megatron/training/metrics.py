@@ -58,7 +58,7 @@ class MetricsLogger:
         """Say the result of an evaluation on the split ``valid`` or ``test``."""
         kind = {"valid": "validation", "test": "test"}[split]
         text, values = f"  {kind} after iteration {iteration} | loss {loss:.4f}", {f"{kind}_loss": loss}
-        if not ARCHITECTURES[self._run.model.architecture].guesses_masked:  # whose loss is not of tokens alone
+        if not ARCHITECTURES[self._run.model.architecture].masked_lm:  # whose loss is not of tokens alone
             values[f"{kind}_ppl"] = math.exp(min(loss, 20.0))
             text += f" | perplexity {values[f'{kind}_ppl']:.3f}"
         self.say(text)

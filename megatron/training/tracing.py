@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.config.output import steps
-from megatron.model.transformer import ParallelTransformerLayer, Stream
+from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.repartition import TRACE
 from megatron.parallel.pipeline.schedule import Instruction
@@ -118,13 +118,13 @@ class _Watch:
         self._number, self._now, self._tell = number, now, tell
         self._entered = self._returned = 0.0
 
-    def enter(self, layer: nn.Module, inputs: tuple[Stream]) -> None:
+    def enter(self, layer: nn.Module, inputs: tuple[HiddenStates]) -> None:
         hidden = _hidden(inputs[0])
         if hidden.requires_grad and torch.is_grad_enabled():  # it is not where the layer is recomputed later
             hidden.register_hook(self._back_at_input)
         self._entered = self._now()
 
-    def leave(self, layer: nn.Module, inputs: tuple[Stream], output: Stream) -> None:
+    def leave(self, layer: nn.Module, inputs: tuple[HiddenStates], output: HiddenStates) -> None:
         self._tell(self._number, self._entered, self._now())
         hidden = _hidden(output)
         if hidden.requires_grad:
@@ -137,7 +137,7 @@ class _Watch:
         self._tell(self._number, self._returned, self._now())
 
 
-def _hidden(stream: Stream) -> Tensor:
+def _hidden(stream: HiddenStates) -> Tensor:
     return stream[0] if isinstance(stream, tuple) else stream
 
 

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.config.architecture import BERT
 from megatron.model.bert import bert_layers, bert_loss
-from megatron.model.containers import PlainModel
+from megatron.model.containers import SequentialModel
 from megatron.mpu import ParallelLayout
 from megatron.training.engines import weight_decay_groups
 
@@ -34,9 +34,9 @@ REAL = SEGMENTS >= 0
 TARGETS = (TOKENS.roll(3, 1), REAL / REAL.sum(), torch.tensor([1, 0]))
 
 
-def _bert(config: ModelConfig = CONFIG) -> PlainModel:
+def _bert(config: ModelConfig = CONFIG) -> SequentialModel:
     layout = ParallelLayout.create(ParallelConfig(world_size=1))
-    model = PlainModel(bert_layers(config, layout), bert_loss(config, layout), ActivationConfig())
+    model = SequentialModel(bert_layers(config, layout), bert_loss(config, layout), ActivationConfig())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # none shall be mistaken for another
@@ -69,7 +69,7 @@ def equals_transformers():
                  theirs.bert.embeddings.token_type_embeddings.weight.grad)  # fmt: skip
 
 
-def their_model(ours: PlainModel, config: ModelConfig) -> torch.nn.Module:
+def their_model(ours: SequentialModel, config: ModelConfig) -> torch.nn.Module:
     """transformers' model with our weights."""
     from transformers import MegatronBertConfig, MegatronBertForPreTraining
 

@@ -14,7 +14,7 @@ from megatron.model.containers import PipelinedModel
 from megatron.model.gpt2 import GPT2Model, gpt2_layers, gpt2_loss, lm_loss
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
-from megatron.parallel.pipeline.partition import bounds
+from megatron.parallel.pipeline.partition import partition_boundaries
 from megatron.training.engines import weight_decay_groups
 
 EOD = 4
@@ -119,7 +119,7 @@ def parameter_names() -> dict[str, list[str]]:
     parts = gpt2_layers(CONFIG, pipe), gpt2_loss(CONFIG, pipe)
     models = {
         "plain": GPT2Model(CONFIG, KEEP, _layout()),
-        "pipe": PipelinedModel(*parts, KEEP, pipe, bounds=bounds([2, 1], CONFIG)),
+        "pipe": PipelinedModel(*parts, KEEP, pipe, partition_boundaries=partition_boundaries([2, 1], CONFIG)),
     }
     return {kind: [name for name, _ in model.named_parameters()] for kind, model in models.items()}
 
@@ -235,7 +235,7 @@ def weight_decay():
 
 def test_the_list_is_numbered_as_checkpoint_files_are(run_ranks):
     assert run_ranks(1, layer_names) == [["WordEmbedding", "PositionEmbedding", *["ParallelTransformerLayer"] * 3,
-        "without_documents", "LayerNorm", "WordEmbedding"]]  # fmt: skip
+        "without_segment_ids", "LayerNorm", "WordEmbedding"]]  # fmt: skip
 
 
 def layer_names() -> list[str]:

@@ -131,9 +131,9 @@ def exchange():
     """Parts of the sequence with all heads become parts of the heads with the whole sequence, and back."""
     group, whole, weight = dist.group.WORLD, _input(2, 4, 8, 3), torch.arange(192.0).view(2, 4, 8, 3)
     part = _part(whole, 2).detach().requires_grad_()
-    heads = mpu.exchange_parts(part, group, cut=1, join=2)
+    heads = mpu.all_to_all(part, group, split_dim=1, concat_dim=2)
     assert_close(heads, _part(whole, 1))
-    assert_close(mpu.exchange_parts(heads, group, cut=2, join=1), part)
+    assert_close(mpu.all_to_all(heads, group, split_dim=2, concat_dim=1), part)
     (grad,) = torch.autograd.grad((heads * _part(weight, 1)).sum(), part)
     assert_close(grad, _part(weight, 2))
 

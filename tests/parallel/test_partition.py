@@ -7,7 +7,14 @@ import pytest
 from support.command_lines import parse
 
 from megatron.config import ParallelConfig, RunConfig
-from megatron.parallel.pipeline.partition import balanced, bounds, inputs_in_flight, layers_of_pieces, plan, units
+from megatron.parallel.pipeline.partition import (
+    balanced,
+    inputs_in_flight,
+    layers_per_chunk,
+    partition_boundaries,
+    plan,
+    units,
+)
 
 
 def best_by_trial(weights: list[int], parts: int) -> tuple[int, int]:
@@ -47,7 +54,7 @@ def test_no_other_cut_is_better(weights: list[int], parts: int) -> None:
     ],
 )
 def test_layers_of_stages(words: str, stages: int, layers: tuple[int, ...]) -> None:
-    assert layers_of_pieces(parse(f"--pipe-parallel-size {stages} {words}", ranks=stages)) == layers
+    assert layers_per_chunk(parse(f"--pipe-parallel-size {stages} {words}", ranks=stages)) == layers
 
 
 def test_a_large_vocabulary_weighs_on_both_ends_or_on_the_last() -> None:
@@ -55,7 +62,7 @@ def test_a_large_vocabulary_weighs_on_both_ends_or_on_the_last() -> None:
     run = parse("--pipe-parallel-size 4 --num-layers 12", ranks=4)
     model = replace(run.model, vocab_size=3000, padded_vocab_size=3000)
     cut = {
-        method: layers_of_pieces(replace(run, model=model, parallel=replace(run.parallel, pipeline_partition=method)))
+        method: layers_per_chunk(replace(run, model=model, parallel=replace(run.parallel, pipeline_partition=method)))
         for method in ("parameters", "flops")
     }
     assert cut["parameters"][0] == cut["parameters"][-1] < cut["parameters"][1]
@@ -126,7 +133,7 @@ def test_names_and_numbers_are_those_of_the_list(run_ranks, program: str) -> Non
     model = tiny("1f1b", "uniform", program).model
     found = [name for unit in units(model, 32) for name in unit.names]
     assert [name.rpartition("LayerNorm")[1] or name for name in names] == found
-    assert bounds([4], model)[-1] == len(names)
+    assert partition_boundaries([4], model)[-1] == len(names)
 
 
 def names_of_layers(program: str) -> list[str]:

@@ -80,12 +80,12 @@ def whole_bert(saved):
     from megatron.checkpoint.weights import load_weights
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.model.bert import bert_layers, bert_loss
-    from megatron.model.containers import PlainModel
+    from megatron.model.containers import SequentialModel
     from megatron.mpu import ParallelLayout
 
     config, layout = whole_model_config(saved), ParallelLayout.create(ParallelConfig(world_size=1))
     assert config.architecture == "BERT"
-    model = PlainModel(bert_layers(config, layout), bert_loss(config, layout), ActivationConfig())
+    model = SequentialModel(bert_layers(config, layout), bert_loss(config, layout), ActivationConfig())
     load_weights(model, saved)
     return dict(model.named_parameters())
 

@@ -92,7 +92,7 @@ def tokenizer(run: RunConfig) -> str | None:
 
 def pairs(run: RunConfig) -> str | None:
     tokens = run.data.seq_length
-    if ARCHITECTURES[run.model.architecture].guesses_masked and 0 < tokens < 5:
+    if ARCHITECTURES[run.model.architecture].masked_lm and 0 < tokens < 5:
         return f"--seq-length {tokens} has no room for [CLS], two tokens and a [SEP] behind each: use 5 or more"
     return None
 

@@ -66,7 +66,7 @@ def units(model: ModelConfig, seq_length: int) -> list[Unit]:
 def _gpt2_ends(model: ModelConfig) -> tuple[Unit, Unit]:
     h, table = model.hidden_size, model.padded_vocab_size * model.hidden_size
     front = Unit(("WordEmbedding", "PositionEmbedding"), table + model.max_position_embeddings * h, 0)
-    return front, Unit(("without_documents", "LayerNorm", "WordEmbedding"), 2 * h + table, 2 * table, tied=table)
+    return front, Unit(("without_segment_ids", "LayerNorm", "WordEmbedding"), 2 * h + table, 2 * table, tied=table)
 
 
 def _bert_ends(model: ModelConfig) -> tuple[Unit, Unit]:
@@ -75,7 +75,7 @@ def _bert_ends(model: ModelConfig) -> tuple[Unit, Unit]:
     return (
         Unit(("PairEmbedding", "TokenTypeEmbedding", "PositionEmbedding"), front.parameters + 2 * h, 0),
         Unit(
-            ("without_documents", "LayerNorm", "PairHead", "PairEmbedding", "WordBias"),
+            ("without_segment_ids", "LayerNorm", "PairHead", "PairEmbedding", "WordBias"),
             back.parameters + 2 * dense + norm + order + model.padded_vocab_size,
             back.flops + 2 * h * h,  # the order is read from one token of each sample
             tied=back.tied,
@@ -108,7 +108,7 @@ def explicit(method: str) -> tuple[int, ...] | None:
     return tuple(int(number) for number in method.split(",")) if EXPLICIT.fullmatch(method) else None
 
 
-def layers_of_pieces(run: RunConfig) -> tuple[int, ...]:
+def layers_per_chunk(run: RunConfig) -> tuple[int, ...]:
     """Transformer layers of each piece, in the order of the model."""
     if (said := explicit(run.parallel.pipeline_partition)) is not None:
         return said
@@ -169,25 +169,25 @@ def _cheapest(
     return best[len(sums) - 1]
 
 
-def bounds(layers_of_pieces: Sequence[int], model: ModelConfig) -> list[int]:
+def partition_boundaries(layers_per_chunk: Sequence[int], model: ModelConfig) -> list[int]:
     """Where each piece begins in the model's list of layers, and behind them the length of the list."""
     front, back = ENDS[model.architecture](model)
-    inner = [len(front.names) + layers for layers in accumulate(layers_of_pieces)]
+    inner = [len(front.names) + layers for layers in accumulate(layers_per_chunk)]
     return [0, *inner[:-1], inner[-1] + len(back.names)]
 
 
 def plan(run: RunConfig) -> list[Stage]:
     """What each stage of ``run`` holds."""
-    of_units, pieces = units(run.model, run.data.seq_length), _pieces(layers_of_pieces(run))
+    of_units, pieces = units(run.model, run.data.seq_length), _pieces(layers_per_chunk(run))
     stages = run.parallel.pipe_stages
     # With two pieces to a stage, the way out is the first half of them, and the way back begins where it turns.
     halves = (pieces[:stages], pieces[: stages - 1 : -1])[: run.parallel.model_chunks // stages]
     return [_stage(pieces_of_stage, of_units) for pieces_of_stage in zip(*halves, strict=True)]
 
 
-def _pieces(layers_of_pieces: Sequence[int]) -> list[range]:
+def _pieces(layers_per_chunk: Sequence[int]) -> list[range]:
     """The units of each piece."""
-    ends = [1 + layers for layers in accumulate(layers_of_pieces)]
+    ends = [1 + layers for layers in accumulate(layers_per_chunk)]
     ends[-1] += 1
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
@@ -210,7 +210,7 @@ def inputs_in_flight(run: RunConfig) -> int:
     if method in ("parameters", "flops"):
         # They depend on the vocabulary, which is not read yet; nothing a stage can hold is more than this.
         return (run.parallel.model_chunks + 1) * run.model.num_layers
-    layers = layers_of_pieces(run)
+    layers = layers_per_chunk(run)
     if run.parallel.uses_dualpipev:
         return (2 * stages + 1) * max(layers)
     return max((stages - stage) * count for stage, count in enumerate(layers))

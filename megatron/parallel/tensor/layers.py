@@ -116,7 +116,7 @@ def mark_sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:
     return parameter
 
 
-def sum_gradient(parameter: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
+def all_reduce_gradient(parameter: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
     """Let the backward pass sum the gradient of ``parameter`` over ``group``.
 
     For one that every rank holds whole and uses on its part of the sequence. The sum comes before
@@ -127,7 +127,7 @@ def sum_gradient(parameter: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
     return parameter
 
 
-def enter_region(
+def column_parallel(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence_dim: int | None
 ) -> Tensor:
     """x W^T + b at the entry of a tensor-parallel region, which takes x in whole on every rank, each its rows of W."""
@@ -136,7 +136,7 @@ def enter_region(
     return linear(gather_from_sequence_parallel_region(x, group, sequence_dim), weight, bias)
 
 
-def leave_region(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
+def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
     """The sum of what the ranks of a tensor-parallel region give, each its part."""
     if sequence_dim is None:
         return reduce_from_model_parallel_region(x, group)
@@ -170,9 +170,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.activation is None:
-            y = enter_region(x, self.weight, self.bias, self.group, self.sequence_dim)
+            y = column_parallel(x, self.weight, self.bias, self.group, self.sequence_dim)
         else:
-            y = self.activation(enter_region(x, self.weight, None, self.group, self.sequence_dim), self.bias)
+            y = self.activation(column_parallel(x, self.weight, None, self.group, self.sequence_dim), self.bias)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
@@ -199,14 +199,14 @@ class RowParallelLinear(nn.Module):
         self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=1, group=group)
         self.bias = nn.Parameter(torch.zeros(output_size))
         if sequence_dim is not None:
-            sum_gradient(self.bias, group)
+            all_reduce_gradient(self.bias, group)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
         if self.group.size() == 1:
             return linear(x, self.weight, self.bias)
-        return leave_region(linear(x, self.weight), self.group, self.sequence_dim) + self.bias
+        return reduce_output(linear(x, self.weight), self.group, self.sequence_dim) + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -237,8 +237,8 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.rows * self.group.rank()
         elsewhere = (local < 0) | (local >= self.rows)
         found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return leave_region(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group, self.sequence_dim)
+        return reduce_output(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group, self.sequence_dim)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The table as the output projection: hidden [b, s, h] -> logits [b, s, v/t]."""
-        return enter_region(hidden, self.weight, None, self.group, self.sequence_dim)
+        return column_parallel(hidden, self.weight, None, self.group, self.sequence_dim)

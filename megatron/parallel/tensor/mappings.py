@@ -1,15 +1,18 @@
-"""Crossing the border of a tensor-parallel region: each crossing is another's backward.
+"""Mappings into and out of a tensor-parallel region, in conjugate pairs: each is another's backward.
 
 Outside the region every rank of the group holds the same tensor; inside, each holds its own.
-The first four crossings are those of Megatron-LM (arXiv 1909.08053, section 3). The last three
-cross to and from a region where each rank holds its part of the sequence (arXiv 2205.05198,
+The first four mappings are those of Megatron-LM (arXiv 1909.08053, section 3). The last three
+map to and from a region in which each rank holds a shard of the sequence (arXiv 2205.05198,
 section 4.2.2): all-gather and reduce-scatter, which together move as much as one all-reduce.
 
 b batch, s sequence, h hidden, t ranks of the group
 """
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -55,13 +58,31 @@ def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup, d
     return _ReduceScatterSequence.apply(x, group, dim) if group.size() > 1 else x
 
 
-def exchange_parts(x: Tensor, group: ProcessGroup, *, cut: int, join: int) -> Tensor:
-    """All-to-all: the n-th part of dimension ``cut`` goes to rank n, and what comes is joined along ``join``.
+def broadcast_data(
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, dtype: torch.dtype, group: ProcessGroup
+) -> dict[str, Tensor]:
+    """Send the tensors named ``keys`` from the first rank of the group to the others.
 
-    Backward is the same with ``cut`` and ``join`` exchanged. For heads [b, n, s/t, d] with ``cut=1, join=2``:
-    each rank gets its part of the heads for the whole of the sequence, [b, n/t, s, d] (arXiv 2309.14509).
+    ``data`` matters on that rank only. Shapes travel along, so no other rank need know them; all
+    tensors travel in one message of type ``dtype``.
+
+    Raises ValueError on the first rank if a tensor is of another type.
     """
-    return _ExchangeParts.apply(x, group, cut, join)
+    device = get_accelerator().current_device_name()
+    source = dist.get_global_rank(group, 0)
+    if group.rank() == 0:
+        for key in keys:
+            if data[key].dtype != dtype:
+                raise ValueError(f"broadcast_data: {key} is {data[key].dtype}, not {dtype}")
+    shapes = [[tuple(data[key].shape) for key in keys] if group.rank() == 0 else None]
+    dist.broadcast_object_list(shapes, src=source, group=group)
+    sizes = [torch.Size(shape).numel() for shape in shapes[0]]
+    if group.rank() == 0:
+        flat = torch.cat([data[key].reshape(-1) for key in keys]).to(device)
+    else:
+        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+    dist.broadcast(flat, src=source, group=group)
+    return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(sizes), shapes[0], strict=True)}
 
 
 class _Copy(torch.autograd.Function):
@@ -89,7 +110,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return _own_part(x, group, dim)
+        return _local_shard(x, group, dim)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -104,7 +125,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _own_part(grad, ctx.group, ctx.dim), None, None
+        return _local_shard(grad, ctx.group, ctx.dim), None, None
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -129,17 +150,6 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return _all_gather(grad, ctx.group, ctx.dim), None, None
 
 
-class _ExchangeParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup, cut: int, join: int) -> Tensor:
-        ctx.group, ctx.cut, ctx.join = group, cut, join
-        return _all_to_all(x, group, cut, join)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(grad, ctx.group, ctx.join, ctx.cut), None, None, None
-
-
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum of the ranks' ``x``, in a tensor of its own."""
     summed = x.clone(memory_format=torch.contiguous_format)  # autograd's tensors are not ours to overwrite
@@ -147,7 +157,7 @@ def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
     return summed
 
 
-def _own_part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+def _local_shard(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
@@ -162,10 +172,3 @@ def _all_gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim)
-
-
-def _all_to_all(x: Tensor, group: ProcessGroup, cut: int, join: int) -> Tensor:
-    sent = torch.stack(x.chunk(group.size(), cut))
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
-    return torch.cat(received.unbind(), join)

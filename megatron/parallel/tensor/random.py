@@ -23,9 +23,9 @@ def get_rng_tracker() -> CudaRNGStatesTracker:
     return get_cuda_rng_tracker()
 
 
-def random_stream(*, own: bool) -> AbstractContextManager[None]:
+def random_stream(*, per_rank: bool) -> AbstractContextManager[None]:
     """Inside, random numbers come from this rank's own stream, or from the one its tensor group shares."""
-    return get_rng_tracker().fork() if own else nullcontext()
+    return get_rng_tracker().fork() if per_rank else nullcontext()
 
 
 def model_parallel_manual_seed(seed: int, layout: ParallelLayout, *, iteration: int = 0) -> None:

@@ -14,12 +14,12 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megatron.config import ActivationConfig, ModelConfig
-from megatron.model.containers import PipelinedModel, run_one_by_one
-from megatron.model.embedding import document_numbers
+from megatron.model.containers import PipelinedModel, run_in_order
+from megatron.model.embedding import segment_ids_of
 from megatron.model.gpt2 import GPT2Model, gpt2_layers, gpt2_loss
-from megatron.model.transformer import Stream, unpack
+from megatron.model.transformer import HiddenStates, unpack
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.pipeline.partition import balanced, bounds
+from megatron.parallel.pipeline.partition import balanced, partition_boundaries
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.tools.evaluation.tasks import Sample, Scores
 from megatron.tools.inference.model import DTYPES, fill
@@ -41,21 +41,21 @@ class ForwardModel:
         """
         stream = tokens if self.layout.is_first_stage else self._received(tokens)
         if not self.layout.is_last_stage:
-            self._send(unpack(run_one_by_one(self.module.forward_funcs, stream))[0])
+            self._send(unpack(run_in_order(self.module.forward_funcs, stream))[0])
             return None
         *layers, head = self.module.forward_funcs
         sequence_dim = self.config.sequence_dim
-        hidden = run_one_by_one(layers, stream).movedim(sequence_dim, 1)[predicted].unsqueeze(0)  # [1, k, h]
+        hidden = run_in_order(layers, stream).movedim(sequence_dim, 1)[predicted].unsqueeze(0)  # [1, k, h]
         return head(hidden.movedim(1, sequence_dim))
 
-    def _received(self, tokens: Tensor) -> Stream:
+    def _received(self, tokens: Tensor) -> HiddenStates:
         """What the stage before sends. Every stage has the tokens, so that their documents need not travel."""
         config, group = self.config, self.layout.pipe_group
         shape = tokens.shape if config.sequence_dim else tokens.t().shape
         dtype = torch.float32 if config.fp32_residual_connection else DTYPES[config.dtype]
         hidden = torch.empty(*shape, config.hidden_size, dtype=dtype, device=tokens.device)
         dist.recv(hidden, dist.get_global_rank(group, group.rank() - 1), group)
-        return (hidden, document_numbers(tokens, config.eod_token)) if config.reset_attention_mask else hidden
+        return (hidden, segment_ids_of(tokens, config.eod_token)) if config.reset_attention_mask else hidden
 
     def _send(self, hidden: Tensor) -> None:
         group = self.layout.pipe_group
@@ -71,7 +71,9 @@ def open_forward(source: Source, layout: ParallelLayout, dtype: str, *, pipeline
     if pipeline:
         layers = balanced([1] * config.num_layers, layout.pipe_group.size())
         parts = gpt2_layers(config, layout), gpt2_loss(config, layout)
-        module = PipelinedModel(*parts, ActivationConfig(), layout, bounds=bounds(layers, config))
+        module = PipelinedModel(
+            *parts, ActivationConfig(), layout, partition_boundaries=partition_boundaries(layers, config)
+        )
     else:
         module = GPT2Model(config, ActivationConfig(), layout)
     return ForwardModel(fill(module, source, config, layout), config, layout)

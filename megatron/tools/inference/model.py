@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megatron.config import ActivationConfig, ModelConfig
-from megatron.model.containers import run_one_by_one
-from megatron.model.embedding import without_documents
+from megatron.model.containers import run_in_order
+from megatron.model.embedding import without_segment_ids
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.parallel.layout import ParallelLayout
@@ -50,11 +50,13 @@ def fill(model: Module, source: Source, config: ModelConfig, layout: ParallelLay
     weights = read_model(source.found).weights
     for name, parameter in model.named_parameters():
         with torch.no_grad():
-            parameter.copy_(_own_part(weights[name], name, parameter, config, layout))
+            parameter.copy_(_local_shard(weights[name], name, parameter, config, layout))
     return model.to(get_accelerator().current_device_name(), DTYPES[config.dtype]).eval()
 
 
-def _own_part(whole: Tensor, name: str, parameter: nn.Parameter, config: ModelConfig, layout: ParallelLayout) -> Tensor:
+def _local_shard(
+    whole: Tensor, name: str, parameter: nn.Parameter, config: ModelConfig, layout: ParallelLayout
+) -> Tensor:
     if name == WORDS:
         whole = F.pad(whole[: config.vocab_size], (0, 0, 0, config.padded_vocab_size - config.vocab_size))
     dim = getattr(parameter, "partition_dim", None)
@@ -114,8 +116,8 @@ class Continuation:
     def _can_keep(self) -> bool:
         """Whether all is in the window, and no document ends in it that the model would want to forget."""
         config = self._model.config
-        counts_documents = config.reset_attention_mask or config.reset_position_ids
-        ends = counts_documents and any(config.eod_token in sequence for sequence in self.sequences)
+        returns_segment_ids = config.reset_attention_mask or config.reset_position_ids
+        ends = returns_segment_ids and any(config.eod_token in sequence for sequence in self.sequences)
         return not ends and self._longest() <= self._window
 
     def _empty_cache(self, room: int) -> KeyValueCache:
@@ -161,11 +163,11 @@ def last_logits(model: GPT2Model, tokens: Tensor, cache: KeyValueCache | None = 
     """Logits [b, v/t] behind the last of ``tokens`` [b, q], which with ``cache`` are those behind what it holds."""
     words, positions, *layers, _, last_norm, head = model.forward_funcs
     if cache is None:
-        hidden = run_one_by_one([words, positions, *layers], tokens)
+        hidden = run_in_order([words, positions, *layers], tokens)
     else:
         cache.advance(tokens.size(1))
-        hidden = positions(without_documents(words(tokens)), cache.positions)
+        hidden = positions(without_segment_ids(words(tokens)), cache.positions)
         for layer in layers:
             hidden = layer(hidden, cache)
-    hidden = without_documents(hidden).narrow(positions.sequence_dim, -1, 1)
+    hidden = without_segment_ids(hidden).narrow(positions.sequence_dim, -1, 1)
     return head(last_norm(hidden)).squeeze(1)

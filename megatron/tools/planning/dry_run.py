@@ -15,7 +15,7 @@ from megatron.config.summary import describe_config, describe_stages
 from megatron.launch.quiet import deepspeed_silenced
 from megatron.model.architectures import MODELS
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.pipeline.partition import bounds, layers_of_pieces, plan
+from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries, plan
 from megatron.tools.planning.memory import Memory, activations, working
 from megatron.tools.planning.presets import in_words
 from megatron.tools.planning.states import Weight, numel, states
@@ -58,7 +58,7 @@ def pretended_layout(parallel: ParallelConfig, rank: int) -> Iterator[ParallelLa
 
 def _layers(run: RunConfig, layout: ParallelLayout) -> nn.ModuleDict:
     """The layers of a rank's stage that have parameters, on the meta device."""
-    ends, stage = bounds(layers_of_pieces(run), run.model), layout.pipe_group.rank()
+    ends, stage = partition_boundaries(layers_per_chunk(run), run.model), layout.pipe_group.rank()
     pieces = [stage, run.parallel.model_chunks - 1 - stage] if run.parallel.uses_dualpipev else [stage]
     held = [number for piece in pieces for number in range(ends[piece], ends[piece + 1])]
     built = nn.ModuleDict()

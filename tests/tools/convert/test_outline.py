@@ -15,11 +15,11 @@ CONFIG = ModelConfig(**SIZES, max_position_embeddings=6, vocab_size=10, padded_v
 def _parameters(config: ModelConfig) -> list[tuple]:
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.model.architectures import MODELS
-    from megatron.model.containers import PlainModel
+    from megatron.model.containers import SequentialModel
     from megatron.parallel.layout import ParallelLayout
 
     parts, layout = MODELS[config.architecture], ParallelLayout.create(ParallelConfig())
-    model = PlainModel(parts.layers(config, layout), parts.loss_fn(config, layout), ActivationConfig())
+    model = SequentialModel(parts.layers(config, layout), parts.loss_fn(config, layout), ActivationConfig())
     return [
         (name, tuple(weight.shape), getattr(weight, "partition_dim", None)) for name, weight in model.named_parameters()
     ]

@@ -1,0 +1,1 @@
+"""Parallelism along the sequence: Megatron's sequence parallelism and DeepSpeed-Ulysses."""
