@@ -15,7 +15,7 @@ import _project_root  # noqa: F401
 
 from megatron.tools.cluster.launching import checkpoint_watch, launcher_words, read_launch
 from megatron.tools.cluster.remote import ssh_patience
-from megatron.tools.cluster.supervise import run_again, supervise
+from megatron.tools.cluster.supervise import run_with_restarts, supervise
 from megatron.tools.command_line import run_tool
 
 RUNNER = Path(__file__).with_name("_deepspeed_runner.py")
@@ -27,7 +27,7 @@ def main() -> None:
     command = [sys.executable, str(RUNNER), *launcher_words(launch, os.environ)]
     progress = checkpoint_watch(launch.arguments) if launch.max_restarts else lambda: None
     environ = {**os.environ, **ssh_patience(os.environ)}
-    sys.exit(run_again(lambda: supervise(command, environ), progress, launch.max_restarts))
+    sys.exit(run_with_restarts(lambda: supervise(command, environ), progress, launch.max_restarts))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.config.errors import UserError
 from megatron.data.datasets import Samples
 from megatron.data.sample_indices import rank_places, sample_number
-from megatron.launch.processes import ignore_leave_signals, leave_with_parent
+from megatron.launch.processes import exit_with_parent, ignore_exit_signals
 
 
 class Batch(NamedTuple):
@@ -154,5 +154,5 @@ def _unchanged(rows: np.ndarray | UserError) -> np.ndarray | UserError:
 
 def _start_worker(parent: int, worker: int) -> None:
     """Runs in each worker before it reads."""
-    leave_with_parent(parent)
-    ignore_leave_signals()
+    exit_with_parent(parent)
+    ignore_exit_signals()

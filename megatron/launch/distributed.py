@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron.config import ParallelConfig
 from megatron.launch.quiet import deepspeed_silenced
-from megatron.launch.rendezvous import call_roll, find_place_by_mpi
+from megatron.launch.rendezvous import find_rank_by_mpi, rendezvous_barrier
 from megatron.parallel.layout import ParallelLayout
 
 
@@ -25,8 +25,8 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
     if "RANK" not in os.environ:
         # Only mpirun tells no port: two runs on a host need two.
-        find_place_by_mpi(os.environ, int(os.environ.get("MASTER_PORT", "29500")))
-    keeper = call_roll(os.environ, timeout) if joins else None
+        find_rank_by_mpi(os.environ, int(os.environ.get("MASTER_PORT", "29500")))
+    keeper = rendezvous_barrier(os.environ, timeout) if joins else None
     with deepspeed_silenced(verbose):
         deepspeed.init_distributed(dist_backend=_backend(parallel), timeout=timeout, verbose=verbose)
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))

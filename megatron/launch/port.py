@@ -15,7 +15,7 @@ LISTEN = "MASTER_LISTEN"
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
-def keeps_store(environ: Mapping[str, str]) -> bool:
+def hosts_store(environ: Mapping[str, str]) -> bool:
     """Whether this process is the one that the others find; under torchrun the launcher is, in its own way."""
     return rank_of(environ) == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
@@ -28,7 +28,7 @@ def check_port(environ: Mapping[str, str]) -> None:
     Raises:
         LaunchError: as ``listen`` does.
     """
-    if keeps_store(environ) and "MASTER_ADDR" in environ:
+    if hosts_store(environ) and "MASTER_ADDR" in environ:
         listen(environ).close()
 
 
@@ -45,7 +45,7 @@ def listen(environ: Mapping[str, str]) -> socket.socket:
     try:
         places = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
-        raise LaunchError(f"{name}, where rank 0 is to listen, stands for no address: {error.strerror}") from error
+        raise LaunchError(f"{name}, where rank 0 is to listen, does not resolve: {error.strerror}") from error
     for family, _, _, _, place in places:
         _check_reach(environ, name, place[0])
         try:
@@ -54,13 +54,13 @@ def listen(environ: Mapping[str, str]) -> socket.socket:
             if error.errno in _NOT_HERE:
                 continue
             raise LaunchError(
-                f"port {port}, where the ranks are to meet, cannot be had ({error.strerror}): an earlier run may still "
+                f"port {port} of the rendezvous cannot be opened ({error.strerror}): an earlier run may still "
                 f"be there, which ss -ltnp 'sport = :{port}' shows; end it, or choose another with --master_port "
                 "(deepspeed) or MASTER_PORT"
             ) from error
     raise LaunchError(
-        f"{name}, where rank 0 is to listen, is no address of its host {socket.gethostname()}: set MASTER_ADDR to one, "
-        f"or, if it leads here by way of another host, {LISTEN}=0.0.0.0"
+        f"{name}, where rank 0 is to listen, is not an address of its host {socket.gethostname()}: set MASTER_ADDR to "
+        f"one, or, if it leads here by way of another host, {LISTEN}=0.0.0.0"
     )
 
 

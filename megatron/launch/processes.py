@@ -23,7 +23,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def leave_with_launcher(environ: Mapping[str, str]) -> None:
+def exit_with_launcher(environ: Mapping[str, str]) -> None:
     """Tie this process to the launcher that started it, if one did; a shell may end before what it started.
 
     A launcher that is killed would leave its ranks training, with nobody to stop them.
@@ -61,16 +61,16 @@ def _leave_behind(process: int) -> None:
     os._exit(LaunchError.exit_code)
 
 
-LEAVE = (signal.SIGTERM, signal.SIGUSR1)
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send before they take the machine away."""
 
 
-class LeaveSignal:
-    """The first of ``LEAVE`` that reached this process, from the moment this is made on."""
+class ExitSignal:
+    """The first of ``EXIT_SIGNALS`` that reached this process, from the moment this is made on."""
 
     def __init__(self) -> None:
         self.number = 0
-        for number in LEAVE:
+        for number in EXIT_SIGNALS:
             signal.signal(number, self._receive)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
@@ -79,13 +79,13 @@ class LeaveSignal:
         self.number = number
 
 
-def ignore_leave_signals() -> None:
+def ignore_exit_signals() -> None:
     """For helper processes, which end with the process they help."""
-    for number in LEAVE:
+    for number in EXIT_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def leave_with_parent(parent: int | None = None) -> None:
+def exit_with_parent(parent: int | None = None) -> None:
     """Tie this process to the one that started it, whose number is ``parent``: it may be dead already.
 
     Ctrl-C reaches every process of a terminal; the parent alone answers it. And the process ends with its parent

@@ -25,7 +25,7 @@ class Place(NamedTuple):
     """Whether it waits in a collective, and so for others."""
 
 
-class Whereabouts:
+class ProgressState:
     """The iteration and the part of it that this rank is in, since when, and the instruction."""
 
     def __init__(self) -> None:

@@ -12,9 +12,9 @@ from typing import NoReturn
 from megatron.config.environment import check_place, local_rank
 from megatron.config.environment import rank as rank_of
 from megatron.config.errors import ConfigError, LaunchError, UserError
-from megatron.launch.processes import leave_with_launcher
+from megatron.launch.processes import exit_with_launcher
 
-NOTES = "RANK_NOTES"
+EXIT_CODE_FOLDER = "RANK_EXIT_CODES"
 """Where the environment may name a folder in which each rank leaves its exit code."""
 
 
@@ -25,7 +25,7 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     behind that by the first of all. Else the rank that fails says so, and leaves at once, without waiting for
     others in the middle of a collective; they notice, and leave with a line each.
     """
-    leave_with_launcher(os.environ)
+    exit_with_launcher(os.environ)
     faulthandler.enable()  # a crash in a library shows its stack
     rank, is_first_here = _place()
     _note(rank, "")
@@ -47,7 +47,7 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_here: bool) -
         names_itself = rank > 0 or (joined and not error.on_every_rank)
         if speaks:
             for message in error.messages:
-                say(f"rank {rank}: {message}" if names_itself else message)
+                print_error(f"rank {rank}: {message}" if names_itself else message)
         else:
             # The launcher ends all ranks with the first that ends, which must not be one that said nothing.
             time.sleep(1)
@@ -55,8 +55,8 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_here: bool) -
     except KeyboardInterrupt:
         return 130
     except Exception as error:
-        if lost_a_rank(error):
-            say(f"rank {rank}: another rank ended before this one")
+        if is_connection_lost(error):
+            print_error(f"rank {rank}: another rank failed first")
             return LaunchError.exit_code
         print(f"{_program()}: rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
@@ -67,8 +67,8 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_here: bool) -
 
 def _note(rank: int, text: str) -> None:
     """Leave word of this rank's end with who started the launcher, if it asked for that."""
-    folder = Path(os.environ.get(NOTES, ""))
-    if NOTES in os.environ and folder.is_dir():  # a launcher may tell other hosts of it, too
+    folder = Path(os.environ.get(EXIT_CODE_FOLDER, ""))
+    if EXIT_CODE_FOLDER in os.environ and folder.is_dir():  # a launcher may tell other hosts of it, too
         (folder / f"rank {rank}").write_text(text)
 
 
@@ -81,7 +81,7 @@ def _place() -> tuple[int, bool]:
         return 0, True  # nobody else may be there to say it
 
 
-def say(message: str) -> None:
+def print_error(message: str) -> None:
     """Put an error on the screen, as the program's."""
     print(f"{_program()}: error: {message}", file=sys.stderr, flush=True)
 
@@ -90,7 +90,7 @@ def _program() -> str:
     return Path(sys.argv[0]).name
 
 
-def lost_a_rank(error: Exception) -> bool:
+def is_connection_lost(error: Exception) -> bool:
     """Whether gloo says that the other end is gone: then the cause, and the traceback that helps, are there."""
     return isinstance(error, RuntimeError) and any(
         words in str(error) for words in ("Connection closed by peer", "Connection reset by peer")

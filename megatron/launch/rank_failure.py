@@ -20,8 +20,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron.config.errors import LaunchError
-from megatron.launch.progress import Whereabouts
-from megatron.launch.rank import lost_a_rank, say
+from megatron.launch.progress import ProgressState
+from megatron.launch.rank import is_connection_lost, print_error
 from megatron.launch.rendezvous import connect
 
 _KEY = "death"
@@ -33,7 +33,7 @@ _FOR_EVER = timedelta(days=365)
 
 
 @contextmanager
-def deaths_watched(whereabouts: Whereabouts) -> Iterator[None]:
+def rank_failure_monitor(progress: ProgressState) -> Iterator[None]:
     """While inside, leave with exit code 6 once another rank is gone. Every rank must enter, and all leave together.
 
     Raises:
@@ -42,18 +42,18 @@ def deaths_watched(whereabouts: Whereabouts) -> Iterator[None]:
     if dist.get_world_size() == 1:
         yield
         return
-    watch = _DeathWatch(whereabouts)
+    watch = _DeathWatch(progress)
     try:
         yield
         watch.is_over = True
         # Nobody's end is a death any more once everybody is here.
         dist.barrier()
     except RuntimeError as error:
-        if lost_a_rank(error):
+        if is_connection_lost(error):
             watch.leave()
         if "Timed out" in str(error):
             raise LaunchError(
-                f"in iteration {whereabouts.iteration} another rank did not come within --distributed-timeout-minutes; "
+                f"in iteration {progress.iteration} another rank did not come within --distributed-timeout-minutes; "
                 "--watchdog-minutes says which, and where each of them is"
             ) from error
         raise
@@ -64,9 +64,9 @@ def deaths_watched(whereabouts: Whereabouts) -> Iterator[None]:
 class _DeathWatch:
     """Two threads that wait, one for the ranks of this host to end and one for word from the others."""
 
-    def __init__(self, whereabouts: Whereabouts) -> None:
+    def __init__(self, progress: ProgressState) -> None:
         self.is_over = False
-        self._rank, self._whereabouts = dist.get_rank(), whereabouts
+        self._rank, self._progress = dist.get_rank(), progress
         self._known = threading.Event()
         self._store = connect(os.environ, timedelta(seconds=_GRACE))
         self._word = connect(os.environ, _FOR_EVER)
@@ -84,8 +84,8 @@ class _DeathWatch:
         """
         is_known = self._known.wait(_LAUNCHER_LOOKS)
         _await_launcher()
-        iteration = self._whereabouts.iteration
-        raise LaunchError([] if is_known else f"lost another rank in iteration {iteration}, of another host")
+        iteration = self._progress.iteration
+        raise LaunchError([] if is_known else f"lost a rank of another host in iteration {iteration}")
 
     def _watch_neighbours(self) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -107,14 +107,14 @@ class _DeathWatch:
         """A rank of this host is gone; ``end`` says by what, and is None where it will have said so itself."""
         if self.is_over:
             return
-        words = f"rank {rank} was ended{end} in iteration {self._whereabouts.iteration}" if end is not None else ""
+        words = f"rank {rank} was killed{end} in iteration {self._progress.iteration}" if end is not None else ""
         try:
             is_first = self._store.add(f"{_KEY}/finders", 1) == 1
             self._store.set(_KEY, words)
         except RuntimeError:  # the store went with the rank that kept it
             is_first = self._rank == min({self._rank, *self._neighbours.values()} - {rank})
         if is_first and words:
-            say(words)
+            print_error(words)
         self._end()
 
     def _await_word(self) -> None:
@@ -124,7 +124,7 @@ class _DeathWatch:
             # Its keeper is gone. Who shares a host with it knows better.
             time.sleep(1)
             if not self.is_over and not self._known.is_set() and self._is_first_here():
-                say(f"rank {self._rank}: rank 0, or its host, is gone in iteration {self._whereabouts.iteration}")
+                print_error(f"rank {self._rank}: lost rank 0 or its host in iteration {self._progress.iteration}")
         self._end()
 
     def _is_first_here(self) -> bool:

@@ -22,8 +22,8 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from megatron.config import RunConfig
 from megatron.config.errors import LaunchError
-from megatron.launch.progress import Whereabouts
-from megatron.launch.rank import say
+from megatron.launch.progress import ProgressState
+from megatron.launch.rank import print_error
 from megatron.launch.rendezvous import connect
 from megatron.parallel.layout import ParallelLayout
 
@@ -39,12 +39,12 @@ _AXES = {"model": "tensor-parallel", "data": "data-parallel", "pipe": "pipeline"
 
 
 @contextmanager
-def hangs_watched(run: RunConfig, layout: ParallelLayout, whereabouts: Whereabouts) -> Iterator[None]:
+def hang_watchdog(run: RunConfig, layout: ParallelLayout, progress: ProgressState) -> Iterator[None]:
     """While inside, end a run one of whose phases exceeds ``--watchdog-minutes``, with exit code 6."""
     if run.logging.watchdog_minutes is None:
         yield
         return
-    watchdog = _Watchdog(run, layout, whereabouts)
+    watchdog = _Watchdog(run, layout, progress)
     try:
         yield
     finally:
@@ -52,8 +52,8 @@ def hangs_watched(run: RunConfig, layout: ParallelLayout, whereabouts: Whereabou
 
 
 class _Watchdog:
-    def __init__(self, run: RunConfig, layout: ParallelLayout, whereabouts: Whereabouts) -> None:
-        self._rank, self._size, self._whereabouts = layout.rank, layout.topology.world_size(), whereabouts
+    def __init__(self, run: RunConfig, layout: ParallelLayout, progress: ProgressState) -> None:
+        self._rank, self._size, self._progress = layout.rank, layout.topology.world_size(), progress
         self._limit = 60 * run.logging.watchdog_minutes
         self._beat = min(_BEAT, self._limit / 4)
         self._answer = min(_ANSWER, self._limit)
@@ -76,7 +76,7 @@ class _Watchdog:
 
     def _keep_time(self) -> None:
         while not self._over.wait(self._beat):
-            if self._whereabouts.seconds > self._limit:
+            if self._progress.seconds > self._limit:
                 self._bark()
 
     def _tell_others(self) -> None:
@@ -94,9 +94,9 @@ class _Watchdog:
         faulthandler.dump_traceback_later(self._limit + 2 * self._answer, exit=True)
 
     def _tell(self) -> None:
-        place = self._whereabouts.place(self._groups)
+        place = self._progress.place(self._groups)
         told = {
-            "entered": self._whereabouts.entered,
+            "entered": self._progress.entered,
             "text": place.text,
             "waits": place.waits,
             "heard": self._heard,
@@ -123,7 +123,7 @@ class _Watchdog:
                 self._leave_without_store()
             if self._rank == next(rank for rank, words in enumerate(told) if words and words["heard"]):
                 for line in explain(told, self._minutes, self._file.parent):
-                    say(line)
+                    print_error(line)
             else:
                 time.sleep(_SETTLE)  # the launcher ends all with the first that ends
             self._leave()
@@ -134,22 +134,22 @@ class _Watchdog:
 
     def _write(self) -> None:
         """The place of this rank and the stacks of its threads; nothing where no file can be had."""
-        place = self._whereabouts.place(self._groups)
+        place = self._progress.place(self._groups)
         try:
             self._file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
             with open(self._file, "w", opener=lambda path, _: os.open(path, flags, 0o640)) as file:
                 print(f"rank {self._rank}, process {os.getpid()} on {socket.gethostname()}: {place.text}", file=file)
-                print(f"{self._whereabouts.seconds:.0f} s in this phase\n", file=file, flush=True)
+                print(f"{self._progress.seconds:.0f} s in this phase\n", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
-            say(f"rank {self._rank}: {self._file} cannot be written: {error.strerror}")
+            print_error(f"rank {self._rank}: {self._file} cannot be written: {error.strerror}")
 
     def _leave_without_store(self) -> NoReturn:
-        place = self._whereabouts.place(self._groups)
-        say(
-            f"rank {self._rank}: longer than {self._minutes} in {place.text}; and nobody answers where the ranks meet: "
-            "rank 0 keeps that, or torchrun on its host, and is stopped, gone or cut off"
+        place = self._progress.place(self._groups)
+        print_error(
+            f"rank {self._rank}: longer than {self._minutes} in {place.text}; and the rendezvous store "
+            "does not respond: its host, rank 0 or torchrun, is stopped, gone or cut off"
         )
         self._leave()
 
@@ -170,16 +170,16 @@ def explain(told: list[dict | None], limit: str, folder: Path) -> list[str]:
     if len(others) > _SHOWN:
         others = [*others[:_SHOWN], f"and {len(others) - _SHOWN} ranks more"]
     causes = [
-        f"rank {rank} is behind and does not answer, last seen in {_position(told[rank])}"
+        f"rank {rank} is hung and does not respond, last seen in {_position(told[rank])}"
         if rank in silent
-        else f"rank {rank} is behind: {_position(told[rank])}"
+        else f"rank {rank} is hung: {_position(told[rank])}"
         for rank in behind
     ]
     return [where, *others, *(causes or ["all ranks wait for each other"])]
 
 
 def _position(words: dict | None) -> str:
-    return f"{words['text']} (on {words['host']})" if words else "a place that it has not told"
+    return f"{words['text']} (on {words['host']})" if words else "an unknown position"
 
 
 def group_names(topology: ProcessTopology) -> dict[tuple[int, ...], str]:

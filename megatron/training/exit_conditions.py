@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from megatron.config import RunConfig
-from megatron.launch.processes import LeaveSignal
+from megatron.launch.processes import ExitSignal
 
 PREEMPTED = 75
 """Exit code of a run that was asked to leave and has saved: EX_TEMPFAIL, start it again."""
@@ -28,7 +28,7 @@ class Departures:
     def __init__(self, run: RunConfig) -> None:
         self._run = run
         self._began = time.monotonic()
-        self._signal = LeaveSignal()
+        self._signal = ExitSignal()
 
     def due(self, iteration: int) -> Departure | None:
         """Whether to leave behind ``iteration``, the same on every rank. Every rank must call it."""

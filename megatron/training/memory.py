@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from megatron.config import RunConfig
 from megatron.config.errors import ResourceError
 from megatron.config.validation import violations
-from megatron.launch.progress import Whereabouts
+from megatron.launch.progress import ProgressState
 from megatron.parallel.layout import ParallelLayout
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.training.optional_files import unless_refused
@@ -30,7 +30,7 @@ _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 @contextmanager
-def exhaustion_named(run: RunConfig, layout: ParallelLayout, whereabouts: Whereabouts) -> Iterator[None]:
+def exhaustion_named(run: RunConfig, layout: ParallelLayout, progress: ProgressState) -> Iterator[None]:
     """Turn the end of the memory inside into a ResourceError, and leave what filled it in memory-rankN.txt."""
     if run.observe.traces_or_profiles and get_accelerator().device_name() == "cuda":
         torch.cuda.memory._record_memory_history(max_entries=100_000)  # so that the snapshot says who allocated
@@ -43,7 +43,7 @@ def exhaustion_named(run: RunConfig, layout: ParallelLayout, whereabouts: Wherea
             raise
         free, held = _free(), _held() - before
         del reserve
-        raise ResourceError(_explain(run, layout, whereabouts, str(error), free, held)) from error
+        raise ResourceError(_explain(run, layout, progress, str(error), free, held)) from error
 
 
 def is_exhaustion(error: Exception) -> bool:
@@ -51,10 +51,10 @@ def is_exhaustion(error: Exception) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
-def _explain(run: RunConfig, layout: ParallelLayout, whereabouts: Whereabouts, said: str, free: int, held: int) -> str:
+def _explain(run: RunConfig, layout: ParallelLayout, progress: ProgressState, said: str, free: int, held: int) -> str:
     stage = layout.topology.get_coord(layout.rank).pipe
     planned = stage_memory(run)[stage]
-    where = f"{whereabouts.phase}, iteration {whereabouts.iteration}" if whereabouts.phase else "the start of the run"
+    where = f"{progress.phase}, iteration {progress.iteration}" if progress.phase else "the start of the run"
     parts = [
         f"out of memory in {where}: {_asked(said)}{free / _GB:.3g} GB are free",
         f"this rank holds {held / _GB:.3g} GB, and at its peak was planned to hold {planned.total / _GB:.3g} GB",

@@ -20,10 +20,10 @@ from megatron.config.summary import describe_stages
 from megatron.data.sources import has_split
 from megatron.launch.distributed import distributed
 from megatron.launch.extensions import build_extensions, check_device
-from megatron.launch.progress import Whereabouts
+from megatron.launch.progress import ProgressState
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-from megatron.launch.rank_failure import deaths_watched
-from megatron.launch.watchdog import hangs_watched
+from megatron.launch.rank_failure import rank_failure_monitor
+from megatron.launch.watchdog import hang_watchdog
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.tools.reporting.record import write_record
@@ -47,12 +47,12 @@ def pretrain(run: RunConfig) -> int:
     silence_known_warnings()
     check_device(run.parallel.device, run.parallel.local_rank or 0)
     build_extensions(run)
-    whereabouts = Whereabouts()
+    progress = ProgressState()
     with (
         distributed(run.parallel, verbose=run.logging.verbose) as layout,
-        deaths_watched(whereabouts),
-        hangs_watched(run, layout, whereabouts),
-        exhaustion_named(run, layout, whereabouts),
+        rank_failure_monitor(progress),
+        hang_watchdog(run, layout, progress),
+        exhaustion_named(run, layout, progress),
     ):
         saved = choose_checkpoint(run)
         run = behind(saved.description, run) if saved else run
@@ -76,7 +76,7 @@ def pretrain(run: RunConfig) -> int:
         log.say(_describe_start(run, saved, loaded.iteration))
         feed = Feed(run, layout, saved.left_out if saved and loaded.iteration else ())
         looks = instruments(run, layout, engine.module)
-        trainer = Trainer(run, engine, layout, feed, log, checkpointer, departures, whereabouts, looks)
+        trainer = Trainer(run, engine, layout, feed, log, checkpointer, departures, progress, looks)
         exit_code = trainer.train(loaded.iteration)
         for instrument in looks:
             instrument.close()
@@ -96,13 +96,13 @@ class Trainer:
         log: MetricsLogger,
         checkpointer: Checkpointer,
         departures: Departures,
-        whereabouts: Whereabouts,
+        progress: ProgressState,
         looks: Sequence[Instrument],
     ):
         self.run, self.engine, self.layout, self.feed, self.log = run, engine, layout, feed, log
         self.checkpointer, self.departures, self.watch = checkpointer, departures, StepWatch(run)
-        self.whereabouts, self.looks = whereabouts, looks
-        self.listeners: list[Listener] = [] if run.logging.watchdog_minutes is None else [whereabouts.instruct]
+        self.progress, self.looks = progress, looks
+        self.listeners: list[Listener] = [] if run.logging.watchdog_minutes is None else [progress.instruct]
         self.returns: Counter[str] = Counter()
         """How often training went back to each checkpoint."""
 
@@ -118,7 +118,7 @@ class Trainer:
         self.log.start()
         while iteration < config.train_iters and departure is None:
             iteration += 1
-            self.whereabouts.enter("training", iteration)
+            self.progress.enter("training", iteration)
             learning_rate = self.engine.get_lr()[0]
             with ExitStack() as stack:
                 heard = [listener for look in self.looks for listener in stack.enter_context(look.iteration(iteration))]
@@ -153,7 +153,7 @@ class Trainer:
         config = self.run.train
         if not config.eval_iters or not has_split(self.run.data, split):
             return
-        self.whereabouts.enter("evaluation", iteration)
+        self.progress.enter("evaluation", iteration)
         with self._paused():
             earlier = (iteration - 1) // config.eval_interval if split == "valid" else 0
             batches = self.feed.evaluation(split, earlier)
@@ -162,7 +162,7 @@ class Trainer:
 
     def save(self, iteration: int) -> int:
         """Save a checkpoint, if there is a folder for it and the weights can be trusted; ``iteration`` again."""
-        self.whereabouts.enter("saving", iteration)
+        self.progress.enter("saving", iteration)
         if self.watch.trusts_weights:
             with self._paused():
                 self.checkpointer.save(iteration, self.feed.left_out)

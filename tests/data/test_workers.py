@@ -10,10 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PARENT = """
 import multiprocessing, os, time
-from megatron.launch.processes import leave_with_parent
+from megatron.launch.processes import exit_with_parent
 
 def work():
-    leave_with_parent()
+    exit_with_parent()
     print(os.getpid(), flush=True)
     time.sleep(600)
 
@@ -24,13 +24,13 @@ time.sleep(600)
 
 ORPHAN = """
 import os, time
-from megatron.launch.processes import leave_with_parent
+from megatron.launch.processes import exit_with_parent
 
 parent = os.getpid()
 if os.fork() == 0:
     while os.getppid() == parent:
         time.sleep(0.01)
-    leave_with_parent(parent)
+    exit_with_parent(parent)
     print("still here", flush=True)
 """
 

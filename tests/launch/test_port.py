@@ -34,9 +34,9 @@ def test_it_listens_at(environ, address) -> None:
 @pytest.mark.parametrize(
     ("environ", "reason"),
     [
-        (place("198.51.100.1"), "198.51.100.1, where rank 0 is to listen, is no address of its host"),
+        (place("198.51.100.1"), "198.51.100.1, where rank 0 is to listen, is not an address of its host"),
         (place("127.0.1.1", here=1), "127.0.1.1 is 127.0.1.1 on its own host, where ranks of other hosts do not reach"),
-        (place("no-such-host.invalid"), "no-such-host.invalid, where rank 0 is to listen, stands for no address"),
+        (place("no-such-host.invalid"), "no-such-host.invalid, where rank 0 is to listen, does not resolve"),
     ],
 )
 def test_an_address_that_cannot_be_had_is_refused_before_torch(environ, reason) -> None:

@@ -19,7 +19,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, tm
     words = (*words, "--metrics-file", tmp_path / "parts")
     program = ("tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments)
     ended = programs.torchrun(2, *program, *words, FAULT="signal 1 3 SIGKILL")
-    assert "pretrain_gpt2.py: error: rank 1 was ended by SIGKILL in iteration 3" in ended.output
+    assert "pretrain_gpt2.py: error: rank 1 was killed by SIGKILL in iteration 3" in ended.output
     said, _, report = ended.output.partition("Root Cause (first observed failure):")
     assert said.count(": error: ") == 1, "no victim speaks"
     assert "rank      : 1 " in report and "(SIGKILL)" in report
@@ -31,8 +31,8 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, tm
 @pytest.mark.parametrize(
     ("fault", "rank", "code", "last"),
     [
-        ("signal 0 2 SIGSEGV", 0, -signal.SIGSEGV, "rank 0 was ended by SIGSEGV in iteration 2"),
-        ("signal 1 2 SIGABRT", 1, -signal.SIGABRT, "rank 1 was ended by SIGABRT in iteration 2"),
+        ("signal 0 2 SIGSEGV", 0, -signal.SIGSEGV, "rank 0 was killed by SIGSEGV in iteration 2"),
+        ("signal 1 2 SIGABRT", 1, -signal.SIGABRT, "rank 1 was killed by SIGABRT in iteration 2"),
         ("raise 1 2", 1, 1, "ValueError: a fault of this rank alone"),
     ],
 )

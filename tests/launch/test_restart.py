@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.programs import Programs
 
-from megatron.tools.cluster.supervise import End, run_again
+from megatron.tools.cluster.supervise import End, run_with_restarts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,22 +27,23 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_what_is_started_again(codes, checkpoints, most, result, starts) -> None:
     """Codes in the order of starts; checkpoints as they are before the first and behind each."""
     left, seen = iter(codes), iter(checkpoints)
-    assert run_again(lambda: End(next(left), was_asked=False), lambda: next(seen), most) == result
+    assert run_with_restarts(lambda: End(next(left), was_asked=False), lambda: next(seen), most) == result
     assert len(list(left)) == len(codes) - starts
 
 
 def test_a_run_that_was_asked_to_leave_is_not_started_again() -> None:
     ends: Iterator[End] = iter([End(1, was_asked=True)])
-    assert run_again(lambda: next(ends), lambda: None, 9) == 1
+    assert run_with_restarts(lambda: next(ends), lambda: None, 9) == 1
 
 
 AGAIN = """
 import os, sys
 from pathlib import Path
-from megatron.tools.cluster.supervise import run_again
+from megatron.tools.cluster.supervise import run_with_restarts
 from megatron.tools.cluster.supervise import supervise
 script, folder = sys.argv[1:]
-sys.exit(run_again(lambda: supervise(["bash", "-c", script, folder], os.environ), lambda: os.listdir(folder), 9))
+start = lambda: supervise(["bash", "-c", script, folder], os.environ)
+sys.exit(run_with_restarts(start, lambda: os.listdir(folder), 9))
 """
 
 
@@ -53,8 +54,8 @@ def test_a_crash_loop_comes_to_an_end(tmp_path: Path) -> None:
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 93 and ended.stdout == "started\n" * 5, ended.stderr
     lines = ended.stderr.splitlines()
-    assert lines[0].endswith("the run died with exit code 139 and is started again, time 1 of 9 (--max-restarts)")
-    assert lines[-1].endswith("died 3 times in a row without a new checkpoint: it is not started again")
+    assert lines[0].endswith("the run failed with exit code 139: restart 1 of 9 (--max-restarts)")
+    assert lines[-1].endswith("crash loop: 3 failures in a row without a new checkpoint; not restarted")
 
 
 @pytest.mark.parametrize("words", [[], ["--save", "ck"], ["--save", "ck", "--load", "other"]])

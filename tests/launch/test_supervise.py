@@ -13,7 +13,7 @@ import os, sys
 from megatron.tools.cluster.supervise import supervise
 sys.exit(supervise(sys.argv[1:], os.environ).code)
 """
-CLAIM = "-c: error: the launcher says that all is well, but"
+CLAIM = "-c: error: the launcher exited with 0, but"
 
 
 def supervised(script: str, *words: str) -> subprocess.Popen[str]:
@@ -28,12 +28,12 @@ def supervised(script: str, *words: str) -> subprocess.Popen[str]:
         ("exit 0", 0, ""),
         ("exit 75", 75, ""),
         ("kill -KILL $$", 137, ""),
-        ('touch "$RANK_NOTES/rank 0"; echo -n 0 > "$RANK_NOTES/rank 0"', 0, ""),
-        ('touch "$RANK_NOTES/rank 1"', 6, f"{CLAIM} rank 1 of this host was ended from outside\n"),
+        ('touch "$RANK_EXIT_CODES/rank 0"; echo -n 0 > "$RANK_EXIT_CODES/rank 0"', 0, ""),
+        ('touch "$RANK_EXIT_CODES/rank 1"', 6, f"{CLAIM} rank 1 of this host was killed\n"),
         (
-            'for rank in "0 6" "1 5" "2 6"; do echo -n ${rank#* } > "$RANK_NOTES/rank ${rank% *}"; done',
+            'for rank in "0 6" "1 5" "2 6"; do echo -n ${rank#* } > "$RANK_EXIT_CODES/rank ${rank% *}"; done',
             5,
-            f"{CLAIM} rank 1 of this host ended with 5\n",
+            f"{CLAIM} rank 1 of this host exited with 5\n",
         ),
     ],
 )

@@ -29,7 +29,7 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, t
     limit, waiting, cause = ranks.errors
     assert "takes longer than --watchdog-minutes 0.1" in limit
     assert waiting.startswith("rank 0: training, iteration 3, SendActivation of micro-batch 1, in send to rank 1")
-    assert cause.startswith("rank 1 is behind and does not answer")
+    assert cause.startswith("rank 1 is hung and does not respond")
     assert ranks.output.splitlines()[-1].endswith(cause)
     written = (tmp_path / "ck" / "hang-rank0.txt").read_text()
     assert "SendActivation of micro-batch 1, in send to rank 1" in written and " in train_batch\n" in written
@@ -43,7 +43,7 @@ def test_the_stopped_rank_keeps_the_store(programs, tmp_path: Path) -> None:
     ranks = BareRanks(programs, tmp_path / "log", "signal 0 2 SIGSTOP", *words, size=2)
     assert ranks.ended(1) == [6], ranks.output
     assert "RecvActivation of micro-batch 1, in recv from rank 0" in ranks.errors[-1]
-    assert "nobody answers where the ranks meet: rank 0 keeps that" in ranks.errors[-1]
+    assert "the rendezvous store does not respond: its host, rank 0 or torchrun" in ranks.errors[-1]
 
 
 def test_a_rank_that_holds_pythons_lock(programs, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_rank_that_holds_pythons_lock(programs, tmp_path: Path) -> None:
     words = (*SETTINGS, *SAVES, "--save", tmp_path / "ck")
     ranks = BareRanks(programs, tmp_path / "log", "hold 1 2", *words, size=2)
     assert ranks.ended() == [6, 1], ranks.output
-    assert ranks.errors[-1].startswith("rank 1 is behind and does not answer")
+    assert ranks.errors[-1].startswith("rank 1 is hung and does not respond")
     assert "Timeout (" in ranks.output and "faulty_pretrain.py" in ranks.output.partition("Timeout (")[2]
 
 
@@ -61,16 +61,16 @@ def test_who_is_behind() -> None:
 
     def behind(*ranks: dict[str, Any] | None) -> list[str]:
         lines = explain(list(ranks), "--watchdog-minutes 1", Path("ck"))
-        return [line for line in lines if "behind" in line or "each other" in line]
+        return [line for line in lines if "is hung" in line or "each other" in line]
 
     sleeps, waits = told(3, False), told(3, True)
-    assert behind(waits, sleeps, waits) == ["rank 1 is behind: here (on h)"]
-    assert behind(told(4, True), waits) == ["rank 1 is behind: here (on h)"], "an earlier part of the run"
+    assert behind(waits, sleeps, waits) == ["rank 1 is hung: here (on h)"]
+    assert behind(told(4, True), waits) == ["rank 1 is hung: here (on h)"], "an earlier part of the run"
     assert behind(waits, waits) == ["all ranks wait for each other"]
     assert behind(waits, told(2, False, heard=False)) == [
-        "rank 1 is behind and does not answer, last seen in here (on h)"
+        "rank 1 is hung and does not respond, last seen in here (on h)"
     ]
-    assert behind(waits, None) == ["rank 1 is behind and does not answer, last seen in a place that it has not told"]
+    assert behind(waits, None) == ["rank 1 is hung and does not respond, last seen in an unknown position"]
     assert len(explain([waits] * 1000 + [sleeps], "", Path("ck"))) < 12
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from support.ports import free_port
 
-from megatron.launch.processes import leave_with_parent
+from megatron.launch.processes import exit_with_parent
 
 TIME_LIMIT = 240.0
 """Seconds for one call, the first of a session included, which may have to compile DeepSpeed's extension."""
@@ -146,7 +146,7 @@ def fork_server() -> BaseContext:
 
 
 def _work(pipe: Connection, rank: int, world_size: int, port: int, stack_file: str) -> None:
-    leave_with_parent()  # a daemon would, too, but may have no children, and data is read by some
+    exit_with_parent()  # a daemon would, too, but may have no children, and data is read by some
     faulthandler.register(signal.SIGUSR2, file=open(stack_file, "w"), all_threads=True)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),

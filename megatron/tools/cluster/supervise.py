@@ -22,7 +22,7 @@ import psutil
 
 from megatron.config.errors import CheckpointError, ConfigError, DataError, LaunchError, NumericsError, ResourceError
 from megatron.launch.processes import die_with_parent
-from megatron.launch.rank import NOTES, say
+from megatron.launch.rank import EXIT_CODE_FOLDER, print_error
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36
@@ -51,7 +51,7 @@ def supervise(command: Sequence[str], environ: Mapping[str, str]) -> End:
     forwarded: list[int] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as notes:
         launcher = subprocess.Popen(
-            list(command), env={**environ, NOTES: notes}, start_new_session=True, preexec_fn=die_with_parent
+            list(command), env={**environ, EXIT_CODE_FOLDER: notes}, start_new_session=True, preexec_fn=die_with_parent
         )
 
         def forward(number: int, _: FrameType | None) -> None:
@@ -78,8 +78,8 @@ def _worst(said: Mapping[str, str]) -> int:
         return 0
     # Ranks that were lost for want of another say less than that one.
     first = min(failed, key=lambda rank: codes[rank] == LaunchError.exit_code)
-    how = f"ended with {said[first]}" if said[first] else "was ended from outside"
-    say(f"the launcher says that all is well, but {first} of this host {how}")
+    how = f"exited with {said[first]}" if said[first] else "was killed"
+    print_error(f"the launcher exited with 0, but {first} of this host {how}")
     return codes[first]
 
 
@@ -109,17 +109,17 @@ def _signal(process: psutil.Process, number: int) -> None:
         pass
 
 
-FRUITLESS = 93
+CRASH_LOOP = 93
 """Exit code of a run that dies at the same place again and again: starting it once more changes nothing."""
 
-_MOST_FRUITLESS = 3
+_MOST_FAILURES = 3
 _LEFT_SAVED = 75
 _MISTAKES = (ConfigError, DataError, CheckpointError, NumericsError, ResourceError)
 _FINAL = {0, _LEFT_SAVED, *(mistake.exit_code for mistake in _MISTAKES)}
 """Exit codes that a new start would not change, or that ask for it to be made by somebody else."""
 
 
-def run_again(start: Callable[[], End], progress: Callable[[], object], most: int) -> int:
+def run_with_restarts(start: Callable[[], End], progress: Callable[[], object], most: int) -> int:
     """Call ``start`` until the run ends for good, and where it dies, up to ``most`` times more.
 
     Args:
@@ -136,10 +136,10 @@ def run_again(start: Callable[[], End], progress: Callable[[], object], most: in
             return code
         before, reached = reached, progress()
         fruitless = fruitless + 1 if reached == before else 0
-        if fruitless == _MOST_FRUITLESS:
-            say(f"the run has died {fruitless} times in a row without a new checkpoint: it is not started again")
-            return FRUITLESS
+        if fruitless == _MOST_FAILURES:
+            print_error(f"crash loop: {fruitless} failures in a row without a new checkpoint; not restarted")
+            return CRASH_LOOP
         if number == most:
             return code
-        say(f"the run died with exit code {code} and is started again, time {number + 1} of {most} (--max-restarts)")
+        print_error(f"the run failed with exit code {code}: restart {number + 1} of {most} (--max-restarts)")
     raise AssertionError("the last start returns")

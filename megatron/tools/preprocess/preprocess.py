@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron.config.errors import DataError, ResourceError
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
-from megatron.launch.processes import leave_with_parent
+from megatron.launch.processes import exit_with_parent
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.preprocess.corpus import FORMATS, Chunk, read_chunks
 from megatron.tools.preprocess.job import Job, Journal, Milestone, Summary
@@ -211,7 +211,7 @@ def _in_order(
     if workers == 1:
         yield from map(function, chunks)
         return
-    with ProcessPoolExecutor(workers, initializer=leave_with_parent, initargs=(os.getpid(),)) as pool:
+    with ProcessPoolExecutor(workers, initializer=exit_with_parent, initargs=(os.getpid(),)) as pool:
         pending: deque[Future[Tokenized]] = deque()
         try:
             for chunk in chunks:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
-from megatron.launch.processes import LeaveSignal
+from megatron.launch.processes import ExitSignal
 from megatron.tools.serving.request_queue import Complete, Desk, Ranks, follow, lead
 
 _IDLE_CONNECTIONS = 64
@@ -43,7 +43,7 @@ def serve(app: FastAPI, listener: socket.socket, desk: Desk, complete: Complete,
 
 def compute_along(complete: Complete, ranks: Ranks) -> None:
     """What the other ranks do. Asked to leave they stay until the first one leaves, or they are asked again."""
-    LeaveSignal()
+    ExitSignal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     follow(complete, ranks)
 

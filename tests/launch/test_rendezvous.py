@@ -15,7 +15,7 @@ def test_the_port_is_taken(programs) -> None:
         ended = programs.pretrain(1, *SETTINGS, **place)
     assert ended.returncode == 6
     (line,) = ended.output.splitlines()
-    assert f"port {port}, where the ranks are to meet, cannot be had (Address already in use" in line
+    assert f"port {port} of the rendezvous cannot be opened (Address already in use" in line
     assert f"ss -ltnp 'sport = :{port}'" in line
 
 
@@ -25,6 +25,6 @@ def test_ranks_that_never_come(programs, tmp_path: Path) -> None:
     alone = BareRanks(programs, tmp_path / "alone", "none 0 0", *words, size=2, ranks=(1,))
     assert [some.ended(), alone.ended()] == [[6, 6], [6]]
     assert (
-        "2 of 4 ranks have not come within 0.1 minutes (--distributed-timeout-minutes): ranks 1, 3" in some.errors[-1]
+        "2 of 4 ranks did not arrive within 0.1 minutes (--distributed-timeout-minutes): ranks 1, 3" in some.errors[-1]
     )
-    assert "nobody answers at 127.0.0.1:" in alone.errors[-1] and "see that rank 0 is started" in alone.errors[-1]
+    assert "no answer at 127.0.0.1:" in alone.errors[-1] and "see that rank 0 is started" in alone.errors[-1]
