@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks.comparing import Quantity
 from megatron.config.errors import LaunchError
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")

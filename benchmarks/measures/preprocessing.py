@@ -19,8 +19,8 @@ import tokenizers
 
 from benchmarks.comparing import Comparison, Times, alternate
 from benchmarks.measures.megatron_core import installed
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tokenizer import build_tokenizer
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY, BATCH, DOCUMENTS, LENGTH = 8192, 64, 64_000, 200

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.comparing import Comparison, alternate
 from megatron.config import DataConfig
 from megatron.data.datasets import build_datasets
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 TOKENS, SEQUENCE, BATCH, READS, VOCABULARY = 10_000_000, 1024, 8, 8000, 50257
 DOCUMENTS = {"documents shuffled and joined": TOKENS // 5000, "one document": 1}

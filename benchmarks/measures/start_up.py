@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.comparing import Comparison, alternate
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 100

@@ -2,18 +2,17 @@
 
 import contextlib
 import hashlib
-import os
-import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from filelock import FileLock
 
 from megatron.config import DataConfig
 from megatron.data.blend import BlendOrder, BlendPlan, build_order, order_shapes
-from megatron.data.files import take_lock
 from megatron.data.index_maps import IndexMaps, SampleStream, SentenceMaps, SentenceStream, build_index_maps, map_shapes
+from megatron.launch.files import replace_file
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -96,25 +95,22 @@ def _load(folder: Path, name: str, expected: Expected) -> Arrays:
 
 
 def _store(folder: Path, name: str, arrays: Arrays) -> None:
-    """Write the arrays, each first under a name that nobody else uses."""
+    """Write the arrays. Raises OSError if one cannot be written."""
     for key, array in arrays.items():
-        path = _path(folder, name, key)
-        temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
-        try:
-            with open(temporary, "xb") as file:
-                np.save(file, array, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replace_file(_path(folder, name, key)) as file:
+            np.save(file, array, allow_pickle=False)
 
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Hold the lock file ``path``, where there can be one."""
+    """Hold the lock file ``path``.
+
+    The kernel drops the lock of a killed process. If the folder cannot be written, or its file system has no such
+    locks, there is none: it only saves work.
+    """
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            take_lock(stack.enter_context(open(path, "ab")), wait=True)
+            # A soft lock would outlive a killed process.
+            stack.enter_context(FileLock(path, fallback_to_soft=False))
         yield

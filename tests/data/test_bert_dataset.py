@@ -12,8 +12,8 @@ from megatron.data.bert_dataset import BertDataset, hide, shorten
 from megatron.data.datasets import build_datasets, check_data
 from megatron.data.index_maps import SentenceStream
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tokenizer.wordpiece import SPECIAL, WordPieceTokenizer
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 WORDS, PIECES = 60, 30
 PAD, UNK, CLS, SEP, MASK = range(5)

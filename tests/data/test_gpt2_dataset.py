@@ -12,7 +12,7 @@ from megatron.config import DataConfig
 from megatron.config.errors import ConfigError, DataError
 from megatron.data.datasets import Datasets, build_datasets, check_data
 from megatron.data.gpt2_dataset import GPT2Dataset
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 DOCUMENTS = [list(range(100 * n, 100 * n + 1 + 7 * n % 23)) for n in range(60)]
 """Tokens that tell the document (hundreds) and the place in it."""

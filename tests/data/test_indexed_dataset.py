@@ -13,7 +13,7 @@ import pytest
 
 from megatron.config.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 
 GOLDEN_IDX = bytes.fromhex(
     "4d4d4944494458000001000000000000000802000000000000000300000000000000"

@@ -138,7 +138,7 @@ def test_merged_weights_are_those_of_the_layout(
     ("words", "message", "code"),
     [
         ("merge nowhere --output {out}", "nowhere: no such file or folder", 4),
-        ("merge {trained} --output {trained}", "is there already; name another place", 2),
+        ("merge {trained} --output {trained}", "exists already; name another place", 2),
         ("merge {trained} --output {out} --max-shard-size much", "--max-shard-size much is no size", 2),
         ("merge {trained} --output {out}.safetensors --max-shard-size 1GB", "is one file", 2),
         ("merge {foreign} --output {out}", "is a Hugging Face folder, and merge takes one checkpoint", 2),

@@ -15,7 +15,7 @@ from megatron.checkpoint.tracker import describe, publish, write_description
 from megatron.config import RunConfig
 from megatron.config.command_line import parse_run
 from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.training.preflight import check
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.errors import DataError
-from megatron.data.files import replace_file
-from megatron.data.indexed_dataset_builder import Written
+from megatron.launch.files import replace_file
 from megatron.tools.preprocess.corpus import format_of
+from megatron.tools.preprocess.indexed_dataset_builder import Written
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Journal:
     def write(self, milestone: Milestone) -> None:
         """Replace the milestone by a newer one, whose output is on the disk."""
         content = {"job": self._job, "milestone": vars(milestone)}
-        replace_file(self.path, json.dumps(content).encode())
+        with replace_file(self.path, text=True) as file:
+            json.dump(content, file)
 
     def remove(self) -> None:
         """There is nothing to go on from any more."""

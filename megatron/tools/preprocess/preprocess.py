@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.config.errors import DataError, ResourceError
-from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 from megatron.launch.processes import exit_with_parent
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.preprocess.corpus import FORMATS, Chunk, read_chunks
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 from megatron.tools.preprocess.job import Job, Journal, Milestone, Summary
 
 ABBREVIATIONS = frozenset(

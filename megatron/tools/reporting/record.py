@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from megatron.config import RunConfig
 from megatron.config.errors import ConfigError
 from megatron.config.summary import describe_config
+from megatron.launch.files import replace_file
 from megatron.parallel.pipeline.partition import plan
 from megatron.tools.planning.memory import Memory, activations, stage_memory
 from megatron.tools.planning.presets import DEVICES
@@ -60,9 +61,8 @@ def write_record(run: RunConfig, device: str) -> None:
     )
     folder = Path(str(run.observe.run_dir))
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".{RECORD}.partial"
-    partial.write_text(json.dumps({"format": _FORMAT, **asdict(record)}, indent=1))
-    os.replace(partial, folder / RECORD)
+    with replace_file(folder / RECORD, text=True) as file:
+        file.write(json.dumps({"format": _FORMAT, **asdict(record)}, indent=1))
 
 
 def read_record(path: Path) -> Record:

@@ -1,6 +1,7 @@
 """Writes indexed data sets, in the format of ``indexed_dataset.py``, byte for byte, in little memory."""
 
 import contextlib
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -12,8 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from megatron.config.errors import DataError
-from megatron.data.files import sync_folder, take_lock
 from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION
+from megatron.launch.files import sync_folder
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BLOCK = 1 << 16
@@ -192,9 +193,7 @@ def _open_partial(path: Path, size: int | None) -> BinaryIO:
     partial = _partial(path)
     file = os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
     # A writer that was just done may have given the file it locked its final name.
-    if not (
-        take_lock(file, wait=False) and partial.exists() and os.path.samestat(partial.stat(), os.fstat(file.fileno()))
-    ):
+    if not (_lock(file) and partial.exists() and os.path.samestat(partial.stat(), os.fstat(file.fileno()))):
         file.close()
         raise DataError(f"{partial} is being written by another process: wait for it, or take another output prefix")
     if os.fstat(file.fileno()).st_size < (size or 0):
@@ -203,3 +202,18 @@ def _open_partial(path: Path, size: int | None) -> BinaryIO:
     file.truncate(size or 0)
     file.seek(0, os.SEEK_END)
     return file
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Lock an open file until it is closed; returns False if another process holds the lock.
+
+    The kernel drops the lock of a killed process. A file system without locks counts as locked: then nothing warns of
+    a second writer.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
