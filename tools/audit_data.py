@@ -30,7 +30,7 @@ from megatron.config.command_line.parser import read_flags
 from megatron.config.data import read_blend
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided
-from megatron.data.sources import all_sources
+from megatron.data.splits import all_sources
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.audit import batches, overlap, proof, seen, statistics
 from megatron.tools.audit import statistics as picture

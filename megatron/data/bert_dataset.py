@@ -1,73 +1,112 @@
-"""Samples for BERT: two runs of sentences, in their order or swapped, with some of their words hidden.
+"""Samples for BERT: two spans of sentences, in their order or swapped, with some of their words masked.
 
-    [CLS] first run [SEP] second run [SEP] [PAD] ...
+    [CLS] first span [SEP] second span [SEP] [PAD] ...
+
+Two maps hold which sentences make up which sample:
+
+    spans  [n, 3]         first sentence, the one after the last, and tokens at most, of each pair of spans
+    order  [epochs * n]   the pair that is the i-th to be trained on; each epoch is shuffled by itself
 
 s sequence
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.config.errors import DataError
-from megatron.data.index_maps import SentenceMaps, SentenceStream
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.map_cache import cache_folder, cached_sentence_maps, digest
-from megatron.data.sources import SPLIT_NAMES, Source
+from megatron.data.map_cache import cache_folder, cached, digest
+from megatron.data.splits import SPLIT_NAMES, Source
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
 
-
-def hide(
-    tokens: np.ndarray, known: WordPieceTokenizer, mask_prob: float, random: np.random.RandomState
-) -> tuple[np.ndarray, np.ndarray]:
-    """tokens int64 [n] -> the same with a fraction of ``mask_prob`` hidden, and labels: those tokens, -1 elsewhere."""
-    places = choose(tokens, known, max(1, round(len(tokens) * mask_prob)), random)
-    labels = np.full_like(tokens, -1)
-    labels[places] = tokens[places]
-    fate = random.random_sample(len(places))
-    anything = random.randint(0, known.vocab_size, len(places))
-    shown = tokens.copy()
-    shown[places] = np.where(fate < 0.8, known.mask, np.where(fate < 0.9, tokens[places], anything))
-    return shown, labels
+SPECIAL_TOKENS = 3
+"""Tokens of a sample besides the sentences: [CLS], and a [SEP] after each span."""
 
 
-def choose(tokens: np.ndarray, known: WordPieceTokenizer, most: int, random: np.random.RandomState) -> np.ndarray:
-    """Places of the pieces of some words of ``tokens``, ``most`` of them or as near below as whole words come."""
-    candidates = np.flatnonzero((tokens != known.cls) & (tokens != known.sep))
-    # A word whose first pieces were cut off begins behind [CLS] or [SEP].
-    goes_on = known.continues[tokens[candidates]] & (np.diff(candidates, prepend=-1) == 1)
-    words = np.split(candidates, np.flatnonzero(~goes_on)[1:])
-    chosen: list[np.ndarray] = []
-    left = most
-    for number in random.permutation(len(words)):
-        if len(words[number]) <= left:
-            chosen.append(words[number])
-            left -= len(words[number])
-        if not left:
-            break
-    return np.concatenate([np.empty(0, np.int64), *chosen])
+@dataclass(frozen=True)
+class SentenceMaps:
+    """The two maps; see the top of the file."""
+
+    spans: np.ndarray
+    order: np.ndarray
 
 
-FRAME = 3
-"""Tokens around the sentences: [CLS], and a [SEP] behind each."""
+@dataclass(frozen=True)
+class SentenceStream:
+    """The stream of pairs of spans of some documents.
+
+    Attributes:
+        sizes: tokens of each sentence, int32 [sentences].
+        bounds: first sentence of each document, and finally the number of sentences, int64 [documents + 1].
+        max_tokens: tokens of both spans of a sample, at most.
+        short_seq_prob: probability that a sample is shorter.
+        requested: samples needed; the stream holds whole epochs, so more.
+        seed: seed of the lengths and of the order.
+        salt: distinguishes streams that share a seed.
+    """
+
+    sizes: np.ndarray
+    bounds: np.ndarray
+    max_tokens: int
+    short_seq_prob: float
+    requested: int
+    seed: int
+    salt: int = 0
+    names: ClassVar[tuple[str, ...]] = ("runs", "order")
+    """Names of the maps on disk."""
+
+    def build(self) -> dict[str, np.ndarray]:
+        """Compute the maps of a stream that has a document of two sentences."""
+        spans = self._spans()
+        epochs = -(-self.requested // len(spans))
+        orders = [self._random(1, epoch).permutation(len(spans)) for epoch in range(epochs)]
+        return {"runs": spans, "order": np.concatenate([np.empty(0, np.int64), *orders])}
+
+    def fits(self, maps: Mapping[str, np.ndarray]) -> bool:
+        """Whether ``maps`` have shapes that those of this stream can have."""
+        spans, order = (maps[name] for name in self.names)
+        n = len(spans)
+        return n > 0 and spans.shape == (n, 3) and order.shape == (-(-self.requested // n) * n,)
+
+    def _spans(self) -> np.ndarray:
+        """All pairs of spans, int64 [n, 3]; computed for all documents at once, the next pair of each at a time."""
+        tokens = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])  # before each sentence, and in all
+        begin, stop = (side[np.diff(self.bounds) >= 2] for side in (self.bounds[:-1], self.bounds[1:]))
+        random, spans = self._random(0, 0), []
+        while len(begin):
+            is_short = random.random_sample(len(begin)) < self.short_seq_prob
+            target = np.where(is_short, random.randint(2, self.max_tokens + 1, len(begin)), self.max_tokens)
+            end = np.maximum(np.searchsorted(tokens, tokens[begin] + target), begin + 2)
+            end = np.where(stop - end < 2, stop, end)
+            spans.append(np.stack([begin, end, target], axis=1))
+            begin, stop = end[end < stop], stop[end < stop]
+        whole = np.concatenate(spans)
+        return whole[whole[:, 0].argsort()]
+
+    def _random(self, purpose: int, epoch: int) -> np.random.RandomState:
+        """A generator of its own for every purpose; ``RandomState``, since NumPy has frozen its stream."""
+        return np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, self.salt, purpose, epoch])
 
 
 class BertDataset:
     """Samples of some documents of a data set of sentences, in the order of training.
 
-    A sample depends on the seed and its number alone. Sample n of every epoch is another: another pair, other words.
+    A sample depends on the seed and its index alone. Sample n of every epoch differs: another pair, other masked words.
 
     Args:
         indexed: the data set; its sequences are sentences.
         first_sentence: sentence of the data set that is number 0 of the maps.
-        maps: which sentences make which sample.
-        tokenizer: what the tokens mean.
-        data: how long samples are, and how much of them is hidden.
-        seed, salt: seed of what is drawn for each sample, and what tells apart data sets that share it.
+        maps: which sentences make up which sample.
+        tokenizer: the vocabulary of the tokens.
+        data: sequence length and masking probability.
+        seed, salt: seed of what is drawn for each sample, and a number that distinguishes data sets that share it.
     """
 
     def __init__(
@@ -86,32 +125,32 @@ class BertDataset:
         self._seed_words = [seed & 0xFFFFFFFF, seed >> 32, salt]
 
     def __len__(self) -> int:
-        """Samples in the data set: whole epochs, at least as many as were asked for."""
+        """Samples in the data set: whole epochs, at least as many as were requested."""
         return len(self._maps.order)
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """Tokens, segments and labels of the ``index``-th sample to train on, int64 [3, s].
+        """Tokens, token types and labels of the ``index``-th sample to train on, int64 [3, s].
 
-        Segments are 0 for [CLS] and the first run, 1 for the second, -1 for padding, each run with its [SEP].
-        Labels are the tokens that were hidden, -1 elsewhere, and for [CLS] whether the runs were swapped, 0 or 1.
+        Token types are 0 for [CLS] and the first span, 1 for the second, -1 for padding, each span with its [SEP].
+        Labels are the tokens that were masked, -1 elsewhere, and for [CLS] whether the spans were swapped, 0 or 1.
 
         Raises:
             DataError: a token is not in the vocabulary.
         """
-        first, end, target = map(int, self._maps.runs[self._maps.order[index]])
+        first, end, target = map(int, self._maps.spans[self._maps.order[index]])
         random = np.random.RandomState([*self._seed_words, index & 0xFFFFFFFF, index >> 32])
         cut = random.randint(first + 1, end)
-        pair = [self._run(first, cut), self._run(cut, end)]
+        pair = [self._read(first, cut), self._read(cut, end)]
         swapped = int(random.random_sample() < 0.5)
         if swapped:
             pair.reverse()
-        a, b = shorten(*pair, target, random)
+        a, b = truncate_pair(*pair, target, random)
 
-        known, sample = self._tokenizer, np.full((3, self._seq_length), -1, np.int64)
-        sample[0] = known.pad
-        tokens = np.concatenate([[known.cls], a, [known.sep], b, [known.sep]])
+        vocabulary, sample = self._tokenizer, np.full((3, self._seq_length), -1, np.int64)
+        sample[0] = vocabulary.pad
+        tokens = np.concatenate([[vocabulary.cls], a, [vocabulary.sep], b, [vocabulary.sep]])
         n, second = len(tokens), len(a) + 2
-        sample[0, :n], sample[2, :n] = hide(tokens, known, self._mask_prob, random)
+        sample[0, :n], sample[2, :n] = mask_tokens(tokens, vocabulary, self._mask_prob, random)
         sample[1, :second], sample[1, second:n] = 0, 1
         sample[2, 0] = swapped
         return sample
@@ -120,8 +159,8 @@ class BertDataset:
         """Some samples, int64 [n, 3, s]. Raises DataError as each does."""
         return np.stack([self[index] for index in indices])
 
-    def _run(self, first: int, end: int) -> np.ndarray:
-        """Tokens of some sentences, one behind the other, int64."""
+    def _read(self, first: int, end: int) -> np.ndarray:
+        """Tokens of consecutive sentences, int64."""
         tokens = np.concatenate([self._indexed.get(self._first + n) for n in range(first, end)]).astype(np.int64)
         if (wrong := (tokens < 0) | (tokens >= self._tokenizer.vocab_size)).any():
             raise DataError(
@@ -132,18 +171,56 @@ class BertDataset:
         return tokens
 
 
-def shorten(a: np.ndarray, b: np.ndarray, room: int, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
-    """Both with ``room`` tokens at most: the longer one loses first, each token from its front or its back."""
-    of_a = min(len(a), max(room - len(b), room - room // 2))
+def truncate_pair(
+    a: np.ndarray, b: np.ndarray, max_tokens: int, random: np.random.RandomState
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both with ``max_tokens`` in all at most: the longer one is cut first, each token from its start or its end."""
+    length_of_a = min(len(a), max(max_tokens - len(b), max_tokens - max_tokens // 2))
     kept = []
-    for tokens, length in ((a, of_a), (b, min(len(b), room - of_a))):
-        front = random.binomial(len(tokens) - length, 0.5)
-        kept.append(tokens[front : front + length])
+    for tokens, length in ((a, length_of_a), (b, min(len(b), max_tokens - length_of_a))):
+        start = random.binomial(len(tokens) - length, 0.5)
+        kept.append(tokens[start : start + length])
     return kept[0], kept[1]
 
 
-def bert_fault(data: DataConfig, name: str, source: Source) -> str | None:
-    """A message for a source that does not hold a single pair of sentences for the split ``name``."""
+def mask_tokens(
+    tokens: np.ndarray, vocabulary: WordPieceTokenizer, mask_prob: float, random: np.random.RandomState
+) -> tuple[np.ndarray, np.ndarray]:
+    """tokens int64 [n] -> the same with a fraction of ``mask_prob`` masked, and labels: those tokens, -1 elsewhere.
+
+    As in BERT (Devlin et al., 2018), of 10 masked tokens 8 become [MASK], one is kept, and one becomes any token.
+    """
+    positions = choose_masked(tokens, vocabulary, max(1, round(len(tokens) * mask_prob)), random)
+    labels = np.full_like(tokens, -1)
+    labels[positions] = tokens[positions]
+    draw = random.random_sample(len(positions))
+    any_token = random.randint(0, vocabulary.vocab_size, len(positions))
+    masked = tokens.copy()
+    masked[positions] = np.where(draw < 0.8, vocabulary.mask, np.where(draw < 0.9, tokens[positions], any_token))
+    return masked, labels
+
+
+def choose_masked(
+    tokens: np.ndarray, vocabulary: WordPieceTokenizer, most: int, random: np.random.RandomState
+) -> np.ndarray:
+    """Positions of some whole words of ``tokens``: ``most`` of them, or a little fewer if no word fits."""
+    candidates = np.flatnonzero((tokens != vocabulary.cls) & (tokens != vocabulary.sep))
+    # A word whose first tokens were cut off begins after [CLS] or [SEP].
+    continues = vocabulary.continues[tokens[candidates]] & (np.diff(candidates, prepend=-1) == 1)
+    words = np.split(candidates, np.flatnonzero(~continues)[1:])
+    chosen: list[np.ndarray] = []
+    left = most
+    for number in random.permutation(len(words)):
+        if len(words[number]) <= left:
+            chosen.append(words[number])
+            left -= len(words[number])
+        if not left:
+            break
+    return np.concatenate([np.empty(0, np.int64), *chosen])
+
+
+def bert_error(data: DataConfig, name: str, source: Source) -> str | None:
+    """An error message for a source that does not hold a single sample of the split ``name``, else None."""
     _, indexed, documents = source
     if (np.diff(indexed.doc_idx[documents.start : documents.stop + 1]) >= 2).any():
         return None
@@ -158,9 +235,9 @@ def bert_fault(data: DataConfig, name: str, source: Source) -> str | None:
 def bert_samples(
     data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
 ) -> BertDataset:
-    """The samples that the split ``name`` has of one source, ``samples`` at the least.
+    """At least ``samples`` samples of one source of the split ``name``.
 
-    Raises DataError where the vocabulary lacks one of BERT's own tokens.
+    Raises DataError if the vocabulary lacks one of BERT's own tokens.
     """
     indexed, documents = source.indexed, source.documents
     tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
@@ -169,13 +246,14 @@ def bert_samples(
     stream = SentenceStream(
         sizes=indexed.sizes[bounds[0] : bounds[-1]],
         bounds=bounds - bounds[0],
-        room=data.seq_length - FRAME,
+        max_tokens=data.seq_length - SPECIAL_TOKENS,
         short_seq_prob=data.short_seq_prob,
-        wanted=samples,
+        requested=samples,
         seed=seed,
         salt=salt,
     )
-    origin = (indexed.content_hash(), documents, name, seed, stream.room, data.short_seq_prob, samples)
+    origin = (indexed.content_hash(), documents, name, seed, stream.max_tokens, data.short_seq_prob, samples)
     cache_name = f"{Path(indexed.prefix).name}_{name}_{samples}np_{data.seq_length}sl_{seed}s_{digest(origin)}"
-    maps = cached_sentence_maps(cache_folder(data, indexed.prefix), cache_name, stream)
-    return BertDataset(indexed, int(bounds[0]), maps, tokenizer=tokenizer, data=data, seed=seed, salt=salt)
+    maps = cached(cache_folder(data, indexed.prefix), cache_name, stream)
+    sentence_maps = SentenceMaps(spans=maps["runs"], order=maps["order"])
+    return BertDataset(indexed, int(bounds[0]), sentence_maps, tokenizer=tokenizer, data=data, seed=seed, salt=salt)

@@ -1,20 +1,141 @@
-"""The data sets of a run: the samples of each split, out of one data set or a blend."""
+"""The data sets of a run: the samples of each split, from one data set or a blend of several."""
 
-from collections.abc import Callable, Sequence
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from fractions import Fraction
+from functools import cached_property, partial
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.architecture import BERT, GPT2
 from megatron.config.data import SPLITS
-from megatron.data.bert_dataset import BertDataset, bert_fault, bert_samples
-from megatron.data.blend import BlendOrder, BlendPlan
-from megatron.data.gpt2_dataset import GPT2Dataset, Span, gpt2_fault, gpt2_samples
-from megatron.data.map_cache import cache_folder, cached_order, digest
-from megatron.data.sources import Source, find_sources
+from megatron.data.bert_dataset import BertDataset, bert_error, bert_samples
+from megatron.data.gpt2_dataset import GPT2Dataset, Span, gpt2_error, gpt2_samples
+from megatron.data.map_cache import cache_folder, cached, digest
+from megatron.data.splits import Source, find_sources
+
+
+class Reader(NamedTuple):
+    """How a model's samples are read from a data set."""
+
+    check: Callable[[DataConfig, str, Source], str | None]
+    """Returns an error message for a source of a split that does not hold a single sample."""
+    samples: Callable[..., GPT2Dataset | BertDataset]
+    """Called with (data, name of the split, source, samples needed), vocab_size and seed."""
+
+
+READERS = {GPT2.name: Reader(gpt2_error, gpt2_samples), BERT.name: Reader(bert_error, bert_samples)}
+"""By architecture."""
+
+
+def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, architecture: str = GPT2.name) -> None:
+    """Check the data sets as far as their indexes show errors, without building anything.
+
+    Raises:
+        ConfigError: no data path, or a ``--split`` that cannot be read.
+        DataError: files that are missing or damaged, or a split in use without a single sample.
+    """
+    find_sources(data, check=READERS[architecture].check, train_iters=train_iters, eval_iters=eval_iters)
+
+
+@dataclass(frozen=True)
+class BlendPlan:
+    """What the order of a blend depends on.
+
+    Attributes:
+        shares: share of each data set; they add up to 1.
+        requested: samples needed.
+    """
+
+    shares: tuple[Fraction, ...]
+    requested: int
+    names: ClassVar[tuple[str, ...]] = ("sources", "places")
+    """Names of the arrays that ``build`` returns."""
+
+    @cached_property
+    def period(self) -> int:
+        """Samples after which the order repeats: each data set has had exactly its share by then."""
+        return math.lcm(*(share.denominator for share in self.shares))
+
+    @property
+    def length(self) -> int:
+        """Samples whose order has to be computed."""
+        return min(self.period, self.requested)
+
+    def build(self) -> dict[str, np.ndarray]:
+        """``sources`` and ``places`` of a ``BlendOrder``."""
+        sources = np.fromiter(_draw(self.shares, self.length), np.uint16, self.length)
+        places = np.empty(self.length, np.uint32 if self.length < 1 << 32 else np.int64)
+        for source in range(len(self.shares)):
+            is_its_own = sources == source
+            places[is_its_own] = np.arange(np.count_nonzero(is_its_own), dtype=places.dtype)
+        return {"sources": sources, "places": places}
+
+    def fits(self, arrays: Mapping[str, np.ndarray]) -> bool:
+        """Whether ``arrays`` have the shapes of those that ``build`` returns."""
+        return all(arrays[name].shape == (self.length,) for name in self.names)
+
+
+class BlendOrder:
+    """The data set of each sample of a blend: the shares hold exactly, at every point of the stream.
+
+    Of the first n samples a data set with the share w has w * n, plus or minus less than one. That is Tijdeman's
+    solution of the chairman assignment problem: each sample of a data set has a first and a last position, and of the
+    samples that may take a position, the one whose last position comes first does. Nothing depends on how many samples
+    are requested.
+
+    Args:
+        sources: the data set of each of the first samples, [length].
+        places: how many samples before it are of the same data set, [length].
+    """
+
+    def __init__(self, plan: BlendPlan, sources: np.ndarray, places: np.ndarray) -> None:
+        self._plan, self._sources, self._places = plan, sources, places
+        self._in_period = [int(share * plan.period) for share in plan.shares]
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        """The data set of the ``index``-th sample, and its index among the samples of that data set."""
+        periods, position = divmod(index, self._plan.period)
+        source = self._sources.item(position)
+        return source, periods * self._in_period[source] + self._places.item(position)
+
+    def sources(self, samples: int) -> np.ndarray:
+        """The data set of each of the first ``samples``, [samples]."""
+        return np.resize(self._sources, samples)
+
+    def counts(self, samples: int) -> list[int]:
+        """Number of samples of each data set among the first ``samples``."""
+        periods, rest = divmod(samples, self._plan.period)
+        last = np.bincount(self._sources[:rest], minlength=len(self._in_period))
+        return [periods * whole + int(part) for whole, part in zip(self._in_period, last, strict=True)]
+
+
+def _draw(shares: Sequence[Fraction], length: int) -> Iterator[int]:
+    """The data set of each of the first ``length`` samples."""
+    if len(shares) == 1:
+        yield from itertools.repeat(0, length)
+        return
+    # Sample t of a data set with the share w may be the n-th of all if t + 1 / m <= w * n, and must be by then
+    # if w * n > t + 1 - 1 / m: computed in whole numbers, which are exact, and fast.
+    m = 2 * len(shares) - 2
+    ratios = [(m * share.numerator, share.denominator) for share in shares]
+    waiting = [(-(-whole // part), source, 0) for source, (part, whole) in enumerate(ratios)]
+    heapq.heapify(waiting)
+    ready: list[tuple[int, int, int]] = []
+    for position in range(1, length + 1):
+        while waiting and waiting[0][0] <= position:
+            _, source, taken = heapq.heappop(waiting)
+            part, whole = ratios[source]
+            heapq.heappush(ready, (-(-((taken * m + m - 1) * whole) // part), source, taken))
+        _, source, taken = heapq.heappop(ready)
+        yield source
+        part, whole = ratios[source]
+        heapq.heappush(waiting, (-(-((taken * m + m + 1) * whole) // part), source, taken + 1))
 
 
 class BlendedDataset:
@@ -22,8 +143,8 @@ class BlendedDataset:
 
     Args:
         parts: the data sets.
-        order: where each sample is found in them.
-        samples: how many there are.
+        order: the data set of each sample.
+        samples: number of samples.
     """
 
     def __init__(self, parts: Sequence[GPT2Dataset | BertDataset], order: BlendOrder, samples: int) -> None:
@@ -31,63 +152,42 @@ class BlendedDataset:
         self._samples = samples
 
     def __len__(self) -> int:
-        """Samples in the blend, as many as were asked for."""
+        """Samples in the blend, as many as were requested."""
         return self._samples
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """The ``index``-th sample to train on, as its part gives it. Raises DataError as its part does."""
+        """The ``index``-th sample to train on, as its data set returns it. Raises DataError as that does."""
         return self.take([index])[0]
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Some samples, [n, ...]. Raises DataError as their parts do."""
+        """Some samples, [n, ...]. Raises DataError as their data sets do."""
         if wrong := [index for index in indices if not 0 <= index < self._samples]:
             raise IndexError(wrong[0])
-        found = [self.order[index] for index in indices]
+        located = [self.order[index] for index in indices]
         rows = {
-            source: iter(self.parts[source].take([place for of, place in found if of == source]))
-            for source in {source for source, _ in found}
+            source: iter(self.parts[source].take([place for of, place in located if of == source]))
+            for source in {source for source, _ in located}
         }
-        return np.stack([next(rows[source]) for source, _ in found])
+        return np.stack([next(rows[source]) for source, _ in located])
 
     def spans(self, index: int) -> list[Span]:
-        """The pieces of documents that make the ``index``-th sample."""
+        """The parts of documents that make up the ``index``-th sample, which is one of GPT-2."""
         source, place = self.order[index]
-        return self.parts[source].spans(place)
+        part = self.parts[source]
+        assert isinstance(part, GPT2Dataset)
+        return part.spans(place)
 
 
 Samples = GPT2Dataset | BertDataset | BlendedDataset
 
 
-class Reader(NamedTuple):
-    """What makes samples of a data set."""
-
-    fault: Callable[[DataConfig, str, Source], str | None]
-    """A message for a source of a split that holds not a single sample."""
-    samples: Callable[..., GPT2Dataset | BertDataset]
-    """Of (data, name of the split, source, how many at the least), with vocab_size and seed."""
-
-
-READERS = {GPT2.name: Reader(gpt2_fault, gpt2_samples), BERT.name: Reader(bert_fault, bert_samples)}
-"""That of each model."""
-
-
 @dataclass(frozen=True)
 class Datasets:
-    """What a run reads. A data set is None where nothing is to be read from it."""
+    """The data sets of a run; None for a split that is not read."""
 
     train: Samples | None
     valid: Samples | None
     test: Samples | None
-
-
-def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, architecture: str = GPT2.name) -> None:
-    """Look for the faults of the data sets that their indexes show, without building anything.
-
-    Raises:
-        ConfigError: no data path, or a ``--split`` that cannot be read.
-        DataError: files that are missing or damaged, or a split in use without a single sample.
-    """
-    find_sources(data, fault=READERS[architecture].fault, train_iters=train_iters, eval_iters=eval_iters)
 
 
 def build_datasets(
@@ -101,7 +201,7 @@ def build_datasets(
     seed: int,
     architecture: str = GPT2.name,
 ) -> Datasets:
-    """Open the data sets and build, or read from the cache, the samples that a model takes of their splits.
+    """Open the data sets and build the samples of their splits, or read them from the cache.
 
     Training has ``train_iters`` global batches, validation ``eval_iters`` for each evaluation (every
     ``eval_interval`` iterations, and one at the end), the test ``eval_iters``. A split whose count or
@@ -116,22 +216,25 @@ def build_datasets(
         "test": eval_iters,
     }
     datasets: dict[str, Samples | None] = dict.fromkeys(SPLITS)
-    fault, samples = READERS[architecture]
-    wanted = {"train_iters": train_iters, "eval_iters": eval_iters}
-    for name, sources in find_sources(data, fault=fault, **wanted, warmup=data.mmap_warmup).items():
+    check, samples = READERS[architecture]
+    sources = find_sources(data, check=check, train_iters=train_iters, eval_iters=eval_iters, warmup=data.mmap_warmup)
+    for name, parts in sources.items():
         of_source = partial(samples, data, name, vocab_size=vocab_size, seed=seed)
-        datasets[name] = _blended(data, sources, batches[name] * global_batch_size, of_source)
+        datasets[name] = _blended(data, parts, batches[name] * global_batch_size, of_source)
     return Datasets(**datasets)
 
 
 def _blended(
-    data: DataConfig, sources: Sequence[Source], samples: int, of_source: Callable[[Source, int], Samples]
+    data: DataConfig,
+    sources: Sequence[Source],
+    samples: int,
+    of_source: Callable[[Source, int], GPT2Dataset | BertDataset],
 ) -> Samples:
-    """``samples`` of a split, out of all its sources."""
+    """``samples`` of a split, from all its sources."""
     if len(sources) == 1:
         return of_source(sources[0], samples)
     plan = BlendPlan(tuple(source.share for source in sources), samples)
     folder = cache_folder(data, sources[0].indexed.prefix)
-    order = cached_order(folder, f"blend_{plan.length}ns_{digest(plan.shares)}", plan)
+    order = BlendOrder(plan, **cached(folder, f"blend_{plan.length}ns_{digest(plan.shares)}", plan))
     parts = [of_source(source, count) for source, count in zip(sources, order.counts(samples), strict=True)]
     return BlendedDataset(parts, order, samples)

@@ -1,4 +1,4 @@
-"""Samples for GPT-2: runs of ``seq_length + 1`` tokens out of shuffled documents, without padding."""
+"""Samples for GPT-2: ``seq_length + 1`` consecutive tokens of shuffled documents, without padding."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,22 +11,22 @@ from megatron.config.data import SPLITS
 from megatron.config.errors import DataError
 from megatron.data.index_maps import IndexMaps, SampleStream
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.map_cache import cache_folder, cached_maps, digest
-from megatron.data.sources import SPLIT_NAMES, Source
+from megatron.data.map_cache import cache_folder, cached, digest
+from megatron.data.splits import SPLIT_NAMES, Source
 
 
 class Span(NamedTuple):
-    """A piece of a document."""
+    """A part of a document."""
 
     indexed: IndexedDataset
     document: int
     """Number in the data set, from 0."""
     start: int
     stop: int
-    """Tokens of the document in front of it, and up to its end."""
+    """First token of the document, and the one after the last."""
 
     def tokens(self) -> np.ndarray:
-        """Its tokens as they are stored, without a copy."""
+        """The tokens as they are stored, without a copy."""
         begin = int(self.indexed.document_starts[self.document]) + self.start
         return self.indexed.span(begin, self.stop - self.start)
 
@@ -47,7 +47,7 @@ class GPT2Dataset:
         self._vocab_size = vocab_size
 
     def __len__(self) -> int:
-        """Samples in the data set: whole epochs, at least as many as were asked for."""
+        """Samples in the data set: whole epochs, at least as many as were requested."""
         return len(self.maps.shuffle)
 
     def __getitem__(self, index: int) -> np.ndarray:
@@ -61,37 +61,37 @@ class GPT2Dataset:
             DataError: a token is not in the vocabulary.
         """
         span, begin_of = self.indexed.span, self._starts.item
-        pieces = [
+        parts = [
             span(begin_of(document) + start, stop - start)
             for index in indices
-            for document, start, stop in self._pieces(index)
+            for document, start, stop in self._parts(index)
         ]
-        rows = np.concatenate(pieces, dtype=np.int64).reshape(len(indices), -1)
+        rows = np.concatenate(parts, dtype=np.int64).reshape(len(indices), -1)
         if rows.view(np.uint64).max() >= self._vocab_size:  # a negative one is a very large one there
             raise self._unknown_token([span for index in indices for span in self.spans(index)])
         return rows
 
     def spans(self, index: int) -> list[Span]:
-        """The pieces of documents that make the ``index``-th sample, one behind the other."""
+        """The parts of documents that make up the ``index``-th sample, in order."""
         first = self.documents.start
-        return [Span(self.indexed, first + document, *bounds) for document, *bounds in self._pieces(index)]
+        return [Span(self.indexed, first + document, *bounds) for document, *bounds in self._parts(index)]
 
-    def _pieces(self, index: int) -> list[tuple[int, int, int]]:
-        """Of each piece of a sample its document, counted from the first in use, and where in it it begins and ends."""
+    def _parts(self, index: int) -> list[tuple[int, int, int]]:
+        """Document, counted from the first in use, start and stop of each part of a sample."""
         maps, begin_of = self.maps, self._starts.item
         sample = maps.shuffle.item(index)
         (first, begin), (last, end) = maps.samples[sample : sample + 2].tolist()
-        pieces = []
+        parts = []
         for position in range(first, last):
             document = maps.documents.item(position)
-            pieces.append((document, begin, begin_of(document + 1) - begin_of(document)))
+            parts.append((document, begin, begin_of(document + 1) - begin_of(document)))
             begin = 0
         # The last token of a sample is the first of the next one.
-        pieces.append((maps.documents.item(last), begin, end + 1))
-        return pieces
+        parts.append((maps.documents.item(last), begin, end + 1))
+        return parts
 
     def _unknown_token(self, spans: list[Span]) -> DataError:
-        """What to say of the first token that is not in the vocabulary."""
+        """The error for the first token that is not in the vocabulary."""
         for span in spans:
             tokens = span.tokens().astype(np.int64)
             wrong = (tokens < 0) | (tokens >= self._vocab_size)
@@ -105,8 +105,8 @@ class GPT2Dataset:
         )
 
 
-def gpt2_fault(data: DataConfig, name: str, source: Source) -> str | None:
-    """A message for a source that does not hold a single sample of the split ``name``."""
+def gpt2_error(data: DataConfig, name: str, source: Source) -> str | None:
+    """An error message for a source that does not hold a single sample of the split ``name``, else None."""
     _, indexed, documents = source
     starts = indexed.document_starts
     tokens = int(starts[documents.stop] - starts[documents.start])
@@ -124,17 +124,17 @@ def gpt2_fault(data: DataConfig, name: str, source: Source) -> str | None:
 def gpt2_samples(
     data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int
 ) -> GPT2Dataset:
-    """The samples that the split ``name`` has of one source, ``samples`` at the least."""
+    """At least ``samples`` samples of one source of the split ``name``."""
     indexed, documents = source.indexed, source.documents
     stream = SampleStream(
         lengths=np.diff(indexed.document_starts[documents.start : documents.stop + 1]),
         seq_length=data.seq_length,
-        wanted=samples,
+        requested=samples,
         seed=seed,
         salt=SPLITS.index(name),
     )
     origin = (indexed.content_hash(), documents, name, seed, data.seq_length, stream.samples)
     prefix = Path(indexed.prefix).name
     cache_name = f"{prefix}_{name}_{stream.samples}ns_{data.seq_length}sl_{seed}s_{digest(origin)}"
-    maps = cached_maps(cache_folder(data, indexed.prefix), cache_name, stream)
+    maps = IndexMaps(**cached(cache_folder(data, indexed.prefix), cache_name, stream))
     return GPT2Dataset(indexed, documents, maps, vocab_size=vocab_size)

@@ -15,24 +15,24 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.config.errors import UserError
 from megatron.data.datasets import Samples
-from megatron.data.sample_indices import rank_places, sample_number
+from megatron.data.index_maps import rank_sample_indices, sample_at
 from megatron.launch.processes import exit_with_parent, ignore_exit_signals
 
 
 class Batch(NamedTuple):
-    """A micro-batch, as both engines take it."""
+    """A micro-batch, as both engines accept it."""
 
     tokens: Tensor
-    """int64 [b, s]; of pairs of sentences [b, 2, s], tokens and segments"""
+    """int64 [b, s]; for BERT [b, 2, s], tokens and token types"""
     targets: tuple[Tensor, ...]
-    """labels int64 [b, s], and loss_mask float32 [b, s]; of pairs of sentences also whether they were swapped [b]"""
+    """labels int64 [b, s], and loss_mask float32 [b, s]; for BERT also whether the sentences were swapped [b]"""
 
 
 class MicroBatches(Dataset):
     """The micro-batches of one data-parallel rank, numbered from ``first_sample`` on.
 
     Global batch n is ``global_batch_size`` samples from ``first_sample + n * global_batch_size`` on,
-    counted without those ``left_out``. Rank r of D has the r-th of D equal runs of them, cut into
+    not counting those ``skipped``. Rank r of D has the r-th of D equal parts of them, cut into
     micro-batches. What a global batch consists of depends on nothing else.
     """
 
@@ -45,22 +45,22 @@ class MicroBatches(Dataset):
         micro_batch_size: int,
         data_rank: int,
         data_size: int,
-        left_out: Sequence[range] = (),
+        skipped: Sequence[range] = (),
     ) -> None:
         assert global_batch_size % (data_size * micro_batch_size) == 0
         self.dataset = dataset
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
         self.per_global_batch = global_batch_size // (data_size * micro_batch_size)
-        self.first_row = rank_places(first_sample, global_batch_size, data_rank, data_size).start
-        self.left_out = left_out
-        self.global_batches = max(len(dataset) - first_sample - sum(map(len, left_out)), 0) // global_batch_size
+        self.first_row = rank_sample_indices(first_sample, global_batch_size, data_rank, data_size).start
+        self.skipped = skipped
+        self.global_batches = max(len(dataset) - first_sample - sum(map(len, skipped)), 0) // global_batch_size
 
     def __len__(self) -> int:
         return self.global_batches * self.per_global_batch
 
     def __getitem__(self, number: int) -> np.ndarray | UserError:
-        """Samples of micro-batch ``number``, int64 [b, ...]; no tensor, for which a worker would open a file each.
+        """Samples of micro-batch ``number``, int64 [b, ...]; no tensor, for each of which a worker would open a file.
 
         A ``UserError`` is returned, not raised: from a worker the loader would raise it with the
         worker's traceback for its message.
@@ -68,7 +68,7 @@ class MicroBatches(Dataset):
         global_batch, part = divmod(number, self.per_global_batch)
         start = self.first_row + global_batch * self.global_batch_size + part * self.micro_batch_size
         try:
-            rows = [sample_number(row, self.left_out) for row in range(start, start + self.micro_batch_size)]
+            rows = [sample_at(row, self.skipped) for row in range(start, start + self.micro_batch_size)]
             return self.dataset.take(rows)
         except UserError as error:
             return error
@@ -84,19 +84,19 @@ def batches(
     data_size: int,
     num_workers: int,
     to_batch: Callable[[Tensor], Batch],
-    left_out: Sequence[range] = (),
+    skipped: Sequence[range] = (),
 ) -> Iterator[Batch]:
     """Micro-batches of data-parallel rank ``data_rank`` of ``data_size``, until the last whole global batch.
 
     Args:
         dataset: samples, int64 and all of one shape, in the order of training.
         first_sample: sample the first global batch starts with: those a resumed run has consumed.
-        left_out: samples that are not in the stream, in order.
-        num_workers: processes that read ahead; 0 reads here.
-        to_batch: makes a micro-batch of its samples, int64 [b, ...].
+        skipped: ranges of samples that are skipped, in order.
+        num_workers: processes that read ahead; with 0 this process reads.
+        to_batch: converts samples, int64 [b, ...], into a micro-batch.
 
     Raises:
-        DataError: as ``dataset`` does, also where a worker read.
+        DataError: as ``dataset`` does, also if a worker reads it.
     """
     micro_batches = MicroBatches(
         dataset,
@@ -105,7 +105,7 @@ def batches(
         micro_batch_size=micro_batch_size,
         data_rank=data_rank,
         data_size=data_size,
-        left_out=left_out,
+        skipped=skipped,
     )
     loader = DataLoader(
         micro_batches,
@@ -114,7 +114,7 @@ def batches(
         collate_fn=_unchanged,
         num_workers=num_workers,
         # A forked worker shares the index maps with this process instead of a copy of them. It
-        # reads files and nothing else, so what forking does to process groups and devices is no matter.
+        # reads files and nothing else, so what forking does to process groups and devices does not matter.
         multiprocessing_context="fork" if num_workers else None,
         worker_init_fn=partial(_start_worker, os.getpid()),
         # The loader draws a seed for its workers. From the global stream it would change dropout.
@@ -126,20 +126,20 @@ def batches(
         yield to_batch(torch.from_numpy(rows))
 
 
-def next_tokens(rows: Tensor, *, eod_token: int, eod_mask_loss: bool) -> Batch:
+def next_token_batch(rows: Tensor, *, eod_token: int, eod_mask_loss: bool) -> Batch:
     """rows [b, s + 1] -> a batch whose labels are the next tokens.
 
-    With ``eod_mask_loss``, positions whose input is ``eod_token`` are no part of the loss.
+    With ``eod_mask_loss``, positions whose input is ``eod_token`` do not count in the loss.
     """
     tokens = rows[:, :-1].contiguous()
     loss_mask = tokens.ne(eod_token).float() if eod_mask_loss else torch.ones(tokens.shape)
     return Batch(tokens, (rows[:, 1:].contiguous(), loss_mask))
 
 
-def hidden_tokens(rows: Tensor) -> Batch:
-    """rows [b, 3, s], tokens, segments and labels -> a batch whose labels are the tokens that were hidden.
+def masked_lm_batch(rows: Tensor) -> Batch:
+    """rows [b, 3, s], tokens, token types and labels -> a batch whose labels are the masked tokens.
 
-    Labels are -1 where nothing was; that of the first token, [CLS], says whether the sentences were swapped.
+    Labels are -1 elsewhere; that of the first token, [CLS], is 1 if the sentences were swapped, else 0.
     """
     labels = rows[:, 2]
     loss_mask = labels.ge(0).float()
@@ -148,7 +148,7 @@ def hidden_tokens(rows: Tensor) -> Batch:
 
 
 def _unchanged(rows: np.ndarray | UserError) -> np.ndarray | UserError:
-    """Micro-batches come whole from the data set."""
+    """The collate function: the data set returns whole micro-batches."""
     return rows
 
 

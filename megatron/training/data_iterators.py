@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 from megatron.config import RunConfig
 from megatron.config.architecture import BERT, GPT2
 from megatron.data.datasets import Datasets, Samples, build_datasets
-from megatron.data.loader import Batch, batches, hidden_tokens, next_tokens
-from megatron.data.sample_indices import sample_number, with_range
+from megatron.data.index_maps import sample_at, with_skipped
+from megatron.data.loader import Batch, batches, masked_lm_batch, next_token_batch
 from megatron.parallel.layout import ParallelLayout
 
 
@@ -70,8 +70,8 @@ class Feed:
         """Go past the samples of ``iterations`` from now on; which these are."""
         consumed = self._run.train.consumed_samples
         places = consumed(iterations.start - 1), consumed(iterations.stop - 1) - 1
-        first, last = (sample_number(place, self.left_out) for place in places)
-        self.left_out = with_range(self.left_out, range(first, last + 1))
+        first, last = (sample_at(place, self.left_out) for place in places)
+        self.left_out = with_skipped(self.left_out, range(first, last + 1))
         self._datasets = self._build()  # it has to reach further now
         return range(first, last + 1)
 
@@ -112,7 +112,7 @@ class Feed:
             data_size=group.size(),
             num_workers=data.num_workers,
             to_batch=TO_BATCH[self._run.model.architecture](self._run),
-            left_out=left_out,
+            skipped=left_out,
         )
         if train.loss_normalization == "micro-batch":
             return on_device(weighted_by_micro_batch(micro_batches))
@@ -133,15 +133,15 @@ def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 def _next_tokens(run: RunConfig) -> Callable[[Tensor], Batch]:
-    return partial(next_tokens, eod_token=run.model.eod_token, eod_mask_loss=run.data.eod_mask_loss)
+    return partial(next_token_batch, eod_token=run.model.eod_token, eod_mask_loss=run.data.eod_mask_loss)
 
 
-def _hidden_tokens(run: RunConfig) -> Callable[[Tensor], Batch]:
-    return hidden_tokens
+def _masked_lm(run: RunConfig) -> Callable[[Tensor], Batch]:
+    return masked_lm_batch
 
 
 TO_BATCH: dict[str, Callable[[RunConfig], Callable[[Tensor], Batch]]] = {
     GPT2.name: _next_tokens,
-    BERT.name: _hidden_tokens,
+    BERT.name: _masked_lm,
 }
 """What makes a micro-batch of the samples of each model."""

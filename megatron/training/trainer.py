@@ -17,7 +17,7 @@ from megatron.checkpoint.tracker import SavedRun, holds_checkpoint
 from megatron.config import RunConfig
 from megatron.config.errors import NumericsError
 from megatron.config.summary import describe_stages
-from megatron.data.sources import has_split
+from megatron.data.splits import has_split
 from megatron.launch.distributed import distributed
 from megatron.launch.extensions import build_extensions, check_device
 from megatron.launch.progress import ProgressState

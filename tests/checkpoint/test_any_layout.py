@@ -59,7 +59,7 @@ def test_the_next_losses_are_those_of_the_uninterrupted_run(go_on, expected, sou
 def test_samples_of_a_second_epoch_follow(programs: Programs, expected):
     """The comparison above covers an end of the data, at which the order of samples is drawn anew."""
     from megatron.data.indexed_dataset import IndexedDataset
-    from megatron.data.sources import split_documents
+    from megatron.data.splits import split_documents
 
     indexed = IndexedDataset(programs.data_arguments[1])
     training = split_documents(indexed.num_documents, "8,1,1")[0]

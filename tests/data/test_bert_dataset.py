@@ -8,9 +8,8 @@ import pytest
 from megatron.config import DataConfig
 from megatron.config.architecture import BERT
 from megatron.config.errors import DataError
-from megatron.data.bert_dataset import BertDataset, hide, shorten
+from megatron.data.bert_dataset import BertDataset, SentenceMaps, SentenceStream, mask_tokens, truncate_pair
 from megatron.data.datasets import build_datasets, check_data
-from megatron.data.index_maps import SentenceStream
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer.wordpiece import SPECIAL, WordPieceTokenizer
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
@@ -98,7 +97,7 @@ def test_a_sample_depends_on_seed_and_number_alone(build):
     assert any(not np.array_equal(some[n], build(50, seed=8)[n]) for n in range(5))
     n = len(build(1))  # an epoch
     again = [n + m for m in range(n) if more._maps.order[n + m] == more._maps.order[0]]
-    assert not np.array_equal(more[0], more[again[0]]), "the next epoch hides other words"
+    assert not np.array_equal(more[0], more[again[0]]), "the next epoch masks other words"
 
 
 def test_words_are_hidden_whole_and_in_proportion(vocab_file: Path):
@@ -108,7 +107,7 @@ def test_words_are_hidden_whole_and_in_proportion(vocab_file: Path):
     for _ in range(400):
         a, b = random.randint(5, VOCAB_SIZE, (2, 60))
         tokens = np.concatenate([[CLS], a, [SEP], b, [SEP]])
-        shown, labels = hide(tokens, known, 0.15, random)
+        shown, labels = mask_tokens(tokens, known, 0.15, random)
         places = labels >= 0
         assert np.array_equal(labels[places], tokens[places]) and np.array_equal(shown[~places], tokens[~places])
         assert places.sum() <= round(len(tokens) * 0.15)
@@ -127,37 +126,38 @@ def test_half_of_the_pairs_are_swapped(build):
 
 
 def test_short_samples_come_as_often_as_asked_for(build):
-    full = sum(build(400, short_seq_prob=0.0)._maps.runs[:, 2] == 37)
-    assert full == len(build(400, short_seq_prob=0.0)._maps.runs)
-    targets = build(400, short_seq_prob=0.5)._maps.runs[:, 2]
+    full = sum(build(400, short_seq_prob=0.0)._maps.spans[:, 2] == 37)
+    assert full == len(build(400, short_seq_prob=0.0)._maps.spans)
+    targets = build(400, short_seq_prob=0.5)._maps.spans[:, 2]
     assert np.mean(targets < 37) == pytest.approx(0.5, abs=0.15) and targets.min() >= 2
 
 
 @pytest.mark.parametrize("short_seq_prob", [0.0, 0.4])
-def test_every_sentence_is_in_one_run_of_each_epoch(short_seq_prob: float):
+def test_every_sentence_is_in_one_pair_of_each_epoch(short_seq_prob: float):
     sizes = np.random.RandomState(1).randint(1, 30, sum(LENGTHS)).astype(np.int32)
     bounds = np.concatenate([[0], np.cumsum(LENGTHS)])
-    stream = SentenceStream(sizes, bounds, room=40, short_seq_prob=short_seq_prob, wanted=300, seed=5)
-    maps = stream.build()
-    covered = [n for first, end, _ in maps.runs for n in range(first, end)]
+    stream = SentenceStream(sizes, bounds, max_tokens=40, short_seq_prob=short_seq_prob, requested=300, seed=5)
+    built = stream.build()
+    maps = SentenceMaps(spans=built["runs"], order=built["order"])
+    covered = [n for first, end, _ in maps.spans for n in range(first, end)]
     with_company = [n for d, length in enumerate(LENGTHS) if length > 1 for n in range(bounds[d], bounds[d + 1])]
     assert covered == with_company
-    documents = np.searchsorted(bounds, maps.runs[:, 0], side="right")
-    assert (maps.runs[:, 1] <= bounds[documents]).all() and (maps.runs[:, 1] - maps.runs[:, 0] >= 2).all()
-    n = len(maps.runs)
+    documents = np.searchsorted(bounds, maps.spans[:, 0], side="right")
+    assert (maps.spans[:, 1] <= bounds[documents]).all() and (maps.spans[:, 1] - maps.spans[:, 0] >= 2).all()
+    n = len(maps.spans)
     for epoch in range(len(maps.order) // n):
         assert sorted(maps.order[epoch * n : epoch * n + n]) == list(range(n))
-    assert stream.fit(vars(maps)) and len(maps.order) >= 300
+    assert stream.fits(built) and len(maps.order) >= 300
 
 
 @pytest.mark.parametrize(
     ("a", "b", "room", "kept"),
     [(5, 5, 20, (5, 5)), (50, 5, 20, (15, 5)), (5, 50, 20, (5, 15)), (50, 50, 21, (11, 10)), (50, 1, 2, (1, 1))],
 )
-def test_the_longer_run_loses_first(a: int, b: int, room: int, kept: tuple[int, int]):
-    runs = shorten(np.arange(a), np.arange(b), room, np.random.RandomState(0))
-    assert tuple(map(len, runs)) == kept
-    assert all((np.diff(run) == 1).all() for run in runs), "only ends are cut off"
+def test_the_longer_span_is_cut_first(a: int, b: int, room: int, kept: tuple[int, int]):
+    spans = truncate_pair(np.arange(a), np.arange(b), room, np.random.RandomState(0))
+    assert tuple(map(len, spans)) == kept
+    assert all((np.diff(span) == 1).all() for span in spans), "only ends are cut off"
 
 
 def test_a_blend_has_pairs_of_each_data_set(build, prefix, tmp_path):

@@ -10,9 +10,8 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.config.errors import DataError
-from megatron.data.blend import BlendOrder, BlendPlan, build_order
-from megatron.data.datasets import BlendedDataset, build_datasets, check_data
-from megatron.data.map_cache import cached_order
+from megatron.data.datasets import BlendedDataset, BlendOrder, BlendPlan, build_datasets, check_data
+from megatron.data.map_cache import cached
 
 SIZES = {"vocab_size": 60000, "global_batch_size": 4, "train_iters": 25, "eval_interval": 7, "eval_iters": 2, "seed": 5}
 
@@ -22,9 +21,9 @@ def shares_of(*weights: int | str) -> tuple[Fraction, ...]:
     return tuple(fraction / sum(fractions) for fraction in fractions)
 
 
-def order_of(shares: tuple[Fraction, ...], wanted: int) -> BlendOrder:
-    plan = BlendPlan(shares, wanted)
-    return BlendOrder(plan, **build_order(plan))
+def order_of(shares: tuple[Fraction, ...], requested: int) -> BlendOrder:
+    plan = BlendPlan(shares, requested)
+    return BlendOrder(plan, **plan.build())
 
 
 CHANCE = random.Random(7)
@@ -40,10 +39,10 @@ BLENDS = [
 
 @pytest.mark.parametrize("shares", BLENDS, ids=[str(number) for number in range(len(BLENDS))])
 def test_each_has_its_share_at_every_point(shares: tuple[Fraction, ...]) -> None:
-    wanted = 1000
-    order = order_of(shares, wanted)
+    requested = 1000
+    order = order_of(shares, requested)
     taken = [0] * len(shares)
-    for sample in range(wanted):
+    for sample in range(requested):
         source, place = order[sample]
         assert place == taken[source]
         taken[source] += 1
@@ -54,20 +53,20 @@ def test_each_has_its_share_at_every_point(shares: tuple[Fraction, ...]) -> None
 def test_a_longer_run_goes_on_with_the_same_order() -> None:
     shares = shares_of(3, 5, 17)
     long = order_of(shares, 400)
-    for wanted in (7, 24, 25, 26, 300):
-        short = order_of(shares, wanted)
-        assert [short[sample] for sample in range(wanted)] == [long[sample] for sample in range(wanted)]
+    for requested in (7, 24, 25, 26, 300):
+        short = order_of(shares, requested)
+        assert [short[sample] for sample in range(requested)] == [long[sample] for sample in range(requested)]
 
 
 def test_what_is_kept_of_simple_weights_is_small(tmp_path: Path) -> None:
     plan = BlendPlan(shares_of("0.3", "0.7"), 10**12)
-    order = cached_order(tmp_path, "x", plan)
+    order = BlendOrder(plan, **cached(tmp_path, "x", plan))
     assert order.counts(10**12) == [3 * 10**11, 7 * 10**11]
     assert order[10**12 - 1][1] < 7 * 10**11
     assert np.load(tmp_path / "x_sources.npy").shape == (10,)
     (tmp_path / "x_places.npy").unlink()
     (tmp_path / "x_places.npy").write_bytes(b"torn")
-    assert cached_order(tmp_path, "x", plan)[12345] == order[12345]
+    assert BlendOrder(plan, **cached(tmp_path, "x", plan))[12345] == order[12345]
 
 
 @pytest.fixture

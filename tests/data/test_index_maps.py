@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from megatron.data.index_maps import IndexMaps, SampleStream, build_index_maps, map_shapes
+from megatron.data.index_maps import IndexMaps, SampleStream
 
 
-def stream(lengths: list[int], *, seq_length: int, wanted: int, seed: int = 1234, salt: int = 0) -> SampleStream:
-    return SampleStream(np.array(lengths, np.int64), seq_length, wanted, seed, salt)
+def stream(lengths: list[int], *, seq_length: int, requested: int, seed: int = 1234, salt: int = 0) -> SampleStream:
+    return SampleStream(np.array(lengths, np.int64), seq_length, requested, seed, salt)
 
 
 def walk(lengths: list[int], documents: list[int], seq_length: int, samples: int) -> list[tuple[int, int]]:
@@ -27,18 +27,20 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("lengths", "seq_length", "wanted"), CASES)
-def test_samples_start_where_a_walk_finds_them(lengths: list[int], seq_length: int, wanted: int) -> None:
-    maps = build_index_maps(stream(lengths, seq_length=seq_length, wanted=wanted))
+@pytest.mark.parametrize(("lengths", "seq_length", "requested"), CASES)
+def test_samples_start_where_a_walk_finds_them(lengths: list[int], seq_length: int, requested: int) -> None:
+    maps = IndexMaps(**stream(lengths, seq_length=seq_length, requested=requested).build())
     samples = len(maps.shuffle)
-    assert samples >= wanted
+    assert samples >= requested
     assert maps.samples.tolist() == [list(at) for at in walk(lengths, maps.documents.tolist(), seq_length, samples)]
 
 
-@pytest.mark.parametrize(("lengths", "seq_length", "wanted"), CASES)
-def test_every_epoch_has_each_document_and_each_sample_once(lengths: list[int], seq_length: int, wanted: int) -> None:
-    plan = stream(lengths, seq_length=seq_length, wanted=wanted)
-    maps = build_index_maps(plan)
+@pytest.mark.parametrize(("lengths", "seq_length", "requested"), CASES)
+def test_every_epoch_has_each_document_and_each_sample_once(
+    lengths: list[int], seq_length: int, requested: int
+) -> None:
+    plan = stream(lengths, seq_length=seq_length, requested=requested)
+    maps = IndexMaps(**plan.build())
     for epoch in np.split(maps.documents, plan.document_epochs):
         assert sorted(epoch) == list(range(len(lengths)))
     for epoch in range(plan.epochs):
@@ -47,26 +49,27 @@ def test_every_epoch_has_each_document_and_each_sample_once(lengths: list[int], 
         assert all(epoch * plan.tokens <= sample * seq_length < (epoch + 1) * plan.tokens for sample in block)
 
 
-@pytest.mark.parametrize(("lengths", "seq_length", "wanted"), CASES)
-def test_a_longer_run_begins_as_the_shorter_one(lengths: list[int], seq_length: int, wanted: int) -> None:
-    short = build_index_maps(stream(lengths, seq_length=seq_length, wanted=wanted))
-    long = build_index_maps(stream(lengths, seq_length=seq_length, wanted=3 * wanted + 5))
+@pytest.mark.parametrize(("lengths", "seq_length", "requested"), CASES)
+def test_a_longer_run_begins_as_the_shorter_one(lengths: list[int], seq_length: int, requested: int) -> None:
+    short = IndexMaps(**stream(lengths, seq_length=seq_length, requested=requested).build())
+    long = IndexMaps(**stream(lengths, seq_length=seq_length, requested=3 * requested + 5).build())
     assert len(long.shuffle) > len(short.shuffle)
     for name in ("documents", "samples", "shuffle"):
         part = getattr(short, name)
         np.testing.assert_array_equal(part, getattr(long, name)[: len(part)])
 
 
-@pytest.mark.parametrize(("lengths", "seq_length", "wanted"), CASES)
-def test_shapes_are_known_before(lengths: list[int], seq_length: int, wanted: int) -> None:
-    plan = stream(lengths, seq_length=seq_length, wanted=wanted)
-    maps = build_index_maps(plan)
-    assert {name: getattr(maps, name).shape for name in ("documents", "samples", "shuffle")} == map_shapes(plan)
+@pytest.mark.parametrize(("lengths", "seq_length", "requested"), CASES)
+def test_shapes_are_known_before(lengths: list[int], seq_length: int, requested: int) -> None:
+    plan = stream(lengths, seq_length=seq_length, requested=requested)
+    maps = IndexMaps(**plan.build())
+    assert plan.fits(vars(maps))
+    assert not any(plan.fits({**vars(maps), name: vars(maps)[name][:-1]}) for name in plan.names)
 
 
 def test_golden_maps() -> None:
     """Pins the order: training that resumes with another version of the program or of NumPy must not see another."""
-    maps = build_index_maps(stream([5, 3, 7, 1, 4], seq_length=4, wanted=6))
+    maps = IndexMaps(**stream([5, 3, 7, 1, 4], seq_length=4, requested=6).build())
     assert maps.documents.tolist() == GOLDEN.documents.tolist()
     assert maps.samples.tolist() == GOLDEN.samples.tolist()
     assert maps.shuffle.tolist() == GOLDEN.shuffle.tolist()
@@ -83,7 +86,7 @@ GOLDEN = IndexMaps(
 def test_seed_and_salt_change_both_orders() -> None:
     lengths = list(range(1, 40))
     maps = [
-        build_index_maps(stream(lengths, seq_length=8, wanted=50, seed=seed, salt=salt))
+        IndexMaps(**stream(lengths, seq_length=8, requested=50, seed=seed, salt=salt).build())
         for seed, salt in [(1, 0), (2, 0), (1, 1), (1 + 2**32, 0), (-1, 0)]
     ]
     assert len({each.documents.tobytes() for each in maps}) == 5
@@ -91,19 +94,19 @@ def test_seed_and_salt_change_both_orders() -> None:
 
 
 def test_epochs_differ() -> None:
-    maps = build_index_maps(stream([3] * 20, seq_length=3, wanted=40))
+    maps = IndexMaps(**stream([3] * 20, seq_length=3, requested=40).build())
     first, second = maps.documents[:20], maps.documents[20:40]
     assert first.tolist() != second.tolist()
     assert maps.shuffle[:20].tolist() != (maps.shuffle[20:40] - 20).tolist()
 
 
-def test_no_samples_wanted() -> None:
-    maps = build_index_maps(stream([5, 3], seq_length=4, wanted=0))
+def test_no_samples_requested() -> None:
+    maps = IndexMaps(**stream([5, 3], seq_length=4, requested=0).build())
     assert maps.shuffle.shape == (0,)
     assert maps.samples.tolist() == [[0, 0]]
 
 
 def test_a_document_longer_than_int32_widens_the_offsets() -> None:
-    maps = build_index_maps(stream([2**31 + 10], seq_length=2**30, wanted=1))
+    maps = IndexMaps(**stream([2**31 + 10], seq_length=2**30, requested=1).build())
     assert maps.samples.dtype == np.int64
     assert maps.samples[2].tolist() == [0, 2**31]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.config.errors import DataError
-from megatron.data.loader import Batch, batches, next_tokens
+from megatron.data.loader import Batch, batches, next_token_batch
 
 SAMPLES = 64
 
@@ -44,7 +44,7 @@ def read(dataset: object = None, **changes: object) -> Iterator[Batch]:
         "data_size": 1,
         "num_workers": 0,
     }
-    to_batch = partial(next_tokens, eod_token=12, eod_mask_loss=bool(changes.pop("eod_mask_loss", False)))
+    to_batch = partial(next_token_batch, eod_token=12, eod_mask_loss=bool(changes.pop("eod_mask_loss", False)))
     return batches(dataset or Counting(), to_batch=to_batch, **{**settings, **changes})
 
 

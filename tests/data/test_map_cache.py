@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.index_maps import IndexMaps, SampleStream, build_index_maps
-from megatron.data.map_cache import cached_maps
+from megatron.data.index_maps import IndexMaps, SampleStream
+from megatron.data.map_cache import cached
 
 STREAM = SampleStream(np.arange(1, 50), 8, 300, 1234)
 FILES = {"x_documents.npy", "x_samples.npy", "x_shuffle.npy"}
@@ -17,7 +17,7 @@ FILES = {"x_documents.npy", "x_samples.npy", "x_shuffle.npy"}
 
 def assert_right(maps: IndexMaps, stream: SampleStream = STREAM) -> None:
     """Compare with maps built without a cache."""
-    expected = build_index_maps(stream)
+    expected = IndexMaps(**stream.build())
     for name in ("documents", "samples", "shuffle"):
         np.testing.assert_array_equal(getattr(maps, name), getattr(expected, name))
         assert getattr(maps, name).dtype == getattr(expected, name).dtype
@@ -25,10 +25,10 @@ def assert_right(maps: IndexMaps, stream: SampleStream = STREAM) -> None:
 
 def test_maps_are_stored_and_read_back(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "index-cache"
-    assert_right(cached_maps(folder, "x", STREAM))
+    assert_right(IndexMaps(**cached(folder, "x", STREAM)))
     assert {path.name for path in folder.iterdir()} == FILES | {"x.lock"}
     stored = {path: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
-    maps = cached_maps(folder, "x", STREAM)
+    maps = IndexMaps(**cached(folder, "x", STREAM))
     assert_right(maps)
     assert isinstance(maps.samples.base, np.memmap)
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*.npy")} == stored
@@ -47,7 +47,7 @@ class Trap:
 @pytest.mark.parametrize("name", sorted(FILES))
 @pytest.mark.parametrize("damage", ["empty", "torn", "header", "garbage", "shape", "pickle", "gone"])
 def test_a_broken_file_is_rebuilt(tmp_path: Path, name: str, damage: str) -> None:
-    cached_maps(tmp_path, "x", STREAM)
+    IndexMaps(**cached(tmp_path, "x", STREAM))
     path = tmp_path / name
     content = path.read_bytes()
     path.unlink()
@@ -57,35 +57,35 @@ def test_a_broken_file_is_rebuilt(tmp_path: Path, name: str, damage: str) -> Non
         np.save(path, np.array([Trap(tmp_path / "sprung")], object), allow_pickle=True)
     elif damage != "gone":
         path.write_bytes({"empty": b"", "torn": content[:-9], "header": content[:20], "garbage": b"\xff" * 400}[damage])
-    assert_right(cached_maps(tmp_path, "x", STREAM))
+    assert_right(IndexMaps(**cached(tmp_path, "x", STREAM)))
     assert path.read_bytes() == content
     assert not (tmp_path / "sprung").exists()
 
 
 def test_without_a_folder_to_write_maps_stay_in_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    maps = cached_maps(tmp_path / "file" / "index-cache", "x", STREAM)
+    maps = IndexMaps(**cached(tmp_path / "file" / "index-cache", "x", STREAM))
     assert_right(maps)
     assert not isinstance(maps.samples.base, np.memmap)
 
 
 def test_a_file_that_cannot_be_replaced_keeps_maps_in_memory(tmp_path: Path) -> None:
     (tmp_path / "x_shuffle.npy").mkdir()
-    assert_right(cached_maps(tmp_path, "x", STREAM))
+    assert_right(IndexMaps(**cached(tmp_path, "x", STREAM)))
     assert {path.name for path in tmp_path.iterdir()} <= FILES | {"x.lock"}
 
 
 def test_an_empty_stream_is_cached_too(tmp_path: Path) -> None:
     nothing = SampleStream(np.arange(1, 5), 8, 0, 1234)
     for _ in range(2):
-        assert_right(cached_maps(tmp_path, "x", nothing), nothing)
+        assert_right(IndexMaps(**cached(tmp_path, "x", nothing)), nothing)
 
 
 def build_at_once(pipe: Connection, folder: Path) -> None:
     """Wait for the others, then ask for the maps."""
     pipe.send("ready")
     pipe.recv()
-    maps = cached_maps(folder, "x", STREAM)
+    maps = IndexMaps(**cached(folder, "x", STREAM))
     pipe.send([getattr(maps, name).tobytes() for name in ("documents", "samples", "shuffle")])
 
 
@@ -103,7 +103,7 @@ def test_processes_that_race_have_one_result(tmp_path: Path) -> None:
     results = [pipe.recv() for pipe in pipes]
     for process in processes:
         process.join()
-    expected = build_index_maps(STREAM)
+    expected = IndexMaps(**STREAM.build())
     assert results == [[getattr(expected, name).tobytes() for name in ("documents", "samples", "shuffle")]] * 4
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"x.lock"}
 
@@ -111,7 +111,7 @@ def test_processes_that_race_have_one_result(tmp_path: Path) -> None:
 def test_permissions_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        cached_maps(tmp_path, "x", STREAM)
+        IndexMaps(**cached(tmp_path, "x", STREAM))
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.config.errors import ConfigError
-from megatron.data.sources import split_documents
+from megatron.data.splits import split_documents
 
 
 @pytest.mark.parametrize(

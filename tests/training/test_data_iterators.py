@@ -15,7 +15,7 @@ def builds_of(shared: bool, local_ranks: list[int], cache: str, words: list[str]
     import torch.distributed as dist
 
     from megatron.config.command_line import parse_run
-    from megatron.data import map_cache
+    from megatron.data.index_maps import SampleStream
     from megatron.training.data_iterators import Feed
 
     rank = dist.get_rank()
@@ -24,12 +24,12 @@ def builds_of(shared: bool, local_ranks: list[int], cache: str, words: list[str]
     run = parse_run([*words, *flags, "--data-cache-path", cache.format(rank)], os.environ)
     os.environ["LOCAL_RANK"] = str(rank)
     built = []
-    build = map_cache.build_index_maps
-    map_cache.build_index_maps = lambda stream: built.append(stream) or build(stream)
+    build = SampleStream.build
+    SampleStream.build = lambda stream: built.append(stream) or build(stream)
     try:
         Feed(run, SimpleNamespace(rank=rank, is_first_stage=True, is_last_stage=True))
     finally:
-        map_cache.build_index_maps = build
+        SampleStream.build = build
     return len(built)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.checkpoint.sample_history import Stretch
 from megatron.config.errors import ConfigError
-from megatron.data.sample_indices import rank_places, sample_number
+from megatron.data.index_maps import rank_sample_indices, sample_at
 from megatron.tools.audit.case import Case
 
 
@@ -22,12 +22,12 @@ def batch_of(case: Case, iteration: int, rank: int | None) -> dict[str, Any]:
     stretch = case.stretch(iteration)
     data_ranks = range(stretch.layout["DP"]) if rank is None else [data_rank_of(stretch, rank)]
     places = stretch.places(iteration)
-    samples = case.training_samples(sample_number(places.stop - 1, case.saved.left_out) + 1)
+    samples = case.training_samples(sample_at(places.stop - 1, case.saved.left_out) + 1)
     tokenizer = case.tokenizer
     rows = []
     for data_rank in data_ranks:
-        for place in rank_places(places.start, stretch.global_batch_size, data_rank, stretch.layout["DP"]):
-            sample = sample_number(place, case.saved.left_out)
+        for place in rank_sample_indices(places.start, stretch.global_batch_size, data_rank, stretch.layout["DP"]):
+            sample = sample_at(place, case.saved.left_out)
             pieces = [
                 {
                     "data": span.indexed.prefix,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.config.data import SPLITS
-from megatron.data.sources import SPLIT_NAMES, Source
+from megatron.data.splits import SPLIT_NAMES, Source
 
 _SHOWN = 5
 _DIGEST = np.dtype("V16")

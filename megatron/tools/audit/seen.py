@@ -9,7 +9,7 @@ import numpy as np
 from megatron.config.errors import DataError
 from megatron.data.datasets import BlendedDataset
 from megatron.data.gpt2_dataset import GPT2Dataset
-from megatron.data.sample_indices import sample_number
+from megatron.data.index_maps import sample_at
 from megatron.tools.audit.case import Case
 
 BANDS = ((0, 0, "never"), (0, 1, "in part"), (1, 1, "once"), (1, np.inf, "more than once"))
@@ -47,7 +47,7 @@ def seen_up_to(case: Case, iteration: int) -> list[Seen]:
     """
     stretch = case.stretch(iteration)
     case.stretch(1)
-    stop = sample_number(stretch.places(iteration).stop - 1, case.saved.left_out) + 1
+    stop = sample_at(stretch.places(iteration).stop - 1, case.saved.left_out) + 1
     samples = case.training_samples(stop)
     taken = np.ones(stop, bool)
     for span in case.saved.left_out:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.data.datasets import BlendedDataset
-from megatron.data.sample_indices import sample_number
-from megatron.data.sources import SPLIT_NAMES, Source, all_sources
+from megatron.data.index_maps import sample_at
+from megatron.data.splits import SPLIT_NAMES, Source, all_sources
 from megatron.tokenizer import Tokenizer
 from megatron.tools.audit.case import Case
 
@@ -122,7 +122,7 @@ def source_mix(case: Case) -> tuple[np.ndarray, np.ndarray]:
     last = case.saved.iteration
     case.stretch(1)
     ends = np.unique(np.linspace(0, last, min(last, _POINTS) + 1).astype(np.int64))[1:]
-    stops = [sample_number(case.stretch(int(end)).places(int(end)).stop - 1, case.saved.left_out) + 1 for end in ends]
+    stops = [sample_at(case.stretch(int(end)).places(int(end)).stop - 1, case.saved.left_out) + 1 for end in ends]
     samples = case.training_samples(stops[-1])
     if not isinstance(samples, BlendedDataset):
         return ends, np.ones((len(ends), 1))

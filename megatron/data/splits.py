@@ -1,4 +1,4 @@
-"""Which documents of which data sets are for training, for validation and for the test."""
+"""Splits: which documents of which data sets are for training, validation and test."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 
 
 def split_weights(split: str) -> tuple[float, float, float]:
-    """Parse ``"969, 30, 1"``: up to three weights, divided by commas, slashes or blanks; missing ones are 0.
+    """Parse ``"969, 30, 1"``: up to three weights, separated by commas, slashes or blanks; missing ones are 0.
 
     Raises:
         ConfigError: not one to three numbers, a negative one, or none above 0.
@@ -31,10 +31,10 @@ def split_weights(split: str) -> tuple[float, float, float]:
 
 
 def split_documents(num_documents: int, split: str) -> tuple[range, range, range]:
-    """Cut the documents ``0 .. num_documents - 1`` into three runs in proportion to the weights of ``split``.
+    """Cut the documents ``0 .. num_documents - 1`` into three ranges in proportion to the weights of ``split``.
 
-    As in the classic programs each length is rounded by itself, and what the rounding has made too
-    many or too few is taken from every boundary, so that the last run ends with the last document.
+    As in Megatron-LM each length is rounded by itself, and the excess of all is subtracted from every boundary, so
+    that the last range ends with the last document.
     """
     weights = split_weights(split)
     bounds = [0]
@@ -49,16 +49,16 @@ SPLIT_NAMES = dict(zip(SPLITS, ("training", "validation", "test"), strict=True))
 
 
 class Source(NamedTuple):
-    """What a split has of one data set."""
+    """The part of a data set that belongs to a split."""
 
     share: Fraction
-    """Its part of the split's samples."""
+    """Its share of the split's samples."""
     indexed: IndexedDataset
     documents: range
 
 
 def has_split(data: DataConfig, name: str) -> bool:
-    """Whether there is anything to read for a split."""
+    """Whether a split has any data."""
     weights = dict(zip(SPLITS, split_weights(data.split), strict=True)) if data.is_split else {}
     return bool(data.blends[name]) and (name == "train" or weights.get(name, 1) > 0)
 
@@ -66,28 +66,30 @@ def has_split(data: DataConfig, name: str) -> bool:
 def find_sources(
     data: DataConfig,
     *,
-    fault: Callable[[DataConfig, str, Source], str | None],
+    check: Callable[[DataConfig, str, Source], str | None],
     train_iters: int,
     eval_iters: int,
     warmup: bool = False,
 ) -> dict[str, tuple[Source, ...]]:
-    """The sources of each split that is to be read; ``warmup`` reads all of them once.
+    """The sources of each split that is read; with ``warmup`` all of them are read once.
 
-    ``fault`` is a message for a source of a split that holds not a single sample, or None.
+    Args:
+        check: returns an error message for a source of a split that does not hold a single sample, else None.
 
     Raises:
         ConfigError: no data path, or a ``--split`` that cannot be read.
         DataError: with a line for each data set that is missing or damaged, and each split without a sample.
     """
-    wanted = {"train": train_iters > 0, "valid": eval_iters > 0, "test": eval_iters > 0}
-    sources = {name: parts for name, parts in all_sources(data, warmup=warmup).items() if wanted[name]}
-    if faults := [said for name, parts in sources.items() for part in parts if (said := fault(data, name, part))]:
-        raise DataError(faults)
+    is_read = {"train": train_iters > 0, "valid": eval_iters > 0, "test": eval_iters > 0}
+    sources = {name: parts for name, parts in all_sources(data, warmup=warmup).items() if is_read[name]}
+    errors = [message for name, parts in sources.items() for part in parts if (message := check(data, name, part))]
+    if errors:
+        raise DataError(errors)
     return sources
 
 
 def all_sources(data: DataConfig, *, warmup: bool = False) -> dict[str, tuple[Source, ...]]:
-    """The sources of each split that has any, however little they hold. Raises as ``find_sources`` does."""
+    """The sources of each split that has data, even if too little for a sample. Raises as ``find_sources``."""
     if not data.prefixes:
         raise ConfigError("--data-path is missing: give the prefix of a data set made by tools/preprocess_data.py")
     opened = _open_all(data, warmup)
@@ -102,14 +104,15 @@ def all_sources(data: DataConfig, *, warmup: bool = False) -> dict[str, tuple[So
 
 
 def _open_all(data: DataConfig, warmup: bool) -> dict[str, IndexedDataset]:
-    opened, faults = {}, []
+    opened: dict[str, IndexedDataset] = {}
+    errors: list[str] = []
     for prefix in data.prefixes:
         try:
             opened[prefix] = IndexedDataset(prefix, warmup=warmup)
         except DataError as error:
-            faults += error.messages
-    if faults:
-        raise DataError(faults)
+            errors += error.messages
+    if errors:
+        raise DataError(errors)
     return opened
 
 
