@@ -1,4 +1,4 @@
-"""Write docs/layouts.md: what may be combined with what, as the rules in megatron/legality say."""
+"""Write docs/layouts.md: what may be combined with what, as the rules in megatron/config/validation state."""
 
 from pathlib import Path
 

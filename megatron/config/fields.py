@@ -1,5 +1,6 @@
 """Config fields as command-line flags, and the values a user provides for them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import Field, field
 from types import MappingProxyType
@@ -63,3 +64,25 @@ class Provided(NamedTuple):
         """The command-line arguments that provide the value, if its source is a flag."""
         flag, *rest = self.source.split(" ", 1)
         return [flag, *self.value] if isinstance(self.value, tuple) else [flag, *rest]
+
+
+def inside(value: float, interval: str) -> bool:
+    """Whether ``value`` lies in an interval such as ``"[0, 1)"``."""
+    low, high = ends(interval)
+    above = value >= low if interval[0] == "[" else value > low
+    below = value <= high if interval[-1] == "]" else value < high
+    return above and below
+
+
+def interval_in_words(interval: str) -> str:
+    """An interval such as ``"[0, 1)"`` in words, for messages."""
+    low, high = ends(interval)
+    if math.isinf(high):
+        return f"{low:g} or more" if interval[0] == "[" else f"more than {low:g}"
+    return f"from {low:g} to {high:.0f}" + ("" if interval[-1] == "]" else f", {high:g} excluded")
+
+
+def ends(interval: str) -> tuple[float, float]:
+    """The two numbers of an interval; ``inf`` if it is unbounded."""
+    low, high = interval[1:-1].split(",")
+    return float(low), float(high)

@@ -64,7 +64,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         "--pipe-parallel-size 1 --zero-stage 2",
         {},
         [
-            "--zero-stage 2 cannot go with --pipe-parallel-size 1: the pipeline accumulates gradients over "
+            "--zero-stage 2 cannot be combined with --pipe-parallel-size 1: the pipeline accumulates gradients over "
             "micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
             "--pipe-parallel-size 0"
         ],
@@ -78,12 +78,14 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "apex on the CPU": (
         "--fused-kernels apex",
         {},
-        ["--fused-kernels apex needs CUDA, and this host shows no GPU: use auto or torch"],
+        ["--fused-kernels apex needs CUDA, and this host has no GPU: use auto or torch"],
     ),
     "more tokens than positions": (
         "--seq-length 1024",
         {},
-        ["--seq-length 1024 is more than --max-position-embeddings 32: raise the latter"],
+        [
+            "--seq-length 1024 is more than --max-position-embeddings 32: raise --max-position-embeddings, or lower --seq-length"
+        ],
     ),
     "a misspelt flag": ("--hiden-size 32", {}, ["unknown flag --hiden-size: did you mean --hidden-size?"]),
     "an argument of another program": (
@@ -172,7 +174,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
             "--hidden-size 33 is not a multiple of --num-attention-heads 4: use 32 or 36",
             "2 processes cannot be split into --model-parallel-size 1 x --pipe-parallel-size 3: use 3 processes, "
             "or --pipe-parallel-size 1 or 2",
-            "--zero-stage 3 cannot go with --pipe-parallel-size 3: the pipeline accumulates gradients over "
+            "--zero-stage 3 cannot be combined with --pipe-parallel-size 3: the pipeline accumulates gradients over "
             "micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
             "--pipe-parallel-size 0",
             "--fp16 does not work on the CPU: use --bf16, or neither for fp32",
@@ -287,7 +289,7 @@ CONFIGS: dict[str, tuple[str, str, list[str]]] = {
     "NVMe without a place": (
         '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}',
         "",
-        ["what is offloaded to nvme needs a folder on that device: add --nvme-path"],
+        ["offload to nvme needs a folder on that device: add --nvme-path"],
     ),
 }
 

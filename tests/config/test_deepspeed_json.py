@@ -226,8 +226,8 @@ def test_a_cut_sequence_travels_as_it_is(config_file) -> None:
     assert "pipeline" not in parse(words, ranks=2).ds_config
     asked = config_file({"pipeline": {"pipe_partitioned": True, "grad_partitioned": False}})
     assert complaints(f"{words} --pipe-parallel-size 1 {asked}", ranks=2) == [
-        "pipeline.pipe_partitioned true cannot go with --sequence-parallel, by which no two tensor-parallel ranks "
-        "send the same tensor: set it to false, or remove it"
+        "pipeline.pipe_partitioned true cannot be combined with --sequence-parallel, by which no two tensor-parallel "
+        "ranks send the same tensor: set it to false, or remove it"
     ]
 
 
@@ -236,7 +236,7 @@ def test_dualpipev_sends_whole_tensors(config_file) -> None:
     words = "--pipe-parallel-size 1 --gas 2 --pipeline-schedule dualpipev"
     assert parse(words).ds_config["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
     (message,) = complaints(f"{words} {config_file({'pipeline': {'grad_partitioned': True}})}")
-    assert message.startswith("pipeline.grad_partitioned true cannot go with --pipeline-schedule dualpipev")
+    assert message.startswith("pipeline.grad_partitioned true cannot be combined with --pipeline-schedule dualpipev")
     assert "pipeline" not in parse("--pipe-parallel-size 1").ds_config
 
 
@@ -337,9 +337,7 @@ def test_another_optimizer_gets_the_parameters_it_takes(config_file, faults) -> 
         'optimizer SGD is untested with ZeRO: use AdamW, --zero-stage 0, or "zero_allow_untested_optimizer": true',
         "--adam-beta1 0.5 has no effect on optimizer SGD: remove it",
     ]
-    assert faults({"optimizer": {"type": "Lion"}}) == [
-        "optimizer Lion needs a GPU, and this host shows none: use AdamW"
-    ]
+    assert faults({"optimizer": {"type": "Lion"}}) == ["optimizer Lion needs a GPU, and this host has none: use AdamW"]
 
 
 @pytest.mark.parametrize(

@@ -11,24 +11,29 @@ from megatron.config.architecture import BERT
 from megatron.config.command_line import parse_run
 from megatron.config.environment import expected_device, local_rank, world_size
 from megatron.config.errors import ConfigError
+from megatron.config.fields import ends, inside
 from megatron.config.validation import RULES, violations
-from megatron.config.validation.values import ends, inside
 
-# Name of the rule; a command line that breaks it alone; the start of its message; what mends it.
+# Name of the rule; a command line that breaks it alone; the start of its message; what fixes it.
 BROKEN = [
     (
-        "the tokenizer is one of the model's",
+        "the tokenizer suits the model",
         "--tokenizer-type BertWordPieceCase",
-        "--tokenizer-type BertWordPieceCase is none for GPT-2: use GPT2BPETokenizer or WhitespaceTokenizer",
+        "--tokenizer-type BertWordPieceCase does not suit GPT-2: use GPT2BPETokenizer or WhitespaceTokenizer",
         "--tokenizer-type WhitespaceTokenizer",
     ),
     (
-        "the tokenizer is one of the model's",
+        "the tokenizer suits the model",
         "bert --tokenizer-type WhitespaceTokenizer",
-        "--tokenizer-type WhitespaceTokenizer is none for BERT: use BertWordPieceLowerCase or BertWordPieceCase",
+        "--tokenizer-type WhitespaceTokenizer does not suit BERT: use BertWordPieceLowerCase or BertWordPieceCase",
         "--tokenizer-type BertWordPieceCase",
     ),
-    ("a pair of sentences fits", "bert --seq-length 4", "--seq-length 4 has no room for [CLS]", "--seq-length 5"),
+    (
+        "a pair of sentences fits into a sample",
+        "bert --seq-length 4",
+        "--seq-length 4 is too short for [CLS]",
+        "--seq-length 5",
+    ),
     (
         "a blend has a weight before each prefix",
         "--data-path 0.3 one 0.7",
@@ -67,40 +72,41 @@ BROKEN = [
         "--model-parallel-size 2",
     ),
     (
-        "ranks divide a cut sequence",
+        "sequence-parallel ranks divide the sequence",
         "--sequence-parallel --model-parallel-size 4 --seq-length 30",
         "--seq-length 30 is not a multiple of --sequence-parallel's --model-parallel-size 4: use 28 or 32",
         "--seq-length 28",
     ),
     (
-        "ranks divide a cut sequence",
+        "sequence-parallel ranks divide the sequence",
         "--ds-sequence-parallel-size 4 --seq-length 30",
         "--seq-length 30 is not a multiple of --ds-sequence-parallel-size 4: use 28 or 32",
         "--seq-length 28",
     ),
     (
-        "ranks divide a cut sequence",
+        "sequence-parallel ranks divide the sequence",
         "--ds-sequence-parallel-size 2 --sequence-parallel --model-parallel-size 2 --seq-length 30",
         "--seq-length 30 is not a multiple of --ds-sequence-parallel-size 2 x --sequence-parallel's "
         "--model-parallel-size 2: use 28 or 32",
         "--seq-length 28",
     ),
     (
-        "sequence-parallel ranks divide the heads",
+        "Ulysses ranks divide the heads",
         "--ds-sequence-parallel-size 4 --model-parallel-size 2",
         "--num-attention-heads 4 is not a multiple of --ds-sequence-parallel-size 4 x --model-parallel-size 2: use 8",
         "--num-attention-heads 8",
     ),
     (
-        "DeepSpeed's sequence parallelism runs on the plain engine",
+        "Ulysses sequence parallelism needs the plain engine",
         "--ds-sequence-parallel-size 2 --pipe-parallel-size 1",
-        "--ds-sequence-parallel-size 2 cannot go with --pipe-parallel-size 1: DeepSpeed's pipeline has no axis",
+        "--ds-sequence-parallel-size 2 cannot be combined with --pipe-parallel-size 1: DeepSpeed's pipeline has "
+        "no axis",
         "--pipe-parallel-size 0",
     ),
     (
-        "partitioned activations are whole before",
+        "partitioned activations exclude --sequence-parallel",
         "--sequence-parallel --model-parallel-size 2 --checkpoint-activations --partition-activations",
-        "--partition-activations cannot go with --sequence-parallel",
+        "--partition-activations cannot be combined with --sequence-parallel",
         None,
     ),
     (
@@ -109,17 +115,18 @@ BROKEN = [
         "--seq-length 32 is more than --max-position-embeddings 16",
         "--seq-length 16",
     ),
-    ("a layer for each stage", "--pipe-parallel-size 8", "--num-layers 4 is less than", "--num-layers 8"),
+    ("each stage has a layer", "--pipe-parallel-size 8", "--num-layers 4 is less than", "--num-layers 8"),
     (
-        "a layer for each stage",
+        "each stage has a layer",
         "--pipe-parallel-size 4 --pipeline-schedule dualpipev --gas 8",
-        "--num-layers 4 is less than the two pieces to a stage of --pipe-parallel-size 4",
+        "--num-layers 4 is less than the two model chunks per stage of --pipe-parallel-size 4",
         "--num-layers 8",
     ),
     (
-        "a layer for each stage",
+        "each stage has a layer",
         "--pipe-parallel-size 8 --pipeline-partition uniform",
-        "--pipeline-partition uniform has 5 parts to share, less than --pipe-parallel-size 8: use at most 5 stages",
+        "--pipeline-partition uniform has 5 parts to distribute, less than --pipe-parallel-size 8: use at most "
+        "5 stages",
         "--num-layers 7",
     ),
     *(
@@ -133,9 +140,9 @@ BROKEN = [
             (2, "profile", "--pipeline-partition profile: choose from uniform, parameters, flops, type:REG", None),
             (2, "type:(", "--pipeline-partition type:(: that is no regular expression", None),
             (2, "type:Mamba", "--pipeline-partition type:Mamba matches no layer: the layers are WordEmbedding, ", None),
-            (2, "4", "--pipeline-partition 4: give 2 numbers, one for each of", "--pipe-parallel-size 1"),
-            (2, "1,2", "--pipeline-partition 1,2 comes to 3 layers, and --num-layers is 4", "--num-layers 3"),
-            (4, "2,0,1,1", "--pipeline-partition 2,0,1,1 leaves a stage between others empty", None),
+            (2, "4", "--pipeline-partition 4: give 2 numbers, one for each stage of", "--pipe-parallel-size 1"),
+            (2, "1,2", "--pipeline-partition 1,2 totals 3 layers, and --num-layers is 4", "--num-layers 3"),
+            (4, "2,0,1,1", "--pipeline-partition 2,0,1,1 leaves a middle stage empty", None),
             (
                 2,
                 "2,2 --pipeline-schedule dualpipev --gas 4",
@@ -145,9 +152,10 @@ BROKEN = [
         ]
     ),
     (
-        "embeddings alone are a stage in fp32 at ZeRO 0 only",
+        "a first stage without layers needs fp32 and ZeRO 0",
         "--pipe-parallel-size 2 --pipeline-partition 0,4 --zero-stage 1",
-        "--pipeline-partition 0,4 leaves the embeddings alone, which works in fp32 at --zero-stage 0 only",
+        "--pipeline-partition 0,4 leaves the first stage with the embeddings only, which works in fp32 at "
+        "--zero-stage 0 only",
         "--pipeline-partition 1,3",
     ),
     (
@@ -163,7 +171,7 @@ BROKEN = [
         "--pipe-parallel-size 1 --gas 2",
     ),
     (
-        "DualPipeV has micro-batches for both ways",
+        "DualPipeV has two micro-batches per stage",
         "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 3",
         "--pipeline-schedule dualpipev with --pipe-parallel-size 2 needs 4 micro-batches or more, and there are 3",
         "--gas 4",
@@ -171,7 +179,8 @@ BROKEN = [
     (
         "the pipeline runs at ZeRO 0 or 1",
         "--pipe-parallel-size 1 --zero-stage 2",
-        "--zero-stage 2 cannot go with --pipe-parallel-size 1: the pipeline accumulates gradients over micro-batches",
+        "--zero-stage 2 cannot be combined with --pipe-parallel-size 1: the pipeline accumulates gradients over "
+        "micro-batches",
         "--zero-stage 1",
     ),
     (
@@ -194,9 +203,9 @@ BROKEN = [
         "--initial-loss-scale 1000 is not a power of two: use 1024",
         "--initial-loss-scale 1024",
     ),
-    ("the smallest loss scale is whole", "--min-scale 1.5", "--min-scale 1.5 is not a whole", "--min-scale 2"),
+    ("the smallest loss scale is a whole number", "--min-scale 1.5", "--min-scale 1.5 is not a whole", "--min-scale 2"),
     (
-        "a patient loss scale needs ZeRO",
+        "hysteresis of the loss scale needs ZeRO",
         "gpu --fp16 --zero-stage 0 --hysteresis 3",
         "--hysteresis 3 has no effect at --zero-stage 0",
         "--zero-stage 1",
@@ -209,7 +218,7 @@ BROKEN = [
         "--bf16",
     ),
     (
-        "an fp32 residual stream needs half precision",
+        "an fp32 residual connection needs half precision",
         "--fp32-residual-connection",
         "--fp32-residual-connection has no effect in fp32",
         "--bf16",
@@ -221,16 +230,16 @@ BROKEN = [
         "--distributed-backend gloo",
     ),
     (
-        "apex is there when it is asked for",
+        "--fused-kernels apex needs apex",
         "--fused-kernels apex",
         "--fused-kernels apex needs CUDA",
         "--fused-kernels auto",
     ),
     *(
         (
-            "the fused causal attention is possible",
+            "the fused causal attention kernel is possible",
             f"--scaled-upper-triang-masked-softmax-fusion {flag}",
-            f"--scaled-upper-triang-masked-softmax-fusion rules out {flag}",
+            f"--scaled-upper-triang-masked-softmax-fusion cannot be combined with {flag}",
             None,
         )
         for flag in (
@@ -264,42 +273,42 @@ BROKEN = [
     ),
     *(
         (
-            "NVMe has a folder",
+            "offload to NVMe needs a folder",
             f"{flag} nvme --zero-stage 3",
-            "what is offloaded to nvme needs a folder on that device: add --nvme-path",
+            "offload to nvme needs a folder on that device: add --nvme-path",
             "--nvme-path d",
         )
         for flag in ("--offload-optimizer", "--offload-param")
     ),
     (
-        "NVMe has a folder",
+        "offload to NVMe needs a folder",
         "--nvme-path d --zero-stage 3",
         "--nvme-path has no effect without --offload-optimizer nvme or --offload-param nvme",
         "--offload-param nvme",
     ),
     (
-        "settings of offload need offload",
+        "offload settings need offload",
         "--cpu_torch_adam --zero-stage 1",
         "--cpu-torch-adam has no effect without --offload-optimizer",
         "--cpu-optimizer",
     ),
     (
-        "settings of offload need offload",
+        "offload settings need offload",
         "--no-offload-pin-memory --zero-stage 3",
         "--no-offload-pin-memory has no effect without --offload-optimizer or --offload-param",
         "--offload-param cpu",
     ),
     (
-        "compiled layers hold their weights",
+        "--compile excludes ZeRO 3",
         "--compile --zero-stage 3",
         "--compile does not work at --zero-stage 3: use --zero-stage 2",
         "--zero-stage 2",
     ),
     *(
         (
-            "gradients that accumulate in place stay in place",
+            "gradient accumulation fusion needs gradients that stay in place",
             f"--gradient-accumulation-fusion --gas 2 {broken}",
-            "--gradient-accumulation-fusion has no effect where DeepSpeed takes gradients away after each micro-batch: "
+            "--gradient-accumulation-fusion has no effect if DeepSpeed moves gradients after each micro-batch: "
             f"use {instead}, or remove it",
             mended,
         )
@@ -311,7 +320,7 @@ BROKEN = [
         )
     ),
     (
-        "gradients that accumulate in place stay in place",
+        "gradient accumulation fusion needs gradients that stay in place",
         "--gradient-accumulation-fusion",
         "--gradient-accumulation-fusion has no effect with one micro-batch a step: raise --gas",
         "--gas 2",
@@ -358,7 +367,7 @@ BROKEN = [
     (
         "gradients accumulate in fp32 or in the weights' type",
         "gpu --grad-accum-dtype bf16 --fp16",
-        "--grad-accum-dtype bf16 cannot go with --fp16: use --grad-accum-dtype fp32",
+        "--grad-accum-dtype bf16 cannot be combined with --fp16: use --grad-accum-dtype fp32",
         "--grad-accum-dtype fp32",
     ),
     *(
@@ -382,9 +391,9 @@ BROKEN = [
     ),
     *(
         (
-            "selective recomputation takes no other form",
+            "selective recomputation is neither partitioned nor grouped",
             f"{flag} --recompute-granularity selective",
-            f"{flag} cannot go with --recompute-granularity selective: use full",
+            f"{flag} cannot be combined with --recompute-granularity selective: use full",
             "--recompute-granularity full",
         )
         for flag in ("--partition-activations", "--checkpoint-num-layers 2")
@@ -399,27 +408,27 @@ BROKEN = [
         for flag in ("--contiguous-checkpointing", "--checkpoint-in-cpu")
     ),
     (
-        "a mean of means needs a mask",
+        "the micro-batch average of the loss needs a mask",
         "--loss-normalization micro-batch",
         "--loss-normalization micro-batch has no effect without --eod-mask-loss",
         "--eod-mask-loss",
     ),
-    ("the learning rate falls", "--min-lr 1", "--min-lr 1 is more than --lr 0.001", "--lr 1"),
+    ("--min-lr is at most --lr", "--min-lr 1", "--min-lr 1 is more than --lr 0.001", "--lr 1"),
     (
-        "warm-up and decay fit",
+        "warm-up fits into the decay",
         "--lr-warmup-iters 101",
         "the warm-up of 101 iterations is longer than the decay of 100",
         "--train-iters 101",
     ),
     (
-        "warm-up and decay fit",
+        "warm-up fits into the decay",
         "--lr-decay-style WSD --lr-wsd-decay-iters 90 --warmup 0.2",
         "the warm-up of 20 iterations and --lr-wsd-decay-iters 90 do not fit into 100",
         "--warmup 0.1",
     ),
-    ("WSD says how long it decays", "--lr-decay-style WSD", "--lr-decay-style WSD needs", "--lr-wsd-decay-iters 5"),
+    ("WSD needs --lr-wsd-decay-iters", "--lr-decay-style WSD", "--lr-decay-style WSD needs", "--lr-wsd-decay-iters 5"),
     (
-        "WSD says how long it decays",
+        "WSD needs --lr-wsd-decay-iters",
         "--lr-wsd-decay-iters 5",
         "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD",
         "--lr-decay-style WSD",
@@ -438,7 +447,7 @@ BROKEN = [
         "--save-interval 5",
     ),
     (
-        "a spike is told by those who look for it",
+        "--spike-factor needs --rewind-on-spike",
         "--spike-factor 3",
         "--spike-factor has no effect without --rewind-on-spike",
         "--rewind-on-spike --save out --save-interval 5",
@@ -461,53 +470,58 @@ BROKEN = [
         None,
     ),
     (
-        "an error of a save needs a save",
+        "--on-save-error needs --save",
         "--on-save-error continue",
         "--on-save-error has no effect without --save",
         "--save out",
     ),
-    ("strict loading loads", "--load-strict", "--load-strict has no effect without --load", "--load in"),
     (
-        "closer looks are at iterations of the run",
+        "--load-strict needs a checkpoint to load",
+        "--load-strict",
+        "--load-strict has no effect without --load",
+        "--load in",
+    ),
+    (
+        "traced and profiled iterations are part of the run",
         "--trace out --trace-steps 4:2",
         "--trace-steps 4:2: give the first iteration and the last, such as 2:4",
         "--trace-steps 2:4",
     ),
     (
-        "closer looks are at iterations of the run",
+        "traced and profiled iterations are part of the run",
         "--trace out --profile-steps 0:2",
         "--profile-steps 0:2: give the first iteration and the last, such as 2:4",
         "--profile-steps 1:2",
     ),
     (
-        "closer looks are at iterations of the run",
+        "traced and profiled iterations are part of the run",
         "--trace out --profile-steps 101:102",
-        "--profile-steps 101:102 begins behind the last iteration, 100: choose earlier ones",
+        "--profile-steps 101:102 begins after the last iteration, 100: choose earlier ones",
         "--train-iters 101",
     ),
     (
-        "closer looks are at iterations of the run",
+        "traced and profiled iterations are part of the run",
         "--trace out --flops-profile-step 101",
-        "--flops-profile-step 101 is behind the last iteration, 100: choose another",
+        "--flops-profile-step 101 is after the last iteration, 100: choose another",
         "--flops-profile-step 100",
     ),
-    ("traced iterations are traced", "--trace-steps 3:4", "--trace-steps has no effect without --trace", "--trace out"),
+    ("--trace-steps needs --trace", "--trace-steps 3:4", "--trace-steps has no effect without --trace", "--trace out"),
     (
-        "a profile has a folder",
+        "a profile needs a folder",
         "--profile-steps 3:4",
         "--profile-steps needs a folder: add --profile-dir, or --trace",
         "--profile-dir out",
     ),
     (
-        "a profile has a folder",
+        "a profile needs a folder",
         "--profile-dir out",
         "--profile-dir has no effect without --profile-steps or --flops-profile-step: add one",
         "--flops-profile-step 3",
     ),
     (
-        "operations are counted on the plain engine",
+        "the FLOPs profiler needs the plain engine",
         "--trace out --flops-profile-step 3 --pipe-parallel-size 2",
-        "--flops-profile-step cannot go with --pipe-parallel-size 2: use --pipe-parallel-size 0",
+        "--flops-profile-step cannot be combined with --pipe-parallel-size 2: use --pipe-parallel-size 0",
         "--pipe-parallel-size 0",
     ),
     (
@@ -518,13 +532,13 @@ BROKEN = [
     ),
     ("--rank needs --dry-run", "--rank 0", "--rank has no effect without --dry-run", "--dry-run"),
     (
-        "ranks of a dry run are among the processes",
+        "--rank names ranks of the run",
         "--dry-run --rank 0,5",
         "--rank 5: there is 1 process, counted from 0",
         "--world-size 6",
     ),
     (
-        "ranks of a dry run are among the processes",
+        "--rank names ranks of the run",
         "--dry-run --rank 0-5",
         "--rank 0-5 is no list of numbers",
         "--rank 0",
@@ -539,7 +553,7 @@ BROKEN = [
 if find_spec("apex") is None:
     BROKEN.append(
         (
-            "apex is there when it is asked for",
+            "--fused-kernels apex needs apex",
             "gpu --fused-kernels apex",
             "--fused-kernels apex: apex is not installed",
             "--fused-kernels torch",
@@ -561,7 +575,7 @@ def test_a_broken_rule_says_what_to_do(name: str, words: str, message: str, reme
 def test_every_rule_is_tested_and_explained() -> None:
     tested = {name for name, *_ in BROKEN} | {
         "processes = TP x PP x SP x DP",
-        "BPE has merges",
+        "BPE needs merges",
         "--contiguous-checkpointing needs --checkpoint-activations",
         "--checkpoint-in-cpu needs --checkpoint-activations",
     }

@@ -91,7 +91,10 @@ def test_the_list_is_printed_without_running(programs: Programs) -> None:
         ([], "give --layouts with names, or --all with a number of processes"),
         (["--layouts", "tp1-pp1-dp1", "--all", "2"], "give --layouts with names, or --all"),
         (["--layouts", "tp1"], "layout tp1: sizes of TP, PP and DP are needed"),
-        (["--layouts", "tp1-pp1-dp1", "tp1-pp1-dp1-zero3"], "layout tp1-pp1-dp1-zero3: --zero-stage 3 cannot go with"),
+        (
+            ["--layouts", "tp1-pp1-dp1", "tp1-pp1-dp1-zero3"],
+            "layout tp1-pp1-dp1-zero3: --zero-stage 3 cannot be combined with",
+        ),
         (["--all", "0"], "--iterations and --all take whole numbers from 1 on"),
     ],
 )

@@ -13,8 +13,7 @@ from megatron.config.deepspeed_json.file import ConfigFile, read_config_file
 from megatron.config.deepspeed_json.sections import optimizer_problems, pipeline_problems, profile_problems
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided
-from megatron.config.validation import violations
-from megatron.config.validation.values import value_problems
+from megatron.config.validation import value_problems, violations
 
 
 class ParsedRun(NamedTuple):

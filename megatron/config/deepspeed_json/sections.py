@@ -42,7 +42,7 @@ def pipeline_problems(run: RunConfig, file: Mapping[str, Any]) -> list[str]:
     """A message for each key of a config file that asks for parts where only whole tensors can travel."""
     cause, section = _sends_whole(run.parallel), file.get(_SECTION, {})
     return [
-        f"{_SECTION}.{key} true cannot go with {cause}: set it to false, or remove it"
+        f"{_SECTION}.{key} true cannot be combined with {cause}: set it to false, or remove it"
         for key in _KEYS
         if cause and section.get(key)
     ]
@@ -139,7 +139,7 @@ def optimizer_problems(run: RunConfig, file: Mapping[str, Any], given: Mapping[s
             'or "zero_allow_untested_optimizer": true'
         )
     if optimizer.needs_gpu and run.parallel.device == "cpu" and not run.zero.offloads_optimizer:
-        problems.append(f"optimizer {name} needs a GPU, and this host shows none: use AdamW")
+        problems.append(f"optimizer {name} needs a GPU, and this host has none: use AdamW")
     for field, param in (("adam_beta1", "betas"), ("adam_beta2", "betas"), ("adam_eps", "eps")):
         if field in given and param not in optimizer.params:
             problems.append(f"{given[field].source} has no effect on optimizer {name}: remove it")

@@ -1,4 +1,4 @@
-"""The rules about kernels, the loss, the learning rate and checkpoints."""
+"""Rules about kernels, loss, learning rate, data, checkpoints, logs and profiles."""
 
 from importlib.util import find_spec
 
@@ -6,57 +6,111 @@ from megatron.config import RunConfig
 from megatron.config.architecture import ARCHITECTURES
 from megatron.config.data import read_blend
 from megatron.config.output import steps
+from megatron.config.validation.rules import excludes, needs, rule
 
 
+@rule("NCCL needs GPUs", why="On the CPU, gloo is the backend.")
 def backend(run: RunConfig) -> str | None:
     if run.parallel.distributed_backend == "nccl" and run.parallel.device == "cpu":
-        return "--distributed-backend nccl needs GPUs, and this host shows none: use gloo, or leave it out"
+        return "--distributed-backend nccl needs GPUs, and this host has none: use gloo, or remove it"
     return None
 
 
+@rule("--fused-kernels apex needs apex", why="Only auto falls back to torch.")
 def apex(run: RunConfig) -> str | None:
     if run.model.fused_kernels != "apex":
         return None
     if run.parallel.device == "cpu":
-        return "--fused-kernels apex needs CUDA, and this host shows no GPU: use auto or torch"
+        return "--fused-kernels apex needs CUDA, and this host has no GPU: use auto or torch"
     if find_spec("apex") is None:
         return "--fused-kernels apex: apex is not installed; install it, or use auto or torch"
     return None
 
 
+@rule(
+    "--compile excludes ZeRO 3",
+    why="ZeRO 3 gathers the weights of each module by hooks between the operations that are compiled together.",
+    otherwise="recompiles every fragment between two hooks until torch gives up",
+)
+def compiled_layers(run: RunConfig) -> str | None:
+    if run.model.compile and run.zero.zero_stage == 3:
+        return "--compile does not work at --zero-stage 3: use --zero-stage 2, or remove it"
+    return None
+
+
+@rule(
+    "gradient accumulation fusion needs gradients that stay in place",
+    why="It adds the gradient of a micro-batch to that of the micro-batches before it.",
+)
+def gradients_in_place(run: RunConfig) -> str | None:
+    zero = run.zero
+    if run.model.gradient_accumulation_fusion and run.train.gradient_accumulation_steps == 1:
+        return (
+            "--gradient-accumulation-fusion has no effect with one micro-batch a step: raise --gas or "
+            "--global-batch-size, or remove it"
+        )
+    conflicts = (
+        (zero.zero_stage > 1, "--zero-stage 1"),
+        (zero.zero_overlap_comm, "no --zero-overlap-comm"),
+        (zero.offloads_optimizer, "no --offload-optimizer"),
+        (run.precision.dtype != "fp32" and run.precision.grad_accum_dtype == "fp32", "no --grad-accum-dtype fp32"),
+    )
+    remedies = [remedy for conflict, remedy in conflicts if conflict]
+    if run.model.gradient_accumulation_fusion and remedies:
+        return (
+            "--gradient-accumulation-fusion has no effect if DeepSpeed moves gradients after each micro-batch: "
+            f"use {' and '.join(remedies)}, or remove it"
+        )
+    return None
+
+
+excludes(
+    "model.gradient_accumulation_fusion",
+    "model.compile",
+    why="torch's compiler cannot see a gradient change that it does not compute.",
+)
+
+
+@rule(
+    "the fused causal attention kernel is possible",
+    why="It supports the plain causal mask only, and none of the options that change the precision of the scores.",
+)
 def fused_attention(run: RunConfig) -> str | None:
     model = run.model
-    rivals = {
+    settings = {
         "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
         "--apply-query-key-layer-scaling": model.apply_query_key_layer_scaling,
         "--reset-attention-mask": model.reset_attention_mask,
         f"--pre-tokens {model.pre_tokens}": model.pre_tokens < run.data.seq_length - 1,
     }
-    said = [name for name, on in rivals.items() if on]
-    if model.scaled_upper_triang_masked_softmax_fusion and said:
-        return f"--scaled-upper-triang-masked-softmax-fusion rules out {' and '.join(said)}: remove one side"
+    rivals = " and ".join(name for name, on in settings.items() if on)
+    if model.scaled_upper_triang_masked_softmax_fusion and rivals:
+        flag = "--scaled-upper-triang-masked-softmax-fusion"
+        return f"{flag} cannot be combined with {rivals}: remove {flag}, or remove {rivals}"
     return None
 
 
+@rule(
+    "the micro-batch average of the loss needs a mask",
+    why="Without --eod-mask-loss all micro-batches count the same number of tokens, and both averages are equal.",
+)
 def loss_normalization(run: RunConfig) -> str | None:
     if run.train.loss_normalization == "micro-batch" and not run.masks_loss:
-        return "--loss-normalization micro-batch has no effect without --eod-mask-loss: add it, or remove the former"
+        return (
+            "--loss-normalization micro-batch has no effect without --eod-mask-loss: add it, or remove "
+            "--loss-normalization"
+        )
     return None
 
 
-def spike_factor(run: RunConfig) -> str | None:
-    train = run.train
-    if train.spike_factor != type(train)().spike_factor and not train.rewind_on_spike:
-        return "--spike-factor has no effect without --rewind-on-spike: add --rewind-on-spike, or remove --spike-factor"
-    return None
-
-
+@rule("--min-lr is at most --lr", why="The learning rate decays from --lr to --min-lr.")
 def min_lr(run: RunConfig) -> str | None:
     if run.optim.lr > 0 and run.optim.min_lr > run.optim.lr:
         return f"--min-lr {run.optim.min_lr:g} is more than --lr {run.optim.lr:g}: lower it"
     return None
 
 
+@rule("warm-up fits into the decay", why="Both are counted in the same iterations.")
 def warmup(run: RunConfig) -> str | None:
     optim, train = run.optim, run.train
     if train.global_batch_size < 1 or optim.decay_iters(train) < 1:
@@ -73,61 +127,53 @@ def warmup(run: RunConfig) -> str | None:
     return None
 
 
+@rule("WSD needs --lr-wsd-decay-iters", why="The length of its decay phase has no default.")
 def wsd(run: RunConfig) -> str | None:
     if run.optim.lr_decay_style == "WSD" and run.optim.lr_wsd_decay_iters is None:
         return "--lr-decay-style WSD needs --lr-wsd-decay-iters"
     if run.optim.lr_decay_style != "WSD" and run.optim.lr_wsd_decay_iters is not None:
-        return "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD: add it, or remove the former"
+        return "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD: add it, or remove --lr-wsd-decay-iters"
     return None
 
 
+excludes(
+    "optim.override_lr_scheduler",
+    "optim.use_checkpoint_lr_scheduler",
+    why="On resume, the schedule comes from either the command line or the checkpoint.",
+)
+
+
+@rule(
+    "the tokenizer suits the model",
+    why="GPT-2 needs an end-of-document token; BERT needs tokens that frame, pad and mask.",
+)
 def tokenizer(run: RunConfig) -> str | None:
-    known = ARCHITECTURES[run.model.architecture].tokenizers
+    model = run.model.architecture
+    known = ARCHITECTURES[model].tokenizers
     if run.data.tokenizer_type not in known:
-        return (
-            f"--tokenizer-type {run.data.tokenizer_type} is none for {run.model.architecture}: use {' or '.join(known)}"
-        )
+        return f"--tokenizer-type {run.data.tokenizer_type} does not suit {model}: use {' or '.join(known)}"
     return None
 
 
-def pairs(run: RunConfig) -> str | None:
-    tokens = run.data.seq_length
-    if ARCHITECTURES[run.model.architecture].masked_lm and 0 < tokens < 5:
-        return f"--seq-length {tokens} has no room for [CLS], two tokens and a [SEP] behind each: use 5 or more"
-    return None
-
-
+@rule("BPE needs merges", why="The vocabulary alone does not determine how text is tokenized.")
 def merges(run: RunConfig) -> str | None:
     if run.data.tokenizer_type == "GPT2BPETokenizer" and run.data.merge_file is None:
         return "--merge-file is required with --tokenizer-type GPT2BPETokenizer"
     return None
 
 
-def on_save_error(run: RunConfig) -> str | None:
-    if run.checkpoint.on_save_error != "stop" and run.checkpoint.save is None:
-        return "--on-save-error has no effect without --save: add --save, or remove it"
+@rule("a pair of sentences fits into a sample", why="BERT's samples are pairs of sentences with three special tokens.")
+def pairs(run: RunConfig) -> str | None:
+    tokens = run.data.seq_length
+    if ARCHITECTURES[run.model.architecture].masked_lm and 0 < tokens < 5:
+        return f"--seq-length {tokens} is too short for [CLS] and two tokens with a [SEP] after each: use 5 or more"
     return None
 
 
-def load_strict(run: RunConfig) -> str | None:
-    if run.checkpoint.load_strict and run.checkpoint.load is None and not run.checkpoint.auto_resume:
-        return "--load-strict has no effect without --load or --auto-resume: add one, or remove it"
-    return None
-
-
-def dry_ranks(run: RunConfig) -> str | None:
-    world = run.parallel.world_size
-    try:
-        ranks = run.logging.ranks or []
-    except ValueError:
-        return f"--rank {run.logging.rank} is no list of numbers: write one such as 0,513"
-    beyond = [rank for rank in ranks if not 0 <= rank < world]
-    if beyond:
-        processes = "is 1 process" if world == 1 else f"are {world} processes"
-        return f"--rank {beyond[0]}: there {processes}, counted from 0; lower it, or raise --world-size"
-    return None
-
-
+@rule(
+    "a blend has a weight before each prefix",
+    why="The share of each data set is its weight divided by the sum of all weights.",
+)
 def blends(run: RunConfig) -> str | None:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         try:
@@ -138,20 +184,61 @@ def blends(run: RunConfig) -> str | None:
     return None
 
 
-def step_ranges(run: RunConfig) -> str | None:
-    observe, last = run.observe, run.train.train_iters
-    for flag, said in (("--trace-steps", observe.trace_steps), ("--profile-steps", observe.profile_steps)):
-        if said is None or (flag == "--trace-steps" and observe.trace is None):
-            continue
-        if not steps(said):
-            return f"{flag} {said}: give the first iteration and the last, such as 2:4"
-        if last > 0 and steps(said)[0] > last:
-            return f"{flag} {said} begins behind the last iteration, {last}: choose earlier ones"
-    if last > 0 and (observe.flops_profile_step or 0) > last:
-        return f"--flops-profile-step {observe.flops_profile_step} is behind the last iteration, {last}: choose another"
+needs("data.valid_data_path", "data.train_data_path")
+needs("data.test_data_path", "data.train_data_path")
+needs("checkpoint.save_interval", "checkpoint.save")
+needs("checkpoint.async_save", "checkpoint.save")
+needs("checkpoint.keep_last", "checkpoint.save")
+needs("checkpoint.keep_every", "checkpoint.keep_last")
+needs("checkpoint.auto_resume", "checkpoint.save")
+needs("checkpoint.finetune", "checkpoint.load")
+needs("checkpoint.override", "checkpoint.load")
+needs("train.rewind_on_spike", "checkpoint.save_interval")
+excludes(
+    "checkpoint.auto_resume",
+    "checkpoint.finetune",
+    why="A resumed run would start at iteration 0 again.",
+)
+
+
+@rule("--spike-factor needs --rewind-on-spike", why="Spikes are detected only for rewinding.")
+def spike_factor(run: RunConfig) -> str | None:
+    train = run.train
+    if train.spike_factor != type(train)().spike_factor and not train.rewind_on_spike:
+        return "--spike-factor has no effect without --rewind-on-spike: add --rewind-on-spike, or remove --spike-factor"
     return None
 
 
+@rule("--on-save-error needs --save", why="Without --save no checkpoint is written.")
+def on_save_error(run: RunConfig) -> str | None:
+    if run.checkpoint.on_save_error != "stop" and run.checkpoint.save is None:
+        return "--on-save-error has no effect without --save: add --save, or remove --on-save-error"
+    return None
+
+
+@rule("--load-strict needs a checkpoint to load", why="It refuses to load a broken checkpoint.")
+def load_strict(run: RunConfig) -> str | None:
+    if run.checkpoint.load_strict and run.checkpoint.load is None and not run.checkpoint.auto_resume:
+        return "--load-strict has no effect without --load or --auto-resume: add one, or remove --load-strict"
+    return None
+
+
+@rule("traced and profiled iterations are part of the run", why="The output would be empty otherwise.")
+def step_ranges(run: RunConfig) -> str | None:
+    observe, last = run.observe, run.train.train_iters
+    for flag, text in (("--trace-steps", observe.trace_steps), ("--profile-steps", observe.profile_steps)):
+        if text is None or (flag == "--trace-steps" and observe.trace is None):
+            continue
+        if not steps(text):
+            return f"{flag} {text}: give the first iteration and the last, such as 2:4"
+        if last > 0 and steps(text)[0] > last:
+            return f"{flag} {text} begins after the last iteration, {last}: choose earlier ones"
+    if last > 0 and (observe.flops_profile_step or 0) > last:
+        return f"--flops-profile-step {observe.flops_profile_step} is after the last iteration, {last}: choose another"
+    return None
+
+
+@rule("--trace-steps needs --trace", why="It would be silently ignored otherwise.")
 def trace_steps(run: RunConfig) -> str | None:
     observe = run.observe
     if observe.trace_steps != type(observe)().trace_steps and observe.trace is None:
@@ -159,26 +246,47 @@ def trace_steps(run: RunConfig) -> str | None:
     return None
 
 
+@rule("a profile needs a folder", why="Profiles are written to files only.")
 def profile_folder(run: RunConfig) -> str | None:
     observe = run.observe
     if observe.profiles and observe.profile_dir is None:
         flag = "--profile-steps" if observe.profile_steps else "--flops-profile-step"
         return f"{flag} needs a folder: add --profile-dir, or --trace"
     if not observe.profiles and observe.profile_dir not in (None, observe.trace):
-        return "--profile-dir has no effect without --profile-steps or --flops-profile-step: add one, or remove it"
-    return None
-
-
-def flops_on_plain_engine(run: RunConfig) -> str | None:
-    if run.observe.flops_profile_step is not None and run.parallel.uses_pipeline:
         return (
-            f"--flops-profile-step cannot go with --pipe-parallel-size {run.parallel.pipe_parallel_size}: use "
-            "--pipe-parallel-size 0, or look at the forward FLOPs of each stage that --explain prints"
+            "--profile-dir has no effect without --profile-steps or --flops-profile-step: add one, or remove "
+            "--profile-dir"
         )
     return None
 
 
-def repartition_needs_pipeline(run: RunConfig) -> str | None:
-    if run.parallel.repartition_from is not None and not run.parallel.uses_pipeline:
-        return "--repartition-from has no effect without --pipe-parallel-size: add it, or remove the former"
+@rule(
+    "the FLOPs profiler needs the plain engine",
+    why="DeepSpeed writes the profile in a method that its pipeline engine does not call.",
+    otherwise="counts operations, and writes nothing",
+)
+def flops_on_plain_engine(run: RunConfig) -> str | None:
+    if run.observe.flops_profile_step is not None and run.parallel.uses_pipeline:
+        return (
+            f"--flops-profile-step cannot be combined with --pipe-parallel-size {run.parallel.pipe_parallel_size}: use "
+            "--pipe-parallel-size 0, or see the forward FLOPs of each stage that --explain prints"
+        )
+    return None
+
+
+needs("logging.rank", "logging.dry_run")
+excludes("logging.explain", "logging.dry_run", why="--explain prints rules; --dry-run builds layers.")
+
+
+@rule("--rank names ranks of the run", why="Other ranks have no layers to build.")
+def dry_ranks(run: RunConfig) -> str | None:
+    world = run.parallel.world_size
+    try:
+        ranks = run.logging.ranks or []
+    except ValueError:
+        return f"--rank {run.logging.rank} is no list of numbers: give one such as 0,513"
+    beyond = [rank for rank in ranks if not 0 <= rank < world]
+    if beyond:
+        processes = "is 1 process" if world == 1 else f"are {world} processes"
+        return f"--rank {beyond[0]}: there {processes}, counted from 0; lower it, or raise --world-size"
     return None

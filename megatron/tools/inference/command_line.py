@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.config.environment import check_place, rank, world_size
 from megatron.config.errors import ConfigError
-from megatron.config.validation.values import inside, interval_in_words
+from megatron.config.fields import inside, interval_in_words
 from megatron.tokenizer import TOKENIZERS
 from megatron.tools.inference.source import Source, TokenizerFiles, open_source
 

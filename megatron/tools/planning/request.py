@@ -8,7 +8,7 @@ from megatron.config import flag_fields
 from megatron.config.command_line.parser import read_flags
 from megatron.config.errors import ConfigError, DataError
 from megatron.config.fields import Provided, flag_name
-from megatron.config.validation.values import value_problems
+from megatron.config.validation import value_problems
 from megatron.tokenizer import read_vocabulary
 from megatron.tools.planning.presets import MODELS
 from megatron.tools.planning.timing import Machine

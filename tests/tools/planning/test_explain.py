@@ -59,7 +59,7 @@ def test_an_illegal_run_names_rule_cause_and_remedy(programs: Programs) -> None:
     assert finished.returncode == 2
     for line in (
         "BROKEN  the pipeline runs at ZeRO 0 or 1",
-        "found: --zero-stage 3 cannot go with --pipe-parallel-size 2",
+        "found: --zero-stage 3 cannot be combined with --pipe-parallel-size 2",
         "use --zero-stage 1 or --pipe-parallel-size 0",
         "DeepSpeed otherwise: AssertionError: ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism",
         "pretrain_gpt2.py: error: --zero-stage 3",

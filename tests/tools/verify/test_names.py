@@ -86,7 +86,7 @@ def test_in_half_precision_one_process_has_zero_as_well() -> None:
 
 def test_an_illegal_layout_is_refused_with_the_rule() -> None:
     (message,) = illegal(request(), [parse_layout("tp1-pp2-dp1"), parse_layout("tp1-pp2-dp1-zero2")])
-    assert message.startswith("layout tp1-pp2-dp1-zero2: --zero-stage 2 cannot go with --pipe-parallel-size 2")
+    assert message.startswith("layout tp1-pp2-dp1-zero2: --zero-stage 2 cannot be combined with --pipe-parallel-size 2")
 
 
 def test_all_layouts_take_the_global_batch_of_the_first() -> None:

@@ -1,0 +1,261 @@
+"""Rules about how ranks share the model: sizes that divide each other, sequence parallelism, pipeline stages."""
+
+import math
+import re
+from collections.abc import Callable
+
+from megatron.config import RunConfig
+from megatron.config.validation.rules import rule
+from megatron.parallel.pipeline import partition
+
+
+@rule("heads divide the hidden size", why="Each attention head has an equal part of the hidden states.")
+def hidden_size(run: RunConfig) -> str | None:
+    heads = run.model.num_attention_heads
+    return _multiple("--hidden-size", run.model.hidden_size, f"--num-attention-heads {heads}", heads)
+
+
+@rule("tensor-parallel ranks divide the heads", why="A rank computes whole attention heads.")
+def heads(run: RunConfig) -> str | None:
+    heads, ranks = run.model.num_attention_heads, run.parallel.model_parallel_size
+    return _multiple("--num-attention-heads", heads, f"--model-parallel-size {ranks}", ranks)
+
+
+@rule("tensor-parallel ranks divide the MLP", why="Each rank holds an equal share of its columns.")
+def ffn_hidden_size(run: RunConfig) -> str | None:
+    size, ranks = run.model.ffn_hidden_size, run.parallel.model_parallel_size
+    return _multiple("--ffn-hidden-size", size, f"--model-parallel-size {ranks}", ranks)
+
+
+@rule(
+    "sequence parallelism needs tensor parallelism",
+    why="It splits the sequence over the tensor-parallel ranks; a single rank has nothing to split.",
+)
+def sequence_parallel(run: RunConfig) -> str | None:
+    if run.parallel.sequence_parallel and run.parallel.model_parallel_size == 1:
+        return "--sequence-parallel has no effect with --model-parallel-size 1: use 2 or more, or remove it"
+    return None
+
+
+@rule("sequence-parallel ranks divide the sequence", why="Each rank holds an equal part of the sequence.")
+def sequence_length(run: RunConfig) -> str | None:
+    parallel, splits = run.parallel, []
+    if parallel.ds_sequence_parallel_size > 1:
+        splits.append(("--ds-sequence-parallel-size", parallel.ds_sequence_parallel_size))
+    if parallel.sequence_parallel:
+        splits.append(("--sequence-parallel's --model-parallel-size", parallel.model_parallel_size))
+    product = " x ".join(f"{name} {size}" for name, size in splits)
+    return _multiple("--seq-length", run.data.seq_length, product, math.prod(size for _, size in splits))
+
+
+@rule(
+    "Ulysses ranks divide the heads",
+    why="Around attention they exchange their parts of the sequence for whole heads.",
+)
+def ulysses_heads(run: RunConfig) -> str | None:
+    heads, parallel = run.model.num_attention_heads, run.parallel
+    tensor, ranks = parallel.model_parallel_size, parallel.ds_sequence_parallel_size
+    if ranks == 1 or tensor < 1 or not _divides(tensor, heads):
+        return None
+    product = f"--ds-sequence-parallel-size {ranks}"
+    if tensor > 1:
+        product += f" x --model-parallel-size {tensor}"
+    return _multiple("--num-attention-heads", heads, product, tensor * ranks)
+
+
+@rule(
+    "Ulysses sequence parallelism needs the plain engine",
+    why="DeepSpeed's pipeline topology has no axis for it.",
+)
+def ulysses_with_pipeline(run: RunConfig) -> str | None:
+    if run.parallel.ds_sequence_parallel_size > 1 and run.parallel.uses_pipeline:
+        return (
+            f"--ds-sequence-parallel-size {run.parallel.ds_sequence_parallel_size} cannot be combined with "
+            f"--pipe-parallel-size {run.parallel.pipe_parallel_size}: DeepSpeed's pipeline has no axis for it; use "
+            "--pipe-parallel-size 0, or --sequence-parallel with --model-parallel-size"
+        )
+    return None
+
+
+@rule("positions cover the sequence", why="Each token of a sample needs a learned position.")
+def positions(run: RunConfig) -> str | None:
+    tokens, positions = run.data.seq_length, run.model.max_position_embeddings
+    if tokens > positions > 0:
+        return (
+            f"--seq-length {tokens} is more than --max-position-embeddings {positions}: raise "
+            "--max-position-embeddings, or lower --seq-length"
+        )
+    return None
+
+
+@rule("each stage has a layer", why="A stage without layers would only pass tensors on.")
+def stages_have_layers(run: RunConfig) -> str | None:
+    """Enough layers for all model chunks. Explicit partitions are checked by ``partition_fits``."""
+    layers, parallel = run.model.num_layers, run.parallel
+    method = parallel.pipeline_partition
+    if layers < 1 or not parallel.uses_pipeline or _method_problem(method) or partition.explicit(method):
+        return None
+    # By parameters and FLOPs the head weighs as much as the vocabulary size implies, which is not known yet.
+    most = sum(map(bool, partition.shares(run))) if method.startswith(partition.BY_TYPE) else layers + 1
+    if most >= parallel.model_chunks or not most:
+        return None
+    chunks = f"--pipe-parallel-size {parallel.pipe_stages}"
+    if parallel.uses_dualpipev:
+        chunks = f"the two model chunks per stage of {chunks} and --pipeline-schedule {parallel.pipeline_schedule}"
+    fewer = most // (parallel.model_chunks // parallel.pipe_stages)
+    remedy = f"use at most {fewer} stages" if fewer else "use --pipeline-schedule 1f1b"
+    if most == layers:
+        return f"--num-layers {layers} is less than {chunks}: {remedy}"
+    return f"--pipeline-partition {method} has {most} parts to distribute, less than {chunks}: {remedy}"
+
+
+@rule(
+    "the partition fits the model",
+    why="Each stage has a part of the model, and all parts together are the whole model.",
+)
+def partition_fits(run: RunConfig) -> str | None:
+    layers, parallel = run.model.num_layers, run.parallel
+    method = parallel.pipeline_partition
+    flag = f"--pipeline-partition {method}"
+    if problem := _method_problem(method):
+        return f"{flag}: {problem}"
+    numbers = partition.explicit(method)
+    if numbers is None and layers > 0 and method.startswith(partition.BY_TYPE):
+        names = partition.layer_names(run.model)
+        if not any(partition.shares(run)):
+            return f"{flag} matches no layer: the layers are {', '.join(dict.fromkeys(names))}"
+    if numbers is None or layers < 1 or not parallel.uses_pipeline:
+        return None
+    if len(numbers) != parallel.model_chunks:
+        dualpipev = f"two for each stage of --pipeline-schedule {parallel.pipeline_schedule} and"
+        each = dualpipev if parallel.uses_dualpipev else "one for each stage of"
+        return f"{flag}: give {parallel.model_chunks} numbers, {each} --pipe-parallel-size {parallel.pipe_stages}"
+    if sum(numbers) != layers:
+        return f"{flag} totals {sum(numbers)} layers, and --num-layers is {layers}: make them equal"
+    if 0 in numbers[1:-1]:
+        return f"{flag} leaves a middle stage empty: only the first and the last may have no transformer layers"
+    return None
+
+
+def _method_problem(method: str) -> str | None:
+    """What is wrong with the text of a partition method, independently of the model."""
+    if method.startswith(partition.BY_TYPE):
+        try:
+            re.compile(method.removeprefix(partition.BY_TYPE))
+        except re.error as error:
+            return f"that is no regular expression ({error})"
+    elif method not in partition.METHODS and partition.explicit(method) is None:
+        known = ", ".join((*partition.METHODS, "type:REGEX"))
+        return f"choose from {known}, or give the number of layers of each stage, such as 3,5,4"
+    return None
+
+
+@rule(
+    "a first stage without layers needs fp32 and ZeRO 0",
+    why="DeepSpeed all-reduces the gradient norm once per parameter group and drops empty groups. The embeddings have "
+    "no parameters without weight decay, so that their stage has fewer groups than the others.",
+    otherwise="hangs in an all-reduce",
+)
+def embeddings_alone(run: RunConfig) -> str | None:
+    numbers, parallel = partition.explicit(run.parallel.pipeline_partition), run.parallel
+    alone = numbers is not None and len(numbers) > 1 and numbers[0] == 0
+    if not alone or parallel.uses_dualpipev or (run.zero.zero_stage == 0 and run.precision.dtype == "fp32"):
+        return None
+    return (
+        f"--pipeline-partition {parallel.pipeline_partition} leaves the first stage with the embeddings only, which "
+        "works in fp32 at --zero-stage 0 only: give the first stage a layer"
+    )
+
+
+@rule("a partition needs a pipeline", why="The plain engine does not split the model into stages.")
+def partition_needs_pipeline(run: RunConfig) -> str | None:
+    default = type(run.parallel)().pipeline_partition
+    if run.parallel.pipeline_partition != default and not run.parallel.uses_pipeline:
+        return _without_pipeline("--pipeline-partition")
+    return None
+
+
+@rule("a partition by measured times needs a pipeline", why="The plain engine has no stages.")
+def repartition_needs_pipeline(run: RunConfig) -> str | None:
+    if run.parallel.repartition_from is not None and not run.parallel.uses_pipeline:
+        return _without_pipeline("--repartition-from")
+    return None
+
+
+@rule("a schedule needs a pipeline", why="The plain engine has no stages to schedule.")
+def schedule_needs_pipeline(run: RunConfig) -> str | None:
+    if run.parallel.uses_dualpipev and not run.parallel.uses_pipeline:
+        return _without_pipeline(f"--pipeline-schedule {run.parallel.pipeline_schedule}")
+    return None
+
+
+@rule(
+    "DualPipeV has two micro-batches per stage",
+    why="Each stage works on both of its model chunks at a time, which takes enough micro-batches to fill them.",
+    otherwise="AssertionError: DualPipeV needs gradient_accumulation_steps >= 2 * stages",
+)
+def micro_batches_for_dualpipev(run: RunConfig) -> str | None:
+    parallel, gas = run.parallel, run.train.gradient_accumulation_steps
+    needed = 2 * parallel.pipe_stages
+    if parallel.world_size % max(parallel.model_parallel_size * parallel.pipe_stages, 1):
+        return None  # the batch sizes are unknown
+    if parallel.uses_dualpipev and parallel.uses_pipeline and 0 < gas < needed:
+        return (
+            f"--pipeline-schedule {parallel.pipeline_schedule} with --pipe-parallel-size {parallel.pipe_stages} needs "
+            f"{needed} micro-batches or more, and there are {gas}: use --gas {needed}, with a smaller --batch-size "
+            "for the same global batch"
+        )
+    return None
+
+
+@rule(
+    "processes = TP x PP x SP x DP",
+    why="The processes form a whole number of model replicas.",
+    otherwise="AssertionError: Invalid Grid",
+)
+def world_size(run: RunConfig) -> str | None:
+    world, tensor, stages = run.parallel.world_size, run.parallel.model_parallel_size, run.parallel.pipe_stages
+    ulysses, replica = run.parallel.ds_sequence_parallel_size, run.parallel.replica_size
+    if replica < 1 or world % replica == 0:
+        return None
+    below = world // replica * replica
+    remedies = [f"{below} or {below + replica} processes" if below else f"{replica} processes"]
+    heads = run.model.num_attention_heads
+
+    def remedy(flag: str, others: int, fits: Callable[[int], bool]) -> None:
+        sizes = [n for n in range(1, world + 1) if world % (n * others) == 0 and fits(n)]
+        if sizes:
+            remedies.append(f"{flag} {_either(sizes)}")
+
+    remedy("--model-parallel-size", stages * ulysses, lambda n: _divides(n * ulysses, heads))
+    grid = f"--model-parallel-size {tensor}"
+    if run.parallel.uses_pipeline:
+        grid += f" x --pipe-parallel-size {stages}"
+        remedy("--pipe-parallel-size", tensor * ulysses, lambda n: n <= run.model.num_layers)
+    if ulysses > 1:
+        grid += f" x --ds-sequence-parallel-size {ulysses}"
+        remedy("--ds-sequence-parallel-size", tensor * stages, lambda n: _divides(n * tensor, heads))
+    processes = "process" if world == 1 else "processes"
+    return f"{world} {processes} cannot be split into {grid}: use {', or '.join(remedies)}"
+
+
+def _multiple(name: str, number: int, factors: str, factor: int) -> str | None:
+    """A message unless ``number`` is a multiple of ``factor``, which ``factors`` spells out as flags."""
+    if _divides(factor, number):
+        return None
+    below = number // factor * factor
+    return f"{name} {number} is not a multiple of {factors}: use {f'{below} or {below + factor}' if below else factor}"
+
+
+def _divides(small: int, large: int) -> bool:
+    """Whether ``small`` divides ``large``; also true if either is out of range, which is reported elsewhere."""
+    return small < 1 or large < 1 or large % small == 0
+
+
+def _either(numbers: list[int]) -> str:
+    *rest, last = map(str, numbers)
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+def _without_pipeline(flag: str) -> str:
+    return f"{flag} has no effect without --pipe-parallel-size: add it, or remove {flag.split()[0]}"
