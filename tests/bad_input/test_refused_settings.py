@@ -84,7 +84,8 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         "--seq-length 1024",
         {},
         [
-            "--seq-length 1024 is more than --max-position-embeddings 32: raise --max-position-embeddings, or lower --seq-length"
+            "--seq-length 1024 is more than --max-position-embeddings 32: raise --max-position-embeddings, "
+            "or lower --seq-length"
         ],
     ),
     "a misspelt flag": ("--hiden-size 32", {}, ["unknown flag --hiden-size: did you mean --hidden-size?"]),
