@@ -7,8 +7,8 @@ Its data are sentences: tools/preprocess_data.py --split-sentences. --help lists
 
 from functools import partial
 
-from megatron.config.architecture import BERT
 from megatron.launch.rank import run_rank
+from megatron.model.architectures import BERT
 from megatron.training.main import train
 
 main = partial(train, BERT)

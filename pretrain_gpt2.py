@@ -7,8 +7,8 @@ Starts alike under deepspeed, torchrun, mpirun and plain python; --help lists ev
 
 from functools import partial
 
-from megatron.config.architecture import GPT2
 from megatron.launch.rank import run_rank
+from megatron.model.architectures import GPT2
 from megatron.training.main import train
 
 main = partial(train, GPT2)

@@ -16,9 +16,9 @@ from support.ports import free_port
 from support.programs import BIN, Programs, read_metrics
 
 from megatron.config import RunConfig
-from megatron.config.architecture import ARCHITECTURES
 from megatron.config.command_line import parse_run
 from megatron.config.errors import ConfigError
+from megatron.model.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN, PIPE, TORCHRUN = "ds_pretrain_gpt2.sh", "ds_pretrain_gpt2_pipe.sh", "pretrain_gpt2_distributed.sh"

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import RunConfig
-from megatron.config.architecture import GPT2
 from megatron.config.errors import CheckpointError
+from megatron.model.architectures import GPT2
 from megatron.parallel.pipeline.partition import layers_per_chunk
 
 _SHAPE_FIELDS = (

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from megatron.config.architecture import ARCHITECTURES
 from megatron.config.data import DataConfig
 from megatron.config.fields import derived, flag
 from megatron.config.memory import ActivationConfig, PrecisionConfig, ZeroConfig
@@ -58,11 +57,6 @@ class RunConfig:
     observe: ObserveConfig
     ds_config: Mapping[str, Any]
     """The finished DeepSpeed config."""
-
-    @property
-    def masks_loss(self) -> bool:
-        """Whether samples differ in how many of their tokens the loss counts."""
-        return self.data.eod_mask_loss or ARCHITECTURES[self.model.architecture].masked_lm
 
 
 @cache

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from megatron.config.architecture import ARCHITECTURES, BERT, GPT2
 from megatron.config.fields import derived, flag
 
 
@@ -79,7 +78,7 @@ class DataConfig:
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
         "Kind of tokenizer.",
-        choices=tuple(kind for architecture in ARCHITECTURES.values() for kind in architecture.tokenizers),
+        choices=("GPT2BPETokenizer", "WhitespaceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
     )
     vocab_file: str | None = flag(
         None,
@@ -91,12 +90,14 @@ class DataConfig:
     merge_file: str | None = flag(
         None, "Merges of the BPE tokenizer (merges.txt), which requires them.", metavar="FILE"
     )
-    reset_position_ids: bool = flag(False, "Count positions anew after each end of document.", only=GPT2)
-    reset_attention_mask: bool = flag(False, "Attend only within a document.", only=GPT2)
-    eod_mask_loss: bool = flag(False, "Leave end-of-document tokens out of the loss.", only=GPT2)
-    mask_prob: float = flag(0.15, "Fraction of the tokens that are hidden and guessed.", within="(0, 1)", only=BERT)
+    reset_position_ids: bool = flag(False, "Count positions anew after each end of document.", masked_lm=False)
+    reset_attention_mask: bool = flag(False, "Attend only within a document.", masked_lm=False)
+    eod_mask_loss: bool = flag(False, "Leave end-of-document tokens out of the loss.", masked_lm=False)
+    mask_prob: float = flag(
+        0.15, "Fraction of the tokens that are hidden and guessed.", within="(0, 1)", masked_lm=True
+    )
     short_seq_prob: float = flag(
-        0.1, "Fraction of the samples that are made shorter than --seq-length.", within="[0, 1]", only=BERT
+        0.1, "Fraction of the samples that are made shorter than --seq-length.", within="[0, 1]", masked_lm=True
     )
     data_hash: str = derived("")
     """What the data set holds, told by its content alone; empty where no checkpoint is written or read."""

@@ -6,8 +6,6 @@ from dataclasses import Field, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from megatron.config.architecture import Architecture
-
 
 def flag(
     default: Any,
@@ -20,13 +18,13 @@ def flag(
     within: str | None = None,
     required: bool = False,
     metavar: str | None = None,
-    only: Architecture | None = None,
+    masked_lm: bool | None = None,
 ) -> Any:
     """A field with a command-line flag named after it (or ``name``), and the other names it answers to.
 
     ``switches`` are further names that take no value, each with the value it stands for; ``within``
-    is the interval of legal numbers, written as in mathematics: ``"[0, 1)"``, ``"[1, inf)"``; ``only`` is the model
-    whose program alone has the flag.
+    is the interval of legal numbers, written as in mathematics: ``"[0, 1)"``, ``"[1, inf)"``; ``masked_lm`` says
+    whether masked language models alone have the flag (True), or causal ones (False).
     """
     metadata = {
         "help": help,
@@ -37,7 +35,7 @@ def flag(
         "within": within,
         "required": required,
         "metavar": metavar,
-        "only": only,
+        "masked_lm": masked_lm,
     }
     return field(default=default, metadata={"flag": metadata})
 

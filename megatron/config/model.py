@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from megatron.config.architecture import GPT2
 from megatron.config.fields import derived, flag
 
 
@@ -32,7 +31,7 @@ class ModelConfig:
         False, "Add up the gradients of micro-batches inside the matrix product that computes them."
     )
     scaled_upper_triang_masked_softmax_fusion: bool = flag(
-        False, "Insist on the fused causal attention kernel: an error if another flag rules it out.", only=GPT2
+        False, "Insist on the fused causal attention kernel: an error if another flag rules it out.", masked_lm=False
     )
     fused_kernels: str = flag(
         "auto",
@@ -55,18 +54,18 @@ class ModelConfig:
         "Layout of hidden states between layers: batch, sequence, hidden, or sequence first.",
         choices=("BSH", "SBH"),
     )
-    pre_tokens: int = flag(65536, "Tokens before itself that each token sees.", within="[0, inf)", only=GPT2)
+    pre_tokens: int = flag(65536, "Tokens before itself that each token sees.", within="[0, inf)", masked_lm=False)
     next_tokens: int = flag(
         65536,
         "Tokens behind itself that each token may see, within causality: a decoder sees none, whatever is said.",
         within="[0, inf)",
-        only=GPT2,
+        masked_lm=False,
     )
     fp32_residual_connection: bool = flag(
         False, "Keep the residual stream in fp32 where weights are in half precision."
     )
-    architecture: str = derived(GPT2.name)
-    """Which model of ``ARCHITECTURES`` it is."""
+    architecture: str = derived("GPT-2")
+    """Name of its spec among ``megatron.model.spec.ARCHITECTURES``."""
     vocab_size: int = derived(0)
     """Tokens the tokenizer knows."""
     padded_vocab_size: int = derived(0)

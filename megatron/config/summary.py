@@ -32,16 +32,15 @@ def describe_config(run: RunConfig) -> dict[str, str]:
 def describe_stages(run: RunConfig) -> str:
     """What each pipeline stage holds and how much of the forward pass is its, a line each."""
     stages = plan(run)
-    flops = sum(stage.flops for stage in stages)
+    of_stages = [stage.flops(run.data.seq_length) for stage in stages]
     rows = [("stage", "holds", "parameters", "forward FLOPs")] + [
-        (str(number), _pieces(stage, run.model.num_layers), f"{stage.parameters:,}", f"{stage.flops / flops:.1%}")
-        for number, stage in enumerate(stages)
+        (str(number), _chunks(stage, run.model.num_layers), f"{stage.parameters:,}", f"{flops / sum(of_stages):.1%}")
+        for number, (stage, flops) in enumerate(zip(stages, of_stages, strict=True))
     ]
     number, holds, parameters, share = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = [f"> {a:>{number}}  {b:{holds}}  {c:>{parameters}}  {d:>{share}}" for a, b, c, d in rows]
     imbalance = [
-        f"{max(costs) * len(costs) / sum(costs):.2f}"
-        for costs in ([stage.parameters for stage in stages], [stage.flops for stage in stages])
+        f"{max(costs) * len(costs) / sum(costs):.2f}" for costs in ([stage.parameters for stage in stages], of_stages)
     ]
     return "\n".join([*lines, f"> largest stage over the mean: parameters {imbalance[0]}, FLOPs {imbalance[1]}"])
 
@@ -60,17 +59,17 @@ def _blend(parts: Sequence[Part]) -> str:
     return ", ".join(f"{float(part.share):.2%} {part.prefix}" for part in parts)
 
 
-def _pieces(stage: Stage, layers: int) -> str:
-    """The pieces of a stage in words, such as ``embeddings, layers 1-3``."""
-    return " and ".join(_piece(piece, layers) for piece in stage.pieces)
+def _chunks(stage: Stage, layers: int) -> str:
+    """The chunks of a stage in words, such as ``embeddings, layers 1-3``."""
+    return " and ".join(_chunk(chunk, layers) for chunk in stage.chunks)
 
 
-def _piece(piece: range, layers: int) -> str:
-    own = [number for number in piece if 1 <= number <= layers]
-    words = ["embeddings"] if 0 in piece else []
+def _chunk(chunk: range, layers: int) -> str:
+    own = [number for number in chunk if 1 <= number <= layers]
+    words = ["embeddings"] if 0 in chunk else []
     if own:
         words.append(f"layer {own[0]}" if len(own) == 1 else f"layers {own[0]}-{own[-1]}")
-    return ", ".join([*words, "head"] if layers + 1 in piece else words)
+    return ", ".join([*words, "head"] if layers + 1 in chunk else words)
 
 
 def _sequence_ranks(run: RunConfig) -> str:

@@ -12,7 +12,6 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from megatron.config import DataConfig
-from megatron.config.architecture import BERT, GPT2
 from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import BertDataset, bert_error, bert_samples
 from megatron.data.gpt2_dataset import GPT2Dataset, Span, gpt2_error, gpt2_samples
@@ -29,18 +28,18 @@ class Reader(NamedTuple):
     """Called with (data, name of the split, source, samples needed), vocab_size and seed."""
 
 
-READERS = {GPT2.name: Reader(gpt2_error, gpt2_samples), BERT.name: Reader(bert_error, bert_samples)}
-"""By architecture."""
+READERS = {False: Reader(gpt2_error, gpt2_samples), True: Reader(bert_error, bert_samples)}
+"""By ``masked_lm``: of causal language models, and of masked ones, whose samples are pairs of sentences."""
 
 
-def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, architecture: str = GPT2.name) -> None:
+def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm: bool = False) -> None:
     """Check the data sets as far as their indexes show errors, without building anything.
 
     Raises:
         ConfigError: no data path, or a ``--split`` that cannot be read.
         DataError: files that are missing or damaged, or a split in use without a single sample.
     """
-    find_sources(data, check=READERS[architecture].check, train_iters=train_iters, eval_iters=eval_iters)
+    find_sources(data, check=READERS[masked_lm].check, train_iters=train_iters, eval_iters=eval_iters)
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,7 @@ def build_datasets(
     eval_interval: int,
     eval_iters: int,
     seed: int,
-    architecture: str = GPT2.name,
+    masked_lm: bool = False,
 ) -> Datasets:
     """Open the data sets and build the samples of their splits, or read them from the cache.
 
@@ -216,7 +215,7 @@ def build_datasets(
         "test": eval_iters,
     }
     datasets: dict[str, Samples | None] = dict.fromkeys(SPLITS)
-    check, samples = READERS[architecture]
+    check, samples = READERS[masked_lm]
     sources = find_sources(data, check=check, train_iters=train_iters, eval_iters=eval_iters, warmup=data.mmap_warmup)
     for name, parts in sources.items():
         of_source = partial(samples, data, name, vocab_size=vocab_size, seed=seed)

@@ -1,21 +1,136 @@
-"""The layers and the loss of each model."""
+"""The specs of GPT-2 and BERT. No torch here.
 
-from collections.abc import Callable
-from typing import NamedTuple
+h hidden, f inside the MLP, v padded vocabulary
+"""
+
+from dataclasses import replace
 
 from megatron.config import ModelConfig
-from megatron.config.architecture import BERT, GPT2
-from megatron.model.bert import bert_layers, bert_loss
-from megatron.model.containers import Layers, LossFn
-from megatron.model.gpt2 import gpt2_layers, gpt2_loss
-from megatron.parallel.layout import ParallelLayout
+from megatron.model.spec import (
+    ARCHITECTURES,
+    ArchitectureSpec,
+    KeptActivations,
+    LayerSpec,
+    ParameterSpec,
+    architecture_of,
+    column_parallel,
+    norm_parameters,
+    register,
+    replicated_linear,
+    row_parallel,
+)
+
+__all__ = ["ARCHITECTURES", "BERT", "GPT2", "architecture_of"]
+
+EMBED = "embed"
+"""Key of the layers that share the word embedding: the first, and the head."""
 
 
-class Model(NamedTuple):
-    """What makes a model of a config: the list of its layers, and what becomes of the last one's output."""
+def transformer_layer(config: ModelConfig) -> LayerSpec:
+    """``ParallelTransformerLayer``. Kept: inputs of norms and linears, query, key, value, context, GELU's input."""
+    h, f = config.hidden_size, config.ffn_hidden_size
+    parameters = (
+        *norm_parameters("input_layernorm", h),
+        *column_parallel("attention.query_key_value", h, 3 * h),
+        *row_parallel("attention.dense", h, h),
+        *norm_parameters("post_attention_layernorm", h),
+        *column_parallel("mlp.dense_h_to_4h", h, f),
+        *row_parallel("mlp.dense_4h_to_h", f, h),
+    )
+    kept = KeptActivations(residual=2 * h, masks=2 * h, statistics=4, replicated=2 * h, sharded=4 * h + 2 * f)
+    return LayerSpec(
+        "ParallelTransformerLayer", parameters, 2 * (4 * h * h + 2 * h * f), attention_size=h, kept=kept, is_block=True
+    )
 
-    layers: Callable[[ModelConfig, ParallelLayout], Layers]
-    loss_fn: Callable[[ModelConfig, ParallelLayout], LossFn]
+
+def word_embedding(config: ModelConfig, class_name: str = "WordEmbedding") -> LayerSpec:
+    """The table of tokens. Kept: the tokens, and which of them another tensor-parallel rank looks up."""
+    table = ParameterSpec(
+        "word_embeddings.weight", (config.padded_vocab_size, config.hidden_size), shard_dim=0, is_vocabulary=True
+    )
+    return LayerSpec(class_name, (table,), kept=KeptActivations(index_bytes=9), tied=EMBED)
 
 
-MODELS = {GPT2.name: Model(gpt2_layers, gpt2_loss), BERT.name: Model(bert_layers, bert_loss)}
+def word_logits(config: ModelConfig, class_name: str = "WordEmbedding") -> LayerSpec:
+    """The same table as the output projection. Kept: its input; the logits are counted with the loss."""
+    h, table = config.hidden_size, word_embedding(config, class_name)
+    return replace(table, matmul_flops=2 * table.numel, kept=KeptActivations(replicated=h))
+
+
+def position_embedding(config: ModelConfig) -> LayerSpec:
+    """The table of positions. Kept: the mask of the dropout that follows."""
+    h = config.hidden_size
+    table = ParameterSpec("position_embeddings.weight", (config.max_position_embeddings, h))
+    return LayerSpec("PositionEmbedding", (table,), kept=KeptActivations(masks=h))
+
+
+def final_norm(config: ModelConfig) -> LayerSpec:
+    """The layer norm after the last block. Kept: its input."""
+    h = config.hidden_size
+    return LayerSpec("LayerNorm", norm_parameters("", h), kept=KeptActivations(residual=h, statistics=2))
+
+
+WITHOUT_SEGMENT_IDS = LayerSpec("without_segment_ids")
+
+
+def _gpt2(config: ModelConfig) -> list[LayerSpec]:
+    return [
+        word_embedding(config),
+        position_embedding(config),
+        *[transformer_layer(config)] * config.num_layers,
+        WITHOUT_SEGMENT_IDS,
+        final_norm(config),
+        word_logits(config),
+    ]
+
+
+def _bert(config: ModelConfig) -> list[LayerSpec]:
+    h = config.hidden_size
+    token_types = LayerSpec("TokenTypeEmbedding", (ParameterSpec("tokentype_embeddings.weight", (2, h)),))
+    bias = ParameterSpec("word_bias", (config.padded_vocab_size,), 0, weight_decay=False, is_vocabulary=True)
+    return [
+        word_embedding(config, "PairEmbedding"),
+        token_types,
+        position_embedding(config),
+        *[transformer_layer(config)] * config.num_layers,
+        WITHOUT_SEGMENT_IDS,
+        final_norm(config),
+        _pair_head(config),
+        word_logits(config, "PairEmbedding"),
+        LayerSpec("WordBias", (bias,)),
+    ]
+
+
+def _pair_head(config: ModelConfig) -> LayerSpec:
+    """``PairHead``. Kept: input and output of its linear and of GELU; the pooler sees one token of each sample."""
+    h = config.hidden_size
+    parameters = (
+        *replicated_linear("dense", h, h),
+        *norm_parameters("layernorm", h),
+        *replicated_linear("pooler", h, h),
+        *replicated_linear("order", h, 2),
+    )
+    return LayerSpec("PairHead", parameters, 2 * h * h, kept=KeptActivations(local=3 * h, statistics=2))
+
+
+GPT2 = register(
+    ArchitectureSpec(
+        "GPT-2",
+        "pretrain_gpt2.py",
+        ("GPT2BPETokenizer", "WhitespaceTokenizer"),
+        _gpt2,
+        torch_layers="megatron.model.gpt2:gpt2_layers",
+        torch_loss="megatron.model.gpt2:gpt2_loss",
+    )
+)
+BERT = register(
+    ArchitectureSpec(
+        "BERT",
+        "pretrain_bert.py",
+        ("BertWordPieceLowerCase", "BertWordPieceCase"),
+        _bert,
+        torch_layers="megatron.model.bert:bert_layers",
+        torch_loss="megatron.model.bert:bert_loss",
+        masked_lm=True,
+    )
+)

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.config import RunConfig
-from megatron.config.architecture import BERT, GPT2
 from megatron.data.datasets import Datasets, Samples, build_datasets
 from megatron.data.index_maps import sample_at, with_skipped
 from megatron.data.loader import Batch, batches, masked_lm_batch, next_token_batch
+from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
 
 
@@ -89,7 +89,7 @@ class Feed:
         last_sample = train.consumed_samples(train.train_iters) + sum(map(len, self.left_out))
         return build_datasets(
             run.data,
-            architecture=run.model.architecture,
+            masked_lm=architecture_of(run.model).masked_lm,
             vocab_size=run.model.vocab_size,
             global_batch_size=train.global_batch_size,
             train_iters=max(train.train_iters, -(-last_sample // train.global_batch_size)),
@@ -102,6 +102,7 @@ class Feed:
         if self._datasets is None:
             return None
         dataset: Samples = getattr(self._datasets, split)
+        masked_lm = architecture_of(self._run.model).masked_lm
         data, train, group = self._run.data, self._run.train, self._layout.data_group
         micro_batches = batches(
             dataset,
@@ -111,13 +112,13 @@ class Feed:
             data_rank=group.rank(),
             data_size=group.size(),
             num_workers=data.num_workers,
-            to_batch=TO_BATCH[self._run.model.architecture](self._run),
+            to_batch=TO_BATCH[masked_lm](self._run),
             skipped=left_out,
         )
         if train.loss_normalization == "micro-batch":
             return on_device(weighted_by_micro_batch(micro_batches))
         accumulated = train.gradient_accumulation_steps
-        return on_device(weighted(micro_batches, accumulated, group, masks=self._run.masks_loss))
+        return on_device(weighted(micro_batches, accumulated, group, masks=data.eod_mask_loss or masked_lm))
 
 
 def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -140,8 +141,8 @@ def _masked_lm(run: RunConfig) -> Callable[[Tensor], Batch]:
     return masked_lm_batch
 
 
-TO_BATCH: dict[str, Callable[[RunConfig], Callable[[Tensor], Batch]]] = {
-    GPT2.name: _next_tokens,
-    BERT.name: _masked_lm,
+TO_BATCH: dict[bool, Callable[[RunConfig], Callable[[Tensor], Batch]]] = {
+    False: _next_tokens,
+    True: _masked_lm,
 }
-"""What makes a micro-batch of the samples of each model."""
+"""By ``masked_lm``: what makes a micro-batch of samples."""

@@ -16,10 +16,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import BufferOpInstruction, PipeInstruction, ReduceGrads
 from torch import Tensor, nn
 
-from megatron.config import OptimConfig, RunConfig, TrainConfig
+from megatron.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from megatron.config.errors import NumericsError
 from megatron.data.loader import Batch
-from megatron.model.architectures import MODELS
+from megatron.model.architectures import architecture_of
 from megatron.model.containers import DualPipeVModel, PipelinedModel, SequentialModel
 from megatron.model.kernels import uses_apex
 from megatron.parallel.layout import ParallelLayout
@@ -54,7 +54,7 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     if run.model.gradient_accumulation_fusion:
         for weight in module.parameters():
             accumulate_in_place(weight)
-    groups = weight_decay_groups(module)
+    groups = weight_decay_groups(module, run.model)
     engine, *_ = deepspeed.initialize(
         model=module,
         model_parameters=groups,
@@ -74,8 +74,8 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
 
 def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
     """This rank's part of the model, in the container that its engine runs."""
-    model = MODELS[run.model.architecture]
-    layers, loss_fn = model.layers(run.model, layout), model.loss_fn(run.model, layout)
+    architecture = architecture_of(run.model)
+    layers, loss_fn = architecture.build_layers(run.model, layout), architecture.build_loss(run.model, layout)
     if run.parallel.uses_pipeline:
         container = DualPipeVModel if run.parallel.uses_dualpipev else PipelinedModel
         return container(
@@ -94,15 +94,13 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
         return SequentialModel(layers, loss_fn, run.activation)
 
 
-def weight_decay_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Decay matrices, not biases or norms. By name: under ZeRO-3 a shape says nothing."""
-    named = dict(module.named_parameters())
-    spared = {name for name in named if name.endswith("bias")}
-    # By the name of its class, since a layer norm may be apex's.
-    spared |= {f"{name}.weight" for name, part in module.named_modules() if type(part).__name__.endswith("LayerNorm")}
+def weight_decay_groups(module: nn.Module, model: ModelConfig) -> list[dict[str, Any]]:
+    """The parameters of ``module`` that decay and those that do not, by the spec of ``model``."""
+    specs = architecture_of(model).named_parameters(model)
+    parameters = [(specs[name].weight_decay, parameter) for name, parameter in module.named_parameters()]
     return [
-        {"params": [named[name] for name in named if name not in spared]},
-        {"params": [named[name] for name in named if name in spared], "weight_decay": 0.0},
+        {"params": [parameter for decays, parameter in parameters if decays]},
+        {"params": [parameter for decays, parameter in parameters if not decays], "weight_decay": 0.0},
     ]
 
 

@@ -3,15 +3,15 @@
 import os
 import sys
 
-from megatron.config.architecture import Architecture
 from megatron.config.command_line import read_run
 from megatron.config.environment import rank
 from megatron.launch.environment import prepare_environment
+from megatron.model.spec import ArchitectureSpec
 from megatron.tools.planning.explain import explain
 from megatron.training.preflight import check
 
 
-def train(architecture: Architecture) -> int | None:
+def train(architecture: ArchitectureSpec) -> int | None:
     """Parse, check, train. Everything that can be checked without torch comes before torch."""
     reading = read_run(sys.argv[1:], os.environ, architecture)
     if reading.run.logging.explain:

@@ -14,8 +14,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megatron.config import RunConfig
-from megatron.config.architecture import ARCHITECTURES
-from megatron.model.flops import flops_per_iteration
+from megatron.model.architectures import architecture_of
+from megatron.model.spec import hardware_flops
 from megatron.training.engines import StepStatus
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class MetricsLogger:
         """Say the result of an evaluation on the split ``valid`` or ``test``."""
         kind = {"valid": "validation", "test": "test"}[split]
         text, values = f"  {kind} after iteration {iteration} | loss {loss:.4f}", {f"{kind}_loss": loss}
-        if not ARCHITECTURES[self._run.model.architecture].masked_lm:  # whose loss is not of tokens alone
+        if not architecture_of(self._run.model).masked_lm:  # whose loss is not of tokens alone
             values[f"{kind}_ppl"] = math.exp(min(loss, 20.0))
             text += f" | perplexity {values[f'{kind}_ppl']:.3f}"
         self.say(text)
@@ -98,7 +98,7 @@ class MetricsLogger:
             "skipped_iterations": status.skipped_iterations,
             "seconds_per_iteration": seconds,
             "tokens_per_second": tokens / seconds,
-            "tflops_per_device": flops_per_iteration(self._run) / seconds / world / 1e12,
+            "tflops_per_device": hardware_flops(self._run) / seconds / world / 1e12,
             "memory_gb": _memory_gb(),
         }
         self.say(_progress_line(iteration, train.train_iters, values))

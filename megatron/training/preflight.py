@@ -12,6 +12,7 @@ from megatron.config import RunConfig
 from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.config.model import padded_vocabulary
 from megatron.data.datasets import check_data
+from megatron.model.architectures import architecture_of
 from megatron.tokenizer import read_vocabulary
 
 T = TypeVar("T")
@@ -29,7 +30,11 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     errors: list[UserError] = []
     data, train = run.data, run.train
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
-    wanted = {"train_iters": train.train_iters, "eval_iters": train.eval_iters, "architecture": run.model.architecture}
+    wanted = {
+        "train_iters": train.train_iters,
+        "eval_iters": train.eval_iters,
+        "masked_lm": architecture_of(run.model).masked_lm,
+    }
     _attempt(errors, DataError, lambda: check_data(data, **wanted))
     whole = _attempt(errors, DataError, lambda: _with_hashes(_with_vocabulary(run), readable=not errors))
     # A checkpoint is compared with the whole model and what it reads, so both have to be known.

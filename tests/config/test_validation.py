@@ -7,7 +7,6 @@ import pytest
 from support.command_lines import CPU, CUDA, SMALL, complaints, parse
 
 from megatron.config import flag_fields
-from megatron.config.architecture import BERT
 from megatron.config.command_line import parse_run
 from megatron.config.environment import expected_device, local_rank, world_size
 from megatron.config.errors import ConfigError
@@ -666,7 +665,7 @@ def test_values_out_of_range_are_refused(name: str) -> None:
     outside = low - 1 if interval[0] == "[" else low
     flag = "--" + (field.metadata["flag"]["name"] or name).replace("_", "-")
     environ = {**CUDA, "LOCAL_RANK": "0"}
-    program = "bert" if field.metadata["flag"]["only"] == BERT else ""
+    program = "bert" if field.metadata["flag"]["masked_lm"] else ""
     assert any(
         message.startswith(f"{flag} {outside:g} must be ")
         for message in complaints(f"{program} {flag} {outside:g}".strip(), environ=environ)

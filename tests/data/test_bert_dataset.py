@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.config.architecture import BERT
 from megatron.config.errors import DataError
 from megatron.data.bert_dataset import BertDataset, SentenceMaps, SentenceStream, mask_tokens, truncate_pair
 from megatron.data.datasets import build_datasets, check_data
@@ -50,7 +49,7 @@ def build(prefix: str, vocab_file: Path, tmp_path: Path):
         kind = {"tokenizer_type": "BertWordPieceLowerCase", "vocab_file": str(vocab_file)}
         data = DataConfig(**kind, **settings | changes)
         sizes = {"global_batch_size": 1, "train_iters": samples, "eval_interval": 1000, "eval_iters": 0}
-        return build_datasets(data, vocab_size=VOCAB_SIZE, seed=seed, architecture=BERT.name, **sizes).train
+        return build_datasets(data, vocab_size=VOCAB_SIZE, seed=seed, masked_lm=True, **sizes).train
 
     return datasets
 
@@ -173,7 +172,7 @@ def test_documents_of_one_sentence_make_no_pairs(write_dataset):
     prefix = write_dataset([[5, 6, 7]] * 20)
     data = DataConfig(data_path=(prefix,), seq_length=16, split="8,1,1")
     with pytest.raises(DataError) as caught:
-        check_data(data, train_iters=1, eval_iters=1, architecture=BERT.name)
+        check_data(data, train_iters=1, eval_iters=1, masked_lm=True)
     assert len(caught.value.messages) == 3
     assert "the training split of" in caught.value.messages[0] and "--split-sentences" in caught.value.messages[0]
 
@@ -186,6 +185,6 @@ def test_a_token_outside_the_vocabulary_is_named(prefix, vocab_file, tmp_path):
         split="1,0,0", data_cache_path=str(tmp_path),
     )  # fmt: skip
     sizes = {"global_batch_size": 1, "train_iters": 9, "eval_interval": 10, "eval_iters": 0}
-    dataset = build_datasets(data, vocab_size=50, seed=1, architecture=BERT.name, **sizes).train
+    dataset = build_datasets(data, vocab_size=50, seed=1, masked_lm=True, **sizes).train
     with pytest.raises(DataError, match=r"holds token \d+ in sentences \d+ to \d+, but the vocabulary ends at 49"):
         [dataset[n] for n in range(9)]

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.config.architecture import BERT
+from megatron.model.architectures import BERT
 from megatron.model.bert import bert_layers, bert_loss
 from megatron.model.containers import SequentialModel
 from megatron.mpu import ParallelLayout
@@ -139,7 +139,7 @@ def test_biases_and_norms_are_spared_weight_decay(run_ranks):
 
 
 def weight_decay():
-    decayed, spared = weight_decay_groups(_bert())
+    decayed, spared = weight_decay_groups(_bert(), CONFIG)
     assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in spared["params"]} == {1}
 
 

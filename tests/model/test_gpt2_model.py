@@ -227,7 +227,7 @@ def test_weight_decay_spares_biases_and_norms(run_ranks):
 
 def weight_decay():
     model = _model()
-    decayed, spared = weight_decay_groups(model)
+    decayed, spared = weight_decay_groups(model, CONFIG)
     assert spared["weight_decay"] == 0.0 and "weight_decay" not in decayed
     assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in spared["params"]} == {1}
     assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))

@@ -7,13 +7,13 @@ import pytest
 from support.command_lines import parse
 
 from megatron.config import ParallelConfig, RunConfig
+from megatron.model.architectures import architecture_of
 from megatron.parallel.pipeline.partition import (
     balanced,
     inputs_in_flight,
     layers_per_chunk,
     partition_boundaries,
     plan,
-    units,
 )
 
 
@@ -71,9 +71,9 @@ def test_a_large_vocabulary_weighs_on_both_ends_or_on_the_last() -> None:
 
 def test_the_plan_of_stages() -> None:
     run = parse("--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 4", ranks=2)
-    assert [stage.pieces for stage in plan(run)] == [(range(0, 2), range(4, 6)), (range(2, 3), range(3, 4))]
+    assert [stage.chunks for stage in plan(run)] == [(range(0, 2), range(4, 6)), (range(2, 3), range(3, 4))]
     run = parse("--pipe-parallel-size 2 --pipeline-partition 1,3", ranks=2)
-    assert [stage.pieces for stage in plan(run)] == [(range(0, 2),), (range(2, 6),)]
+    assert [stage.chunks for stage in plan(run)] == [(range(0, 2),), (range(2, 6),)]
 
 
 def test_kept_inputs_have_room() -> None:
@@ -102,7 +102,7 @@ def tiny(schedule: str, partition: str, program: str = "") -> RunConfig:
 )
 @pytest.mark.parametrize("program", ["", "bert"])
 def test_the_plan_is_what_is_built(run_ranks, schedule: str, partition: str, program: str) -> None:
-    planned = [(stage.pieces, stage.parameters) for stage in plan(tiny(schedule, partition, program))]
+    planned = [(stage.chunks, stage.parameters) for stage in plan(tiny(schedule, partition, program))]
     assert run_ranks(2, built_stage, schedule, partition, program) == planned
 
 
@@ -131,17 +131,16 @@ def built_stage(schedule: str, partition: str, program: str) -> tuple[tuple[rang
 def test_names_and_numbers_are_those_of_the_list(run_ranks, program: str) -> None:
     (names,) = run_ranks(1, names_of_layers, program)
     model = tiny("1f1b", "uniform", program).model
-    found = [name for unit in units(model, 32) for name in unit.names]
-    assert [name.rpartition("LayerNorm")[1] or name for name in names] == found
+    spec = [layer.class_name for layer in architecture_of(model).layers(model)]
+    assert [name.rpartition("LayerNorm")[1] or name for name in names] == spec
     assert partition_boundaries([4], model)[-1] == len(names)
 
 
 def names_of_layers(program: str) -> list[str]:
-    from megatron.model.architectures import MODELS
     from megatron.mpu import ParallelLayout
 
     model = tiny("1f1b", "uniform", program).model
-    layers = MODELS[model.architecture].layers(model, ParallelLayout.create(ParallelConfig(world_size=1)))
+    layers = architecture_of(model).build_layers(model, ParallelLayout.create(ParallelConfig(world_size=1)))
     return [getattr(layer, "typename", layer).__name__ for layer in layers]
 
 
@@ -149,7 +148,7 @@ def test_operations_are_those_that_are_counted(run_ranks) -> None:
     """By torch's own counter, which knows matrix products and attention."""
     (counted,) = run_ranks(1, counted_operations)
     run = tiny("1f1b", "uniform")
-    assert sum(unit.flops for unit in units(run.model, run.data.seq_length)) * run.data.seq_length == counted
+    assert sum(stage.flops(run.data.seq_length) for stage in plan(run)) * run.data.seq_length == counted
 
 
 def counted_operations() -> int:

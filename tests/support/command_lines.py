@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from megatron.config import RunConfig
-from megatron.config.architecture import BERT, GPT2
 from megatron.config.command_line import parse_run
 from megatron.config.errors import ConfigError
+from megatron.model.architectures import BERT, GPT2
 
 CPU = {"DS_ACCELERATOR": "cpu"}
 CUDA = {"DS_ACCELERATOR": "cuda"}

@@ -31,8 +31,8 @@ class RankTraining:
 
 def pretrain(words: list[str], architecture: str = "GPT-2") -> tuple[int, str]:
     """Exit code and output of a run with these arguments, on this rank."""
-    from megatron.config.architecture import ARCHITECTURES
     from megatron.config.command_line import parse_run
+    from megatron.model.architectures import ARCHITECTURES
     from megatron.training import trainer as training
     from megatron.training.preflight import check
 

@@ -10,7 +10,7 @@ from support.command_lines import parse
 from support.programs import TINY_MODEL, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.model.flops import flops_per_iteration
+from megatron.model.spec import hardware_flops
 
 STEP_KEYS = {
     "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "learning_rate", "grad_norm", "loss_scale",
@@ -81,14 +81,15 @@ SC21_TABLE = [  # layers, hidden, batch, GPUs, and days for 300e9 tokens at so m
 @pytest.mark.parametrize(("layers", "hidden", "batch", "gpus", "rate", "days"), SC21_TABLE)
 def test_flops_give_the_published_training_days(layers, hidden, batch, gpus, rate, days):
     run = parse("--checkpoint-activations")
+    sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": 4 * hidden, "padded_vocab_size": 51200}
     run = replace(
         run,
-        model=replace(run.model, num_layers=layers, hidden_size=hidden, padded_vocab_size=51200),
+        model=replace(run.model, **sizes),
         data=replace(run.data, seq_length=2048),
         train=replace(run.train, global_batch_size=batch),
     )
     iterations = 300e9 / (batch * 2048)
-    assert iterations * flops_per_iteration(run) / rate / gpus / 86400 == pytest.approx(days, rel=0.012)
+    assert iterations * hardware_flops(run) / rate / gpus / 86400 == pytest.approx(days, rel=0.012)
 
 
 def test_flops_without_recomputation():
@@ -96,4 +97,4 @@ def test_flops_without_recomputation():
     run = parse("--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --global-batch-size 8")
     run = replace(run, model=replace(run.model, padded_vocab_size=50304))
     expected = 72 * 8 * 1024 * 24 * 1024**2 * (1 + 1024 / (6 * 1024) + 50304 / (12 * 24 * 1024))
-    assert flops_per_iteration(run) == pytest.approx(expected, rel=1e-12)
+    assert hardware_flops(run) == pytest.approx(expected, rel=1e-12)

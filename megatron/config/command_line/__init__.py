@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.config import RunConfig
-from megatron.config.architecture import GPT2, Architecture
 from megatron.config.command_line.parser import CONFIG_FILE, read_flags
 from megatron.config.command_line.resolve import resolve_run
 from megatron.config.deepspeed_json import compile_config, read_knobs
@@ -14,6 +13,8 @@ from megatron.config.deepspeed_json.sections import optimizer_problems, pipeline
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided
 from megatron.config.validation import value_problems, violations
+from megatron.model.architectures import GPT2
+from megatron.model.spec import ArchitectureSpec
 
 
 class ParsedRun(NamedTuple):
@@ -30,7 +31,7 @@ class ParsedRun(NamedTuple):
         return self.run
 
 
-def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Architecture = GPT2) -> RunConfig:
+def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2) -> RunConfig:
     """The run that ``argv`` asks for, in the world that ``environ`` describes. Imports no torch.
 
     The flags are those of the program that trains ``architecture``. What the tokenizer decides (``vocab_size``,
@@ -43,7 +44,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arc
     return read_run(argv, environ, architecture).checked()
 
 
-def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Architecture = GPT2) -> ParsedRun:
+def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2) -> ParsedRun:
     """The same, with what is wrong beside it. Raises ConfigError where a value or the file cannot be read at all."""
     flags, problems = read_flags(argv, architecture)
     file = ConfigFile("", {})

@@ -7,16 +7,17 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn, get_args, get_origin
 
 from megatron.config import flag_fields, sections
-from megatron.config.architecture import GPT2, Architecture
 from megatron.config.command_line.refused import REFUSED_VALUES, refusals
 from megatron.config.errors import ConfigError, did_you_mean, nearest
 from megatron.config.fields import Provided, flag_name
+from megatron.model.architectures import GPT2
+from megatron.model.spec import ArchitectureSpec
 
 CONFIG_FILE = "deepspeed_config"
 """Where ``read_flags`` puts the file of ``--deepspeed_config``: the one setting that is no field of a config."""
 
 
-def read_flags(argv: Sequence[str], architecture: Architecture = GPT2) -> tuple[dict[str, Provided], list[str]]:
+def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> tuple[dict[str, Provided], list[str]]:
     """The values that ``argv`` gives, by field, and a message for each flag that is unknown or refused.
 
     The flags are those of the program that trains ``architecture``. A misspelt flag counts as the one it is nearest to,
@@ -38,7 +39,7 @@ def read_flags(argv: Sequence[str], architecture: Architecture = GPT2) -> tuple[
     return _drop_repetitions(given, problems), problems
 
 
-def build_parser(architecture: Architecture = GPT2) -> argparse.ArgumentParser:
+def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentParser:
     """The parser of all flags of a model's program, in one group for each section of the config."""
     parser = _Parser(
         usage="%(prog)s --num-layers N --hidden-size N ... [flags]",
@@ -63,7 +64,7 @@ def build_parser(architecture: Architecture = GPT2) -> argparse.ArgumentParser:
     for section in sections().values():
         group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
         for field in fields(section):
-            if "flag" in field.metadata and field.metadata["flag"]["only"] in (None, architecture):
+            if "flag" in field.metadata and field.metadata["flag"]["masked_lm"] in (None, architecture.masked_lm):
                 _add_flag(group, field)
     return parser
 

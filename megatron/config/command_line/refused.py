@@ -1,8 +1,9 @@
 """Arguments of Megatron-LM v1.1.5-3D_parallelism that have no meaning here, each with the reason."""
 
 from megatron.config import flag_fields
-from megatron.config.architecture import Architecture
 from megatron.config.fields import flag_name
+from megatron.model.architectures import BERT, GPT2
+from megatron.model.spec import ArchitectureSpec
 
 _RETRIEVAL = "not supported by this program (retrieval models)"
 _SHARING = "weight sharing between layers is not supported"
@@ -57,12 +58,13 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
 """Field and value to the reason why that value of an accepted flag is refused."""
 
 
-def refusals(architecture: Architecture) -> dict[str, str]:
+def refusals(architecture: ArchitectureSpec) -> dict[str, str]:
     """What the program that trains ``architecture`` refuses: what nobody supports, and the flags of other models."""
+    owner = GPT2 if architecture.masked_lm else BERT
     others = {
-        flag_name(field).removeprefix("--"): f"{architecture.program} has no such flag: it is {only.name}'s, "
-        f"for {only.program}"
+        flag_name(field).removeprefix("--"): f"{architecture.program} has no such flag: it is {owner.name}'s, "
+        f"for {owner.program}"
         for field in flag_fields().values()
-        if (only := field.metadata["flag"]["only"]) not in (None, architecture)
+        if field.metadata["flag"]["masked_lm"] not in (None, architecture.masked_lm)
     }
     return REFUSED | others

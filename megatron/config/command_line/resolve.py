@@ -15,10 +15,11 @@ from megatron.config import (
     ZeroConfig,
     sections,
 )
-from megatron.config.architecture import GPT2, Architecture
 from megatron.config.environment import expected_device, local_rank, world_size
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided
+from megatron.model.architectures import GPT2
+from megatron.model.spec import ArchitectureSpec
 from megatron.parallel.pipeline.repartition import repartitioned
 
 GLOBAL, MICRO, ACCUMULATION = "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"
@@ -85,7 +86,7 @@ METRICS = "metrics.jsonl"
 
 
 def resolve_run(
-    given: Mapping[str, Provided], environ: Mapping[str, str], architecture: Architecture = GPT2
+    given: Mapping[str, Provided], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2
 ) -> tuple[RunConfig, list[str]]:
     """The run with every field in its final value, and a message for each that has none.
 
@@ -160,7 +161,7 @@ def _logging(run: RunConfig) -> LoggingConfig:
     return replace(run.logging, metrics_file=str(Path(run.observe.run_dir) / METRICS))
 
 
-def _model(run: RunConfig, architecture: Architecture) -> ModelConfig:
+def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
     said = run.model
     return replace(
         said,

@@ -96,7 +96,7 @@ def stages_have_layers(run: RunConfig) -> str | None:
     if layers < 1 or not parallel.uses_pipeline or _method_problem(method) or partition.explicit(method):
         return None
     # By parameters and FLOPs the head weighs as much as the vocabulary size implies, which is not known yet.
-    most = sum(map(bool, partition.shares(run))) if method.startswith(partition.BY_TYPE) else layers + 1
+    most = sum(map(bool, partition.run_weights(run))) if method.startswith(partition.BY_TYPE) else layers + 1
     if most >= parallel.model_chunks or not most:
         return None
     chunks = f"--pipe-parallel-size {parallel.pipe_stages}"
@@ -122,7 +122,7 @@ def partition_fits(run: RunConfig) -> str | None:
     numbers = partition.explicit(method)
     if numbers is None and layers > 0 and method.startswith(partition.BY_TYPE):
         names = partition.layer_names(run.model)
-        if not any(partition.shares(run)):
+        if not any(partition.run_weights(run)):
             return f"{flag} matches no layer: the layers are {', '.join(dict.fromkeys(names))}"
     if numbers is None or layers < 1 or not parallel.uses_pipeline:
         return None

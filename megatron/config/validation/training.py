@@ -3,10 +3,10 @@
 from importlib.util import find_spec
 
 from megatron.config import RunConfig
-from megatron.config.architecture import ARCHITECTURES
 from megatron.config.data import read_blend
 from megatron.config.output import steps
 from megatron.config.validation.rules import excludes, needs, rule
+from megatron.model.architectures import architecture_of
 
 
 @rule("NCCL needs GPUs", why="On the CPU, gloo is the backend.")
@@ -95,7 +95,8 @@ def fused_attention(run: RunConfig) -> str | None:
     why="Without --eod-mask-loss all micro-batches count the same number of tokens, and both averages are equal.",
 )
 def loss_normalization(run: RunConfig) -> str | None:
-    if run.train.loss_normalization == "micro-batch" and not run.masks_loss:
+    masks_loss = run.data.eod_mask_loss or architecture_of(run.model).masked_lm
+    if run.train.loss_normalization == "micro-batch" and not masks_loss:
         return (
             "--loss-normalization micro-batch has no effect without --eod-mask-loss: add it, or remove "
             "--loss-normalization"
@@ -149,7 +150,7 @@ excludes(
 )
 def tokenizer(run: RunConfig) -> str | None:
     model = run.model.architecture
-    known = ARCHITECTURES[model].tokenizers
+    known = architecture_of(run.model).tokenizers
     if run.data.tokenizer_type not in known:
         return f"--tokenizer-type {run.data.tokenizer_type} does not suit {model}: use {' or '.join(known)}"
     return None
@@ -165,7 +166,7 @@ def merges(run: RunConfig) -> str | None:
 @rule("a pair of sentences fits into a sample", why="BERT's samples are pairs of sentences with three special tokens.")
 def pairs(run: RunConfig) -> str | None:
     tokens = run.data.seq_length
-    if ARCHITECTURES[run.model.architecture].masked_lm and 0 < tokens < 5:
+    if architecture_of(run.model).masked_lm and 0 < tokens < 5:
         return f"--seq-length {tokens} is too short for [CLS] and two tokens with a [SEP] after each: use 5 or more"
     return None
 

@@ -1,106 +1,85 @@
-"""How the model is cut into pipeline stages: arithmetic alone, for the rules, the model and the printed plan.
+"""How a model is divided into pipeline stages. No torch here.
 
-A *unit* is what is never cut: the embeddings, each transformer layer, and the final norm with the
-head. A *piece* is a run of units. A stage holds one piece; with DualPipeV two, one on the way out
-and the one opposite it on the way back.
+A *layer group* is never divided: the layers before the transformer layers (the embeddings), each
+transformer layer, and those after them (final norm and head). A *model chunk* is a run of groups. A
+stage holds one chunk; with DualPipeV two, one on the way out and the one opposite it on the way back.
 """
 
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 from megatron.config import ModelConfig, RunConfig
-from megatron.config.architecture import BERT, GPT2
-
-LAYER = ("ParallelTransformerLayer",)
-"""Names of what a unit takes up in the model's list of layers, in order."""
+from megatron.model.architectures import architecture_of
+from megatron.model.spec import LayerSpec, ParameterSpec
 
 EXPLICIT = re.compile(r"\d+( *, *\d+)*")
 BY_TYPE = "type:"
 
-
-class Unit(NamedTuple):
-    """What is never cut, and what it costs, all tensor-parallel ranks together."""
-
-    names: tuple[str, ...]
-    parameters: int
-    flops: int
-    """Operations of the forward pass for one token."""
-    tied: int = 0
-    """Of the parameters, those that the first unit has too: a stage that holds both has them once."""
+LayerGroup = tuple[LayerSpec, ...]
 
 
-class Stage(NamedTuple):
+@dataclass(frozen=True)
+class Stage:
     """What one pipeline stage holds, all of its tensor-parallel ranks together."""
 
-    pieces: tuple[range, ...]
-    """Its runs of units: 0 is the embeddings, n transformer layer n, the last one the head."""
-    parameters: int
-    flops: int
+    chunks: tuple[range, ...]
+    """Its runs of layer groups: 0 is the embeddings, n transformer layer n, the last one the head."""
+    layers: tuple[LayerSpec, ...]
+    has_embedding: bool
+    has_head: bool
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Transformer layers of the stage."""
+        return sum(layer.is_block for layer in self.layers)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Elements of its parameters."""
+        return sum(layer.numel for layer in _without_repeated(self.layers))
+
+    def flops(self, seq_length: int) -> int:
+        """FLOPs of the forward pass for one token."""
+        return sum(layer.flops(seq_length) for layer in self.layers)
+
+    def parameter_specs(self) -> list[ParameterSpec]:
+        """Its parameters in order; those of tied layers once."""
+        return [parameter for layer in _without_repeated(self.layers) for parameter in layer.parameters]
 
 
-METHODS: dict[str, Callable[[Unit], int]] = {
-    "uniform": lambda unit: 1,
-    "parameters": lambda unit: unit.parameters,
-    "flops": lambda unit: unit.flops,
+METHODS: dict[str, Callable[[LayerGroup, int], int]] = {
+    "uniform": lambda group, seq_length: 1,
+    "parameters": lambda group, seq_length: sum(layer.numel for layer in group),
+    "flops": lambda group, seq_length: sum(layer.flops(seq_length) for layer in group),
 }
-"""What each unit weighs, where stages shall weigh the same."""
+"""The weight of a layer group, for stages of equal weight."""
 
 
-def units(model: ModelConfig, seq_length: int) -> list[Unit]:
-    """The units of a model, from the embeddings to the head.
-
-    A matrix takes two operations for each of its weights and tokens, and attention 4 s h: its two
-    products in full, without what causality would save. The rest is next to nothing.
-    """
-    h, inner = model.hidden_size, model.ffn_hidden_size
-    matrices = 4 * h * h + 2 * h * inner
-    biases_and_norms = 9 * h + inner
-    layer = Unit(LAYER, matrices + biases_and_norms, 2 * matrices + 4 * seq_length * h)
-    front, back = ENDS[model.architecture](model)
-    return [front, *[layer] * model.num_layers, back]
-
-
-def _gpt2_ends(model: ModelConfig) -> tuple[Unit, Unit]:
-    h, table = model.hidden_size, model.padded_vocab_size * model.hidden_size
-    front = Unit(("WordEmbedding", "PositionEmbedding"), table + model.max_position_embeddings * h, 0)
-    return front, Unit(("without_segment_ids", "LayerNorm", "WordEmbedding"), 2 * h + table, 2 * table, tied=table)
-
-
-def _bert_ends(model: ModelConfig) -> tuple[Unit, Unit]:
-    h, (front, back) = model.hidden_size, _gpt2_ends(model)
-    dense, norm, order = h * h + h, 2 * h, 2 * h + 2
-    return (
-        Unit(("PairEmbedding", "TokenTypeEmbedding", "PositionEmbedding"), front.parameters + 2 * h, 0),
-        Unit(
-            ("without_segment_ids", "LayerNorm", "PairHead", "PairEmbedding", "WordBias"),
-            back.parameters + 2 * dense + norm + order + model.padded_vocab_size,
-            back.flops + 2 * h * h,  # the order is read from one token of each sample
-            tied=back.tied,
-        ),
-    )
-
-
-ENDS: dict[str, Callable[[ModelConfig], tuple[Unit, Unit]]] = {GPT2.name: _gpt2_ends, BERT.name: _bert_ends}
-"""The first and the last unit of each model."""
+def layer_groups(model: ModelConfig) -> list[LayerGroup]:
+    """The layers of ``model`` in groups that are never divided, from the embeddings to the head."""
+    layers = tuple(architecture_of(model).layers(model))
+    blocks = [index for index, layer in enumerate(layers) if layer.is_block]
+    assert blocks == list(range(blocks[0], blocks[0] + model.num_layers)), "num_layers blocks in a row"
+    return [layers[: blocks[0]], *((layers[index],) for index in blocks), layers[blocks[-1] + 1 :]]
 
 
 def layer_names(model: ModelConfig) -> tuple[str, ...]:
-    """What a model's list of layers consists of, by name, each kind of unit once."""
-    front, back = ENDS[model.architecture](model)
-    return front.names + LAYER + back.names
+    """The class names in the list of layers of ``model``, those of the blocks once."""
+    front, *blocks, back = layer_groups(model)
+    return tuple(layer.class_name for layer in (*front, *blocks[0], *back))
 
 
-def weights(method: str, units: Sequence[Unit]) -> list[int]:
-    """What each unit weighs by ``method``, which is no explicit list."""
-    if method.startswith(BY_TYPE):
-        pattern = re.compile(method.removeprefix(BY_TYPE), re.IGNORECASE)
-        kinds = {unit.names for unit in units}
-        found = {names: sum(bool(pattern.search(name)) for name in names) for names in kinds}
-        return [found[unit.names] for unit in units]
-    return [METHODS[method](unit) for unit in units]
+def group_weights(method: str, model: ModelConfig, seq_length: int) -> list[int]:
+    """The weight of each layer group by ``method``, which is no explicit list."""
+    groups = layer_groups(model)
+    if not method.startswith(BY_TYPE):
+        return [METHODS[method](group, seq_length) for group in groups]
+    pattern = re.compile(method.removeprefix(BY_TYPE), re.IGNORECASE)
+    matches = {name: bool(pattern.search(name)) for name in {layer.class_name for group in groups for layer in group}}
+    return [sum(matches[layer.class_name] for layer in group) for group in groups]
 
 
 def explicit(method: str) -> tuple[int, ...] | None:
@@ -109,20 +88,21 @@ def explicit(method: str) -> tuple[int, ...] | None:
 
 
 def layers_per_chunk(run: RunConfig) -> tuple[int, ...]:
-    """Transformer layers of each piece, in the order of the model."""
-    if (said := explicit(run.parallel.pipeline_partition)) is not None:
-        return said
-    *sizes, last = balanced(shares(run), run.parallel.model_chunks)
+    """Transformer layers of each model chunk, in the order of the model."""
+    if (numbers := explicit(run.parallel.pipeline_partition)) is not None:
+        return numbers
+    *sizes, last = balanced(run_weights(run), run.parallel.model_chunks)
     return (*sizes, last - 1)  # the head is no layer
 
 
-def shares(run: RunConfig) -> list[int]:
-    """What each layer weighs, the embeddings with the first one, and what the head does; of no explicit list.
+def run_weights(run: RunConfig) -> list[int]:
+    """The weight of each transformer layer, the embeddings added to the first one, and of the head.
 
-    Only an explicit list may part the embeddings from the first layer: not every optimizer can do with that.
+    For partitions that are no explicit list: only such a list may part the embeddings from the first layer, since
+    some optimizers need parameters without weight decay on every stage.
     """
-    front, first, *others = weights(run.parallel.pipeline_partition, units(run.model, run.data.seq_length))
-    return [front + first, *others]
+    front, first, *rest = group_weights(run.parallel.pipeline_partition, run.model, run.data.seq_length)
+    return [front + first, *rest]
 
 
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
@@ -170,34 +150,44 @@ def _cheapest(
 
 
 def partition_boundaries(layers_per_chunk: Sequence[int], model: ModelConfig) -> list[int]:
-    """Where each piece begins in the model's list of layers, and behind them the length of the list."""
-    front, back = ENDS[model.architecture](model)
-    inner = [len(front.names) + layers for layers in accumulate(layers_per_chunk)]
-    return [0, *inner[:-1], inner[-1] + len(back.names)]
+    """The index in the list of layers at which each model chunk begins, and the length of the list."""
+    front, *_, back = layer_groups(model)
+    inner = [len(front) + layers for layers in accumulate(layers_per_chunk)]
+    return [0, *inner[:-1], inner[-1] + len(back)]
 
 
 def plan(run: RunConfig) -> list[Stage]:
     """What each stage of ``run`` holds."""
-    of_units, pieces = units(run.model, run.data.seq_length), _pieces(layers_per_chunk(run))
+    groups, chunks = layer_groups(run.model), _chunks(layers_per_chunk(run))
     stages = run.parallel.pipe_stages
-    # With two pieces to a stage, the way out is the first half of them, and the way back begins where it turns.
-    halves = (pieces[:stages], pieces[: stages - 1 : -1])[: run.parallel.model_chunks // stages]
-    return [_stage(pieces_of_stage, of_units) for pieces_of_stage in zip(*halves, strict=True)]
+    # With two chunks to a stage, the first half of them is the way out; the way back begins at the last stage.
+    halves = (chunks[:stages], chunks[: stages - 1 : -1])[: run.parallel.model_chunks // stages]
+    return [_stage(chunks_of_stage, groups) for chunks_of_stage in zip(*halves, strict=True)]
 
 
-def _pieces(layers_per_chunk: Sequence[int]) -> list[range]:
-    """The units of each piece."""
+def _chunks(layers_per_chunk: Sequence[int]) -> list[range]:
+    """The layer groups of each model chunk."""
     ends = [1 + layers for layers in accumulate(layers_per_chunk)]
     ends[-1] += 1
     return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def _stage(pieces: tuple[range, ...], units: Sequence[Unit]) -> Stage:
-    held = {number for piece in pieces for number in piece}
-    parameters = sum(units[number].parameters for number in held)
-    if {0, len(units) - 1} <= held:
-        parameters -= units[-1].tied
-    return Stage(pieces, parameters, sum(units[number].flops for number in held))
+def _stage(chunks: tuple[range, ...], groups: Sequence[LayerGroup]) -> Stage:
+    held = [number for chunk in chunks for number in chunk]
+    layers = tuple(layer for number in held for layer in groups[number])
+    return Stage(chunks, layers, 0 in held, len(groups) - 1 in held)
+
+
+def _without_repeated(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """``layers`` with tied ones once."""
+    tied: set[str] = set()
+    kept = []
+    for layer in layers:
+        if layer.tied not in tied:
+            kept.append(layer)
+        if layer.tied is not None:
+            tied.add(layer.tied)
+    return kept
 
 
 def inputs_in_flight(run: RunConfig) -> int:

@@ -43,10 +43,22 @@ LAST = (Instruction("ReduceTiedGrads"), Instruction("ReduceGrads"), Instruction(
 """What each stage does behind all passes."""
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """Share of the time from the first pass to the last in which a stage idles, if all passes of a kind take equally
-    long: (p - 1) / (m + p - 1)."""
-    return (stages - 1) / (micro_batches + stages - 1)
+def bubble_ratio(stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """Idle time of a pipeline over its useful time, with ``chunks`` of the model to a stage (arXiv 2104.04473, 2.2).
+
+    (p - 1) / (v m), if all passes of a kind take equally long.
+    """
+    return (stages - 1) / (chunks * micro_batches)
+
+
+def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
+    """Idle time of a pipeline over all of its time: (p - 1) / (v m + p - 1)."""
+    return (stages - 1) / (chunks * micro_batches + stages - 1)
+
+
+def slots(stages: int, micro_batches: int) -> int:
+    """Steps of the 1F1B schedule: one forward or backward pass each."""
+    return 2 * (micro_batches + stages - 1)
 
 
 def passes(stage: int, stages: int, micro_batches: int) -> list[Pass]:
@@ -82,7 +94,7 @@ def instructions(stage: int, stages: int, micro_batches: int) -> list[Instructio
     by_slot = {found.slot: found for found in passes(stage, stages, micro_batches)}
     is_first, is_last = stage == 0, stage == stages - 1
     done: list[Instruction] = []
-    for slot in range(2 * (micro_batches + stages - 1)):
+    for slot in range(slots(stages, micro_batches)):
         now, before = by_slot.get(slot), by_slot.get(slot - 1)
         sends = []
         if before and before.is_forward and not is_last:

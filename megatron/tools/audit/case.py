@@ -10,9 +10,9 @@ from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.sample_history import Stretch
 from megatron.checkpoint.tracker import SavedRun
 from megatron.config import DataConfig, TrainConfig
-from megatron.config.architecture import GPT2
 from megatron.config.errors import CheckpointError, ConfigError, DataError
 from megatron.data.datasets import Samples, build_datasets
+from megatron.model.architectures import GPT2
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.convert.kinds import find
 

@@ -11,8 +11,9 @@ from tqdm import tqdm
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
 from megatron.checkpoint.tracker import RUN_FILE, SavedRun, whole_model_config
 from megatron.config import ModelConfig
-from megatron.config.architecture import ARCHITECTURES, BERT, GPT2, Architecture
 from megatron.config.errors import CheckpointError
+from megatron.model.architectures import BERT, GPT2, architecture_of
+from megatron.model.spec import ArchitectureSpec
 from megatron.tools.convert.huggingface_files import from_huggingface
 from megatron.tools.convert.kinds import HF_CONFIG, Found, read_json, read_metadata
 
@@ -80,7 +81,7 @@ def facts(found: Found, description: Mapping[str, Any] | None, config: ModelConf
         told["holds"] = _holds(found, description)
     if config is not None:
         told["model"] = {words: getattr(config, name) for name, words in _SIZES.items()}
-    architecture = GPT2 if config is None else ARCHITECTURES[config.architecture]
+    architecture = GPT2 if config is None else architecture_of(config)
     return told | {"loaded_by": loaders(found, description, architecture)}
 
 
@@ -91,7 +92,7 @@ def integrity(found: Found) -> str:
     return "no manifest: what was saved is not known"
 
 
-def loaders(found: Found, description: Mapping[str, Any] | None, architecture: Architecture) -> list[str]:
+def loaders(found: Found, description: Mapping[str, Any] | None, architecture: ArchitectureSpec) -> list[str]:
     """Which programs take it, and for what."""
     others = list(_LOADERS[architecture.name][found.kind])
     if found.kind not in ("folder", "tag"):

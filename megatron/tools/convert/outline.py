@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.config.architecture import BERT, GPT2
+from megatron.model.architectures import BERT, GPT2
 
 WORDS = "tied_modules.embed.word_embeddings.weight"
 """The table of the tokens, at both ends of the model."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from megatron.checkpoint.fingerprint import tokenizer_hash
 from megatron.config import ModelConfig
-from megatron.config.architecture import GPT2
 from megatron.config.errors import ConfigError
+from megatron.model.architectures import GPT2
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tools.convert.huggingface_files import BPE, read_bpe, read_folder_bpe

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.config import ParallelConfig, RunConfig
 from megatron.config.summary import describe_config, describe_stages
 from megatron.launch.quiet import deepspeed_silenced
-from megatron.model.architectures import MODELS
+from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries, plan
 from megatron.tools.planning.memory import Memory, activations, working
@@ -41,7 +41,7 @@ def dry_run(run: RunConfig) -> None:
 def built_weights(run: RunConfig, layout: ParallelLayout) -> list[Weight]:
     """The parameters that the layers of a rank really have, in the model's order."""
     layers = _layers(run, layout)
-    decaying = {id(parameter) for parameter in weight_decay_groups(layers)[0]["params"]}
+    decaying = {id(parameter) for parameter in weight_decay_groups(layers, run.model)[0]["params"]}
     return [Weight(name, parameter.numel(), id(parameter) in decaying) for name, parameter in layers.named_parameters()]
 
 
@@ -59,17 +59,19 @@ def pretended_layout(parallel: ParallelConfig, rank: int) -> Iterator[ParallelLa
 def _layers(run: RunConfig, layout: ParallelLayout) -> nn.ModuleDict:
     """The layers of a rank's stage that have parameters, on the meta device."""
     ends, stage = partition_boundaries(layers_per_chunk(run), run.model), layout.pipe_group.rank()
-    pieces = [stage, run.parallel.model_chunks - 1 - stage] if run.parallel.uses_dualpipev else [stage]
-    held = [number for piece in pieces for number in range(ends[piece], ends[piece + 1])]
-    built = nn.ModuleDict()
+    chunks = [stage, run.parallel.model_chunks - 1 - stage] if run.parallel.uses_dualpipev else [stage]
+    held = [number for chunk in chunks for number in range(ends[chunk], ends[chunk + 1])]
+    tied, built = nn.ModuleDict(), nn.ModuleDict()
     with torch.device("meta"):
-        specs = MODELS[run.model.architecture].layers(run.model, layout)
+        specs = architecture_of(run.model).build_layers(run.model, layout)
         for number in held:
             spec = specs[number]
-            name = spec.key if isinstance(spec, TiedLayerSpec) else str(number)
-            if isinstance(spec, LayerSpec) and name not in built:
-                built[name] = spec.build()
-    return built
+            if isinstance(spec, TiedLayerSpec):
+                if spec.key not in tied:
+                    tied[spec.key] = spec.build()
+            elif isinstance(spec, LayerSpec):
+                built[str(number)] = spec.build()
+    return nn.ModuleDict({**({"tied_modules": tied} if tied else {}), **built})
 
 
 class Rank(NamedTuple):

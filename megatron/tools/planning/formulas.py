@@ -24,21 +24,6 @@ def model_state_bytes(parameters: float, d: int, zero_stage: int, *, k: int = AD
     return parameters * (4 + k - sharded + sharded / d)
 
 
-def bubble(p: int, m: int, v: int = 1) -> float:
-    """Idle time of a pipeline by its useful time; ``v`` pieces of the model to a stage (arXiv 2104.04473, 2.2)."""
-    return (p - 1) / (v * m)
-
-
-def bubble_share(p: int, m: int, v: int = 1) -> float:
-    """Idle time of a pipeline by all of its time."""
-    return (p - 1) / (v * m + p - 1)
-
-
-def slots(p: int, m: int) -> int:
-    """Steps of DeepSpeed's schedule: a forward or a backward pass each."""
-    return 2 * (m + p - 1)
-
-
 def micro_batches_in_flight(stage: int, p: int, m: int) -> int:
     """Micro-batches whose activations a stage keeps at a time, counted from 0."""
     return min(m, p - stage)

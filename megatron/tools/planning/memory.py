@@ -1,16 +1,16 @@
 """Peak memory of a rank of each pipeline stage, in bytes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
 from megatron.config import RunConfig
-from megatron.parallel.pipeline.partition import Stage, plan
+from megatron.model.spec import LayerSpec
+from megatron.parallel.pipeline.partition import Stage, layer_groups, plan
 from megatron.parallel.tensor.loss_chunking import rows_at_once
 from megatron.tools.planning.formulas import micro_batches_in_flight
 from megatron.tools.planning.states import FP32, States, bytes_of, numel, stage_weights, states
-
-_INT64 = 8
 
 
 class Sizes(NamedTuple):
@@ -84,8 +84,8 @@ class Activations(NamedTuple):
 
 def activations(run: RunConfig) -> Activations:
     """What a micro-batch of ``run`` leaves behind on one rank, part by part."""
-    z = sizes(run)
-    scores = _scores(run, z)
+    z, (front, block, *_, back) = sizes(run), layer_groups(run.model)
+    scores = _scores(run, z) if block[0].attention_size else 0
     hidden = z.stream * z.h * z.residual
     logits = z.tokens * (z.v // z.t)
     whole = z.tokens * z.h * z.element
@@ -93,11 +93,11 @@ def activations(run: RunConfig) -> Activations:
     # sequence, parts of them, too.
     copies = 2 if z.t == 1 else 4 if z.stream == z.tokens else 6
     return Activations(
-        layer=_layer(z) + (0 if run.model.recomputes_attention else scores),
+        layer=_kept(z, block) + (0 if run.model.recomputes_attention else scores),
         scores=scores,
         kept_input=_kept_input(run, hidden, z.t),
-        front=z.tokens * (_INT64 + 1) + z.stream * z.h * z.mask,
-        back=hidden + whole + 2 * z.stream * FP32,
+        front=_kept(z, front),
+        back=_kept(z, back),
         logits=2 * logits * z.element + _loss_rows(run, z),
         stored_logits=logits * z.element,
         hidden=hidden,
@@ -105,11 +105,14 @@ def activations(run: RunConfig) -> Activations:
     )
 
 
-def _layer(z: Sizes) -> int:
-    streams = 2 * z.stream * z.h * (z.residual + z.mask) + 4 * z.stream * FP32  # and mean and deviation of two norms
-    linear_inputs = 2 * z.tokens * z.h * z.element  # whole under sequence parallelism, too: they have been gathered
-    cut = (4 * z.h + 2 * z.f) * z.tokens * z.element // z.t  # query, key, value, context, and both sides of GELU
-    return streams + linear_inputs + cut
+def _kept(z: Sizes, layers: Sequence[LayerSpec]) -> int:
+    """Bytes that one rank keeps of ``layers``, without the scores of attention."""
+    total = 0
+    for kept in (layer.kept for layer in layers):
+        hidden = kept.residual * z.residual + kept.local * z.element + kept.masks * z.mask + kept.statistics * FP32
+        total += z.stream * hidden + z.tokens * (kept.replicated * z.element + kept.index_bytes)
+        total += z.tokens * kept.sharded * z.element // z.t
+    return total
 
 
 def _loss_rows(run: RunConfig, z: Sizes) -> int:
@@ -195,10 +198,10 @@ def stage_memory(run: RunConfig, owner: int | None = None) -> list[Memory]:
 
 def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations) -> Working:
     """The working memory of a rank of ``stage``, which is the one of that number."""
-    layers, (has_front, has_back) = layers_of(run, stage), ends_of(run, stage)
+    layers, has_back = stage.num_blocks, stage.has_head
     in_flight, together = _in_flight(run, number), run.activation.layers_together
     kept = ceil(layers / together) * micro_batch.kept_input if together else layers * micro_batch.layer
-    each = kept + (micro_batch.front if has_front else 0)
+    each = kept + (micro_batch.front if stage.has_embedding else 0)
     back = micro_batch.back if has_back else 0
     logits = micro_batch.logits if has_back else 0
     again = min(together, layers) * micro_batch.layer  # what a layer did not keep is there again when it goes backward
@@ -212,16 +215,6 @@ def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations)
         buffers=_pipeline_buffers(run, number, has_back, micro_batch),
         in_flight=in_flight,
     )
-
-
-def layers_of(run: RunConfig, stage: Stage) -> int:
-    """Transformer layers of a stage."""
-    return sum(map(len, stage.pieces)) - sum(ends_of(run, stage))
-
-
-def ends_of(run: RunConfig, stage: Stage) -> tuple[bool, bool]:
-    """Whether a stage has the embeddings, and whether it has the head."""
-    return stage.pieces[0].start == 0, stage.pieces[-1].stop > run.model.num_layers + 1
 
 
 def _in_flight(run: RunConfig, number: int) -> int:

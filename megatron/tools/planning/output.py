@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from megatron.config.command_line import parse_run
-from megatron.parallel.pipeline.schedule import timed_passes
-from megatron.tools.planning.formulas import bubble_share
+from megatron.parallel.pipeline.schedule import bubble, timed_passes
 from megatron.tools.planning.memory import Memory
 from megatron.tools.planning.presets import GB
 from megatron.tools.planning.search import Candidate
@@ -110,7 +109,7 @@ def draw_schedule(p: int, m: int, file: IO[bytes], backward: float = 2.0) -> Non
         for one in drawn_passes:
             axes.text((one.begin + one.end) / 2, one.stage, str(one.micro_batch), ha="center", va="center", fontsize=6)
     some = f", {drawn} of them drawn" if drawn < m else ""
-    title = f"{p} stages, {m} micro-batches{some}: {bubble_share(p, m):.1%} of the time idle"
+    title = f"{p} stages, {m} micro-batches{some}: {bubble(p, m):.1%} of the time idle"
     axes.invert_yaxis()
     axes.set(xlabel="time, in forward passes of a micro-batch", ylabel="stage", title=title)
     if p <= 32:

@@ -14,12 +14,14 @@ from megatron.config.command_line.resolve import resolve_run
 from megatron.config.fields import Provided, flag_name
 from megatron.config.model import padded_vocabulary
 from megatron.config.validation import RULES
+from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.partition import Stage, plan
+from megatron.parallel.pipeline.schedule import bubble
 from megatron.tools.planning import formulas
-from megatron.tools.planning.memory import Memory, activations, layers_of, working
+from megatron.tools.planning.memory import Memory, activations, working
 from megatron.tools.planning.request import Request, words
 from megatron.tools.planning.states import States, numel, stage_weights, states
-from megatron.tools.planning.timing import Timing, Traffic, model_flops, timing, traffic
+from megatron.tools.planning.timing import Timing, Traffic, timing, traffic
 
 RECOMPUTE = (None, "selective", "full")
 
@@ -47,8 +49,8 @@ class Candidate:
     def bubble(self) -> float:
         """Share of the time that a stage waits for others."""
         parallel = self.run.parallel
-        pieces = parallel.model_chunks // parallel.pipe_stages
-        return formulas.bubble_share(parallel.pipe_stages, self.run.train.gradient_accumulation_steps, pieces)
+        chunks = parallel.model_chunks // parallel.pipe_stages
+        return bubble(parallel.pipe_stages, self.run.train.gradient_accumulation_steps, chunks)
 
     @property
     def flops_per_device(self) -> float:
@@ -203,7 +205,7 @@ class _Grid:
         kinds: dict[tuple[int, int], tuple[int, Stage]] = {}
         for number, stage in enumerate(plan(run)):
             # Of equal stages the first keeps most: more micro-batches are under way there.
-            kinds.setdefault((layers_of(run, stage), stage.parameters), (number, stage))
+            kinds.setdefault((stage.num_blocks, stage.parameters), (number, stage))
         self.stages = list(kinds.values())
         self.weights = [stage_weights(run, stage) for _, stage in self.stages]
         self.parameters = [numel(weights) for weights in self.weights]

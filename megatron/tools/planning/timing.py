@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from megatron.config import RunConfig
 from megatron.parallel.pipeline.partition import Stage
-from megatron.tools.planning import formulas
+from megatron.parallel.pipeline.schedule import bubble_ratio
 from megatron.tools.planning.formulas import ring_all_reduce, ring_gather
-from megatron.tools.planning.memory import ends_of, layers_of
 from megatron.tools.planning.presets import Device
 from megatron.tools.planning.states import bytes_of, owners
 
@@ -40,12 +39,12 @@ def tensor(run: RunConfig, stage: Stage) -> float:
     Where the sequence is cut, a gather and a reduce-scatter stand for each, and send as much. Around
     attention, Ulysses exchanges query, key, value and context, forward and backward.
     """
-    parallel, layers = run.parallel, layers_of(run, stage)
+    parallel, layers = run.parallel, stage.num_blocks
     t, parts = parallel.model_parallel_size, parallel.ds_sequence_parallel_size
     tokens = run.train.micro_batch_size * run.data.seq_length // parts
     hidden = tokens * run.model.hidden_size * bytes_of(run)
     passes = 6 if run.activation.layers_together else 4
-    reduced = (passes * layers + sum(ends_of(run, stage))) * ring_all_reduce(hidden, t)
+    reduced = (passes * layers + stage.has_embedding + stage.has_head) * ring_all_reduce(hidden, t)
     exchanged = 2 * passes * layers * ring_gather(hidden / t, parts)  # 4 hidden states in each of passes / 2
     return run.train.gradient_accumulation_steps * (reduced + exchanged)
 
@@ -56,7 +55,7 @@ def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
     if parallel.pipe_stages == 1:
         return 0.0
     last = run.model.num_layers + 1
-    borders = sum((piece.start > 0) + (piece.stop <= last) for piece in stage.pieces)
+    borders = sum((chunk.start > 0) + (chunk.stop <= last) for chunk in stage.chunks)
     whole = parallel.sequence_parallel or parallel.uses_dualpipev
     part = hidden / (1 if whole else parallel.model_parallel_size)
     return run.train.gradient_accumulation_steps * borders * part
@@ -125,31 +124,21 @@ def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traff
     data = max(traffic.data for _, traffic in stages) / machine.bandwidth(replicas)
     if not parallel.uses_pipeline and run.zero.zero_overlap_comm:
         data = max(data - compute / 2, 0.0)
-    pieces = parallel.model_chunks // parallel.pipe_stages
-    idle = formulas.bubble(parallel.pipe_stages, m, pieces) * (compute + tensor + sends)
+    chunks = parallel.model_chunks // parallel.pipe_stages
+    idle = bubble_ratio(parallel.pipe_stages, m, chunks) * (compute + tensor + sends)
     return Timing(compute, tensor if t > 1 or inner > t else 0.0, sends, idle, data)
 
 
 def compute_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
     """Arithmetic of a rank of ``stage`` in one iteration: forward, backward, and what is recomputed."""
-    model, tokens = run.model, run.train.micro_batch_size * run.data.seq_length
-    layers = layers_of(run, stage)
-    core = 4 * run.data.seq_length * model.hidden_size * layers
-    linears = stage.flops - core
-    head = 2 * model.padded_vocab_size * model.hidden_size
-    in_layers = linears - (head if ends_of(run, stage)[1] else 0)
+    tokens = run.train.micro_batch_size * run.data.seq_length
+    core = sum(layer.attention_flops(run.data.seq_length) for layer in stage.layers)
+    linears = sum(layer.matmul_flops for layer in stage.layers)
+    in_blocks = sum(layer.matmul_flops for layer in stage.layers if layer.is_block)
     again = bool(run.activation.layers_together)
-    passes = 3 * linears + again * in_layers
-    core_passes = (3 + (again or model.recomputes_attention)) * core
+    passes = 3 * linears + again * in_blocks
+    core_passes = (3 + (again or run.model.recomputes_attention)) * core
     per_rank = tokens / (run.parallel.model_parallel_size * run.parallel.ds_sequence_parallel_size)
-    size = per_rank * model.hidden_size
+    size = per_rank * run.model.hidden_size
     speed = machine.device.flops(run.precision.dtype) * machine.device.efficiency * size / (size + _SMALL)
     return run.train.gradient_accumulation_steps * per_rank * (passes + core_passes / _CORE) / speed
-
-
-def model_flops(run: RunConfig) -> float:
-    """Operations of one iteration that no layout can do without."""
-    model = run.model
-    return formulas.model_flops(
-        run.train.global_batch_size, run.data.seq_length, model.num_layers, model.hidden_size, model.padded_vocab_size
-    )

@@ -51,10 +51,10 @@ class Record:
 def write_record(run: RunConfig, device: str) -> None:
     """Write it. Raises OSError where that cannot be done."""
     stages, memories = plan(run), stage_memory(run)
-    flops = sum(stage.flops for stage in stages)
+    flops = [stage.flops(run.data.seq_length) for stage in stages]
     record = Record(
         description=describe_config(run),
-        stages=[PlannedStage(s.flops / flops, memory.total) for s, memory in zip(stages, memories, strict=True)],
+        stages=[PlannedStage(f / sum(flops), memory.total) for f, memory in zip(flops, memories, strict=True)],
         seconds=_planned_seconds(run, device, memories),
         environment=_environment(device),
         config=asdict(run),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.config import ModelConfig
-from megatron.config.architecture import ARCHITECTURES
+from megatron.model.architectures import ARCHITECTURES, architecture_of
 from megatron.tools.convert.outline import outline
 
 SIZES = {"num_layers": 3, "hidden_size": 12, "num_attention_heads": 2, "ffn_hidden_size": 20}
@@ -14,12 +14,11 @@ CONFIG = ModelConfig(**SIZES, max_position_embeddings=6, vocab_size=10, padded_v
 
 def _parameters(config: ModelConfig) -> list[tuple]:
     from megatron.config import ActivationConfig, ParallelConfig
-    from megatron.model.architectures import MODELS
     from megatron.model.containers import SequentialModel
     from megatron.parallel.layout import ParallelLayout
 
-    parts, layout = MODELS[config.architecture], ParallelLayout.create(ParallelConfig())
-    model = SequentialModel(parts.layers(config, layout), parts.loss_fn(config, layout), ActivationConfig())
+    spec, layout = architecture_of(config), ParallelLayout.create(ParallelConfig())
+    model = SequentialModel(spec.build_layers(config, layout), spec.build_loss(config, layout), ActivationConfig())
     return [
         (name, tuple(weight.shape), getattr(weight, "partition_dim", None)) for name, weight in model.named_parameters()
     ]

@@ -6,8 +6,8 @@ import pytest
 from support.programs import TINY_MODEL
 
 from megatron.config import RunConfig
-from megatron.config.architecture import BERT
 from megatron.config.command_line import parse_run
+from megatron.model.architectures import BERT
 from megatron.tools.planning.memory import stage_memory
 from megatron.training.preflight import check
 

@@ -6,11 +6,10 @@ import pytest
 from support.command_lines import CUDA, parse
 
 from megatron.config import RunConfig
-from megatron.model.flops import flops_per_iteration
+from megatron.model.spec import hardware_flops, model_flops
 from megatron.tools.planning import formulas
 from megatron.tools.planning.memory import activations, stage_memory
 from megatron.tools.planning.states import Weight, rank_parameters, states
-from megatron.tools.planning.timing import model_flops
 
 GPT3 = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --batch-size 1 --bf16"
 
@@ -76,5 +75,5 @@ def test_a_stage_keeps_the_activations_of_the_micro_batches_under_way():
 )
 def test_operations_are_those_of_the_paper(words, formula):
     run = run_of(f"{GPT3} --zero-stage 1 {words}")
-    assert flops_per_iteration(run) == pytest.approx(formula(8, 2048, 96, 12288, 51200))
+    assert hardware_flops(run) == pytest.approx(formula(8, 2048, 96, 12288, 51200))
     assert model_flops(run) == pytest.approx(formulas.model_flops(8, 2048, 96, 12288, 51200))

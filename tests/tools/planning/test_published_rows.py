@@ -3,12 +3,11 @@
 import pytest
 
 from megatron.config.model import padded_vocabulary
+from megatron.parallel.pipeline.schedule import bubble, bubble_ratio
 from megatron.tools.planning import formulas
 from megatron.tools.planning.formulas import (
     approximate_days,
     approximate_parameters,
-    bubble,
-    bubble_share,
     end_activations,
     full_recompute_flops,
     interleaving_factor,
@@ -225,8 +224,8 @@ def test_theoretical_memory_of_megatron_without_sequence_parallelism():
     ],
 )
 def test_bubble(p, m, v, of_ideal, of_total):
-    assert bubble(p, m, v) == pytest.approx(of_ideal, abs=1e-4)
-    assert bubble_share(p, m, v) == pytest.approx(of_total, abs=1e-4)
+    assert bubble_ratio(p, m, v) == pytest.approx(of_ideal, abs=1e-4)
+    assert bubble(p, m, v) == pytest.approx(of_total, abs=1e-4)
 
 
 def test_trillion_parameters_on_4096_devices():

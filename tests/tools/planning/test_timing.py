@@ -4,7 +4,7 @@ import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 
 from megatron.parallel.pipeline.partition import plan
-from megatron.parallel.pipeline.schedule import timed_passes
+from megatron.parallel.pipeline.schedule import bubble, slots, timed_passes
 from megatron.tools.planning import formulas
 from megatron.tools.planning.presets import DEVICES, TERA
 from megatron.tools.planning.request import make_request
@@ -97,9 +97,9 @@ def test_traffic_of_weights_and_gradients(stage, ways):
 def test_the_drawn_schedule_is_deepspeeds(p, m):
     """The same passes in the same order on each stage, in as many slots, with as many micro-batches at a time."""
     passes = timed_passes(p, m, 1.0, 1.0)
-    assert max(one.end for one in passes) == formulas.slots(p, m)
+    assert max(one.end for one in passes) == slots(p, m)
     busy = sum(one.end - one.begin for one in passes)
-    assert 1 - busy / (p * formulas.slots(p, m)) == pytest.approx(formulas.bubble_share(p, m))
+    assert 1 - busy / (p * slots(p, m)) == pytest.approx(bubble(p, m))
     for stage in range(p):
         schedule = TrainSchedule(micro_batches=m, stages=p, stage_id=stage)
         theirs = [

@@ -1,0 +1,213 @@
+"""What an architecture consists of, without torch: the one description that every part of the suite reads.
+
+An ``ArchitectureSpec`` lists the layers of a model with their parameters, cost and activations. The partition into
+pipeline stages, weight decay, the planner, the FLOPs in the metrics, resharding and conversion all follow from it. The
+torch modules of the same layers are named by import path, and imported only when a model is built.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from megatron.config import ModelConfig, RunConfig
+from megatron.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter of a layer, as a single process without tensor parallelism holds it."""
+
+    name: str
+    """Within its layer, such as ``attention.dense.weight``; with the layer's prefix in ``named_parameters``."""
+    shape: tuple[int, ...]
+    shard_dim: int | None = None
+    """Dimension that tensor parallelism divides; None if every rank holds all of it."""
+    weight_decay: bool = True
+    is_vocabulary: bool = False
+    """Whether the first dimension is the vocabulary, padded to ``padded_vocab_size``."""
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    def local_numel(self, tensor_parallel_size: int) -> int:
+        """Elements that one tensor-parallel rank holds."""
+        return self.numel if self.shard_dim is None else self.numel // tensor_parallel_size
+
+
+@dataclass(frozen=True)
+class KeptActivations:
+    """What a layer keeps for its backward pass: elements per token, by type and by how ranks share them.
+
+    The scores of attention are counted apart, as they grow with the square of the sequence.
+    """
+
+    residual: int = 0
+    """In the residual stream's type; sequence parallelism divides them over the tensor-parallel ranks."""
+    local: int = 0
+    """In the model's type, divided in the same way."""
+    masks: int = 0
+    """Dropout masks of hidden states, divided in the same way."""
+    statistics: int = 0
+    """fp32 numbers such as a norm's mean, divided in the same way."""
+    replicated: int = 0
+    """In the model's type, whole on every tensor-parallel rank."""
+    sharded: int = 0
+    """In the model's type, divided over the tensor-parallel ranks always."""
+    index_bytes: int = 0
+    """Bytes, not elements, of indices and their masks."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One entry of the list of layers."""
+
+    class_name: str
+    """Class of the module, or name of the function; what ``--pipeline-partition type:REGEX`` is matched with."""
+    parameters: tuple[ParameterSpec, ...] = ()
+    matmul_flops: int = 0
+    """FLOPs of the forward pass per token in products with weights; 2 for each weight."""
+    attention_size: int = 0
+    """Columns of all heads together: the attention core takes 4 FLOPs per token, column and attended token."""
+    kept: KeptActivations = KeptActivations()
+    tied: str | None = None
+    """Key that it shares with the other layers of the same parameters; None if it shares none."""
+    is_block: bool = False
+    """Whether it is one of the ``num_layers`` repeated layers, which the pipeline divides and recomputation repeats."""
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters, without tensor parallelism."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    def attention_flops(self, seq_length: int) -> int:
+        """FLOPs of the attention core in the forward pass, per token; in full, without what causality would save."""
+        return 4 * seq_length * self.attention_size
+
+    def flops(self, seq_length: int) -> int:
+        """FLOPs of the forward pass per token."""
+        return self.matmul_flops + self.attention_flops(seq_length)
+
+
+@dataclass(frozen=True)
+class ArchitectureSpec:
+    """A model: what it is called, what trains it, and its layers."""
+
+    name: str
+    program: str
+    """The entry script that trains it."""
+    tokenizers: tuple[str, ...]
+    """The kinds of tokenizer whose vocabulary has the tokens that it needs."""
+    layers: Callable[[ModelConfig], Sequence[LayerSpec]]
+    """The layers of a model of these sizes, in order: those before the blocks, the blocks, those after them."""
+    torch_layers: str
+    """``module:function`` of (config, layout) that returns the same list as DeepSpeed ``LayerSpec``s and functions."""
+    torch_loss: str
+    """``module:function`` of (config, layout) that returns loss(output of the last layer, targets)."""
+    masked_lm: bool = False
+    """Whether samples are pairs of sentences with masked tokens (BERT), instead of runs of tokens."""
+
+    def build_layers(self, config: ModelConfig, layout: Any) -> Sequence[Any]:
+        """The list of layers for DeepSpeed's containers, not yet built. Imports torch."""
+        return _imported(self.torch_layers)(config, layout)
+
+    def build_loss(self, config: ModelConfig, layout: Any) -> Callable[..., Any]:
+        """The loss function of the last layer's output and the targets. Imports torch."""
+        return _imported(self.torch_loss)(config, layout)
+
+    def prefixed_layers(self, config: ModelConfig) -> Iterator[tuple[str, LayerSpec]]:
+        """Each layer with the prefix of its parameters' names: its index, or its tied key; tied layers once."""
+        tied: set[str] = set()
+        for index, layer in enumerate(self.layers(config)):
+            if layer.tied not in tied:
+                yield f"{index}." if layer.tied is None else f"tied_modules.{layer.tied}.", layer
+            tied |= {layer.tied} - {None}
+
+    def named_parameters(self, config: ModelConfig) -> dict[str, ParameterSpec]:
+        """Every parameter by its name in modules and checkpoints; tied layers first, as modules list them."""
+        layers = sorted(self.prefixed_layers(config), key=lambda prefixed: prefixed[1].tied is None)
+        return {prefix + parameter.name: parameter for prefix, layer in layers for parameter in layer.parameters}
+
+
+ARCHITECTURES: dict[str, ArchitectureSpec] = {}
+"""Every registered architecture by name."""
+
+
+def register(spec: ArchitectureSpec) -> ArchitectureSpec:
+    """Make an architecture known by its name, under which configs and checkpoints refer to it."""
+    ARCHITECTURES[spec.name] = spec
+    return spec
+
+
+def architecture_of(config: ModelConfig) -> ArchitectureSpec:
+    """The registered architecture of ``config``.
+
+    Raises:
+        ConfigError: It is not registered in this process, since its entry script was not imported.
+    """
+    if config.architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"the model {config.architecture} is unknown here (known: {known}): use its own entry script")
+    return ARCHITECTURES[config.architecture]
+
+
+def model_flops(run: RunConfig) -> float:
+    """FLOPs of one iteration, forward and backward, without recomputation (arXiv 2205.05198, appendix A)."""
+    return 3 * _forward_flops(run, architecture_of(run.model).layers(run.model))
+
+
+def hardware_flops(run: RunConfig) -> float:
+    """FLOPs of one iteration with the forward passes that are recomputed (arXiv 2104.04473, section 5.1)."""
+    blocks = [layer for layer in architecture_of(run.model).layers(run.model) if layer.is_block]
+    if run.activation.layers_together:
+        return model_flops(run) + _forward_flops(run, blocks)
+    if run.model.recomputes_attention:
+        return model_flops(run) + _forward_flops(run, [replace(layer, matmul_flops=0) for layer in blocks])
+    return model_flops(run)
+
+
+def _forward_flops(run: RunConfig, layers: Sequence[LayerSpec]) -> float:
+    tokens = run.train.global_batch_size * run.data.seq_length
+    return tokens * sum(layer.flops(run.data.seq_length) for layer in layers)
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+# Parameters of the common layers; ``h`` stands for inputs or hidden size throughout.
+
+
+def norm_parameters(name: str, h: int) -> tuple[ParameterSpec, ...]:
+    """Weight and bias of a layer norm; without a name those of a layer that is one."""
+    prefix = f"{name}." if name else ""
+    return tuple(ParameterSpec(f"{prefix}{kind}", (h,), weight_decay=False) for kind in ("weight", "bias"))
+
+
+def column_parallel(name: str, inputs: int, outputs: int) -> tuple[ParameterSpec, ...]:
+    """Weight and bias of a ``ColumnParallelLinear``: both divided along the outputs."""
+    return (
+        ParameterSpec(f"{name}.weight", (outputs, inputs), shard_dim=0),
+        ParameterSpec(f"{name}.bias", (outputs,), shard_dim=0, weight_decay=False),
+    )
+
+
+def row_parallel(name: str, inputs: int, outputs: int) -> tuple[ParameterSpec, ...]:
+    """Weight and bias of a ``RowParallelLinear``: the weight divided along the inputs."""
+    return (
+        ParameterSpec(f"{name}.weight", (outputs, inputs), shard_dim=1),
+        ParameterSpec(f"{name}.bias", (outputs,), weight_decay=False),
+    )
+
+
+def replicated_linear(name: str, inputs: int, outputs: int) -> tuple[ParameterSpec, ...]:
+    """Weight and bias of a linear layer that every rank holds whole."""
+    return (
+        ParameterSpec(f"{name}.weight", (outputs, inputs)),
+        ParameterSpec(f"{name}.bias", (outputs,), weight_decay=False),
+    )
