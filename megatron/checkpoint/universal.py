@@ -14,7 +14,7 @@ import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,53 +26,42 @@ from megatron.checkpoint.files import sync, sync_folder
 from megatron.checkpoint.master_weights import parameter_shapes
 from megatron.checkpoint.optimizer_state import WEIGHT, State, has_partitions, model_file, rank_states
 from megatron.checkpoint.tensor_files import read_file
-from megatron.checkpoint.tracker import UNIVERSAL, SavedRun
+from megatron.checkpoint.tracker import UNIVERSAL, SavedRun, whole_model_config
 from megatron.checkpoint.weights import rank_weights
-from megatron.config import RunConfig
+from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import ResourceError
+from megatron.model.architectures import architecture_of
+from megatron.model.spec import ParameterSpec
 
-CUT_BY_ROWS = (
-    r".*word_embeddings\.weight",
-    r".*word_bias",
-    r".*query_key_value\.(weight|bias)",
-    r".*dense_h_to_4h\.(weight|bias)",
-)
-CUT_BY_COLUMNS = (r".*attention\.dense\.weight", r".*dense_4h_to_h\.weight")
-WHOLE = (
-    r".*(position|tokentype)_embeddings\.weight",
-    r".*layernorm\.(weight|bias)",
-    r".*attention\.dense\.bias",
-    r".*dense_4h_to_h\.bias",
-    r"\d+\.((dense|pooler|order)\.)?(weight|bias)",
-)
-"""Names of the parameters that tensor parallelism cuts, by dimension, and of those that it leaves whole."""
-VOCABULARY = r".*(word_embeddings\.weight|word_bias)"
-TIED = r"tied_modules\..*"
 SOURCE = "source.txt"
 
 
-def partition_dim(name: str) -> int | None:
-    """Dimension along which tensor parallelism cuts the parameter ``name``; None where every rank has it whole."""
-    for dim, patterns in enumerate((CUT_BY_ROWS, CUT_BY_COLUMNS)):
-        if any(re.fullmatch(pattern, name) for pattern in patterns):
-            return dim
-    return None
-
-
 def conversion_info(engine: DeepSpeedEngine, run: RunConfig) -> dict[str, Any]:
-    """What a conversion has to find in DeepSpeed's files, and would not, to be saved among the client's state."""
-    patterns = {
+    """What a conversion needs and would not find in DeepSpeed's files, to be saved with the client's state."""
+    info = {
         "universal_checkpoint_version": 0.2,
         "original_vocab_size": run.model.vocab_size,
         "padded_vocab_size": run.model.padded_vocab_size,
-        "vocabulary_parameter_patterns": [VOCABULARY],
-        "tp_replicated_parameter_patterns": list(WHOLE),
-        "parameter_with_row_parallelism_patterns": list(CUT_BY_COLUMNS),
-        "pipeline_replicated_parameter_patterns": [TIED],
+        **parameter_patterns(run.model),
     }
-    # DeepSpeed itself says with ZeRO alone which parameters the optimizer's tensors are.
+    # DeepSpeed itself saves with ZeRO alone which parameters the optimizer's tensors are.
     shapes = {} if run.zero.zero_stage else {"param_shapes": parameter_shapes(engine)}
-    return {"universal_checkpoint_info": patterns, **shapes}
+    return {"universal_checkpoint_info": info, **shapes}
+
+
+def parameter_patterns(model: ModelConfig) -> dict[str, list[str]]:
+    """Regular expressions of parameter names, by which DeepSpeed's own conversion merges tensor-parallel shards."""
+    specs = architecture_of(model).named_parameters(model)
+
+    def matching(condition: Callable[[str, ParameterSpec], bool]) -> list[str]:
+        return [f"{re.escape(name)}$" for name, spec in specs.items() if condition(name, spec)]
+
+    return {
+        "vocabulary_parameter_patterns": matching(lambda _, spec: spec.is_vocabulary),
+        "tp_replicated_parameter_patterns": matching(lambda _, spec: spec.shard_dim is None),
+        "parameter_with_row_parallelism_patterns": matching(lambda _, spec: spec.shard_dim == 1),
+        "pipeline_replicated_parameter_patterns": matching(lambda name, _: name.startswith("tied_modules.")),
+    }
 
 
 def point_to(folder: Path) -> None:
@@ -176,8 +165,9 @@ def _stamp(saved: SavedRun) -> str:
 
 def _write(saved: SavedRun, folder: Path) -> None:
     stamp = _stamp(saved)
-    vocab_size = saved.description["config"]["model"]["vocab_size"]
-    steps = [_write_parameter(folder / "zero" / name, name, parts, vocab_size) for name, parts in _parameters(saved)]
+    config = whole_model_config(saved)
+    specs = architecture_of(config).named_parameters(config)
+    steps = [_write_parameter(folder / "zero" / name, specs[name], parts) for name, parts in _parameters(saved)]
     place, layout = saved.folder / saved.tag, saved.description["layout"]
     shared = read_file(model_file(place, layout, 0))
     common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
@@ -208,18 +198,18 @@ def _parameters(saved: SavedRun) -> Iterator[tuple[str, list[State]]]:
         seen |= shards[0].keys()
 
 
-def _write_parameter(folder: Path, name: str, parts: Sequence[State], vocab_size: int) -> Any:
+def _write_parameter(folder: Path, spec: ParameterSpec, parts: Sequence[State]) -> Any:
     """Write one parameter from its parts on the tensor-parallel ranks; its step count."""
     folder.mkdir(parents=True)
-    dim = partition_dim(name)
+    dim = spec.shard_dim
     for key, value in parts[0].items():
         if not (isinstance(value, Tensor) and value.dim()):
             torch.save(value, folder / f"{key}.pt")
             continue
         whole: dict[str, Any] = {"param": value if dim is None else torch.cat([part[key] for part in parts], dim)}
         whole |= {} if dim is None else {"cat_dim": dim}
-        if re.fullmatch(VOCABULARY, name):
-            whole |= {"param": whole["param"][:vocab_size].clone(), "vocab_tensor": True}
+        if spec.is_vocabulary:
+            whole |= {"param": whole["param"][: spec.shape[0]].clone(), "vocab_tensor": True}  # without padding
         torch.save(whole, folder / f"{key}.pt")
     return parts[0].get("step")
 

@@ -124,13 +124,18 @@ class ArchitectureSpec:
         tied: set[str] = set()
         for index, layer in enumerate(self.layers(config)):
             if layer.tied not in tied:
-                yield f"{index}." if layer.tied is None else f"tied_modules.{layer.tied}.", layer
+                yield parameter_prefix(index, layer), layer
             tied |= {layer.tied} - {None}
 
     def named_parameters(self, config: ModelConfig) -> dict[str, ParameterSpec]:
         """Every parameter by its name in modules and checkpoints; tied layers first, as modules list them."""
         layers = sorted(self.prefixed_layers(config), key=lambda prefixed: prefixed[1].tied is None)
         return {prefix + parameter.name: parameter for prefix, layer in layers for parameter in layer.parameters}
+
+
+def parameter_prefix(index: int, layer: LayerSpec) -> str:
+    """What the names of a layer's parameters begin with in modules and checkpoints: its index, or its tied key."""
+    return f"{index}." if layer.tied is None else f"tied_modules.{layer.tied}."
 
 
 ARCHITECTURES: dict[str, ArchitectureSpec] = {}

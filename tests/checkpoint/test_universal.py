@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,20 +103,20 @@ def deepspeed_reads(folder: str) -> None:
             assert torch.equal(safe_get_full_optimizer_state(parameter, key)[:rows], state[key]), name
 
 
-def test_names_tell_how_weights_are_cut(run_ranks):
-    run_ranks(1, names_agree_with_the_model)
+def test_patterns_for_deepspeed_match_each_parameter_once():
+    """DeepSpeed's own conversion looks up how tensor parallelism divides a parameter by these patterns."""
+    from support.command_lines import parse
 
+    from megatron.checkpoint.universal import parameter_patterns
+    from megatron.model.architectures import architecture_of
 
-def names_agree_with_the_model() -> None:
-    """By the marks that the model's own layers put on their parameters."""
-    from megatron.checkpoint.universal import CUT_BY_COLUMNS, CUT_BY_ROWS, WHOLE, partition_dim
-
-    names = dict(_whole_model(padded_vocab_size=92).named_parameters())
-    assert len(names) == 52
-    for name, parameter in names.items():
-        assert partition_dim(name) == getattr(parameter, "partition_dim", None), name
-        patterns = [pattern for pattern in (*CUT_BY_ROWS, *CUT_BY_COLUMNS, *WHOLE) if re.match(pattern, name)]
-        assert len(patterns) == 1, name
+    model = replace(parse("bert").model, vocab_size=92, padded_vocab_size=128)
+    patterns = parameter_patterns(model)
+    for name, spec in architecture_of(model).named_parameters(model).items():
+        matching = {key for key, values in patterns.items() if any(re.match(pattern, name) for pattern in values)}
+        assert ("vocabulary_parameter_patterns" in matching) == spec.is_vocabulary
+        assert ("tp_replicated_parameter_patterns" in matching) == (spec.shard_dim is None)
+        assert ("parameter_with_row_parallelism_patterns" in matching) == (spec.shard_dim == 1)
 
 
 def _whole_model(padded_vocab_size: int) -> torch.nn.Module:

@@ -28,10 +28,10 @@ def logits_and_weights(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
 
 def made_up_weights(config: ModelConfig, seed: int = 1) -> dict[str, Tensor]:
     """Every weight drawn at random, biases and norms too, so that none can be mistaken for another."""
-    from megatron.tools.convert.outline import outline
+    from megatron.model.architectures import architecture_of
 
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(tensor.shape, generator=generator) * 0.2
-        for name, tensor in outline(config).named_parameters()
+        name: torch.randn(spec.shape, generator=generator) * 0.2
+        for name, spec in architecture_of(config).named_parameters(config).items()
     }

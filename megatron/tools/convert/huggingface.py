@@ -13,9 +13,8 @@ from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError
 from megatron.tools.convert.huggingface_files import BPE, from_huggingface, to_huggingface, write_folder_bpe
 from megatron.tools.convert.kinds import HF_CONFIG, read_json
-from megatron.tools.convert.outline import POSITIONS, WORDS, layer_prefix, norm_prefix
 from megatron.tools.convert.tensor_files import read_tensors, write_tensors
-from megatron.tools.convert.whole import WholeModel, check_sizes, in_order
+from megatron.tools.convert.whole import WholeModel, check_sizes, gpt2_names, in_order
 
 _PREFIX = "transformer."
 _HEAD = "lm_head.weight"
@@ -36,7 +35,7 @@ def write_huggingface(folder: Path, model: WholeModel, bpe: BPE | None, *, max_s
 
     Raises ConfigError for what Hugging Face's GPT-2 cannot do, ResourceError where the disk has no room.
     """
-    dtype = str(model.weights[WORDS].dtype).removeprefix("torch.")
+    dtype = str(model.weights[gpt2_names(model.config).words].dtype).removeprefix("torch.")
     config = to_huggingface(model.config, dtype)
     folder.mkdir(exist_ok=True)
     (folder / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -67,22 +66,26 @@ def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeMod
         )
     ours = {hf_name: name for name, hf_name in _names(config).items()}
     weights = {ours.get(name, name): tensor for name, tensor in theirs.items() if not _MASK.fullmatch(name)}
+    words = gpt2_names(config).words
     weights = in_order(
-        {name: _turned(name, tensor, vocab_size) for name, tensor in weights.items()}, config, str(folder)
+        {name: _turned(name, tensor, vocab_size if name == words else None) for name, tensor in weights.items()},
+        config,
+        str(folder),
     )
     return WholeModel(config, {name: _by_heads(name, tensor, config).contiguous() for name, tensor in weights.items()})
 
 
 def _names(config: ModelConfig) -> dict[str, str]:
     """Our name of each weight -> theirs, without the prefix."""
-    names = {WORDS: "wte.weight", POSITIONS: "wpe.weight"}
+    spec = gpt2_names(config)
+    names = {spec.words: "wte.weight", spec.positions: "wpe.weight"}
     parts = [
         *(
-            (layer_prefix(layer) + ours, f"h.{layer}.{theirs}")
-            for layer in range(config.num_layers)
+            (prefix + ours, f"h.{layer}.{theirs}")
+            for layer, prefix in enumerate(spec.blocks)
             for ours, theirs in {**_NORMS, **_LINEARS}.items()
         ),
-        (norm_prefix(config.num_layers).removesuffix("."), "ln_f"),
+        (spec.norm.removesuffix("."), "ln_f"),
     ]
     return names | {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in parts for kind in ("weight", "bias")}
 
@@ -102,7 +105,7 @@ def _turned(name: str, tensor: Tensor, vocab_size: int | None) -> Tensor:
         return tensor
     if _is_matrix(name):
         return tensor.t()
-    return tensor[:vocab_size] if name == WORDS else tensor
+    return tensor[:vocab_size]
 
 
 def _by_heads(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:

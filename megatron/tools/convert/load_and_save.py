@@ -1,7 +1,6 @@
 """The model that a path holds, of whatever kind it is."""
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 from megatron.checkpoint.load import CHECKPOINT_VERSION
 from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import describe, publish, whole_model_config, write_description
-from megatron.checkpoint.universal import VOCABULARY
 from megatron.checkpoint.weights import whole_weights
 from megatron.config import (
     ActivationConfig,
@@ -31,10 +29,10 @@ from megatron.config import (
     ZeroConfig,
 )
 from megatron.config.errors import CheckpointError
+from megatron.model.architectures import architecture_of
 from megatron.tools.convert.huggingface import read_huggingface
 from megatron.tools.convert.inspection import RUN_KEY, read_config, read_description
 from megatron.tools.convert.kinds import Found
-from megatron.tools.convert.outline import WORDS, outline
 from megatron.tools.convert.tensor_files import check_room, read_tensors
 from megatron.tools.convert.whole import WholeModel, check_sizes, in_order
 
@@ -72,7 +70,7 @@ def run_metadata(model: WholeModel) -> dict[str, str]:
 def _of_suite(found: Found) -> WholeModel:
     saved = found.saved
     config = whole_model_config(saved)
-    weights = {name: copies[0] for name, copies in whole_weights(outline(config), saved)}
+    weights = {name: copies[0] for name, copies in whole_weights(config, saved)}
     return WholeModel(config, weights, saved.description)
 
 
@@ -81,8 +79,8 @@ def _of_universal(found: Found) -> WholeModel:
         raise CheckpointError(f"{found.path} does not say what model it is, nor does a tag beside it: name that tag")
     config = whole_model_config(found.saved)
     weights = _universal_weights(found.path)
-    for name in weights:
-        if re.fullmatch(VOCABULARY, name):
+    for name, spec in architecture_of(config).named_parameters(config).items():
+        if spec.is_vocabulary and name in weights:
             weights[name] = weights[name][: config.vocab_size]  # the rest is padding
     return WholeModel(config, in_order(weights, config, str(found.path)), found.saved.description)
 
@@ -176,5 +174,9 @@ def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None) ->
 
 
 def _padded(model: WholeModel, rows: int) -> dict[str, Tensor]:
-    words = model.weights[WORDS]
-    return {**model.weights, WORDS: F.pad(words, (0, 0, 0, rows - words.size(0)))}
+    padded = dict(model.weights)
+    for name, spec in architecture_of(model.config).named_parameters(model.config).items():
+        if spec.is_vocabulary:
+            missing = rows - padded[name].size(0)
+            padded[name] = F.pad(padded[name], (0, 0) * (padded[name].dim() - 1) + (0, missing))
+    return padded

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError
+from megatron.model.architectures import GPT2
 from megatron.tools.convert.megatron_files import HEAD, Shards, State
-from megatron.tools.convert.outline import POSITIONS, WORDS, layer_prefix, norm_prefix, outline
-from megatron.tools.convert.whole import WholeModel, in_order
+from megatron.tools.convert.whole import WholeModel, gpt2_names, in_order
 
 _OTHER_MODELS = ("swiglu", "geglu", "squared_relu")
 """Arguments that make another model of tensors with the same names."""
@@ -49,15 +49,16 @@ def whole_model(shards: Shards, said: Said) -> WholeModel:
         raise CheckpointError(f"{shards.place} was trained with {wrong[0]}, and is no GPT-2")
     config = _config(shards, args, said)
     names = _names(config)
-    cut = {name: getattr(tensor, "partition_dim", None) for name, tensor in outline(config).named_parameters()}
+    words = gpt2_names(config).words
+    cut = {name: spec.shard_dim for name, spec in GPT2.named_parameters(config).items()}
     ordered = [_with_order(state, said.version_of(shards), config, len(shards.states)) for state in shards.states]
     weights = {}
     for name in ordered[0]:
         ours = names.get(name, name)
         parts = [_tensor(state, name, shards) for state in ordered]
-        weights[ours] = _joined(parts, cut[WORDS] if name == HEAD else cut.get(ours), f"{shards.place}: {name}")
-    _check_head(weights, shards)
-    weights[WORDS] = weights[WORDS][: config.vocab_size]
+        weights[ours] = _joined(parts, cut[words] if name == HEAD else cut.get(ours), f"{shards.place}: {name}")
+    _check_head(weights, words, shards)
+    weights[words] = weights[words][: config.vocab_size]
     return WholeModel(config, in_order(weights, config, str(shards.place)))
 
 
@@ -105,13 +106,12 @@ def _given(*values: Any) -> int | None:
 
 def _names(config: ModelConfig) -> dict[str, str]:
     """The names of ``megatron_files`` -> ours."""
-    names = {"word_embeddings.weight": WORDS, "position_embeddings.weight": POSITIONS}
-    names |= {f"final_layernorm.{kind}": norm_prefix(config.num_layers) + kind for kind in ("weight", "bias")}
-    layers = {layer_prefix(layer): layer for layer in range(config.num_layers)}
-    for name, _ in outline(config).named_parameters():
-        number, dot, rest = name.partition(".")
-        if number + dot in layers and name != POSITIONS:
-            names[f"layers.{layers[number + dot]}.{rest}"] = name
+    ours = gpt2_names(config)
+    names = {"word_embeddings.weight": ours.words, "position_embeddings.weight": ours.positions}
+    names |= {f"final_layernorm.{kind}": ours.norm + kind for kind in ("weight", "bias")}
+    parameters = [(prefix, layer.parameters) for prefix, layer in GPT2.prefixed_layers(config) if layer.is_block]
+    for number, (prefix, specs) in enumerate(parameters):
+        names |= {f"layers.{number}.{spec.name}": prefix + spec.name for spec in specs}
     return names
 
 
@@ -138,9 +138,9 @@ def _joined(parts: list[Tensor], dim: int | None, place: str) -> Tensor:
         raise CheckpointError(f"{place}: the ranks' parts do not fit each other") from None
 
 
-def _check_head(weights: dict[str, Tensor], shards: Shards) -> None:
+def _check_head(weights: dict[str, Tensor], words: str, shards: Shards) -> None:
     head = weights.pop(HEAD, None)
-    if head is not None and not head.equal(weights[WORDS]):
+    if head is not None and not head.equal(weights[words]):
         raise CheckpointError(f"{shards.place}: the head is another table than the embedding; here both ends share one")
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError
-from megatron.tools.convert.outline import outline
+from megatron.model.architectures import GPT2, architecture_of
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,33 @@ class WholeModel:
     """In the order of the layers."""
     description: Mapping[str, Any] | None = None
     """``run.json`` of the training it comes from, if it comes from one of this suite."""
+
+
+class GPT2Names(NamedTuple):
+    """What the names of GPT-2's parameters begin with, from its spec."""
+
+    words: str
+    """The table of tokens, in full."""
+    positions: str
+    """The table of positions, in full."""
+    blocks: list[str]
+    """The prefix of each transformer layer."""
+    norm: str
+    """The prefix of the final layer norm."""
+
+
+def gpt2_names(config: ModelConfig) -> GPT2Names:
+    """The names in a model of ``config``, a GPT-2."""
+    prefixes: dict[str, list[str]] = {}
+    for prefix, layer in GPT2.prefixed_layers(config):
+        prefixes.setdefault(layer.class_name, []).append(prefix)
+    (words,), (positions,) = prefixes["WordEmbedding"], prefixes["PositionEmbedding"]
+    return GPT2Names(
+        f"{words}word_embeddings.weight",
+        f"{positions}position_embeddings.weight",
+        prefixes["ParallelTransformerLayer"],
+        prefixes["LayerNorm"][0],
+    )
 
 
 _LARGEST = 1 << 24
@@ -47,13 +74,13 @@ def in_order(weights: Mapping[str, Tensor], config: ModelConfig, place: str) -> 
     Raises CheckpointError with a line for each that is missing, superfluous or has another shape; of many
     the first ones. ``place`` is where they come from.
     """
-    expected = dict(outline(config).named_parameters())
+    expected = architecture_of(config).named_parameters(config)
     problems = [f"{place} holds no weight {name}" for name in expected if name not in weights]
     problems += [f"{place} holds {name}, which the model has not" for name in weights if name not in expected]
     problems += [
-        f"{place}: {name} is {list(weights[name].shape)}, and the model's {list(tensor.shape)}"
-        for name, tensor in expected.items()
-        if name in weights and weights[name].shape != tensor.shape
+        f"{place}: {name} is {list(weights[name].shape)}, and the model's {list(spec.shape)}"
+        for name, spec in expected.items()
+        if name in weights and weights[name].shape != spec.shape
     ]
     if problems:
         raise CheckpointError(

@@ -18,14 +18,15 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megatron.config import ActivationConfig, ModelConfig
+from megatron.model.architectures import architecture_of
 from megatron.model.containers import run_in_order
 from megatron.model.embedding import without_segment_ids
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.key_value_cache import KeyValueCache
+from megatron.model.spec import ParameterSpec
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.mappings import gather_from_model_parallel_region
 from megatron.tools.convert.load_and_save import read_model
-from megatron.tools.convert.outline import WORDS
 from megatron.tools.inference.source import Source, config_on
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -47,19 +48,17 @@ def fill(model: Module, source: Source, config: ModelConfig, layout: ParallelLay
 
     Raises CheckpointError where weights are not whole.
     """
-    weights = read_model(source.found).weights
+    weights, specs = read_model(source.found).weights, architecture_of(config).named_parameters(config)
     for name, parameter in model.named_parameters():
         with torch.no_grad():
-            parameter.copy_(_local_shard(weights[name], name, parameter, config, layout))
+            parameter.copy_(_local_shard(weights[name], specs[name], config, layout))
     return model.to(get_accelerator().current_device_name(), DTYPES[config.dtype]).eval()
 
 
-def _local_shard(
-    whole: Tensor, name: str, parameter: nn.Parameter, config: ModelConfig, layout: ParallelLayout
-) -> Tensor:
-    if name == WORDS:
+def _local_shard(whole: Tensor, spec: ParameterSpec, config: ModelConfig, layout: ParallelLayout) -> Tensor:
+    if spec.is_vocabulary:
         whole = F.pad(whole[: config.vocab_size], (0, 0, 0, config.padded_vocab_size - config.vocab_size))
-    dim = getattr(parameter, "partition_dim", None)
+    dim = spec.shard_dim
     return whole if dim is None else whole.chunk(layout.tensor_group.size(), dim)[layout.tensor_group.rank()]
 
 

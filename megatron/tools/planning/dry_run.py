@@ -40,13 +40,13 @@ def dry_run(run: RunConfig) -> None:
 
 def built_weights(run: RunConfig, layout: ParallelLayout) -> list[Weight]:
     """The parameters that the layers of a rank really have, in the model's order."""
-    layers = _layers(run, layout)
+    layers = built_stage(run, layout)
     decaying = {id(parameter) for parameter in weight_decay_groups(layers, run.model)[0]["params"]}
     return [Weight(name, parameter.numel(), id(parameter) in decaying) for name, parameter in layers.named_parameters()]
 
 
 @contextmanager
-def pretended_layout(parallel: ParallelConfig, rank: int) -> Iterator[ParallelLayout]:
+def fake_layout(parallel: ParallelConfig, rank: int) -> Iterator[ParallelLayout]:
     """The place of ``rank`` among all ranks, as if they had been started. Its collectives do nothing."""
     with deepspeed_silenced(verbose=False):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
@@ -56,7 +56,7 @@ def pretended_layout(parallel: ParallelConfig, rank: int) -> Iterator[ParallelLa
         dist.destroy_process_group()
 
 
-def _layers(run: RunConfig, layout: ParallelLayout) -> nn.ModuleDict:
+def built_stage(run: RunConfig, layout: ParallelLayout) -> nn.ModuleDict:
     """The layers of a rank's stage that have parameters, on the meta device."""
     ends, stage = partition_boundaries(layers_per_chunk(run), run.model), layout.pipe_group.rank()
     chunks = [stage, run.parallel.model_chunks - 1 - stage] if run.parallel.uses_dualpipev else [stage]
@@ -91,7 +91,7 @@ def first_rank_of_each_stage(parallel: ParallelConfig) -> range:
 
 def rank_memory(run: RunConfig, rank: int) -> Rank:
     """``rank`` of ``run``, by its layers as they are."""
-    with pretended_layout(run.parallel, rank) as layout:
+    with fake_layout(run.parallel, rank) as layout:
         weights = built_weights(run, layout)
         stage, owner = layout.pipe_group.rank(), layout.get_sequence_data_parallel_rank()
         groups = {

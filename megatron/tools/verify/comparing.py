@@ -11,8 +11,6 @@ from torch import Tensor
 
 from megatron.checkpoint.tracker import newest, whole_model_config
 from megatron.checkpoint.weights import whole_weights
-from megatron.config import ActivationConfig
-from megatron.model.gpt2 import GPT2Model
 from megatron.parallel.layout import ParallelLayout
 from megatron.tools.verify.request import checkpoint_folder, metrics_file
 
@@ -65,11 +63,10 @@ def read_result(folder: Path, layout: ParallelLayout) -> Result:
     lines = [json.loads(line) for line in metrics_file(folder).read_text(encoding="utf-8").splitlines()]
     saved = newest(checkpoint_folder(folder))
     config = whole_model_config(saved)
-    module = GPT2Model(config, ActivationConfig(), layout)
     heads = config.num_attention_heads
     weights = {
         name: [_with_effect(name, copy.float(), heads) for copy in copies]
-        for name, copies in whole_weights(module, saved)
+        for name, copies in whole_weights(config, saved)
     }
     return Result([line["lm_loss"] for line in lines], [line["grad_norm"] for line in lines], weights)
 

@@ -51,12 +51,12 @@ def test_layers_of_bert_hold_what_the_planner_counts(words):
 def check_ranks(run: RunConfig) -> None:
     """Tensor by tensor, on the first rank of each stage and on the very last rank."""
     from megatron.parallel.pipeline.partition import plan
-    from megatron.tools.planning.dry_run import built_weights, first_rank_of_each_stage, pretended_layout, rank_memory
+    from megatron.tools.planning.dry_run import built_weights, fake_layout, first_rank_of_each_stage, rank_memory
     from megatron.tools.planning.states import stage_weights
 
     stages = plan(run)
     for rank in (*first_rank_of_each_stage(run.parallel), 47):
-        with pretended_layout(run.parallel, rank) as layout:
+        with fake_layout(run.parallel, rank) as layout:
             built, number = built_weights(run, layout), layout.pipe_group.rank()
             owner = layout.get_sequence_data_parallel_rank()
         counted = stage_weights(run, stages[number])

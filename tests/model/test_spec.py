@@ -1,0 +1,81 @@
+"""The spec of each architecture against the layers that are built from its list, on any layout."""
+
+from dataclasses import replace
+
+import pytest
+from support.command_lines import parse
+
+from megatron.config import RunConfig
+from megatron.config.errors import ConfigError
+from megatron.model.architectures import architecture_of
+
+LAYOUTS = [
+    "",
+    "--model-parallel-size 2",
+    "--model-parallel-size 2 --sequence-parallel",
+    "--pipe-parallel-size 3",
+    "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-partition parameters",
+    "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 4",
+]
+
+
+def settled(words: str) -> RunConfig:
+    run = parse(f"{words} --ffn-hidden-size 96 --max-position-embeddings 40", ranks=12)
+    return replace(run, model=replace(run.model, vocab_size=100, padded_vocab_size=128))
+
+
+@pytest.mark.parametrize("words", LAYOUTS)
+@pytest.mark.parametrize("program", ["", "bert"])
+def test_built_parameters_are_those_of_the_spec(program: str, words: str) -> None:
+    """Names, shapes, sharded dimension and weight decay, on the first rank of each stage."""
+    from megatron.tools.planning.dry_run import built_stage, fake_layout, first_rank_of_each_stage
+    from megatron.training.engines import weight_decay_groups
+
+    run = settled(f"{program} {words}")
+    t, seen = run.parallel.model_parallel_size, {}
+    for rank in first_rank_of_each_stage(run.parallel):
+        with fake_layout(run.parallel, rank) as layout:
+            stage = built_stage(run, layout)
+            decaying = {id(parameter) for parameter in weight_decay_groups(stage, run.model)[0]["params"]}
+        for name, parameter in stage.named_parameters():
+            dim, shape = getattr(parameter, "partition_dim", None), list(parameter.shape)
+            if dim is not None:
+                shape[dim] *= t
+            assert (id(parameter) in decaying) == (parameter.dim() > 1), name
+            seen[name] = (tuple(shape), dim, id(parameter) in decaying)
+    specs = architecture_of(run.model).named_parameters(run.model)
+    assert seen == {name: (spec.shape, spec.shard_dim, spec.weight_decay) for name, spec in specs.items()}
+
+
+@pytest.mark.parametrize("program", ["", "bert"])
+def test_parameters_are_in_the_order_of_the_layers(run_ranks, program: str) -> None:
+    run = settled(program)
+    (names,) = run_ranks(1, whole_model_names, run)
+    assert names == list(architecture_of(run.model).named_parameters(run.model))
+
+
+def whole_model_names(run: RunConfig) -> list[str]:
+    from megatron.config import ActivationConfig, ParallelConfig
+    from megatron.model.containers import SequentialModel
+    from megatron.mpu import ParallelLayout
+
+    spec, layout = architecture_of(run.model), ParallelLayout.create(ParallelConfig())
+    model = SequentialModel(
+        spec.build_layers(run.model, layout), spec.build_loss(run.model, layout), ActivationConfig()
+    )
+    return [name for name, _ in model.named_parameters()]
+
+
+def test_the_vocabulary_is_the_padded_dimension() -> None:
+    for program in ("", "bert"):
+        run = settled(program)
+        grown = replace(run.model, padded_vocab_size=256)
+        specs, others = (architecture_of(model).named_parameters(model) for model in (run.model, grown))
+        for name, spec in specs.items():
+            assert spec.is_vocabulary == (spec.shape != others[name].shape)
+            assert others[name].shape[0] == (256 if spec.is_vocabulary else spec.shape[0])
+
+
+def test_an_unknown_architecture_is_a_line() -> None:
+    with pytest.raises(ConfigError, match=r"the model T6 is unknown here \(known: GPT-2, BERT.*: use its own entry"):
+        architecture_of(replace(settled("").model, architecture="T6"))
