@@ -1,4 +1,4 @@
-"""How the code is kept: its floors and its style."""
+"""Static checks of the code: import contracts of pyproject.toml, ruff's rules and ruff's format."""
 
 import subprocess
 import sys
@@ -10,7 +10,6 @@ BIN = Path(sys.executable).parent
 
 
 @pytest.mark.parametrize("command", [["lint-imports"], ["ruff", "check", "."], ["ruff", "format", "--check", "."]])
-def test_the_house_rules_hold(programs, command):
-    """The floors of pyproject.toml, ruff's rules and its format."""
+def test_static_checks_pass(programs, command):
     finished = subprocess.run([BIN / command[0], *command[1:]], cwd=programs.root, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr

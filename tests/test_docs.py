@@ -1,0 +1,157 @@
+"""The documentation builds without warnings, and what it names exists: pages, files, commands, flags."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PYTHON = ("python", "python3")
+LAUNCHERS = ("deepspeed", "torchrun")
+TRAINING = "pretrain_gpt2.py"
+PASSES_ON = ("tools/verify_layout.py", "tools/plan.py", "tools/doctor.py", "tools/launch.py", "tools/audit_data.py")
+"""Tools that also take the flags of ``pretrain_gpt2.py``."""
+SEPARATORS = ("&&", "|", ";", ">", "<", "<<")
+OF_OTHER_PROGRAMS = {
+    *("--build-arg", "--file", "--tag", "--detach", "--wait", "--build"),  # docker
+    *("--rank", "--launcher_args", "--nodes", "--hostfile", "--mca", "--strict"),  # Slurm, mpirun, mkdocs
+    *("--json-out", "--rounds", "--kills"),  # benchmarks and the torture test, checked below as commands
+}
+
+
+def test_the_site_builds_without_warnings(tmp_path) -> None:
+    """Strict mode turns a broken link, a missing anchor and a page outside the navigation into an error."""
+    words = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"})
+    assert finished.returncode == 0, finished.stderr
+    pages = "".join(page.read_text() for page in (tmp_path / "site").glob("*.html"))
+    assert re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="https?://[^"]*', pages) == [], "all assets are local"
+
+
+@pytest.mark.parametrize("page", PAGES[:2], ids=lambda page: page.name)
+def test_links_outside_the_site_lead_somewhere(page) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[\w-]*)?\)", page.read_text())
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_the_readme_is_short_and_has_the_two_commands() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    for command in ("bash examples/quickstart.sh", "bash run_tests.sh"):
+        assert re.search(f"^{command}", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_in_pages_exist(page) -> None:
+    """Every path of this repository that a page names in code style, such as `megatron/mpu/`."""
+    spans = re.findall(r"`([^`\n]+)`", _without_fences(page.read_text()))
+    paths = [
+        span
+        for span in spans
+        if re.fullmatch(r"(?:megatron|tools|examples|tests|docs|ds_configs|docker|benchmarks)/[\w./-]*", span)
+    ]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_in_pages_exist(page) -> None:
+    """Scripts of commands exist, and each flag is known to the script's parser."""
+    problems = [problem for words in commands_of(page.read_text()) for problem in check(words)]
+    assert problems == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_in_pages_exist(page) -> None:
+    """A flag that the text names belongs to some program of this repository, to a launcher or to a known tool."""
+    named = {
+        flag for span in re.findall(r"`([^`\n]+)`", _without_fences(page.read_text())) for flag in _flags(span.split())
+    }
+    assert sorted(flag for flag in named if flag not in all_flags()) == []
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """The words of each command in the ```bash blocks of a page."""
+    for block in re.findall(r"^ *```bash\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
+        for line in re.sub(r"\\\n", " ", block).splitlines():
+            words = shlex.split(line, comments=True)
+            while words:
+                end = next((place for place, word in enumerate(words) if word in SEPARATORS), len(words))
+                yield words[:end]
+                words = words[end + 1 :]
+
+
+def check(words: list[str]) -> Iterator[str]:
+    """What is wrong with a command: a script that does not exist, or flags and variables it does not know."""
+    assigned = []
+    while words and (setting := re.fullmatch(r"([A-Z_]+)=.*", words[0])):
+        assigned.append(setting[1])
+        words = words[1:]
+    if not words:
+        return
+    script = next((place for place, word in enumerate(words) if re.fullmatch(r"[\w./-]+\.(py|sh|sbatch)", word)), None)
+    if words[0] not in (*PYTHON, *LAUNCHERS, "bash", "sbatch") or script is None or "/run.sh" in words[script]:
+        return
+    name = words[script]
+    if not (ROOT / name).exists():
+        yield f"{name} does not exist"
+        return
+    if name.endswith((".sh", ".sbatch")):
+        source = (ROOT / name).read_text()
+        yield from (f"{name} has no variable {variable}" for variable in assigned if variable not in source)
+        passes_on = "pretrain_" in source
+        known = flags_of(TRAINING) | set(re.findall(r"--[\w-]+", source)) if passes_on else None
+    else:
+        known = flags_of(name) | (flags_of(TRAINING) if name in PASSES_ON or name.startswith("pretrain") else set())
+        known |= launcher_flags("deepspeed") if name == "tools/launch.py" else set()
+    if known is not None:
+        yield from (f"{name} has no flag {flag}" for flag in _flags(words[script + 1 :]) if flag not in known)
+    if words[0] in LAUNCHERS:
+        known = launcher_flags(words[0])
+        yield from (f"{words[0]} has no flag {flag}" for flag in _flags(words[1:script]) if flag not in known)
+
+
+def _flags(words: list[str]) -> set[str]:
+    found = (re.match(r"--[a-zA-Z][\w-]*", word.strip("()[],.:")) for word in words)
+    return {match[0].replace("_", "-") for match in found if match}
+
+
+def _without_fences(text: str) -> str:
+    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@cache
+def _help(*words: str) -> str:
+    environ = os.environ | {"COLUMNS": "200", "DS_ACCELERATOR": "cpu", "NO_COLOR": "1"}
+    return subprocess.run([*words, "--help"], cwd=ROOT, capture_output=True, text=True, env=environ).stdout
+
+
+@cache
+def flags_of(script: str) -> frozenset[str]:
+    """The flags that the help of a script lists, those of its subcommands among them; hyphens for underscores."""
+    text = _help(sys.executable, script)
+    for command in re.findall(r"^ {4}([a-z][\w-]+)(?: |$)", text, re.MULTILINE):
+        if "COMMAND" in text.splitlines()[0]:
+            text += _help(sys.executable, script, command)
+    return frozenset(flag.replace("_", "-") for flag in re.findall(r"--[a-zA-Z][\w-]*", text))
+
+
+@cache
+def launcher_flags(launcher: str) -> frozenset[str]:
+    text = _help(str(Path(sys.executable).parent / launcher))
+    return frozenset(flag.replace("_", "-") for flag in re.findall(r"--[a-zA-Z][\w-]*", text))
+
+
+@cache
+def all_flags() -> frozenset[str]:
+    scripts = [TRAINING, "pretrain_bert.py", "benchmarks/run.py", "benchmarks/write_figures.py", "tests/torture.py"]
+    scripts += [f"tools/{path.name}" for path in (ROOT / "tools").glob("[a-z]*.py")]
+    known = frozenset().union(*(flags_of(script) for script in scripts), *(launcher_flags(name) for name in LAUNCHERS))
+    shell = "".join(path.read_text() for path in (ROOT / "examples").iterdir())
+    return known | OF_OTHER_PROGRAMS | frozenset(re.findall(r"--[a-z][\w-]+", shell))
