@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install what the tests need and run them all. Arguments go to pytest: bash run_tests.sh -k resume
-# Two tests at a time, and more with -n 8: few keep two cores busy. Each worker takes tests that lie together and
-# share what was made for them, and behind its own some of the other's.
+# Two tests run at a time; -n 8 runs more. Each worker takes neighboring tests, which share fixtures, and then some of
+# the other worker's.
 set -euo pipefail
 cd "$(dirname "$0")"
 source tools/environment.sh requirements-test.txt

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Run a command in the container, with this host's GPUs, network, data and checkpoints. Without one: a shell.
+# Run a command in the container, with this host's GPUs, network, data and checkpoints. Without a command: a shell.
 #
 #   bash docker/run.sh bash examples/ds_pretrain_gpt2.sh
 #   IMAGE=megatron-deepspeed:0.1.0-cpu GPUS= bash docker/run.sh env OUT=checkpoints/quickstart \
 #       bash examples/quickstart.sh
 #
-# On several hosts, with one key that all of them have (ssh-keygen -t ed25519 -N "" -f cluster_key). Without a command
-# the container waits for the one that starts the run:
+# On several hosts, with a key shared by all of them (ssh-keygen -t ed25519 -N "" -f cluster_key). Without a command the
+# container waits for connections from the host that starts the run:
 #
 #   SSH_KEY=cluster_key SSH_ADDRESS=10.0.0.2 bash docker/run.sh
 #   SSH_KEY=cluster_key SSH_ADDRESS=10.0.0.1 bash docker/run.sh \
@@ -14,20 +14,20 @@
 set -euo pipefail
 
 IMAGE=${IMAGE:-megatron-deepspeed:0.1.0}
-GPUS=${GPUS-all}                                   # all, a number, or '"device=0,1"' with its quotes; empty is none
-DATA_DIR=${DATA_DIR:-$PWD/data}                    # data/ inside; index maps are written there, beside the data
-CHECKPOINT_DIR=${CHECKPOINT_DIR:-$PWD/checkpoints} # checkpoints/ inside
-SSH_KEY=${SSH_KEY:-}                               # private key that all containers share; empty is no sshd
-SSH_ADDRESS=${SSH_ADDRESS:-}                       # where sshd listens: this host's address in the cluster's network
+GPUS=${GPUS-all}                                   # all, a number, or '"device=0,1"' with its quotes; empty: none
+DATA_DIR=${DATA_DIR:-$PWD/data}                    # data/ in the container; index maps are written there, too
+CHECKPOINT_DIR=${CHECKPOINT_DIR:-$PWD/checkpoints} # checkpoints/ in the container
+SSH_KEY=${SSH_KEY:-}                               # private key shared by all containers; empty: no sshd
+SSH_ADDRESS=${SSH_ADDRESS:-}                       # address on which sshd listens: that of this host in the cluster's network
 SSH_PORT=${SSH_PORT:-2222}                         # the same on all hosts
 
 INSIDE=/opt/megatron-deepspeed
 FLAGS=(
     --rm --init
-    --network host      # ranks find those of other hosts by the hosts' own names
-    --ipc=host          # NCCL and data workers share more memory than a container has by itself
+    --network host      # ranks find each other by the names of the hosts
+    --ipc=host          # NCCL and data workers need more shared memory than Docker's default
     --ulimit memlock=-1 # RDMA pins memory
-    # What it writes belongs to the caller, who has no name and no home inside.
+    # Files belong to the caller, who has neither name nor home directory in the container.
     --user "$(id -u):$(id -g)" --env USER=trainer --env HOME=/tmp
     --cap-drop ALL --security-opt no-new-privileges
     --mount "type=bind,source=$(realpath -m "$DATA_DIR"),target=$INSIDE/data"
@@ -44,7 +44,7 @@ fi
 for name in "${!NCCL_@}" "${!GLOO_@}"; do FLAGS+=(--env "$name"); done
 if [ -t 0 ] && [ -t 1 ]; then FLAGS+=(--interactive --tty); fi
 
-# DRY_RUN=1 shows the command instead of running it.
+# DRY_RUN=1 prints the command instead of running it.
 run() { if ((${DRY_RUN:-0})); then printf '%q ' "$@" && echo; else "$@"; fi; }
 run mkdir -p "$DATA_DIR" "$CHECKPOINT_DIR"
 run docker run "${FLAGS[@]}" "$IMAGE" "$@"

@@ -6,14 +6,14 @@
 #   LAUNCHER=openmpi INTERFACE=eth1 bash examples/ds_pretrain_gpt2_multinode.sh         over mpirun instead of pdsh
 #   NODE_RANK=0 MASTER_ADDR=worker-1 bash examples/ds_pretrain_gpt2_multinode.sh        without ssh: once on each host
 #
-# docs/multinode.md says what each needs and shows. With --deepspeed_config FILE, what the file sets must be what the
-# knobs say.
+# See docs/multinode.md for requirements and output. With --deepspeed_config FILE, the settings in the file must agree
+# with those of this script.
 set -euo pipefail
 
 # Data, as tools/preprocess_data.py writes it (PREFIX.bin and .idx), and checkpoints: the same path on every host.
 DATA=${DATA:-data/corpus_text_document}
 VOCAB=${VOCAB:-data/vocab.json}
-MERGES=${MERGES-data/merges.txt} # empty with --tokenizer-type WhitespaceTokenizer, which has none
+MERGES=${MERGES-data/merges.txt} # empty for --tokenizer-type WhitespaceTokenizer, which has no merges
 SAVE=${SAVE:-checkpoints/gpt2_345m_multinode}
 SAVE_INTERVAL=${SAVE_INTERVAL:-5000}
 
@@ -23,7 +23,7 @@ HIDDEN=${HIDDEN:-1024}
 HEADS=${HEADS:-16}
 SEQ_LENGTH=${SEQ_LENGTH:-1024}
 
-# Training. Batches are counted in samples; a global batch takes as many micro-batches as it needs.
+# Training. Batch sizes are in samples; the number of micro-batches follows from the global batch.
 MICRO_BATCH=${MICRO_BATCH:-4}
 GLOBAL_BATCH=${GLOBAL_BATCH:-64}
 ITERATIONS=${ITERATIONS:-320000}
@@ -31,29 +31,29 @@ LR=${LR:-1.5e-4}
 MIN_LR=${MIN_LR:-1e-5}
 PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo fp16)} # fp32, bf16 or fp16
 TP=${TP:-2}                 # tensor-parallel size, within a host
-PP=${PP:-2}                 # stages, 0 for the plain engine; processes beyond TP x PP are data parallel
-ZERO_STAGE=${ZERO_STAGE:-1} # with a pipeline 0 or 1
+PP=${PP:-2}                 # pipeline stages, 0: plain engine; processes / (TP x PP) is the data-parallel size
+ZERO_STAGE=${ZERO_STAGE:-1} # 0 or 1 with a pipeline
 
 # Hosts.
 HOSTFILE=${HOSTFILE:-hostfile} # see hostfile.example
-INCLUDE=${INCLUDE:-}           # host:slots@host:slots, slots with commas between; pdsh only
+INCLUDE=${INCLUDE:-}           # host:slots@host:slots, slots separated by commas; pdsh only
 LAUNCHER=${LAUNCHER:-pdsh}     # pdsh, openmpi or mpich
-INTERFACE=${INTERFACE:-}       # of the cluster's network, for openmpi; eth0 by itself
-SSH_PORT=${SSH_PORT:-}         # empty is ssh's own choice; pdsh only
-NODE_RANK=${NODE_RANK:-}       # without ssh: this host's place in the hostfile, counted from 0
-MASTER_ADDR=${MASTER_ADDR:-}   # the first host, as the others know it; asked of it by ssh where empty
+INTERFACE=${INTERFACE:-}       # network interface of the cluster, for openmpi; default eth0
+SSH_PORT=${SSH_PORT:-}         # empty: ssh's default; pdsh only
+NODE_RANK=${NODE_RANK:-}       # without ssh: index of this host in the hostfile, from 0
+MASTER_ADDR=${MASTER_ADDR:-}   # address of the first host; if empty, it is requested by ssh
 MASTER_PORT=${MASTER_PORT:-29500}
 
 fail() { echo "$(basename "$0"): error: $1" >&2 && exit 2; }
-[ -f "$HOSTFILE" ] || fail "$HOSTFILE: no such hostfile: copy hostfile.example, and write your hosts into it"
+[ -f "$HOSTFILE" ] || fail "$HOSTFILE: no such hostfile: copy hostfile.example and list your hosts in it"
 if [ "$LAUNCHER" != pdsh ] && [ -n "$INCLUDE$SSH_PORT" ]; then
-    fail "INCLUDE and SSH_PORT go with LAUNCHER=pdsh only: write a hostfile, and the port into ~/.ssh/config"
+    fail "INCLUDE and SSH_PORT require LAUNCHER=pdsh: use a hostfile, and set the port in ~/.ssh/config"
 fi
 if [ -n "$INTERFACE" ] && [ "$LAUNCHER" != openmpi ]; then
-    fail "INTERFACE goes with LAUNCHER=openmpi only: write GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME into .deepspeed_env"
+    fail "INTERFACE requires LAUNCHER=openmpi: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in .deepspeed_env"
 fi
 if [ -n "$NODE_RANK" ] && [ -z "$MASTER_ADDR" ]; then
-    fail "NODE_RANK needs MASTER_ADDR: the first host of $HOSTFILE, as this one knows it"
+    fail "NODE_RANK requires MASTER_ADDR: the address of the first host of $HOSTFILE"
 fi
 
 HOSTS=(--log_level warning --hostfile "$HOSTFILE" --master_port "$MASTER_PORT")
@@ -66,7 +66,7 @@ if [ -n "$INTERFACE" ]; then HOSTS+=("--launcher_args=--mca btl_tcp_if_include $
 SWITCHES=(--checkpoint-activations)
 if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 
-# DRY_RUN=1 shows the command instead of running it.
+# DRY_RUN=1 prints the command instead of running it.
 run() { if ((${DRY_RUN:-0})); then printf '%q ' "$@" && echo; else "$@"; fi; }
 run deepspeed "${HOSTS[@]}" "$(realpath "$(dirname "$0")/..")/pretrain_gpt2.py" \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" \

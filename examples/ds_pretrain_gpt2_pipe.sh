@@ -2,16 +2,16 @@
 # Pretrain GPT-2 (345M) on DeepSpeed's pipeline engine: tensor x pipeline x data parallel, ZeRO 0 or 1.
 #
 #   bash examples/ds_pretrain_gpt2_pipe.sh                              on this host's 8 GPUs: TP 2 x PP 2 x DP 2
-#   TP=1 PP=4 GPUS=4 bash examples/ds_pretrain_gpt2_pipe.sh --seed 7    other knobs, and a further flag
+#   TP=1 PP=4 GPUS=4 bash examples/ds_pretrain_gpt2_pipe.sh --seed 7    other settings, and a further flag
 #   DS_ACCELERATOR=cpu GPUS=4 LAYERS=4 HIDDEN=128 SEQ_LENGTH=128 bash examples/ds_pretrain_gpt2_pipe.sh
 #
-# With --deepspeed_config FILE, what the file sets must be what the knobs say.
+# With --deepspeed_config FILE, the settings in the file must agree with those of this script.
 set -euo pipefail
 
-# Data, as tools/preprocess_data.py writes it (PREFIX.bin and .idx), and checkpoints: a run goes on from its own.
+# Data, as tools/preprocess_data.py writes it (PREFIX.bin and .idx), and checkpoints: a run resumes from its own.
 DATA=${DATA:-data/corpus_text_document}
 VOCAB=${VOCAB:-data/vocab.json}
-MERGES=${MERGES-data/merges.txt} # empty with --tokenizer-type WhitespaceTokenizer, which has none
+MERGES=${MERGES-data/merges.txt} # empty for --tokenizer-type WhitespaceTokenizer, which has no merges
 SAVE=${SAVE:-checkpoints/gpt2_345m_3d}
 SAVE_INTERVAL=${SAVE_INTERVAL:-5000}
 
@@ -21,8 +21,8 @@ HIDDEN=${HIDDEN:-1024}
 HEADS=${HEADS:-16}
 SEQ_LENGTH=${SEQ_LENGTH:-1024}
 
-# Training. Batches are counted in samples; a global batch takes as many micro-batches as it needs,
-# and a pipeline idles the less the more there are.
+# Training. Batch sizes are in samples; the number of micro-batches follows from the global batch. The more
+# micro-batches, the smaller the pipeline bubble.
 MICRO_BATCH=${MICRO_BATCH:-4}
 GLOBAL_BATCH=${GLOBAL_BATCH:-64}
 ITERATIONS=${ITERATIONS:-320000}
@@ -30,15 +30,15 @@ LR=${LR:-1.5e-4}
 MIN_LR=${MIN_LR:-1e-5}
 PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo fp16)} # fp32, bf16 or fp16
 
-# Hosts. GPUS is the number of processes on each, on a CPU too. Without a hostfile it is this host alone.
+# Hosts. GPUS is the number of processes per host, also on CPUs. Without a hostfile only this host is used.
 GPUS=${GPUS:-8}
 HOSTFILE=${HOSTFILE:-} # see hostfile.example
-NODES=${NODES:-}       # so many of the hostfile's hosts; empty is all
+NODES=${NODES:-}       # number of hosts of the hostfile to use; empty: all
 MASTER_PORT=${MASTER_PORT:-29500}
 TP=${TP:-2} # tensor-parallel size
-PP=${PP:-2} # pipeline stages; processes beyond TP x PP are data parallel
+PP=${PP:-2} # pipeline stages; the number of processes / (TP x PP) is the data-parallel size
 
-# ZeRO. Bucket sizes are counted in elements. Here and below 1 is on and 0 is off.
+# ZeRO. Bucket sizes are in elements. Here and below, 1 is on and 0 is off.
 ZERO_STAGE=${ZERO_STAGE:-1}
 REDUCE_BUCKET=${REDUCE_BUCKET:-5e7}
 ALLGATHER_BUCKET=${ALLGATHER_BUCKET:-5e8}
@@ -46,9 +46,10 @@ CONTIGUOUS_GRADIENTS=${CONTIGUOUS_GRADIENTS:-1}
 REDUCE_SCATTER=${REDUCE_SCATTER:-1}
 CPU_OPTIMIZER=${CPU_OPTIMIZER:-0}
 
-# Activation checkpointing. The others need the first; contiguous and in CPU need partitioned, which needs TP.
+# Activation checkpointing. The other settings require the first; contiguous and in CPU require partitioned, which
+# requires TP > 1.
 CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
-CHECKPOINT_LAYERS=${CHECKPOINT_LAYERS:-1} # recomputed together
+CHECKPOINT_LAYERS=${CHECKPOINT_LAYERS:-1} # layers recomputed together
 PARTITION_ACTIVATIONS=${PARTITION_ACTIVATIONS:-0}
 CONTIGUOUS_CHECKPOINTING=${CONTIGUOUS_CHECKPOINTING:-0}
 CHECKPOINT_IN_CPU=${CHECKPOINT_IN_CPU:-0}
@@ -56,7 +57,7 @@ SYNCHRONIZE_EACH_LAYER=${SYNCHRONIZE_EACH_LAYER:-0}
 PROFILE_BACKWARD=${PROFILE_BACKWARD:-0}
 
 SWITCHES=()
-switch() { if (($1)); then SWITCHES+=("$2"); else SWITCHES+=("${@:3}"); fi; } # knob, flag for 1, flag for 0
+switch() { if (($1)); then SWITCHES+=("$2"); else SWITCHES+=("${@:3}"); fi; } # setting, flag for 1, flag for 0
 switch "$CONTIGUOUS_GRADIENTS" --zero-contiguous-gradients --no-zero-contiguous-gradients
 switch "$REDUCE_SCATTER" --zero-reduce-scatter --no-zero-reduce-scatter
 switch "$CPU_OPTIMIZER" --cpu-optimizer
@@ -71,7 +72,7 @@ if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 HOSTS=(--log_level error --num_gpus "$GPUS" --master_port "$MASTER_PORT")
 if [ -n "$HOSTFILE" ]; then HOSTS+=(--log_level warning --hostfile "$HOSTFILE" ${NODES:+--num_nodes "$NODES"}); fi
 
-# DRY_RUN=1 shows the command instead of running it.
+# DRY_RUN=1 prints the command instead of running it.
 run() { if ((${DRY_RUN:-0})); then printf '%q ' "$@" && echo; else "$@"; fi; }
 run deepspeed "${HOSTS[@]}" "$(dirname "$0")/../pretrain_gpt2.py" \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" \

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Pretrain GPT-2 (345M) under torchrun: one call on each host, and no ssh between them.
+# Pretrain GPT-2 (345M) under torchrun: started once on each host, without ssh.
 #
 #   bash examples/pretrain_gpt2_distributed.sh --seed 7     on this host's 8 GPUs, with a further flag
-#   NODES=2 NODE_RANK=0 MASTER_ADDR=HOST bash examples/pretrain_gpt2_distributed.sh     on HOST and, as rank 1, another
+#   NODES=2 NODE_RANK=0 MASTER_ADDR=HOST bash examples/pretrain_gpt2_distributed.sh     on HOST; NODE_RANK=1 on the other host
 #   DS_ACCELERATOR=cpu GPUS=2 LAYERS=4 HIDDEN=128 SEQ_LENGTH=128 bash examples/pretrain_gpt2_distributed.sh
 #
-# With --deepspeed_config FILE, what the file sets must be what the knobs say.
+# With --deepspeed_config FILE, the settings in the file must agree with those of this script.
 set -euo pipefail
 
-# Data, as tools/preprocess_data.py writes it (PREFIX.bin and .idx), and checkpoints: a run goes on from its own.
+# Data, as tools/preprocess_data.py writes it (PREFIX.bin and .idx), and checkpoints: a run resumes from its own.
 DATA=${DATA:-data/corpus_text_document}
 VOCAB=${VOCAB:-data/vocab.json}
-MERGES=${MERGES-data/merges.txt} # empty with --tokenizer-type WhitespaceTokenizer, which has none
+MERGES=${MERGES-data/merges.txt} # empty for --tokenizer-type WhitespaceTokenizer, which has no merges
 SAVE=${SAVE:-checkpoints/gpt2_345m_torchrun}
 SAVE_INTERVAL=${SAVE_INTERVAL:-5000}
 
@@ -21,7 +21,7 @@ HIDDEN=${HIDDEN:-1024}
 HEADS=${HEADS:-16}
 SEQ_LENGTH=${SEQ_LENGTH:-1024}
 
-# Training. Batches are counted in samples; a global batch takes as many micro-batches as it needs.
+# Training. Batch sizes are in samples; the number of micro-batches follows from the global batch.
 MICRO_BATCH=${MICRO_BATCH:-4}
 GLOBAL_BATCH=${GLOBAL_BATCH:-64}
 ITERATIONS=${ITERATIONS:-320000}
@@ -29,30 +29,30 @@ LR=${LR:-1.5e-4}
 MIN_LR=${MIN_LR:-1e-5}
 PRECISION=${PRECISION:-$([ "${DS_ACCELERATOR:-}" = cpu ] && echo fp32 || echo fp16)} # fp32, bf16 or fp16
 
-# Hosts. GPUS is the number of processes on each, on a CPU too.
+# Hosts. GPUS is the number of processes per host, also on CPUs.
 GPUS=${GPUS:-8}
 NODES=${NODES:-1}
-NODE_RANK=${NODE_RANK:-0}             # this host's number
-MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} # host 0, as the others know it
+NODE_RANK=${NODE_RANK:-0}             # number of this host
+MASTER_ADDR=${MASTER_ADDR:-127.0.0.1} # address of host 0
 MASTER_PORT=${MASTER_PORT:-29500}
 TP=${TP:-1}                 # tensor-parallel size
-PP=${PP:-0}                 # pipeline stages, 0 for the plain engine; processes beyond TP x PP are data parallel
-ZERO_STAGE=${ZERO_STAGE:-1} # with a pipeline 0 or 1
+PP=${PP:-0}                 # pipeline stages, 0: plain engine; processes / (TP x PP) is the data-parallel size
+ZERO_STAGE=${ZERO_STAGE:-1} # 0 or 1 with a pipeline
 
-# Activation checkpointing: 1 is on, 0 is off. Partitioning needs TP.
+# Activation checkpointing: 1 is on, 0 is off. Partitioning requires TP > 1.
 CHECKPOINT_ACTIVATIONS=${CHECKPOINT_ACTIVATIONS:-1}
 PARTITION_ACTIVATIONS=${PARTITION_ACTIVATIONS:-0}
 
 SWITCHES=()
-switch() { if (($1)); then SWITCHES+=("$2"); fi; } # knob, flag for 1
+switch() { if (($1)); then SWITCHES+=("$2"); fi; } # setting, flag for 1
 switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
 switch "$PARTITION_ACTIVATIONS" --partition-activations
 if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 
-# What torchrun takes by itself where nothing is said, with a warning.
+# torchrun would set 1 as well, with a warning.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# DRY_RUN=1 shows the command instead of running it.
+# DRY_RUN=1 prints the command instead of running it.
 run() { if ((${DRY_RUN:-0})); then printf '%q ' "$@" && echo; else "$@"; fi; }
 run torchrun --nnodes "$NODES" --node_rank "$NODE_RANK" --nproc_per_node "$GPUS" \
     --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$(dirname "$0")/../pretrain_gpt2.py" \

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# From nothing to a trained GPT-2 on two CPU cores: corpus, tokenizer, data set, training under tensor
-# and pipeline parallelism, a picture of the loss, and a prompt continued with the trained weights.
+# From an empty folder to a trained GPT-2 on two CPU cores: corpus, tokenizer, data set, training with tensor
+# and pipeline parallelism, a plot of the loss, and a text generated with the trained weights.
 #
-#   bash examples/quickstart.sh          about 4 minutes behind the installation
-#   bash examples/quickstart.sh --fast   about a minute; shows the way, not the result
-#   DRY_RUN=1 bash examples/quickstart.sh   shows the commands instead of running them
+#   bash examples/quickstart.sh          about 3 minutes after installation
+#   bash examples/quickstart.sh --fast   about half a minute; shows the steps, not a good model
+#   DRY_RUN=1 bash examples/quickstart.sh   prints the commands instead of running them
 #
-# Knobs (environment variables):
-OUT=${OUT:-quickstart}   # folder for everything it makes; an earlier one is replaced
+# Settings (environment variables):
+OUT=${OUT:-quickstart}   # output folder; an existing one is replaced
 TP=${TP:-2}              # tensor-parallel size
 PP=${PP:-2}              # pipeline stages
 PROCESSES=${PROCESSES:-$((TP * PP))}
@@ -24,7 +24,7 @@ case "${1:-}" in
 esac
 
 if ((${DRY_RUN:-0})); then
-    exec 3>&1 # what one command says is a word of another
+    exec 3>&1 # the output of some commands is an argument of another
     show() { printf '%q ' "$@" >&3 && echo >&3; }
     source() { show source "$@"; }
     rm() { show rm "$@"; }
@@ -40,7 +40,7 @@ mkdir -p "$OUT"
 
 step() { printf '\n== %s\n' "$*"; }
 
-step "a corpus from this Python's own documentation"
+step "a corpus from the documentation of this Python"
 python tools/make_python_corpus.py --output "$OUT/corpus.jsonl" --max-megabytes "$MEGABYTES"
 
 step "a byte-level BPE of $VOCABULARY tokens"
@@ -62,7 +62,7 @@ deepspeed --log_level error --num_gpus "$PROCESSES" --master_port "$MASTER_PORT"
     --log-interval 10 --eval-interval $((ITERATIONS / 5)) --eval-iters 4 \
     --save "$OUT/checkpoints" --metrics-file "$OUT/metrics.jsonl" --tensorboard-dir "$OUT/tensorboard"
 
-step "what it learned"
+step "loss compared with the unigram entropy of the corpus"
 ENTROPY=$(python tools/unigram_entropy.py --data-path "$OUT/corpus_text_document")
 python tools/plot_metrics.py "$OUT/metrics.jsonl" --output "$OUT/loss.png" --baseline "unigram entropy=$ENTROPY"
 python - "$OUT/metrics.jsonl" "$ENTROPY" <<'PYTHON'
@@ -71,7 +71,7 @@ losses = [json.loads(line).get("validation_loss") for line in open(sys.argv[1])]
 print(f"validation loss {[loss for loss in losses if loss is not None][-1]:.3f} nats a token; unigram entropy of the corpus {float(sys.argv[2]):.3f}")
 PYTHON
 
-step "the trained weights continue: $PROMPT"
+step "text generated from the prompt: $PROMPT"
 python tools/generate.py --load "$OUT/checkpoints" --prompt "$PROMPT" --new-tokens 60 --temperature 0.7 --top_k 40
 
 step "done: loss curve in $OUT/loss.png, checkpoint in $OUT/checkpoints"

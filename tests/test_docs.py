@@ -77,8 +77,9 @@ def test_flags_in_pages_exist(page) -> None:
 
 
 def commands_of(text: str) -> Iterator[list[str]]:
-    """The words of each command in the ```bash blocks of a page."""
-    for block in re.findall(r"^ *```bash\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
+    """The words of each command in the ```bash blocks of a page and, in code style, in its text."""
+    inline = re.findall(r"`((?:python|bash|deepspeed|torchrun|sbatch) [^`\n]+)`", _without_fences(text))
+    for block in (*re.findall(r"^ *```bash\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE), *inline):
         for line in re.sub(r"\\\n", " ", block).splitlines():
             words = shlex.split(line, comments=True)
             while words:

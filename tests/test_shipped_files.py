@@ -31,10 +31,10 @@ DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
 VERSION = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
-def command_of(script: str, *arguments: str, **knobs: str) -> list[str]:
+def command_of(script: str, *arguments: str, **variables: str) -> list[str]:
     """The words of the command that an example would run; Slurm is ``support/slurm``."""
     words = ["bash", str(ROOT / "examples" / script), *arguments]
-    environ = {"PATH": f"{FAKE_SLURM}:/usr/bin:/bin", "DRY_RUN": "1", **SLURM_JOB, **knobs}
+    environ = {"PATH": f"{FAKE_SLURM}:/usr/bin:/bin", "DRY_RUN": "1", **SLURM_JOB, **variables}
     if script == MULTINODE:
         environ = {"HOSTFILE": str(ROOT / "hostfile.example"), **environ}
     return shlex.split(subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout)
@@ -44,9 +44,9 @@ FAKE_SLURM = ROOT / "tests" / "support" / "slurm"
 SLURM_JOB = {"SLURM_JOB_ID": "71", "SLURM_JOB_NODELIST": "localhost"}
 
 
-def run_of(script: str, *arguments: str, **knobs: str) -> RunConfig:
+def run_of(script: str, *arguments: str, **variables: str) -> RunConfig:
     """The run that an example would start."""
-    words = command_of(script, *arguments, **knobs)
+    words = command_of(script, *arguments, **variables)
     program, architecture = next(
         (place, architecture)
         for place, word in enumerate(words)
@@ -55,7 +55,7 @@ def run_of(script: str, *arguments: str, **knobs: str) -> RunConfig:
     )
     sizes = [words[place + 1] for place, word in enumerate(words) if word in ("--num_gpus", "--nproc_per_node")]
     processes = sizes[0] if sizes else "16"  # two hosts, in hostfile.example and for Slurm
-    return parse_run(words[program + 1 :], {**knobs, "WORLD_SIZE": processes}, architecture)
+    return parse_run(words[program + 1 :], {**variables, "WORLD_SIZE": processes}, architecture)
 
 
 def test_no_script_goes_untested() -> None:
@@ -82,50 +82,50 @@ def test_a_script_starts_its_run(script, layout, zero_stage, environ, dtype) -> 
     assert run.train.seed == 7, "further arguments are passed on"
 
 
-def knobs_of(script: str) -> dict[str, str]:
-    """Each environment variable that a script reads as a knob, with its default."""
+def variables_of(script: str) -> dict[str, str]:
+    """Each environment variable that a script reads, with its default."""
     text = (ROOT / "examples" / script).read_text()
     return dict(re.findall(r"^([A-Z_]+)=\$\{\1:?-(.*?)\}(?: |$)", text, re.MULTILINE))
 
 
-COMPANY = {
+REQUIRED = {
     "NODES": {"HOSTFILE": "hostfile.example"},
     "NODE_RANK": {"MASTER_ADDR": "worker-1"},
     "INTERFACE": {"LAUNCHER": "openmpi"},
 }
-"""What a knob goes with."""
+"""Variables that another variable requires."""
 
 
 @pytest.mark.parametrize(
-    ("script", "knob"),
+    ("script", "variable"),
     [
-        (script, knob)
+        (script, variable)
         for script in (*SCRIPTS, *SCRIPTS_FOR_HOSTS)
-        for knob in knobs_of(script)
-        if (script, knob) != (SLURM, "MASTER_PORT")  # goes to the ranks by their environment
+        for variable in variables_of(script)
+        if (script, variable) != (SLURM, "MASTER_PORT")  # goes to the ranks by their environment
     ],
 )
-def test_every_knob_changes_the_command(script, knob, tmp_path) -> None:
-    company = COMPANY.get(knob, {})
+def test_every_variable_changes_the_command(script, variable, tmp_path) -> None:
+    required = REQUIRED.get(variable, {})
     (tmp_path / "hostfile").write_text("worker-1 slots=8")
-    value = str(tmp_path / "hostfile") if (script, knob) == (MULTINODE, "HOSTFILE") else None
-    value = value or {"0": "1", "1": "0"}.get(knobs_of(script)[knob], "77")
-    assert command_of(script, **company, **{knob: value}) != command_of(script, **company)
+    value = str(tmp_path / "hostfile") if (script, variable) == (MULTINODE, "HOSTFILE") else None
+    value = value or {"0": "1", "1": "0"}.get(variables_of(script)[variable], "77")
+    assert command_of(script, **required, **{variable: value}) != command_of(script, **required)
 
 
 @pytest.mark.parametrize(
-    ("knobs", "words"),
+    ("variables", "words"),
     [
         ({"HOSTFILE": "missing"}, "missing: no such hostfile: copy hostfile.example"),
-        ({"INCLUDE": "worker-1:0", "LAUNCHER": "mpich"}, "INCLUDE and SSH_PORT go with LAUNCHER=pdsh only"),
-        ({"SSH_PORT": "2222", "LAUNCHER": "openmpi"}, "INCLUDE and SSH_PORT go with LAUNCHER=pdsh only"),
-        ({"INTERFACE": "eth1"}, "INTERFACE goes with LAUNCHER=openmpi only"),
-        ({"NODE_RANK": "1"}, "NODE_RANK needs MASTER_ADDR"),
+        ({"INCLUDE": "worker-1:0", "LAUNCHER": "mpich"}, "INCLUDE and SSH_PORT require LAUNCHER=pdsh"),
+        ({"SSH_PORT": "2222", "LAUNCHER": "openmpi"}, "INCLUDE and SSH_PORT require LAUNCHER=pdsh"),
+        ({"INTERFACE": "eth1"}, "INTERFACE requires LAUNCHER=openmpi"),
+        ({"NODE_RANK": "1"}, "NODE_RANK requires MASTER_ADDR"),
     ],
 )
-def test_knobs_for_hosts_that_contradict_each_other(knobs, words) -> None:
+def test_variables_for_hosts_that_contradict_each_other(variables, words) -> None:
     with pytest.raises(subprocess.CalledProcessError) as caught:
-        command_of(MULTINODE, **knobs)
+        command_of(MULTINODE, **variables)
     assert caught.value.returncode == 2
     assert caught.value.stderr.startswith(f"{MULTINODE}: error: {words}")
 
@@ -161,7 +161,7 @@ def test_switches_set_what_they_name(script) -> None:
     assert settings("0") == [False] * len(SWITCHES)
 
 
-MATCHING_KNOBS = {
+MATCHING_VARIABLES = {
     "3d.json": {"ZERO_STAGE": "1"},
     "bf16.json": {"PRECISION": "bf16"},
     "fp16.json": {"PRECISION": "fp16"},
@@ -175,10 +175,10 @@ MATCHING_KNOBS = {
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_config_goes_with_the_knobs_that_say_the_same(config) -> None:
+def test_a_config_goes_with_the_variables_that_say_the_same(config) -> None:
     script = PIPE if config == "3d.json" else PLAIN
     file = ROOT / "ds_configs" / config
-    run = run_of(script, "--deepspeed_config", str(file), **CUDA, **MATCHING_KNOBS[config])
+    run = run_of(script, "--deepspeed_config", str(file), **CUDA, **MATCHING_VARIABLES[config])
     for name, section in json.loads(file.read_text()).items():
         assert section.items() <= run.ds_config[name].items()
 
@@ -211,7 +211,7 @@ TINY = {
 
 
 @pytest.mark.parametrize(
-    ("script", "knobs", "layout"),
+    ("script", "variables", "layout"),
     [
         (PIPE, {"TP": "1", "PP": "2"}, "TP 1 x PP 2 x DP 1, pipeline engine, 2 stages, ZeRO 1"),
         (PLAIN, {"ZERO_STAGE": "2"}, "TP 1 x PP 1 x DP 2, plain engine, ZeRO 2"),
@@ -219,15 +219,15 @@ TINY = {
         (SLURM, {"TP": "1", "SLURM_NTASKS": "2"}, "TP 1 x PP 2 x DP 1, pipeline engine, 2 stages, ZeRO 1"),
     ],
 )
-def test_a_script_trains(programs: Programs, tmp_path, script, knobs, layout) -> None:
-    """A tiny model on two CPU processes, through the knobs; its first loss is that of a guess."""
+def test_a_script_trains(programs: Programs, tmp_path, script, variables, layout) -> None:
+    """A tiny model on two CPU processes, through the variables; its first loss is that of a guess."""
     prefix, vocabulary = (programs.data_arguments[place] for place in (1, 3))
     files = {"DATA": prefix, "VOCAB": vocabulary, "MERGES": "", "SAVE": str(tmp_path / "saved")}
     finished = programs.run(
         "bash", f"examples/{script}", *programs.data_arguments[4:], "--num-workers", "0", "--log-interval", "1",
         "--eval-iters", "1", "--metrics-file", tmp_path / "metrics",
         MASTER_PORT=str(free_port()), PATH=f"{FAKE_SLURM}:{BIN}:{os.environ['PATH']}", **SLURM_JOB,
-        **CPU, **TINY, **files, **knobs,
+        **CPU, **TINY, **files, **variables,
     ).ok()  # fmt: skip
     assert f"> layout    2 processes = {layout}" in finished.output
     losses = [line["lm_loss"] for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line]
@@ -311,10 +311,10 @@ def test_deepspeed_reads_the_hostfile() -> None:
     assert fetch_hostfile(str(ROOT / "hostfile.example")) == {"worker-1": 8, "worker-2": 8}
 
 
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-test.txt"])
+@pytest.mark.parametrize("name", ["requirements.txt", "requirements-docs.txt", "requirements-test.txt"])
 def test_every_package_is_pinned(name) -> None:
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
-    packages = [line for line in lines if line and line != "-r requirements.txt"]
+    packages = [line for line in lines if line and not line.startswith("-r requirements")]
     assert packages and all(re.fullmatch(r"[\w-]+==\d+(\.\d+)+", package) for package in packages)
 
 
@@ -364,8 +364,8 @@ def test_the_gpu_image_keeps_its_own_torch(tmp_path) -> None:
 
 
 def test_the_container_gets_the_hosts_gpus_network_and_folders(tmp_path) -> None:
-    def docker(**knobs: str) -> list[str]:
-        environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "DATA_DIR": str(tmp_path / "my data"), **knobs}
+    def docker(**variables: str) -> list[str]:
+        environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "DATA_DIR": str(tmp_path / "my data"), **variables}
         words = ["bash", "docker/run.sh", "bash", "examples/ds_pretrain_gpt2.sh", "--seed", "7"]
         finished = subprocess.run(
             words, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True

@@ -3,8 +3,8 @@
 #
 #   source tools/environment.sh FILE
 #
-# Takes the virtual environment that is active, or else .venv in the checkout, which it makes if need
-# be. Installs only when FILE has changed since the last time.
+# Uses the active virtual environment, or .venv in the checkout, which is created if it does not exist. Installs only if
+# a requirements file has changed since the last time.
 
 _checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 _requirements=$_checkout/$1
@@ -12,7 +12,7 @@ _requirements=$_checkout/$1
 if [ -z "${VIRTUAL_ENV:-}" ]; then
     if [ ! -x "$_checkout/.venv/bin/pip" ]; then
         echo "> making $_checkout/.venv"
-        # Debian keeps the part of venv that brings pip in a package of its own; pip itself can stand in for it.
+        # On Debian, venv cannot install pip without another package; pip itself can.
         python3 -m venv "$_checkout/.venv" 2>/dev/null ||
             { python3 -m venv --without-pip --clear "$_checkout/.venv" &&
                 python3 -m pip --python "$_checkout/.venv/bin/python" install --quiet pip; }
@@ -22,7 +22,7 @@ if [ -z "${VIRTUAL_ENV:-}" ]; then
 fi
 
 _stamp=$VIRTUAL_ENV/.installed-$1
-_wanted=$(cat "$_checkout/requirements.txt" "$_requirements")
+_wanted=$(cat "$_checkout"/requirements*.txt "$_requirements")
 if [ ! -f "$_stamp" ] || [ "$(cat "$_stamp")" != "$_wanted" ]; then
     echo "> installing $1 into $VIRTUAL_ENV (a minute or two)"
     python -m pip install --quiet --disable-pip-version-check -r "$_requirements"

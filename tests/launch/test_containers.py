@@ -157,10 +157,10 @@ def test_a_command_has_an_sshd_beside_it(inside, hosts) -> None:
     ("environ", "user", "words"),
     [
         ({"SSH_ADDRESS": ""}, USER, "set SSH_ADDRESS, this host's address in the cluster's network"),
-        ({"SSH_KEY": "/etc/hostname"}, USER, "/etc/hostname is no private key without a passphrase"),
+        ({"SSH_KEY": "/etc/hostname"}, USER, "/etc/hostname is not a private key without a passphrase"),
         ({"SSH_ADDRESS": "10.1.1.1", "SSH_PORT": "2223"}, USER, "sshd does not start: Cannot bind any address."),
-        ({}, 0, "sshd is not started for root"),
-        ({}, USER + 1, f"ssh knows no user {USER + 1}: build the image with --build-arg USER_ID={USER + 1}"),
+        ({}, 0, "sshd is not started as root"),
+        ({}, USER + 1, f"there is no user {USER + 1}: build the image with --build-arg USER_ID={USER + 1}"),
     ],
 )
 def test_what_cannot_be_is_refused(programs, hosts, folder, environ, user, words) -> None:
