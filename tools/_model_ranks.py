@@ -1,4 +1,4 @@
-"""What tools share that try a model on many samples: the flags, and the ranks that hold it."""
+"""What the evaluation tools share: model flags, loading the model on its ranks, writing the result."""
 
 import argparse
 import json
@@ -14,8 +14,7 @@ from megatron.config import ParallelConfig
 from megatron.config.environment import world_size
 from megatron.config.errors import ConfigError
 from megatron.tools.command_line import ToolParser
-from megatron.tools.inference.command_line import add_model_flags, check_values, source_of
-from megatron.tools.inference.source import Source, config_on
+from megatron.tools.inference.source import Source, add_model_flags, check_values, config_on, source_of
 
 if TYPE_CHECKING:
     from megatron.tools.evaluation.scoring import ForwardModel
@@ -29,8 +28,8 @@ _INTERVALS = {
 
 
 def add_rank_flags(parser: ToolParser) -> None:
-    """The model, how it lies on the processes, and how many samples go through it together."""
-    add_model_flags(parser, shared_by="1; the others share the samples")
+    """Add the flags for the model, its parallelism and the batch size."""
+    add_model_flags(parser, shared_by="1; other processes share the samples")
     group = parser.add_argument_group("samples")
     group.add_argument(
         "--pipe-parallel-size",
@@ -38,23 +37,23 @@ def add_rank_flags(parser: ToolParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="pipeline stages, for a model that fits no other way; 0 is none",
+        help="pipeline stages, for a model too large otherwise; 0 is none",
     )
     group.add_argument(
         "--batch-size", "--micro-batch-size", type=int, default=8, metavar="N", help="samples that are scored together"
     )
-    # Scripts for Megatron's tasks say these; here they change nothing.
+    # Scripts for Megatron-LM's tasks pass these; here they have no effect.
     for flag in ("--checkpoint-activations", "--no-load-optim", "--no-load-rng"):
         group.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
     group.add_argument("--log-interval", help=argparse.SUPPRESS)
-    group.add_argument("--json", type=Path, metavar="FILE", help="where to write the result, too")
-    group.add_argument("--seq-length", type=int, metavar="N", help="tokens that the model sees (default: all it can)")
+    group.add_argument("--json", type=Path, metavar="FILE", help="file to write the result to, too")
+    group.add_argument("--seq-length", type=int, metavar="N", help="context length in tokens (default: the model's)")
 
 
 def find_model(args: argparse.Namespace) -> tuple[Source, int]:
-    """The model that ``args`` name, and how many tokens it may see. Reads no weights, and brings in no torch.
+    """The model that ``args`` name, and the context length. Reads no weights, and imports no torch.
 
-    Raises ConfigError where ``args`` are wrong, or so many processes cannot share the model, and as ``source_of``.
+    Raises ConfigError if ``args`` are invalid, or so many processes cannot share the model, and as ``source_of``.
     """
     check_values(args, _INTERVALS)
     source = source_of(args, os.environ)
@@ -72,15 +71,15 @@ def find_model(args: argparse.Namespace) -> tuple[Source, int]:
             f"{started} processes are no multiple of --model-parallel-size {tensor} x --pipe-parallel-size {stages}: "
             f"start as many with deepspeed --num_gpus {tensor * stages}"
         )
-    config_on(source.config, tensor, args.dtype)  # refuses while one rank can still speak for all
+    config_on(source.config, tensor, args.dtype)  # raises here, before all ranks would
     return source, args.seq_length or positions
 
 
 @contextmanager
 def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]:
-    """The model on the ranks of this run, whose environment is prepared, and which part behind the block.
+    """The model on the ranks of this run, whose process group ends with the block. Needs a prepared environment.
 
-    Raises CheckpointError where its weights are not whole.
+    Raises CheckpointError if its weights are incomplete.
     """
     from megatron.launch.distributed import distributed
     from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
@@ -98,9 +97,9 @@ def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]
         yield model
 
 
-def tell(told: Mapping[str, Any], file: Path | None) -> None:
-    """Print a result as JSON, and write it into ``file``. Raises as ``atomic_file`` does."""
-    text = json.dumps(told, indent=2, default=str)  # lm-eval tells functions by name
+def write_result(result: Mapping[str, Any], file: Path | None) -> None:
+    """Print a result as JSON, and write it to ``file``. Raises as ``atomic_file``."""
+    text = json.dumps(result, indent=2, default=str)  # lm-eval returns functions
     print(text, flush=True)
     if file:
         with atomic_file(file, "--json") as out:

@@ -134,7 +134,7 @@ def _from_megatron(args: argparse.Namespace) -> None:
     """
     check_vacant(args.output, "--output")
 
-    from megatron.tokenizer.vocabulary import EOD
+    from megatron.tokenizer.base import EOD
     from megatron.tools.convert.huggingface_files import read_bpe
 
     gives_tokenizer = args.vocab_file or args.merge_file

@@ -5,12 +5,13 @@
     deepspeed --num_gpus 4 tools/evaluate.py --task PPL --valid-data data/my_text_document --load checkpoints/my \\
         --model-parallel-size 2
 
-LAMBADA takes JSONL with a "text" key, and asks for the last token of each, or with --strict-lambada for all tokens of
-the last word. WIKITEXT takes a file of WikiText as it is published. PPL takes plain text, JSONL (.jsonl, .json),
-Parquet, or the prefix of a data set. The result is a JSON object, on the screen and in the file of --json.
+LAMBADA takes JSONL with a "text" key, and predicts the last token of each, or with --strict-lambada all tokens of the
+last word. WIKITEXT takes a file of WikiText as published. PPL takes plain text, JSONL (.jsonl, .json),
+Parquet, or the prefix of a data set. The result is a JSON object, printed and written to the file of --json.
 
-Processes beyond model-parallel size (1 unless it is given) x pipeline stages share the samples; the figures are the
-same. In names of flags, hyphens and underscores are the same.
+Processes beyond model-parallel size (1 unless it is given) x pipeline stages share the samples; the metrics are the
+same. Hyphens and underscores in flag names are
+interchangeable.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import _project_root  # noqa: F401
-from _model_ranks import add_rank_flags, find_model, opened, tell
+from _model_ranks import add_rank_flags, find_model, opened, write_result
 from tqdm import tqdm
 
 from megatron.config.errors import ConfigError
@@ -35,38 +36,38 @@ CLASSIC_NAMES = {"WIKITEXT103": "WIKITEXT"}
 
 
 def main() -> None:
-    """Read the arguments, and measure."""
+    """Parse the arguments, and evaluate."""
     args = build_parser().parse_args(with_hyphens(sys.argv[1:]))
     prepare_environment(os.environ)
     evaluate(args)
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Find the model and read the file; only then bring in torch, score, and let the first rank tell the figures."""
+    """Find the model and read the file; then import torch, score, and print the metrics on rank 0."""
     source, seq_length = find_model(args)
     request = Request(args.valid_data, seq_length, _stride(args, seq_length), args.strict_lambada, args.json_keys)
     task = make_task(args.task, request, source.tokenizer)
     with opened(source, args) as model:
         from megatron.tools.evaluation.scoring import score
 
-        is_first = model.layout.rank == 0
-        with tqdm(total=len(task.samples), desc=args.task, disable=None if is_first else True) as bar:
+        is_main_rank = model.layout.rank == 0
+        with tqdm(total=len(task.samples), desc=args.task, disable=None if is_main_rank else True) as bar:
             scores = score(model, task.samples, batch_size=args.batch_size, report=bar.update)
-        told = {**_asked(args, source, request), **task.figures(scores)}
-        if is_first:
-            tell(told, args.json)
+        result = {**_settings(args, source, request), **task.metrics(scores)}
+        if is_main_rank:
+            write_result(result, args.json)
 
 
-def _asked(args: argparse.Namespace, source: Source, request: Request) -> dict[str, Any]:
-    """What the figures are of."""
-    how = {"strict_lambada": request.strict} if args.task == "LAMBADA" else {"overlapping_eval": request.stride}
+def _settings(args: argparse.Namespace, source: Source, request: Request) -> dict[str, Any]:
+    """What was evaluated, and how."""
+    settings = {"strict_lambada": request.strict} if args.task == "LAMBADA" else {"overlapping_eval": request.stride}
     return {
         "task": args.task,
         "data": str(request.path),
         "model": source.name,
         "precision": args.dtype,
         "seq_length": request.seq_length,
-        **how,
+        **settings,
     }
 
 
@@ -87,16 +88,16 @@ def build_parser() -> ToolParser:
     """The flags."""
     parser = ToolParser(__doc__)
     add = parser.add_argument
-    add("--task", type=_task_name, choices=tuple(TASKS), required=True, help="what to measure")
-    add("--valid-data", type=Path, required=True, metavar="FILE", help="what to predict")
-    add("--strict-lambada", action="store_true", help="ask for the whole last word, not for its last token")
+    add("--task", type=_task_name, choices=tuple(TASKS), required=True, help="evaluation task")
+    add("--valid-data", type=Path, required=True, metavar="FILE", help="data to evaluate on")
+    add("--strict-lambada", action="store_true", help="predict the whole last word, not its last token")
     add("--json-keys", default="text", metavar="KEY", help="key of the text in JSONL")
     add(
         "--overlapping-eval",
         type=int,
         metavar="N",
-        help="tokens from one window to the next, all of a window's others being context; as many as --seq-length: "
-        f"windows that do not overlap (default: {CLASSIC_STRIDE}, or the sequence length if that is less)",
+        help="tokens from one window to the next; the other tokens of a window are context. With --seq-length windows "
+        f"do not overlap (default: {CLASSIC_STRIDE}, or the sequence length if that is less)",
     )
     add_rank_flags(parser)
     return parser

@@ -5,9 +5,9 @@
     python tools/generate.py --load checkpoints/my --genfile out.jsonl --num-samples 10
     deepspeed --num_gpus 2 tools/generate.py --load checkpoints/my
 
-Prompts are asked for where neither is given, or read from a pipe, one a line. A .jsonl file has an object with "prompt"
-(or "text") on each line; the output then has the same and "completions". --genfile starts from nothing.
-In names of flags, hyphens and underscores are the same.
+Without either, prompts are read from standard input, one a line. A .jsonl file has an object with "prompt"
+(or "text") on each line; the output then has the same and "completions". --genfile needs no prompt.
+Hyphens and underscores in flag names are interchangeable.
 """
 
 import argparse
@@ -26,18 +26,17 @@ from megatron.config.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser, with_hyphens
-from megatron.tools.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
 from megatron.tools.inference.prompts import (
     NEW_TOKENS,
-    Limits,
     Prompt,
+    StoppingCriteria,
     checked_length,
     is_jsonl,
     numbered,
     read_prompts,
     tokenized,
 )
-from megatron.tools.inference.source import Source, config_on
+from megatron.tools.inference.source import Source, add_model_flags, check_values, config_on, source_of, tensor_ranks
 
 INTERVALS = {
     "num_samples": "[1, inf)",
@@ -55,29 +54,29 @@ INTERVALS = {
 
 
 def main() -> None:
-    """Check all that can be checked, and only then bring in torch."""
+    """Check everything that can be checked without torch, then import torch and generate."""
     args = _parser().parse_args(with_hyphens(sys.argv[1:]))
     _check(args)
     ranks = tensor_ranks(args, os.environ)
     source = source_of(args, os.environ)
-    config_on(source.config, ranks, args.dtype)  # refuses while the first rank can still speak for all
+    config_on(source.config, ranks, args.dtype)  # raises here, before all ranks would
     limits = _limits(args, source)
     prompts = _prompts(args, source, limits)
     prepare_environment(os.environ)
 
     from megatron.launch.distributed import distributed
     from megatron.launch.quiet import silence_known_warnings
-    from megatron.tools.inference.session import told
+    from megatron.tools.inference.session import broadcast
 
     silence_known_warnings()
     with distributed(ParallelConfig(model_parallel_size=ranks, world_size=ranks)) as layout:
-        _use(_session(args, source, limits, layout), args, told(prompts))
+        _use(_session(args, source, limits, layout), args, broadcast(prompts))
 
 
-def _session(args: argparse.Namespace, source: Source, limits: Limits, layout: Any) -> Any:
-    """The model, loaded, and what the flags say of its use."""
+def _session(args: argparse.Namespace, source: Source, limits: StoppingCriteria, layout: Any) -> Any:
+    """Load the model; read the settings of its use from the flags."""
     from megatron.launch.quiet import deepspeed_silenced
-    from megatron.tools.inference.decoding import Beams, Sampling
+    from megatron.tools.inference.decoding import BeamSearch, Sampling
     from megatron.tools.inference.generator import TextGenerator
     from megatron.tools.inference.model import LanguageModel, load_model
     from megatron.tools.inference.session import Session
@@ -85,7 +84,7 @@ def _session(args: argparse.Namespace, source: Source, limits: Limits, layout: A
     with deepspeed_silenced(verbose=False):
         module = load_model(source, layout, args.dtype)
     generator = TextGenerator(
-        LanguageModel(module, source.config, layout.tensor_group), source.tokenizer, keeps=not args.recompute
+        LanguageModel(module, source.config, layout.tensor_group), source.tokenizer, use_cache=not args.recompute
     )
     sampling = Sampling(
         greedy=args.greedy,
@@ -95,14 +94,14 @@ def _session(args: argparse.Namespace, source: Source, limits: Limits, layout: A
         repetition_penalty=args.repetition_penalty,
         seed=args.seed,
     )
-    beams = Beams(args.num_beams, args.length_penalty, args.repetition_penalty) if args.num_beams > 1 else None
+    beams = BeamSearch(args.num_beams, args.length_penalty, args.repetition_penalty) if args.num_beams > 1 else None
     return Session(
-        generator, sampling, limits, args.num_samples, beams, batch_size=args.batch_size, is_first=layout.rank == 0
+        generator, sampling, limits, args.num_samples, beams, batch_size=args.batch_size, is_main_rank=layout.rank == 0
     )
 
 
 def _use(session: Any, args: argparse.Namespace, prompts: list[Prompt] | None) -> None:
-    """Write files, or talk."""
+    """Run the mode that the flags select."""
     if args.genfile:
         with _output(args.genfile, "--genfile", session) as file:
             session.write_documents(file)
@@ -118,8 +117,8 @@ def _use(session: Any, args: argparse.Namespace, prompts: list[Prompt] | None) -
 
 
 def _output(path: Path, flag: str, session: Any) -> AbstractContextManager[IO[str]]:
-    """A file that takes its name when all of it is there; of ranks that do not speak, none."""
-    return atomic_file(path, flag) if session.is_first else open(os.devnull, "w")
+    """The output file, written atomically by rank 0; nothing is written by other ranks."""
+    return atomic_file(path, flag) if session.is_main_rank else open(os.devnull, "w")
 
 
 def _output_file(args: argparse.Namespace) -> Path:
@@ -127,7 +126,7 @@ def _output_file(args: argparse.Namespace) -> Path:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ConfigError for values out of range, and flags that do not go together."""
+    """Raises ConfigError for values out of range and flags that exclude each other."""
     check_values(args, INTERVALS)
     inputs = [flag for flag in ("prompt", "sample_input_file", "genfile") if getattr(args, flag)]
     problems = []
@@ -141,7 +140,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.num_beams > 1:
         ways = {"temperature": 1.0, "top_k": 0, "top_p": 0.0, "stop": []}
         problems += [
-            f"--{name.replace('_', '-')} does nothing in a search of --num-beams: leave one of them out"
+            f"--{name.replace('_', '-')} has no effect with --num-beams: leave one of them out"
             for name, default in ways.items()
             if getattr(args, name) != default
         ]
@@ -153,11 +152,11 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _limits(args: argparse.Namespace, source: Source) -> Limits:
+def _limits(args: argparse.Namespace, source: Source) -> StoppingCriteria:
     positions = source.config.max_position_embeddings
     if args.seq_length and args.seq_length > positions:
         raise ConfigError(f"--seq-length {args.seq_length} is more than the {positions} positions of {source.name}")
-    return Limits(
+    return StoppingCriteria(
         context=args.seq_length or positions,
         new_tokens=args.new_tokens,
         out_seq_length=args.out_seq_length,
@@ -166,8 +165,8 @@ def _limits(args: argparse.Namespace, source: Source) -> Limits:
     )
 
 
-def _prompts(args: argparse.Namespace, source: Source, limits: Limits) -> list[Prompt] | None:
-    """What is to be continued; None where a person is to be asked. Of a pipe, which all share, the first rank reads."""
+def _prompts(args: argparse.Namespace, source: Source, limits: StoppingCriteria) -> list[Prompt] | None:
+    """The prompts; None to read them interactively, and on ranks other than 0 if standard input is a pipe."""
     if args.prompt:
         lines = [("--prompt", text, {}) for text in args.prompt]
     elif args.sample_input_file:
@@ -196,48 +195,62 @@ def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be given several times")
     group.add_argument("--sample-input-file", type=Path, metavar="FILE", help="prompts, one a line")
     group.add_argument(
-        "--sample-output-file", type=Path, metavar="FILE", help="where they go (default: the input's name and .out)"
+        "--sample-output-file", type=Path, metavar="FILE", help="output file (default: the input's name and .out)"
     )
-    group.add_argument("--genfile", type=Path, metavar="FILE", help="JSONL for --num-samples texts without a prompt")
-    group.add_argument("--num-samples", type=int, default=1, metavar="N", help="texts for each prompt")
+    group.add_argument(
+        "--genfile", type=Path, metavar="FILE", help="JSONL file for --num-samples completions without a prompt"
+    )
+    group.add_argument("--num-samples", type=int, default=1, metavar="N", help="completions of each prompt")
     group.add_argument(
         "--new-tokens",
         type=int,
         metavar="N",
-        help=f"tokens to add at most (default: {NEW_TOKENS}, or as many as the model can see)",
+        help=f"tokens to add at most (default: {NEW_TOKENS}, or what the context leaves)",
     )
     group.add_argument("--out-seq-length", type=int, metavar="N", help="tokens at most, prompt included")
-    group.add_argument("--seq-length", type=int, metavar="N", help="tokens that the model sees (default: all it can)")
+    group.add_argument("--seq-length", type=int, metavar="N", help="context length in tokens (default: the model's)")
     group.add_argument(
         "--on-long-context",
         choices=("error", "slide"),
         default="error",
-        help="a text longer than the model can see is refused, or continued from the last of it",
+        help="reject a text longer than the context, or continue it from its last tokens",
     )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="string that ends a text")
-    group.add_argument("--batch-size", type=int, default=8, metavar="N", help="texts of a file that grow together")
+    group.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="completions computed together, with a file"
+    )
 
 
 def _add_choice_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--greedy", action="store_true", help="always take the likeliest token")
-    group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="below 1 is bolder, above 1 wilder")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="choose among the K likeliest; 0 is all")
+    group.add_argument("--greedy", action="store_true", help="always choose the most likely token")
+    group.add_argument(
+        "--temperature", type=float, default=1.0, metavar="T", help="below 1 less random, above 1 more random"
+    )
+    group.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="sample among the K most likely tokens; 0 is all"
+    )
     group.add_argument(
         "--top-p",
         type=float,
         default=0.0,
         metavar="P",
-        help="choose among the likeliest that hold P of the probability; 0 is all",
+        help="sample among the most likely tokens whose probabilities total P; 0 is all",
     )
     group.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1, what was said is less likely"
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="above 1, tokens of the text so far are less likely",
     )
-    group.add_argument("--num-beams", type=int, default=1, metavar="N", help="search the likeliest text with N beams")
     group.add_argument(
-        "--length-penalty", type=float, default=1.0, metavar="L", help="of beams: above 0, longer texts gain"
+        "--num-beams", type=int, default=1, metavar="N", help="beam search with N beams, instead of sampling"
+    )
+    group.add_argument(
+        "--length-penalty", type=float, default=1.0, metavar="L", help="of beam search: above 0, favors longer texts"
     )
     group.add_argument("--seed", type=int, default=1234, metavar="N", help="equal seeds give equal texts")
-    group.add_argument("--recompute", action="store_true", help="keep nothing: compute every token from all before it")
+    group.add_argument("--recompute", action="store_true", help="use no key-value cache")
 
 
 if __name__ == "__main__":

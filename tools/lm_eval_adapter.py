@@ -1,14 +1,14 @@
-"""Try a model on tasks of EleutherAI's lm-eval, the evaluation harness (pip install lm-eval==0.4.13).
+"""Evaluate a model on tasks of EleutherAI's lm-eval, the evaluation harness (pip install lm-eval==0.4.13).
 
     python tools/lm_eval_adapter.py --load checkpoints/my --tasks lambada_openai hellaswag
     deepspeed --num_gpus 4 tools/lm_eval_adapter.py --load checkpoints/my --model-parallel-size 2 --tasks my_task.yaml
 
-A task is a name that lm-eval knows, one of a YAML file in --include-path, or a YAML file. Tasks of lm-eval fetch their
-data from the Hugging Face hub; one of your own may name a local file. A task may hold code, which is run. The results
-are lm-eval's, as a JSON object on the screen and in the file of --json.
+A task is a name that lm-eval knows, one of a YAML file in --include-path, or a YAML file. Tasks of lm-eval download
+their data from the Hugging Face hub; your own may name a local file. A task may contain code, which is run. The
+results are lm-eval's, as a JSON object that is printed and written to the file of --json.
 
 Processes beyond model-parallel size (1 unless it is given) x pipeline stages share the requests. A pipeline scores
-texts, and does not write any. In names of flags, hyphens and underscores are the same.
+texts, and cannot generate any. Hyphens and underscores in flag names are interchangeable.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import _project_root  # noqa: F401
-from _model_ranks import add_rank_flags, find_model, opened, tell
+from _model_ranks import add_rank_flags, find_model, opened, write_result
 
 from megatron.config.errors import ConfigError
 from megatron.launch.environment import prepare_environment
@@ -35,27 +35,27 @@ BOOTSTRAP_ITERS = 1000
 
 
 def main() -> None:
-    """Read the arguments, and try the model."""
+    """Parse the arguments, and evaluate."""
     args = build_parser().parse_args(with_hyphens(sys.argv[1:]))
     prepare_environment(os.environ)
     evaluate(args)
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Find model and tasks; let lm-eval ask, every rank alike; let the first tell the results."""
+    """Find model and tasks, run lm-eval on every rank, and print the results on rank 0."""
     source, seq_length = find_model(args)
     _make_importable()
-    with contextlib.redirect_stdout(sys.stderr):  # the harness talks
+    with contextlib.redirect_stdout(sys.stderr):  # the harness prints
         manager = _tasks(args.tasks, args.include_path)
     with opened(source, args) as model:
         from lm_eval import simple_evaluate
 
         from megatron.tools.evaluation.harness import HarnessModel
 
-        asked = HarnessModel(model, source.tokenizer, batch_size=args.batch_size, seq_length=seq_length)
+        harness_model = HarnessModel(model, source.tokenizer, batch_size=args.batch_size, seq_length=seq_length)
         with contextlib.redirect_stdout(sys.stderr):
-            found = simple_evaluate(
-                asked,
+            results = simple_evaluate(
+                harness_model,
                 tasks=list(args.tasks),
                 task_manager=manager,
                 num_fewshot=args.num_fewshot,
@@ -64,11 +64,11 @@ def evaluate(args: argparse.Namespace) -> None:
                 log_samples=False,
             )
         if model.layout.rank == 0:
-            tell({"model": source.name, **_of_interest(found)}, args.json)
+            write_result({"model": source.name, **_main_results(results)}, args.json)
 
 
 def _make_importable() -> None:
-    """Let lm-eval find what it imports. Raises ConfigError where it is not installed itself."""
+    """Make the imports of lm-eval work. Raises ConfigError if it is not installed."""
     # Scripts of this folder, evaluate.py among them, hide packages of the same name.
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != Path(__file__).resolve().parent]
     if find_spec("lm_eval") is None:
@@ -78,7 +78,7 @@ def _make_importable() -> None:
 
 
 def _tasks(names: list[str], include_path: Path | None) -> "TaskManager":
-    """Who knows the tasks. Raises ConfigError for one that nobody knows."""
+    """The task manager that knows the tasks. Raises ConfigError for an unknown one."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None and not include_path.is_dir():
@@ -96,9 +96,9 @@ def _unknown(names: list[str], manager: "TaskManager") -> list[str]:
     return [name for name in names if name not in manager.all_tasks and not Path(name).is_file()]
 
 
-def _of_interest(found: dict[str, Any]) -> dict[str, Any]:
+def _main_results(results: dict[str, Any]) -> dict[str, Any]:
     kept = ("results", "groups", "versions", "n-shot", "n-samples")
-    return {name: found[name] for name in kept if name in found}
+    return {name: results[name] for name in kept if name in results}
 
 
 def build_parser() -> ToolParser:
@@ -106,7 +106,7 @@ def build_parser() -> ToolParser:
     parser = ToolParser(__doc__)
     add = parser.add_argument
     add("--tasks", nargs="+", required=True, metavar="TASK", help="names, or YAML files")
-    add("--include-path", type=Path, metavar="FOLDER", help="where YAML files of more tasks are")
+    add("--include-path", type=Path, metavar="FOLDER", help="folder with YAML files of more tasks")
     add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
     add("--limit", type=float, metavar="N", help="questions of each task at most, or, below 1, their share")
     add_rank_flags(parser)

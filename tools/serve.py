@@ -23,8 +23,7 @@ from megatron.config.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser, with_hyphens
-from megatron.tools.inference.command_line import add_model_flags, check_values, source_of, tensor_ranks
-from megatron.tools.inference.source import Source, config_on
+from megatron.tools.inference.source import Source, add_model_flags, check_values, config_on, source_of, tensor_ranks
 
 if TYPE_CHECKING:
     from megatron.tools.serving.app import Service

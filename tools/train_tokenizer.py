@@ -13,7 +13,7 @@ from _atomic_file import atomic_file
 from tqdm import tqdm
 
 from megatron.config.errors import ConfigError, DataError
-from megatron.tokenizer.vocabulary import EOD
+from megatron.tokenizer.base import EOD
 from megatron.tokenizer.wordpiece import SEP
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.preprocess.corpus import FORMATS, format_of, read_chunks, text_size

@@ -20,12 +20,12 @@ from megatron.config import ParallelConfig
 from megatron.launch.distributed import distributed
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
-from megatron.tokenizer.vocabulary import EOD
+from megatron.tokenizer.base import EOD
 from megatron.tools.convert.huggingface_files import BPE, write_folder_bpe
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
 from megatron.tools.inference.model import LanguageModel, load_model
-from megatron.tools.inference.prompts import Limits
+from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.inference.source import open_source
 
 Tokens = list[list[int]]
@@ -44,7 +44,7 @@ class Size:
     batches: tuple[int, ...] = (1, 8)
     """Texts at once."""
     recomputes: bool = True
-    """Whether the way that keeps nothing is measured, too."""
+    """Whether generation without a key-value cache is measured, too."""
 
     def __str__(self) -> str:
         sizes = f"{self.layers} layers, h {self.hidden}, v {self.vocabulary}"
@@ -68,7 +68,7 @@ def _of_size(size: Size, rounds: int, layout: ParallelLayout) -> list[Comparison
         _write_model(size, Path(name))
         ways = {"suite": _ours(Path(name), layout, size.new), "transformers": _theirs(Path(name), size.new)}
         if size.recomputes:
-            ways["the suite with --recompute"] = _ours(Path(name), layout, size.new, keeps=False)
+            ways["the suite with --recompute"] = _ours(Path(name), layout, size.new, use_cache=False)
         prompt = torch.randint(size.vocabulary, (size.prompt,)).tolist()
         return [found for batch in size.batches for found in _of_batch(size, ways, [prompt] * batch, rounds)]
 
@@ -83,11 +83,11 @@ def _of_batch(size: Size, ways: dict[str, Way], prompts: Tokens, rounds: int) ->
     return [Comparison(what, peer, ours, theirs, tokens, "tokens") for peer, theirs in times.items()]
 
 
-def _ours(folder: Path, layout: ParallelLayout, new_tokens: int, *, keeps: bool = True) -> Way:
+def _ours(folder: Path, layout: ParallelLayout, new_tokens: int, *, use_cache: bool = True) -> Way:
     source = open_source(folder)
     model = LanguageModel(load_model(source, layout), source.config, layout.tensor_group)
-    generator = TextGenerator(model, source.tokenizer, keeps=keeps)
-    limits = Limits(context=source.config.max_position_embeddings, new_tokens=new_tokens)
+    generator = TextGenerator(model, source.tokenizer, use_cache=use_cache)
+    limits = StoppingCriteria(context=source.config.max_position_embeddings, new_tokens=new_tokens)
     return lambda prompts: [texts[0].tokens for texts in generator.complete(prompts, Sampling(greedy=True), limits)]
 
 

@@ -11,18 +11,18 @@ from megatron.tokenizer.wordpiece import WordPieceCase, WordPieceLowerCase
 
 
 class Tokenizer(Protocol):
-    """What a tokenizer offers. Ids run from 0 to ``vocab_size - 1``."""
+    """The interface of all tokenizers. Ids run from 0 to ``vocab_size - 1``."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens in the vocabulary, the end of a document among them."""
+        """Tokens in the vocabulary, including the end of a document."""
 
     @property
     def eod(self) -> int:
-        """Id that ends a document. No text is tokenized into it."""
+        """Id that ends a document. Tokenizing a text never returns it."""
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of ``text``. Raises DataError where it cannot be tokenized."""
+        """The ids of ``text``. Raises DataError if it cannot be tokenized."""
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text: equal to ``tokenize`` of each, and faster."""
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What a model must know of its tokenizer."""
+    """What a model needs to know of its tokenizer."""
 
     size: int
     """Tokens, before any padding."""
@@ -47,14 +47,14 @@ TOKENIZERS: dict[str, Callable[[str | None, str | None], Tokenizer]] = {
     "BertWordPieceLowerCase": WordPieceLowerCase,
     "BertWordPieceCase": WordPieceCase,
 }
-"""Kinds of tokenizer, each made from (vocab_file, merge_file)."""
+"""Kinds of tokenizer, each built from (vocab_file, merge_file)."""
 
 
 def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
-    """The tokenizer of a kind of ``TOKENIZERS``, from the files it was trained into.
+    """A tokenizer of a kind of ``TOKENIZERS``, from its files.
 
-    Raises ConfigError for an unknown kind, and DataError for a file that is absent (None, too),
-    superfluous, broken, or does not fit the other.
+    Raises ConfigError for an unknown kind, and DataError for a file that is missing (or None), superfluous, broken,
+    or inconsistent with the other.
     """
     if kind not in TOKENIZERS:
         raise ConfigError(f"--tokenizer-type {kind} is unknown: choose one of {', '.join(TOKENIZERS)}")
@@ -62,6 +62,6 @@ def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -
 
 
 def read_vocabulary(kind: str, vocab_file: str | None, merge_file: str | None) -> Vocabulary:
-    """Size and end of document of a vocabulary, all its files checked. Raises as ``build_tokenizer`` does."""
+    """Size and end of document of a vocabulary. Checks all its files; raises as ``build_tokenizer``."""
     tokenizer = build_tokenizer(kind, vocab_file, merge_file)
     return Vocabulary(tokenizer.vocab_size, tokenizer.eod)

@@ -1,11 +1,18 @@
-"""What tokenizers have in common that the Rust library ``tokenizers`` runs."""
+"""What tokenizers share: the encoders of the Rust library ``tokenizers``, and reading vocabularies from disk."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import tokenizers
 
 from megatron.config.errors import DataError
-from megatron.tokenizer.vocabulary import check_known
+
+EOD = "<|endoftext|>"
+"""Token that ends a document."""
+UNK = "<unk>"
+"""Token for every word that is not in the vocabulary."""
 
 
 class RustTokenizer:
@@ -20,11 +27,11 @@ class RustTokenizer:
         self._encoder, self.vocab_size = encoder, vocab_size
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of ``text``. Raises DataError for a text that UTF-8 cannot write."""
+        """The ids of ``text``. Raises DataError for a text that UTF-8 cannot encode."""
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text. Raises DataError for a text that UTF-8 cannot write."""
+        """The ids of each text. Raises DataError for a text that UTF-8 cannot encode."""
         try:
             return self._ids(texts)
         except TypeError:
@@ -32,12 +39,12 @@ class RustTokenizer:
             raise
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text, as the library makes them, by all cores."""
+        """The ids of each text, from the library, on all cores."""
         encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``; bytes that are not UTF-8, as of half a character, become U+FFFD.
+        """The text of ``ids``; bytes that are not UTF-8, such as half a character, become U+FFFD.
 
         Raises DataError for an id outside the vocabulary.
         """
@@ -56,3 +63,72 @@ def check_encodable(texts: Iterable[str]) -> None:
             raise DataError(
                 f"character {error.start} of the text is U+{code:04X}, half of a surrogate pair; remove or replace it"
             ) from error
+
+
+def check_known(ids: Sequence[int], vocab_size: int) -> None:
+    """Raises DataError if an id is outside a vocabulary of ``vocab_size`` tokens."""
+    unknown = next((id for id in ids if not 0 <= id < vocab_size), None)
+    if unknown is not None:
+        raise DataError(
+            f"token {unknown} is not in the vocabulary of {vocab_size} tokens; "
+            "use the vocabulary that the tokens were made with"
+        )
+
+
+def require_files(kind: str, files: Mapping[str, str | None]) -> list[str]:
+    """The path of each flag of ``files``. Raises DataError with a line for each that is no file."""
+    problems = []
+    for flag, path in files.items():
+        if path is None:
+            problems.append(f"{flag} is missing: {kind} needs it (tools/train_tokenizer.py makes one)")
+        elif not Path(path).is_file():
+            problem = "is a folder" if Path(path).is_dir() else "no such file"
+            problems.append(f"{flag} {path}: {problem} (tools/train_tokenizer.py makes one)")
+    if problems:
+        raise DataError(problems)
+    return [path for path in files.values() if path is not None]
+
+
+def read_text(path: str) -> str:
+    """The text of a UTF-8 file. Raises DataError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: byte {error.start} is not UTF-8; is this the right file?") from error
+
+
+def read_vocab_json(path: str, required: Iterable[str]) -> dict[str, int]:
+    """The token -> id table of a ``vocab.json``.
+
+    Raises DataError if the file is not such a table, if its ids are not 0 to n-1, each once, or if a
+    token of ``required`` is missing.
+    """
+    try:
+        vocabulary = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}:{error.lineno}: not JSON ({error.msg}); a vocabulary is one object of token: id"
+        ) from error
+    if not isinstance(vocabulary, dict):
+        raise DataError(f"{path}: a JSON {type(vocabulary).__name__}; a vocabulary is one object of token: id")
+    check_ids(path, vocabulary)
+    for token in required:
+        if token not in vocabulary:
+            raise DataError(f"{path}: the vocabulary lacks {token}; add it with the id {len(vocabulary)}")
+    return vocabulary
+
+
+def check_ids(path: str, vocabulary: Mapping[str, Any]) -> None:
+    """Raises DataError unless the ids are the integers 0 to n-1, each once."""
+    # By type, for True is an int to isinstance.
+    wrong = next((token for token, id in vocabulary.items() if type(id) is not int), None)
+    if wrong is not None:
+        raise DataError(f"{path}: the id of {wrong!r} is {vocabulary[wrong]!r}; ids are integers")
+    absent = set(range(len(vocabulary))) - set(vocabulary.values())
+    if absent:
+        raise DataError(
+            f"{path}: {len(vocabulary)} tokens need the ids 0 to {len(vocabulary) - 1}, each once; "
+            f"no token has {min(absent)}"
+        )

@@ -8,8 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.config.errors import DataError
-from megatron.tokenizer.base import RustTokenizer
-from megatron.tokenizer.vocabulary import EOD, read_text, read_vocab_json, require_files
+from megatron.tokenizer.base import EOD, RustTokenizer, read_text, read_vocab_json, require_files
 
 _BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _BEYOND = r"\x80-\U0010ffff"
@@ -27,64 +26,65 @@ _WORD = re.compile(
         )
     )
 )
-_HELD = 1 << 18
-"""Ids that are remembered, some 20 MB with their words; then all are forgotten, and memory stays flat."""
-_FEW = 3
-"""One word in so many, and no more, may be new: asking for a word takes longer than it does as a part of its text."""
+_CACHED_IDS = 1 << 18
+"""Ids in the cache, some 20 MB with their words; then it is emptied, and memory stays flat."""
+_WORDS_PER_NEW_ONE = 3
+"""At most one word in so many may be new: encoding a single word costs more than encoding it within its text."""
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
 
 
-class Words:
-    """The ids of the words seen of late. Any number of threads may use it at once."""
+class WordCache:
+    """A cache of the ids of words. Any number of threads may use it at once."""
 
     def __init__(self) -> None:
         self._ids: dict[str, list[int]] = {}
         self._held = 0
 
     def tokenize(self, texts: Sequence[str], encode: Encode) -> list[list[int]]:
-        """The ids of each text, as by ``encode(texts)``, which is asked for new words alone where they are few."""
-        known = self._ids  # even where another thread forgets meanwhile
+        """The ids of each text, as of ``encode(texts)``, which is called for the new words alone if they are few."""
+        known = self._ids  # even if another thread empties the cache meanwhile
         cut = [_WORD.findall(text) for text in texts]
         new = list(set(chain.from_iterable(cut)).difference(known))
-        if _FEW * len(new) > sum(map(len, cut)):
+        if _WORDS_PER_NEW_ONE * len(new) > sum(map(len, cut)):
             return encode(texts)
         if new:
             known.update(zip(new, ids := encode(new), strict=True))
             self._held += sum(map(len, ids))
-        if self._held > _HELD:
+        if self._held > _CACHED_IDS:
             self._ids, self._held = {}, 0
         return [list(chain.from_iterable(map(known.__getitem__, words))) for words in cut]
 
 
 class GPT2BPETokenizer(RustTokenizer):
-    """Byte-level BPE from GPT-2's two files; it can spell any text, and gives it back unchanged.
+    """Byte-level BPE from GPT-2's two files. It encodes any text, and ``detokenize`` returns it unchanged.
 
     ``vocab.json`` maps tokens to ids, ``merges.txt`` holds a merge a line, first merges first.
     Both write a byte as one printable character. No blank is put before the text. A text that
-    spells ``<|endoftext|>`` is tokenized as the characters it is made of: a corpus cannot end
+    contains ``<|endoftext|>`` is tokenized character by character there: a corpus cannot end
     documents by quoting the token, and ``detokenize`` spells ``eod`` out.
     """
 
     def __init__(self, vocab_file: str | None, merge_file: str | None):
         """Raises DataError if a file is absent or broken, or if the two do not fit each other."""
-        require_files("GPT2BPETokenizer", {"--vocab-file": vocab_file, "--merge-file": merge_file})
-        vocabulary = read_vocab_json(vocab_file, required=(EOD,))
-        check_byte_symbols(vocab_file, vocabulary)
-        merges = read_merges(merge_file, vocabulary)
+        files = {"--vocab-file": vocab_file, "--merge-file": merge_file}
+        vocab_path, merge_path = require_files("GPT2BPETokenizer", files)
+        vocabulary = read_vocab_json(vocab_path, required=(EOD,))
+        check_byte_symbols(vocab_path, vocabulary)
+        merges = read_merges(merge_path, vocabulary)
         encoder = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
         encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         encoder.decoder = decoders.ByteLevel()
         super().__init__(encoder, len(vocabulary))
         self.eod = vocabulary[EOD]
-        self._words = Words()
+        self._words = WordCache()
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         return self._words.tokenize(texts, super()._ids)
 
 
 def check_byte_symbols(path: str, vocabulary: dict[str, int]) -> None:
-    """Raises DataError if some byte has no token: BPE would drop it from texts without a word."""
+    """Raises DataError if some byte has no token: BPE would drop it from texts silently."""
     absent = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys())
     if absent:
         raise DataError(
@@ -100,7 +100,7 @@ def read_merges(path: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
     """
     merges = []
     for number, line in enumerate(read_text(path).split("\n"), start=1):
-        # Only as the first line, for "#" is a token, too.
+        # Only in the first line, since "#" is a token, too.
         if not line or (number == 1 and line.startswith("#version")):
             continue
         left, _, right = line.partition(" ")

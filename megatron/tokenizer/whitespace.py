@@ -1,15 +1,15 @@
-"""Words between blanks, for corpora that are tokenized already."""
+"""Words separated by whitespace, for corpora that are tokenized already."""
 
 from collections.abc import Sequence
 
 from megatron.config.errors import DataError
-from megatron.tokenizer.vocabulary import EOD, UNK, check_known, read_vocab_json, require_files
+from megatron.tokenizer.base import EOD, UNK, check_known, read_vocab_json, require_files
 
 
 class WhitespaceTokenizer:
     """One token a word, where words are what ``str.split`` finds; words outside the vocabulary are ``<unk>``.
 
-    The vocabulary is a ``vocab.json`` with ``<unk>`` and ``<|endoftext|>``. A text that spells
+    The vocabulary is a ``vocab.json`` with ``<unk>`` and ``<|endoftext|>``. A text that contains
     ``<|endoftext|>`` has an unknown word there, not an end of document.
     """
 
@@ -17,8 +17,8 @@ class WhitespaceTokenizer:
         """Raises DataError if the vocabulary is absent or broken, or if merges are given."""
         if merge_file is not None:
             raise DataError(f"--merge-file {merge_file}: WhitespaceTokenizer has no merges; leave the flag out")
-        require_files("WhitespaceTokenizer", {"--vocab-file": vocab_file})
-        vocabulary = read_vocab_json(vocab_file, required=(UNK, EOD))
+        (path,) = require_files("WhitespaceTokenizer", {"--vocab-file": vocab_file})
+        vocabulary = read_vocab_json(path, required=(UNK, EOD))
         self.vocab_size = len(vocabulary)
         self.eod = vocabulary[EOD]
         self.unk = vocabulary[UNK]

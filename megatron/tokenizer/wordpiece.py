@@ -7,32 +7,31 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron.config.errors import DataError
-from megatron.tokenizer.base import RustTokenizer
-from megatron.tokenizer.vocabulary import read_text, require_files
+from megatron.tokenizer.base import RustTokenizer, read_text, require_files
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """BERT's own tokens."""
 CONTINUES = "##"
-"""What the pieces of a word begin with, all but the first."""
+"""Prefix of every piece of a word but the first."""
 
 
 class WordPieceTokenizer(RustTokenizer):
-    """Words and punctuation, cut into the longest pieces that ``vocab.txt`` has, a piece a line.
+    """Words and punctuation, cut into the longest pieces in ``vocab.txt``, which has a piece a line.
 
-    A word that cannot be put together is [UNK]. ``lower_case`` also takes accents away. A text that spells
-    ``[MASK]`` is tokenized as a word between brackets. Back come the words with blanks between them.
+    A word that cannot be put together is [UNK]. ``lower_case`` also removes accents. A text that contains ``[MASK]``
+    is tokenized as a word between brackets. ``detokenize`` returns words with blanks between them.
 
     Attributes:
         pad, cls, sep, mask: ids of BERT's own tokens; ``eod`` is ``sep``.
-        continues: whether each token goes on with a word, bool [vocab_size].
+        continues: whether each token continues a word, bool [vocab_size].
     """
 
     def __init__(self, vocab_file: str | None, merge_file: str | None = None, *, lower_case: bool):
         """Raises DataError if the vocabulary is absent or broken, or if merges are given."""
         if merge_file is not None:
             raise DataError(f"--merge-file {merge_file}: WordPiece has no merges; leave the flag out")
-        require_files("WordPiece", {"--vocab-file": vocab_file})
-        pieces = read_pieces(vocab_file)
+        (path,) = require_files("WordPiece", {"--vocab-file": vocab_file})
+        pieces = read_pieces(path)
         encoder = tokenizers.Tokenizer(models.WordPiece(pieces, unk_token=UNK, max_input_chars_per_word=100))
         encoder.normalizer = normalizer(lower_case)
         encoder.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -48,19 +47,19 @@ WordPieceCase = partial(WordPieceTokenizer, lower_case=False)
 
 
 def normalizer(lower_case: bool) -> normalizers.Normalizer:
-    """What makes of a text what the pieces are pieces of."""
+    """The normalization of texts before they are cut into pieces."""
     return normalizers.BertNormalizer(lowercase=lower_case)
 
 
 def read_pieces(path: str) -> dict[str, int]:
-    """The piece -> id table of a ``vocab.txt``. Raises DataError if a line is empty, twice there, or one is lacking."""
+    """The piece -> id table of a ``vocab.txt``. Raises DataError if a line is empty, repeated or missing."""
     lines = [line.rstrip("\r") for line in read_text(path).removesuffix("\n").split("\n")]
     pieces: dict[str, int] = {}
     for number, piece in enumerate(lines, start=1):
         if not piece:
             raise DataError(f"{path}:{number}: empty; a WordPiece vocabulary has a token on each line")
         if piece in pieces:
-            raise DataError(f"{path}:{number}: {piece!r} is there already, in line {pieces[piece] + 1}")
+            raise DataError(f"{path}:{number}: {piece!r} repeats line {pieces[piece] + 1}")
         pieces[piece] = number - 1
     if missing := [token for token in SPECIAL if token not in pieces]:
         raise DataError(

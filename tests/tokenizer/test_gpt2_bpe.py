@@ -111,7 +111,7 @@ def test_all_absent_files_are_named_at_once(files: tuple[Path, Path], tmp_path: 
     with pytest.raises(DataError) as caught:
         build_tokenizer("GPT2BPETokenizer", None, str(tmp_path / "nowhere.txt"))
     assert len(caught.value.messages) == 2
-    assert "--vocab-file is not given" in caught.value.messages[0]
+    assert "--vocab-file is missing" in caught.value.messages[0]
     assert f"--merge-file {tmp_path / 'nowhere.txt'}: no such file" in caught.value.messages[1]
 
 

@@ -69,7 +69,7 @@ def test_a_vocabulary_too_small_for_the_characters():
     [
         ("[PAD]\n[UNK]\n[CLS]\n[SEP]\nthe\n", r"the vocabulary lacks \[MASK\]; is it BERT's vocab.txt"),
         ('{"a": 0}\n', r"the vocabulary lacks \[PAD\], \[UNK\], \[CLS\], \[SEP\], \[MASK\]"),
-        ("[PAD]\nthe\nthe\n", ":3: 'the' is there already, in line 2"),
+        ("[PAD]\nthe\nthe\n", ":3: 'the' repeats line 2"),
         ("[PAD]\n\nthe\n", ":2: empty"),
     ],
 )

@@ -9,8 +9,8 @@ from typing import Any
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError, DataError
 from megatron.model.architectures import GPT2
+from megatron.tokenizer.base import EOD, check_ids, read_vocab_json
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_merges
-from megatron.tokenizer.vocabulary import EOD, check_ids, read_vocab_json
 from megatron.tools.convert.kinds import read_json
 
 GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}

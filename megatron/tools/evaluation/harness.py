@@ -1,4 +1,4 @@
-"""A model as EleutherAI's lm-eval asks it; needs lm-eval, which is optional."""
+"""lm-eval's interface to a model (EleutherAI's evaluation harness); needs lm-eval, which is optional."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,19 +20,19 @@ from megatron.tools.evaluation.tasks import Sample, Scores, last_inputs
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
 from megatron.tools.inference.model import LanguageModel
-from megatron.tools.inference.prompts import Limits
+from megatron.tools.inference.prompts import StoppingCriteria
 
 
-class Unanswerable(ConfigError):
-    """A task asks for what this model cannot do; every rank is asked."""
+class UnsupportedTask(ConfigError):
+    """A task needs what this model cannot do. Raised on every rank."""
 
     on_every_rank = True
 
 
 class HarnessModel(TemplateLM):
-    """lm-eval's interface. Every rank is asked the same and answers the same; how they share the work, it is not told.
+    """lm-eval's interface. All ranks get the same requests and return the same results; internally they share the work.
 
-    Texts begin behind the end of a document. What is longer than the model sees loses its beginning.
+    Texts begin after an end of document. Those longer than the context lose their beginning.
     """
 
     def __init__(self, model: ForwardModel, tokenizer: Tokenizer, *, batch_size: int, seq_length: int):
@@ -50,8 +50,8 @@ class HarnessModel(TemplateLM):
         return self._tokenizer.tokenize(string)
 
     def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """For each (context, continuation) the continuation's log-likelihood, and whether it is the likeliest."""
-        return super().loglikelihood(requests, disable_tqdm=True)  # its bar is for tokenizing alone
+        """For each (context, continuation): its log-likelihood, and whether greedy decoding returns it."""
+        return super().loglikelihood(requests, disable_tqdm=True)  # its progress bar shows tokenizing only
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -60,24 +60,22 @@ class HarnessModel(TemplateLM):
         return [(-float(nll), bool(right)) for nll, right in zip(scores.nll, scores.right, strict=True)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each text, in windows that overlap no more than the last one must."""
+        """The log-likelihood of each text, in windows of which only the last overlaps another."""
         windows = [self._windows(*request.args) for request in requests]
         scores = iter(self._score([sample for samples in windows for sample in samples]).nll)
         return [-sum(float(next(scores)) for _ in samples) for samples in windows]
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What follows each context, up to one of its ``until`` strings or ``max_gen_toks`` tokens.
+        """The continuation of each context, up to one of its ``until`` strings or ``max_gen_toks`` tokens.
 
-        Raises Unanswerable for a model in pipeline stages.
+        Raises UnsupportedTask for a model in pipeline stages.
         """
         if not isinstance(self._model.module, GPT2Model):
-            raise Unanswerable(
-                "a task lets the model write, which pipeline stages do not: leave --pipe-parallel-size out"
-            )
+            raise UnsupportedTask("a task generates text, which pipeline stages cannot: leave --pipe-parallel-size out")
         generator = TextGenerator(
             LanguageModel(self._model.module, self._model.config, self._layout.tensor_group), self._tokenizer
         )
-        # A batch shares its settings. Batches go around the replicas.
+        # A batch shares its settings. Batches are distributed over the replicas.
         settings = [json.dumps(request.args[1], sort_keys=True) for request in requests]
         order = sorted(range(len(requests)), key=lambda number: settings[number])
         batches = [
@@ -87,28 +85,30 @@ class HarnessModel(TemplateLM):
             for begin in range(0, len(rows), self._batch_size)
         ]
         replica, replicas = self._layout.data_group.rank(), self._layout.data_group.size()
-        own = {
+        texts_here = {
             number: text
-            for batch in tqdm(batches[replica::replicas], desc="generating", disable=None if self._is_first else True)
-            for number, text in self._written(generator, batch, requests)
+            for batch in tqdm(
+                batches[replica::replicas], desc="generating", disable=None if self._is_main_rank else True
+            )
+            for number, text in self._generate(generator, batch, requests)
         }
-        everyones: list[dict[int, str]] = [{} for _ in range(replicas)]
-        dist.all_gather_object(everyones, own, group=self._layout.data_group)
-        texts = {number: text for part in everyones for number, text in part.items()}
+        gathered: list[dict[int, str]] = [{} for _ in range(replicas)]
+        dist.all_gather_object(gathered, texts_here, group=self._layout.data_group)
+        texts = {number: text for part in gathered for number, text in part.items()}
         return [texts[number] for number in range(len(requests))]
 
     @property
-    def _is_first(self) -> bool:
+    def _is_main_rank(self) -> bool:
         return self._layout.rank == 0
 
     def _score(self, samples: Sequence[Sample]) -> Scores:
-        with tqdm(total=len(samples), desc="scoring", disable=None if self._is_first else True) as bar:
+        with tqdm(total=len(samples), desc="scoring", disable=None if self._is_main_rank else True) as bar:
             return score(self._model, samples, batch_size=self._batch_size, report=bar.update)
 
     def _sample(self, context: list[int], target: list[int]) -> Sample:
         if len(target) > self._seq_length:
-            raise Unanswerable(
-                f"a task asks for a continuation of {len(target)} tokens, and the model sees {self._seq_length}"
+            raise UnsupportedTask(
+                f"a task asks for a continuation of {len(target)} tokens, and the context has {self._seq_length}"
             )
         return last_inputs([*context, *target], len(target), self._seq_length)
 
@@ -118,20 +118,22 @@ class HarnessModel(TemplateLM):
         )
         return [last_inputs([*seen, target[-1]], len(target), self._seq_length) for seen, target in windows]
 
-    def _written(
+    def _generate(
         self, generator: TextGenerator, batch: Sequence[int], requests: Sequence[Instance]
     ) -> Iterator[tuple[int, str]]:
-        """The texts of requests that share their settings."""
-        asked = normalize_gen_kwargs(requests[batch[0]].args[1])
-        new, temperature = asked["max_gen_toks"], asked.get("temperature", 1.0)
+        """Generate the texts of requests that share their settings."""
+        settings = normalize_gen_kwargs(requests[batch[0]].args[1])
+        new, temperature = settings["max_gen_toks"], settings.get("temperature", 1.0)
         sampling = Sampling(
-            greedy=not asked["do_sample"] or temperature == 0,
+            greedy=not settings["do_sample"] or temperature == 0,
             temperature=temperature or 1.0,
-            top_k=asked.get("top_k", 0),
-            top_p=asked.get("top_p", 0.0),
+            top_k=settings.get("top_k", 0),
+            top_p=settings.get("top_p", 0.0),
         )
-        limits = Limits(context=self._seq_length, new_tokens=new, slides=True, stop=tuple(filter(None, asked["until"])))
-        room = self._seq_length - new if new < self._seq_length else self._seq_length
-        prompts = [(self.tok_encode(requests[number].args[0]) or [self.eot_token_id])[-room:] for number in batch]
-        for number, (completion,) in zip(batch, generator.complete(prompts, sampling, limits), strict=True):
+        criteria = StoppingCriteria(
+            context=self._seq_length, new_tokens=new, slides=True, stop=tuple(filter(None, settings["until"]))
+        )
+        most = self._seq_length - new if new < self._seq_length else self._seq_length
+        prompts = [(self.tok_encode(requests[number].args[0]) or [self.eot_token_id])[-most:] for number in batch]
+        for number, (completion,) in zip(batch, generator.complete(prompts, sampling, criteria), strict=True):
             yield number, completion.text

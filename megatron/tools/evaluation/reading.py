@@ -1,4 +1,4 @@
-"""The files that a model is tried on, read with all that can be wrong about them. No torch here."""
+"""Reading evaluation data, with checks. No torch here."""
 
 import re
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ _CHUNK = 1 << 20
 
 
 class Line(NamedTuple):
-    """One text of a file of many, and where it stands."""
+    """One text of a file, with its location for messages."""
 
     where: str
     text: str
 
 
 def read_text(path: Path) -> str:
-    """All of a UTF-8 file, its ends of lines as they are. Raises ConfigError where it cannot be read."""
+    """The content of a UTF-8 file, line ends unchanged. Raises ConfigError if it cannot be read."""
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -33,12 +33,12 @@ def read_text(path: Path) -> str:
 
 
 def read_lines(path: Path, key: str) -> list[Line]:
-    """The text under ``key`` of each line of a JSONL file, or row of Parquet; blank lines are left out.
+    """The text under ``key`` of each line of a JSONL file, or row of Parquet, without blank lines.
 
-    Raises ConfigError where the file cannot be read, with the number of a line that is wrong, and where none is left.
+    Raises ConfigError if the file cannot be read, a line is invalid, or there is no text.
     """
     kind = "parquet" if format_of(path) == "parquet" else "jsonl"
-    with refused_as_usage():
+    with data_errors_as_usage():
         lines = [
             Line(where, text)
             for chunk in read_chunks(path, kind, (key,), size=_CHUNK)
@@ -55,22 +55,22 @@ def read_lines(path: Path, key: str) -> list[Line]:
 def read_tokens(prefix: Path, vocab_size: int) -> np.ndarray:
     """All tokens of the data set ``PREFIX.bin`` and ``PREFIX.idx`` in a row, by memory map: integers [n].
 
-    Raises ConfigError where it is missing or broken, or holds tokens that a vocabulary of ``vocab_size`` has not.
+    Raises ConfigError if it is missing or broken, or holds tokens outside a vocabulary of ``vocab_size``.
     """
-    with refused_as_usage():
+    with data_errors_as_usage():
         dataset = IndexedDataset(prefix)
     tokens = dataset.span(0, dataset.num_tokens)
     if len(tokens) and not (0 <= int(tokens.min()) and int(tokens.max()) < vocab_size):
         raise ConfigError(
-            f"{prefix}.bin: its tokens go from {int(tokens.min())} to {int(tokens.max())}, and the model's vocabulary "
-            f"has {vocab_size}; give the data set that was made with the model's tokenizer"
+            f"{prefix}.bin: its tokens range from {int(tokens.min())} to {int(tokens.max())}, and the model's "
+            f"vocabulary has {vocab_size}; give the data set that was made with the model's tokenizer"
         )
     return tokens
 
 
 @contextmanager
-def refused_as_usage() -> Iterator[None]:
-    """What is wrong with a file that the command line names is wrong usage."""
+def data_errors_as_usage() -> Iterator[None]:
+    """Turn DataError into ConfigError: a broken file on the command line is wrong usage."""
     try:
         yield
     except DataError as error:
@@ -87,7 +87,7 @@ _SPACED = (
     *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
 )
 _ENCLOSED = ("()", "[]", "{}", '""', "''")
-"""Pairs that lose the blanks on their inside."""
+"""Pairs whose inner blanks are removed."""
 _REST = (
     # headings
     ("= = = =", "===="),
@@ -102,7 +102,7 @@ _REST = (
 
 
 def detokenize_wikitext(text: str) -> str:
-    """``text`` without the blanks that WikiText put there."""
+    """``text`` without the blanks that WikiText inserts."""
     for old, new in _SPACED:
         text = text.replace(old, new)
     for opening, closing in _ENCLOSED:
@@ -114,5 +114,5 @@ def detokenize_wikitext(text: str) -> str:
 
 
 def count_words(text: str) -> int:
-    """Words of WikiText's own text, by which perplexity is normalised: what blanks part, ends of lines among them."""
+    """Words of WikiText's tokenized text, which normalize perplexity: split at blanks only, so line ends count."""
     return len(text.strip().split(" "))

@@ -1,4 +1,4 @@
-"""How well a model predicts samples, shared out among the ranks.
+"""Scoring samples: log-likelihoods of their tokens, computed by all ranks.
 
 b batch, s inputs of the longest sample of a batch, v padded vocabulary, t tensor-parallel size, k predicted tokens
 """
@@ -22,34 +22,36 @@ from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import balanced, partition_boundaries
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.tools.evaluation.tasks import Sample, Scores
-from megatron.tools.inference.model import DTYPES, fill
+from megatron.tools.inference.model import DTYPES, load_weights
 from megatron.tools.inference.source import Source, config_on
 
 
 @dataclass(frozen=True)
 class ForwardModel:
-    """This rank's part of a model, in eval mode and on its device."""
+    """This rank's shard of a model, in eval mode and on its device."""
 
     module: GPT2Model | PipelinedModel
     config: ModelConfig
     layout: ParallelLayout
 
     def logits(self, tokens: Tensor, predicted: Tensor) -> Tensor | None:
-        """Logits [1, k, v/t] of what follows the tokens [b, s] where ``predicted`` [b, s] is true, and nowhere else.
+        """Logits [1, k, v/t] of the next tokens at those positions of tokens [b, s] where ``predicted`` [b, s] is true.
 
-        All ranks that share the model call it alike. None on those of stages before the last.
+        All ranks that share the model call it together. Returns None on stages before the last.
         """
-        stream = tokens if self.layout.is_first_stage else self._received(tokens)
+        hidden_states = tokens if self.layout.is_first_stage else self._receive(tokens)
         if not self.layout.is_last_stage:
-            self._send(unpack(run_in_order(self.module.forward_funcs, stream))[0])
+            self._send(unpack(run_in_order(self.module.forward_funcs, hidden_states))[0])
             return None
         *layers, head = self.module.forward_funcs
         sequence_dim = self.config.sequence_dim
-        hidden = run_in_order(layers, stream).movedim(sequence_dim, 1)[predicted].unsqueeze(0)  # [1, k, h]
-        return head(hidden.movedim(1, sequence_dim))
+        hidden = (
+            unpack(run_in_order(layers, hidden_states))[0].movedim(sequence_dim, 1)[predicted].unsqueeze(0)
+        )  # [1, k, h]
+        return unpack(head(hidden.movedim(1, sequence_dim)))[0]
 
-    def _received(self, tokens: Tensor) -> HiddenStates:
-        """What the stage before sends. Every stage has the tokens, so that their documents need not travel."""
+    def _receive(self, tokens: Tensor) -> HiddenStates:
+        """Hidden states of the stage before. Segment ids are not sent: every stage has the tokens."""
         config, group = self.config, self.layout.pipe_group
         shape = tokens.shape if config.sequence_dim else tokens.t().shape
         dtype = torch.float32 if config.fp32_residual_connection else DTYPES[config.dtype]
@@ -63,11 +65,12 @@ class ForwardModel:
 
 
 def open_forward(source: Source, layout: ParallelLayout, dtype: str, *, pipeline: bool) -> ForwardModel:
-    """The model on ``layout``, computed in ``dtype``; in a pipeline its stages get equal shares of the layers.
+    """Load the model on ``layout`` in ``dtype``; pipeline stages get equal numbers of layers.
 
-    Raises ConfigError where the tensor group cannot share the model, CheckpointError where weights are not whole.
+    Raises ConfigError if the tensor group cannot share the model, CheckpointError if weights are incomplete.
     """
     config = config_on(source.config, layout.tensor_group.size(), dtype)
+    module: GPT2Model | PipelinedModel
     if pipeline:
         layers = balanced([1] * config.num_layers, layout.pipe_group.size())
         parts = gpt2_layers(config, layout), gpt2_loss(config, layout)
@@ -76,11 +79,11 @@ def open_forward(source: Source, layout: ParallelLayout, dtype: str, *, pipeline
         )
     else:
         module = GPT2Model(config, ActivationConfig(), layout)
-    return ForwardModel(fill(module, source, config, layout), config, layout)
+    return ForwardModel(load_weights(module, source, config, layout), config, layout)
 
 
 class Padded(NamedTuple):
-    """Samples beside each other. What pads them stands behind their tokens, where causal attention never looks."""
+    """A batch of samples, padded at the end, which causal attention never reads."""
 
     tokens: Tensor
     """int64 [b, s]"""
@@ -96,25 +99,27 @@ def score(
     samples: Sequence[Sample],
     *,
     batch_size: int,
-    report: Callable[[int], object] = lambda done: None,
+    report: Callable[[int], object] = lambda samples: None,
 ) -> Scores:
     """The scores of all samples, on every rank.
 
-    Batches are the same whatever the layout, the longest samples first, and each is the work of one replica of the
-    model. A score is made by one of its ranks and added to zeros, so that the number of replicas changes nothing at
-    all. ``report`` is told how many samples are done, by all replicas as far as this one knows.
+    Batches do not depend on the layout, have the longest samples first, and are each computed by one replica of the
+    model. One of its ranks adds a score to zeros, so that scores do not depend on the number of replicas. ``report`` is
+    called with the size of each batch.
     """
     device = get_accelerator().current_device_name()
     replica, replicas = model.layout.data_group.rank(), model.layout.data_group.size()
     order = np.argsort([-len(sample.tokens) for sample in samples], kind="stable")
     sums = torch.zeros(len(samples), 2, dtype=torch.float64)
     for batch in range(-(-len(samples) // batch_size)):
-        places = order[batch * batch_size : (batch + 1) * batch_size]
+        chosen = order[batch * batch_size : (batch + 1) * batch_size]
         if batch % replicas == replica:
-            own = score_batch(model, Padded(*(part.to(device) for part in pad([samples[place] for place in places]))))
-            if own is not None and model.layout.tensor_group.rank() == 0:
-                sums[torch.from_numpy(places)] = own.cpu()
-        report(len(places))
+            scored = score_batch(
+                model, Padded(*(part.to(device) for part in pad([samples[index] for index in chosen])))
+            )
+            if scored is not None and model.layout.tensor_group.rank() == 0:
+                sums[torch.from_numpy(chosen)] = scored.cpu()
+        report(len(chosen))
     sums = sums.to(device)
     dist.all_reduce(sums)
     nll, wrong = sums.cpu().unbind(1)
@@ -135,7 +140,10 @@ def pad(samples: Sequence[Sample]) -> Padded:
 
 
 def score_batch(model: ForwardModel, batch: Padded) -> Tensor | None:
-    """For each sample the nats of its predicted tokens, and how many are wrong: float64 [b, 2]; None as of logits."""
+    """For each sample the loss of its predicted tokens, in nats, and how many are wrong: float64 [b, 2].
+
+    Returns None on stages before the last.
+    """
     logits = model.logits(batch.tokens, batch.predicted)
     if logits is None:
         return None

@@ -1,4 +1,4 @@
-"""What a model can be tried on: which samples a file gives, and what their scores come to. No torch here."""
+"""Evaluation tasks: the samples of a file, and the metrics computed from their scores. No torch here."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,40 +13,40 @@ from megatron.config.errors import ConfigError, NumericsError
 from megatron.tokenizer import Tokenizer
 from megatron.tools.evaluation.reading import (
     count_words,
+    data_errors_as_usage,
     detokenize_wikitext,
     read_lines,
     read_text,
     read_tokens,
-    refused_as_usage,
 )
 
 
 class Sample(NamedTuple):
-    """Tokens in a row, and how many of the last are to be predicted from all before them."""
+    """Consecutive tokens, the last of which are predicted, each from all before it."""
 
     tokens: np.ndarray
-    """Integers [n + 1]: the model sees the first n."""
+    """Integers [n + 1]; the first n are the input."""
     predicted: int
-    """From 1 to n."""
+    """Number of predicted tokens, from 1 to n."""
 
 
 class Windows(Sequence[Sample]):
-    """One long text in windows of ``size`` inputs, each ``stride`` behind the one before; made when asked for.
+    """Windows of ``size`` inputs of a long text, each ``stride`` after the one before; computed on demand.
 
-    Every token but the first of all is predicted exactly once: the first window predicts all it can, each
-    later one the ``stride`` tokens that are new in it, so that they have at least ``size - stride`` before them.
+    Every token but the first is predicted exactly once: the first window predicts all of its tokens, each
+    later one its ``stride`` new tokens, so that they have at least ``size - stride`` tokens before them.
     """
 
     def __init__(self, tokens: np.ndarray, *, size: int, stride: int):
         assert 1 <= stride <= size
         self._tokens, self._size, self._stride = tokens, size, stride
         self.predicted = max(len(tokens) - 1, 0)
-        """Tokens that the windows predict, all together."""
+        """Total number of predicted tokens."""
 
     def __len__(self) -> int:
         return 1 + math.ceil(max(self.predicted - self._size, 0) / self._stride) if self.predicted else 0
 
-    def __getitem__(self, number: int) -> Sample:
+    def __getitem__(self, number: int) -> Sample:  # type: ignore[override]  # slices are not needed
         if not 0 <= number < len(self):
             raise IndexError(number)
         start = number * self._stride
@@ -56,55 +56,55 @@ class Windows(Sequence[Sample]):
 
 
 def last_inputs(tokens: Sequence[int], predicted: int, size: int) -> Sample:
-    """The sample of ``tokens`` with the last ``size`` inputs that a model can see."""
+    """The sample of ``tokens``, limited to its last ``size`` inputs."""
     return Sample(np.asarray(tokens[-(size + 1) :]), predicted)
 
 
-Figure = int | float | None
+Metric = int | float | None
 _COMPRESSED = (".gz", ".zst")
-_OF_MANY = (".jsonl", ".json", ".parquet")
+_MANY_TEXTS = (".jsonl", ".json", ".parquet")
 """Endings of files that hold many texts."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A file, and how it is to be read."""
+    """An evaluation file, and how to read it."""
 
     path: Path
-    """A file of text; for PPL also the prefix of a data set."""
+    """A text file; for PPL also the prefix of a data set."""
     seq_length: int
-    """Tokens that the model sees at most."""
+    """Maximum number of input tokens."""
     stride: int
-    """New tokens in each window of a text that is longer."""
+    """New tokens in each window of a longer text."""
     strict: bool = False
-    """Whether LAMBADA asks for the whole last word, not its last token."""
+    """Whether LAMBADA predicts the whole last word, not its last token."""
     key: str = "text"
-    """What to read of the objects of a JSONL file."""
+    """Key of the text in a JSONL file."""
 
 
 class Scores(NamedTuple):
-    """What a model made of each of n samples."""
+    """The scores of n samples."""
 
     nll: np.ndarray
     """Negative log-likelihood of all its predicted tokens, in nats: float64 [n]."""
     right: np.ndarray
-    """Whether each of them was the likeliest: bool [n]."""
+    """Whether each of them was the most likely one: bool [n]."""
 
 
 class Task(NamedTuple):
-    """Samples, and what their scores come to."""
+    """Samples, and the metrics of their scores."""
 
     samples: Sequence[Sample]
-    figures: Callable[[Scores], Mapping[str, Figure]]
+    metrics: Callable[[Scores], Mapping[str, Metric]]
 
 
 def make_task(name: str, request: Request, tokenizer: Tokenizer) -> Task:
-    """The task ``name`` of ``TASKS`` on a file. Raises ConfigError for a file that is missing or of no use."""
+    """The task ``name`` of ``TASKS`` on a file. Raises ConfigError for a file that is missing or unusable."""
     return TASKS[name](request, tokenizer)
 
 
 def _lambada(request: Request, tokenizer: Tokenizer) -> Task:
-    """The last word, or the last token, of each passage."""
+    """LAMBADA: predict the last word, or the last token, of each passage."""
     split = _last_word if request.strict else _last_token
     lines = read_lines(request.path, request.key)
     passages = [(line.where, *split(line.where, line.text, tokenizer)) for line in lines]
@@ -116,7 +116,7 @@ def _lambada(request: Request, tokenizer: Tokenizer) -> Task:
             )
     samples = [last_inputs(tokens, predicted, request.seq_length) for _, tokens, predicted in passages]
     cut = sum(len(tokens) - 1 > request.seq_length for _, tokens, _ in passages)
-    return Task(samples, partial(_lambada_figures, cut))
+    return Task(samples, partial(_lambada_metrics, cut))
 
 
 def _last_token(where: str, text: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
@@ -124,14 +124,14 @@ def _last_token(where: str, text: str, tokenizer: Tokenizer) -> tuple[list[int],
 
 
 def _last_word(where: str, text: str, tokenizer: Tokenizer) -> tuple[list[int], int]:
-    """As Megatron cuts it: what is before the last word, without blanks at its ends, and a blank with the word."""
+    """As in Megatron-LM: the text before the last word, stripped, and the word with a blank before it."""
     word = (text.split() or [""])[-1]
     before = _tokenize(where, text[: text.rfind(word)].strip(), tokenizer)
     target = _tokenize(where, f" {word}", tokenizer)
     return before + target, len(target)
 
 
-def _lambada_figures(cut: int, scores: Scores) -> dict[str, Figure]:
+def _lambada_metrics(cut: int, scores: Scores) -> dict[str, Metric]:
     right, count = int(scores.right.sum()), len(scores.right)
     return {
         "accuracy": right / count,
@@ -143,21 +143,21 @@ def _lambada_figures(cut: int, scores: Scores) -> dict[str, Figure]:
 
 
 def _wikitext(request: Request, tokenizer: Tokenizer) -> Task:
-    """All of a file of WikiText as one text, normalised by the words it has there."""
+    """WikiText: a whole file as one text, normalized by its own words."""
     text = read_text(request.path)
     tokens = np.array(_tokenize(str(request.path), detokenize_wikitext(text), tokenizer))
     return _text_task(request, tokens, {"word": count_words(text), "byte": len(text.encode())})
 
 
 def _perplexity_of_any(request: Request, tokenizer: Tokenizer) -> Task:
-    """A text as it is; the texts of a JSONL or Parquet file, or the documents of a data set, one behind the other."""
+    """Perplexity of a text, or of the concatenated texts of a JSONL or Parquet file, or documents of a data set."""
     path = request.path
     if not path.is_file():
         if path.with_name(f"{path.name}.idx").exists():
             return _text_task(request, read_tokens(path, tokenizer.vocab_size), {})
         raise ConfigError(f"{path}: no such file, nor {path.name}.bin and {path.name}.idx; name a text or a data set")
     name = path.with_suffix("") if path.suffix in _COMPRESSED else path
-    if name.suffix in _OF_MANY:
+    if name.suffix in _MANY_TEXTS:
         lines = [line for line in read_lines(path, request.key) if line.text]
         ids = [id for line in lines for id in (*_tokenize(line.where, line.text, tokenizer), tokenizer.eod)]
         text = "\n".join(line.text for line in lines)
@@ -171,10 +171,10 @@ def _text_task(request: Request, tokens: np.ndarray, units: Mapping[str, int]) -
     windows = Windows(tokens, size=request.seq_length, stride=request.stride)
     if not len(windows):
         raise ConfigError(f"{request.path}: {len(tokens)} tokens, from which nothing can be predicted; give a text")
-    return Task(windows, partial(_text_figures, windows, {unit: count for unit, count in units.items() if count}))
+    return Task(windows, partial(_text_metrics, windows, {unit: count for unit, count in units.items() if count}))
 
 
-def _text_figures(windows: Windows, units: Mapping[str, int], scores: Scores) -> dict[str, Figure]:
+def _text_metrics(windows: Windows, units: Mapping[str, int], scores: Scores) -> dict[str, Metric]:
     nll = _total(scores)
     return {
         "loss": nll / windows.predicted,
@@ -195,23 +195,23 @@ TASKS: dict[str, Callable[[Request, Tokenizer], Task]] = {
 
 def _tokenize(where: str, text: str, tokenizer: Tokenizer) -> list[int]:
     try:
-        with refused_as_usage():
+        with data_errors_as_usage():
             return tokenizer.tokenize(text)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
 def _total(scores: Scores) -> float:
-    """Nats of all samples: one sum, whoever computed which. Raises NumericsError where it is not finite."""
+    """Loss of all samples, in nats, independent of their order. Raises NumericsError if it is not finite."""
     nll = math.fsum(scores.nll)
     if not math.isfinite(nll):
         bad = int(np.argmin(np.isfinite(scores.nll)))
-        raise NumericsError(f"sample {bad} has the loss {scores.nll[bad]}: the weights, or their type, are at fault")
+        raise NumericsError(f"sample {bad} has the loss {scores.nll[bad]}: check the weights and the precision")
     return nll
 
 
 def _perplexity(nll: float, count: int) -> float | None:
-    """exp(nll / count); None where no number is so large."""
+    """exp(nll / count); None on overflow."""
     try:
         return math.exp(nll / count)
     except OverflowError:

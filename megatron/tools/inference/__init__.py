@@ -1,1 +1,1 @@
-"""What one does with a trained model."""
+"""Text generation with a trained model."""

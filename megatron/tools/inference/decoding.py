@@ -1,4 +1,4 @@
-"""How the next token is chosen.
+"""Decoding: how the next token is chosen, by sampling or beam search.
 
 v vocabulary
 """
@@ -10,32 +10,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.tools.inference.model import Continuation, LanguageModel
+from megatron.tools.inference.model import DecodingBatch, LanguageModel
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """What a token's chance depends on, beside the model. Applied in this order: penalty, temperature, k, p."""
+    """Sampling parameters, applied in this order: repetition penalty, temperature, top-k, top-p."""
 
     greedy: bool = False
     temperature: float = 1.0
     top_k: int = 0
-    """Choose among this many; 0 is all."""
+    """Sample among the k most likely tokens; 0 is all."""
     top_p: float = 0.0
-    """Choose among the likeliest that together hold this probability; 0 is all."""
+    """Sample among the most likely tokens whose probabilities total p; 0 is all."""
     repetition_penalty: float = 1.0
     """Above 1, tokens that the sequence has already are less likely (CTRL, arXiv 1909.05858, section 4.1)."""
     seed: int = 1234
 
 
-def random_stream_of(seed: int, prompt: Sequence[int], sample: int) -> torch.Generator:
-    """The random numbers of one sample: whatever else is in the batch changes nothing."""
+def sample_generator(seed: int, prompt: Sequence[int], sample: int) -> torch.Generator:
+    """The random generator of one sample, which does not depend on the rest of the batch."""
     digest = hashlib.sha256(repr((seed, sample, list(prompt))).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Sequence[int] = ()) -> int:
-    """A token from logits [v], which are not changed, where the sequence has the tokens ``seen``."""
+    """Choose a token by logits [v], which are not modified, for a sequence that has the tokens ``seen``."""
     logits = penalized(logits, seen, sampling.repetition_penalty)
     if sampling.greedy:
         return int(logits.argmax())
@@ -52,73 +52,73 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen:
 
 
 def penalized(scores: Tensor, seen: Sequence[int], penalty: float) -> Tensor:
-    """Scores [v], those of the tokens ``seen`` divided by ``penalty`` where above 0, and else multiplied by it."""
+    """Scores [v]; those of the tokens ``seen`` are divided by ``penalty`` if positive, else multiplied by it."""
     if penalty == 1.0 or not seen:
         return scores
     index = torch.tensor(sorted(set(seen)))
-    theirs = scores[index]
-    return scores.index_copy(0, index, torch.where(theirs > 0, theirs / penalty, theirs * penalty))
+    old = scores[index]
+    return scores.index_copy(0, index, torch.where(old > 0, old / penalty, old * penalty))
 
 
 @dataclass(frozen=True)
-class Beams:
-    """How to search."""
+class BeamSearch:
+    """Beam search parameters."""
 
     number: int
-    """Sequences that are followed at once, and found."""
+    """Beams kept at each step, and continuations returned."""
     length_penalty: float = 1.0
-    """The power of its length by which the score of a text is divided; above 0 longer texts gain."""
+    """Scores are divided by length to this power; above 0 it favors longer texts."""
     repetition_penalty: float = 1.0
-    """As in Sampling, on the logarithms of probabilities."""
+    """As in Sampling, applied to log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Tokens behind the prompt, and how likely they are."""
+    """A continuation of the prompt, with its score."""
 
     tokens: tuple[int, ...]
-    """The end of document included, where they come to it."""
+    """Including the end of document, if there is one."""
     score: float
-    """Sum of the logarithms of their probabilities, over their number to the power of ``length_penalty``."""
+    """Sum of log-probabilities, divided by the number of tokens to the power of ``length_penalty``."""
 
 
 def search_beams(
     model: LanguageModel,
     prompt: Sequence[int],
-    beams: Beams,
+    beams: BeamSearch,
     *,
-    room: int,
-    window: int,
+    new_tokens: int,
+    context: int,
     eod: int,
-    keeps: bool = True,
+    use_cache: bool = True,
 ) -> list[Hypothesis]:
-    """The best continuations to the end of document or to ``room`` tokens, best first.
+    """The most likely continuations, up to the end of document or ``new_tokens`` tokens, best first.
 
-    It ends when no beam, as long as it is now, could still be among them.
+    The search ends when no beam at its current length could still be among them.
     """
-    batch = Continuation(model, [prompt], window=window, room=room, keeps=keeps)
+    batch = DecodingBatch(model, [prompt], context=context, new_tokens=new_tokens, use_cache=use_cache)
     sums = torch.zeros(1)
     done: list[Hypothesis] = []
-    for length in range(1, room + 1):
+    for length in range(1, new_tokens + 1):
         scores = batch.logits.log_softmax(-1)  # [k, v], and [1, v] for the first token
         scores = torch.stack(
             [penalized(row, seen, beams.repetition_penalty) for row, seen in zip(scores, batch.sequences, strict=True)]
         )
         totals = (sums.unsqueeze(1) + scores).flatten()
-        # At most one token of each beam ends it, so that twice as many leave enough to go on with.
+        # At most one token of each beam ends it, so that twice as many candidates leave enough to continue.
         best = totals.topk(min(2 * beams.number, totals.numel()))
-        places = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        candidates = [(total, *divmod(place, scores.size(1))) for total, place in places]
-        is_last = length == room
+        flat = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        candidates = [(total, *divmod(index, scores.size(1))) for total, index in flat]
+        is_last = length == new_tokens
         for total, row, token in candidates[: beams.number]:
             if token == eod or is_last:
                 tokens = (*batch.sequences[row][len(prompt) :], token)
                 done.append(Hypothesis(tokens, total / length**beams.length_penalty))
         done = sorted(done, key=lambda hypothesis: -hypothesis.score)[: beams.number]
-        going = [candidate for candidate in candidates if candidate[2] != eod][: beams.number]
-        if is_last or (len(done) == beams.number and done[-1].score >= going[0][0] / length**beams.length_penalty):
+        alive = [candidate for candidate in candidates if candidate[2] != eod][: beams.number]
+        if is_last or (len(done) == beams.number and done[-1].score >= alive[0][0] / length**beams.length_penalty):
             break
-        sums = torch.tensor([total for total, _, _ in going])
-        batch.select([row for _, row, _ in going])
-        batch.append([token for _, _, token in going])
+        sums = torch.tensor([total for total, _, _ in alive])
+        batch.select([row for _, row, _ in alive])
+        batch.append([token for _, _, token in alive])
     return done

@@ -1,4 +1,4 @@
-"""Text behind prompts, as it comes or in one piece."""
+"""Text generation: continuations of prompts, streamed or whole."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -6,55 +6,55 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.tokenizer import Tokenizer
-from megatron.tools.inference.decoding import Beams, Sampling, choose, random_stream_of, search_beams
-from megatron.tools.inference.model import Continuation, LanguageModel
-from megatron.tools.inference.prompts import Limits, checked_length
+from megatron.tools.inference.decoding import BeamSearch, Sampling, choose, sample_generator, search_beams
+from megatron.tools.inference.model import DecodingBatch, LanguageModel
+from megatron.tools.inference.prompts import StoppingCriteria, checked_length
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer makes of bytes that are no character, or not yet one."""
+"""What a tokenizer returns for bytes that are no character, or not yet one."""
 _CONTEXT = 8
-"""Tokens of the prompt that the first new one is read with: a blank between words depends on both."""
+"""Tokens of the prompt that are decoded with the first new one: a blank between words depends on both."""
 
 
-class TextStream:
-    """The text that tokens add to a prompt: whole characters only, and nothing of a string that ends it."""
+class Detokenizer:
+    """Incremental detokenizer: the text that each new token adds, in whole characters and without stop strings."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()):
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._tokens = list(prompt[-_CONTEXT:])
-        self._said = len(self._tokens)
-        """Tokens whose text is out, or in ``_held``; what comes next is read with those since ``_begin``."""
+        self._decoded_to = len(self._tokens)
+        """Tokens whose text is returned or held; later ones are decoded together with those since ``_begin``."""
         self._begin = 0
         self._held = ""
         self.stopped = False
-        """Whether one of the strings has come that end the text."""
+        """Whether a stop string was found."""
 
     def push(self, token: int) -> str:
-        """What can be said behind one more token, if anything."""
+        """The text to add after one more token; may be empty."""
         self._tokens.append(token)
-        return self._say(self._decoded(even_halves=False))
+        return self._release(self._decoded(allow_half=False))
 
     def finish(self) -> str:
-        """What is left to be said where no more tokens come; half a character becomes U+FFFD."""
+        """The rest of the text after the last token; half a character becomes U+FFFD."""
         if self.stopped:
             return ""
-        text = self._say(self._decoded(even_halves=True)) + ("" if self.stopped else self._held)
+        text = self._release(self._decoded(allow_half=True)) + ("" if self.stopped else self._held)
         self._held = ""
         return text
 
-    def _decoded(self, even_halves: bool) -> str:
-        before = self._tokenizer.detokenize(self._tokens[self._begin : self._said])
+    def _decoded(self, allow_half: bool) -> str:
+        before = self._tokenizer.detokenize(self._tokens[self._begin : self._decoded_to])
         text = self._tokenizer.detokenize(self._tokens[self._begin :])
-        if not even_halves and text.endswith(_HALF):
+        if not allow_half and text.endswith(_HALF):
             return ""
-        self._begin, self._said = self._said, len(self._tokens)
+        self._begin, self._decoded_to = self._decoded_to, len(self._tokens)
         return text[len(before) :]
 
-    def _say(self, text: str) -> str:
-        """All that is held and new, up to a string that ends it, without what may become the beginning of one."""
+    def _release(self, text: str) -> str:
+        """Held and new text up to a stop string, without an end that may be the beginning of one."""
         text = self._held + text
-        ends = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        ends = [end for stop in self._stop if (end := text.find(stop)) >= 0]
         if ends:
             self.stopped, self._held = True, ""
             return text[: min(ends)]
@@ -64,74 +64,74 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` with which ``stop`` begins."""
+    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What one more token adds to a sample."""
+    """What one more token adds to a completion."""
 
     prompt: int
-    """Number of the prompt, from 0."""
+    """Index of the prompt."""
     sample: int
-    """Number of the sample of that prompt, from 0."""
+    """Index of the completion of that prompt."""
     token: int | None
     """None for the end of document."""
     text: str
-    """Whole characters: empty where the token is but half of one, or may be the beginning of a stop string."""
+    """Whole characters; empty if the token is half of one, or may be the beginning of a stop string."""
     finish_reason: str | None = None
-    """In the last piece of a sample: ``stop`` (end of document, or a stop string) or ``length`` (the limit)."""
+    """In the last piece of a completion: ``stop`` (end of document or stop string) or ``length`` (token limit)."""
 
 
 @dataclass
 class Completion:
-    """What was added to a prompt."""
+    """A continuation of a prompt."""
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
-    """Those of a stop string included, the end of document not."""
+    """Including those of a stop string, without the end of document."""
     finish_reason: str | None = None
 
     def add(self, piece: Piece) -> None:
-        """One more piece of it."""
+        """Append a piece."""
         self.text += piece.text
         self.tokens += [] if piece.token is None else [piece.token]
         self.finish_reason = piece.finish_reason
 
 
 class TextGenerator:
-    """Continues prompts, given as tokens. Every tensor-parallel rank calls it alike, and gets the same.
+    """Continues prompts, given as tokens. All tensor-parallel ranks make the same calls and get the same results.
 
     Each method raises ConfigError at once for a prompt that is empty or too long.
     """
 
-    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, *, keeps: bool = True):
-        """``keeps=False`` computes everything anew for each token."""
-        self.model, self.tokenizer, self._keeps = model, tokenizer, keeps
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, *, use_cache: bool = True):
+        """``use_cache=False`` recomputes keys and values for each token."""
+        self.model, self.tokenizer, self._use_cache = model, tokenizer, use_cache
 
     def stream(
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
-        limits: Limits,
+        limits: StoppingCriteria,
         *,
         samples: int = 1,
         first_sample: int = 0,
     ) -> Iterator[Piece]:
-        """A piece for each token of ``samples`` texts for each prompt, which all grow together.
+        """A piece for each token of ``samples`` completions of each prompt, computed as one batch.
 
-        Who has enough stops asking. The text of a sample depends on the seed, the prompt and the sample's number,
-        counted from ``first_sample``, alone.
+        The caller may stop iterating at any time. A completion depends on the seed, the prompt and its index alone,
+        counted from ``first_sample``.
         """
-        rooms = [checked_length(prompt, limits) - len(prompt) for prompt in prompts]
+        new_tokens = [checked_length(prompt, limits) - len(prompt) for prompt in prompts]
         writers = [
             _Writer(
                 number,
                 sample,
-                rooms[number],
-                TextStream(self.tokenizer, prompt, limits.stop),
-                random_stream_of(sampling.seed, prompt, first_sample + sample),
+                new_tokens[number],
+                Detokenizer(self.tokenizer, prompt, limits.stop),
+                sample_generator(sampling.seed, prompt, first_sample + sample),
             )
             for number, prompt in enumerate(prompts)
             for sample in range(samples)
@@ -142,36 +142,41 @@ class TextGenerator:
         self,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
-        limits: Limits,
+        limits: StoppingCriteria,
         *,
         samples: int = 1,
         first_sample: int = 0,
         on_piece: Callable[[Piece], None] = lambda piece: None,
     ) -> list[list[Completion]]:
-        """``samples`` texts for each prompt, as ``stream`` makes them; ``on_piece`` is shown each piece on the way."""
+        """``samples`` completions of each prompt, as of ``stream``; ``on_piece`` is called with each piece."""
         completions = [[Completion() for _ in range(samples)] for _ in prompts]
         for piece in self.stream(prompts, sampling, limits, samples=samples, first_sample=first_sample):
             completions[piece.prompt][piece.sample].add(piece)
             on_piece(piece)
         return completions
 
-    def search(self, prompt: Sequence[int], beams: Beams, limits: Limits) -> list[Completion]:
-        """The likeliest texts behind a prompt that a search finds, one for each beam, best first; no stop strings."""
-        room = checked_length(prompt, limits) - len(prompt)
-        found = search_beams(
-            self.model, prompt, beams, room=room, window=limits.context, eod=self.tokenizer.eod, keeps=self._keeps
+    def search(self, prompt: Sequence[int], beams: BeamSearch, limits: StoppingCriteria) -> list[Completion]:
+        """The most likely continuations found by beam search, one for each beam, best first; no stop strings."""
+        hypotheses = search_beams(
+            self.model,
+            prompt,
+            beams,
+            new_tokens=checked_length(prompt, limits) - len(prompt),
+            context=limits.context,
+            eod=self.tokenizer.eod,
+            use_cache=self._use_cache,
         )
-        return [self._told(prompt, hypothesis.tokens) for hypothesis in found]
+        return [self._completion(prompt, hypothesis.tokens) for hypothesis in hypotheses]
 
     def _stream(
         self,
         prompts: Sequence[Sequence[int]],
         writers: list["_Writer"],
         sampling: Sampling,
-        window: int,
+        context: int,
     ) -> Iterator[Piece]:
-        room = max(writer.room for writer in writers)
-        batch = Continuation(self.model, prompts, window=window, room=room, keeps=self._keeps)
+        new_tokens = max(writer.tokens_left for writer in writers)
+        batch = DecodingBatch(self.model, prompts, context=context, new_tokens=new_tokens, use_cache=self._use_cache)
         batch.select([writer.prompt for writer in writers])
         while True:
             tokens = [
@@ -180,17 +185,17 @@ class TextGenerator:
             ]
             pieces = [writer.take(token, self.tokenizer.eod) for writer, token in zip(writers, tokens, strict=True)]
             yield from pieces
-            going = [row for row, piece in enumerate(pieces) if piece.finish_reason is None]
-            if not going:
+            unfinished = [row for row, piece in enumerate(pieces) if piece.finish_reason is None]
+            if not unfinished:
                 return
-            if len(going) < len(writers):
-                batch.select(going)
-                writers = [writers[row] for row in going]
-            batch.append([tokens[row] for row in going])
+            if len(unfinished) < len(writers):
+                batch.select(unfinished)
+                writers = [writers[row] for row in unfinished]
+            batch.append([tokens[row] for row in unfinished])
 
-    def _told(self, prompt: Sequence[int], tokens: Sequence[int]) -> Completion:
+    def _completion(self, prompt: Sequence[int], tokens: Sequence[int]) -> Completion:
         completion = Completion()
-        writer = _Writer(0, 0, len(tokens), TextStream(self.tokenizer, prompt))
+        writer = _Writer(0, 0, len(tokens), Detokenizer(self.tokenizer, prompt))
         for token in tokens:
             completion.add(writer.take(token, self.tokenizer.eod))
         return completion
@@ -198,22 +203,22 @@ class TextGenerator:
 
 @dataclass
 class _Writer:
-    """One sample on its way."""
+    """One completion in progress."""
 
     prompt: int
     sample: int
-    room: int
-    """Tokens that it may still have."""
-    text: TextStream
+    tokens_left: int
+    """Tokens that may still be added."""
+    text: Detokenizer
     generator: torch.Generator | None = None
 
     def take(self, token: int, eod: int) -> Piece:
-        """What the token adds, and whether it was the last."""
-        self.room -= 1
+        """Append a token."""
+        self.tokens_left -= 1
         if token == eod:
             return Piece(self.prompt, self.sample, None, self.text.finish(), "stop")
         text = self.text.push(token)
-        if not self.text.stopped and not self.room:
+        if not self.text.stopped and not self.tokens_left:
             text += self.text.finish()
-        reason = "stop" if self.text.stopped else None if self.room else "length"
+        reason = "stop" if self.text.stopped else None if self.tokens_left else "length"
         return Piece(self.prompt, self.sample, token, text, reason)

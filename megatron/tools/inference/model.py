@@ -1,9 +1,9 @@
-"""A model to be used, on one process or cut across the ranks of a tensor group.
+"""A loaded model for inference, on one process or sharded over a tensor-parallel group.
 
     source = open_source(path)                    # without torch, see source.py: config and tokenizer
-    model = load_model(source, layout, "bf16")    # this rank's part, in eval mode, on its device
+    model = load_model(source, layout, "bf16")    # this rank's shard, in eval mode, on its device
 
-The two are what every tool begins with that uses a model.
+Every tool that uses a model begins with these two calls.
 """
 
 from collections.abc import Sequence
@@ -34,19 +34,19 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def load_model(source: Source, layout: ParallelLayout, dtype: str = "fp32") -> GPT2Model:
-    """This rank's part of the model, in eval mode and in a type of ``DTYPES``, on the rank's device.
+    """This rank's shard of the model, in eval mode and in a type of ``DTYPES``, on the rank's device.
 
     Logits are [b, s, v/t]; columns from ``source.config.vocab_size`` on are padding.
-    Raises ConfigError where the tensor group cannot share the model, CheckpointError where weights are not whole.
+    Raises ConfigError if the tensor group cannot share the model, CheckpointError if weights are incomplete.
     """
     config = config_on(source.config, layout.tensor_group.size(), dtype)
-    return fill(GPT2Model(config, ActivationConfig(), layout), source, config, layout)
+    return load_weights(GPT2Model(config, ActivationConfig(), layout), source, config, layout)
 
 
-def fill(model: Module, source: Source, config: ModelConfig, layout: ParallelLayout) -> Module:
-    """``model``, which was made from ``config`` and holds any of its layers, with its weights, as ``load_model`` says.
+def load_weights(model: Module, source: Source, config: ModelConfig, layout: ParallelLayout) -> Module:
+    """Load the weights of ``model``, which has some or all layers of ``config``, as ``load_model`` does.
 
-    Raises CheckpointError where weights are not whole.
+    Raises CheckpointError if weights are incomplete.
     """
     weights, specs = read_model(source.found).weights, architecture_of(config).named_parameters(config)
     for name, parameter in model.named_parameters():
@@ -64,7 +64,7 @@ def _local_shard(whole: Tensor, spec: ParameterSpec, config: ModelConfig, layout
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A model in eval mode, and what one must know to use it."""
+    """A model in eval mode, with its configuration and tensor group."""
 
     module: GPT2Model
     config: ModelConfig
@@ -72,37 +72,43 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """The device of its weights."""
         return next(self.module.parameters()).device
 
 
-class Continuation:
-    """Sequences of tokens, and the logits of the next token of each, the same on every tensor-parallel rank.
+class DecodingBatch:
+    """A batch of growing sequences, with the logits of the next token of each, equal on every tensor-parallel rank.
 
-    What was computed of a sequence is kept until it is longer than ``window``; then each token is computed from
-    the last ``window`` ones anew. So it is from the beginning with ``keeps=False``.
+    Keys and values are cached until a sequence is longer than ``context``; then each token is recomputed from the last
+    ``context`` ones. With ``use_cache=False`` it is so from the beginning.
     """
 
     def __init__(
-        self, model: LanguageModel, sequences: Sequence[Sequence[int]], *, window: int, room: int, keeps: bool = True
+        self,
+        model: LanguageModel,
+        sequences: Sequence[Sequence[int]],
+        *,
+        context: int,
+        new_tokens: int,
+        use_cache: bool = True,
     ):
-        """``room`` is the number of tokens that are added to a sequence at most."""
-        self._model, self._window = model, window
+        """``new_tokens`` is the largest number of tokens that will be appended to a sequence."""
+        self._model, self._context = model, context
         self.sequences = [list(sequence) for sequence in sequences]
-        self._cache = self._empty_cache(room) if keeps and self._can_keep() else None
+        self._cache = self._empty_cache(new_tokens) if use_cache and self._can_cache() else None
         self.logits = self._compute(self.sequences)
         """fp32 on the CPU, [b, v]."""
 
     def append(self, tokens: Sequence[int]) -> None:
-        """A token behind each sequence."""
+        """Append a token to each sequence."""
         for sequence, token in zip(self.sequences, tokens, strict=True):
             sequence.append(token)
-        if self._longest() > self._window:
+        if self._longest() > self._context:
             self._cache = None
         self.logits = self._compute([[token] for token in tokens])
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with these sequences, which may be fewer, and the same several times."""
+        """Continue with these sequences, which may be fewer, and repeated."""
         self.sequences = [list(self.sequences[row]) for row in rows]
         index = torch.tensor(rows)
         self.logits = self.logits[index]
@@ -112,21 +118,21 @@ class Continuation:
     def _longest(self) -> int:
         return max(map(len, self.sequences))
 
-    def _can_keep(self) -> bool:
-        """Whether all is in the window, and no document ends in it that the model would want to forget."""
+    def _can_cache(self) -> bool:
+        """Whether all sequences fit the context, and no document ends in them at which the model resets."""
         config = self._model.config
         returns_segment_ids = config.reset_attention_mask or config.reset_position_ids
         ends = returns_segment_ids and any(config.eod_token in sequence for sequence in self.sequences)
-        return not ends and self._longest() <= self._window
+        return not ends and self._longest() <= self._context
 
-    def _empty_cache(self, room: int) -> KeyValueCache:
+    def _empty_cache(self, new_tokens: int) -> KeyValueCache:
         model, longest = self._model, self._longest()
         begins = torch.tensor([longest - len(sequence) for sequence in self.sequences])
-        room = min(room, self._window - min(map(len, self.sequences)))
+        new_tokens = min(new_tokens, self._context - min(map(len, self.sequences)))
         return KeyValueCache(
             model.config,
             begins,
-            longest + room,
+            longest + new_tokens,
             heads=model.config.num_attention_heads // model.tensor_group.size(),
             dtype=next(model.module.parameters()).dtype,
             device=model.device,
@@ -136,7 +142,7 @@ class Continuation:
     def _compute(self, new: Sequence[Sequence[int]]) -> Tensor:
         if self._cache is not None:
             return self._whole(last_logits(self._model.module, self._padded(new), self._cache))
-        windows = [sequence[-self._window :] for sequence in self.sequences]
+        windows = [sequence[-self._context :] for sequence in self.sequences]
         logits: list[Tensor | None] = [None] * len(windows)
         in_order = sorted(range(len(windows)), key=lambda row: len(windows[row]))
         for _, group in groupby(in_order, key=lambda row: len(windows[row])):
@@ -159,7 +165,7 @@ class Continuation:
 
 
 def last_logits(model: GPT2Model, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-    """Logits [b, v/t] behind the last of ``tokens`` [b, q], which with ``cache`` are those behind what it holds."""
+    """Logits [b, v/t] of the token after ``tokens`` [b, q], which follow those in ``cache``, if given."""
     words, positions, *layers, _, last_norm, head = model.forward_funcs
     if cache is None:
         hidden = run_in_order([words, positions, *layers], tokens)

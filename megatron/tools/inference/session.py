@@ -1,6 +1,6 @@
-"""What tools/generate.py does with a model: show texts, write files, converse.
+"""The modes of tools/generate.py: print completions, write files, converse.
 
-Every rank does it, and the first one speaks.
+Every rank runs them, and rank 0 prints.
 """
 
 import json
@@ -13,51 +13,51 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megatron.config.errors import ConfigError
-from megatron.tools.inference.decoding import Beams, Sampling
+from megatron.tools.inference.decoding import BeamSearch, Sampling
 from megatron.tools.inference.generator import Completion, TextGenerator
-from megatron.tools.inference.prompts import Limits, Prompt, tokenized
+from megatron.tools.inference.prompts import Prompt, StoppingCriteria, tokenized
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Session:
-    """A model, and how it is to be used."""
+    """A model, with the settings of its use."""
 
     generator: TextGenerator
     sampling: Sampling
-    limits: Limits
+    limits: StoppingCriteria
     samples: int
-    """Texts for each prompt."""
-    beams: Beams | None
-    """To search the likeliest text in place of sampling."""
+    """Completions of each prompt."""
+    beams: BeamSearch | None
+    """Beam search, instead of sampling."""
     batch_size: int
-    """Texts that grow together, where many are written to a file."""
-    is_first: bool
-    """Whether this rank speaks."""
+    """Completions computed together, if many are written to a file."""
+    is_main_rank: bool
+    """Whether this rank prints."""
 
     def show(self, prompt: Prompt) -> None:
-        """Print a prompt with what follows it; one text alone while it grows."""
+        """Print a prompt with its completions; a single one is streamed."""
         if self.samples == 1 and self.beams is None:
-            self._say(prompt.text)
-            self._complete([prompt.tokens], 1, on_text=self._say)
-            self._say("\n")
+            self._print(prompt.text)
+            self._complete([prompt.tokens], 1, on_text=self._print)
+            self._print("\n")
             return
         for number, completion in enumerate(self._complete([prompt.tokens], self.samples)[0], start=1):
             heading = f"--- {number}\n" if self.samples > 1 else ""
-            self._say(f"{heading}{prompt.text}{completion.text}\n")
+            self._print(f"{heading}{prompt.text}{completion.text}\n")
 
     def converse(self) -> None:
-        """Continue what is typed, line after line."""
-        while (line := told(self._asked())) is not None:
+        """Continue each line of input."""
+        while (line := broadcast(self._input())) is not None:
             try:
                 self.show(*tokenized([("input", line, {})], self.generator.tokenizer, self.limits))
             except ConfigError as error:
-                self._say(f"{error}\n")
-        self._say("\n")
+                self._print(f"{error}\n")
+        self._print("\n")
 
     def write_completions(self, prompts: Sequence[Prompt], file: IO[str], *, as_json: bool) -> None:
-        """Each prompt with what follows it, in order: an object a line, or text with an empty line behind each."""
+        """Write each prompt with its completions, in order: as JSON lines, or text with an empty line after each."""
         each = max(self.batch_size // self.samples, 1)
         for begin in self._steps(len(prompts), each, "prompt"):
             batch = prompts[begin : begin + each]
@@ -71,9 +71,9 @@ class Session:
                     file.writelines(f"{prompt.text}{completion.text}\n\n" for completion in completions)
 
     def write_documents(self, file: IO[str]) -> None:
-        """Texts that follow nothing but an end of document, an object a line."""
+        """Write completions of an end of document alone, as JSON lines."""
         beginning = [self.generator.tokenizer.eod]
-        size = self.batch_size if self.beams is None else self.samples  # one search finds them all
+        size = self.batch_size if self.beams is None else self.samples  # one search returns all of them
         for begin in self._steps(self.samples, size, "text"):
             count = min(size, self.samples - begin)
             for completion in self._complete([beginning], count, first=begin)[0]:
@@ -99,28 +99,28 @@ class Session:
             on_piece=lambda piece: on_text(piece.text),
         )
 
-    def _asked(self) -> str | None:
-        """What is typed at the first rank; None at its end, and on other ranks."""
+    def _input(self) -> str | None:
+        """The next line of input on rank 0; None at its end, and on other ranks."""
         try:
-            return input("> ") if self.is_first else None
+            return input("> ") if self.is_main_rank else None
         except EOFError:
             return None
 
-    def _say(self, text: str) -> None:
-        if self.is_first:
+    def _print(self, text: str) -> None:
+        if self.is_main_rank:
             sys.stdout.write(text)
             sys.stdout.flush()
 
     def _steps(self, total: int, size: int, unit: str) -> Iterator[int]:
-        """Where each batch begins, with a bar on the terminal of the first rank."""
-        with tqdm(total=total, unit=unit, disable=None if self.is_first else True) as progress:
+        """First index of each batch, with a progress bar on the terminal of rank 0."""
+        with tqdm(total=total, unit=unit, disable=None if self.is_main_rank else True) as progress:
             for begin in range(0, total, size):
                 yield begin
                 progress.update(min(size, total - begin))
 
 
-def told(value: T) -> T:
-    """The first rank's ``value``, on every rank."""
+def broadcast(value: T) -> T:
+    """Rank 0's ``value``, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]

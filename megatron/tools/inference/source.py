@@ -1,5 +1,8 @@
-"""Where a model to be used comes from, and the tokenizer that goes with it, as far as is known without torch."""
+"""Where a model comes from: the flags that name it, its configuration and its tokenizer. No torch here."""
 
+import argparse
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -7,9 +10,11 @@ from typing import Any
 
 from megatron.checkpoint.fingerprint import tokenizer_hash
 from megatron.config import ModelConfig
+from megatron.config.environment import check_place, rank, world_size
 from megatron.config.errors import ConfigError
+from megatron.config.fields import inside, interval_in_words
 from megatron.model.architectures import GPT2
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tools.convert.huggingface_files import BPE, read_bpe, read_folder_bpe
 from megatron.tools.convert.inspection import read_config, read_description
@@ -18,7 +23,7 @@ from megatron.tools.convert.kinds import Found, find
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Files given in place of those that the source names."""
+    """Files to use instead of those that the source names."""
 
     vocab_file: str | None = None
     merge_file: str | None = None
@@ -30,30 +35,30 @@ class Source:
 
     found: Found
     config: ModelConfig
-    """The model whole and in fp32, its vocabulary not padded."""
+    """The whole model in fp32, its vocabulary not padded."""
     tokenizer: Tokenizer
 
     @property
     def name(self) -> str:
-        """The path, with the tag where a folder holds several."""
+        """The path, with the tag if it is a checkpoint folder."""
         saved = self.found.saved
         return str(self.found.path if saved is None else saved.folder / saved.tag)
 
     @property
     def warnings(self) -> list[str]:
-        """What is wrong with newer checkpoints of the folder, which this one stands in for."""
+        """What is wrong with newer checkpoints of the folder, which are passed over for this one."""
         saved = self.found.saved
         return [] if saved is None else [f"{problem}; taking {saved.tag}" for problem in saved.passed_over]
 
 
 def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
-    """What the model at ``path`` is, and its tokenizer, checked against each other. Reads no weights.
+    """The configuration and the tokenizer of the model at ``path``, which must match. Reads no weights.
 
     Raises:
-        ConfigError: the path or a file of the tokenizer is not there, or the tokenizer is another than the one
-            that the model was trained with.
+        ConfigError: the path or a file of the tokenizer is missing, or the tokenizer is not the one that the model
+            was trained with.
         DataError: a file of the tokenizer is broken.
-        CheckpointError: the path holds no model, or one that is not whole.
+        CheckpointError: the path holds no model, or an incomplete one.
     """
     if not path.exists():
         raise ConfigError(f"{path}: no such file or folder; name a checkpoint")
@@ -64,8 +69,9 @@ def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
     else:
         description = read_description(found)
         if description is None:
-            raise ConfigError(f"{path} does not say what model it is; name the tag that it was made from")
+            raise ConfigError(f"{path} does not describe its model; name the checkpoint that it was made from")
         config, tokenizer = read_config(found), _run_tokenizer(path, description, files)
+    assert config is not None, "both kinds of source describe their model"
     if config.architecture != GPT2.name:
         raise ConfigError(f"{path} is a {config.architecture}, which continues no text: name a {GPT2.name}")
     if tokenizer.vocab_size != config.vocab_size:
@@ -77,9 +83,9 @@ def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
 
 
 def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
-    """The same model for ``size`` tensor-parallel ranks, without kernels that training asked for.
+    """The same model for ``size`` tensor-parallel ranks, without the kernels configured for training.
 
-    Raises ConfigError where so many ranks cannot share it.
+    Raises ConfigError if so many ranks cannot share it.
     """
     for name in ("num_attention_heads", "ffn_hidden_size"):
         if getattr(config, name) % size:
@@ -92,7 +98,7 @@ def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
         padded_vocab_size=-(-config.vocab_size // size) * size,
         dtype=dtype,
         fused_kernels="torch",
-        compile=False,  # anew for each length of a prompt
+        compile=False,  # it would recompile for each length of a prompt
         bias_gelu_fusion=False,
         bias_dropout_fusion=False,
         recomputes_attention=False,
@@ -100,15 +106,15 @@ def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
 
 
 def _run_tokenizer(path: Path, description: dict[str, Any], files: TokenizerFiles) -> Tokenizer:
-    """The tokenizer of a training of this suite."""
+    """The tokenizer of a model trained by this project."""
     data = description["config"]["data"]
     kind = data["tokenizer_type"]
     chosen = (files.vocab_file or data["vocab_file"], files.merge_file or data["merge_file"])
     for flag, file in zip(("--vocab-file", "--merge-file"), chosen, strict=True):
         if file is not None and not Path(file).is_file():
             raise ConfigError(f"{flag} {file}: no such file; name the one that {path} was trained with")
-    known = data.get("tokenizer_hash")
-    if known and tokenizer_hash(kind, *chosen) != known:
+    expected_hash = data.get("tokenizer_hash")
+    if expected_hash and tokenizer_hash(kind, *chosen) != expected_hash:
         raise ConfigError(
             f"{' and '.join(file for file in chosen if file)}: another tokenizer than the one that {path} was trained "
             "with (their hashes differ); give its --vocab-file and --merge-file"
@@ -125,17 +131,96 @@ def _folder_bpe(found: Found, files: TokenizerFiles) -> BPE:
         return own
     for flag, file in (("--vocab-file", files.vocab_file), ("--merge-file", files.merge_file)):
         if file is None or not Path(file).is_file():
-            raise ConfigError(f"{flag} {file or 'is not given'}: a Hugging Face folder takes two files or none")
-    given = read_bpe(files.vocab_file, files.merge_file)
-    rows = read_config(found).vocab_size
-    if own is None and len(given.vocabulary) != rows:
-        raise ConfigError(f"{files.vocab_file} has {len(given.vocabulary)} tokens, and {found.path} has {rows}")
-    if own is not None and (dict(given.vocabulary), list(given.merges)) != (dict(own.vocabulary), list(own.merges)):
+            raise ConfigError(f"{flag} {file or 'is missing'}: a Hugging Face folder takes two files or none")
+    assert files.vocab_file is not None and files.merge_file is not None
+    bpe, config = read_bpe(files.vocab_file, files.merge_file), read_config(found)
+    assert config is not None, "a Hugging Face folder has a config.json"
+    if own is None and len(bpe.vocabulary) != config.vocab_size:
+        raise ConfigError(
+            f"{files.vocab_file} has {len(bpe.vocabulary)} tokens, and {found.path} has {config.vocab_size}"
+        )
+    if own is not None and (dict(bpe.vocabulary), list(bpe.merges)) != (dict(own.vocabulary), list(own.merges)):
         raise ConfigError(f"{files.vocab_file}: another tokenizer than that in {found.path}; leave the two flags out")
-    return given
+    return bpe
 
 
 def _tokenizer_of(bpe: BPE) -> Tokenizer:
     with TemporaryDirectory() as folder:
         bpe.write(Path(folder))
         return GPT2BPETokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt")
+
+
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+"""Model flags of training scripts. The checkpoint knows them, so they are only compared."""
+
+
+def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all that are started") -> None:
+    """Add the flags for the model, its tokenizer, and the processes that share it, by default ``shared_by``."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--load",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="checkpoint folder, one tag of it, merged safetensors or a Hugging Face GPT-2",
+    )
+    group.add_argument("--vocab-file", metavar="FILE", help="vocabulary, if it was moved since training")
+    group.add_argument("--merge-file", metavar="FILE", help="merges, if they were moved since training")
+    group.add_argument("--tokenizer-type", choices=TOKENIZERS, help="accepted if it matches the model")
+    types = group.add_mutually_exclusive_group()
+    types.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", default="fp32", help="in bfloat16")
+    types.add_argument("--fp16", dest="dtype", action="store_const", const="fp16", help="in half precision")
+    group.add_argument(
+        "--model-parallel-size",
+        "--tensor-model-parallel-size",
+        type=int,
+        metavar="N",
+        help=f"processes that share each layer (default: {shared_by})",
+    )
+    for name in _SIZES:
+        group.add_argument(
+            f"--{name.replace('_', '-')}", type=int, metavar="N", help="accepted if it matches the model"
+        )
+    group.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # the launcher's
+
+
+def check_values(args: argparse.Namespace, intervals: Mapping[str, str]) -> None:
+    """Raises ConfigError with a line for each value of ``args`` outside its interval, such as ``"[0, 1)"``."""
+    problems = [
+        f"--{name.replace('_', '-')} {value:g} must be {interval_in_words(interval)}"
+        for name, interval in intervals.items()
+        if (value := getattr(args, name)) is not None and not inside(value, interval)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def tensor_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Tensor-parallel size: all processes. Raises ConfigError if the launcher started another number than asked for."""
+    check_place(environ)
+    started = world_size(environ)
+    if args.model_parallel_size not in (None, started):
+        raise ConfigError(
+            f"--model-parallel-size {args.model_parallel_size} with {started} started: start as many with "
+            f"deepspeed --num_gpus {args.model_parallel_size}"
+        )
+    return started
+
+
+def source_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Source:
+    """The model that ``args`` name. Raises as ``open_source``, and ConfigError if flags do not match the model."""
+    source = open_source(args.load, TokenizerFiles(args.vocab_file, args.merge_file))
+    sizes = {name: getattr(args, name) for name in _SIZES}
+    problems = [
+        f"--{name.replace('_', '-')} {value}, and {source.name} has {getattr(source.config, name)}: leave it out"
+        for name, value in sizes.items()
+        if value not in (None, getattr(source.config, name))
+    ]
+    if args.tokenizer_type is not None and type(source.tokenizer) is not TOKENIZERS[args.tokenizer_type]:
+        problems.append(f"--tokenizer-type {args.tokenizer_type} is not that of {source.name}: leave it out")
+    if problems:
+        raise ConfigError(problems)
+    if not rank(environ):
+        for warning in source.warnings:
+            print(f"{Path(sys.argv[0]).name}: warning: {warning}", file=sys.stderr)
+    return source

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
 from megatron.config.errors import ConfigError
-from megatron.tokenizer.vocabulary import EOD, UNK
+from megatron.tokenizer.base import EOD, UNK
 from megatron.tokenizer.wordpiece import CONTINUES, SPECIAL, normalizer
 
 

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import Piece, TextGenerator
-from megatron.tools.inference.prompts import Limits
+from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.serving.request import CompletionRequest, RequestError
 
 
@@ -107,7 +107,7 @@ def completing(generator: TextGenerator) -> Complete:
             seed=request.seed,
         )
         context = generator.model.config.max_position_embeddings
-        limits = Limits(context, new_tokens=request.max_tokens, stop=request.stop)
+        limits = StoppingCriteria(context, new_tokens=request.max_tokens, stop=request.stop)
         return generator.stream(request.prompts, sampling, limits, samples=request.n)
 
     return complete

@@ -1,4 +1,4 @@
-"""tools/evaluate.py: its figures are those that transformers gives, on every layout."""
+"""tools/evaluate.py: its metrics are those that transformers gives, on every layout."""
 
 import json
 import math
@@ -30,7 +30,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def theirs(place: Path) -> dict[str, dict[str, Any]]:
-    """The figures that transformers gives, one sample at a time."""
+    """The metrics that transformers gives, one sample at a time."""
     from transformers import GPT2LMHeadModel, GPT2Tokenizer
 
     model = GPT2LMHeadModel.from_pretrained(place / "hf").eval()
@@ -84,7 +84,7 @@ def _text_loss(model: torch.nn.Module, tokens: list[int], *, size: int, stride: 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_figures_are_those_of_transformers(run_ranks, place: Path, theirs, layout: str):
+def test_metrics_are_those_of_transformers(run_ranks, place: Path, theirs, layout: str):
     processes, flags = LAYOUTS[layout]
     for task, words in TASKS.items():
         words = [word.format(place) for word in words]

@@ -88,7 +88,9 @@ def test_tokens_of_another_vocabulary(programs: Programs, place: Path, wrong: Pa
     ).ok()  # fmt: skip
     tool = load_tool("evaluate")
     words = ["--task", "PPL", "--valid-data", str(wrong / "words_text_document"), "--load", str(place / "hf")]
-    with pytest.raises(UserError, match="its tokens go from 1 to 399, and the model's vocabulary has 301") as refused:
+    with pytest.raises(
+        UserError, match="its tokens range from 1 to 399, and the model's vocabulary has 301"
+    ) as refused:
         tool.evaluate(tool.build_parser().parse_args(words))
     assert refused.value.exit_code == 2
 

@@ -37,33 +37,33 @@ def test_a_passage_that_is_too_long_loses_its_beginning(tmp_path: Path, tokenize
     (sample,) = task.samples
     assert len(sample.tokens) == 6
     assert tokenizer.detokenize(sample.tokens[-sample.predicted :]) == " sea"
-    assert task.figures(Scores(np.array([np.log(4.0)]), np.array([False])))["passages_cut"] == 1
+    assert task.metrics(Scores(np.array([np.log(4.0)]), np.array([False])))["passages_cut"] == 1
 
 
-def test_figures_of_lambada(tmp_path: Path, tokenizer: Tokenizer):
+def test_metrics_of_lambada(tmp_path: Path, tokenizer: Tokenizer):
     task = lambada(tmp_path, tokenizer, "the sea", strict=True)
-    figures = task.figures(Scores(np.log([2.0, 8.0]), np.array([True, False])))
-    assert figures == {"accuracy": 0.5, "perplexity": pytest.approx(4), "right": 1, "passages": 2, "passages_cut": 0}
+    metrics = task.metrics(Scores(np.log([2.0, 8.0]), np.array([True, False])))
+    assert metrics == {"accuracy": 0.5, "perplexity": pytest.approx(4), "right": 1, "passages": 2, "passages_cut": 0}
 
 
-def test_figures_of_a_text(tmp_path: Path, tokenizer: Tokenizer):
+def test_metrics_of_a_text(tmp_path: Path, tokenizer: Tokenizer):
     (tmp_path / "a.txt").write_text("qqq qq\n")
     task = make_task("PPL", Request(tmp_path / "a.txt", 48, 32), tokenizer)
-    figures = task.figures(Scores(np.array([8.0]), np.array([False])))
-    assert (figures["words"], figures["bytes"]) == (2, 7)
-    assert figures["loss"] == 8 / figures["tokens"]
-    assert figures["word_perplexity"] == pytest.approx(np.exp(4.0))
-    assert figures["byte_perplexity"] == pytest.approx(np.exp(8 / 7))
+    metrics = task.metrics(Scores(np.array([8.0]), np.array([False])))
+    assert (metrics["words"], metrics["bytes"]) == (2, 7)
+    assert metrics["loss"] == 8 / metrics["tokens"]
+    assert metrics["word_perplexity"] == pytest.approx(np.exp(4.0))
+    assert metrics["byte_perplexity"] == pytest.approx(np.exp(8 / 7))
 
 
 def test_a_perplexity_beyond_all_numbers(tmp_path: Path, tokenizer: Tokenizer):
     (tmp_path / "a.txt").write_text("q" * 300)
     task = make_task("PPL", Request(tmp_path / "a.txt", 48, 32), tokenizer)
-    figures = task.figures(Scores(np.array([900.0]), np.array([False])))
-    assert figures["word_perplexity"] is None and figures["perplexity"] > 1
+    metrics = task.metrics(Scores(np.array([900.0]), np.array([False])))
+    assert metrics["word_perplexity"] is None and metrics["perplexity"] > 1
 
 
 def test_a_loss_that_is_no_number(tmp_path: Path, tokenizer: Tokenizer):
     task = lambada(tmp_path, tokenizer, "the sea", strict=True)
     with pytest.raises(NumericsError, match="sample 1 has the loss nan"):
-        task.figures(Scores(np.array([1.0, np.nan]), np.array([True, False])))
+        task.metrics(Scores(np.array([1.0, np.nan]), np.array([True, False])))

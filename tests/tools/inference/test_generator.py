@@ -17,11 +17,11 @@ BEAMS = {"length_penalty": 0.5, "repetition_penalty": 1.2}
 def greedy_with_ours(path: Path) -> dict[str, Any]:
     """The likeliest tokens behind each prompt, computed in three ways, on the ranks that this is called on."""
     from megatron.tools.inference.decoding import Sampling
-    from megatron.tools.inference.prompts import Limits
+    from megatron.tools.inference.prompts import StoppingCriteria
 
     greedy = Sampling(greedy=True)
-    limits = Limits(context=128, new_tokens=LENGTH)
-    with _generator(path) as kept, _generator(path, keeps=False) as anew:
+    limits = StoppingCriteria(context=128, new_tokens=LENGTH)
+    with _generator(path) as kept, _generator(path, use_cache=False) as anew:
         return {
             "kept": _tokens(kept.complete(PROMPTS, greedy, limits)),
             "alone": [
@@ -34,15 +34,15 @@ def greedy_with_ours(path: Path) -> dict[str, Any]:
 
 def all_ways(path: Path) -> dict[str, Any]:
     """What else a generator does, on the ranks that this is called on."""
-    from megatron.tools.inference.decoding import Beams, Sampling
-    from megatron.tools.inference.prompts import Limits
+    from megatron.tools.inference.decoding import BeamSearch, Sampling
+    from megatron.tools.inference.prompts import StoppingCriteria
 
-    few, slides = Limits(context=128, new_tokens=30), Limits(context=24, new_tokens=60, slides=True)
+    few, slides = StoppingCriteria(context=128, new_tokens=30), StoppingCriteria(context=24, new_tokens=60, slides=True)
     some = Sampling(temperature=1.5, top_k=50, top_p=0.9, seed=7)
     penalized = Sampling(greedy=True, repetition_penalty=1.3)
-    with _generator(path) as kept, _generator(path, keeps=False) as anew:
+    with _generator(path) as kept, _generator(path, use_cache=False) as anew:
         texts = [sample.text for sample in kept.complete(PROMPTS[1:2], some, few, samples=3)[0]]
-        stopped = Limits(context=128, new_tokens=30, stop=(texts[1][9:12],))
+        stopped = StoppingCriteria(context=128, new_tokens=30, stop=(texts[1][9:12],))
         pieces = list(kept.stream(PROMPTS, some, few, samples=2))
         return {
             "samples": texts,
@@ -51,18 +51,20 @@ def all_ways(path: Path) -> dict[str, Any]:
             "another seed": kept.complete(PROMPTS[1:2], Sampling(seed=8), few)[0][0].text,
             "stopped": kept.complete(PROMPTS[1:2], some, stopped, samples=2)[0][1],
             "penalized": _tokens(kept.complete(PROMPTS, penalized, few)),
-            "beams": [_told(kept.search(prompt, Beams(4, **BEAMS), few)) for prompt in PROMPTS],
-            "beams anew": [_told(anew.search(prompt, Beams(4, **BEAMS), few)) for prompt in PROMPTS],
+            "beams": [_told(kept.search(prompt, BeamSearch(4, **BEAMS), few)) for prompt in PROMPTS],
+            "beams anew": [_told(anew.search(prompt, BeamSearch(4, **BEAMS), few)) for prompt in PROMPTS],
             "slid": _tokens(kept.complete(PROMPTS, Sampling(greedy=True), slides)),
             "slid anew": _tokens(anew.complete(PROMPTS, Sampling(greedy=True), slides)),
-            "to a length": _tokens(kept.complete(PROMPTS, Sampling(greedy=True), Limits(128, out_seq_length=12))),
+            "to a length": _tokens(
+                kept.complete(PROMPTS, Sampling(greedy=True), StoppingCriteria(128, out_seq_length=12))
+            ),
             "reasons": sorted({piece.finish_reason for piece in pieces if piece.finish_reason}),
             "in pieces": "".join(piece.text for piece in pieces if (piece.prompt, piece.sample) == (1, 1)),
         }
 
 
 @contextmanager
-def _generator(path: Path, *, keeps: bool = True):
+def _generator(path: Path, *, use_cache: bool = True):
     from megatron.config import ParallelConfig
     from megatron.launch.distributed import distributed
     from megatron.tools.inference.generator import TextGenerator
@@ -72,7 +74,7 @@ def _generator(path: Path, *, keeps: bool = True):
     size, source = int(os.environ["WORLD_SIZE"]), open_source(path)
     with distributed(ParallelConfig(model_parallel_size=size, world_size=size)) as layout:
         model = LanguageModel(load_model(source, layout), source.config, layout.tensor_group)
-        yield TextGenerator(model, source.tokenizer, keeps=keeps)
+        yield TextGenerator(model, source.tokenizer, use_cache=use_cache)
 
 
 def _tokens(completions) -> list[list[int]]:

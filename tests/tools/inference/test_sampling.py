@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.tools.inference.decoding import Sampling, choose, penalized, random_stream_of
+from megatron.tools.inference.decoding import Sampling, choose, penalized, sample_generator
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 
@@ -38,6 +38,6 @@ def test_what_was_said_is_less_likely():
 
 @pytest.mark.parametrize("other", [(2, [5, 6], 0), (1, [5, 7], 0), (1, [5, 6], 1)], ids=["seed", "prompt", "sample"])
 def test_random_numbers_depend_on(other):
-    first, again, another = (random_stream_of(*key) for key in ((1, [5, 6], 0), (1, [5, 6], 0), other))
+    first, again, another = (sample_generator(*key) for key in ((1, [5, 6], 0), (1, [5, 6], 0), other))
     drawn = [torch.rand(4, generator=stream).tolist() for stream in (first, again, another)]
     assert drawn[0] == drawn[1] != drawn[2]

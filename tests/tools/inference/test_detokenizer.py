@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.tokenizer import build_tokenizer
-from megatron.tools.inference.generator import TextStream
+from megatron.tools.inference.generator import Detokenizer
 
 SAID = "naïve 日本語 🙂🙂 und so weiter\n\nEnde"
 
@@ -14,7 +14,7 @@ def tokenizer(foreign):
 
 
 def _pieces(tokenizer, said: str, stop: tuple[str, ...] = (), prompt: str = "Also: ") -> list[str]:
-    stream = TextStream(tokenizer, tokenizer.tokenize(prompt), stop)
+    stream = Detokenizer(tokenizer, tokenizer.tokenize(prompt), stop)
     pieces = []
     for token in tokenizer.tokenize(said):
         pieces.append(stream.push(token))
@@ -31,14 +31,14 @@ def test_pieces_are_whole_characters(tokenizer):
 
 
 def test_half_a_character_at_the_end_is_replaced(tokenizer):
-    stream = TextStream(tokenizer, [])
+    stream = Detokenizer(tokenizer, [])
     half = tokenizer.tokenize("🙂")[:-1]
     assert [stream.push(token) for token in half] == [""] * len(half)
     assert stream.finish() == tokenizer.detokenize(half)
 
 
 def test_bytes_that_never_become_a_character_hold_nothing_up(tokenizer):
-    stream = TextStream(tokenizer, [])
+    stream = Detokenizer(tokenizer, [])
     tokens = [*tokenizer.tokenize("🙂")[:-1], *tokenizer.tokenize("ab")]
     text = "".join(stream.push(token) for token in tokens)
     assert text == tokenizer.detokenize(tokens) and text.endswith("ab")
@@ -59,7 +59,7 @@ def test_a_stop_string_is_never_said(tokenizer, stop, left):
 
 
 def test_what_may_become_a_stop_string_waits(tokenizer):
-    stream = TextStream(tokenizer, [], ("abc",))
+    stream = Detokenizer(tokenizer, [], ("abc",))
     said = [stream.push(token) for token in tokenizer.tokenize("xab")]
     assert "".join(said) == "x"
     assert "".join(stream.push(token) for token in tokenizer.tokenize("d")) == "abd"

@@ -3,14 +3,14 @@
 import pytest
 
 from megatron.config.errors import ConfigError
-from megatron.tools.inference.prompts import Limits, checked_length
+from megatron.tools.inference.prompts import StoppingCriteria, checked_length
 
 
 @pytest.mark.parametrize(
     ("settings", "prompt", "longest"),
     [
         ({}, 10, 74),
-        ({}, 90, 100),  # what the model can see, where nobody says how many
+        ({}, 90, 100),  # by default up to the context
         ({"slides": True}, 90, 154),
         ({"new_tokens": 5}, 95, 100),
         ({"out_seq_length": 100}, 10, 100),
@@ -20,7 +20,7 @@ from megatron.tools.inference.prompts import Limits, checked_length
     ],
 )
 def test_the_nearest_limit_counts(settings, prompt, longest):
-    assert checked_length([1] * prompt, Limits(context=100, **settings)) == longest
+    assert checked_length([1] * prompt, StoppingCriteria(context=100, **settings)) == longest
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,10 @@ def test_the_nearest_limit_counts(settings, prompt, longest):
         ({}, 100, "a prompt of 100 tokens and 1 new ones are more than the 100"),
         ({"new_tokens": 5}, 96, "a prompt of 96 tokens and 5 new ones are more than the 100"),
         ({"out_seq_length": 101}, 10, "10 tokens and 91 new ones are more than the 100"),
-        ({"out_seq_length": 50}, 50, "--out-seq-length 50 leaves no room"),
-        ({"out_seq_length": 50, "slides": True}, 51, "--out-seq-length 50 leaves no room"),
+        ({"out_seq_length": 50}, 50, "--out-seq-length 50 leaves none"),
+        ({"out_seq_length": 50, "slides": True}, 51, "--out-seq-length 50 leaves none"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings, prompt, words):
     with pytest.raises(ConfigError, match=words):
-        checked_length([1] * prompt, Limits(context=100, **settings))
+        checked_length([1] * prompt, StoppingCriteria(context=100, **settings))
