@@ -80,9 +80,9 @@ def _seen(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
 
 def _proof(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
     case = open_case(args.load, given)
-    found = proof.prove(case.ledger, case.saved.left_out, args.metrics_file)
-    _say(args, proof.as_dict(found), proof.as_text(found, case.place))
-    return not found.faults
+    found = proof.prove(case.history, case.saved.skipped_samples, args.metrics_file)
+    _say(args, proof.as_dict(found), proof.as_text(found, case.saved.path))
+    return not found.errors
 
 
 def _overlap(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
@@ -114,7 +114,7 @@ def _data_to_look_at(args: argparse.Namespace, given: Mapping[str, Any]) -> tupl
     """The data of a checkpoint, or of the flags alone, and their tokenizer."""
     if args.load:
         case: Case = open_case(args.load, given)
-        check_contents(case.data, str(case.place))
+        check_contents(case.data, str(case.saved.path))
         return case.data, case.tokenizer
     data = DataConfig(**given)
     if not data.prefixes:

@@ -21,7 +21,8 @@ from typing import Any
 import _project_root  # noqa: F401
 from _atomic_file import atomic_path, check_vacant
 
-from megatron.checkpoint.tracker import RUN_FILE, newest, tag_at
+from megatron.checkpoint.saved_run import RUN_FILE
+from megatron.checkpoint.tracker import newest, tag_at
 from megatron.config.errors import ConfigError
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.convert.inspection import verify_weights

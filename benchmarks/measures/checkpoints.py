@@ -23,13 +23,13 @@ from torch import Tensor
 from benchmarks.comparing import Comparison, Quantity, Result, Times, alternate
 from benchmarks.measures.peers import Shape
 from benchmarks.measures.suite import run_of
-from megatron.checkpoint.files import sync
 from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.save import Checkpointer, EngineFiles
 from megatron.checkpoint.tensor_files import read_checked_file, read_file, write_file
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.launch.distributed import distributed
+from megatron.launch.files import sync
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.engines import build_engine, train_batch

@@ -1,4 +1,4 @@
-"""Steps that all ranks take alike: what fails on one of them fails on all, with the same words."""
+"""Steps whose errors are raised on all ranks: a UserError on one rank becomes the same UserError on every rank."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,21 +10,22 @@ from megatron.config.errors import UserError
 T = TypeVar("T")
 
 
-def together(step: Callable[[], T]) -> list[T]:
-    """``step()`` of every rank, in the order of ranks. A UserError on any rank is raised on all."""
+def on_all_ranks(step: Callable[[], T]) -> list[T]:
+    """Run ``step()`` on every rank; its results in the order of ranks. Raises a UserError of any rank on all."""
     outcomes: list[tuple] = [()] * dist.get_world_size()
     dist.all_gather_object(outcomes, _outcome(step))
     return [_result(outcome) for outcome in outcomes]
 
 
-def on_first(step: Callable[[], T]) -> T:
-    """``step()``, which the first rank takes, on every rank. A UserError there is raised on all."""
+def on_rank_0(step: Callable[[], T]) -> T:
+    """Run ``step()`` on rank 0; its result, on every rank. Raises its UserError on all ranks."""
     outcome = [_outcome(step) if dist.get_rank() == 0 else ()]
     dist.broadcast_object_list(outcome)
     return _result(outcome[0])
 
 
 def _outcome(step: Callable[[], T]) -> tuple:
+    """(result, None, []) or (None, type of the UserError, its messages): an error may not survive pickling."""
     try:
         return step(), None, []
     except UserError as error:

@@ -1,13 +1,12 @@
-"""Files that are new, safe on the disk, and known by their SHA-256. No torch here.
+"""New files that are on disk when they are closed, with their SHA-256; and disk space. No torch here.
 
-A file is made, never opened: what has its name already, a link too, is an error. Modes are 0640 and 0750 for folders,
-less what the umask takes away.
+Files are created, never opened: an existing name, even a symbolic link, is an error. Permissions are 0640, and 0750
+for folders, less the umask.
 """
 
 import errno
 import hashlib
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,23 +15,22 @@ from threading import Thread
 from typing import IO, NamedTuple, TypeVar
 
 from megatron.config.errors import CheckpointError, ResourceError, UserError
+from megatron.launch.files import replace_file, sync_folder
 
 FILE_MODE = 0o640
 FOLDER_MODE = 0o750
-UNFINISHED = ".partial"
-"""Ends the name of whatever has not got its own name yet; nobody reads it, and the next save removes it."""
 _BLOCK = 1 << 20
 
 
 class Record(NamedTuple):
-    """What tells a file's content from another."""
+    """Size and hash of a file's content."""
 
     size: int
     sha256: str
 
 
 class NewFile:
-    """A file to write from beginning to end, as ``torch.save`` and ``print`` take it."""
+    """A file to write from beginning to end, for ``torch.save``."""
 
     def __init__(self, path: Path):
         self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb", buffering=_BLOCK)
@@ -40,10 +38,10 @@ class NewFile:
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Take all of ``data``. What the disk has against it, ``close()`` says: torch would hide it behind its own."""
+        """Write all of ``data``. An OSError is raised by ``close()``: torch would hide it behind its own."""
         if self._error is None:
-            # Both let go of the interpreter, so that each can have a core.
-            with _beside(lambda: self._digest.update(data), is_worth_it=len(data) >= _BLOCK):
+            # Both release the interpreter lock, so that each can use a core.
+            with _in_thread(lambda: self._digest.update(data), is_worth_it=len(data) >= _BLOCK):
                 try:
                     self._file.write(data)
                 except OSError as error:
@@ -52,10 +50,10 @@ class NewFile:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing: ``close()`` does."""
+        """Do nothing: ``close()`` flushes."""
 
     def close(self) -> Record:
-        """See that the disk has everything. Raises OSError, here or earlier, where it has not."""
+        """Flush everything to disk. Raises OSError if any of it could not be written."""
         try:
             if self._error is not None:
                 raise self._error
@@ -67,48 +65,28 @@ class NewFile:
 
 
 def write_text(path: Path, text: str) -> Record:
-    """A new file of UTF-8."""
+    """Write a new UTF-8 file."""
     file = NewFile(path)
     file.write(text.encode())
     return file.close()
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give ``path`` another content in one instant; a link there is replaced itself, not what it points to."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
-    try:
-        write_text(aside, text)
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    """Replace the content of ``path`` atomically. A symbolic link is replaced, not its target."""
+    with replace_file(path, FILE_MODE, text=True) as file:
+        file.write(text)
 
 
 def make_folder(path: Path) -> None:
-    """Make ``path``, and the folders on the way to it, where they are missing."""
+    """Create ``path`` and its missing parents."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(FOLDER_MODE, exist_ok=True)
         sync_folder(path.parent)
 
 
-def sync_folder(path: Path) -> None:
-    """See that the disk has the names in ``path``."""
-    sync(path, os.O_DIRECTORY)
-
-
-def sync(path: Path, flags: int = 0) -> None:
-    """See that the disk has what is at ``path``."""
-    descriptor = os.open(path, os.O_RDONLY | flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def record_of(path: Path) -> Record:
-    """The record of a file that is there. Raises OSError where it cannot be read."""
+    """The record of an existing file. Raises OSError if it cannot be read."""
     digest, size, block = hashlib.sha256(), 0, memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(block):
@@ -118,8 +96,8 @@ def record_of(path: Path) -> Record:
 
 
 @contextmanager
-def _beside(step: Callable[[], None], *, is_worth_it: bool) -> Iterator[None]:
-    """``step`` in a thread of its own while the block runs; or before it, where that would take longer."""
+def _in_thread(step: Callable[[], None], *, is_worth_it: bool) -> Iterator[None]:
+    """Run ``step`` in a thread during the block; or before it, if a thread would take longer."""
     if is_worth_it:
         thread = Thread(target=step)
         thread.start()
@@ -131,7 +109,7 @@ def _beside(step: Callable[[], None], *, is_worth_it: bool) -> Iterator[None]:
 
 
 def _close_quietly(file: IO[bytes]) -> None:
-    """A buffer that cannot be written is written once more on closing, with the same error."""
+    """Close a file whose buffer may be impossible to write: closing tries again, with the same error."""
     try:
         file.close()
     except OSError:
@@ -139,38 +117,38 @@ def _close_quietly(file: IO[bytes]) -> None:
 
 
 T = TypeVar("T")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def check_room(folder: Path, what: str, size: int) -> None:
-    """Raises ResourceError where the disk of ``folder`` has not ``size`` bytes for ``what``."""
+def check_disk_space(folder: Path, what: str, size: int) -> None:
+    """Raises ResourceError if the disk of ``folder`` has less than ``size`` bytes free for ``what``."""
     if size > shutil.disk_usage(folder).free:
-        raise ResourceError(_no_room(folder, what, size))
+        raise ResourceError(_no_space(folder, what, size))
 
 
-def on_disk(step: Callable[[], T], folder: Path, what: str, size: int) -> Callable[[], T]:
-    """``step``, which writes ``what`` of ``size`` bytes, with OSError turned into a UserError."""
+def with_disk_errors(step: Callable[[], T], folder: Path, what: str, size: int) -> Callable[[], T]:
+    """``step``, which writes ``what`` of ``size`` bytes into ``folder``, with OSError converted to a UserError."""
 
     def guarded() -> T:
         try:
             return step()
         except OSError as error:
-            raise _refusal(error, folder, what, size) from error
+            raise _user_error(error, folder, what, size) from error
 
     return guarded
 
 
-def _refusal(error: OSError, folder: Path, what: str, size: int) -> UserError:
-    if error.errno in _FULL:
-        return ResourceError(_no_room(folder, what, size, f" ({error.strerror})"))
-    where = f"{error.filename}: " if error.filename else ""
+def _user_error(error: OSError, folder: Path, what: str, size: int) -> UserError:
+    if error.errno in _DISK_FULL:
+        return ResourceError(_no_space(folder, what, size, f" ({error.strerror})"))
+    file = f"{error.filename}: " if error.filename else ""
     return CheckpointError(
-        f"--save {folder}: {what} cannot be written ({where}{error.strerror or error}): "
-        "see what became of the disk, or name another folder"
+        f"--save {folder}: {what} cannot be written ({file}{error.strerror or error}): "
+        "check the disk, or name another folder"
     )
 
 
-def _no_room(folder: Path, what: str, size: int, cause: str = "") -> str:
+def _no_space(folder: Path, what: str, size: int, cause: str = "") -> str:
     free = shutil.disk_usage(folder if os.path.isdir(folder) else folder.absolute().anchor).free
     return (
         f"--save {folder}: {what} needs {size:,} bytes, and the disk has {free:,} free"

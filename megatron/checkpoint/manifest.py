@@ -1,4 +1,6 @@
-"""``manifest.json``: size and SHA-256 of each file of a tag. Written last, so it marks a whole one. No torch here.
+"""``manifest.json``: size and SHA-256 of each file of a checkpoint. It is written last, so it marks a complete one.
+
+No torch here.
 
 {"format": 1, "files": {"run.json": {"size": 4096, "sha256": "…"}, …}, "sha256": "… of format and files"}
 """
@@ -10,30 +12,31 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron.checkpoint.files import Record, record_of, sync, sync_folder, write_text
+from megatron.checkpoint.files import Record, record_of, write_text
 from megatron.config.errors import CheckpointError
+from megatron.launch.files import sync, sync_folder
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 
 Manifest = Mapping[str, Record]
-"""Path within the tag, with slashes, to the file's record."""
+"""Path relative to the tag, with slashes -> record of the file."""
 
 
 def write_manifest(tag_folder: Path, records: Manifest) -> None:
-    """Say that the tag is whole. Files that ``records`` leaves out are read for theirs, and flushed to the disk."""
-    found = dict(records)
-    for name in sorted(set(_names(tag_folder)) - set(found)):
+    """Mark the tag as complete. Files that ``records`` lacks are flushed to disk and read for theirs."""
+    records = dict(records)
+    for name in sorted(set(_names(tag_folder)) - set(records)):
         sync(tag_folder / name)
-        found[name] = record_of(tag_folder / name)
-    for folder in {(tag_folder / name).parent for name in found}:
+        records[name] = record_of(tag_folder / name)
+    for folder in {(tag_folder / name).parent for name in records}:
         sync_folder(folder)
-    write_text(tag_folder / MANIFEST, _render(found))
+    write_text(tag_folder / MANIFEST, _render(records))
     sync_folder(tag_folder)
 
 
 def read_manifest(tag_folder: Path) -> Manifest:
-    """What the tag is made of. Raises CheckpointError where its manifest is missing or not as it was written."""
+    """The files of a tag. Raises CheckpointError if its manifest is missing or damaged."""
     file = tag_folder / MANIFEST
     try:
         text = file.read_text(encoding="utf-8")
@@ -56,7 +59,7 @@ def read_manifest(tag_folder: Path) -> Manifest:
 
 
 def check_sizes(tag_folder: Path, manifest: Manifest) -> None:
-    """Raises CheckpointError where a file is missing or has another size, and where one is too many."""
+    """Raises CheckpointError if a file is missing or has another size, or if there is a ``.pt`` file too many."""
     for name, record in manifest.items():
         _check_size(tag_folder / name, record)
     for name in _names(tag_folder):
@@ -66,7 +69,7 @@ def check_sizes(tag_folder: Path, manifest: Manifest) -> None:
 
 
 def check_content(file: Path, record: Record) -> None:
-    """Raises CheckpointError where ``file`` is not the one that was saved."""
+    """Raises CheckpointError if ``file`` is missing, or its size or SHA-256 is not that of ``record``."""
     _check_size(file, record)
     try:
         found = record_of(file)

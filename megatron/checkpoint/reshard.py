@@ -1,18 +1,23 @@
-"""Take up a universal checkpoint in an engine of any layout: each rank reads the parameters it holds, and cuts them."""
+"""Load a universal checkpoint into an engine of any layout: each rank reads its parameters and takes its shards.
 
-from collections.abc import Callable
+The base optimizer updates *fp32 master weights*: the parameters themselves, copies of them, or flat tensors of many
+parameters, of which ZeRO gives each data-parallel rank a partition.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megatron.checkpoint.master_weights import Fragment, fragments
-from megatron.checkpoint.optimizer_state import WEIGHT, State
+from megatron.checkpoint.parameter_state import WEIGHT, State
 from megatron.checkpoint.universal import read_optimizer, read_shared, read_state
 from megatron.config.errors import CheckpointError
 
@@ -20,12 +25,12 @@ from megatron.config.errors import CheckpointError
 def load_weights_and_optimizer(
     engine: DeepSpeedEngine, folder: Path, tensor_group: ProcessGroup, *, optimizer: bool
 ) -> None:
-    """Give ``engine`` the weights of the universal checkpoint ``folder``, and its moments where ``optimizer`` says so.
+    """Load the weights of the universal checkpoint ``folder`` into ``engine``, and with ``optimizer`` the moments.
 
-    Every rank calls it. Raises CheckpointError where a parameter is missing or has another shape.
+    Every rank calls it. Raises CheckpointError if a parameter is missing or has another shape.
     """
-    _event(engine, "checkpoint_event_prologue")
-    places = fragments(engine)
+    _call_optimizer_hook(engine, "checkpoint_event_prologue")
+    masters = master_weights(engine)
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             whole = read_state(folder, name, optimizer=optimizer)
@@ -35,15 +40,15 @@ def load_weights_and_optimizer(
             }
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(state[WEIGHT])
-            if parameter in places:
-                _fill(places[parameter], state, engine.basic_optimizer)
+            if parameter in masters:
+                _copy_state(masters[parameter], state, engine.basic_optimizer)
     if optimizer:
         _restore_loss_scale(engine, read_optimizer(folder))
-    _event(engine, "checkpoint_event_epilogue")
+    _call_optimizer_hook(engine, "checkpoint_event_epilogue")
 
 
 def load_progress(engine: DeepSpeedEngine, folder: Path) -> None:
-    """Give ``engine`` the schedule and the counts of the universal checkpoint ``folder``."""
+    """Load the schedule and the counters of the universal checkpoint ``folder`` into ``engine``."""
     shared = read_shared(folder)
     engine.lr_scheduler.load_state_dict(shared["lr_scheduler"])
     engine.global_steps = shared["global_steps"]
@@ -51,8 +56,8 @@ def load_progress(engine: DeepSpeedEngine, folder: Path) -> None:
     engine.skipped_steps = shared["skipped_steps"]
 
 
-def _local_shard(value: Any, parameter: nn.Parameter, group: ProcessGroup, place: Path) -> Any:
-    """What this tensor-parallel rank has of a whole weight or moment; a step count as it is."""
+def _local_shard(value: Any, parameter: nn.Parameter, group: ProcessGroup, path: Path) -> Any:
+    """This tensor-parallel rank's shard of a whole weight or moment; a step count as it is."""
     if not (isinstance(value, Tensor) and value.dim()):
         return value
     shape = getattr(parameter, "ds_shape", parameter.shape)
@@ -63,34 +68,34 @@ def _local_shard(value: Any, parameter: nn.Parameter, group: ProcessGroup, place
             value = F.pad(value, (0, 0) * (value.dim() - 1) + (0, missing))  # the vocabulary's padding, without moments
         value = value.chunk(group.size(), dim)[group.rank()]
     if value.shape != shape:
-        raise CheckpointError(f"{place} is {list(value.shape)} on this rank, and the model's {list(shape)}")
+        raise CheckpointError(f"{path} is {list(value.shape)} on this rank, and the model's {list(shape)}")
     return value
 
 
-def _fill(place: Fragment, state: State, optimizer: torch.optim.Optimizer) -> None:
-    """Write this rank's fragment of a parameter's state into the optimizer."""
-    master, start, begin, length = place
-    kept = optimizer.state[master]
+def _copy_state(master: "MasterWeight", state: State, optimizer: torch.optim.Optimizer) -> None:
+    """Write this rank's part of a parameter's state into the optimizer."""
+    tensor, start, begin, length = master
+    moments = optimizer.state[tensor]
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim():
-            target = master if key == WEIGHT else kept.setdefault(key, torch.zeros_like(master))
+            target = tensor if key == WEIGHT else moments.setdefault(key, torch.zeros_like(tensor))
             target.data.view(-1)[start : start + length].copy_(value.flatten()[begin : begin + length])
         else:
-            _set_step(optimizer, master, int(value))
+            _set_step(optimizer, tensor, int(value))
 
 
 def _set_step(optimizer: torch.optim.Optimizer, master: Tensor, step: int) -> None:
-    """Updates so far, in the form that the optimizer counts them in."""
-    kind = type(optimizer).__module__.split(".")[0]
-    if kind == "apex":
+    """Set the number of updates so far, in the form that the optimizer counts them in."""
+    package = type(optimizer).__module__.split(".")[0]
+    if package == "apex":
         for group in optimizer.param_groups:
             group["step"] = step
     else:
-        optimizer.state[master]["step"] = torch.tensor(float(step)) if kind == "torch" else step
+        optimizer.state[master]["step"] = torch.tensor(float(step)) if package == "torch" else step
 
 
 def _restore_loss_scale(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:
-    """Go on with the loss scale where both runs have a dynamic one; another starts as the flags say."""
+    """Restore the loss scale if both runs have a dynamic one; otherwise it starts as the flags specify."""
     source = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
     target = getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)
     if saved.get("dynamic_loss_scale") and getattr(engine.optimizer, "dynamic_loss_scale", False):
@@ -99,8 +104,93 @@ def _restore_loss_scale(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:
                 setattr(target, name, source[name])
 
 
-def _event(engine: DeepSpeedEngine, name: str) -> None:
-    """Tell the optimizer, where it wants to know, as DeepSpeed's own loading does."""
-    action: Callable[[], None] | None = getattr(engine.optimizer, name, None)
-    if action is not None:
-        action()
+def _call_optimizer_hook(engine: DeepSpeedEngine, name: str) -> None:
+    """Notify the optimizer, if it has such a method, as DeepSpeed's own loading does."""
+    hook: Callable[[], None] | None = getattr(engine.optimizer, name, None)
+    if hook is not None:
+        hook()
+
+
+class MasterWeight(NamedTuple):
+    """Elements ``begin`` to ``begin + length`` of a parameter are at ``start`` in ``tensor``, both flattened."""
+
+    tensor: Tensor
+    start: int
+    begin: int
+    length: int
+
+
+MasterWeights = Iterator[tuple[nn.Parameter, MasterWeight]]
+
+
+def master_weights(engine: DeepSpeedEngine) -> dict[nn.Parameter, MasterWeight]:
+    """The fp32 master weight of each parameter of which this rank's optimizer has a part."""
+    for attribute, read in _WRAPPERS.items():
+        if hasattr(engine.optimizer, attribute):
+            return dict(read(engine.optimizer))
+    parameters = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
+    return {parameter: MasterWeight(parameter, 0, 0, parameter.numel()) for parameter in parameters}
+
+
+def _zero3(optimizer: Any) -> MasterWeights:
+    """Equal parts of each parameter, of which the last ones may be padding."""
+    for group, master in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        for parameter in group:
+            _, start, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            begin = length * dist.get_rank(parameter.ds_process_group)
+            length = min(length, parameter.ds_numel - begin)
+            if length > 0:
+                yield parameter, MasterWeight(master, start, begin, length)
+
+
+def _zero1_and_2(optimizer: Any) -> MasterWeights:
+    # Not by DeepSpeed's links between parameters and masters: with round-robin gradients they are in another order.
+    offsets = optimizer.round_robin_bit16_offsets
+    masters = optimizer.single_partition_of_fp32_groups
+    return _partitions(optimizer.round_robin_bit16_groups, offsets, masters, optimizer.real_dp_process_group)
+
+
+def _bf16(optimizer: Any) -> MasterWeights:
+    groups = optimizer.bf16_groups
+    offsets = [list(accumulate((p.numel() for p in group), initial=0))[:-1] for group in groups]
+    return _partitions(groups, offsets, optimizer.fp32_groups_flat_partition, optimizer.real_dp_process_group)
+
+
+def _partitions(
+    groups: Sequence[Sequence[nn.Parameter]],
+    offsets: Sequence[Sequence[int]],
+    masters: Sequence[Tensor],
+    data_groups: Sequence[ProcessGroup],
+) -> MasterWeights:
+    """Each data-parallel rank has an equal part of a group's flat tensor, in which parameters begin at ``offsets``."""
+    for group, begins, master, ranks in zip(groups, offsets, masters, data_groups, strict=True):
+        part = dist.get_rank(ranks) * master.numel()
+        for parameter, offset in zip(group, begins, strict=True):
+            begin = max(part - offset, 0)
+            end = min(part + master.numel() - offset, parameter.numel())
+            if begin < end:
+                yield parameter, MasterWeight(master, offset + begin - part, begin, end - begin)
+
+
+def _fused(optimizer: Any) -> MasterWeights:
+    for group, master in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+        start = 0
+        for parameter in group:
+            yield parameter, MasterWeight(master, start, 0, parameter.numel())
+            start += parameter.numel()
+
+
+def _unfused(optimizer: Any) -> MasterWeights:
+    for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for parameter, master in zip(group, masters, strict=True):
+            yield parameter, MasterWeight(master, 0, 0, parameter.numel())
+
+
+_WRAPPERS: dict[str, Callable[[Any], MasterWeights]] = {
+    "fp32_partitioned_groups_flat": _zero3,
+    "single_partition_of_fp32_groups": _zero1_and_2,
+    "fp32_groups_flat_partition": _bf16,
+    "fp32_groups_flat": _fused,
+    "fp32_groups": _unfused,
+}
+"""DeepSpeed's optimizer wrappers by an attribute that only each of them has. In fp32 without ZeRO there is none."""

@@ -1,13 +1,13 @@
-"""The ledger of a run: which samples its iterations took, through every stop, restart and change of layout.
+"""The sample history of a run: which samples its iterations consumed, through all restarts and changes of layout.
 
-A run that goes on takes over what the checkpoint says of those before it, so that the newest one has all of it. Samples
-are counted in the places of the stream, as training goes through it; a place is a sample, but for those that were left
-out behind a spike. No torch here.
+A run that resumes takes over the history in the checkpoint, so that the newest checkpoint has all of it. Samples are
+counted by their index in the stream that training reads; an index is a sample, except for samples skipped after a
+spike. No torch here. In ``run.json`` the history is called ``ledger``.
 """
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config import RunConfig
@@ -18,44 +18,38 @@ _AXES = ("PP", "DP", "SP", "TP")
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Iterations of one start of the run."""
+class Segment:
+    """Iterations between a start of the run and the next. Its fields are those in ``run.json``."""
 
     finished: int
     """Iterations before it."""
     last: int
-    """Its last one."""
+    """Its last iteration."""
     first_place: int
+    """Index of its first sample."""
     end_place: int
-    """Places of its first sample, and behind its last one."""
+    """Index after its last sample."""
     global_batch_size: int
-    """0 where it was not kept, in a checkpoint without a ledger."""
+    """0 if unknown, in a checkpoint without a history."""
     layout: Mapping[str, int]
     """Processes along each axis: PP, DP, SP and TP, from the outermost to the innermost."""
     stream: str
-    """Tells the stream of samples from any other."""
+    """Identifies the stream of samples."""
 
-    def places(self, iteration: int) -> range:
-        """Those of one of its iterations."""
+    def sample_indices(self, iteration: int) -> range:
+        """Indices of the samples of one of its iterations."""
         start = self.first_place + (iteration - 1 - self.finished) * self.global_batch_size
         return range(start, start + self.global_batch_size)
 
 
-def stream_of(run: RunConfig) -> str:
-    """A hash of what decides on which tokens the n-th sample has."""
-    data = run.data
-    origin = (data.data_hash, data.proportions, data.split if data.is_split else "", data.seq_length, run.train.seed)
-    return hashlib.sha256(repr(origin).encode()).hexdigest()[:16]
+def extended(history: Sequence[Segment], run: RunConfig, iteration: int) -> tuple[Segment, ...]:
+    """The sample history of ``run`` after ``iteration``; ``history`` is that of the checkpoint it resumed.
 
-
-def lengthened(earlier: Sequence[Stretch], run: RunConfig, iteration: int) -> tuple[Stretch, ...]:
-    """The ledger of ``run`` behind ``iteration``, ``earlier`` being that of the checkpoint it began with.
-
-    Where the run has gone back to before its own beginning, the earlier ones end there, too.
+    If the run has gone back to before its own start, earlier segments are cut there, too.
     """
-    finished = earlier[-1].last if earlier else 0
+    finished = history[-1].last if history else 0
     parallel, train = run.parallel, run.train
-    own = Stretch(
+    current = Segment(
         finished=finished,
         last=iteration,
         first_place=train.consumed_samples(finished),
@@ -67,37 +61,39 @@ def lengthened(earlier: Sequence[Stretch], run: RunConfig, iteration: int) -> tu
             "SP": parallel.ds_sequence_parallel_size,
             "TP": parallel.model_parallel_size,
         },
-        stream=stream_of(run),
+        stream=_stream_hash(run),
     )
-    kept = [_up_to(iteration, stretch) for stretch in earlier if stretch.finished < iteration]
-    return (*kept, own) if finished < iteration else tuple(kept)
+    kept = [_up_to(iteration, segment) for segment in history if segment.finished < iteration]
+    return (*kept, current) if finished < iteration else tuple(kept)
 
 
-def _up_to(iteration: int, stretch: Stretch) -> Stretch:
-    if stretch.last <= iteration:
-        return stretch
-    return replace(stretch, last=iteration, end_place=stretch.places(iteration).stop)
+def _stream_hash(run: RunConfig) -> str:
+    """A hash of the settings that decide which tokens the n-th sample has."""
+    data = run.data
+    origin = (data.data_hash, data.proportions, data.split if data.is_split else "", data.seq_length, run.train.seed)
+    return hashlib.sha256(repr(origin).encode()).hexdigest()[:16]
 
 
-def as_entries(ledger: Sequence[Stretch]) -> list[dict[str, Any]]:
-    """A ledger for ``run.json``."""
-    return [asdict(stretch) for stretch in ledger]
+def _up_to(iteration: int, segment: Segment) -> Segment:
+    if segment.last <= iteration:
+        return segment
+    return replace(segment, last=iteration, end_place=segment.sample_indices(iteration).stop)
 
 
-def read_ledger(description: Mapping[str, Any], place: str) -> tuple[Stretch, ...]:
-    """The ledger in a ``run.json``; one stretch of which little is known, where there is none in it.
+def read_history(description: Mapping[str, Any], path: str) -> tuple[Segment, ...]:
+    """The sample history in a ``run.json``. Without one: a single segment with the numbers that are known.
 
-    Raises CheckpointError where there is something else. ``place`` is for the message.
+    Raises CheckpointError if it cannot be read. ``path`` is the checkpoint, for the message.
     """
     if "ledger" not in description:
-        return (Stretch(0, description["iteration"], 0, description.get("consumed_samples", 0), 0, {}, ""),)
+        return (Segment(0, description["iteration"], 0, description.get("consumed_samples", 0), 0, {}, ""),)
     try:
-        return tuple(_read_entry(entry) for entry in description["ledger"])
+        return tuple(_read_segment(entry) for entry in description["ledger"])
     except (TypeError, ValueError, KeyError, AttributeError):
-        raise CheckpointError(f"{place} has a ledger of samples that cannot be read") from None
+        raise CheckpointError(f"{path} has a sample history (ledger) that cannot be read") from None
 
 
-def _read_entry(entry: Mapping[str, Any]) -> Stretch:
+def _read_segment(entry: Mapping[str, Any]) -> Segment:
     numbers = {name: int(entry[name]) for name in _NUMBERS}
     layout = {axis: int(entry["layout"][axis]) for axis in _AXES} if entry["layout"] else {}
-    return Stretch(**numbers, layout=layout, stream=str(entry["stream"]))
+    return Segment(**numbers, layout=layout, stream=str(entry["stream"]))

@@ -1,10 +1,11 @@
-"""Save a run in DeepSpeed's layout of files, with Megatron's tracker beside it.
+"""Save a run in DeepSpeed's files, with Megatron's tracker next to them.
 
-A save has three steps: every rank takes its state from the engine, every rank writes it into a folder that nobody
-reads, and when all of it is on the disk the first rank makes that folder the newest checkpoint.
+A save has three steps: every rank collects its state from the engine, every rank writes it into an unfinished folder,
+and when all of it is on disk, rank 0 makes that folder the newest checkpoint.
 """
 
 import copy
+import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,26 +21,26 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from megatron.checkpoint import tags
-from megatron.checkpoint.collective_errors import on_first, together
-from megatron.checkpoint.files import check_room, make_folder, on_disk
+from megatron.checkpoint import tracker
+from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
+from megatron.checkpoint.files import check_disk_space, make_folder, replace_text, with_disk_errors
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.sample_history import Stretch
+from megatron.checkpoint.sample_history import Segment
+from megatron.checkpoint.saved_run import describe
 from megatron.checkpoint.tensor_files import read_checked_file, write_file
-from megatron.checkpoint.tracker import describe, keep_ds_config
 from megatron.checkpoint.universal import conversion_info
 from megatron.config import RunConfig
 from megatron.config.errors import UserError
 
 StateFile = tuple[Path, Any]
-"""A file to be written, and what goes into it."""
+"""A file to be written, and its content."""
 
 
 class EngineFiles(CheckpointEngine):
-    """Keeps what DeepSpeed saves until somebody takes it, and reads without running code.
+    """DeepSpeed's checkpoint engine that keeps what is saved in memory for a writer, and loads without running code.
 
-    With ``copies``, what is kept lies in host memory of its own, so that training can go on.
+    With ``copies`` it keeps copies in host memory, so that training can continue.
     """
 
     def __init__(self, *, copies: bool):
@@ -53,16 +54,16 @@ class EngineFiles(CheckpointEngine):
         self._kept.append((Path(path), in_host_memory(state_dict) if self._copies else state_dict))
 
     def take(self) -> list[StateFile]:
-        """What was kept since the last time."""
+        """Everything kept since the last call."""
         kept, self._kept = self._kept, []
         return kept
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """What ``path`` holds, on the CPU."""
+        """The content of ``path``, on the CPU."""
         return read_checked_file(Path(path))
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether DeepSpeed has to copy views, whose whole storage would be saved else; our own copies are none."""
+        """Whether DeepSpeed has to copy views, or their whole storage is saved. Our own copies are no views."""
         return not self._copies
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -70,10 +71,10 @@ class EngineFiles(CheckpointEngine):
         make_folder(Path(path))
 
     def create(self, info: Any) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def commit(self, info: Any) -> bool:
-        """Nothing yet: what is kept here becomes a checkpoint later, on all ranks at once."""
+        """Do nothing: the checkpoint is committed later, for all ranks at once."""
         return True
 
 
@@ -89,7 +90,7 @@ def in_host_memory(item: Any) -> Any:
 
 
 def bytes_of(item: Any, seen: set[int] | None = None) -> int:
-    """Bytes that the tensors in ``item`` take in a file: of each storage, once."""
+    """Bytes of the tensors in ``item`` in a file. Each storage counts once."""
     seen = set() if seen is None else seen
     if isinstance(item, Tensor):
         storage = item.untyped_storage()
@@ -109,98 +110,104 @@ class _Save:
 
     iteration: int
     description: dict[str, Any]
-    """What ``run.json`` will say."""
+    """The content of ``run.json``."""
     size: int
-    """Bytes of all ranks' files, about."""
+    """Approximate bytes of all ranks' files."""
     stop: Event
-    """Set where the writer need not go on."""
+    """Set when the writer should stop."""
     written: "Future[Manifest]"
-    """Of this rank."""
+    """The files of this rank."""
 
 
 class Checkpointer:
     """Saves the checkpoints of a run, one at a time. Every rank must call every method.
 
-    With ``--async-save`` a thread writes; it takes part in no collective: ``poll()`` asks the ranks whether all have
-    written. An error is raised on all ranks alike, or with ``--on-save-error continue`` said, and raised by
-    ``finish()`` if no later save mends it.
+    With ``--async-save`` a thread writes. It calls no collectives: ``poll()`` checks whether all ranks have written.
+    An error is raised on all ranks. With ``--on-save-error continue`` it is logged instead, and raised by
+    ``finish()`` unless a later save succeeds.
+
+    Args:
+        log: called with lines for the user.
+        history: the sample history of the checkpoint that the run resumed.
     """
 
     def __init__(
         self,
         engine: DeepSpeedEngine,
         run: RunConfig,
-        say: Callable[[str], None],
-        earlier: Sequence[Stretch] = (),
+        log: Callable[[str], None],
+        history: Sequence[Segment] = (),
     ):
-        self._engine, self._run, self._say = engine, run, say
-        self._earlier = earlier
-        """The ledger of the checkpoint that the run goes on from."""
+        self._engine, self._run, self._log, self._history = engine, run, log, history
         self._folder = Path(run.checkpoint.save) if run.checkpoint.save else None
         self._files = EngineFiles(copies=run.checkpoint.async_save)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: _Save | None = None
         self._failure: UserError | None = None
         engine.checkpoint_engine = self._files
-        # It would copy scripts to --save, through links that lie there, which read checkpoints by pickle.
+        # It would copy scripts to --save, through links there, which read checkpoints by pickle.
         engine._copy_recovery_script = lambda folder: None
         if self._folder is not None:
-            on_first(on_disk(self._prepare, self._folder, "ds_config.json", 0))
+            on_rank_0(with_disk_errors(self._prepare, self._folder, "ds_config.json", 0))
 
-    def save(self, iteration: int, left_out: Sequence[range] = ()) -> None:
-        """Begin the checkpoint of ``iteration``, if there is a folder for it; without ``--async-save``, end it, too.
+    def save(self, iteration: int, skipped_samples: Sequence[range] = ()) -> None:
+        """Start the checkpoint of ``iteration``, if the run has a folder; without ``--async-save`` also finish it.
 
-        ``left_out`` are samples that training goes past.
+        Args:
+            skipped_samples: samples that training skips, in order.
 
-        Raises ResourceError where the disk is full, and CheckpointError where it does not take files.
+        Raises:
+            ResourceError: the disk is full.
+            CheckpointError: files cannot be written.
         """
         if self._folder is None:
             return
         self._complete()
-        self._guarded(iteration, lambda: self._begin(iteration, left_out))
+        self._guarded(iteration, lambda: self._begin(iteration, skipped_samples))
         if not self._run.checkpoint.async_save:
             self._complete()
 
     def poll(self) -> None:
-        """Make the checkpoint in flight visible, if every rank has written it. Raises what ``save()`` raises."""
+        """Commit the checkpoint that is being written, if all ranks have written it. Raises as ``save()`` does."""
         save = self._in_flight
         if save is None:
             return
-        done = save.written.done()
-        sound = not done or save.written.exception() is None
-        state = torch.tensor([done, sound], dtype=torch.int32, device=get_accelerator().current_device_name())
+        is_done = save.written.done()
+        is_ok = not is_done or save.written.exception() is None
+        state = torch.tensor([is_done, is_ok], dtype=torch.int32, device=get_accelerator().current_device_name())
         dist.all_reduce(state, dist.ReduceOp.MIN)
-        all_done, all_sound = state.tolist()
-        if not all_sound:
+        all_done, all_ok = state.tolist()
+        if not all_ok:
             save.stop.set()
-        if all_done or not all_sound:
+        if all_done or not all_ok:
             self._complete()
 
     def finish(self) -> None:
-        """Wait for the checkpoint in flight. Raises the newest save's error, if it failed."""
+        """Wait for the checkpoint that is being written. Raises the error of the newest save, if it failed."""
         self._complete()
         if self._failure is not None:
             raise self._failure
 
     def _prepare(self) -> None:
         make_folder(self._folder)
-        tags.prune(self._folder)
-        keep_ds_config(self._run, self._folder)
+        tracker.remove_unfinished(self._folder)
+        replace_text(self._folder / "ds_config.json", json.dumps(self._run.ds_config, indent=2) + "\n")
 
-    def _begin(self, iteration: int, left_out: Sequence[range]) -> None:
-        """Take the state, and set the writer on it."""
-        folder, tag = self._folder, tags.tag_of(iteration)
-        on_first(on_disk(lambda: tags.begin(folder, tag), folder, _name(iteration), 0))
-        description = describe(self._run, iteration, left_out, self._earlier)
-        files = self._take_state(description, folder / tags.unfinished(tag))
-        size = sum(together(lambda: sum(bytes_of(state) + _ENVELOPE for _, state in files)))
-        on_first(lambda: check_room(folder, _name(iteration), size))
+    def _begin(self, iteration: int, skipped_samples: Sequence[range]) -> None:
+        """Collect the state, and start the writer."""
+        folder, tag, what = self._folder, tracker.tag_name(iteration), _name(iteration)
+        path = tracker.unfinished(folder, tag)
+        on_rank_0(with_disk_errors(lambda: tracker.begin_tag(folder, tag), folder, what, 0))
+        description = describe(self._run, iteration, skipped_samples, self._history)
+        files = self._collect_state(description, path)
+        size = sum(on_all_ranks(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files)))
+        on_rank_0(lambda: check_disk_space(folder, what, size))
         stop = Event()
-        written = self._writer.submit(_write, files, folder / tags.unfinished(tag), stop)
+        written = self._writer.submit(_write, files, path, stop)
         self._in_flight = _Save(iteration, description, size, stop, written)
 
-    def _take_state(self, description: dict[str, Any], place: Path) -> list[StateFile]:
-        """What this rank has to write into the folder ``place``."""
+    def _collect_state(self, description: dict[str, Any], path: Path) -> list[StateFile]:
+        """The files that this rank has to write into the folder ``path``."""
         engine, run = self._engine, self._run
         client_state = {
             "iteration": description["iteration"],
@@ -214,57 +221,56 @@ class Checkpointer:
         if run.checkpoint.no_save_optim:
             client_state["optimizer"] = None  # takes the place of DeepSpeed's own entry
             engine.save_zero_checkpoint = False
-        engine.save_checkpoint(str(place.parent), tag=place.name, client_state=client_state, save_latest=False)
+        engine.save_checkpoint(str(path.parent), tag=path.name, client_state=client_state, save_latest=False)
         engine.save_zero_checkpoint = saves_shards
         files = self._files.take()
         if not run.checkpoint.no_save_rng:
-            files.append((rng_file(place, dist.get_rank()), random_states()))
+            files.append((rng_file(path, dist.get_rank()), random_states()))
         return files
 
     def _complete(self) -> None:
-        """Wait for the writers of all ranks, and make what they wrote the newest checkpoint."""
+        """Wait for the writers of all ranks, and commit what they wrote as the newest checkpoint."""
         save, self._in_flight = self._in_flight, None
         if save is not None:
             self._guarded(save.iteration, lambda: self._commit(save))
 
     def _commit(self, save: _Save) -> None:
-        folder, iteration = self._folder, save.iteration
-        tag, what = tags.tag_of(iteration), _name(iteration)
-        shares = together(on_disk(save.written.result, folder, what, save.size))
+        folder, tag, what = self._folder, tracker.tag_name(save.iteration), _name(save.iteration)
+        manifests = on_all_ranks(with_disk_errors(save.written.result, folder, what, save.size))
 
-        def make_visible() -> None:
-            records = {name: record for share in shares for name, record in share.items()}
-            tags.commit(folder, tag, save.description, records)
-            tags.retain(folder, iteration, self._run.checkpoint)
+        def commit() -> None:
+            records = {name: record for manifest in manifests for name, record in manifest.items()}
+            tracker.commit_tag(folder, tag, save.description, records)
+            tracker.remove_old_tags(folder, save.iteration, self._run.checkpoint)
 
-        on_first(on_disk(make_visible, folder, what, save.size))
+        on_rank_0(with_disk_errors(commit, folder, what, save.size))
         self._failure = None
-        self._say(f"  saved {folder / tag}")
+        self._log(f"  saved {folder / tag}")
 
     def _guarded(self, iteration: int, step: Callable[[], None]) -> None:
-        """Take a step of a save; where it fails, on all ranks alike, undo the save and obey ``--on-save-error``."""
+        """Take a step of a save. If it fails, on all ranks then, undo the save and apply ``--on-save-error``."""
         try:
             step()
         except UserError as error:
-            on_first(lambda: tags.discard(self._folder, tags.tag_of(iteration)))
+            on_rank_0(lambda: tracker.discard_tag(self._folder, tracker.tag_name(iteration)))
             if self._run.checkpoint.on_save_error == "stop":
                 raise
             self._failure = error
-            self._say(f"  warning: {error}; training goes on")
+            self._log(f"  warning: {error}; training continues")
 
 
-_ENVELOPE = 1 << 16
-"""Bytes of a file beside its tensors, about."""
+_FILE_OVERHEAD = 1 << 16
+"""Approximate bytes of a file besides its tensors."""
 
 
 def _name(iteration: int) -> str:
     return f"the checkpoint of iteration {iteration}"
 
 
-def _write(files: list[StateFile], place: Path, stop: Event) -> Manifest:
-    """Write one file after the other, and let go of what went into it."""
+def _write(files: list[StateFile], folder: Path, stop: Event) -> Manifest:
+    """Write one file after the other, and free its content."""
     records = {}
     while files and not stop.is_set():
         path, state = files.pop()
-        records[path.relative_to(place).as_posix()] = write_file(path, state)
+        records[path.relative_to(folder).as_posix()] = write_file(path, state)
     return records

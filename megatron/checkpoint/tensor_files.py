@@ -1,4 +1,4 @@
-"""Reading and writing a file of tensors, without letting it run code."""
+"""Files of tensors, read without letting them run code."""
 
 import re
 from pathlib import Path
@@ -14,20 +14,20 @@ from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
 from megatron.config.errors import CheckpointError
 
 _ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
-"""What DeepSpeed's files need beside tensors and plain values. None of it does anything when it is made."""
+"""Classes in DeepSpeed's files besides tensors and plain values. Creating them has no effects."""
 
 
 def write_file(path: Path, content: Any) -> Record:
-    """A new file of ``content``, which is on the disk. Raises OSError where the disk does not take it."""
+    """Write ``content`` to a new file, and flush it to disk. Raises OSError if it cannot be written."""
     file = NewFile(path)
     torch.save(content, file)
     return file.close()
 
 
 def read_file(path: Path) -> Any:
-    """What ``path`` holds, on the CPU; of a tag with a manifest, only if it is what was saved.
+    """The content of ``path``, on the CPU. A file that is in a manifest is compared with it first.
 
-    Raises CheckpointError where the file is missing, changed, not whole, or asks for code.
+    Raises CheckpointError if the file is missing, changed or damaged, or asks for code.
     """
     if (path.parent / MANIFEST).exists():
         manifest = read_manifest(path.parent)
@@ -37,25 +37,25 @@ def read_file(path: Path) -> Any:
 
 
 def read_checked_file(path: Path) -> Any:
-    """What ``path`` holds, on the CPU, where its SHA-256 was compared before. Raises CheckpointError as above."""
+    """The same for a file whose SHA-256 was compared before."""
     try:
         with torch.serialization.safe_globals(_ALLOWED):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch has many names for a file that is not whole
-        if wanted := re.search(r"GLOBAL (\S+)", str(error)):
-            raise CheckpointError(_asks_for_code(path, wanted[1])) from None
+    except Exception as error:  # torch raises many types for a damaged file
+        if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
+            raise CheckpointError(_asks_for_code(path, unsafe[1])) from None
         raise CheckpointError(f"{path} cannot be read ({str(error).splitlines()[0]})") from error
 
 
 def check_harmless(path: Path) -> None:
-    """Raises CheckpointError where ``path`` is no file of tensors, or one that asks for code. Reads no tensor."""
+    """Raises CheckpointError if ``path`` is no file of tensors, or asks for code. Reads no tensor."""
     try:
         with torch.serialization.safe_globals(_ALLOWED):
-            wanted = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
         raise CheckpointError(f"{path} is no file of tensors ({str(error).splitlines()[0]})") from None
-    if wanted:
-        raise CheckpointError(_asks_for_code(path, ", ".join(sorted(wanted))))
+    if unsafe:
+        raise CheckpointError(_asks_for_code(path, ", ".join(sorted(unsafe))))
 
 
 def _asks_for_code(path: Path, names: str) -> str:

@@ -1,20 +1,20 @@
-"""A checkpoint without a layout, in DeepSpeed's universal format: every parameter whole, in files of its own.
+"""DeepSpeed's universal format: a checkpoint independent of the layout, with every parameter whole in its own files.
 
-    FOLDER/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": whole tensor in fp32, "cat_dim": where TP cuts it}
+    FOLDER/zero/NAME/fp32.pt, exp_avg.pt, exp_avg_sq.pt    {"param": whole fp32 tensor, "cat_dim": sharded dimension}
     FOLDER/zero/NAME/step.pt                               updates so far
     FOLDER/zero/optimizer_state.pt                         the optimizer's groups and loss scale
-    FOLDER/mp_rank_00_model_states.pt                      schedule, iteration and other things that ranks share
+    FOLDER/mp_rank_00_model_states.pt                      schedule, iteration and other state common to all ranks
     FOLDER/source.txt                                      a hash of the files it was made from; written last
 
-The word embedding (``vocab_tensor``) is without the rows that pad it. At ZeRO 1 and 2 DeepSpeed itself reads
-such a folder ("checkpoint": {"load_universal": true}); at 3 it does not pad the vocabulary again.
+The word embedding (``vocab_tensor``) has no padding rows. At ZeRO 1 and 2 DeepSpeed itself reads such a
+folder ("checkpoint": {"load_universal": true}); at 3 it does not pad the vocabulary again.
 """
 
 import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,13 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from megatron.checkpoint.files import sync, sync_folder
-from megatron.checkpoint.master_weights import parameter_shapes
-from megatron.checkpoint.optimizer_state import WEIGHT, State, has_partitions, model_file, rank_states
+from megatron.checkpoint.parameter_state import WEIGHT, State, model_file, optimizer_file, rank_states, rank_weights
+from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import read_file
-from megatron.checkpoint.tracker import UNIVERSAL, SavedRun, whole_model_config
-from megatron.checkpoint.weights import rank_weights
+from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import ResourceError
+from megatron.launch.files import sync, sync_folder
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import ParameterSpec
 
@@ -37,15 +36,15 @@ SOURCE = "source.txt"
 
 
 def conversion_info(engine: DeepSpeedEngine, run: RunConfig) -> dict[str, Any]:
-    """What a conversion needs and would not find in DeepSpeed's files, to be saved with the client's state."""
+    """What a conversion needs and DeepSpeed does not save by itself, to be saved as client state."""
     info = {
         "universal_checkpoint_version": 0.2,
         "original_vocab_size": run.model.vocab_size,
         "padded_vocab_size": run.model.padded_vocab_size,
         **parameter_patterns(run.model),
     }
-    # DeepSpeed itself saves with ZeRO alone which parameters the optimizer's tensors are.
-    shapes = {} if run.zero.zero_stage else {"param_shapes": parameter_shapes(engine)}
+    # Only with ZeRO DeepSpeed itself saves which parameters the optimizer's tensors are.
+    shapes = {} if run.zero.zero_stage else {"param_shapes": _parameter_shapes(engine)}
     return {"universal_checkpoint_info": info, **shapes}
 
 
@@ -64,21 +63,29 @@ def parameter_patterns(model: ModelConfig) -> dict[str, list[str]]:
     }
 
 
+def _parameter_shapes(engine: DeepSpeedEngine) -> list[dict[str, torch.Size]]:
+    """Name and shape of the parameters in each of the optimizer's groups, in its order; without ZeRO."""
+    optimizer = engine.optimizer
+    wrapped = getattr(optimizer, "fp16_groups", None) or getattr(optimizer, "bf16_groups", None)
+    groups = wrapped or [group["params"] for group in optimizer.param_groups]
+    return [{engine.param_names[parameter]: parameter.shape for parameter in group} for group in groups]
+
+
 def point_to(folder: Path) -> None:
-    """Let DeepSpeed find the universal checkpoint ``folder`` where it is told no tag."""
+    """Let DeepSpeed find the universal checkpoint ``folder`` without a tag."""
     (folder.parent / "latest_universal").write_text(folder.name)
 
 
 def read_state(folder: Path, name: str, *, optimizer: bool = True) -> State:
     """The whole state of the parameter ``name`` in the universal checkpoint ``folder``, or its weight alone."""
-    place = folder / "zero" / name
-    files = sorted(place.glob("*.pt")) if optimizer else [place / f"{WEIGHT}.pt"]
+    parameter_folder = folder / "zero" / name
+    files = sorted(parameter_folder.glob("*.pt")) if optimizer else [parameter_folder / f"{WEIGHT}.pt"]
     contents = {file.stem: read_file(file) for file in files}
     return {key: value["param"] if isinstance(value, dict) else value for key, value in contents.items()}
 
 
 def read_shared(folder: Path) -> dict[str, Any]:
-    """What all ranks share in the universal checkpoint ``folder``."""
+    """The state common to all ranks in the universal checkpoint ``folder``."""
     return read_file(folder / "mp_rank_00_model_states.pt")
 
 
@@ -100,7 +107,7 @@ _SHARED = (
     "ds_version",
     "universal_checkpoint_info",
 )
-"""Of what DeepSpeed saves of each rank, what is the same on all."""
+"""Keys in DeepSpeed's file of a rank that have the same value on all ranks."""
 _OPTIMIZER = (
     "loss_scaler",
     "dynamic_loss_scale",
@@ -114,9 +121,13 @@ _OPTIMIZER = (
 
 
 def cached(saved: SavedRun) -> tuple[Path, bool]:
-    """The universal form of ``saved``, beside its tag, made where it is not there yet, and whether it was made now.
+    """The universal form of ``saved``, next to its tag, and whether it was converted just now.
 
-    One process calls it. Raises CheckpointError where ``saved`` is not whole, ResourceError where there is no room.
+    One process calls it.
+
+    Raises:
+        CheckpointError: ``saved`` is damaged.
+        ResourceError: there is not enough disk space, or no permission.
     """
     target = saved.folder / f"{saved.tag}{UNIVERSAL}"
     if is_universal_of(target, saved):
@@ -126,72 +137,71 @@ def cached(saved: SavedRun) -> tuple[Path, bool]:
 
 
 def is_universal_of(folder: Path, saved: SavedRun) -> bool:
-    """Whether ``folder`` was made from the files that ``saved`` has now."""
+    """Whether ``folder`` was converted from the present files of ``saved``."""
     try:
-        return (folder / SOURCE).read_text() == _stamp(saved)
+        return (folder / SOURCE).read_text() == _source_hash(saved)
     except OSError:
         return False
 
 
 def convert(saved: SavedRun, target: Path) -> None:
-    """Write the universal form of ``saved`` as ``target``, all at one instant, in place of what may be there."""
+    """Write the universal form of ``saved`` as ``target``, which appears or is replaced only when it is complete."""
     try:
-        aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            _write(saved, aside)
-            for path in aside.rglob("*"):
+            _write(saved, temporary)
+            for path in temporary.rglob("*"):
                 sync_folder(path) if path.is_dir() else sync(path)
-            aside.chmod((saved.folder / saved.tag).stat().st_mode & 0o777)
+            temporary.chmod(saved.path.stat().st_mode & 0o777)
             if target.exists():
                 shutil.rmtree(target)
-            aside.rename(target)
+            temporary.rename(target)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    except (OSError, RuntimeError) as error:  # where a disk is full, torch raises the latter
+            shutil.rmtree(temporary, ignore_errors=True)
+    except (OSError, RuntimeError) as error:  # if a disk is full, torch raises the latter
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ResourceError(
-            f"{target}: cannot be written ({reason}); {saved.folder / saved.tag} was saved on another layout "
+            f"{target}: cannot be written ({reason}); {saved.path} was saved on another layout "
             "and has to be converted: make room or give permission there, or copy the checkpoint elsewhere"
         ) from error
 
 
-def _stamp(saved: SavedRun) -> str:
+def _source_hash(saved: SavedRun) -> str:
     digest = hashlib.sha256()
-    for file in sorted((saved.folder / saved.tag).iterdir()):
+    for file in sorted(saved.path.iterdir()):
         stat = file.stat()
         digest.update(f"{file.name}\n{stat.st_size}\n{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()
 
 
 def _write(saved: SavedRun, folder: Path) -> None:
-    stamp = _stamp(saved)
-    config = whole_model_config(saved)
+    source = _source_hash(saved)
+    config = saved.whole_model_config()
     specs = architecture_of(config).named_parameters(config)
     steps = [_write_parameter(folder / "zero" / name, specs[name], parts) for name, parts in _parameters(saved)]
-    place, layout = saved.folder / saved.tag, saved.description["layout"]
-    shared = read_file(model_file(place, layout, 0))
+    shared = read_file(model_file(saved.path, saved.layout, 0))
     common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
     torch.save(common, folder / "mp_rank_00_model_states.pt")
-    if saved.description["has_optimizer"]:
-        torch.save(_optimizer(place, layout, shared, steps[0]), folder / "zero" / "optimizer_state.pt")
-    (folder / SOURCE).write_text(stamp)
+    if saved.has_optimizer:
+        torch.save(_optimizer(saved, shared, steps[0]), folder / "zero" / "optimizer_state.pt")
+    (folder / SOURCE).write_text(source)
 
 
 def _parameters(saved: SavedRun) -> Iterator[tuple[str, list[State]]]:
-    """Each parameter once, and its state on each tensor-parallel rank. Holds one stage in memory at a time."""
-    place, layout = saved.folder / saved.tag, saved.description["layout"]
-    ranks = range(layout["--model-parallel-size"])
-    if not saved.description["has_optimizer"]:
+    """Each parameter once, with its state on each tensor-parallel rank. Holds one stage in memory at a time."""
+    layout = saved.layout
+    ranks = range(layout.model_parallel_size)
+    if not saved.has_optimizer:
         shards = [rank_weights(saved, rank) for rank in ranks]
         for name in shards[0]:
             yield name, [{WEIGHT: shard[name].float().clone()} for shard in shards]
         return
-    # In fp32 without ZeRO the optimizer steps on the weights themselves, which lie elsewhere.
-    needs_weights = not has_partitions(layout) and layout["precision"] == "fp32"
+    # In fp32 without ZeRO the optimizer updates the weights themselves, which are in other files.
+    needs_weights = not layout.has_optimizer_partitions and layout.precision == "fp32"
     weights = [rank_weights(saved, rank) if needs_weights else None for rank in ranks]
     seen: set[str] = set()
-    for stage in range(max(layout["--pipe-parallel-size"], 1)):
-        shards = [rank_states(place, layout, stage * len(ranks) + rank, weights[rank]) for rank in ranks]
+    for stage in range(max(layout.pipe_parallel_size, 1)):
+        shards = [rank_states(saved, stage * len(ranks) + rank, weights[rank]) for rank in ranks]
         for name in shards[0]:
             if name not in seen:
                 yield name, [shard[name] for shard in shards]
@@ -199,7 +209,7 @@ def _parameters(saved: SavedRun) -> Iterator[tuple[str, list[State]]]:
 
 
 def _write_parameter(folder: Path, spec: ParameterSpec, parts: Sequence[State]) -> Any:
-    """Write one parameter from its parts on the tensor-parallel ranks; its step count."""
+    """Write one parameter from its shards on the tensor-parallel ranks. Returns its step count."""
     folder.mkdir(parents=True)
     dim = spec.shard_dim
     for key, value in parts[0].items():
@@ -214,11 +224,10 @@ def _write_parameter(folder: Path, spec: ParameterSpec, parts: Sequence[State]) 
     return parts[0].get("step")
 
 
-def _optimizer(place: Path, layout: Mapping[str, Any], shared: Mapping[str, Any], step: Any) -> dict[str, Any]:
+def _optimizer(saved: SavedRun, shared: dict[str, Any], step: Any) -> dict[str, Any]:
     """Hyperparameters and loss scale, under the names that DeepSpeed looks for at each of its stages."""
-    prefix = "bf16_" if layout["precision"] == "bf16" else ""
-    if has_partitions(layout):
-        state = read_file(place / f"{prefix}zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+    if saved.layout.has_optimizer_partitions:
+        state = read_file(optimizer_file(saved.path, saved.layout, 0, 0))["optimizer_state_dict"]
     else:
         state = shared["optimizer"]
     base = state.get("base_optimizer_state") or state.get("optimizer_state_dict") or state

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
-from megatron.checkpoint.tracker import SavedRun, resolve
+from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.tracker import resolve
 from megatron.config import RunConfig
 from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.config.model import padded_vocabulary

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megatron.checkpoint.compatibility import behind
-from megatron.checkpoint.load import FRESH, choose_checkpoint, load_checkpoint
+from megatron.checkpoint.compatibility import at_saved_sample
+from megatron.checkpoint.load import FRESH, load_checkpoint, select_checkpoint
 from megatron.checkpoint.save import Checkpointer
-from megatron.checkpoint.tracker import SavedRun, holds_checkpoint
+from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.config import RunConfig
 from megatron.config.errors import NumericsError
 from megatron.config.summary import describe_stages
@@ -54,8 +55,8 @@ def pretrain(run: RunConfig) -> int:
         hang_watchdog(run, layout, progress),
         exhaustion_named(run, layout, progress),
     ):
-        saved = choose_checkpoint(run)
-        run = behind(saved.description, run) if saved else run
+        saved = select_checkpoint(run)
+        run = at_saved_sample(saved, run) if saved else run
         log = MetricsLogger(run, speaks=layout.rank == 0)
         log.say(describe_run(run))
         if run.parallel.uses_pipeline:
@@ -68,13 +69,13 @@ def pretrain(run: RunConfig) -> int:
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)
             goes_on = saved is not None and not run.checkpoint.finetune
-            checkpointer = Checkpointer(engine, run, log.say, saved.ledger if goes_on else ())
+            checkpointer = Checkpointer(engine, run, log.say, saved.history if goes_on else ())
             loaded = load_checkpoint(engine, run, layout, saved) if saved else FRESH
         log.say(describe_model(engine.module, layout))
         for line in loaded.remarks:
             log.say(f"> {line}")
         log.say(_describe_start(run, saved, loaded.iteration))
-        feed = Feed(run, layout, saved.left_out if saved and loaded.iteration else ())
+        feed = Feed(run, layout, saved.skipped_samples if saved and loaded.iteration else ())
         looks = instruments(run, layout, engine.module)
         trainer = Trainer(run, engine, layout, feed, log, checkpointer, departures, progress, looks)
         exit_code = trainer.train(loaded.iteration)
@@ -199,7 +200,7 @@ class Trainer:
             self.run.checkpoint, load=self.run.checkpoint.save, finetune=False, no_load_optim=False, no_load_rng=False
         )
         run = replace(self.run, checkpoint=config)
-        saved = choose_checkpoint(run)
+        saved = select_checkpoint(run)
         self.returns[saved.tag] += 1
         if self.returns[saved.tag] > self.run.train.max_consecutive_bad_steps:
             raise NumericsError(
@@ -228,7 +229,7 @@ def _due(iteration: int, interval: int | None) -> bool:
 
 def _describe_start(run: RunConfig, saved: SavedRun | None, iteration: int) -> str:
     if saved:
-        problems = "".join(f"> warning: {problem}\n" for problem in saved.passed_over)
+        problems = "".join(f"> warning: {problem}\n" for problem in saved.newer_problems)
         return f"{problems}> loaded {saved.folder / saved.tag}; training goes on behind iteration {iteration}"
     if run.checkpoint.auto_resume:
         return f"> {run.checkpoint.save} holds no checkpoint yet: a fresh start"

@@ -9,7 +9,7 @@ from support.programs import Programs, read_metrics
 from support.refusals import COMMAND, launched, refusal
 
 SAME = "--load ck --save ck"
-ADVICE = "give --override to go on with another value, or --finetune to begin anew"
+ADVICE = "give --override to continue with another value, or --finetune to start anew"
 
 # What is another: flags, and for each line the setting with its value and the checkpoint's.
 CHANGED: dict[str, tuple[str, list[tuple[str, object, object]]]] = {

@@ -76,7 +76,7 @@ def test_a_conversion_is_announced_once(go_on, saved_on):
     next((place).glob("*.pt")).touch()
     said, _ = go_on("one", "tp2-zero1")
     assert f"{place}: converted from TP 1, PP 0, DP 1, ZeRO 0, fp32, cached in {place}_universal" in said
-    assert said.count("random streams begin anew from --seed and the iteration") == 1
+    assert said.count("random streams restart from --seed and the iteration") == 1
 
 
 def test_another_precision(go_on, expected):

@@ -70,7 +70,7 @@ def folder(saved: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def choose(run_ranks: Callable[..., list], programs: Programs) -> Callable[..., tuple[str, tuple[str, ...]]]:
-    """The tag that two ranks choose in a folder, and what they say of those they passed over."""
+    """The tag that two ranks choose in a folder, and the problems of newer ones."""
 
     def chosen(folder: Path, *words: str) -> tuple[str, tuple[str, ...]]:
         command = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, *LAYOUT, "--load", str(folder), *words]
@@ -82,16 +82,16 @@ def choose(run_ranks: Callable[..., list], programs: Programs) -> Callable[..., 
 
 
 def choose_on_a_rank(command: list[str]) -> tuple[str, tuple[str, ...]]:
-    from megatron.checkpoint.load import choose_checkpoint
+    from megatron.checkpoint.load import select_checkpoint
     from megatron.config.command_line import parse_run
     from megatron.config.errors import CheckpointError
     from megatron.training.preflight import check
 
     try:
-        chosen = choose_checkpoint(check(parse_run(command, os.environ))[0])
+        chosen = select_checkpoint(check(parse_run(command, os.environ))[0])
     except CheckpointError as error:
         return "", tuple(error.messages)
-    return chosen.tag, chosen.passed_over
+    return chosen.tag, chosen.newer_problems
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

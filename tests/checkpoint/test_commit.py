@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import tags
+from megatron.checkpoint import tracker
 from megatron.checkpoint.files import replace_text, write_text
 from megatron.checkpoint.manifest import check_content, read_manifest
 from megatron.checkpoint.tracker import newest
@@ -24,11 +24,11 @@ CHANGES = ("open", "mkdir", "rmdir", "unlink", "rename", "replace", "fsync")
 
 def save(folder: Path, iteration: int, text: str = "weights", config: CheckpointConfig = KEEP_ALL) -> None:
     """What the ranks do in a save, with a text in the place of tensors."""
-    tag = tags.tag_of(iteration)
-    place = tags.begin(folder, tag)
+    tag = tracker.tag_name(iteration)
+    place = tracker.begin_tag(folder, tag)
     records = {name: write_text(place / name, f"{text} of {name}") for name in ("first.pt", "second.pt")}
-    tags.commit(folder, tag, {"iteration": iteration, "layout": {}, "config": {"model": {}}}, records)
-    tags.retain(folder, iteration, config)
+    tracker.commit_tag(folder, tag, {"iteration": iteration, "layout": {}, "config": {"model": {}}}, records)
+    tracker.remove_old_tags(folder, iteration, config)
 
 
 def whole_iteration(folder: Path) -> int:

@@ -114,7 +114,7 @@ def test_a_disk_that_takes_no_more(programs: Programs, tmp_path: Path, words: li
     assert line.startswith(f"--save {folder}: the checkpoint of iteration {failed} needs ")
     assert " free (File too large): free some space" in line
     assert [entry["iteration"] for entry in read_metrics(metrics)] == list(range(1, failed + 1))
-    assert ended.output.count("; training goes on\n") == (3 if words else 0)
+    assert ended.output.count("; training continues\n") == (3 if words else 0)
     assert [path.name for path in folder.iterdir()] == ["ds_config.json"]
 
 

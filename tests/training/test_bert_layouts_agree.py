@@ -76,14 +76,13 @@ def compare_weights(one: str, other: str) -> list[str]:
 
 def whole_bert(saved):
     """All weights of a checkpoint, by name."""
-    from megatron.checkpoint.tracker import whole_model_config
-    from megatron.checkpoint.weights import load_weights
+    from megatron.checkpoint.parameter_state import load_weights
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.model.bert import bert_layers, bert_loss
     from megatron.model.containers import SequentialModel
     from megatron.mpu import ParallelLayout
 
-    config, layout = whole_model_config(saved), ParallelLayout.create(ParallelConfig(world_size=1))
+    config, layout = saved.whole_model_config(), ParallelLayout.create(ParallelConfig(world_size=1))
     assert config.architecture == "BERT"
     model = SequentialModel(bert_layers(config, layout), bert_loss(config, layout), ActivationConfig())
     load_weights(model, saved)

@@ -123,8 +123,8 @@ def compare_weights(one: str, other: str) -> list[str]:
     import torch
     import torch.distributed as dist
 
-    from megatron.checkpoint.tracker import newest, whole_model_config
-    from megatron.checkpoint.weights import load_weights
+    from megatron.checkpoint.parameter_state import load_weights
+    from megatron.checkpoint.tracker import newest
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.model.gpt2 import GPT2Model
     from megatron.mpu import ParallelLayout
@@ -133,7 +133,7 @@ def compare_weights(one: str, other: str) -> list[str]:
     models = []
     for folder in (one, other):
         saved = newest(folder)
-        models.append(GPT2Model(whole_model_config(saved), ActivationConfig(), layout))
+        models.append(GPT2Model(saved.whole_model_config(), ActivationConfig(), layout))
         load_weights(models[-1], saved)
     first, second = (dict(model.named_parameters()) for model in models)
     assert first.keys() == second.keys() and len(first) > 30

@@ -11,7 +11,8 @@ import pytest
 from support.command_lines import CPU
 
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly
-from megatron.checkpoint.tracker import describe, publish, write_description
+from megatron.checkpoint.saved_run import describe
+from megatron.checkpoint.tracker import publish, write_description
 from megatron.config import RunConfig
 from megatron.config.command_line import parse_run
 from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
@@ -139,7 +140,7 @@ def test_one_command_line_begins_and_goes_on(corpus: Path) -> None:
     tags = [save(sized, own, iteration) for iteration in (1, 2)]
     assert (check(run)[1].folder, check(run)[1].iteration) == (own, 2)
     (tags[1] / "run.json").unlink()
-    assert (check(run)[1].iteration, check(run)[1].passed_over) == (1, (f"{tags[1]}/run.json is missing",))
+    assert (check(run)[1].iteration, check(run)[1].newer_problems) == (1, (f"{tags[1]}/run.json is missing",))
     (tags[0] / "run.json").unlink()
     error = refusal(run)
     assert isinstance(error, CheckpointError)
@@ -155,7 +156,7 @@ def test_a_checkpoint_of_other_ranks_and_stages(corpus: Path) -> None:
     same_ranks, other_stages = (check(run_of(corpus, f"{words} {more}")) for more in ("--pipeline-partition 2,0", ""))
     for (found, saved), is_own in ((same_ranks, True), (other_stages, False)):
         assert saved is not None and saved.iteration == 1
-        assert loads_directly(saved.description, found) == has_same_ranks(saved.description, found) == is_own
+        assert loads_directly(saved, found) == has_same_ranks(saved, found) == is_own
     assert check(run_of(corpus, f"--gas 2 --zero-stage 2 --load {folder}"))[1] is not None
     assert "--seed is 7, but 1234 in" in str(refusal(run_of(corpus, f"{words} --seed 7")))
     for accepted in ("--seed 7 --override", "--seed 7 --finetune"):

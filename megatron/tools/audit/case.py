@@ -1,4 +1,4 @@
-"""What is audited: a checkpoint, and the data that it says its run has read."""
+"""An audited run: a checkpoint, and the data that its run has read."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
-from megatron.checkpoint.sample_history import Stretch
-from megatron.checkpoint.tracker import SavedRun
+from megatron.checkpoint.sample_history import Segment
+from megatron.checkpoint.saved_run import SavedRun
 from megatron.config import DataConfig, TrainConfig
 from megatron.config.errors import CheckpointError, ConfigError, DataError
 from megatron.data.datasets import Samples, build_datasets
+from megatron.data.index_maps import sample_at
 from megatron.model.architectures import GPT2
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.convert.kinds import find
@@ -21,64 +22,67 @@ TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file")
 
 @dataclass(frozen=True)
 class Case:
-    """A run, as its newest checkpoint tells it."""
+    """A run, by its newest checkpoint."""
 
     saved: SavedRun
     data: DataConfig
-    """Its data, at the place where they are now."""
+    """Its data, at their present paths."""
     train: TrainConfig
 
-    @property
-    def place(self) -> Path:
-        """The checkpoint."""
-        return self.saved.folder / self.saved.tag
-
     @cached_property
-    def ledger(self) -> tuple[Stretch, ...]:
-        """Which samples its iterations took."""
-        return self.saved.ledger
+    def history(self) -> tuple[Segment, ...]:
+        """Which samples its iterations consumed."""
+        return self.saved.history
 
-    def stretch(self, iteration: int) -> Stretch:
-        """The stretch of the ledger that an iteration is in.
+    def segment(self, iteration: int) -> Segment:
+        """The segment of the sample history that contains ``iteration``.
 
-        Raises ConfigError where it has not been made, and CheckpointError where the ledger does not know it, or read
-        other data in it.
+        Raises:
+            ConfigError: the run has no such iteration.
+            CheckpointError: its samples are unknown, or it read other data.
         """
+        path = self.saved.path
         if not 1 <= iteration <= self.saved.iteration:
-            raise ConfigError(f"--iteration {iteration}: {self.place} has iterations 1 to {self.saved.iteration}")
-        found = next(stretch for stretch in self.ledger if stretch.finished < iteration <= stretch.last)
-        if not found.global_batch_size:
+            raise ConfigError(f"--iteration {iteration}: {path} has iterations 1 to {self.saved.iteration}")
+        segment = next(segment for segment in self.history if segment.finished < iteration <= segment.last)
+        if not segment.global_batch_size:
             raise CheckpointError(
-                f"{self.place} has no ledger of iteration {iteration}: it was made by an older version"
+                f"{path} has no sample history of iteration {iteration}: it was saved by an older version"
             )
-        if found.stream != self.ledger[-1].stream:
+        if segment.stream != self.history[-1].stream:
             raise CheckpointError(
-                f"iteration {iteration} has read other data than {self.place} names, or in another order: name a "
+                f"iteration {iteration} has read other data than {path} names, or in another order: name a "
                 "checkpoint from before the change"
             )
-        return found
+        return segment
+
+    def samples_up_to(self, iteration: int) -> int:
+        """Samples of the stream up to the last one of ``iteration``, skipped ones included. Raises as ``segment()``."""
+        self.segment(1)
+        last_index = self.segment(iteration).sample_indices(iteration).stop - 1
+        return sample_at(last_index, self.saved.skipped_samples) + 1
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer. Raises ConfigError where its files are others now, and DataError where they are gone."""
+        """The run's tokenizer. Raises ConfigError if its files have changed, DataError if they are missing."""
         files = [getattr(self.data, name) for name in TOKENIZER_FLAGS]
         tokenizer = build_tokenizer(*files)
         if self.data.tokenizer_hash not in ("", tokenizer_hash(*files)):
             raise ConfigError(
-                f"the vocabulary in {', '.join(file for file in files[1:] if file)} is not the one of {self.place}: "
-                "name that with --vocab-file and --merge-file"
+                f"the vocabulary in {', '.join(file for file in files[1:] if file)} is not the one of "
+                f"{self.saved.path}: name that with --vocab-file and --merge-file"
             )
         return tokenizer
 
     def training_samples(self, samples: int) -> Samples:
-        """The run's training samples, ``samples`` at the least, in the order of training.
+        """At least ``samples`` training samples of the run, in the order of training.
 
-        Raises DataError where the data are not what the run has read, and ConfigError where it was no GPT-2.
+        Raises DataError if the data are not those that the run has read, ConfigError if its model is not GPT-2.
         """
-        model = self.saved.description["config"]["model"]
-        if (architecture := model.get("architecture", GPT2.name)) != GPT2.name:
-            raise ConfigError(f"{self.place} is a {architecture}: only samples of {GPT2.name} can be told one by one")
-        check_contents(self.data, str(self.place))
+        model = self.saved.model
+        if (architecture := model["architecture"]) != GPT2.name:
+            raise ConfigError(f"{self.saved.path} is a {architecture}: only samples of {GPT2.name} can be listed")
+        check_contents(self.data, str(self.saved.path))
         datasets = build_datasets(
             self.data,
             vocab_size=model["vocab_size"],
@@ -92,8 +96,11 @@ class Case:
         return datasets.train
 
 
-def open_case(load: Path, given: Mapping[str, Any]) -> Case:
-    """The run whose newest checkpoint is in ``load``, with fields of DataConfig that say where its data are now.
+def open_case(load: Path, data_fields: Mapping[str, Any]) -> Case:
+    """The run whose newest checkpoint is in ``load``.
+
+    Args:
+        data_fields: fields of DataConfig with the present paths of its data.
 
     Raises:
         CheckpointError: it is no checkpoint of this suite.
@@ -102,15 +109,15 @@ def open_case(load: Path, given: Mapping[str, Any]) -> Case:
     if saved is None:
         raise CheckpointError(f"--load {load}: no checkpoint of a training run; name one, or a folder of them")
     try:
-        config = saved.description["config"]
-        data, train = read_section(DataConfig, config["data"]), read_section(TrainConfig, config["train"])
+        data = read_section(DataConfig, saved.config["data"])
+        train = read_section(TrainConfig, saved.config["train"])
     except (KeyError, TypeError):
-        raise CheckpointError(f"{saved.folder / saved.tag} does not say what it has read") from None
-    return Case(saved, replace(data, **given), train)
+        raise CheckpointError(f"{saved.path} does not contain the data it was trained on") from None
+    return Case(saved, replace(data, **data_fields), train)
 
 
 def read_section(section: type, saved: Mapping[str, Any]) -> Any:
-    """A section of a RunConfig as ``run.json`` keeps it."""
+    """A section of a RunConfig from ``run.json``."""
     names = {field.name for field in fields(section)}
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in saved.items() if name in names
@@ -120,13 +127,15 @@ def read_section(section: type, saved: Mapping[str, Any]) -> Any:
     return section(**values)
 
 
-def check_contents(data: DataConfig, place: str) -> None:
-    """Raises DataError where the data are missing, or have another content than ``data.data_hash``."""
+def check_contents(data: DataConfig, checkpoint: str) -> None:
+    """Raises DataError if the data are missing, or their hash is not ``data.data_hash``."""
     try:
         found = blend_hash(data.contents)
     except FileNotFoundError as error:
         raise DataError(
-            f"{error.filename} is missing: say where the data of {place} are now, as --data-path did"
+            f"{error.filename} is missing: name the present paths of the data of {checkpoint} with --data-path"
         ) from None
     if data.data_hash not in ("", found):
-        raise DataError(f"{' '.join(data.prefixes)}: not the data that {place} has read, whose content was another")
+        raise DataError(
+            f"{' '.join(data.prefixes)}: not the data that {checkpoint} has read, whose content was another"
+        )

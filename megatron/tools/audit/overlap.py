@@ -1,4 +1,4 @@
-"""Documents that are there more than once, told by a hash of their tokens: within a split, and in two of them."""
+"""Duplicate documents, found by a hash of their tokens: within a split, and between two splits."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ _DIGEST = np.dtype("V16")
 
 
 class Documents(NamedTuple):
-    """All documents of a split."""
+    """The documents of a split."""
 
     digests: np.ndarray
     """A hash of each one's tokens, 16 bytes [documents]."""
@@ -24,7 +24,7 @@ class Documents(NamedTuple):
     sources: Sequence[Source]
 
     def name(self, number: int) -> str:
-        """A document by its data set and its number in that."""
+        """The name of a document: its data set and its number there."""
         for _, indexed, documents in self.sources:
             if number < len(documents):
                 return f"{indexed.prefix} document {documents.start + number}"
@@ -33,22 +33,22 @@ class Documents(NamedTuple):
 
 
 def hash_documents(sources: Sequence[Source], eod: int | None) -> Documents:
-    """Hash the documents of a split, whatever type holds their tokens, and without ``eod`` at the end."""
+    """Hash the documents of a split, whatever the type of their tokens, and without a final ``eod``."""
     digests, tokens = [], []
     for _, indexed, documents in sources:
         starts = indexed.document_starts
-        own = bytearray()
+        hashes = bytearray()
         for document in documents:
             text = indexed.span(int(starts[document]), int(starts[document + 1] - starts[document])).astype("<i4")
             text = text[:-1] if len(text) and text[-1] == eod else text
-            own += hashlib.blake2b(text.data, digest_size=_DIGEST.itemsize).digest()
-        digests.append(np.frombuffer(bytes(own), _DIGEST))
+            hashes += hashlib.blake2b(text.data, digest_size=_DIGEST.itemsize).digest()
+        digests.append(np.frombuffer(bytes(hashes), _DIGEST))
         tokens.append(np.diff(starts[documents.start : documents.stop + 1]))
     return Documents(np.concatenate(digests), np.concatenate(tokens), sources)
 
 
 def find_overlaps(splits: Mapping[str, Sequence[Source]], eod: int | None) -> dict[str, Any]:
-    """Which documents of validation and test are in an earlier split, too, and how many are repeated within one."""
+    """Documents of validation and test that are also in an earlier split, and documents repeated within a split."""
     hashed = {name: hash_documents(splits[name], eod) for name in SPLITS if name in splits}
     return {
         "within": [_repeated(name, documents) for name, documents in hashed.items()],
@@ -88,7 +88,7 @@ def _shared(first: str, second: str, earlier: Documents, later: Documents) -> di
 
 
 def as_text(found: Mapping[str, Any]) -> Iterator[str]:
-    """In lines."""
+    """The result in lines."""
     for row in found["within"]:
         yield (
             f"{SPLIT_NAMES[row['split']]}: {row['documents']:,} documents, {row['different']:,} different ones, "

@@ -1,7 +1,7 @@
-"""Whether every sample was taken once: from the ledger in the checkpoint, and the metrics file beside it.
+"""Proof that every sample was consumed once, from the sample history in the checkpoint and the metrics file.
 
-Nothing is read of the data. The ledger says which places of the stream each start of the run took; they have to join
-without a gap and without an overlap. The metrics were written by those runs themselves, as they went.
+No data are read. The history has the sample indices of each start of the run; they must join without gaps and
+overlaps. The metrics were written by the runs themselves, in every iteration.
 """
 
 import json
@@ -10,77 +10,75 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.sample_history import Stretch
+from megatron.checkpoint.sample_history import Segment
 from megatron.config.errors import DataError
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What was found."""
+    """The result."""
 
-    stretches: Sequence[Stretch]
-    left_out: Sequence[range]
+    segments: Sequence[Segment]
+    skipped_samples: Sequence[range]
     logged: int | None
-    """Iterations of the ledger that the metrics have; None without metrics."""
-    made_again: Sequence[range]
-    """Iterations that were lost with a stop, or a return behind a spike, and made once more."""
-    faults: Sequence[str]
+    """Iterations of the history that are in the metrics; None without metrics."""
+    repeated: Sequence[range]
+    """Iterations that were lost in a restart, or in a return to a checkpoint after a spike, and run again."""
+    errors: Sequence[str]
 
     @property
     def iterations(self) -> int:
-        return self.stretches[-1].last if self.stretches else 0
+        return self.segments[-1].last if self.segments else 0
 
     @property
     def samples(self) -> int:
-        return self.stretches[-1].end_place if self.stretches else 0
+        return self.segments[-1].end_place if self.segments else 0
 
 
-def prove(ledger: Sequence[Stretch], left_out: Sequence[range], metrics: Path | None) -> Proof:
-    """Hold the ledger to itself, and the metrics to the ledger. Raises DataError where those cannot be read."""
-    faults = [*_ledger_faults(ledger), *_left_out_faults(left_out)]
-    logged, made_again = None, []
+def prove(history: Sequence[Segment], skipped_samples: Sequence[range], metrics: Path | None) -> Proof:
+    """Check the history, and the metrics against it. Raises DataError if the metrics cannot be read."""
+    errors = [*_history_errors(history), *_skipped_errors(skipped_samples)]
+    logged, repeated = None, []
     if metrics is not None:
-        effective, made_again = _effective(read_consumed(metrics))
-        last = ledger[-1].last if ledger else 0
+        effective, repeated = _effective(read_consumed(metrics))
+        last = history[-1].last if history else 0
         inside = [line for line in effective if line[1] <= last]
         logged = len(inside)
-        faults += (
-            _metrics_faults(ledger, inside, metrics) if inside else [f"{metrics} says nothing of these iterations"]
-        )
-    return Proof(ledger, left_out, logged, made_again, faults)
+        errors += _metrics_errors(history, inside, metrics)
+    return Proof(history, skipped_samples, logged, repeated, errors)
 
 
-def _ledger_faults(ledger: Sequence[Stretch]) -> Iterator[str]:
-    iteration = place = 0
-    for stretch in ledger:
-        which = f"iterations {stretch.finished + 1} to {stretch.last}"
-        if not stretch.global_batch_size:
-            yield f"{which}: made before ledgers were kept"
-        elif stretch.end_place - stretch.first_place != (stretch.last - stretch.finished) * stretch.global_batch_size:
-            yield f"{which}: {stretch.end_place - stretch.first_place} samples, which is not one batch for each"
-        if stretch.finished != iteration:
+def _history_errors(history: Sequence[Segment]) -> Iterator[str]:
+    iteration = index = 0
+    for segment in history:
+        which = f"iterations {segment.finished + 1} to {segment.last}"
+        if not segment.global_batch_size:
+            yield f"{which}: trained before sample histories were kept"
+        elif segment.end_place - segment.first_place != (segment.last - segment.finished) * segment.global_batch_size:
+            yield f"{which}: {segment.end_place - segment.first_place} samples, which is not one batch for each"
+        if segment.finished != iteration:
             yield f"{which} follow iteration {iteration}"
-        if stretch.first_place > place:
-            yield f"{which} begin at sample {stretch.first_place}: samples {place} to {stretch.first_place - 1} skipped"
-        elif stretch.first_place < place:
-            yield f"{which} begin at sample {stretch.first_place}: samples up to {place - 1} repeated"
-        if stretch.stream != ledger[0].stream:
+        if segment.first_place > index:
+            yield f"{which} begin at sample {segment.first_place}: samples {index} to {segment.first_place - 1} skipped"
+        elif segment.first_place < index:
+            yield f"{which} begin at sample {segment.first_place}: samples up to {index - 1} repeated"
+        if segment.stream != history[0].stream:
             yield f"{which} read other data than the first ones, or in another order"
-        iteration, place = stretch.last, stretch.end_place
+        iteration, index = segment.last, segment.end_place
 
 
-def _left_out_faults(left_out: Sequence[range]) -> Iterator[str]:
-    for earlier, later in zip(left_out, left_out[1:], strict=False):
+def _skipped_errors(skipped_samples: Sequence[range]) -> Iterator[str]:
+    for earlier, later in zip(skipped_samples, skipped_samples[1:], strict=False):
         if later.start < earlier.stop:
-            yield f"samples {later.start} to {earlier.stop - 1} are left out twice"
+            yield f"samples {later.start} to {earlier.stop - 1} are skipped twice"
 
 
 Line = tuple[int, int, int]
-"""Number of a line, its iteration, and the samples consumed behind it."""
+"""Number of a line, its iteration, and the samples consumed after it."""
 
 
 def read_consumed(path: Path) -> Iterator[Line]:
-    """The training lines of a metrics file. Raises DataError where it cannot be read."""
+    """The training lines of a metrics file. Raises DataError if it cannot be read."""
     try:
         with open(path, encoding="utf-8") as file:
             for number, text in enumerate(file, start=1):
@@ -94,55 +92,55 @@ def read_consumed(path: Path) -> Iterator[Line]:
 
 
 def _effective(lines: Iterator[Line]) -> tuple[list[Line], list[range]]:
-    """The lines whose iterations the weights have in them, and the iterations that were made again."""
+    """The lines of the iterations that led to the weights, and the iterations that were repeated."""
     kept: list[Line] = []
-    made_again = []
+    repeated = []
     for line in lines:
         if kept and line[1] <= kept[-1][1]:
-            made_again.append(range(line[1], kept[-1][1] + 1))
+            repeated.append(range(line[1], kept[-1][1] + 1))
             kept = [earlier for earlier in kept if earlier[1] < line[1]]
         kept.append(line)
-    return kept, made_again
+    return kept, repeated
 
 
-def _metrics_faults(ledger: Sequence[Stretch], lines: Sequence[Line], path: Path) -> Iterator[str]:
+def _metrics_errors(history: Sequence[Segment], lines: Sequence[Line], path: Path) -> Iterator[str]:
     if not lines:
-        yield f"{path} says nothing of these iterations"
+        yield f"{path} has no lines of these iterations"
     for number, iteration, consumed in lines:
-        stretch = next(stretch for stretch in ledger if iteration <= stretch.last)
-        expected = stretch.places(iteration).stop
-        if stretch.global_batch_size and consumed != expected:
-            yield f"{path}:{number}: {consumed} samples behind iteration {iteration}, where the ledger has {expected}"
+        segment = next(segment for segment in history if iteration <= segment.last)
+        expected = segment.sample_indices(iteration).stop
+        if segment.global_batch_size and consumed != expected:
+            yield f"{path}:{number}: {consumed} samples after iteration {iteration}, but {expected} in the checkpoint"
 
 
 def as_dict(proof: Proof) -> dict[str, Any]:
-    """For programs."""
+    """The proof for JSON."""
     return {
-        "proven": not proof.faults,
+        "proven": not proof.errors,
         "iterations": proof.iterations,
         "samples": proof.samples,
-        "stretches": [vars(stretch) for stretch in proof.stretches],
-        "left_out": [[span.start, span.stop] for span in proof.left_out],
+        "stretches": [vars(segment) for segment in proof.segments],
+        "left_out": [[span.start, span.stop] for span in proof.skipped_samples],
         "logged": proof.logged,
-        "made_again": [[span.start, span.stop - 1] for span in proof.made_again],
-        "faults": list(proof.faults),
+        "made_again": [[span.start, span.stop - 1] for span in proof.repeated],
+        "faults": list(proof.errors),
     }
 
 
-def as_text(proof: Proof, place: Path) -> Iterator[str]:
+def as_text(proof: Proof, checkpoint: Path) -> Iterator[str]:
     """In lines."""
-    yield f"{place}: {proof.iterations:,} iterations, {proof.samples:,} samples"
+    yield f"{checkpoint}: {proof.iterations:,} iterations, {proof.samples:,} samples"
     yield f"  {'iterations':>15}  {'samples':>21}  {'batch':>6}  layout"
-    for stretch in proof.stretches:
-        iterations = f"{stretch.finished + 1:,}-{stretch.last:,}"
-        samples = f"{stretch.first_place:,}-{stretch.end_place - 1:,}"
-        layout = ", ".join(f"{axis} {size}" for axis, size in stretch.layout.items())
-        yield f"  {iterations:>15}  {samples:>21}  {stretch.global_batch_size:>6,}  {layout}"
-    for span in proof.left_out:
-        yield f"left out behind a spike: samples {span.start:,} to {span.stop - 1:,}"
+    for segment in proof.segments:
+        iterations = f"{segment.finished + 1:,}-{segment.last:,}"
+        samples = f"{segment.first_place:,}-{segment.end_place - 1:,}"
+        layout = ", ".join(f"{axis} {size}" for axis, size in segment.layout.items())
+        yield f"  {iterations:>15}  {samples:>21}  {segment.global_batch_size:>6,}  {layout}"
+    for span in proof.skipped_samples:
+        yield f"skipped after a spike: samples {span.start:,} to {span.stop - 1:,}"
     if proof.logged is not None:
         yield f"metrics: {proof.logged:,} lines about these iterations"
-    for span in proof.made_again:
-        yield f"made again, after what they did was lost: iterations {span.start:,} to {span.stop - 1:,}"
-    yield from (f"WRONG: {fault}" for fault in proof.faults)
-    yield "not proven" if proof.faults else "proven: no sample was repeated, none was skipped"
+    for span in proof.repeated:
+        yield f"repeated after a restart or a spike: iterations {span.start:,} to {span.stop - 1:,}"
+    yield from (f"WRONG: {error}" for error in proof.errors)
+    yield "not proven" if proof.errors else "proven: no sample was repeated, none was skipped"

@@ -1,4 +1,4 @@
-"""How often each document was seen: the tokens of it that training took, over the tokens it has."""
+"""How often each document was seen: its tokens that training read, divided by its length."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ import numpy as np
 from megatron.config.errors import DataError
 from megatron.data.datasets import BlendedDataset
 from megatron.data.gpt2_dataset import GPT2Dataset
-from megatron.data.index_maps import sample_at
 from megatron.tools.audit.case import Case
 
 BANDS = ((0, 0, "never"), (0, 1, "in part"), (1, 1, "once"), (1, np.inf, "more than once"))
@@ -17,40 +16,38 @@ BANDS = ((0, 0, "never"), (0, 1, "in part"), (1, 1, "once"), (1, np.inf, "more t
 
 @dataclass(frozen=True)
 class Seen:
-    """One data set, as far as training has come."""
+    """How much of one data set training has read."""
 
     prefix: str
     first_document: int
     lengths: np.ndarray
     """Tokens of each document of the training split, int64 [documents]."""
     tokens: np.ndarray
-    """Those that were taken as input, once for each time, int64 [documents]."""
+    """Tokens of each document that were read as input, counted each time, int64 [documents]."""
 
     @property
     def times(self) -> np.ndarray:
-        """How often each was seen, float64 [documents]; 0 where there is nothing to see."""
+        """How often each document was seen, float64 [documents]; 0 if it is empty."""
         return self.tokens / np.maximum(self.lengths, 1)
 
     @property
     def epochs(self) -> float:
-        """How often all of it was."""
+        """How often the data set was seen on average."""
         return float(self.tokens.sum() / max(self.lengths.sum(), 1))
 
 
 def seen_up_to(case: Case, iteration: int) -> list[Seen]:
-    """What the iterations up to ``iteration`` have taken of each data set.
+    """How much of each data set the iterations up to ``iteration`` have read.
 
     Raises:
         ConfigError: no such iteration.
-        CheckpointError: the ledger does not tell.
-        DataError: the data do not tell, or a sample is in its stream twice, or not at all.
+        CheckpointError: the samples are unknown.
+        DataError: the data are not the same, or their index maps contain a sample twice.
     """
-    stretch = case.stretch(iteration)
-    case.stretch(1)
-    stop = sample_at(stretch.places(iteration).stop - 1, case.saved.left_out) + 1
+    stop = case.samples_up_to(iteration)
     samples = case.training_samples(stop)
     taken = np.ones(stop, bool)
-    for span in case.saved.left_out:
+    for span in case.saved.skipped_samples:
         taken[span.start : span.stop] = False
     parts = samples.parts if isinstance(samples, BlendedDataset) else [samples]
     own = [taken]
@@ -61,10 +58,12 @@ def seen_up_to(case: Case, iteration: int) -> list[Seen]:
 
 
 def _count(part: GPT2Dataset, taken: np.ndarray, seq_length: int) -> Seen:
-    """What is seen of a data set by those of its first samples that are ``taken``, bool [n]."""
+    """How much of a data set is read by those of its first samples that are ``taken``, bool [n]."""
     numbers = part.maps.shuffle[: len(taken)].astype(np.int64)
     if len(np.unique(numbers)) != len(numbers):
-        raise DataError(f"the index maps of {part.indexed.prefix} hold a sample twice: remove them, they are made anew")
+        raise DataError(
+            f"the index maps of {part.indexed.prefix} contain a sample twice: remove them to build new ones"
+        )
     # Sample j has tokens j * seq_length on of the stream of documents, as many as seq_length of them as input.
     covered = np.zeros(len(part.maps.samples), np.int64)
     covered[numbers[taken] + 1] = seq_length
@@ -79,7 +78,7 @@ def _count(part: GPT2Dataset, taken: np.ndarray, seq_length: int) -> Seen:
 
 
 def _seen_before(position: np.ndarray, before: np.ndarray, covered: np.ndarray, seq_length: int) -> np.ndarray:
-    """Tokens taken in front of each position of the stream, int64 like ``position``."""
+    """Tokens read before each position of the stream, int64 like ``position``."""
     sample, offset = np.divmod(position, seq_length)
     beyond = sample >= len(before) - 1
     sample = np.minimum(sample, len(before) - 2)
@@ -88,7 +87,7 @@ def _seen_before(position: np.ndarray, before: np.ndarray, covered: np.ndarray, 
 
 
 def as_dict(found: Sequence[Seen]) -> list[dict[str, Any]]:
-    """Each data set in figures, for programs and for ``as_text``."""
+    """The figures of each data set, for JSON and for ``as_text``."""
     rows = []
     for seen in found:
         times = seen.times[seen.lengths > 0]

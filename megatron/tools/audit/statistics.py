@@ -1,4 +1,4 @@
-"""How many tokens there are, of which kinds, in documents of which lengths."""
+"""Statistics of the data: tokens, vocabulary, lengths of documents."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.data.datasets import BlendedDataset
-from megatron.data.index_maps import sample_at
 from megatron.data.splits import SPLIT_NAMES, Source, all_sources
 from megatron.tokenizer import Tokenizer
 from megatron.tools.audit.case import Case
@@ -71,7 +70,7 @@ def _count_tokens(source: Source, vocab_size: int) -> np.ndarray:
 
 
 def as_text(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """In lines."""
+    """The figures in lines."""
     for row in found:
         percentiles = ", ".join(f"{value:,.0f} ({name} %)" for name, value in row["percentiles"].items())
         frequent = " ".join(f"{text!r}" for text, _ in row["frequent"])
@@ -92,13 +91,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _POINTS = 200
-"""Places along the run at which the mix is drawn."""
+"""Iterations at which the mix is drawn."""
 
 
 def draw(case: Case) -> "Figure":
-    """Lengths of training documents above, the mix of data sets over the iterations below.
+    """A figure of the lengths of training documents, and of the mix of data sets over the iterations.
 
-    Raises CheckpointError and DataError where checkpoint and data do not tell.
+    Raises CheckpointError or DataError if the samples are unknown, or the data are not the same.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -107,7 +106,7 @@ def draw(case: Case) -> "Figure":
     ends, mix = source_mix(case)
     with rc_context({"font.size": 11, "axes.titlesize": 12, "axes.grid": True, "grid.alpha": 0.3}):
         figure = Figure(figsize=(12, 8), dpi=120, layout="constrained")
-        figure.suptitle(f"What {case.place} was trained on", fontsize=15)
+        figure.suptitle(f"What {case.saved.path} was trained on", fontsize=15)
         above, below = figure.subplots(2)
         _draw_lengths(above, sources, case.data.seq_length)
         _draw_mix(below, sources, ends, mix)
@@ -115,14 +114,13 @@ def draw(case: Case) -> "Figure":
 
 
 def source_mix(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """The part of each data set in the samples between some iterations of the run and the ones before them.
+    """The share of each data set in the samples, in intervals of iterations.
 
-    Returns the iterations, int64 [n], and the parts, float64 [n, data sets].
+    Returns the ends of the intervals, int64 [n], and the shares, float64 [n, data sets].
     """
     last = case.saved.iteration
-    case.stretch(1)
     ends = np.unique(np.linspace(0, last, min(last, _POINTS) + 1).astype(np.int64))[1:]
-    stops = [sample_at(case.stretch(int(end)).places(int(end)).stop - 1, case.saved.left_out) + 1 for end in ends]
+    stops = [case.samples_up_to(iteration) for iteration in ends.tolist()]
     samples = case.training_samples(stops[-1])
     if not isinstance(samples, BlendedDataset):
         return ends, np.ones((len(ends), 1))
@@ -151,5 +149,5 @@ def _draw_mix(axes: "Axes", sources: Sequence[Source], ends: np.ndarray, mix: np
         label = f"{source.indexed.prefix}, {float(source.share):.2%} asked for"
         axes.stairs(above, edges, baseline=below, fill=True, alpha=0.6, color=f"C{number}", label=label)
         below = above
-    axes.set(title="Mix of data sets", xlabel="iteration", ylabel="part of the samples", ylim=(0, 1))
+    axes.set(title="Mix of data sets", xlabel="iteration", ylabel="share of the samples", ylim=(0, 1))
     axes.legend(loc="lower right")

@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
-from megatron.checkpoint.tracker import RUN_FILE, SavedRun, whole_model_config
+from megatron.checkpoint.saved_run import RUN_FILE, SavedRun
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError
 from megatron.model.architectures import BERT, GPT2, architecture_of
@@ -20,7 +20,7 @@ from megatron.tools.convert.kinds import HF_CONFIG, Found, read_json, read_metad
 
 def verify_weights(saved: SavedRun) -> None:
     """Raise CheckpointError as ``verify`` does, for the files that the weights are read from."""
-    verify(saved.folder / saved.tag, "*" if saved.description["layout"]["--zero-stage"] == 3 else "*model_states.pt")
+    verify(saved.path, "*" if saved.layout.zero_stage == 3 else "*model_states.pt")
 
 
 def verify(tag_folder: Path, pattern: str = "*") -> str:
@@ -88,7 +88,7 @@ def facts(found: Found, description: Mapping[str, Any] | None, config: ModelConf
 def integrity(found: Found) -> str:
     """Whether it is whole, in words. Raises CheckpointError where it is known not to be."""
     if found.kind in ("tag", "folder"):
-        return verify(found.saved.folder / found.saved.tag)
+        return verify(found.saved.path)
     return "no manifest: what was saved is not known"
 
 
@@ -119,9 +119,9 @@ def read_config(found: Found, *, vocab_size: int | None = None) -> ModelConfig |
     if found.kind == "huggingface":
         return from_huggingface(read_json(found.path / HF_CONFIG), found.path / HF_CONFIG, vocab_size=vocab_size)
     description = read_description(found)
-    return (
-        None if description is None else whole_model_config(SavedRun(found.path.parent, found.path.name, description))
-    )
+    if description is None:
+        return None
+    return SavedRun(found.path.parent, found.path.name, description).whole_model_config()
 
 
 def read_description(found: Found) -> dict[str, Any] | None:

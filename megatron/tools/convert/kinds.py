@@ -8,7 +8,8 @@ from typing import Any
 
 import safetensors
 
-from megatron.checkpoint.tracker import LATEST, RUN_FILE, TRACKER, SavedRun, newest, tag_at
+from megatron.checkpoint.saved_run import RUN_FILE, SavedRun
+from megatron.checkpoint.tracker import LATEST, TRACKER, newest, tag_at
 from megatron.config.errors import CheckpointError
 
 HF_CONFIG = "config.json"

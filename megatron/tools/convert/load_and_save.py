@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.checkpoint.load import CHECKPOINT_VERSION
+from megatron.checkpoint.parameter_state import whole_weights
+from megatron.checkpoint.saved_run import describe
 from megatron.checkpoint.tensor_files import read_file
-from megatron.checkpoint.tracker import describe, publish, whole_model_config, write_description
-from megatron.checkpoint.weights import whole_weights
+from megatron.checkpoint.tracker import publish, write_description
 from megatron.config import (
     ActivationConfig,
     CheckpointConfig,
@@ -53,11 +54,9 @@ def read_versions(found: Found) -> dict[str, Any] | None:
     """Which DeepSpeed wrote it, and Megatron's number for what the names and rows mean."""
     if found.kind not in ("tag", "folder"):
         return None
-    file = next((found.saved.folder / found.saved.tag).glob("*mp_rank_00_model_states.pt"), None)
+    file = next((found.saved.path).glob("*mp_rank_00_model_states.pt"), None)
     if file is None:
-        raise CheckpointError(
-            f"{found.saved.folder / found.saved.tag} has no mp_rank_00_model_states.pt; it is not whole"
-        )
+        raise CheckpointError(f"{found.saved.path} has no mp_rank_00_model_states.pt; it is not whole")
     state = read_file(file)
     return {"DeepSpeed": state.get("ds_version"), "checkpoint": state.get("checkpoint_version")}
 
@@ -69,7 +68,7 @@ def run_metadata(model: WholeModel) -> dict[str, str]:
 
 def _of_suite(found: Found) -> WholeModel:
     saved = found.saved
-    config = whole_model_config(saved)
+    config = saved.whole_model_config()
     weights = {name: copies[0] for name, copies in whole_weights(config, saved)}
     return WholeModel(config, weights, saved.description)
 
@@ -77,7 +76,7 @@ def _of_suite(found: Found) -> WholeModel:
 def _of_universal(found: Found) -> WholeModel:
     if found.saved is None:
         raise CheckpointError(f"{found.path} does not say what model it is, nor does a tag beside it: name that tag")
-    config = whole_model_config(found.saved)
+    config = found.saved.whole_model_config()
     weights = _universal_weights(found.path)
     for name, spec in architecture_of(config).named_parameters(config).items():
         if spec.is_vocabulary and name in weights:

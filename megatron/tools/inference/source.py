@@ -48,7 +48,7 @@ class Source:
     def warnings(self) -> list[str]:
         """What is wrong with newer checkpoints of the folder, which are passed over for this one."""
         saved = self.found.saved
-        return [] if saved is None else [f"{problem}; taking {saved.tag}" for problem in saved.passed_over]
+        return [] if saved is None else [f"{problem}; taking {saved.tag}" for problem in saved.newer_problems]
 
 
 def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:

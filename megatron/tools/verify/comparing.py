@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron.checkpoint.tracker import newest, whole_model_config
-from megatron.checkpoint.weights import whole_weights
+from megatron.checkpoint.parameter_state import whole_weights
+from megatron.checkpoint.tracker import newest
 from megatron.parallel.layout import ParallelLayout
 from megatron.tools.verify.request import checkpoint_folder, metrics_file
 
@@ -62,7 +62,7 @@ def read_result(folder: Path, layout: ParallelLayout) -> Result:
     """What the run left in ``folder``. Raises CheckpointError where the checkpoint is not whole."""
     lines = [json.loads(line) for line in metrics_file(folder).read_text(encoding="utf-8").splitlines()]
     saved = newest(checkpoint_folder(folder))
-    config = whole_model_config(saved)
+    config = saved.whole_model_config()
     heads = config.num_attention_heads
     weights = {
         name: [_with_effect(name, copy.float(), heads) for copy in copies]

@@ -35,7 +35,7 @@ def test_each_command(audit: Callable, restarted: Restarted, tmp_path: Path) -> 
     load = ("--load", restarted.checkpoints)
     code, said, _ = audit("batch", *load, "--iteration", 2, "--rank", 1, "--characters", 20)
     lines = said.splitlines()
-    assert code == 0 and lines[0] == "iteration 2: 4 samples on PP 1, DP 2, SP 1, TP 1, what rank 1 took"
+    assert code == 0 and lines[0] == "iteration 2: 4 samples on PP 1, DP 2, SP 1, TP 1, those of rank 1"
     assert [line for line in lines if line.startswith("sample")] == [
         f"sample {number}, data-parallel rank 1" for number in (6, 7)
     ]
@@ -54,7 +54,7 @@ def test_each_command(audit: Callable, restarted: Restarted, tmp_path: Path) -> 
 
     code, said, _ = audit("proof", *load, "--metrics-file", restarted.metrics)
     assert code == 0 and said.endswith("proven: no sample was repeated, none was skipped\n")
-    assert "made again, after what they did was lost: iterations 3 to 4" in said
+    assert "repeated after a restart or a spike: iterations 3 to 4" in said
     code, said, _ = audit("proof", *load, "--metrics-file", restarted.metrics, "--json")
     assert json.loads(said)["proven"] is True
 

@@ -50,18 +50,18 @@ def test_another_blend_is_refused(restarted: Restarted, programs: Programs) -> N
 
 
 def test_the_proof(restarted: Restarted, case: Case, tmp_path: Path) -> None:
-    found = prove(case.ledger, case.saved.left_out, restarted.metrics)
-    assert found.faults == [] and found.logged == 6 and found.made_again == [range(3, 5)]
-    assert [(part.finished, part.last, part.first_place, part.end_place) for part in found.stretches] == [
+    found = prove(case.history, case.saved.skipped_samples, restarted.metrics)
+    assert found.errors == [] and found.logged == 6 and found.repeated == [range(3, 5)]
+    assert [(part.finished, part.last, part.first_place, part.end_place) for part in found.segments] == [
         (0, 2, 0, 8),
         (2, 6, 8, 24),
     ]
-    assert [part.layout["DP"] for part in found.stretches] == [2, 1]
+    assert [part.layout["DP"] for part in found.segments] == [2, 1]
     lines = [line for line in read_metrics(restarted.metrics) if "consumed_samples" in line]
     lines[-1]["consumed_samples"] += 4
     (tmp_path / "metrics").write_text("\n".join(map(json.dumps, lines)))
-    (fault,) = prove(case.ledger, (), tmp_path / "metrics").faults
-    assert fault == f"{tmp_path}/metrics:8: 28 samples behind iteration 6, where the ledger has 24"
+    (error,) = prove(case.history, (), tmp_path / "metrics").errors
+    assert error == f"{tmp_path}/metrics:8: 28 samples after iteration 6, but 24 in the checkpoint"
 
 
 @pytest.mark.parametrize(("iteration", "rank", "data_rank", "ranks"), [(2, 1, 1, 2), (2, 0, 0, 2), (5, 0, 0, 1)])

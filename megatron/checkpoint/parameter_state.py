@@ -1,0 +1,229 @@
+"""Weights and optimizer state in the files of a checkpoint, by parameter, whatever layout and ZeRO stage saved them.
+
+The *state* of a parameter: ``fp32``, the weight itself, and the optimizer's moments under their own names
+(``exp_avg``, ``exp_avg_sq``), all of one shape, and ``step``, a number.
+
+DeepSpeed's files contain states in *blocks*: a flat fp32 tensor that the optimizer updates, flat moments of the same
+length, and the parameters in it. Without ZeRO a block is a parameter or a group of them. At ZeRO 1 and 2 it is a
+group, partitioned over the data-parallel ranks. At ZeRO 3 it is a rank's part of each parameter of a group, one after
+the other, padded at the end.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron.checkpoint.saved_run import SavedLayout, SavedRun
+from megatron.checkpoint.tensor_files import read_file
+from megatron.config import ModelConfig
+from megatron.config.errors import CheckpointError
+from megatron.model.architectures import architecture_of
+from megatron.model.spec import parameter_prefix
+
+State = dict[str, Any]
+WEIGHT = "fp32"
+Shapes = Mapping[str, torch.Size]
+"""Names and shapes of the parameters of an optimizer's group, in its order."""
+
+
+def load_weights(module: nn.Module, saved: SavedRun) -> None:
+    """Load the weights of ``saved`` into ``module``, a model without tensor or pipeline parallelism.
+
+    Raises CheckpointError if a file or a weight is missing or has another shape.
+    """
+    parameters = dict(module.named_parameters())
+    for name, copies in whole_weights(saved.whole_model_config(), saved):
+        with torch.no_grad():
+            parameters[name].copy_(copies[0])
+
+
+def whole_weights(config: ModelConfig, saved: SavedRun) -> Iterator[tuple[str, list[Tensor]]]:
+    """Each weight of the model of ``config``, without its shards and padding, as ``saved`` has it.
+
+    Yields one copy of a weight that tensor parallelism shards, and a copy from each tensor-parallel rank of one that
+    is replicated. Raises CheckpointError if a file or a weight is missing or has another shape.
+    """
+    shards = [rank_weights(saved, rank) for rank in range(saved.layout.model_parallel_size)]
+    for name, parameter in architecture_of(config).named_parameters(config).items():
+        try:
+            parts = [shard[name] for shard in shards]
+        except KeyError:
+            raise CheckpointError(f"{saved.path} holds no weight {name}") from None
+        copies = parts if parameter.shard_dim is None else [torch.cat(parts, parameter.shard_dim)]
+        if parameter.is_vocabulary:
+            # The padding depends on the tensor-parallel size.
+            copies = [_with_rows(copy, parameter.shape[0]) for copy in copies]
+        if any(copy.shape != parameter.shape for copy in copies):
+            raise CheckpointError(
+                f"{saved.path}: {name} is {list(copies[0].shape)}, and the model's {list(parameter.shape)}"
+            )
+        yield name, copies
+
+
+def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
+    """The weights of one tensor-parallel rank, from all stages, under their names in the plain engine."""
+    if saved.layout.zero_stage == 3:
+        return {name: state[WEIGHT] for name, state in rank_states(saved, tensor_rank).items()}
+    if saved.layout.pipe_parallel_size == 0:
+        return read_file(saved.path / f"mp_rank_{tensor_rank:02d}_model_states.pt")["module"]
+    config = saved.whole_model_config()
+    layers = architecture_of(config).layers(config)
+    weights = {}
+    for file in sorted(saved.path.glob(f"layer_*-model_{tensor_rank:02d}-model_states.pt")):
+        index = int(file.name.split("-")[0].removeprefix("layer_"))
+        prefix = parameter_prefix(index, layers[index])
+        weights |= {prefix + name: tensor for name, tensor in read_file(file).items()}
+    return weights
+
+
+def _with_rows(table: Tensor, rows: int) -> Tensor:
+    return F.pad(table[:rows], (0, 0) * (table.dim() - 1) + (0, max(rows - table.size(0), 0)))
+
+
+class Span(NamedTuple):
+    """Elements of a block that belong to a parameter."""
+
+    name: str
+    start: int
+    length: int
+
+
+class Block(NamedTuple):
+    """A flat fp32 tensor, the optimizer's state of it, and the parameters in it."""
+
+    weights: Tensor
+    state: Mapping[str, Any]
+    spans: Iterable[Span]
+
+
+def model_file(folder: Path, layout: SavedLayout, mp_rank: int) -> Path:
+    """DeepSpeed's file of model-parallel rank ``mp_rank`` = stage x tensor-parallel size + tensor rank."""
+    prefix = "zero_pp_rank_0_" if layout.zero_stage == 3 else ""
+    return folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt"
+
+
+def optimizer_file(folder: Path, layout: SavedLayout, zero_rank: int, mp_rank: int) -> Path:
+    """DeepSpeed's file of the optimizer's partition ``zero_rank`` of model-parallel rank ``mp_rank``."""
+    prefix = "bf16_" if layout.precision == "bf16" else ""
+    return folder / f"{prefix}zero_pp_rank_{zero_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
+def rank_states(saved: SavedRun, mp_rank: int, weights: Mapping[str, Tensor] | None = None) -> dict[str, State]:
+    """The state of each parameter of model-parallel rank ``mp_rank``.
+
+    Args:
+        weights: of this tensor-parallel rank; needed in fp32 at ZeRO 0, where the optimizer has no others.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or lacks a part.
+    """
+    layout = saved.layout
+    model = read_file(model_file(saved.path, layout, mp_rank))
+    groups = model.get("param_shapes")
+    if not groups:
+        raise CheckpointError(
+            f"{saved.path} does not say which parameters its optimizer has: resume on the layout it has"
+        )
+    # One partition at a time is in memory at ZeRO 3.
+    partitions = (
+        read_file(optimizer_file(saved.path, layout, rank, mp_rank))["optimizer_state_dict"]
+        for rank in range(layout.zero_ranks)
+    )
+    if layout.zero_stage == 3:
+        blocks = _zero3_blocks(partitions, groups, layout.zero_ranks)
+    elif layout.has_optimizer_partitions:
+        blocks = _zero1_and_2_blocks(list(partitions), groups)
+    else:
+        blocks = _zero0_blocks(model["optimizer"], groups, weights or {})
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    return _assemble(blocks, shapes, saved.path)
+
+
+def _zero3_blocks(partitions: Iterable[Mapping[str, Any]], groups: Iterable[Shapes], ranks: int) -> Iterator[Block]:
+    for partition in partitions:
+        base = partition["optimizer_state_dict"]
+        for number, (weights, shapes) in enumerate(zip(partition["fp32_flat_groups"], groups, strict=True)):
+            lengths = {name: math.ceil(shape.numel() / ranks) for name, shape in shapes.items()}
+            yield Block(weights, _state(base, number), _consecutive_spans(lengths))
+
+
+def _zero1_and_2_blocks(partitions: Sequence[Mapping[str, Any]], groups: Iterable[Shapes]) -> Iterator[Block]:
+    """A block for each group, concatenated from all data-parallel ranks.
+
+    The files state which parameters a rank has (``param_slice_mappings``), but with round-robin gradients in an order
+    that is not that of the tensors. That of ``groups`` is.
+    """
+    for number, shapes in enumerate(groups):
+        weights = torch.cat([partition["single_partition_of_fp32_groups"][number] for partition in partitions])
+        states = [_state(partition["base_optimizer_state"], number) for partition in partitions]
+        state = {
+            key: torch.cat([state[key] for state in states]) if _is_flat(value) else value
+            for key, value in states[0].items()
+        }
+        lengths = {name: shape.numel() for name, shape in shapes.items()}
+        paddings = partitions[0].get("param_alignment_paddings")
+        yield Block(weights, state, _consecutive_spans(lengths, paddings and paddings[number]))
+
+
+def _zero0_blocks(
+    optimizer: Mapping[str, Any], groups: Iterable[Shapes], weights: Mapping[str, Tensor]
+) -> Iterator[Block]:
+    """A block for each parameter or, if DeepSpeed's fused wrapper flattened it, for each group."""
+    base = optimizer.get("optimizer_state_dict", optimizer)  # in half precision there is a wrapper around it
+    number = 0
+    for index, shapes in enumerate(groups):
+        lengths = {name: shape.numel() for name, shape in shapes.items()}
+        if "fp32_groups_flat" in optimizer:
+            yield Block(optimizer["fp32_groups_flat"][index], _state(base, index), _consecutive_spans(lengths))
+            continue
+        masters = optimizer["fp32_groups"][index] if "fp32_groups" in optimizer else [weights[n] for n in lengths]
+        for (name, length), master in zip(lengths.items(), masters, strict=True):
+            yield Block(master, _state(base, number), [Span(name, 0, length)])
+            number += 1
+
+
+def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | None = None) -> Iterator[Span]:
+    """Spans in order, each followed by as many elements of padding as ``paddings`` has for it."""
+    start = 0
+    for (name, length), padding in zip(lengths.items(), paddings or repeat(0), strict=False):
+        yield Span(name, start, length)
+        start += length + padding
+
+
+def _state(base: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The state of tensor ``number`` in the optimizer ``base``, with the step count that some keep for a group."""
+    group = next(group for group in base["param_groups"] if number in group["params"])
+    step = {"step": group["step"]} if "step" in group else {}
+    return {**step, **base["state"].get(number, {})}
+
+
+def _assemble(blocks: Iterable[Block], shapes: Shapes, folder: Path) -> dict[str, State]:
+    """Concatenate the parts of each parameter in the order of the blocks."""
+    parts: dict[str, dict[str, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    numbers: dict[str, State] = defaultdict(dict)
+    for block in blocks:
+        values = {WEIGHT: block.weights, **block.state}
+        tensors = {key: value.detach().flatten() for key, value in values.items() if _is_flat(value)}
+        for name, start, length in block.spans:
+            for key, tensor in tensors.items():
+                parts[name][key].append(tensor[start : start + length])
+            numbers[name] |= {key: value for key, value in values.items() if not _is_flat(value)}
+    return {name: numbers[name] | _whole(name, parts[name], shape, folder) for name, shape in shapes.items()}
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _whole(name: str, parts: Mapping[str, list[Tensor]], shape: torch.Size, folder: Path) -> dict[str, Tensor]:
+    whole = {key: torch.cat(tensors)[: shape.numel()].float() for key, tensors in parts.items()}
+    if WEIGHT not in whole or any(tensor.numel() < shape.numel() for tensor in whole.values()):
+        raise CheckpointError(f"{folder} holds a part of {name} alone: save the checkpoint once more")
+    return {key: tensor.view(shape) for key, tensor in whole.items()}

@@ -1,0 +1,251 @@
+"""``run.json`` of a checkpoint: the layout, the settings and the full configuration of the run that saved it.
+
+No torch here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.sample_history import Segment, extended, read_history
+from megatron.config import ModelConfig, RunConfig
+from megatron.config.errors import CheckpointError
+from megatron.model.architectures import GPT2
+from megatron.parallel.pipeline.partition import layers_per_chunk
+
+RUN_FILE = "run.json"
+_OPTIMIZER_FIELDS = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
+
+
+def _saved_as(key: str, **options: Any) -> Any:
+    return field(metadata={"key": key}, **options)
+
+
+@dataclass(frozen=True)
+class SavedLayout:
+    """How the state of a run is distributed over ranks, and so over the files of its checkpoints.
+
+    A field that an older checkpoint lacks is None.
+    """
+
+    model_parallel_size: int = _saved_as("--model-parallel-size")
+    pipe_parallel_size: int = _saved_as("--pipe-parallel-size")
+    """0: without the pipeline engine."""
+    ds_sequence_parallel_size: int = _saved_as("--ds-sequence-parallel-size")
+    data_parallel_size: int = _saved_as("data-parallel size")
+    zero_stage: int = _saved_as("--zero-stage")
+    offload_optimizer: str = _saved_as("--offload-optimizer")
+    cpu_torch_adam: bool = _saved_as("--cpu-torch-adam")
+    precision: str = _saved_as("precision")
+    zero_round_robin_gradients: bool = _saved_as("--zero-round-robin-gradients")
+    """With the next two: the order of parameters in ZeRO's files."""
+    parameter_alignment: int | None = _saved_as("parameter_alignment")
+    sub_group_size: int | None = _saved_as("sub_group_size")
+    pipeline_schedule: str | None = _saved_as("--pipeline-schedule", default=None)
+    """None without a pipeline, like the next."""
+    partition: str | None = _saved_as("the partition into stages", default=None)
+    """Transformer layers of each model chunk: the optimizer's files of a stage hold the parameters of that stage."""
+    unknown: tuple[str, ...] = ()
+    """Keys in ``run.json`` that this version does not know."""
+
+    @classmethod
+    def from_run(cls, run: RunConfig) -> "SavedLayout":
+        """The layout of checkpoints that ``run`` saves."""
+        zero, parallel = run.zero, run.parallel
+        zero_settings = run.ds_config.get("zero_optimization", {})
+        layout = cls(
+            model_parallel_size=parallel.model_parallel_size,
+            pipe_parallel_size=parallel.pipe_parallel_size,
+            ds_sequence_parallel_size=parallel.ds_sequence_parallel_size,
+            data_parallel_size=parallel.data_parallel_size,
+            zero_stage=zero.zero_stage,
+            offload_optimizer=zero.offload_optimizer,
+            cpu_torch_adam=zero.cpu_torch_adam,
+            precision=run.precision.dtype,
+            zero_round_robin_gradients=zero.zero_round_robin_gradients,
+            parameter_alignment=zero_settings.get("parameter_alignment"),
+            sub_group_size=zero_settings.get("sub_group_size"),
+        )
+        if not parallel.uses_pipeline:
+            return layout
+        partition = ", ".join(map(str, layers_per_chunk(run)))
+        return replace(layout, pipeline_schedule=parallel.pipeline_schedule, partition=partition)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> "SavedLayout":
+        """The layout in a ``run.json``."""
+        keys = _layout_keys()
+        values = {name: saved.get(key) for name, key in keys.items()}
+        return cls(**values, unknown=tuple(sorted(saved.keys() - set(keys.values()))))
+
+    def to_json(self) -> dict[str, Any]:
+        """The layout for ``run.json``."""
+        only_pipeline = () if self.pipe_parallel_size else ("pipeline_schedule", "partition")
+        return {key: getattr(self, name) for name, key in _layout_keys().items() if name not in only_pipeline}
+
+    def __str__(self) -> str:
+        sizes = {"TP": self.model_parallel_size, "PP": self.pipe_parallel_size, "DP": self.data_parallel_size}
+        if self.ds_sequence_parallel_size > 1:
+            sizes["SP"] = self.ds_sequence_parallel_size
+        sizes["ZeRO"] = self.zero_stage
+        return ", ".join([*(f"{name} {size}" for name, size in sizes.items()), self.precision])
+
+    @property
+    def has_optimizer_partitions(self) -> bool:
+        """Whether the optimizer's state is in separate files, one for each data-parallel rank."""
+        # In bf16 the pipeline engine partitions it at ZeRO 0, too.
+        return self.zero_stage > 0 or (self.precision == "bf16" and self.pipe_parallel_size > 0)
+
+    @property
+    def zero_ranks(self) -> int:
+        """Ranks that ZeRO partitions over."""
+        return self.data_parallel_size * self.ds_sequence_parallel_size
+
+    def has_same_ranks(self, other: "SavedLayout") -> bool:
+        """Whether each rank holds the same layers, shards of them and samples in both layouts."""
+        names = (
+            "model_parallel_size",
+            "pipe_parallel_size",
+            "data_parallel_size",
+            "ds_sequence_parallel_size",
+            "pipeline_schedule",
+            "partition",
+        )
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+
+def _layout_keys() -> dict[str, str]:
+    return {entry.name: entry.metadata["key"] for entry in fields(SavedLayout) if entry.metadata}
+
+
+def settings_of(run: RunConfig) -> dict[str, Any]:
+    """The settings that decide which samples ``run`` trains on and what it computes, except the learning rate."""
+    train, data, model = run.train, run.data, run.model
+    return {
+        "the content of --data-path": data.data_hash,
+        "the proportions of the blend": data.proportions,
+        "the tokenizer's content": data.tokenizer_hash,
+        "--split": data.split,
+        "--seq-length": data.seq_length,
+        "--global-batch-size": train.global_batch_size,
+        "--seed": train.seed,
+        "--reset-position-ids": data.reset_position_ids,
+        "--reset-attention-mask": data.reset_attention_mask,
+        "--eod-mask-loss": data.eod_mask_loss,
+        "--mask-prob": data.mask_prob,
+        "--short-seq-prob": data.short_seq_prob,
+        "--loss-normalization": train.loss_normalization,
+        "--attention-dropout": model.attention_dropout,
+        "--hidden-dropout": model.hidden_dropout,
+        **{"--" + name.replace("_", "-"): getattr(run.optim, name) for name in _OPTIMIZER_FIELDS},
+    }
+
+
+def schedule_of(run: RunConfig) -> dict[str, Any]:
+    """The settings that decide the learning rate of each iteration."""
+    optim = run.optim
+    schedule = {
+        "--lr": optim.lr,
+        "--min-lr": optim.min_lr,
+        "--lr-decay-style": optim.lr_decay_style,
+        "--lr-decay-iters": optim.decay_iters(run.train),
+        "--lr-warmup-iters": optim.warmup_iters(run.train),
+    }
+    if optim.lr_decay_style == "WSD":
+        schedule |= {
+            "--lr-wsd-decay-style": optim.lr_wsd_decay_style,
+            "--lr-wsd-decay-iters": optim.lr_wsd_decay_iters,
+        }
+    return schedule
+
+
+def describe(
+    run: RunConfig, iteration: int, skipped_samples: Sequence[range] = (), history: Sequence[Segment] = ()
+) -> dict[str, Any]:
+    """The content of ``run.json`` for a checkpoint of ``run`` after ``iteration``.
+
+    Args:
+        skipped_samples: samples that training skips, in order.
+        history: the sample history of the checkpoint that the run resumed.
+    """
+    samples = run.train.consumed_samples(iteration)
+    return {
+        "iteration": iteration,
+        "consumed_samples": samples,
+        "consumed_tokens": samples * run.data.seq_length,
+        "left_out_samples": [[span.start, span.stop] for span in skipped_samples],
+        "ledger": [asdict(segment) for segment in extended(history, run, iteration)],
+        "layout": SavedLayout.from_run(run).to_json(),
+        "settings": settings_of(run),
+        "schedule": schedule_of(run),
+        "has_optimizer": not run.checkpoint.no_save_optim,
+        "has_rng": not run.checkpoint.no_save_rng,
+        "config": asdict(run),
+    }
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A complete checkpoint: where it is, and what its ``run.json`` contains."""
+
+    folder: Path
+    tag: str
+    description: Mapping[str, Any]
+    """The content of ``run.json``."""
+    newer_problems: tuple[str, ...] = ()
+    """What is wrong with the newer checkpoints of the folder, which cannot be loaded."""
+
+    @property
+    def path(self) -> Path:
+        """The folder of the tag."""
+        return self.folder / self.tag
+
+    @property
+    def iteration(self) -> int:
+        """Finished iterations."""
+        return self.description["iteration"]
+
+    @cached_property
+    def layout(self) -> SavedLayout:
+        """The layout of its files."""
+        return SavedLayout.from_json(self.description["layout"])
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the optimizer's state was saved."""
+        return bool(self.description.get("has_optimizer"))
+
+    @property
+    def has_rng(self) -> bool:
+        """Whether the random number states were saved."""
+        return bool(self.description.get("has_rng"))
+
+    @property
+    def config(self) -> Mapping[str, Mapping[str, Any]]:
+        """The sections of the run's configuration, as JSON."""
+        return self.description["config"]
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """The fields of the run's ModelConfig. Without an architecture it is GPT-2, which was once the only one."""
+        return {"architecture": GPT2.name, **self.config["model"]}
+
+    @property
+    def skipped_samples(self) -> tuple[range, ...]:
+        """Samples that training skips, in order."""
+        return tuple(range(start, stop) for start, stop in self.description.get("left_out_samples", ()))
+
+    @property
+    def history(self) -> tuple[Segment, ...]:
+        """The samples of its iterations. Raises CheckpointError if they cannot be read."""
+        return read_history(self.description, str(self.path))
+
+    def whole_model_config(self) -> ModelConfig:
+        """The configuration of the saved model without parallelism and padding, in fp32."""
+        try:
+            config = ModelConfig(**self.config["model"])
+        except TypeError as error:
+            raise CheckpointError(f"{self.path} was saved by another version: {error}") from None
+        return replace(config, padded_vocab_size=config.vocab_size, dtype="fp32")
