@@ -11,7 +11,8 @@ from megatron.launch.rank import run_rank
 from megatron.model.architectures import BERT
 from megatron.training.main import train
 
-main = partial(train, BERT)
+ARCHITECTURE = BERT
+main = partial(train, ARCHITECTURE)
 
 if __name__ == "__main__":
     run_rank(main)

@@ -11,7 +11,8 @@ from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2
 from megatron.training.main import train
 
-main = partial(train, GPT2)
+ARCHITECTURE = GPT2
+main = partial(train, ARCHITECTURE)
 
 if __name__ == "__main__":
     run_rank(main)

@@ -18,7 +18,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 
 from megatron.config.errors import ConfigError
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, read_architecture, run_tool
 from megatron.tools.convert.inspection import facts, integrity
 from megatron.tools.convert.kinds import Found, find
 
@@ -28,6 +28,8 @@ def main() -> None:
     args = _parser().parse_args()
     if (args.path is None) == (args.diff is None):
         raise ConfigError("give one PATH, or --diff with two (see --help)")
+    if args.program:
+        read_architecture(args.program)
     found = [find(path) for path in args.diff or [args.path]]
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if args.diff:
@@ -72,6 +74,7 @@ def _parser() -> ToolParser:
     parser.add_argument(
         "--tolerance", type=float, default=0.0, metavar="T", help="largest relative difference that counts as equal"
     )
+    parser.add_argument("--program", type=Path, metavar="FILE", help="entry script, of a model of your own")
     parser.add_argument("--json", action="store_true", help="for programs")
     return parser
 

@@ -2,10 +2,11 @@
 
     python tools/plan.py --model 175b --device a100 --devices 1024 --global-batch-size 1536
     python tools/plan.py --device h100 --devices 16 --global-batch-size 256 ARGUMENTS OF pretrain_gpt2.py
+    python tools/plan.py --program pretrain_bert.py --model bert-large --devices 16 --global-batch-size 256
 
-Sizes that no --model gives, and whatever else the runs shall share, are arguments of pretrain_gpt2.py. One that
-belongs to a layout, such as --model-parallel-size or --zero-stage, settles that part of it. Nothing is started, and
-no GPU and no torch are needed; --exact builds the chosen layout's stages without memory, which takes torch.
+Sizes that no --model gives, and everything else that the layouts share, are arguments of the entry script --program.
+One that belongs to a layout, such as --model-parallel-size or --zero-stage, settles that part of it. Nothing is
+started, and no GPU and no torch are needed; --exact builds the chosen layout's stages on the meta device, with torch.
 
 Exit code 0: a layout fits; 1: none does; 2: wrong usage.
 """
@@ -20,7 +21,8 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
 from megatron.config.errors import ConfigError
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.model.architectures import BERT, GPT2
+from megatron.tools.command_line import ToolParser, read_architecture, run_tool
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.output import SCRIPT, files
 from megatron.tools.planning.presets import DEVICES, GB, MODELS, TERA, bytes_of_text, positive, share, whole
@@ -33,8 +35,11 @@ PRECISION = {"v100": "fp16", "cpu": "fp32"}
 """What a device trains in where nothing is said; bf16 on the others."""
 
 
+_BY_PROGRAM = {architecture.program: architecture for architecture in (GPT2, BERT)}
+
+
 def main() -> None:
-    """Read the request, search, and say what came of it."""
+    """Read the request, search, and print the plan."""
     args, words = _parser().parse_known_args()
     request = _request(args, words)
     plan = search(request)
@@ -104,6 +109,9 @@ def _request(args: argparse.Namespace, words: list[str]) -> Request:
         "inter_bandwidth": args.inter_bandwidth and args.inter_bandwidth * GB,
     }
     device = device._replace(**{name: value for name, value in stated.items() if value is not None})
+    preset = MODELS[args.model].program if args.model else GPT2.program
+    program = args.program or Path(preset)
+    architecture = read_architecture(args.program) if args.program else _BY_PROGRAM[preset]
     return make_request(
         words,
         Machine(device, min(args.devices_per_node or device.per_node, args.devices)),
@@ -113,16 +121,27 @@ def _request(args: argparse.Namespace, words: list[str]) -> Request:
         vocab_size=args.vocab_size,
         headroom=args.headroom,
         tokens=args.tokens,
+        architecture=architecture,
+        program=str(program),
     )
 
 
 def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
-    parser.usage = "%(prog)s --device NAME --devices N --global-batch-size N [flags] ARGUMENTS OF pretrain_gpt2.py"
+    parser.usage = "%(prog)s --device NAME --devices N --global-batch-size N [flags] ARGUMENTS OF THE PROGRAM"
     model = parser.add_argument_group("model")
-    model.add_argument("--model", choices=MODELS, help="sizes of a GPT; arguments of pretrain_gpt2.py change them")
+    model.add_argument("--model", choices=MODELS, help="sizes of a model; arguments of its program override them")
     model.add_argument(
-        "--vocab-size", type=whole, default=50257, metavar="N", help="tokens; a --vocab-file that is there decides"
+        "--program",
+        type=Path,
+        metavar="FILE",
+        help="entry script whose ARCHITECTURE is planned (default: that of --model, or pretrain_gpt2.py)",
+    )
+    model.add_argument(
+        "--vocab-size",
+        type=whole,
+        metavar="N",
+        help="tokens, without a --vocab-file that exists (default: 50257, or BERT's 30522)",
     )
     model.add_argument("--tokens", type=positive, default=300e9, metavar="N", help="tokens to train on, for the days")
     machine = parser.add_argument_group("machine")

@@ -2,12 +2,14 @@
 
 import argparse
 import os
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.config.errors import ConfigError, UserError
+from megatron.model.spec import ArchitectureSpec
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -52,6 +54,23 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     sys.exit(0)
+
+
+def read_architecture(program: Path) -> ArchitectureSpec:
+    """``ARCHITECTURE`` of an entry script, whose main part is not run.
+
+    Raises:
+        ConfigError: The script cannot be loaded, or defines none.
+    """
+    folder = str(program.resolve().parent)
+    sys.path.insert(0, folder)  # as if it were started
+    try:
+        contents = runpy.run_path(str(program), run_name="program")
+    except Exception as error:
+        raise ConfigError(f"--program {program} cannot be loaded ({type(error).__name__}: {error})") from error
+    if isinstance(architecture := contents.get("ARCHITECTURE"), ArchitectureSpec):
+        return architecture
+    raise ConfigError(f"--program {program} defines no ARCHITECTURE: name an entry script such as pretrain_gpt2.py")
 
 
 def with_hyphens(words: Sequence[str]) -> list[str]:

@@ -77,5 +77,7 @@ def test_the_vocabulary_is_the_padded_dimension() -> None:
 
 
 def test_an_unknown_architecture_is_a_line() -> None:
-    with pytest.raises(ConfigError, match=r"the model T6 is unknown here \(known: GPT-2, BERT.*: use its own entry"):
+    with pytest.raises(
+        ConfigError, match=r"the model T6 is unknown here \(known: GPT-2, BERT.*: name its entry script"
+    ):
         architecture_of(replace(settled("").model, architecture="T6"))

@@ -94,7 +94,7 @@ def integrity(found: Found) -> str:
 
 def loaders(found: Found, description: Mapping[str, Any] | None, architecture: ArchitectureSpec) -> list[str]:
     """Which programs take it, and for what."""
-    others = list(_LOADERS[architecture.name][found.kind])
+    others = list(_LOADERS.get(architecture.name, _LOADERS[BERT.name])[found.kind])
     if found.kind not in ("folder", "tag"):
         return others
     how = "to go on" if description["has_optimizer"] else "with --finetune, for it has no optimizer"

@@ -16,7 +16,7 @@ SCRIPT, JSON_FILE, HOSTFILE = "run.sh", "ds_config.json", "hostfile"
 
 def files(one: Candidate) -> dict[str, str]:
     """Name and text of each file."""
-    config = parse_run(one.command, one.request.environ).ds_config
+    config = parse_run(one.command, one.request.environ, one.request.architecture).ds_config
     return {SCRIPT: script(one), JSON_FILE: json.dumps(config, indent=2) + "\n", HOSTFILE: hostfile(one)}
 
 
@@ -29,9 +29,10 @@ def hostfile(one: Candidate) -> str:
 
 def script(one: Candidate) -> str:
     """A shell script that starts it, and hands on what it is given."""
+    program = one.request.program
     lines = [
         "#!/usr/bin/env bash",
-        "# Start it in the folder of pretrain_gpt2.py. What it is given goes to the program, such as --explain.",
+        f"# Start it in the folder of {program}. Its arguments go to the program, such as --explain.",
         "set -euo pipefail",
         'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
     ]
@@ -40,7 +41,7 @@ def script(one: Candidate) -> str:
     several = one.request.devices > one.request.machine.per_node
     hosts = f'--hostfile "$here/{HOSTFILE}"' if several else f"--num_gpus {one.request.devices}"
     said = [f"    {line} \\" for line in _flags(one.command)]
-    lines += [f"deepspeed {hosts} pretrain_gpt2.py \\", *said, f'    --deepspeed_config "$here/{JSON_FILE}" "$@"']
+    lines += [f"deepspeed {hosts} {program} \\", *said, f'    --deepspeed_config "$here/{JSON_FILE}" "$@"']
     return "\n".join(lines) + "\n"
 
 

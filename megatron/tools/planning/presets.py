@@ -5,16 +5,19 @@ import math
 import re
 from typing import NamedTuple
 
+from megatron.model.architectures import BERT, GPT2
+
 GIB, GB, TERA = 2**30, 10**9, 10**12
 
 
 class Model(NamedTuple):
-    """The sizes of a GPT."""
+    """The sizes of a model, and the entry script that trains it."""
 
     num_layers: int
     hidden_size: int
     num_attention_heads: int
     seq_length: int
+    program: str = GPT2.program
 
 
 class Device(NamedTuple):
@@ -47,6 +50,8 @@ MODELS: dict[str, Model] = {
     "13b": Model(40, 5120, 40, 2048),
     "175b": Model(96, 12288, 96, 2048),
     "1t": Model(128, 25600, 160, 2048),
+    "bert-base": Model(12, 768, 12, 512, BERT.program),
+    "bert-large": Model(24, 1024, 16, 512, BERT.program),
 }
 
 DEVICES: dict[str, Device] = {

@@ -1,4 +1,4 @@
-"""What is to be planned: arguments of pretrain_gpt2.py with their gaps filled, and the machine."""
+"""What is to be planned: arguments of an entry script with their gaps filled, and the machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,8 @@ from megatron.config.command_line.parser import read_flags
 from megatron.config.errors import ConfigError, DataError
 from megatron.config.fields import Provided, flag_name
 from megatron.config.validation import value_problems
+from megatron.model.architectures import GPT2
+from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import read_vocabulary
 from megatron.tools.planning.presets import MODELS
 from megatron.tools.planning.timing import Machine
@@ -26,7 +28,9 @@ _PLACEHOLDERS = {
     "vocab_file": "vocab/vocab.json",
     "merge_file": "vocab/merges.txt",
 }
-"""What the layout does not depend on, where nothing is said."""
+"""Values of what the layout does not depend on, if they are not given."""
+_VOCABULARY = {False: 50257, True: 30522}
+"""By ``masked_lm``: tokens of GPT-2's vocabulary and of BERT's."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class Request:
     headroom: float
     """Share of the memory that is left to the driver, to kernels and to fragments."""
     tokens: float
+    architecture: ArchitectureSpec = GPT2
+    program: str = GPT2.program
+    """The entry script, as the user named it."""
 
     @property
     def environ(self) -> dict[str, str]:
@@ -59,17 +66,21 @@ def make_request(
     *,
     model: str | None = None,
     precision: str = "bf16",
-    vocab_size: int = 50257,
+    vocab_size: int | None = None,
     headroom: float = 0.06,
     tokens: float = 300e9,
+    architecture: ArchitectureSpec = GPT2,
+    program: str = GPT2.program,
 ) -> Request:
-    """The request that ``argv``, arguments of pretrain_gpt2.py, amounts to; a ``model`` of MODELS fills its sizes.
+    """The request of ``argv``, arguments of ``program``, which trains ``architecture``.
+
+    A ``model`` of MODELS fills in sizes that are not given. ``vocab_size`` applies without a vocabulary file.
 
     Raises:
         ConfigError: with a line for each thing that is wrong.
         DataError: the vocabulary is there, and is broken.
     """
-    given, problems = read_flags(argv)
+    given, problems = read_flags(argv, architecture)
     problems += [
         f"{given[name].source} is not for the planner: {word}" for name, word in _OF_TOOL.items() if name in given
     ]
@@ -77,23 +88,28 @@ def make_request(
         problems.append(f"{given['deepspeed_config'].source} is what the planner makes: say its settings as flags")
     if "global_batch_size" not in given:
         problems.append("--global-batch-size is required")
-    filled, _ = read_flags(_fillers(given, tokens, model))
+    filled, _ = read_flags(_fillers(given, tokens, model, architecture), architecture)
     given = {**filled, **given}
     if not {"bf16", "fp16"} & given.keys() and precision != "fp32":
         given[precision] = Provided(True, f"--{precision}")
     problems += value_problems(given)
     if problems:
         raise ConfigError(problems)
-    return Request(given, machine, devices, _vocabulary_size(given) or vocab_size, headroom, tokens)
+    size = _vocabulary_size(given) or vocab_size or _VOCABULARY[architecture.masked_lm]
+    return Request(given, machine, devices, size, headroom, tokens, architecture, program)
 
 
-def _fillers(given: Mapping[str, Provided], tokens: float, model: str | None) -> list[str]:
+def _fillers(
+    given: Mapping[str, Provided], tokens: float, model: str | None, architecture: ArchitectureSpec
+) -> list[str]:
     """Arguments for the sizes of ``model``, and for what a run needs and the layout does not depend on."""
     sizes = MODELS[model]._asdict() if model else {}
-    found: dict[str, object] = {**sizes, **_PLACEHOLDERS}
+    sizes.pop("program", None)
+    tokenizer = given["tokenizer_type"].value if "tokenizer_type" in given else architecture.tokenizers[0]
+    found: dict[str, object] = {**sizes, **_PLACEHOLDERS, "tokenizer_type": tokenizer}
     if "train_data_path" in given:
         del found["data_path"]
-    if "tokenizer_type" in given and given["tokenizer_type"].value != "GPT2BPETokenizer":
+    if tokenizer != "GPT2BPETokenizer":
         del found["merge_file"]
     if not {"train_iters", "train_samples"} & given.keys():
         samples = given["global_batch_size"].value if "global_batch_size" in given else 1

@@ -154,7 +154,7 @@ def _candidates(request: Request, shape: Mapping[str, Provided], rejected: dict[
         given = {**request.given, **shape, **choice}
         # The smallest micro-batch is the one that fewest rules are against.
         smallest = given if settled else {**given, "micro_batch_size": _flag("micro_batch_size", 1)}
-        run, problems = resolve_run(smallest, request.environ)
+        run, problems = resolve_run(smallest, request.environ, request.architecture)
         broken = ("the global batch falls into equal parts", problems[0]) if problems else _broken(run)
         if broken:
             _count(rejected, *broken)
