@@ -204,8 +204,8 @@ CONFIGS: dict[str, tuple[str, str, list[str]]] = {
     "no file": ("", "--deepspeed_config none.json", ["--deepspeed_config none.json: No such file or directory"]),
     "a folder": ("", "--deepspeed_config ck", ["--deepspeed_config ck: Is a directory"]),
     "empty": ("", "", ["ds.json, line 1, column 1: not JSON: Expecting value"]),
-    "a list": ("[1]", "", ["ds.json: must hold a JSON object, that is, begin with an opening brace"]),
-    "null": ("null", "", ["ds.json: must hold a JSON object, that is, begin with an opening brace"]),
+    "a list": ("[1]", "", ["ds.json: must hold a JSON object, which begins with an opening brace"]),
+    "null": ("null", "", ["ds.json: must hold a JSON object, which begins with an opening brace"]),
     "a comma too many": (
         '{"gradient_clipping": 1.0,\n}',
         "",
@@ -260,7 +260,7 @@ CONFIGS: dict[str, tuple[str, str, list[str]]] = {
         '{"scheduler": {"type": "WarmupLR"}}',
         "",
         [
-            "ds.json, line 1: scheduler: the schedule belongs to the command line: use --lr, --min-lr, "
+            "ds.json, line 1: scheduler: the learning-rate schedule is set on the command line: use --lr, --min-lr, "
             "--lr-decay-style, --lr-decay-iters and --warmup"
         ],
     ),

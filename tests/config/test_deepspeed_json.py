@@ -8,7 +8,6 @@ import pytest
 from support.command_lines import CUDA, SMALL, complaints, parse
 
 from megatron.config.command_line import parse_run
-from megatron.config.deepspeed_json import describe
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.json"))
 
@@ -360,7 +359,7 @@ def test_another_optimizer_gets_the_parameters_it_takes(config_file, faults) -> 
         ),
         (
             '{"scheduler": {"type": "WarmupLR"}}',
-            "line 1: scheduler: the schedule belongs to the command line: use --lr",
+            "line 1: scheduler: the learning-rate schedule is set on the command line: use --lr",
         ),
         ('{"gradient_clipping": 1,}', "line 1, column "),
         ('{"gradient_clipping": NaN}', "NaN is not JSON"),
@@ -385,11 +384,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert complaints(f"--deepspeed_config {missing}") == [f"--deepspeed_config {missing}: No such file or directory"]
     assert complaints(f"--deepspeed_config {folder}") == [f"--deepspeed_config {folder}: Is a directory"]
     assert complaints(f"--deepspeed_config {binary}") == [f"{binary}: not UTF-8 at byte 7"]
-
-
-def test_description_is_json() -> None:
-    run = parse("--bf16")
-    assert json.loads(describe(run)) == run.ds_config
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.name)

@@ -1,22 +1,26 @@
-"""The table of keys, beside what DeepSpeed itself knows."""
+"""The legal keys of a config, compared with the installed DeepSpeed."""
 
-from collections.abc import Iterator
-from typing import Any, get_args
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from megatron.config.deepspeed_json.file import REFUSED_KEYS
-from megatron.config.deepspeed_json.keys import BOOL, TOP_KEYS
-from megatron.config.deepspeed_json.sections import OPTIMIZERS
+from megatron.config.deepspeed_json.keys import OPTIMIZERS, TOP_KEYS, accepts, expected
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Recorder(dict):
-    """A config that remembers which keys it was asked for."""
+    """A config that records the keys that are read."""
 
     def __init__(self) -> None:
         super().__init__(train_batch_size=1)
-        self.asked: set[str] = set()
+        self.read: set[str] = set()
 
     def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
+        self.read.add(str(key))
         return super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -29,71 +33,59 @@ class Recorder(dict):
         return self
 
 
-def test_top_keys_are_those_deepspeed_asks_for() -> None:
+def test_top_keys_are_those_deepspeed_reads() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     config = Recorder()
     DeepSpeedConfig(config)
     refused = {key for key in REFUSED_KEYS if "." not in key}
-    assert config.asked - set(TOP_KEYS) - refused == set()
-    assert set(TOP_KEYS) - config.asked == set()
+    assert config.read - set(TOP_KEYS) - refused == set()
+    assert set(TOP_KEYS) - config.read == set()
 
 
-def _models() -> Iterator[tuple[str, Any, Any]]:
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
-    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+def test_keys_file_is_that_of_the_installed_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upgrade of DeepSpeed that changes its config models fails here."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
+    import write_deepspeed_keys
 
-    zero: Any = TOP_KEYS["zero_optimization"]
-    timers: Any = TOP_KEYS["timers"]
-    yield "zero_optimization", zero, DeepSpeedZeroConfig
-    yield "offload_param", zero["offload_param"], DeepSpeedZeroOffloadParamConfig
-    yield "offload_optimizer", zero["offload_optimizer"], DeepSpeedZeroOffloadOptimizerConfig
-    yield "fp16", TOP_KEYS["fp16"], DeepSpeedFP16Config
-    yield "bf16", TOP_KEYS["bf16"], DeepSpeedBF16Config
-    yield "comms_logger", TOP_KEYS["comms_logger"], CommsLoggerConfig
-    yield "tensorboard", TOP_KEYS["tensorboard"], TensorBoardConfig
-    yield "wandb", TOP_KEYS["wandb"], WandbConfig
-    yield "csv_monitor", TOP_KEYS["csv_monitor"], CSVConfig
-    yield "throughput", timers["throughput"], DeepSpeedThroughputTimerConfig
-
-
-def test_sections_are_those_of_deepspeeds_models() -> None:
-    for section, keys, model in _models():
-        known = {}
-        for name, field in model.model_fields.items():
-            if f"{section}.{name}" not in REFUSED_KEYS:
-                known |= {name: field} | ({field.alias: field} if field.alias else {})
-        assert set(keys) == set(known), section
-        booleans = {name for name, field in known.items() if field.annotation is bool}
-        optional = {name for name, field in known.items() if bool in get_args(field.annotation)}
-        assert {name for name, kind in keys.items() if kind is BOOL} == booleans - optional, section
-
-
-def test_sections_without_a_model_are_those_of_deepspeeds_classes() -> None:
-    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
-    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
-    from deepspeed.runtime.config import get_pipeline_config
-    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
-
-    assert set(TOP_KEYS["activation_checkpointing"]) == set(ACT_CHKPT_DEFAULT)
-    assert set(TOP_KEYS["aio"]) == set(AIO_DEFAULT_DICT)
-    assert set(TOP_KEYS["flops_profiler"]) == set(vars(DeepSpeedFlopsProfilerConfig({})))
-    refused = {key.removeprefix("pipeline.") for key in REFUSED_KEYS if key.startswith("pipeline.")}
-    assert set(get_pipeline_config({})) == (set(TOP_KEYS["pipeline"]) - {"use_reentrant"}) | refused
+    installed = write_deepspeed_keys.as_text(write_deepspeed_keys.deepspeed_keys())
+    assert write_deepspeed_keys.FILE.read_text() == installed, "run python tools/write_deepspeed_keys.py"
 
 
 def test_keys_that_deepspeed_removed_are_refused() -> None:
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     assert set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) <= set(REFUSED_KEYS)
     assert {f"zero_optimization.{key}" for key in _REMOVED_ZERO_CONFIG_KEYS} <= set(REFUSED_KEYS)
+    unknown = set(DeepSpeedZeroConfig.model_fields) - set(TOP_KEYS["zero_optimization"]["properties"])
+    assert {f"zero_optimization.{key}" for key in unknown} <= set(REFUSED_KEYS), "deprecated fields have a remedy"
+
+
+def test_every_key_has_a_legal_value_in_words() -> None:
+    def schemas(properties: dict[str, Any]) -> list[Any]:
+        inner = [schemas(schema["properties"]) for schema in properties.values() if "properties" in schema]
+        return [*(schema for schema in properties.values() if "properties" not in schema), *sum(inner, [])]
+
+    for schema in schemas(TOP_KEYS):
+        assert expected(schema)
+        assert any(accepts(schema, value) for value in (True, 1, "auto", "cpu", "mean", "fp32", "Warn", [], {}, None))
+
+
+@pytest.mark.parametrize(
+    "schema, legal, illegal, words",
+    [
+        ({"type": "integer", "minimum": 1}, [1, 5e8], [0, 1.5, True, "1", None], "a whole number from 1 on"),
+        ({"type": "number", "minimum": 0, "maximum": 1}, [0, 0.5, 1.0], [-1, 2, float("nan")], "a number from 0 to 1"),
+        ({"type": "integer", "enum": [0, 1]}, [0, 1.0], [2, True], "one of 0, 1"),
+        (TOP_KEYS["steps_per_print"], [None, 3], [0, "3"], "a whole number from 1 on, or null"),
+        (TOP_KEYS["checkpoint"]["properties"]["tag_validation"], ["WARN", "Fail"], ["off", 1], "Ignore, Warn or Fail"),
+        (OPTIMIZERS["Adam"].params["betas"], [[0, 0.9]], [[0.9], [0, 1], 0.9], "a list of two numbers from 0 to 1, 1 "),
+    ],
+)
+def test_a_schema_and_its_words(schema: Any, legal: list[Any], illegal: list[Any], words: str) -> None:
+    assert [accepts(schema, value) for value in (*legal, *illegal)] == [True] * len(legal) + [False] * len(illegal)
+    assert expected(schema).startswith(words)
 
 
 def test_optimizers_are_ones_that_deepspeed_builds() -> None:

@@ -1,4 +1,4 @@
-"""From a command line to a run: reads the flags and the JSON, brings them together, and checks all of it."""
+"""From a command line to a run: reads the flags and the JSON file, merges them, and checks the result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -7,9 +7,9 @@ from typing import NamedTuple
 from megatron.config import RunConfig
 from megatron.config.command_line.parser import CONFIG_FILE, read_flags
 from megatron.config.command_line.resolve import resolve_run
-from megatron.config.deepspeed_json import compile_config, read_knobs
+from megatron.config.deepspeed_json import compile_config, conflicts
 from megatron.config.deepspeed_json.file import ConfigFile, read_config_file
-from megatron.config.deepspeed_json.sections import optimizer_problems, pipeline_problems, profile_problems
+from megatron.config.deepspeed_json.settings import read_settings
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided
 from megatron.config.validation import value_problems, violations
@@ -32,34 +32,35 @@ class ParsedRun(NamedTuple):
 
 
 def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2) -> RunConfig:
-    """The run that ``argv`` asks for, in the world that ``environ`` describes. Imports no torch.
+    """The run that ``argv`` configures in the environment ``environ``. Does not import torch.
 
-    The flags are those of the program that trains ``architecture``. What the tokenizer decides (``vocab_size``,
-    ``padded_vocab_size``, ``eod_token``) is left open.
+    The flags are those of the program that trains ``architecture``. Fields that depend on the tokenizer
+    (``vocab_size``, ``padded_vocab_size``, ``eod_token``) keep their defaults.
 
     Raises:
-        ConfigError: with a line for each thing that is wrong. Where a value or the file cannot be
-            read at all, the lines stop there, for the rules have nothing to judge.
+        ConfigError: with one line for each problem. If a value or the file cannot be read, the rules
+            are not checked.
     """
     return read_run(argv, environ, architecture).checked()
 
 
 def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2) -> ParsedRun:
-    """The same, with what is wrong beside it. Raises ConfigError where a value or the file cannot be read at all."""
+    """Like ``parse_run``, with the problems in the result. Raises ConfigError if a value or the file cannot be read."""
     flags, problems = read_flags(argv, architecture)
     file = ConfigFile("", {})
     if CONFIG_FILE in flags:
         try:
-            file, faults = read_config_file(flags.pop(CONFIG_FILE).value)
+            file, file_problems = read_config_file(flags.pop(CONFIG_FILE).value)
         except ConfigError as error:
             raise ConfigError([*problems, *error.messages]) from None
-        problems += faults
-    given, contradictions = _merge(flags, read_knobs(file))
-    run, unsettled = resolve_run(given, environ, architecture)
-    problems += contradictions + value_problems(given) + unsettled
-    problems += violations(run) + optimizer_problems(run, file.tree, given)
-    problems += pipeline_problems(run, file.tree) + profile_problems(run.observe, file.tree)
-    return ParsedRun(run if problems else replace(run, ds_config=compile_config(run, given, file.tree)), problems)
+        problems += file_problems
+    provided, contradictions = _merge(flags, read_settings(file))
+    run, unresolved = resolve_run(provided, environ, architecture)
+    problems += contradictions + value_problems(provided) + unresolved
+    problems += violations(run) + conflicts(run, file.tree, provided)
+    if not problems:
+        run = replace(run, ds_config=compile_config(run, provided, file.tree))
+    return ParsedRun(run, problems)
 
 
 def _merge(flags: Mapping[str, Provided], file: Mapping[str, Provided]) -> tuple[dict[str, Provided], list[str]]:

@@ -1,4 +1,4 @@
-"""Reads a DeepSpeed config file and checks it key by key: every fault with its file and line."""
+"""Reads a DeepSpeed config file and checks it key by key. Each message names the file and the line."""
 
 import json
 import re
@@ -7,55 +7,67 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from megatron.config.deepspeed_json.keys import INTEGERS, TOP_KEYS, Keys
-from megatron.config.deepspeed_json.sections import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_name
+from megatron.config.deepspeed_json.keys import (
+    DEFAULT_OPTIMIZER,
+    OPTIMIZERS,
+    TOP_KEYS,
+    Schema,
+    accepts,
+    expected,
+    optimizer_name,
+)
 from megatron.config.errors import ConfigError, did_you_mean
 
-_GONE = "DeepSpeed no longer has it: remove it"
-_WRITER = "checkpoints have a writer of their own: remove it; --async-save writes while training goes on"
+_REMOVED = "DeepSpeed no longer supports it: remove it"
+_WRITER = "checkpoints have their own writer: remove it; --async-save writes during training"
+_ONE_FOLDER = "a checkpoint is saved in one folder: remove it, and name a folder that all hosts share with --save"
 
 REFUSED_KEYS: dict[str, str] = {
-    "scheduler": "the schedule belongs to the command line: use --lr, --min-lr, --lr-decay-style, --lr-decay-iters "
-    "and --warmup",
+    "scheduler": "the learning-rate schedule is set on the command line: use --lr, --min-lr, --lr-decay-style, "
+    "--lr-decay-iters and --warmup",
     "bfloat16": 'the old name of "bf16": rename it',
-    "tensor_parallel": "the model cuts its own layers: use --model-parallel-size",
-    "sequence_parallel_size": "it belongs to the command line: use --ds-sequence-parallel-size",
+    "tensor_parallel": "the model has tensor-parallel layers of its own: use --model-parallel-size",
+    "sequence_parallel_size": "it is set on the command line: use --ds-sequence-parallel-size",
     "expert_parallel": "the model has no experts: remove it",
-    "data_efficiency": "pretrain_gpt2.py reads its own data: remove it",
-    "hybrid_engine": "it serves generation during training, which pretrain_gpt2.py does not do: remove it",
-    "weight_quantization": "it serves inference: remove it",
+    "data_efficiency": "the data loader of pretrain_gpt2.py does not support it: remove it",
+    "hybrid_engine": "it is for generation during training, which pretrain_gpt2.py does not support: remove it",
+    "weight_quantization": "it is for inference: remove it",
     "autotuning": "not supported by pretrain_gpt2.py: remove it",
-    "amp": 'DeepSpeed no longer has it: use "fp16" or "bf16"',
-    "nebula": _GONE,
-    "compression_training": _GONE,
-    "quantize_training": _GONE,
-    "sparse_gradients": _GONE,
-    "eigenvalue": _GONE,
-    "sparse_attention": _GONE,
-    "elasticity": _GONE,
-    "graph_harvesting": _GONE,
-    "curriculum_learning": _GONE,
-    "progressive_layer_drop": _GONE,
+    "amp": 'DeepSpeed no longer supports it: use "fp16" or "bf16"',
     "zero_optimization.cpu_offload": 'outdated: write "offload_optimizer": {"device": "cpu"}',
     "zero_optimization.cpu_offload_param": 'outdated: write "offload_param": {"device": "cpu"}',
     "zero_optimization.cpu_offload_use_pin_memory": 'outdated: write "pin_memory" inside "offload_optimizer"',
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": 'outdated: write "stage3_gather_16bit_weights_on'
     '_model_save"',
-    "zero_optimization.mics_shard_size": _GONE,
-    "zero_optimization.mics_hierarchical_params_gather": _GONE,
-    "zero_optimization.zeropp_loco_param": _GONE,
     "optimizer.params.max_grad_norm": 'DeepSpeed does not support it: use "gradient_clipping" or --clip-grad',
     "checkpoint.writer": _WRITER,
     "checkpoint.checkpoint_serialization": _WRITER,
-    "checkpoint.use_node_local_storage": "a checkpoint is whole in one place: remove it, and name a folder that all "
-    "hosts share with --save",
+    "checkpoint.use_node_local_storage": _ONE_FOLDER,
     "datastates_ckpt": _WRITER,
-    "pipeline.stages": "the stages belong to the command line: use --pipe-parallel-size",
-    "pipeline.partition": "the model says how it is cut into stages: remove it",
+    "pipeline.stages": "the stages are set on the command line: use --pipe-parallel-size",
+    "pipeline.partition": "the partition is set on the command line: use --pipeline-partition",
     "pipeline.seed_layers": "the model seeds its own layers: remove it",
     "pipeline.activation_checkpoint_interval": "use --checkpoint-activations and --checkpoint-num-layers",
+    **dict.fromkeys(
+        (
+            "nebula",
+            "compression_training",
+            "quantize_training",
+            "sparse_gradients",
+            "eigenvalue",
+            "sparse_attention",
+            "elasticity",
+            "graph_harvesting",
+            "curriculum_learning",
+            "progressive_layer_drop",
+            "zero_optimization.mics_shard_size",
+            "zero_optimization.mics_hierarchical_params_gather",
+            "zero_optimization.zeropp_loco_param",
+        ),
+        _REMOVED,
+    ),
 }
-"""Path of the key, with dots, to the reason."""
+"""Path of a key, joined by dots, to the reason why it is refused."""
 
 
 KeyPath: TypeAlias = tuple[str, ...]
@@ -66,14 +78,14 @@ _KEEPS_AUTO = ("data_types", "keep_in_fp32_modules")
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A DeepSpeed config as its author wrote it, less what is at fault and what is left open with ``"auto"``."""
+    """A DeepSpeed config file, without the values that are wrong or ``"auto"``."""
 
     path: str
     tree: dict[str, Any]
 
 
 def read_config_file(path: str) -> tuple[ConfigFile, list[str]]:
-    """The config in ``path``, and a message for each key that is unknown, refused, given twice or of a wrong value.
+    """The config in ``path``, and a message for each key that is unknown, refused, duplicate or of a wrong value.
 
     Raises:
         ConfigError: the file is missing, unreadable, or not a JSON object.
@@ -107,12 +119,12 @@ def _parse(path: str, text: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: nested too deep") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must hold a JSON object, that is, begin with an opening brace")
+        raise ConfigError(f"{path}: must hold a JSON object, which begins with an opening brace")
     return tree
 
 
 def _keys_with_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
-    """The path and the line of each key of a JSON text, in the order of the text. Lists count as keys 0, 1, ..."""
+    """The path and the line of each key of a JSON text, in order. The items of a list have the keys 0, 1, ..."""
     position: list[str] = []
     in_list: list[bool] = []
     previous: re.Match[str] | None = None
@@ -133,38 +145,39 @@ def _keys_with_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
 
 
 class _Check:
-    """Goes through a tree beside the table of keys, and gathers what is wrong."""
+    """Compares a config with the legal keys, and collects messages."""
 
     def __init__(self, path: str, lines: Mapping[KeyPath, int]):
         self.path = path
         self.lines = lines
         self.problems: list[str] = []
 
-    def section(self, tree: Mapping[str, Any], keys: Keys, prefix: KeyPath) -> dict[str, Any]:
-        """The settings of ``tree`` that are right; the others become problems, and ``"auto"`` is dropped."""
-        good: dict[str, Any] = {}
+    def section(self, tree: Mapping[str, Any], keys: Mapping[str, Schema], prefix: KeyPath) -> dict[str, Any]:
+        """The legal settings of ``tree``. The others are reported, and ``"auto"`` is dropped."""
+        legal: dict[str, Any] = {}
         for name, value in tree.items():
             key = (*prefix, name)
             if ".".join(key) in REFUSED_KEYS:
                 self._problem(key, REFUSED_KEYS[".".join(key)])
             elif name not in keys:
-                guess = did_you_mean(name, keys, otherwise="DeepSpeed has no such setting")
+                candidates = [known for known in keys if ".".join((*prefix, known)) not in REFUSED_KEYS]
+                guess = did_you_mean(name, candidates, otherwise="DeepSpeed has no such setting")
                 self._problem(key, f"unknown key, {guess}")
             elif value == "auto" and key != _KEEPS_AUTO:
                 continue
-            elif isinstance(kind := keys[name], Mapping):
+            elif "properties" in (schema := keys[name]):
                 if isinstance(value, dict):
-                    good[name] = self.section(value, kind, key)
+                    legal[name] = self.section(value, schema["properties"], key)
                 elif value is not None:
                     self._problem(key, f"{json.dumps(value)} must be an object")
-            elif not kind.accepts(value):
-                self._problem(key, f"{json.dumps(value)} must be {kind.words}")
+            elif not accepts(schema, value):
+                self._problem(key, f"{json.dumps(value)} must be {expected(schema)}")
             else:
-                good[name] = int(value) if kind in INTEGERS else value
-        return good
+                legal[name] = int(value) if schema.get("type") == "integer" else value
+        return legal
 
     def optimizer(self, tree: dict[str, Any]) -> None:
-        """Checks the parameters of the optimizer that the tree names, or else of the default one."""
+        """Check the parameters of the optimizer that ``tree`` names, or of the default one."""
         optimizer = tree.get("optimizer", {})
         name = optimizer_name(optimizer.get("type", DEFAULT_OPTIMIZER))
         if name is None:

@@ -1,219 +1,75 @@
-"""The keys of a DeepSpeed 0.19.8 config, with the values they take. No DeepSpeed here: this is what it is checked with.
+"""The keys of a DeepSpeed config and the values they accept, as JSON schemas (a small part of the standard).
 
-A section is a dict, a setting is a Kind. Keys that DeepSpeed knows but that would fight with this
-program, or that it has given up, are in REFUSED_KEYS with the reason.
+``keys.json`` is generated from the installed DeepSpeed by tools/write_deepspeed_keys.py, so that a
+config can be checked before DeepSpeed is imported. Below are the keys that DeepSpeed reads without a
+model or default that states their type, and ranges that it does not check.
 """
 
+import json
 import math
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+Schema: TypeAlias = Mapping[str, Any]
+"""Of one value. An object without properties accepts any keys."""
 
-class Kind(NamedTuple):
-    """What a setting may be: in words, for messages, and as a test of a JSON value."""
-
-    words: str
-    accepts: Callable[[Any], bool]
-
-
-Keys: TypeAlias = Mapping[str, "Kind | Keys"]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_whole(value: Any) -> bool:
-    # 5e8 is a usual way to write a bucket size, and DeepSpeed reads it as an integer.
-    return _is_number(value) and value == int(value)
-
-
-def _one_of(*values: str) -> Kind:
-    return Kind(f"one of {', '.join(values)}", lambda value: value in values)
-
-
-BOOL = Kind("true or false", lambda value: isinstance(value, bool))
-COUNT = Kind("a whole number from 1 on", lambda value: _is_whole(value) and value >= 1)
-SIZE = Kind("a whole number from 0 on", lambda value: _is_whole(value) and value >= 0)
-WHOLE = Kind("a whole number", _is_whole)
-AMOUNT = Kind("a number from 0 on", lambda value: _is_number(value) and value >= 0)
-SHARE = Kind("a number from 0 to 1", lambda value: _is_number(value) and 0 <= value <= 1)
-TEXT = Kind("a text", lambda value: isinstance(value, str))
-TEXTS = Kind(
-    "a list of texts", lambda value: isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-)
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-STAGE = Kind("one of 0, 1, 2, 3", lambda value: _is_whole(value) and 0 <= value <= 3)
-INTEGERS = (COUNT, SIZE, WHOLE, STAGE)
-"""The kinds of which DeepSpeed wants an integer, whatever JSON writes."""
-BETAS = Kind(
-    "a list of two numbers from 0 to 1, 1 excluded",
-    lambda value: isinstance(value, list) and len(value) == 2 and all(SHARE.accepts(b) and b < 1 for b in value),
-)
-_DTYPE = _one_of("fp32", "fp16", "bf16")
-
-
-def _or_null(kind: Kind) -> Kind:
-    return Kind(f"{kind.words}, or null", lambda value: value is None or kind.accepts(value))
-
-
-_FP16: Keys = {
-    "enabled": BOOL,
-    "auto_cast": BOOL,
-    "loss_scale": AMOUNT,
-    "initial_scale_power": SIZE,
-    "loss_scale_window": COUNT,
-    "hysteresis": COUNT,
-    "consecutive_hysteresis": BOOL,
-    "min_loss_scale": COUNT,
-    "fp16_master_weights_and_grads": BOOL,
+BOOL: Schema = {"type": "boolean"}
+COUNT: Schema = {"type": "integer", "minimum": 1}
+SIZE: Schema = {"type": "integer", "minimum": 0}
+AMOUNT: Schema = {"type": "number", "minimum": 0}
+TEXT: Schema = {"type": "string"}
+TEXTS: Schema = {"type": "array", "items": TEXT, "description": "a list of strings"}
+OBJECT: Schema = {"type": "object"}
+BETAS: Schema = {
+    "type": "array",
+    "items": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+    "minItems": 2,
+    "maxItems": 2,
+    "description": "a list of two numbers from 0 to 1, 1 excluded",
 }
-_BF16: Keys = {
-    "enabled": BOOL,
-    "immediate_grad_update": BOOL,
-    "check_grad_overflow": BOOL,
-    "bf16_master_weights_and_grads": BOOL,
-    "bf16_optimizer_states": BOOL,
-}
-_OFFLOAD_PARAM: Keys = {
-    "device": _one_of("none", "cpu", "nvme"),
-    "nvme_path": _or_null(TEXT),
-    "buffer_count": SIZE,
-    "buffer_size": SIZE,
-    "max_in_cpu": SIZE,
-    "pin_memory": BOOL,
-}
-_OFFLOAD_OPTIMIZER: Keys = {
-    "device": _one_of("none", "cpu", "nvme"),
-    "nvme_path": _or_null(TEXT),
-    "buffer_count": SIZE,
-    "pin_memory": BOOL,
-    "pipeline_read": BOOL,
-    "pipeline_write": BOOL,
-    "fast_init": BOOL,
-    "ratio": SHARE,
-    "super_offload": BOOL,
-    "cpuadam_cores_perc": SHARE,
-}
-# Both names of a stage-3 setting are DeepSpeed's: one is the field, the other its alias.
-_STAGE3: dict[str, Kind] = {
-    "prefetch_bucket_size": SIZE,
-    "param_persistence_threshold": SIZE,
-    "model_persistence_threshold": SIZE,
-    "max_live_parameters": SIZE,
-    "max_reuse_distance": SIZE,
-    "gather_16bit_weights_on_model_save": BOOL,
-    "module_granularity_threshold": WHOLE,
-    "use_all_reduce_for_fetch_params": BOOL,
-    "allgather_sequential": BOOL,
-}
-_ZERO: Keys = {
-    "stage": STAGE,
-    "contiguous_gradients": BOOL,
-    "reduce_scatter": BOOL,
-    "reduce_bucket_size": COUNT,
-    "use_multi_rank_bucket_allreduce": BOOL,
-    "allgather_partitions": BOOL,
-    "allgather_bucket_size": SIZE,
-    "overlap_comm": _or_null(BOOL),
-    "compute_grad_norm": BOOL,
-    "load_from_fp32_weights": BOOL,
-    "elastic_checkpoint": BOOL,
-    "offload_param": _OFFLOAD_PARAM,
-    "offload_optimizer": _OFFLOAD_OPTIMIZER,
-    "zenflow": OBJECT,
-    "sub_group_size": SIZE,
-    **_STAGE3,
-    **{f"stage3_{name}": kind for name, kind in _STAGE3.items()},
-    "ignore_unused_parameters": BOOL,
-    "legacy_stage1": BOOL,
-    "round_robin_gradients": BOOL,
-    "parameter_alignment": BOOL,
-    "zero_hpz_partition_size": SIZE,
-    "zero_quantized_weights": BOOL,
-    "zero_quantized_nontrainable_weights": BOOL,
-    "zero_quantized_gradients": BOOL,
-    "memory_efficient_linear": BOOL,
-    "pipeline_loading_checkpoint": BOOL,
-    "override_module_apply": BOOL,
-    "log_trace_cache_warnings": BOOL,
-    "enable_sanity_checks": BOOL,
-    "save_muon_momentum_buffer_in_memory": BOOL,
-    "leaf_module": OBJECT,
-}
-_CHECKPOINTING: Keys = {
-    "partition_activations": BOOL,
-    "contiguous_memory_optimization": BOOL,
-    "cpu_checkpointing": BOOL,
-    "number_checkpoints": _or_null(COUNT),
-    "synchronize_checkpoint_boundary": BOOL,
-    "profile": BOOL,
-}
-_OPTIMIZER: Keys = {"type": TEXT, "params": OBJECT, "legacy_fusion": BOOL}
-_PIPELINE: Keys = {"pipe_partitioned": BOOL, "grad_partitioned": BOOL, "use_reentrant": BOOL}
-_FLOPS_PROFILER: Keys = {
-    "enabled": BOOL,
-    "recompute_fwd_factor": AMOUNT,
-    "profile_step": COUNT,
-    "module_depth": WHOLE,
-    "top_modules": COUNT,
-    "detailed": BOOL,
-    "output_file": _or_null(TEXT),
-}
-_CHECKPOINT: Keys = {
-    "tag_validation": Kind(
-        "one of Ignore, Warn, Fail",
-        lambda value: isinstance(value, str) and value.upper() in ("IGNORE", "WARN", "FAIL"),
-    ),
-    "load_universal": BOOL,
-    "parallel_write": {"pipeline_stage": BOOL},
-}
+_DTYPE: Schema = {"type": "string", "enum": ["fp32", "fp16", "bf16"]}
 
-TOP_KEYS: Keys = {
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _section(**properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties}
+
+
+# Read by DeepSpeedConfig with dict.get, or by a class of its own without a table of defaults.
+_WITHOUT_MODEL: dict[str, Schema] = {
     "train_batch_size": COUNT,
     "train_micro_batch_size_per_gpu": COUNT,
     "gradient_accumulation_steps": COUNT,
     "managed_gradient_accumulation": BOOL,
     "gradient_clipping": AMOUNT,
-    "optimizer": _OPTIMIZER,
-    "fp16": _FP16,
-    "bf16": _BF16,
-    "torch_autocast": {"enabled": BOOL, "dtype": TEXT, "lower_precision_safe_modules": TEXTS},
-    "data_types": {
-        "grad_accum_dtype": _or_null(_DTYPE),
-        "param_dtype": _or_null(TEXT),
-        "buffer_dtype": _or_null(TEXT),
-        "keep_in_fp32_modules": Kind(
-            '"auto" or a list of texts', lambda value: value == "auto" or TEXTS.accepts(value)
-        ),
-    },
+    "optimizer": _section(type=TEXT, params=OBJECT, legacy_fusion=BOOL),
+    "torch_autocast": _section(enabled=BOOL, dtype=TEXT, lower_precision_safe_modules=TEXTS),
+    "data_types": _section(
+        grad_accum_dtype=_or_null(_DTYPE),
+        param_dtype=_or_null(TEXT),
+        buffer_dtype=_or_null(TEXT),
+        keep_in_fp32_modules={"anyOf": [{"enum": ["auto"]}, TEXTS], "description": '"auto" or a list of strings'},
+    ),
     "communication_data_type": _or_null(_DTYPE),
     "seq_parallel_communication_data_type": _or_null(_DTYPE),
     "prescale_gradients": BOOL,
     "gradient_predivide_factor": AMOUNT,
-    "gradient_allreduce_op": _one_of("mean", "sum"),
-    "zero_optimization": _ZERO,
+    "gradient_allreduce_op": {"enum": ["mean", "sum"]},
     "zero_allow_untested_optimizer": BOOL,
     "zero_force_ds_cpu_optimizer": BOOL,
-    "activation_checkpointing": _CHECKPOINTING,
-    "pipeline": _PIPELINE,
-    "checkpoint": _CHECKPOINT,
-    "aio": {
-        "block_size": COUNT,
-        "queue_depth": COUNT,
-        "intra_op_parallelism": COUNT,
-        "single_submit": BOOL,
-        "overlap_events": BOOL,
-        "use_gds": BOOL,
-    },
+    "checkpoint": _section(
+        tag_validation={"type": "string", "pattern": "(?i)ignore|warn|fail", "description": "Ignore, Warn or Fail"},
+        load_universal=BOOL,
+        parallel_write=_section(pipeline_stage=BOOL),
+    ),
+    # Checked by DeepSpeed's own models when it starts.
     "compile": OBJECT,
-    "comms_logger": {"enabled": BOOL, "prof_all": BOOL, "prof_ops": TEXTS, "verbose": BOOL, "debug": BOOL},
-    "flops_profiler": _FLOPS_PROFILER,
-    "tensorboard": {"enabled": BOOL, "output_path": TEXT, "job_name": TEXT},
-    "wandb": {"enabled": BOOL, "group": _or_null(TEXT), "team": _or_null(TEXT), "project": TEXT},
-    "csv_monitor": {"enabled": BOOL, "output_path": TEXT, "job_name": TEXT},
     "comet": OBJECT,
-    "timers": {"throughput": {"enabled": BOOL, "synchronized": BOOL}},
     "steps_per_print": _or_null(COUNT),
     "wall_clock_breakdown": BOOL,
     "memory_breakdown": BOOL,
@@ -225,3 +81,136 @@ TOP_KEYS: Keys = {
     "dataloader_drop_last": BOOL,
     "use_data_before_expert_parallelism": BOOL,
 }
+
+# Stricter than DeepSpeed, or where its default is null.
+_STRICTER: dict[str, dict[str, Schema]] = {
+    "fp16": {
+        "loss_scale": AMOUNT,
+        "initial_scale_power": SIZE,
+        "loss_scale_window": COUNT,
+        "hysteresis": COUNT,
+        "min_loss_scale": COUNT,
+    },
+    "comms_logger": {"prof_ops": TEXTS},
+    "activation_checkpointing": {"number_checkpoints": _or_null(COUNT)},
+    "aio": {"block_size": COUNT, "queue_depth": COUNT, "intra_op_parallelism": COUNT},
+    "flops_profiler": {
+        "recompute_fwd_factor": AMOUNT,
+        "profile_step": COUNT,
+        "top_modules": COUNT,
+        "output_file": _or_null(TEXT),
+    },
+    # Not among DeepSpeed's defaults, but read by its pipeline engine.
+    "pipeline": {"use_reentrant": BOOL},
+}
+
+
+def _all_keys() -> dict[str, Schema]:
+    keys = _WITHOUT_MODEL | json.loads(Path(__file__).with_name("keys.json").read_text())
+    for section, properties in _STRICTER.items():
+        keys[section] = _section(**{**keys[section]["properties"], **properties})
+    return keys
+
+
+TOP_KEYS: dict[str, Schema] = _all_keys()
+
+_CHECKS: dict[str, Callable[[Any, Any], bool]] = {
+    "type": lambda value, name: _TYPES[name](value),
+    "anyOf": lambda value, options: any(accepts(option, value) for option in options),
+    "enum": lambda value, choices: not isinstance(value, bool) and value in choices,
+    "minimum": lambda value, limit: value >= limit,
+    "maximum": lambda value, limit: value <= limit,
+    "exclusiveMaximum": lambda value, limit: value < limit,
+    "items": lambda value, schema: all(accepts(schema, item) for item in value),
+    "minItems": lambda value, limit: len(value) >= limit,
+    "maxItems": lambda value, limit: len(value) <= limit,
+    "pattern": lambda value, pattern: re.fullmatch(pattern, value) is not None,
+}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "boolean": lambda value: isinstance(value, bool),
+    "integer": lambda value: _is_number(value) and value == int(value),  # 5e8 is a usual bucket size
+    "number": _is_number,
+    "string": lambda value: isinstance(value, str),
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+    "null": lambda value: value is None,
+}
+
+
+def accepts(schema: Schema, value: Any) -> bool:
+    """Whether ``value`` is legal. The type comes first in each schema, so that the other checks apply to it."""
+    return all(_CHECKS[name](value, limit) for name, limit in schema.items() if name in _CHECKS)
+
+
+def expected(schema: Schema) -> str:
+    """The legal values in words, such as ``a whole number from 1 on``."""
+    if "description" in schema:
+        return schema["description"]
+    if "anyOf" in schema:
+        return ", or ".join(map(expected, schema["anyOf"]))
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    words = {
+        "boolean": "true or false",
+        "integer": "a whole number",
+        "number": "a number",
+        "string": "a string",
+        "array": "a list",
+        "object": "an object",
+        "null": "null",
+    }[schema["type"]]
+    if "maximum" in schema:
+        return f"{words} from {schema['minimum']:g} to {schema['maximum']:g}"
+    return f"{words} from {schema['minimum']:g} on" if "minimum" in schema else words
+
+
+_COMMON = {"lr": AMOUNT, "weight_decay": AMOUNT}
+_ADAM = {
+    **_COMMON,
+    "betas": BETAS,
+    "eps": AMOUNT,
+    "torch_adam": BOOL,
+    "fused": BOOL,
+    "adam_w_mode": BOOL,
+    "fp32_optimizer_states": BOOL,
+}
+_LAMB = {
+    **_COMMON,
+    "betas": BETAS,
+    "eps": AMOUNT,
+    "max_coeff": AMOUNT,
+    "min_coeff": AMOUNT,
+    "bias_correction": BOOL,
+}
+
+
+class Optimizer(NamedTuple):
+    """An optimizer that a config may name."""
+
+    params: Mapping[str, Schema]
+    tested_with_zero: bool = True
+    """Whether DeepSpeed runs it under ZeRO without "zero_allow_untested_optimizer"."""
+    needs_gpu: bool = False
+    """Whether it is available as a CUDA kernel only, unless it is offloaded."""
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "Adam": Optimizer(_ADAM),
+    "AdamW": Optimizer(_ADAM),
+    "Adagrad": Optimizer({**_COMMON, "eps": AMOUNT}),
+    "Lamb": Optimizer(_LAMB, tested_with_zero=False, needs_gpu=True),
+    "Lion": Optimizer({**_COMMON, "betas": BETAS}, needs_gpu=True),
+    "SGD": Optimizer({**_COMMON, "momentum": AMOUNT}, tested_with_zero=False),
+}
+DEFAULT_OPTIMIZER = "AdamW"
+
+
+def optimizer_name(text: str) -> str | None:
+    """The key of OPTIMIZERS that equals ``text`` but for case, or None."""
+    return next((name for name in OPTIMIZERS if name.lower() == text.lower()), None)

@@ -1,0 +1,192 @@
+"""The settings that have both a flag and a key in the DeepSpeed config."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from megatron.config import RunConfig
+from megatron.config.deepspeed_json.file import ConfigFile
+from megatron.config.deepspeed_json.keys import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_name
+from megatron.config.fields import Provided
+
+KeyPath = tuple[str | int, ...]
+"""Where a value is in a config; a number is an index of a list."""
+
+ZERO, RECOMPUTE, PARAMS = "zero_optimization", "activation_checkpointing", ("optimizer", "params")
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _always(run: RunConfig) -> bool:
+    return True
+
+
+def _in_fp16(run: RunConfig) -> bool:
+    return run.precision.fp16
+
+
+def _with_zero(run: RunConfig) -> bool:
+    return run.zero.zero_stage > 0
+
+
+def _recomputing(run: RunConfig) -> bool:
+    return run.activation.checkpoint_activations
+
+
+class Setting(NamedTuple):
+    """A setting with a flag and a key."""
+
+    section: str
+    field: str
+    key: KeyPath
+    written: Callable[[RunConfig], bool] = _always
+    """Whether it is written to the config even if the user did not provide it."""
+    read: Callable[[Any], Any] = _same
+    """Converts the JSON value to the field's."""
+    write: Callable[[Any], Any] = _same
+    """Converts the field's value to the JSON value; None is left to DeepSpeed."""
+    allowed: Callable[[RunConfig], bool] = _always
+    """Whether it may be written at all."""
+
+    @property
+    def name(self) -> str:
+        """The key as messages quote it."""
+        return ".".join(part for part in self.key if isinstance(part, str))
+
+
+def _read_loss_scale(scale: float) -> float | None:
+    return float(scale) if scale else None
+
+
+def _power_of_two(scale: float) -> int:
+    return round(math.log2(scale))
+
+
+def _true_or_default(value: bool) -> bool | None:
+    return value or None
+
+
+def _false_or_default(value: bool) -> bool | None:
+    return None if value else False
+
+
+def _device_or_default(device: str) -> str | None:
+    return None if device == "none" else device
+
+
+def _size_or_default(size: float) -> int | None:
+    return int(size) or None
+
+
+def _offload_settings(offload: str) -> list[Setting]:
+    """Settings of the section ``offload``. The two offload sections share their flags."""
+
+    def to_nvme(run: RunConfig) -> bool:
+        return getattr(run.zero, offload) == "nvme"
+
+    def enabled(run: RunConfig) -> bool:
+        return getattr(run.zero, offload) != "none"
+
+    return [
+        Setting("zero", offload, (ZERO, offload, "device"), write=_device_or_default),
+        Setting("zero", "nvme_path", (ZERO, offload, "nvme_path"), allowed=to_nvme),
+        Setting("zero", "offload_pin_memory", (ZERO, offload, "pin_memory"), write=_false_or_default, allowed=enabled),
+    ]
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("train", "global_batch_size", ("train_batch_size",), read=int),
+    Setting("train", "micro_batch_size", ("train_micro_batch_size_per_gpu",), read=int),
+    Setting("train", "gradient_accumulation_steps", ("gradient_accumulation_steps",), read=int),
+    Setting("optim", "clip_grad", ("gradient_clipping",), read=float),
+    Setting("precision", "fp16", ("fp16", "enabled"), write=_true_or_default),
+    Setting("precision", "loss_scale", ("fp16", "loss_scale"), _in_fp16, _read_loss_scale, lambda scale: scale or 0),
+    Setting(
+        "precision",
+        "initial_loss_scale",
+        ("fp16", "initial_scale_power"),
+        _in_fp16,
+        lambda power: 2.0**power,
+        _power_of_two,
+    ),
+    Setting("precision", "loss_scale_window", ("fp16", "loss_scale_window"), _in_fp16, int),
+    Setting("precision", "hysteresis", ("fp16", "hysteresis"), _in_fp16, int),
+    Setting("precision", "min_scale", ("fp16", "min_loss_scale"), _in_fp16, write=int),
+    Setting("precision", "bf16", ("bf16", "enabled"), write=_true_or_default),
+    Setting(
+        "precision",
+        "fp32_allreduce",
+        ("communication_data_type",),
+        read=lambda dtype: dtype == "fp32",
+        write=lambda enabled: "fp32" if enabled else None,
+    ),
+    Setting("precision", "grad_accum_dtype", ("data_types", "grad_accum_dtype")),
+    Setting("zero", "zero_stage", (ZERO, "stage"), read=int),
+    Setting("zero", "zero_reduce_scatter", (ZERO, "reduce_scatter"), _with_zero),
+    Setting("zero", "zero_contiguous_gradients", (ZERO, "contiguous_gradients"), _with_zero),
+    Setting("zero", "zero_reduce_bucket_size", (ZERO, "reduce_bucket_size"), _with_zero, float, _size_or_default),
+    Setting("zero", "zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), _with_zero, float, _size_or_default),
+    Setting("zero", "zero_overlap_comm", (ZERO, "overlap_comm"), _with_zero),
+    Setting("zero", "zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=_true_or_default),
+    *_offload_settings("offload_optimizer"),
+    *_offload_settings("offload_param"),
+    Setting("activation", "partition_activations", (RECOMPUTE, "partition_activations"), _recomputing),
+    Setting("activation", "contiguous_checkpointing", (RECOMPUTE, "contiguous_memory_optimization"), _recomputing),
+    Setting("activation", "checkpoint_in_cpu", (RECOMPUTE, "cpu_checkpointing"), _recomputing),
+    Setting("activation", "synchronize_each_layer", (RECOMPUTE, "synchronize_checkpoint_boundary"), _recomputing),
+    Setting("activation", "profile_backward", (RECOMPUTE, "profile"), _recomputing),
+    Setting("optim", "lr", (*PARAMS, "lr"), read=float),
+    Setting("optim", "adam_beta1", (*PARAMS, "betas", 0), read=float),
+    Setting("optim", "adam_beta2", (*PARAMS, "betas", 1), read=float),
+    Setting("optim", "adam_eps", (*PARAMS, "eps"), read=float),
+    Setting("optim", "weight_decay", (*PARAMS, "weight_decay"), read=float),
+)
+
+
+def read_settings(file: ConfigFile) -> dict[str, Provided]:
+    """The settings that ``file`` provides, by field. Of two keys with one field, the last one counts."""
+
+    def provided(name: str, value: Any, read: Callable[[Any], Any] = _same) -> Provided:
+        return Provided(read(value), f"{name} {json.dumps(value)} in {file.path}")
+
+    settings = {
+        setting.field: provided(setting.name, value, setting.read)
+        for setting in SETTINGS
+        if (value := value_at(file.tree, setting.key)) is not None
+    }
+    torch_adam = value_at(file.tree, (*PARAMS, "torch_adam"))
+    offloads = "offload_optimizer" in settings and settings["offload_optimizer"].value != "none"
+    # Without offload torch's Adam is the default; the flag is for an offloaded step only.
+    if torch_adam is False or (torch_adam and offloads):
+        settings["cpu_torch_adam"] = provided("optimizer.params.torch_adam", torch_adam)
+    return settings
+
+
+def write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str, Provided]) -> None:
+    """Add to ``tree`` the settings of ``run`` that it does not have, and that DeepSpeed needs or the user provided."""
+    params = OPTIMIZERS[optimizer_name(tree["optimizer"]["type"]) or DEFAULT_OPTIMIZER].params
+    for setting in SETTINGS:
+        of_other_optimizer = setting.key[:2] == PARAMS and setting.key[2] not in params
+        needed = setting.written(run) or setting.field in provided
+        if needed and setting.allowed(run) and not of_other_optimizer and value_at(tree, setting.key) is None:
+            value = setting.write(getattr(getattr(run, setting.section), setting.field))
+            if value is not None:
+                _set(tree, setting.key, value)
+
+
+def value_at(tree: Any, key: KeyPath) -> Any:
+    """The value at ``key``, or None if the tree has none."""
+    for part in key:
+        if isinstance(part, str) and part not in tree:
+            return None
+        tree = tree[part]
+    return tree
+
+
+def _set(tree: dict[str, Any], key: KeyPath, value: Any) -> None:
+    for part in key[:-1]:
+        tree = tree.setdefault(part, {})  # type: ignore[arg-type]
+    tree[key[-1]] = value  # type: ignore[index]
