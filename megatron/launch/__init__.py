@@ -1,1 +1,1 @@
-"""From a started process to a rank of the run: what its launcher and its host say, and what has to be ready."""
+"""From a started process to a rank of the run: environment, rendezvous, hang watchdog, rank failure monitor."""

@@ -1,42 +1,130 @@
-"""Set up the ranks: join the process group, choose the device, form the groups of the layout."""
+"""Join the process group: rendezvous with a report of missing ranks, device, layout, and an orderly exit."""
 
-import datetime
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from socket import socket
 
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.comm import mpi_discovery
+from torch.distributed import TCPStore
 
 from megatron.config import ParallelConfig
+from megatron.config.environment import on_one_host
+from megatron.config.errors import LaunchError
+from megatron.launch.environment import hosts_store, listen
 from megatron.launch.quiet import deepspeed_silenced
-from megatron.launch.rendezvous import find_rank_by_mpi, rendezvous_barrier
 from megatron.parallel.layout import ParallelLayout
+
+_SHOWN = 16
+_SKEW_SECONDS = 2.0
+"""How much later than this rank others may time out."""
+_EXIT_TIMEOUT = timedelta(seconds=10)
 
 
 @contextmanager
 def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[ParallelLayout]:
-    """Join the other ranks, and part from them on the way out. Ranks that have joined already stay together.
+    """Join the process group on entry and destroy it on exit, unless this process has joined one already.
 
-    Without the parting gloo aborts now and then at the end of the process.
+    Without ``destroy_process_group`` gloo aborts now and then at the end of the process.
     """
     joins = not dist.is_initialized()
-    timeout = datetime.timedelta(minutes=parallel.distributed_timeout_minutes)
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if "RANK" not in os.environ:
-        # Only mpirun tells no port: two runs on a host need two.
+        # Only mpirun sets no port: two runs on a host need two.
         find_rank_by_mpi(os.environ, int(os.environ.get("MASTER_PORT", "29500")))
-    keeper = rendezvous_barrier(os.environ, timeout) if joins else None
+    store = rendezvous_barrier(os.environ, timeout) if joins else None
     with deepspeed_silenced(verbose):
         deepspeed.init_distributed(dist_backend=_backend(parallel), timeout=timeout, verbose=verbose)
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         layout = ParallelLayout.create(parallel)
-    del keeper  # torch holds the store by now
     yield layout
-    if joins:
+    if store is not None:
         dist.destroy_process_group()
+        _exit_barrier(store, os.environ)
 
 
 def _backend(parallel: ParallelConfig) -> str:
     # DeepSpeed's own name for CPU is ccl, which it then replaces by gloo with a warning.
     return parallel.distributed_backend or ("gloo" if get_accelerator().device_name() == "cpu" else "nccl")
+
+
+def find_rank_by_mpi(environ: MutableMapping[str, str], port: int) -> None:
+    """Let DeepSpeed ask MPI for the rank of this process and for the address of rank 0's host."""
+    mpi_discovery(distributed_port=port, verbose=False)
+    if on_one_host(environ):
+        environ["MASTER_ADDR"] = "127.0.0.1"  # no other host connects
+
+
+def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | None = None) -> TCPStore:
+    """A new connection to the rendezvous store, which rank 0 or torchrun hosts.
+
+    It works while process groups hang. ``listener`` is the socket for rank 0's first connection.
+    """
+    return TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=hosts_store(environ),
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener and listener.detach(),
+    )
+
+
+def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPStore:
+    """Wait until every rank has arrived; the store, which its host must keep until the others have exited.
+
+    Raises:
+        LaunchError: names the ranks that did not arrive in time; or rank 0 cannot listen, see ``listen``.
+    """
+    listener = listen(environ) if hosts_store(environ) else None
+    minutes = f"{timeout.total_seconds() / 60:g} minutes (--distributed-timeout-minutes)"
+    try:
+        store = connect(environ, timeout, listener)
+    except RuntimeError as error:
+        raise LaunchError(
+            f"no answer at {environ['MASTER_ADDR']}:{environ['MASTER_PORT']} within {minutes}: check that rank 0 is "
+            "started, that MASTER_ADDR is its host, and that no firewall is between"
+        ) from error
+    keys = _rank_keys(environ, "arrived")
+    store.set(f"arrived/{environ['RANK']}", "")
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        missing = _missing(store, keys)
+        time.sleep(_SKEW_SECONDS)  # keeps the store for ranks that time out a little later
+        raise LaunchError(
+            f"{len(missing)} of {len(keys)} ranks did not arrive within {minutes}: {_some(missing)}; check that they "
+            "are started, with the same MASTER_ADDR and MASTER_PORT, or correct WORLD_SIZE"
+        ) from error
+    return store
+
+
+def _exit_barrier(store: TCPStore, environ: Mapping[str, str]) -> None:
+    """Keep the store's host until every other rank has used the store for the last time."""
+    with suppress(RuntimeError):  # a rank was ended meanwhile
+        store.set(f"exits/{environ['RANK']}", "")
+        if hosts_store(environ):
+            store.wait(_rank_keys(environ, "exits"), _EXIT_TIMEOUT)
+
+
+def _rank_keys(environ: Mapping[str, str], name: str) -> list[str]:
+    return [f"{name}/{rank}" for rank in range(int(environ["WORLD_SIZE"]))]
+
+
+def _missing(store: TCPStore, keys: list[str]) -> list[int]:
+    """The ranks whose keys are not set."""
+    try:
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError as error:
+        raise LaunchError("rank 0 timed out waiting for other ranks and reports which") from error
+
+
+def _some(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"

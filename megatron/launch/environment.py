@@ -1,20 +1,27 @@
-"""The same start under deepspeed, torchrun, mpirun and plain python.
+"""The same start under deepspeed, torchrun, mpirun and plain python: environment variables, allocator, rendezvous port.
 
-DeepSpeed asks the environment who this process is. deepspeed and torchrun fill it in; under mpirun
-DeepSpeed finds out through mpi4py; a plain ``python`` is a world of one, and this file says so.
+DeepSpeed reads the rank of this process from the environment. deepspeed and torchrun set it; under mpirun DeepSpeed
+asks mpi4py; a plain ``python`` is a world of one process, for which this module sets it.
 """
 
 import ctypes
+import errno
+import ipaddress
 import os
 import socket
 import sys
 import sysconfig
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from megatron.config.environment import check_place, expected_device, on_one_host, rank, ranks_on_host, world_size
-from megatron.launch.cache import extensions_folder
-from megatron.launch.port import check_port
+from megatron.config.errors import LaunchError
+
+LISTEN = "MASTER_LISTEN"
+"""Environment variable: another address for rank 0 to listen at, such as 0.0.0.0 (all). MASTER_ADDR must lead there."""
+
+_LOOPBACK = Path("/sys/class/net/lo")
+_NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Names of glibc's malloc.h."""
@@ -22,10 +29,46 @@ _KEPT_BYTES = 2**31 - 1
 _LARGEST_KEPT_BLOCK = 2**30
 
 
-def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
-    """Let this process keep what it frees, in huge pages; before torch is imported.
+def prepare_environment(environ: MutableMapping[str, str]) -> None:
+    """Set what DeepSpeed and torch would otherwise guess, warn about or fail without; before torch is imported.
 
-    What the user has set himself, by glibc's or torch's variables, stays; so does another allocator than glibc's.
+    Raises:
+        ConfigError: the variables that describe the rank of this process contradict each other.
+        LaunchError: rank 0 cannot listen at the rendezvous address, see ``listen``.
+    """
+    check_place(environ)
+    # Under mpirun the address is known later.
+    if hosts_store(environ) and "MASTER_ADDR" in environ:
+        listen(environ).close()
+    # Otherwise DeepSpeed tries one accelerator after the other, and logs that.
+    environ.setdefault("DS_ACCELERATOR", expected_device(environ))
+    # Otherwise each lost connection is a page of C++ stack frames, printed after the line that names the cause.
+    environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    environ["TORCH_EXTENSIONS_DIR"] = extensions_folder(environ, sys.prefix)
+    # Torch compiles with the first ninja on the path. Another version than the last time's, as without an active
+    # environment, would compile everything again.
+    environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
+    if rank(environ) is None:
+        environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    if "LOCAL_SIZE" in environ:
+        # Set by deepspeed. On the CPU it makes DeepSpeed leave 66 MiB of shared memory per rank behind, which nothing
+        # in training uses.
+        environ.setdefault("LOCAL_WORLD_SIZE", environ.pop("LOCAL_SIZE"))
+    if environ["DS_ACCELERATOR"] == "cpu":
+        # Ranks on one host share its cores; if each used all of them they would spend their time waiting.
+        local_world_size = ranks_on_host(environ) or world_size(environ)
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local_world_size)))
+        keep_freed_memory(environ)
+    if on_one_host(environ) and _LOOPBACK.exists():
+        # The default is the address of the host's name, which other hosts may reach.
+        environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)
+        environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK.name)
+
+
+def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
+    """Let the allocator keep freed memory, in huge pages, for the next step; before torch is imported.
+
+    Changes nothing where the user has set glibc's or torch's variables, or uses another allocator.
     """
     environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     tuned = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for name in environ)
@@ -35,43 +78,61 @@ def keep_freed_memory(environ: MutableMapping[str, str]) -> None:
         mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BLOCK)
 
 
-_LOOPBACK = Path("/sys/class/net/lo")
+def extensions_folder(environ: Mapping[str, str], prefix: str) -> str:
+    """The folder of compiled extensions: TORCH_EXTENSIONS_DIR, or one per Python environment ``prefix``.
+
+    In torch's default folder two environments overwrite each other's extensions and compile at every start.
+    Needs ``os`` alone: ``megatron.tools.cluster.probe`` runs its source on other hosts.
+    """
+    if folder := environ.get("TORCH_EXTENSIONS_DIR"):
+        return folder
+    cache = environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    return os.path.join(cache, "megatron_deepspeed_extensions", prefix.strip(os.sep).replace(os.sep, "-"))
 
 
-def prepare_environment(environ: MutableMapping[str, str]) -> None:
-    """Fill in what DeepSpeed and torch would otherwise guess, warn about or fail without.
+def hosts_store(environ: Mapping[str, str]) -> bool:
+    """Whether this process hosts the rendezvous store: rank 0 does, unless torchrun's agent has one."""
+    return rank(environ) == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def listen(environ: Mapping[str, str]) -> socket.socket:
+    """A socket that listens at the rendezvous address, and at no other; torch's store would listen on all interfaces.
 
     Raises:
-        ConfigError: what the environment says of this process's place among the others makes no sense.
-        LaunchError: the address or the port that the ranks are to meet at cannot be had.
+        LaunchError: the address is not one of this host, or other hosts cannot reach it; the port is taken, or
+            reserved for the administrator.
     """
-    check_place(environ)
-    check_port(environ)
-    # Without it DeepSpeed tries one accelerator after the other, and says so.
-    environ.setdefault("DS_ACCELERATOR", expected_device(environ))
-    environ["TORCH_EXTENSIONS_DIR"] = extensions_folder(environ, sys.prefix)
-    # Torch compiles with the first ninja on the path. One of another version than the last time's, as on
-    # a start without the environment being active, would compile everything anew.
-    environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
-    if rank(environ) is None:
-        environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
-    if "LOCAL_SIZE" in environ:
-        # deepspeed's word. On the CPU it makes DeepSpeed leave 66 MiB of shared memory behind for each rank, which
-        # nothing in training uses.
-        environ.setdefault("LOCAL_WORLD_SIZE", environ.pop("LOCAL_SIZE"))
-    if environ["DS_ACCELERATOR"] == "cpu":
-        # Ranks on one host share its cores; each with all of them would spend its time in waiting.
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // _neighbours(environ))))
-        keep_freed_memory(environ)
-    if on_one_host(environ) and _LOOPBACK.exists():
-        # Left to themselves they listen at the address of the host's name, which others may reach.
-        environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)
-        environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK.name)
+    name, port = environ.get(LISTEN) or environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    try:
+        addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise LaunchError(f"{name}, where rank 0 is to listen, does not resolve: {error.strerror}") from error
+    for family, _, _, _, address in addresses:
+        _check_reachable(environ, name, address[0])
+        try:
+            return socket.create_server(address, family=family)
+        except OSError as error:
+            if error.errno in _NOT_LOCAL:
+                continue
+            raise LaunchError(
+                f"port {port} of the rendezvous cannot be opened ({error.strerror}): an earlier run may still use it, "
+                f"see ss -ltnp 'sport = :{port}'; end it, or choose another port with --master_port (deepspeed) or "
+                "MASTER_PORT"
+            ) from error
+    raise LaunchError(
+        f"{name}, where rank 0 is to listen, is not an address of its host {socket.gethostname()}: set MASTER_ADDR to "
+        f"one, or, if it leads here through another host, {LISTEN}=0.0.0.0"
+    )
 
 
-def _neighbours(environ: MutableMapping[str, str]) -> int:
-    """Processes on this host, this one among them; as many as there can be, where no launcher says."""
-    return ranks_on_host(environ) or world_size(environ)
+def _check_reachable(environ: Mapping[str, str], name: str, address: str) -> None:
+    """Raises LaunchError if ranks of other hosts cannot reach rank 0 at ``address``."""
+    single_host = ranks_on_host(environ) is None or on_one_host(environ)
+    if not single_host and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        raise LaunchError(
+            f"{name} is {address} on its own host, where ranks of other hosts do not reach it: set MASTER_ADDR to the "
+            f"address in the network of the run, or {LISTEN}=0.0.0.0 to listen in all"
+        )
 
 
 def _free_port() -> str:

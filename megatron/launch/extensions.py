@@ -1,20 +1,20 @@
-"""DeepSpeed's compiled extensions: built once, by one process of a host, with a word on the screen.
+"""DeepSpeed's compiled extensions: built once, by one process of a host, with a line on the screen.
 
-Torch guards a build with a file that a killed build leaves behind, and then every later start waits
-for it without a word. Here a lock of the kernel's, which dies with its owner, goes around the build;
-under it such a file that nobody has open can only be a dead build's, and is removed. (A run that has
-everything built makes one for a moment, too, when DeepSpeed asks torch once more.)
+Torch guards a build with a file that a killed build leaves behind, for which every later start then waits silently.
+Here a lock of the kernel's, which ends with its owner, goes around the build; under it such a file that no process has
+open can only be left by a dead build, and is removed. (A run that has everything built creates one for a moment, too,
+when DeepSpeed asks torch again.)
 """
 
-import contextlib
-import fcntl
 import os
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from deepspeed.accelerator import get_accelerator
+from filelock import FileLock
 
 from megatron.config import RunConfig
 from megatron.config.errors import ResourceError
@@ -25,12 +25,10 @@ _MOMENT = 0.5
 
 
 def build_extensions(run: RunConfig) -> None:
-    """Build what ``run`` will ask for, unless it is built already.
+    """Build what ``run`` needs, unless it is built already.
 
-    Raises ResourceError where a compiler, or a library that the run cannot do without, is missing.
+    Raises ResourceError if a compiler, or a library that the run requires, is missing.
     """
-    from deepspeed.accelerator import get_accelerator
-
     create = get_accelerator().create_op_builder
     if run.zero.uses_nvme and not create("AsyncIOBuilder").is_compatible(verbose=False):
         raise ResourceError(
@@ -54,7 +52,7 @@ def _needed(run: RunConfig, device: str) -> list[str]:
 def _build(builder) -> None:
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve() / builder.name
     folder.mkdir(parents=True, exist_ok=True)
-    with _kernel_lock(folder / "build.flock"):
+    with FileLock(folder / "build.flock"):
         stale = folder / "lock"
         if _is_left(stale):
             print(f"> removing {stale}, left by a build that was killed", file=sys.stderr, flush=True)
@@ -66,7 +64,7 @@ def _build(builder) -> None:
         try:
             with deepspeed_silenced(verbose=False):
                 builder.load(verbose=False)
-        except Exception as error:  # whatever the compiler or the loader has against it
+        except Exception as error:  # of the compiler or the loader
             raise ResourceError(
                 f"{builder.name} cannot be compiled ({str(error).splitlines()[0]}): install g++ and Python's headers"
             ) from error
@@ -75,7 +73,7 @@ def _build(builder) -> None:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether ``path`` is there and nobody works with it, nor did a moment ago: torch closes it, then removes it."""
+    """Whether ``path`` exists and no process uses it, nor did a moment ago: torch closes it, then removes it."""
     for _ in range(2):
         if not path.exists() or _is_open(path):
             return False
@@ -84,31 +82,24 @@ def _is_left(path: Path) -> bool:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a process has ``path`` open, as torch has such a file while it works."""
-    for file in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):
-            if os.readlink(file) == str(path):
+    """Whether a process has ``path`` open, as torch has such a file during a build."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if any(file.path == str(path) for file in process.open_files()):
                 return True
     return False
 
 
-@contextlib.contextmanager
-def _kernel_lock(path: Path) -> Iterator[None]:
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def check_device(device: str, local_rank: int) -> None:
-    """See that torch finds a ``device`` for the process ``local_rank`` of this host.
+    """Check that torch finds a ``device`` for the process ``local_rank`` of this host.
 
     Raises:
         ResourceError: it does not.
     """
     accelerator = get_accelerator()
-    found = accelerator.device_count() if accelerator.is_available() else 0
-    if device != "cpu" and local_rank >= found:
+    count = accelerator.device_count() if accelerator.is_available() else 0
+    if device != "cpu" and local_rank >= count:
         raise ResourceError(
-            f"process {local_rank} of this host has no device: torch finds {found} of {device}; start fewer "
+            f"process {local_rank} of this host has no device: torch finds {count} of {device}; start fewer "
             "processes, install a torch that knows the device, or set DS_ACCELERATOR=cpu to train on the CPU"
         )

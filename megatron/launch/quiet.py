@@ -1,4 +1,4 @@
-"""Keep other people's chatter off the user's screen."""
+"""Keep the chatter of other libraries off the user's screen."""
 
 import contextlib
 import logging
@@ -14,14 +14,14 @@ _KNOWN_NOISE = (
 
 
 def silence_known_warnings() -> None:
-    """Filter the warnings that every run would show and nobody can act on, by message."""
+    """Filter the warnings that every run would show and a user can do nothing about, by message."""
     for message in _KNOWN_NOISE:
         warnings.filterwarnings("ignore", message=message)
 
 
 @contextlib.contextmanager
 def deepspeed_silenced(verbose: bool) -> Iterator[None]:
-    """Neither DeepSpeed's prints nor gloo's, which come from C++, reach stdout; its warnings still do."""
+    """Keep what DeepSpeed prints, and gloo from C++, off stdout; warnings on stderr are kept."""
     if verbose:
         yield
         return

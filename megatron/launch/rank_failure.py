@@ -1,7 +1,7 @@
-"""A rank that dies ends the others, and one of them says which it was.
+"""Rank failure monitor: a rank that dies ends the run, and one of the others names it.
 
-The kernel tells the ranks of a host when one of them ends, and by which signal if nobody has asked before; the store
-tells those of other hosts. None of it takes part in a collective, and nothing is asked for in turns.
+The kernel reports the end of a rank to the ranks of its host, with the signal if nobody has reaped it yet; the
+rendezvous store reports it to other hosts. Neither takes part in a collective, and nothing is polled.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -20,122 +20,148 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron.config.errors import LaunchError
+from megatron.launch.distributed import connect
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank import is_connection_lost, print_error
-from megatron.launch.rendezvous import connect
 
-_KEY = "death"
-_LAUNCHER_LOOKS = 2.5
-"""Seconds within which every launcher sees that a process ended, and so before any that ended for want of it."""
-_GRACE = 10.0
-"""Seconds in which a rank may notice by itself, in a collective, that another is gone."""
-_FOR_EVER = timedelta(days=365)
+_FAILURE = "failure"
+"""Key of the store: set when a rank has failed, or with ``_FINISHED`` when all have reached the end."""
+_FINISHED = b"finished"
+_REPORTED = "failure/reported"
+"""Key of the store: a rank that fails with an error of its own, and prints it, has set this and its number."""
+_LAUNCHER_SECONDS = 2.5
+"""Within which every launcher has seen that a process ended, and so before any that ended in consequence."""
+_GRACE_SECONDS = 10.0
+"""For a rank to notice by itself, in a collective, that another has ended."""
+_UNLIMITED = timedelta(days=365)
 
 
 @contextmanager
 def rank_failure_monitor(progress: ProgressState) -> Iterator[None]:
-    """While inside, leave with exit code 6 once another rank is gone. Every rank must enter, and all leave together.
+    """Inside the block, exit with code 6 once another rank has ended. Every rank enters, and all exit together.
 
     Raises:
-        LaunchError: in place of gloo's error about a rank that is gone or late.
+        LaunchError: in place of gloo's error about a rank that has ended or is late.
     """
     if dist.get_world_size() == 1:
         yield
         return
-    watch = _DeathWatch(progress)
+    monitor = _RankFailureMonitor(progress)
     try:
         yield
-        watch.is_over = True
-        # Nobody's end is a death any more once everybody is here.
         dist.barrier()
-    except RuntimeError as error:
-        if is_connection_lost(error):
-            watch.leave()
-        if "Timed out" in str(error):
+        # All ranks are at the end; a rank that exits from here on has not failed.
+        monitor.stop()
+        dist.barrier()  # no monitor uses the store any more, so its host may exit
+    except Exception as error:
+        if isinstance(error, RuntimeError) and is_connection_lost(error):
+            monitor.exit_after_failure()
+        if isinstance(error, RuntimeError) and "Timed out" in str(error):
             raise LaunchError(
                 f"in iteration {progress.iteration} another rank did not come within --distributed-timeout-minutes; "
-                "--watchdog-minutes says which, and where each of them is"
+                "--watchdog-minutes reports which, and where each rank is"
             ) from error
+        monitor.report_own_error()
         raise
     finally:
-        watch.is_over = True
+        monitor.is_over = True
 
 
-class _DeathWatch:
-    """Two threads that wait, one for the ranks of this host to end and one for word from the others."""
+class _RankFailureMonitor:
+    """Two threads: one waits for ranks of this host to end, the other for the store to report one elsewhere."""
 
     def __init__(self, progress: ProgressState) -> None:
         self.is_over = False
         self._rank, self._progress = dist.get_rank(), progress
         self._known = threading.Event()
-        self._store = connect(os.environ, timedelta(seconds=_GRACE))
-        self._word = connect(os.environ, _FOR_EVER)
-        here = _pid_namespace()
+        self._store = connect(os.environ, timedelta(seconds=_GRACE_SECONDS))
+        self._waiting_store = connect(os.environ, _UNLIMITED)
+        namespace = _pid_namespace()
         places: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
-        dist.all_gather_object(places, (here, os.getpid()))
-        self._neighbours = {pid: rank for rank, (host, pid) in enumerate(places) if host == here and rank != self._rank}
-        threading.Thread(target=self._watch_neighbours, name="deaths here", daemon=True).start()
-        threading.Thread(target=self._await_word, name="deaths elsewhere", daemon=True).start()
+        dist.all_gather_object(places, (namespace, os.getpid()))
+        self._neighbors = {
+            pid: rank for rank, (place, pid) in enumerate(places) if place == namespace and rank != self._rank
+        }
+        threading.Thread(target=self._watch_host, name="rank failures here", daemon=True).start()
+        self._store_thread = threading.Thread(target=self._watch_store, name="rank failures elsewhere", daemon=True)
+        self._store_thread.start()
 
-    def leave(self) -> NoReturn:
-        """Leave for a rank that is gone, once it is known which and the launcher has seen it.
+    def stop(self) -> None:
+        """End monitoring on all ranks, each of which calls this; returns when this one no longer uses the store."""
+        self.is_over = True
+        self._store.set(_FAILURE, _FINISHED)
+        self._store_thread.join(_GRACE_SECONDS)
 
-        Raises LaunchError without a message where the cause has been said, else with one.
+    def report_own_error(self) -> None:
+        """Let the other ranks know that this one fails with an error that it prints itself."""
+        with suppress(RuntimeError):
+            self._store.set(f"{_REPORTED}/{self._rank}", "")
+
+    def exit_after_failure(self) -> NoReturn:
+        """Exit because of another rank, once it is known which and the launcher has seen it.
+
+        Raises LaunchError: without a message if the cause has been printed.
         """
-        is_known = self._known.wait(_LAUNCHER_LOOKS)
+        is_known = self._known.wait(_LAUNCHER_SECONDS)
         _await_launcher()
         iteration = self._progress.iteration
         raise LaunchError([] if is_known else f"lost a rank of another host in iteration {iteration}")
 
-    def _watch_neighbours(self) -> None:
+    def _watch_host(self) -> None:
         if not hasattr(os, "pidfd_open"):
             return
         poll = select.poll()
         ranks = {}
-        for pid, rank in self._neighbours.items():
+        for pid, rank in self._neighbors.items():
             try:
                 file = os.pidfd_open(pid)
             except ProcessLookupError:
-                return self._found(rank, "")
+                return self._handle_end(rank, pid)
             ranks[file] = pid, rank
             poll.register(file, select.POLLIN)
-        file, _ = poll.poll()[0]
-        pid, rank = ranks[file]
-        self._found(rank, _end(pid))
+        if ranks:
+            file, _ = poll.poll()[0]
+            pid, rank = ranks[file]
+            self._handle_end(rank, pid)
 
-    def _found(self, rank: int, end: str | None) -> None:
-        """A rank of this host is gone; ``end`` says by what, and is None where it will have said so itself."""
+    def _handle_end(self, rank: int, pid: int) -> None:
+        """Report the end of a rank of this host, unless it prints its error itself, and exit."""
         if self.is_over:
             return
-        words = f"rank {rank} was killed{end} in iteration {self._progress.iteration}" if end is not None else ""
+        cause = _cause(pid)
+        with suppress(RuntimeError):
+            if cause == _UNKNOWN and self._store.check([f"{_REPORTED}/{rank}"]):
+                cause = None
+        text = f"rank {rank} was killed{cause} in iteration {self._progress.iteration}" if cause is not None else ""
         try:
-            is_first = self._store.add(f"{_KEY}/finders", 1) == 1
-            self._store.set(_KEY, words)
-        except RuntimeError:  # the store went with the rank that kept it
-            is_first = self._rank == min({self._rank, *self._neighbours.values()} - {rank})
-        if is_first and words:
-            print_error(words)
-        self._end()
+            is_first = self._store.add(f"{_FAILURE}/monitors", 1) == 1
+            self._store.set(_FAILURE, text)
+        except RuntimeError:  # the store ended with the rank that hosted it
+            is_first = self._rank == min({self._rank, *self._neighbors.values()} - {rank})
+        if is_first and text:
+            print_error(text)
+        self._exit()
 
-    def _await_word(self) -> None:
+    def _watch_store(self) -> None:
         try:
-            self._word.wait([_KEY])
+            if self._waiting_store.get(_FAILURE) == _FINISHED:
+                return
         except RuntimeError:
-            # Its keeper is gone. Who shares a host with it knows better.
+            # Its host has ended. The ranks of that host know more.
             time.sleep(1)
-            if not self.is_over and not self._known.is_set() and self._is_first_here():
+            if not self.is_over and not self._known.is_set() and self._is_first_on_host():
                 print_error(f"rank {self._rank}: lost rank 0 or its host in iteration {self._progress.iteration}")
-        self._end()
+        self._exit()
 
-    def _is_first_here(self) -> bool:
-        return self._rank < min(self._neighbours.values(), default=dist.get_world_size())
+    def _is_first_on_host(self) -> bool:
+        return self._rank < min(self._neighbors.values(), default=dist.get_world_size())
 
-    def _end(self) -> None:
-        """Give the training loop time to notice, and leave if it has not."""
+    def _exit(self) -> None:
+        """Give the training loop time to notice, and end the process if it has not."""
         if self.is_over:
             return
         self._known.set()
-        time.sleep(_GRACE)
+        time.sleep(_GRACE_SECONDS)
         if not self.is_over:
             sys.stderr.flush()
             os._exit(LaunchError.exit_code)
@@ -143,10 +169,10 @@ class _DeathWatch:
 
 def _await_launcher() -> None:
     """Until the launcher, which has seen a rank end, ends this one, too; or long enough that it must have seen it."""
-    ended: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
-    deadline = time.monotonic() + _LAUNCHER_LOOKS
-    while not ended and time.monotonic() < deadline:
+    received: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    deadline = time.monotonic() + _LAUNCHER_SECONDS
+    while not received and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -159,10 +185,16 @@ def _pid_namespace() -> str:
         return socket.gethostname()
 
 
-def _end(pid: int) -> str | None:
-    """How the process ended, as long as nobody has asked: by a signal, unknown (empty), or in its own words (None)."""
+_UNKNOWN = ""
+
+
+def _cause(pid: int) -> str | None:
+    """How a process ended, until its parent asks: " by SIGKILL"; _UNKNOWN after that; None if it exited by itself.
+
+    psutil has no exit status of a process that is not a child.
+    """
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().split()[-1])
     except OSError:
-        return ""
+        return _UNKNOWN
     return f" by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else None

@@ -6,8 +6,7 @@ import pytest
 from support.ports import free_port
 
 from megatron.config.errors import LaunchError
-from megatron.launch.environment import prepare_environment
-from megatron.launch.port import check_port, listen
+from megatron.launch.environment import listen, prepare_environment
 
 
 def place(address: str, *, ranks: int = 2, here: int = 2, **others: str) -> dict[str, str]:
@@ -41,14 +40,14 @@ def test_it_listens_at(environ, address) -> None:
 )
 def test_an_address_that_cannot_be_had_is_refused_before_torch(environ, reason) -> None:
     with pytest.raises(LaunchError, match=f"^{reason}"):
-        check_port(environ)
+        prepare_environment(environ)
 
 
 @pytest.mark.parametrize(("number", "agent"), [("1", "False"), ("0", "True")])
 def test_others_listen_nowhere(number: str, agent: str) -> None:
     """Ranks behind the first, and the first under torchrun, whose launcher listens."""
     environ = place("198.51.100.1", RANK=number, TORCHELASTIC_USE_AGENT_STORE=agent)
-    check_port(environ)
+    prepare_environment(environ)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
-"""A rank that dies: the others end, the cause is the last that is said, and the next start goes on exactly."""
+"""A rank that dies: the others exit, the cause is the last line printed, and the next start resumes exactly."""
 
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -13,15 +14,16 @@ SETTINGS = "--train-iters 5 --batch-size 2 --gas 4 --eval-iters 0".split()
 LAYOUT = ("--pipe-parallel-size", "2")
 
 
-def test_a_killed_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_and_the_run_resumes(programs, train_in_ranks, tmp_path: Path) -> None:
     train_in_ranks(2, *SETTINGS, *LAYOUT, "--metrics-file", tmp_path / "whole")
     words = (*SETTINGS, *LAYOUT, "--save", tmp_path / "ck", "--save-interval", "1", "--auto-resume")
     words = (*words, "--metrics-file", tmp_path / "parts")
     program = ("tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments)
     ended = programs.torchrun(2, *program, *words, FAULT="signal 1 3 SIGKILL")
-    assert "pretrain_gpt2.py: error: rank 1 was killed by SIGKILL in iteration 3" in ended.output
-    said, _, report = ended.output.partition("Root Cause (first observed failure):")
-    assert said.count(": error: ") == 1, "no victim speaks"
+    printed, _, report = ended.output.partition("Root Cause (first observed failure):")
+    # The signal is known until torchrun, which looks ten times a second and names it below, has reaped the process.
+    assert re.search("^pretrain_gpt2.py: error: rank 1 was killed( by SIGKILL)? in iteration 3$", printed, re.MULTILINE)
+    assert printed.count(": error: ") == 1, "no other rank prints an error"
     assert "rank      : 1 " in report and "(SIGKILL)" in report
     train_in_ranks(2, *words)
     whole, parts = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
@@ -36,10 +38,10 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, tm
         ("raise 1 2", 1, 1, "ValueError: a fault of this rank alone"),
     ],
 )
-def test_all_end_and_the_first_cause_comes_last(
+def test_all_exit_and_the_cause_comes_last(
     programs, tmp_path: Path, fault: str, rank: int, code: int, last: str
 ) -> None:
-    """Rank 0 keeps the store, which goes with it."""
+    """Rank 0 hosts the store, which ends with it."""
     ranks = BareRanks(programs, tmp_path / "log", fault, *SETTINGS, size=2, corpses=True)
     expected = [6, 6]
     expected[rank] = code
@@ -51,7 +53,7 @@ MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "pytho
 
 
 def test_mpirun_ends_a_run_that_lost_a_rank(programs, tmp_path: Path) -> None:
-    """And says which; its exit code is not 0."""
+    """And names the signal; its exit code is not 0."""
     words = ("tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS)
     ended = programs.run(*MPIRUN, *words, FAULT="signal 1 2 SIGKILL", MASTER_PORT=str(free_port()))
     assert ended.returncode == 128 + signal.SIGKILL, ended.output
@@ -59,7 +61,7 @@ def test_mpirun_ends_a_run_that_lost_a_rank(programs, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "mpirun"])
-def test_ranks_leave_with_their_launcher(programs, tmp_path: Path, launcher: str) -> None:
+def test_ranks_exit_with_their_launcher(programs, tmp_path: Path, launcher: str) -> None:
     words = ["tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS]
     command = {
         "torchrun": ["torchrun", "--standalone", "--nproc_per_node", "2"],

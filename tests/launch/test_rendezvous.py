@@ -27,4 +27,4 @@ def test_ranks_that_never_come(programs, tmp_path: Path) -> None:
     assert (
         "2 of 4 ranks did not arrive within 0.1 minutes (--distributed-timeout-minutes): ranks 1, 3" in some.errors[-1]
     )
-    assert "no answer at 127.0.0.1:" in alone.errors[-1] and "see that rank 0 is started" in alone.errors[-1]
+    assert "no answer at 127.0.0.1:" in alone.errors[-1] and "check that rank 0 is started" in alone.errors[-1]

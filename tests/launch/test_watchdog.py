@@ -8,7 +8,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from support.bare_ranks import BareRanks
 from support.programs import read_metrics
 
-from megatron.launch.watchdog import explain, group_names
+from megatron.launch.watchdog import describe_hang, group_names
 
 SETTINGS = "--train-iters 5 --batch-size 2 --gas 4 --eval-iters 0 --pipe-parallel-size 2".split()
 SAVES = "--save-interval 1 --auto-resume --watchdog-minutes 0.1".split()
@@ -55,23 +55,23 @@ def test_a_rank_that_holds_pythons_lock(programs, tmp_path: Path) -> None:
     assert "Timeout (" in ranks.output and "faulty_pretrain.py" in ranks.output.partition("Timeout (")[2]
 
 
-def test_who_is_behind() -> None:
-    def told(entered: int, waits: bool, heard: bool = True) -> dict[str, Any]:
-        return {"entered": entered, "text": "here", "waits": waits, "heard": heard, "host": "h"}
+def test_which_rank_is_hung() -> None:
+    def report(entered: int, waits: bool, alarmed: bool = True) -> dict[str, Any]:
+        return {"phases_entered": entered, "text": "here", "in_collective": waits, "alarmed": alarmed, "host": "h"}
 
-    def behind(*ranks: dict[str, Any] | None) -> list[str]:
-        lines = explain(list(ranks), "--watchdog-minutes 1", Path("ck"))
+    def hung(*ranks: dict[str, Any] | None) -> list[str]:
+        lines = describe_hang(list(ranks), "--watchdog-minutes 1", Path("ck"))
         return [line for line in lines if "is hung" in line or "each other" in line]
 
-    sleeps, waits = told(3, False), told(3, True)
-    assert behind(waits, sleeps, waits) == ["rank 1 is hung: here (on h)"]
-    assert behind(told(4, True), waits) == ["rank 1 is hung: here (on h)"], "an earlier part of the run"
-    assert behind(waits, waits) == ["all ranks wait for each other"]
-    assert behind(waits, told(2, False, heard=False)) == [
+    sleeps, waits = report(3, False), report(3, True)
+    assert hung(waits, sleeps, waits) == ["rank 1 is hung: here (on h)"]
+    assert hung(report(4, True), waits) == ["rank 1 is hung: here (on h)"], "an earlier part of the run"
+    assert hung(waits, waits) == ["all ranks wait for each other"]
+    assert hung(waits, report(2, False, alarmed=False)) == [
         "rank 1 is hung and does not respond, last seen in here (on h)"
     ]
-    assert behind(waits, None) == ["rank 1 is hung and does not respond, last seen in an unknown position"]
-    assert len(explain([waits] * 1000 + [sleeps], "", Path("ck"))) < 12
+    assert hung(waits, None) == ["rank 1 is hung and does not respond, last seen in an unknown position"]
+    assert len(describe_hang([waits] * 1000 + [sleeps], "", Path("ck"))) < 12
 
 
 def test_groups_have_names() -> None:

@@ -23,10 +23,11 @@ import sys
 import time
 from pathlib import Path
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the program does before it imports torch
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.model import gpt2 as gpt2_model

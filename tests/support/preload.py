@@ -1,6 +1,9 @@
 """What every rank of the tests imports: once for all of them."""
 
 import gc
+import os
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as launch.environment sets it, before torch is imported
 
 import deepspeed  # noqa: F401
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, torch's compiler, which the first use of ZeRO imports

@@ -1,7 +1,7 @@
 """What a host is like: a program of its own, sent to hosts that may not have this project, and run there by python.
 
 Standard library alone. It says facts, as one line of JSON, changes nothing, and judges nothing. Its source goes behind
-that of ``megatron.checkpoint.fingerprint`` and of ``megatron.launch.cache``, whose functions it uses.
+that of ``megatron.checkpoint.fingerprint`` and of ``extensions_folder``, whose functions it uses.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import sys
 import time
 
 from megatron.checkpoint.fingerprint import data_hash
-from megatron.launch.cache import extensions_folder
+from megatron.launch.environment import extensions_folder
 
 MARK = "megatron-probe "
 """What the two lines of its answer begin with: shells may say other things before."""
@@ -149,7 +149,7 @@ def _owner(port):
     return match and f"{match['name']} (process {match['pid']}) has it"
 
 
-def _caches(request):
+def _locks(request):
     """Locks that no process holds, in the folder that the run will compile into."""
     folder = extensions_folder(os.environ, sys.prefix)
     return [lock for lock in sorted(glob.glob(os.path.join(folder, "*", "lock"))) if not _is_building(lock)]
@@ -178,5 +178,5 @@ FACTS = {
     "devices": _devices,
     "network": _network,
     "port": _port,
-    "locks": _caches,
+    "locks": _locks,
 }

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron.checkpoint import fingerprint
-from megatron.launch import cache
+from megatron.launch.environment import extensions_folder
 from megatron.tools.cluster import allreduce, probe
 from megatron.tools.cluster.hostfile import Host
 from megatron.tools.cluster.remote import CONNECT_SECONDS, ssh_command
@@ -121,7 +121,7 @@ def _converse(answer: Answer, process: subprocess.Popen, program: str, start: fl
 
 def _program(request: Mapping[str, Any]) -> str:
     """The probe with the functions that it imports here, and its request, as one program."""
-    lines = "\n".join(inspect.getsource(module) for module in (fingerprint, cache, probe)).split("\n")
+    lines = "\n".join(inspect.getsource(module) for module in (fingerprint, extensions_folder, probe)).split("\n")
     own = "\n".join(line for line in lines if not line.startswith("from megatron."))
     return f"from __future__ import annotations\n{own}\nanswer(json.loads({json.dumps(request)!r}))\n"
 
