@@ -1,9 +1,9 @@
-"""Peak memory of each kind of activation checkpointing against none, on this machine.
+"""Peak memory of each kind of activation checkpointing, compared with none, on this machine.
 
-Each kind is measured by tensor-parallel ranks of its own, on a GPT-2 with made-up tokens: one training
-step to warm up, and then the highest memory of a second one above what weights and gradients take, on
-the rank where it is highest. On the CPU that is resident memory of the process (Linux); on an
-accelerator, what torch has allocated on it. The times are of the second step alone: a hint, no benchmark.
+Each kind is measured on separate tensor-parallel ranks, on a GPT-2 with synthetic tokens: one training step to warm up,
+then the peak memory of a second step above weights and gradients, on the rank with the highest peak. On the CPU this is
+resident memory of the process (Linux); on an accelerator, what torch has allocated on it. The times are those of the
+second step only: an indication, not a benchmark.
 
 b batch, s sequence
 """

@@ -1,4 +1,4 @@
-"""Measuring ways of doing the same work, in turn, and what comes out as ratios."""
+"""Time several implementations of the same work in alternation, and compare them as ratios."""
 
 import os
 import statistics

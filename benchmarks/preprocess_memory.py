@@ -1,7 +1,7 @@
-"""Peak memory of tools/preprocess_data.py for inputs of growing size, and what it makes of a kill half-way.
+"""Peak memory of tools/preprocess_data.py for growing inputs, and a check that an interrupted run can be resumed.
 
-The inputs are made-up JSONL with bad and empty lines planted in it. The largest is also run until it is half done,
-killed, and gone on with by --resume: its data set must then be that of the run that was let be, byte for byte.
+Inputs are synthetic JSONL with bad and empty lines. The run over the largest input is also killed half-way and resumed
+with --resume: its data set must equal that of the uninterrupted run, byte for byte.
 """
 
 import filecmp
@@ -33,7 +33,7 @@ class Run(NamedTuple):
     megabytes: float
     seconds: float
     peak_megabytes: float
-    said: str
+    output: str
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
             planted = write_corpus(folder / "corpus.jsonl", megabytes)
             run = measure(folder, megabytes)
             print(f"{run.megabytes:8.0f}  {run.peak_megabytes:7.1f}  {run.seconds:7.1f}", flush=True)
-        print(f"{planted} lines planted; the tool says: {run.said.split('; ', 1)[1]}")
+        print(f"{planted} lines planted; the tool says: {run.output.split('; ', 1)[1]}")
         print(kill_and_resume(folder, run))
 
 
@@ -74,14 +74,14 @@ def write_corpus(path: Path, megabytes: float) -> int:
 def measure(folder: Path, megabytes: float) -> Run:
     """Run the tool to its end."""
     start = time.monotonic()
-    with open(folder / "said", "w") as said, open(folder / "told", "w") as told:
-        process = subprocess.Popen(command(folder, "whole"), stdout=said, stderr=told)
+    with open(folder / "output", "w") as output, open(folder / "errors", "w") as errors:
+        process = subprocess.Popen(command(folder, "whole"), stdout=output, stderr=errors)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise LaunchError(f"the tool left with {process.returncode}: {(folder / 'told').read_text()[-500:]}")
+        raise LaunchError(f"the tool exited with {process.returncode}: {(folder / 'errors').read_text()[-500:]}")
     seconds = time.monotonic() - start
-    return Run(megabytes, seconds, usage.ru_maxrss / 1024, (folder / "said").read_text().strip())
+    return Run(megabytes, seconds, usage.ru_maxrss / 1024, (folder / "output").read_text().strip())
 
 
 def kill_and_resume(folder: Path, whole: Run) -> str:
@@ -89,8 +89,8 @@ def kill_and_resume(folder: Path, whole: Run) -> str:
     words = command(folder, "parts")
     half = (folder / "whole_text_document.bin").stat().st_size // 2
     partial = folder / "parts_text_document.bin.partial"
-    with open(folder / "told", "w") as told:
-        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=told)
+    with open(folder / "errors", "w") as errors:
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=errors)
         while not (partial.exists() and partial.stat().st_size > half):
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
@@ -98,7 +98,7 @@ def kill_and_resume(folder: Path, whole: Run) -> str:
     left = sorted(path.name for path in folder.glob("parts*"))
     finished = subprocess.run([*words, "--resume"], capture_output=True, text=True)
     if finished.returncode:
-        raise LaunchError(f"resumed, the tool left with {finished.returncode}: {finished.stderr[-500:]}")
+        raise LaunchError(f"resumed, the tool exited with {finished.returncode}: {finished.stderr[-500:]}")
     same = all(
         filecmp.cmp(folder / f"whole_text_document.{end}", folder / f"parts_text_document.{end}", shallow=False)
         for end in ("bin", "idx")

@@ -1,11 +1,12 @@
-"""Measure the suite against named peers, on the same work, in the same rounds.
+"""Compare this project with other implementations, on the same work, in the same rounds.
 
-    DS_ACCELERATOR=cpu python benchmarks/run.py                 # all but what needs a GPU
+    DS_ACCELERATOR=cpu python benchmarks/run.py                 # all that need no GPU
     DS_ACCELERATOR=cpu python benchmarks/run.py training_step   # one, or several
 
-Each measurement runs in a process of its own, its ways in turn, round after round. A ratio of speeds above 1 means
-that the suite is faster; beside the median stand the least and the largest of the rounds, and the median by processor
-time, which other work on the machine disturbs less. write_figures.py brings what --json keeps into the documentation.
+Each benchmark runs in a separate process and alternates between the implementations, round after round. A ratio of
+speeds above 1 means that this project is faster. Results are medians with the minimum and maximum of the rounds, and
+the median by CPU time, which is disturbed less by other programs. write_figures.py copies the results of --json into
+docs/performance.md.
 """
 
 import argparse

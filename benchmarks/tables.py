@@ -1,4 +1,4 @@
-"""Results as tables and as JSON, with what they were measured on."""
+"""Results as Markdown tables and as JSON, with the machine and versions they were measured on."""
 
 import json
 import os
@@ -16,7 +16,8 @@ from benchmarks.comparing import Comparison, Result
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 HEAD = (
-    "| work | against | suite | peer | ratio (least to largest) | by CPU time | goal |\n|---|---|---|---|---|---|---|"
+    "| workload | compared with | this project | other | ratio (min to max) | by CPU time | goal |\n"
+    "|---|---|---|---|---|---|---|"
 )
 
 

@@ -1,9 +1,9 @@
-"""Write the figures that run.py --json left in a folder into docs/performance.md, so that nobody copies a figure.
+"""Write the figures that run.py --json left in a folder into docs/performance.md.
 
     python benchmarks/run.py --json figures && python benchmarks/write_figures.py figures
 
-Each table stands between two marks, <!-- NAME --> and <!-- /NAME -->; the table of goals, <!-- goals -->, keeps the
-lines of measurements that the folder does not have. Nothing else of the file is touched.
+Each table is enclosed in two comments, <!-- NAME --> and <!-- /NAME -->. The table of goals, <!-- goals -->, keeps the
+lines of benchmarks that are not in the folder. The rest of the file is not changed.
 """
 
 import json
@@ -20,7 +20,7 @@ from benchmarks.tables import Row, goals, markdown, read_json  # noqa: E402
 from megatron.config.errors import ConfigError  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
-GOALS_HEAD = "| entry | against | goal | measured | reached |\n|---|---|---|---|---|"
+GOALS_HEAD = "| benchmark | compared with | goal | measured | reached |\n|---|---|---|---|---|"
 Found = dict[str, tuple[str, list[Row]]]
 """By measurement: what it was made on, and its rows."""
 

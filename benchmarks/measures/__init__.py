@@ -1,1 +1,1 @@
-"""What can be measured: each file has ``measure(rounds)``, which gives its comparisons."""
+"""The benchmarks: each module has ``measure(rounds)``, which returns its results."""

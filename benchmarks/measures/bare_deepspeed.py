@@ -1,4 +1,4 @@
-"""A program that trains a small model for one step on DeepSpeed and does nothing else, as its tutorials write them.
+"""Train a small model for one step on DeepSpeed and do nothing else, in the style of its tutorials.
 
 deepspeed --num_gpus 2 benchmarks/measures/bare_deepspeed.py
 """

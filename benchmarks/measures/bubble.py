@@ -1,8 +1,8 @@
-"""The bubble that --trace measures beside (p - 1) / (m + p - 1), on stages that sleep instead of computing.
+"""The pipeline bubble that --trace measures, compared with (p - 1) / (m + p - 1), with stages that sleep.
 
-Sleeping ranks need no processor, so any machine has enough of them, and every pass takes equally long: what is left
-between measurement and formula is what DeepSpeed's engine and the transfers add. 100 ms forward, 200 ms backward. What
-is compared is the share of the time in which stages are busy, m / (m + p - 1).
+Sleeping ranks need no CPU time, so any machine can run them, and all passes take equally long: the difference between
+measurement and formula is the overhead of DeepSpeed's engine and the transfers. 100 ms forward, 200 ms backward. The
+compared value is the share of the time in which stages are busy, m / (m + p - 1).
 """
 
 import json
@@ -27,9 +27,9 @@ def measure(rounds: int) -> list[Quantity]:
 
 def _measured(stages: int, micro_batches: int, rounds: int) -> Quantity:
     with tempfile.TemporaryDirectory() as folder:
-        told = {"stages": stages, "micro_batches": micro_batches, "iterations": rounds, "folder": folder}
+        settings = {"stages": stages, "micro_batches": micro_batches, "iterations": rounds, "folder": folder}
         measured_by_ranks(
-            stages, "sleeping_stages", json.dumps({**told, "forward": FORWARD, "backward": BACKWARD}),
+            stages, "sleeping_stages", json.dumps({**settings, "forward": FORWARD, "backward": BACKWARD}),
             OMP_NUM_THREADS="1",
         )  # fmt: skip
         found = measure_timeline(read_timeline(Path(folder)))

@@ -1,10 +1,10 @@
-"""How fast checkpoints are saved and loaded here, against the disk and other formats, and how long training waits.
+"""Speed of saving and loading checkpoints, compared with the disk and other formats; how long saves block training.
 
-One process holds a GPT-2 with Adam's state in fp32, and its file is written and read in several ways in turn. The suite
-writes by torch.save with SHA-256 beside it, and fsync; it compares the SHA-256 and reads nothing but tensors. Every way
-of loading ends with the state in the tensors that had it, as a resume does; caches are warm, or cold where that is
-said. Then the same engine saves with and without --async-save: what counts is the time until training may go on. The
-disk is that of TMPDIR.
+One process holds a GPT-2 with Adam's state in fp32; its file is written and read by several methods in alternation.
+This project writes with torch.save, SHA-256 and fsync; it verifies SHA-256 and reads nothing but tensors. Every
+loading method ends with the state in the original tensors, as a resume does. Caches are warm unless stated otherwise.
+Then the same engine saves with and without --async-save, measuring the time until training can continue. The disk is
+that of TMPDIR.
 """
 
 import os
@@ -36,7 +36,7 @@ from megatron.training.engines import build_engine, train_batch
 
 SHAPE = Shape(layers=12, hidden=512, heads=8, sequence=64, batch=1, vocabulary=1024)
 SAVE_GOAL, LOAD_GOAL, STALL_GOAL = 0.75, 0.9, 0.1
-"""Of what the raw disk takes; of safetensors' speed; of the time of a save that is waited for."""
+"""Of what the raw disk takes; of safetensors' speed; of the time of a synchronous save."""
 
 
 def measure(rounds: int) -> list[Result]:
@@ -134,7 +134,7 @@ def _compared(what: str, times: dict[str, Times], size: int, goals: dict[str, fl
         )
     if apart is not None:
         for peer in goals:
-            yield Comparison(f"{what}, SHA-256 apart: the same", peer, apart, times[peer], size, "B", goals[peer])
+            yield Comparison(f"{what} without SHA-256: the same", peer, apart, times[peer], size, "B", goals[peer])
 
 
 def _of_waiting(engine: Any, run: RunConfig, rounds: int) -> list[Quantity]:
@@ -152,8 +152,8 @@ def _of_waiting(engine: Any, run: RunConfig, rounds: int) -> list[Quantity]:
                 behind.append(wait + rest)
             else:
                 waited.append(wait)
-    what = f"--async-save: training waits; on the disk after {median(behind):.2g} s"
-    return [Quantity(what, "a save that is waited for", stalled, waited, "s", most=STALL_GOAL)]
+    what = f"--async-save: time that training waits; on disk after {median(behind):.2g} s"
+    return [Quantity(what, "a synchronous save", stalled, waited, "s", most=STALL_GOAL)]
 
 
 def _tensors(item: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -1,8 +1,8 @@
-"""Preprocessing as the programs of the Megatron family do it: document after document, written by megatron-core.
+"""Preprocessing in the style of Megatron-LM: one document at a time, written by megatron-core.
 
     PYTHONPATH=FOLDER python classic_preprocessing.py CORPUS.jsonl VOCABULARY MERGES PREFIX
 
-FOLDER holds megatron-core. Each document is one call of the library ``tokenizers`` and ends with ``<|endoftext|>``.
+FOLDER contains megatron-core. Each document is one call of the library ``tokenizers`` and ends with ``<|endoftext|>``.
 """
 
 import json

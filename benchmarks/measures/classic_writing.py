@@ -1,8 +1,8 @@
-"""Writing tokens with megatron-core's builder, document after document; prints its seconds, wall and processor.
+"""Write tokens with megatron-core's builder, one document at a time; prints the seconds, wall-clock and CPU time.
 
     PYTHONPATH=FOLDER python classic_writing.py TOKENS.npy PREFIX
 
-FOLDER holds megatron-core, TOKENS.npy a document in each row.
+FOLDER contains megatron-core; each row of TOKENS.npy is a document.
 """
 
 import sys

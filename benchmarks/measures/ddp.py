@@ -1,7 +1,7 @@
-"""Two ranks against torch's DistributedDataParallel over the same model: same processes, same global batch, in turn.
+"""Two ranks compared with torch's DistributedDataParallel: same model, same processes, same global batch.
 
-The peer sums gradients over its micro-batches without reducing them but at the last, clips, and steps with fused AdamW.
-The suite trains data parallel at each ZeRO stage, and as a pipeline of two stages.
+DDP accumulates gradients over its micro-batches, reduces them in the last one, clips, and steps with fused AdamW. This
+project trains data parallel at each ZeRO stage, and as a pipeline of two stages.
 """
 
 from benchmarks.comparing import Comparison, Times

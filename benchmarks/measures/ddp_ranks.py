@@ -1,4 +1,4 @@
-"""Started on each of two ranks by ``ddp.py``: the suite's engines and torch's DDP in turn."""
+"""Run on each of two ranks by ``ddp.py``: this project's engines and torch's DDP in alternation."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ def main() -> None:
     from benchmarks.comparing import Times, alternate
     from benchmarks.measures.ddp import MICRO_BATCHES, SHAPE, WAYS
     from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, WithWeights
-    from benchmarks.measures.ranks import tell
+    from benchmarks.measures.ranks import report
     from benchmarks.measures.suite import engine_step, run_of
     from megatron.launch.distributed import distributed
     from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
@@ -64,7 +64,7 @@ def main() -> None:
                     times = alternate(ways, int(sys.argv[1]), settle=dist.barrier)
                 found[name] = [asdict(of_all_ranks(each)) for each in times.values()]
         if layout.rank == 0:
-            tell(found)
+            report(found)
 
 
 main()

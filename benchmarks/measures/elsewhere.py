@@ -1,4 +1,4 @@
-"""A process of its own for peers, as their users start it: what the suite tells the allocator stays with the suite."""
+"""A separate process for other implementations, so that this project's allocator settings do not affect them."""
 
 import os
 from collections.abc import Callable, Mapping

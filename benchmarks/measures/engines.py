@@ -1,8 +1,8 @@
-"""What the engines add to a plain loop over the same model, and what of it is the suite's: one process.
+"""Overhead of the engines over a plain loop with the same model, and this project's share of it, in one process.
 
-The plain loop is forward, backward, clip and fused AdamW over the suite's own GPT-2, 4 micro-batches a step. The
-engines are those a run uses, by ZeRO stage, and the pipeline's with a single stage. Bare DeepSpeed is the same engine
-over the same model with nothing of the suite around it.
+The plain loop is forward, backward, clip and fused AdamW over this project's GPT-2, 4 micro-batches per step. The
+engines are those of a run, at each ZeRO stage, and the pipeline engine with a single stage. Bare DeepSpeed is the same
+engine over the same model without this project around it.
 """
 
 import os

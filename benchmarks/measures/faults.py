@@ -1,8 +1,8 @@
-"""How soon a run of two ranks is over when one of them is killed, or stopped.
+"""Time until a run of two ranks ends when one of them is killed or stopped.
 
-Killed (SIGKILL): until the launcher has answered, under torchrun and under tools/launch.py, beside torchrun's answer
-for a plain script that does nothing but all-reduces. Stopped (SIGSTOP), with --watchdog-minutes: until the other rank
-has said who hangs and left, and until the launcher, torchrun, has answered.
+Killed (SIGKILL): until the launcher exits, with torchrun and with tools/launch.py, compared with torchrun and a plain
+script that only runs all-reduces. Stopped (SIGSTOP), with --watchdog-minutes: until the other rank has reported the
+hung rank and exited, and until the launcher, torchrun, has exited.
 """
 
 import os
@@ -63,16 +63,16 @@ def _of_kills(seconds: dict[str, list[float]]) -> Iterator[Quantity]:
     plain = seconds.pop("a plain script")
     for way, ours in seconds.items():
         limit = [CRASH_LIMIT] * len(ours)
-        yield Quantity(f"SIGKILL, {way}: until it answers", f"{CRASH_LIMIT:g} s", ours, limit, "s", most=1.0)
-    what = "SIGKILL, against a plain script: until torchrun answers"
+        yield Quantity(f"SIGKILL, {way}: time until it exits", f"{CRASH_LIMIT:g} s", ours, limit, "s", most=1.0)
+    what = "SIGKILL, compared with a plain script: time until torchrun exits"
     yield Quantity(what, "a plain script", seconds["torchrun"], plain, "s")
 
 
 def _of_stops(others: list[float], launcher: list[float]) -> Iterator[Quantity]:
     limit = 60 * WATCHDOG_MINUTES + HANG_LIMIT
-    held_to = f"{60 * WATCHDOG_MINUTES:g} s of --watchdog-minutes and {HANG_LIMIT:g} s"
-    for name, seconds in {"the other rank has named it and left": others, "torchrun answers": launcher}.items():
-        what = f"SIGSTOP, {name}: {median(seconds) - 60 * WATCHDOG_MINUTES:.1f} s behind --watchdog-minutes"
+    held_to = f"the watchdog's limit of {60 * WATCHDOG_MINUTES:g} s plus {HANG_LIMIT:g} s"
+    for name, seconds in {"the other rank has reported it and exited": others, "torchrun has exited": launcher}.items():
+        what = f"SIGSTOP, {name}: {median(seconds) - 60 * WATCHDOG_MINUTES:.1f} s after the limit"
         yield Quantity(what, held_to, seconds, [limit] * len(seconds), "s", most=1.0)
 
 

@@ -1,4 +1,4 @@
-"""What flags that make a step faster are worth: the same run with and without them, one process."""
+"""Speedup from flags: the same run with and without them, in one process."""
 
 import torch
 

@@ -1,8 +1,7 @@
-"""Tokens a second behind a prompt, against transformers on the same weights, and against keeping no keys and values.
+"""New tokens per second, compared with transformers on the same weights, and without the key-value cache.
 
-A GPT-2 with random weights is written as a Hugging Face folder, which both read, in fp32. Both take the likeliest
-token. The suite's time has the text in it, piece by piece; that of transformers, which needs not decode, is of tokens
-alone. The tokens of all must be the same.
+A GPT-2 with random weights is written as a Hugging Face folder, which both read, in fp32. Both decode greedily. The
+time of this project includes the text; that of transformers only the tokens. All tokens must be equal.
 """
 
 import os
@@ -48,7 +47,7 @@ class Size:
 
     def __str__(self) -> str:
         sizes = f"{self.layers} layers, h {self.hidden}, v {self.vocabulary}"
-        return f"{sizes}; {self.new} tokens behind {self.prompt}"
+        return f"{sizes}; {self.new} new tokens, prompt of {self.prompt}"
 
 
 SIZES = (Size(6, 256, 16384), Size(12, 768, 50257, recomputes=False))

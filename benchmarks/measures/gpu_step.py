@@ -1,9 +1,10 @@
-"""A training step on one GPU in bf16: the suite, a bare torch model and transformers' GPT-2, in the same rounds.
+"""A training step on one GPU in bf16: this project, a plain torch model and GPT-2 of transformers, in alternation.
 
-125M, 345M and 1.3B. Each is also compiled: the suite by --compile, the bare model by torch.compile. The peers keep fp32
-weights and compute under autocast; the suite has bf16 weights beside fp32 masters, at ZeRO 1. All take the same tokens,
-which lie on the device, clip gradients and step with fused AdamW. The share of the peak counts model FLOPs with
-attention in full. Peak memory is that of building one way and taking two steps, above what was allocated before.
+125M, 345M and 1.3B parameters. Each is also compiled: this project with --compile, the plain model with
+torch.compile. The others keep fp32 weights and compute under autocast; this project has bf16 weights and fp32 master
+weights, at ZeRO 1. All process the same tokens, which are on the device, clip gradients and step with fused AdamW.
+The share of the peak counts model FLOPs with attention in full. Peak memory is that of building one model and taking
+two steps, above the memory allocated before.
 """
 
 import gc

@@ -34,12 +34,12 @@ def measure(rounds: int) -> list[Quantity]:
         planned, measured = ([of_rank[kind] for of_rank in found] for kind in ("planned", "measured"))
         whole = [of_rank["total"] for of_rank in planned], [of_rank["resident"] for of_rank in found]
         kinds = {
-            "states as planned": (*(list(map(_states, of_ranks)) for of_ranks in (planned, measured)), 0.02),
-            "activations and buffers as planned": (
+            "planned training state": (*(list(map(_states, of_ranks)) for of_ranks in (planned, measured)), 0.02),
+            "planned activations and buffers": (
                 *(list(map(_rest, of_ranks)) for of_ranks in (planned, measured)),
                 0.08,
             ),
-            "the whole as planned, resident": (*whole, 0.15),
+            "planned total, resident memory": (*whole, 0.15),
         }
         results += [
             Quantity(f"{name}: {SHAPE}", kind, ours, theirs, "B", least=1 - tolerance, most=1 + tolerance)

@@ -19,7 +19,7 @@ def main() -> None:
 
     from benchmarks.measures.live_memory import measured_memory
     from benchmarks.measures.memory import SHAPE, TINY
-    from benchmarks.measures.ranks import tell
+    from benchmarks.measures.ranks import report
     from benchmarks.measures.suite import engine_step, run_of
     from benchmarks.resident import highest_since_lowered, lower_mark, resident_now
     from megatron.data.loader import Batch
@@ -51,7 +51,7 @@ def main() -> None:
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
         if layout.rank == 0:
-            tell(found)
+            report(found)
 
 
 main()

@@ -24,7 +24,7 @@ from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuil
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY, BATCH, DOCUMENTS, LENGTH = 8192, 64, 64_000, 200
-GOALS = {"one batch": 1.0, "a document at a time": None}
+GOALS = {"one batch": 1.0, "one document at a time": None}
 
 
 def measure(rounds: int) -> list[Comparison]:
@@ -62,10 +62,10 @@ def _tokenizing(folder: Path, megabytes: float, rounds: int) -> list[Comparison]
         ids["one batch"] = library(lambda tokenizer: tokenizer.encode_batch_fast(documents))
 
     def one_by_one() -> None:
-        ids["a document at a time"] = library(lambda tokenizer: [tokenizer.encode(text) for text in documents])
+        ids["one document at a time"] = library(lambda tokenizer: [tokenizer.encode(text) for text in documents])
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    ways = {"suite": suite, "one batch": one_batch, "a document at a time": one_by_one}
+    ways = {"suite": suite, "one batch": one_batch, "one document at a time": one_by_one}
     times = alternate(ways, rounds)
     if any(found != ids["suite"] for found in ids.values()):
         raise AssertionError("the ids differ")
@@ -109,7 +109,9 @@ def _programs(folder: Path, megabytes: float, megatron_core: Path, rounds: int) 
     times = alternate({"suite": suite, "classic": classic}, rounds)
     _check_same(folder / "suite_text_document", folder / "classic")
     what = "preprocess_data.py from start to end, same files"
-    return Comparison(what, "megatron-core, a document at a time", times["suite"], times["classic"], megabytes, "MB", 8)
+    return Comparison(
+        what, "megatron-core, one document at a time", times["suite"], times["classic"], megabytes, "MB", 8
+    )
 
 
 def _check_same(ours: Path, theirs: Path) -> None:

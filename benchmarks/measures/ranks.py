@@ -1,4 +1,4 @@
-"""Starting ranks that measure: a module of this folder under torchrun, and what its first rank found."""
+"""Start ranks that measure: a module of this folder under torchrun, and the result of its first rank."""
 
 import json
 import os
@@ -13,21 +13,21 @@ ROOT = Path(__file__).parents[2]
 
 
 def measured_by_ranks(ranks: int, module: str, *words: str, **environ: str) -> Any:
-    """What ``benchmarks.measures.MODULE`` hands to ``tell()``, started with ``words`` on so many ranks.
+    """What ``benchmarks.measures.MODULE`` hands to ``report()``, started with ``words`` on so many ranks.
 
     Raises LaunchError where they fail.
     """
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(ranks), "-m", f"benchmarks.measures.{module}", *words]
     ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True)
-    told = [line[len(_MARK) :] for line in ended.stdout.splitlines() if line.startswith(_MARK)]
-    if ended.returncode or not told:
+    reported = [line[len(_MARK) :] for line in ended.stdout.splitlines() if line.startswith(_MARK)]
+    if ended.returncode or not reported:
         raise LaunchError(f"{ranks} ranks of {module} failed:\n{(ended.stderr or ended.stdout).strip()[-2000:]}")
-    return json.loads(told[0])
+    return json.loads(reported[0])
 
 
-def tell(found: Any) -> None:
-    """On the first rank: hand over what was measured."""
+def report(found: Any) -> None:
+    """On the first rank: pass on the result."""
     print(_MARK + json.dumps(found), flush=True)
 
 

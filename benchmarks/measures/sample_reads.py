@@ -1,8 +1,8 @@
-"""Batches of random samples of a data set, against slices of a numpy memory map, and batches as nanoGPT makes them.
+"""Batches of random samples of a data set, compared with slices of a numpy memory map and nanoGPT's batches.
 
 Two data sets of 10 million tokens, in the page cache: documents of 5,000 tokens on average, where a fifth of the
-samples go over an end, and a single document. The suite's samples come in shuffled order; the peers take consecutive
-tokens from anywhere, and know no documents.
+samples cross a document boundary, and a single document. This project reads samples in shuffled order; the others
+read consecutive tokens from random positions and know no documents.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""Started on each rank by ``bubble.py``: a traced run of DeepSpeed's pipeline over stages that sleep."""
+"""Run on each rank by ``bubble.py``: a traced run of DeepSpeed's pipeline with stages that sleep."""
 
 import json
 import os
@@ -14,13 +14,13 @@ FIRST = 2
 
 def main() -> None:
     """Train on this rank, as the JSON on the command line says."""
-    told = json.loads(sys.argv[1])
-    stages, forward, backward = told["stages"], told["forward"], told["backward"]
-    last = FIRST + told["iterations"] - 1
+    settings = json.loads(sys.argv[1])
+    stages, forward, backward = settings["stages"], settings["forward"], settings["backward"]
+    last = FIRST + settings["iterations"] - 1
     words = (
         f"--num-layers {stages} --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 0.1 --batch-size 1 "
         f"--train-iters {last} --data-path none --vocab-file none --merge-file none --pipe-parallel-size {stages} "
-        f"--gas {told['micro_batches']} --trace {told['folder']} --trace-steps {FIRST}:{last}"
+        f"--gas {settings['micro_batches']} --trace {settings['folder']} --trace-steps {FIRST}:{last}"
     )
     prepare_environment(os.environ)
 
@@ -29,7 +29,7 @@ def main() -> None:
     from deepspeed.pipe import LayerSpec, PipelineModule
     from torch import Tensor, nn
 
-    from benchmarks.measures.ranks import tell
+    from benchmarks.measures.ranks import report
     from megatron.config.command_line import parse_run
     from megatron.launch.distributed import distributed
     from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
@@ -74,7 +74,7 @@ def main() -> None:
                 with tracer.iteration(number) as listeners:
                     train_batch(engine, data, listeners)
         if layout.rank == 0:
-            tell(last)
+            report(last)
 
 
 main()

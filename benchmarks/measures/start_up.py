@@ -1,6 +1,6 @@
-"""From the command to the end of the first step, against a bare program on DeepSpeed, and against importing alone.
+"""Time from the command to the end of the first step, compared with a plain DeepSpeed program and with imports alone.
 
-The bare program (``bare_deepspeed.py``) trains a model of the same size. All find DeepSpeed's extension compiled.
+The plain program (``bare_deepspeed.py``) trains a model of the same size. DeepSpeed's extension is already compiled.
 """
 
 import os
@@ -43,7 +43,7 @@ def measure(rounds: int) -> list[Comparison]:
         ("python: a run of one step", "bare DeepSpeed", "run", "bare", GOAL),
         ("deepspeed --num_gpus 2: a run of one step", "bare DeepSpeed", "run of two", "bare of two", GOAL),
         ("python: a run of one step", "importing torch and deepspeed", "run", "imports", None),
-        ("python: the answer to a wrong flag", "importing torch and deepspeed", "wrong", "imports", 2),
+        ("python: error message for a wrong flag", "importing torch and deepspeed", "wrong", "imports", 2),
     ]
     return [
         Comparison(what, peer, times[ours], times[theirs], 1, "starts", goal)

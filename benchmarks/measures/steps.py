@@ -1,4 +1,4 @@
-"""Started on each rank by ``two_cores.py``: a few steps, and what the slowest rank took for one."""
+"""Run on each rank by ``two_cores.py``: a few steps, and the time per step of the slowest rank."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.measures.ranks import tell
+    from benchmarks.measures.ranks import report
     from benchmarks.measures.suite import engine_step, run_of
     from benchmarks.measures.two_cores import MICRO_BATCHES, SHAPE
     from megatron.launch.distributed import distributed
@@ -50,7 +50,7 @@ def main() -> None:
             dist.all_reduce(work)
             all_reduce = seconds_of_all_reduce()
         if layout.rank == 0:
-            tell({"wall": times.item(), "cpu": work.item(), "all_reduce": all_reduce})
+            report({"wall": times.item(), "cpu": work.item(), "all_reduce": all_reduce})
 
 
 main()

@@ -1,4 +1,4 @@
-"""The suite's own side of the measurements: its engines, built from flags as a run builds them."""
+"""This project's side of the benchmarks: its engines, built from flags as in a run."""
 
 import os
 from collections.abc import Callable, Iterator

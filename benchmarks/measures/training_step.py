@@ -1,9 +1,9 @@
-"""A training step of one process: the suite's engine, a bare torch model and transformers' GPT-2, in plain loops.
+"""A training step of one process: this project's engine, a plain torch model and GPT-2 of transformers.
 
-The bare model is that of ``peers.py``; transformers' runs with both of its attention kinds. The peers have a process
-of their own, in turn with the suite's. All take as many tokens, clip gradients at 1 and step with AdamW; bf16 is
-autocast for the peers, and fp32 masters with ZeRO 1 here. What share a step reaches of the rate of a matrix product of
-the same type is measured in the same rounds.
+The plain model is in ``peers.py``; transformers runs with both of its attention implementations. The others have a
+separate process, in alternation with this project's. All process the same number of tokens, clip gradients at 1 and
+step with AdamW. bf16 is autocast for the others, and fp32 master weights with ZeRO 1 here. The same rounds measure
+which share of the rate of a matrix product of the same type a step reaches.
 """
 
 from collections.abc import Callable
@@ -94,4 +94,4 @@ def _share(what: str, shape: Shape, step: Times, product: Times, goal: float) ->
         [shape.flops / seconds for seconds in step.cpu],
         [PRODUCTS * 2 * GEMM**3 / seconds for seconds in product.cpu],
     )
-    return Quantity(what, f"a product of {GEMM} x {GEMM} matrices", *rates, "FLOP/s", least=goal)
+    return Quantity(what, f"a matrix product, {GEMM} x {GEMM}", *rates, "FLOP/s", least=goal)

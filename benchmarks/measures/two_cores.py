@@ -1,8 +1,8 @@
-"""Two processes of one thread each against one process of two threads: the same model, the same global batch.
+"""Two processes of one thread each compared with one process of two threads: same model, same global batch.
 
-Data parallel 2, tensor parallel 2, and two pipeline stages. The largest of the ranks' times counts. Tensor parallelism
-is also held to a model of itself: the time of the one process, which has the same cores, and what the all-reduces of
-its layers take by themselves, measured by the same ranks.
+Data parallel 2, tensor parallel 2, and two pipeline stages. The slowest rank's time counts. Tensor parallelism is
+also compared with a prediction: the time of the one process, which has the same cores, plus the time of the
+all-reduces of its layers, measured by the same ranks.
 """
 
 from statistics import median
@@ -52,6 +52,6 @@ def _modelled(measured: list[float], compute: list[float], all_reduce: list[floa
     size = 4 * SHAPE.tokens * SHAPE.hidden
     what = (
         f"TP 2, a step: {ALL_REDUCES} all-reduces of {size / 1e3:,.0f} kB, each {median(all_reduce) * 1e6:,.0f} us by"
-        f" itself ({size / median(all_reduce) / 1e9:.2g} GB/s), are {share:.0%} of what is predicted"
+        f" itself ({size / median(all_reduce) / 1e9:.2g} GB/s), are {share:.0%} of the prediction"
     )
     return Quantity(what, "one process and the all-reduces", measured, predicted, "s", most=1 / 0.9)

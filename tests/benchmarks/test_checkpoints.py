@@ -12,9 +12,9 @@ def test_every_way_is_measured(run_ranks_once, tmp_path: Path) -> None:
     assert peers == {
         "save": {"raw bytes and fsync", "safetensors and fsync", "torch.save and fsync"},
         "load": {"safetensors", "torch.load", "reading bytes"},
-        "load, SHA-256 apart": {"safetensors"},
+        "load without SHA-256": {"safetensors"},
         "load from a cold cache": {"reading bytes"},
-        "--async-save": {"a save that is waited for"},
+        "--async-save": {"a synchronous save"},
     }
     assert list(tmp_path.glob("tmp*")) == []
 

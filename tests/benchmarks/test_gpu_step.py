@@ -10,7 +10,7 @@ from benchmarks.measures.peers import Shape
 TINY = Shape(layers=2, hidden=32, heads=2, sequence=16, batch=2, vocabulary=64)
 
 
-def test_a_machine_without_a_gpu_is_told(programs: Programs) -> None:
+def test_a_machine_without_a_gpu_is_reported(programs: Programs) -> None:
     ended = programs.run("bash", "benchmarks/gpu.sh", "--rounds", "1", PYTHON="python")
     assert ended.returncode == 7
     assert ended.output.splitlines() == [
@@ -18,7 +18,7 @@ def test_a_machine_without_a_gpu_is_told(programs: Programs) -> None:
     ]
 
 
-def test_a_python_without_torch_is_told(programs: Programs, tmp_path: Path) -> None:
+def test_a_python_without_torch_is_reported(programs: Programs, tmp_path: Path) -> None:
     (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
     ended = programs.run("bash", "benchmarks/gpu.sh", PYTHON=str(tmp_path / "python"))

@@ -67,7 +67,7 @@ def test_json_is_read_back_and_has_every_round(tmp_path) -> None:
 
 MARKED = """before
 <!-- goals -->
-| entry | against | goal | measured | reached |
+| benchmark | compared with | goal | measured | reached |
 |---|---|---|---|---|
 | engines | plain loop | at least 0.97 | ZeRO 0 **0.98** | yes |
 | planner | a second | at most 1.00 | search **2.00** | no |
@@ -83,7 +83,7 @@ behind
 def test_figures_find_their_places_in_the_documentation() -> None:
     text = with_figures(MARKED, {"planner": ("a machine", [row(SOONER)])})
     assert "old" not in text and "search **2.00**" not in text
-    assert "<!-- planner -->\nMeasured on: a machine.\n\n| work |" in text
+    assert "<!-- planner -->\nMeasured on: a machine.\n\n| workload |" in text
     assert "| engines | plain loop | at least 0.97 | ZeRO 0 **0.98** | yes |\n| planner | a second |" in text
     assert all(line in text.splitlines() for line in ("before", "between", "behind"))
     assert with_figures(text, {"planner": ("a machine", [row(SOONER)])}) == text
