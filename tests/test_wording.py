@@ -73,7 +73,6 @@ NOT_YET_DOCUMENTS = {
     f"docs/{name}.md"
     for name in (
         "activation-checkpointing",
-        "performance",
         "adding-a-model",
         "checkpoints",
         "layouts",
