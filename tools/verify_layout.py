@@ -1,20 +1,21 @@
-"""Train the same model on several layouts and see that they compute the same.
+"""Train the same model on several layouts and check that they compute the same.
 
     python tools/verify_layout.py --layouts tp1-pp0-dp1 tp2-pp2-dp2-zero1 ARGUMENTS OF pretrain_gpt2.py
     python tools/verify_layout.py --all 4 ARGUMENTS OF pretrain_gpt2.py
+    python tools/verify_layout.py --program pretrain_bert.py --all 2 ARGUMENTS OF pretrain_bert.py
 
-Each layout is a run of pretrain_gpt2.py from the same seed on the same samples, without dropout. Its losses,
-gradient norms and final weights are compared with those of the first layout. A layout is named
-tpA-ppB-dpC[-zeroZ][-sp][-ulyssesN][-dualpipev][-plain]: tensor parallel A, B pipeline stages (0, or 1 with plain, is
-the plain engine), data parallel C, ZeRO stage Z, Megatron's sequence parallelism, DeepSpeed's over N ranks, DeepSpeed's
-DualPipeV schedule. All take the global batch of the first, with the micro-batch that is given; gradient accumulation
-follows.
+Each layout is trained from the same seed on the same samples, without dropout, and compared with the first one: the
+losses and gradient norms of all iterations, the gradient of each parameter in the first step, and the final weights. A
+layout is named tpA-ppB-dpC[-zeroZ][-sp][-ulyssesN][-dualpipev][-plain]: tensor parallel A, B pipeline stages (0, or 1
+with plain, is the plain engine), data parallel C, ZeRO stage Z, Megatron's sequence parallelism, DeepSpeed's over N
+ranks, DeepSpeed's DualPipeV schedule. All have the global batch of the first and the same micro-batch size.
 
-A difference is relative: of losses and gradient norms the largest of all iterations, |b - a| / |a|; of weights the
-largest of all tensors, max |b - a| / max |a|, with every copy of a tensor that several ranks hold. The bias of
-attention's keys is left out: it has no effect on anything, so its gradient is nothing but rounding.
+Losses and gradient norms are compared by |b - a| / |a|, the largest of all iterations; gradients by the largest
+element of |b - a| over the largest of |a|, the largest of all parameters; weights by |b - a| over the sum of the
+learning rates, apart for elements whose first gradient is far above rounding (weights) and for all others, which Adam
+may move anywhere within that sum (other weights). docs/verify.md explains the bounds.
 
-Exit code 0: all agree; 1: one differs, or failed; 2: wrong usage.
+Exit code 0: all agree; 1: one differs or failed; 2: wrong usage.
 """
 
 import os
@@ -27,23 +28,23 @@ from _atomic_file import atomic_file
 from megatron.config.errors import ConfigError
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.planning.explain import explain
-from megatron.tools.verify.request import illegal, legal_layouts, make_request, parse_layout
+from megatron.tools.verify.request import PROGRAM, illegal, legal_layouts, make_request, parse_layout
 
 
 def main() -> None:
-    """Settle what is to be run before torch comes in; then run, compare, report."""
+    """Check what is to be run before torch is imported; then run, compare, report."""
     args, words = _parser().parse_known_args()
     if (args.layouts is None) == (args.all is None):
         raise ConfigError("give --layouts with names, or --all with a number of processes (see --help)")
     if args.iterations < 1 or (args.all is not None and args.all < 1):
-        raise ConfigError("--iterations and --all take whole numbers from 1 on")
+        raise ConfigError("--iterations and --all must be at least 1")
     named = [parse_layout(name) for name in args.layouts or ()]
-    request = make_request(words, args.iterations, named[0] if named else None, os.environ)
+    request = make_request(words, args.iterations, named[0] if named else None, os.environ, args.program)
     layouts = named or legal_layouts(request, args.all)
     if args.explain:
         for layout in layouts:
             print(f"\n{layout.name}")
-            explain(request.reading(layout))
+            explain(request.parsed(layout))
         return
     if problems := illegal(request, named):
         raise ConfigError(problems)
@@ -51,48 +52,47 @@ def main() -> None:
         print("\n".join(layout.name for layout in layouts))
         return
 
-    from megatron.tools.verify.comparing import Tolerances
-    from megatron.tools.verify.loop import as_json, progress, table, verdicts
+    from megatron.tools.verify.compare import Bounds
+    from megatron.tools.verify.results import as_json, progress_line, table, verify_layouts
 
-    tolerances = Tolerances.of(request.run(layouts[0]).precision.dtype)
+    bounds = Bounds.of(request.run(layouts[0]).precision.dtype)
     if args.tolerance is not None:
-        tolerances = Tolerances(*[args.tolerance] * 3)
-    found = []
-    for verdict in verdicts(request, layouts, tolerances, args.time_limit):
-        found.append(verdict)
-        print(progress(len(found), len(layouts), verdict), flush=True)
-    print(f"\nlargest differences from {layouts[0].name} over {args.iterations} iterations\n\n{table(found)}\n")
+        bounds = bounds._replace(loss=args.tolerance, grad_norm=args.tolerance, gradient=args.tolerance)
+    results = []
+    for result in verify_layouts(request, layouts, bounds, args.time_limit):
+        results.append(result)
+        print(progress_line(len(results), len(layouts), result), flush=True)
+    print(
+        f"\nLargest differences from {layouts[0].name} in {args.iterations} iterations:\n\n{table(results, bounds)}\n"
+    )
     if args.json:
         with atomic_file(args.json, "--json") as file:
-            file.write(as_json(found, tolerances=tolerances, iterations=args.iterations) + "\n")
-    agreeing = sum(verdict.agrees for verdict in found)
-    bounds = ", ".join(f"{name.replace('_', ' ')} {bound:g}" for name, bound in tolerances._asdict().items())
-    print(f"{agreeing} of {len(layouts)} layouts agree within {bounds}", flush=True)
+            file.write(as_json(results, bounds=bounds, iterations=args.iterations) + "\n")
+    agreeing = sum(result.agrees for result in results)
+    print(f"{agreeing} of {len(layouts)} layouts agree within these bounds", flush=True)
     if agreeing < len(layouts):
         sys.exit(1)
 
 
 def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
-    parser.usage = "%(prog)s (--layouts NAME ... | --all N) [flags] ARGUMENTS OF pretrain_gpt2.py"
-    parser.add_argument(
-        "--layouts", nargs="+", metavar="NAME", help="layouts; the first is what the others are held to"
-    )
-    parser.add_argument(
-        "--all", type=int, metavar="N", help="one process, then every layout of N processes that no rule is against"
-    )
-    parser.add_argument("--iterations", type=int, default=10, metavar="K", help="iterations of each run")
-    parser.add_argument(
+    parser.usage = "%(prog)s (--layouts NAME ... | --all N) [flags] ARGUMENTS OF THE PROGRAM"
+    add = parser.add_argument
+    add("--layouts", nargs="+", metavar="NAME", help="layouts; the others are compared with the first")
+    add("--all", type=int, metavar="N", help="one process, then every layout of N processes that breaks no rule")
+    add("--program", type=Path, default=PROGRAM, metavar="FILE", help="entry script that trains the model")
+    add("--iterations", type=int, default=10, metavar="K", help="iterations of each run")
+    add(
         "--tolerance",
         type=float,
         metavar="T",
-        help="largest relative difference that counts as equal (default: 1e-4 in fp32; in half precision "
-        "1e-3 of losses, 1e-2 of gradient norms, and any of weights)",
+        help="largest relative difference of losses, gradient norms and gradients (default: 1e-4 in fp32; in half "
+        "precision 1e-3, 1e-2 and 0.1)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
-    parser.add_argument("--list", action="store_true", help="print the layouts, and run nothing")
-    parser.add_argument("--explain", action="store_true", help="explain each layout, rule by rule, and run nothing")
-    parser.add_argument("--time-limit", type=float, default=1800, metavar="S", help="seconds that a run may take")
+    add("--json", type=Path, metavar="FILE", help="write the results to this file too")
+    add("--list", action="store_true", help="print the layouts, and run nothing")
+    add("--explain", action="store_true", help="explain each layout, rule by rule, and run nothing")
+    add("--time-limit", type=float, default=1800, metavar="S", help="seconds that a run may take")
     return parser
 
 

@@ -1,1 +1,1 @@
-"""Whether layouts compute the same: their names, their runs, and what comes out of them beside each other."""
+"""Checks that layouts compute the same: trains the same model on each of them and compares what they computed."""

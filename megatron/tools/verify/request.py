@@ -1,20 +1,22 @@
-"""What is to be compared: a command line of pretrain_gpt2.py, on one layout after the other. No torch here."""
+"""Which runs are compared: names of layouts, and the command line of each. No torch here."""
 
 import itertools
 import re
+import runpy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.config import RunConfig
+from megatron.config.architecture import ARCHITECTURES, GPT2, Architecture
 from megatron.config.command_line import ParsedRun, read_run
 from megatron.config.command_line.parser import read_flags
 from megatron.config.errors import ConfigError
 
 GRAMMAR = "tpA-ppB-dpC[-zeroZ][-sp][-ulyssesN][-dualpipev][-plain]"
 _SIZES = ("tp", "pp", "dp", "zero", "ulysses")
-_MARKS = ("sp", "dualpipev", "plain")
-_PART = re.compile(rf"(?:({'|'.join(_SIZES)})(\d+))|({'|'.join(_MARKS)})")
+_OPTIONS = ("sp", "dualpipev", "plain")
+_PART = re.compile(rf"(?:({'|'.join(_SIZES)})(\d+))|({'|'.join(_OPTIONS)})")
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,12 @@ class Layout:
 
     @property
     def processes(self) -> int:
-        """Ranks it takes."""
+        """Number of ranks."""
         return self.tensor * max(self.pipe, 1) * self.ulysses * self.data
 
     @property
     def flags(self) -> list[str]:
-        """The words of a command line that ask for it, on so many processes."""
+        """The flags that select it, on so many processes."""
         words = f"--model-parallel-size {self.tensor} --pipe-parallel-size {self.pipe} --zero-stage {self.zero}".split()
         words += ["--sequence-parallel"] if self.sequence_parallel else []
         words += ["--ds-sequence-parallel-size", str(self.ulysses)] if self.ulysses > 1 else []
@@ -55,50 +57,50 @@ class Layout:
 
 ONE_PROCESS = Layout(1, 0, 1)
 ONE_PROCESS_WITH_ZERO = Layout(1, 0, 1, zero=1)
-"""What half precision takes on one process, for the sake of its fp32 weights."""
+"""The reference in half precision, where ZeRO 0 keeps no fp32 weights that could be compared."""
 
 
 def parse_layout(name: str) -> Layout:
-    """The layout of that name. Raises ConfigError if it is none."""
+    """Read the name of a layout. Raises ConfigError if it is malformed."""
     sizes: dict[str, int] = {}
-    marks: set[str] = set()
+    options: set[str] = set()
     for part in name.split("-"):
         match = _PART.fullmatch(part)
-        if match is None or match[1] in sizes or match[3] in marks:
-            raise ConfigError(f"layout {name}: {part!r} is not understood there; write {GRAMMAR}")
+        if match is None or match[1] in sizes or match[3] in options:
+            raise ConfigError(f"layout {name}: {part!r} is not part of a layout's name; write {GRAMMAR}")
         if match[1]:
             sizes[match[1]] = int(match[2])
         else:
-            marks.add(match[3])
+            options.add(match[3])
     if {"tp", "pp", "dp"} - sizes.keys() or 0 in (sizes["tp"], sizes["dp"], sizes.get("ulysses")):
         raise ConfigError(f"layout {name}: sizes of TP, PP and DP are needed; write {GRAMMAR}")
-    if "plain" in marks and sizes["pp"] > 1:
+    if "plain" in options and sizes["pp"] > 1:
         raise ConfigError(f"layout {name}: the plain engine has no stages; write pp0 or pp1 with plain")
     return Layout(
         tensor=sizes["tp"],
-        pipe=0 if "plain" in marks else sizes["pp"],
+        pipe=0 if "plain" in options else sizes["pp"],
         data=sizes["dp"],
         zero=sizes.get("zero", 0),
-        sequence_parallel="sp" in marks,
+        sequence_parallel="sp" in options,
         ulysses=sizes.get("ulysses", 1),
-        dualpipev="dualpipev" in marks,
+        dualpipev="dualpipev" in options,
     )
 
 
 def grids(processes: int) -> Iterator[Layout]:
-    """Every grid of so many processes, on either engine, with every ZeRO stage and each mark, legal or not."""
+    """Every layout of so many processes: each grid, engine, ZeRO stage and option, legal or not."""
     sizes = [size for size in range(1, processes + 1) if processes % size == 0]
-    marks = list(itertools.product(range(4), (False, True), (False, True)))
+    options = list(itertools.product(range(4), (False, True), (False, True)))
     for tensor, stages, ulysses in itertools.product(sizes, repeat=3):
         data, rest = divmod(processes, tensor * stages * ulysses)
         if rest:
             continue
         for pipe in (0, 1) if stages == 1 else (stages,):
-            for zero, sequence, dualpipev in marks:
+            for zero, sequence, dualpipev in options:
                 yield Layout(tensor, pipe, data, zero, sequence, ulysses, dualpipev)
 
 
-_OF_LAYOUT = (
+_LAYOUT_FIELDS = (
     "model_parallel_size",
     "pipe_parallel_size",
     "zero_stage",
@@ -106,94 +108,123 @@ _OF_LAYOUT = (
     "ds_sequence_parallel_size",
     "pipeline_schedule",
 )
-_OF_TOOL = ("save", "load", "save_interval", "exit_interval", "finetune", "metrics_file", "local_rank")
+_TOOL_FIELDS = ("save", "load", "save_interval", "exit_interval", "finetune", "metrics_file", "local_rank")
 _REPLACED = ("attention_dropout", "hidden_dropout", "eval_iters", "log_interval", "global_batch_size")
-_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PROGRAM = Path(__file__).resolve().parents[3] / "pretrain_gpt2.py"
 
 
 @dataclass(frozen=True)
 class Request:
-    """The words that all layouts share, and what else makes a run of them."""
+    """A program, and the arguments and environment that its runs on all layouts share."""
 
     words: tuple[str, ...]
     iterations: int
     environ: Mapping[str, str]
     first: Layout = ONE_PROCESS
-    """What the others are held to."""
+    """The reference."""
+    program: Path = PROGRAM
+    architecture: Architecture = GPT2
 
     def run(self, layout: Layout) -> RunConfig:
-        """The run of ``layout``. Raises ConfigError where it is illegal."""
-        return self.reading(layout).checked()
+        """The run of ``layout``. Raises ConfigError if it is illegal."""
+        return self.parsed(layout).checked()
 
-    def reading(self, layout: Layout) -> ParsedRun:
-        """The run of ``layout``, and what speaks against it."""
-        return read_run([*self.words, *layout.flags], {**self.environ, "WORLD_SIZE": str(layout.processes)})
+    def parsed(self, layout: Layout) -> ParsedRun:
+        """The run of ``layout`` and what is wrong with it."""
+        environ = {**self.environ, "WORLD_SIZE": str(layout.processes)}
+        return read_run([*self.words, *layout.flags], environ, self.architecture)
 
-    def command(self, layout: Layout, folder: Path) -> list[str]:
-        """Arguments that train on ``layout`` and leave metrics and checkpoint in ``folder``."""
+    def command(self, layout: Layout, folder: Path, iterations: int) -> list[str]:
+        """The command that trains on ``layout`` and writes metrics and a checkpoint to ``folder``."""
         outputs = ["--metrics-file", str(metrics_file(folder)), "--save", str(checkpoint_folder(folder))]
-        return [*self.words, *layout.flags, "--exit-interval", str(self.iterations), *outputs]
+        return [str(self.program), *self.words, *layout.flags, "--exit-interval", str(iterations), *outputs]
 
 
 def metrics_file(folder: Path) -> Path:
-    """Where a run leaves its metrics."""
+    """Where a run writes its metrics."""
     return folder / "metrics.jsonl"
 
 
 def checkpoint_folder(folder: Path) -> Path:
-    """Where a run leaves its checkpoint."""
+    """Where a run writes its checkpoint."""
     return folder / "checkpoint"
 
 
-def make_request(argv: Sequence[str], iterations: int, first: Layout | None, environ: Mapping[str, str]) -> Request:
-    """The request that ``argv``, arguments of pretrain_gpt2.py, amounts to; its global batch is that of ``first``.
+def read_architecture(program: Path) -> Architecture:
+    """``ARCHITECTURE`` of the entry script ``program``, whose main part is not run.
 
-    Without a ``first`` that is one process. Raises ConfigError with a line for each thing that is wrong.
+    Raises ConfigError if it cannot be loaded or names none.
     """
-    given, problems = read_flags(argv)
-    for names, owner in ((_OF_LAYOUT, "the layouts: say it in their names"), (_OF_TOOL, "the comparison: remove it")):
-        problems += [f"{given[name].source} belongs to {owner}" for name in names if name in given]
+    try:
+        contents = runpy.run_path(str(program), run_name="program")
+    except Exception as error:
+        raise ConfigError(f"--program {program} cannot be loaded ({type(error).__name__}: {error})") from error
+    known = {architecture.program: architecture for architecture in ARCHITECTURES.values()}
+    if architecture := contents.get("ARCHITECTURE", known.get(program.name)):
+        return architecture
+    raise ConfigError(f"--program {program} defines no ARCHITECTURE: name the one that it trains, as pretrain_gpt2.py")
+
+
+def make_request(
+    argv: Sequence[str],
+    iterations: int,
+    first: Layout | None,
+    environ: Mapping[str, str],
+    program: Path = PROGRAM,
+) -> Request:
+    """The request for ``argv``, arguments of ``program``; its global batch is that of the layout ``first``.
+
+    By default the first layout is one process. Raises ConfigError with a line for each thing that is wrong.
+    """
+    architecture = read_architecture(program)
+    values, problems = read_flags(argv, architecture)
+    refused = (
+        (_LAYOUT_FIELDS, "the layouts: choose it by their names"),
+        (_TOOL_FIELDS, "the comparison: remove it"),
+    )
+    for names, owner in refused:
+        problems += [f"{values[name].source} belongs to {owner}" for name in names if name in values]
     if problems:
         raise ConfigError(problems)
-    environ = {name: value for name, value in environ.items() if name not in _PLACE}
+    environ = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
     words = ["--attention-dropout", "0", "--hidden-dropout", "0", "--eval-iters", "0", "--log-interval", "1"]
-    if not {"train_iters", "train_samples"} & given.keys():
+    if not {"train_iters", "train_samples"} & values.keys():
         words += ["--train-iters", str(iterations)]
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in _REPLACED:
             words += value.words
-    batch = given["global_batch_size"].source.split(" ", 1) if "global_batch_size" in given else []
-    whole = Request((*words, *batch), iterations, environ)
+    batch = values["global_batch_size"].source.split(" ", 1) if "global_batch_size" in values else []
+    request = Request((*words, *batch), iterations, environ, program=program.resolve(), architecture=architecture)
     if first is None:
-        first = ONE_PROCESS if not _complaints(whole, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
-    run = whole.run(first)
+        first = ONE_PROCESS if not _problems(request, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
+    run = request.run(first)
     if run.train.train_iters < iterations:
-        raise ConfigError(
-            f"--iterations {iterations} is more than the {run.train.train_iters} that are trained: lower it"
-        )
-    if "micro_batch_size" in given and "gradient_accumulation_steps" in given:
-        # How often a rank accumulates follows from its micro-batch and from the number of ranks.
-        words = _without(words, given["gradient_accumulation_steps"].source.split(" ", 1))
-    return Request((*words, "--global-batch-size", str(run.train.global_batch_size)), iterations, environ, first)
+        raise ConfigError(f"--iterations {iterations} is more than the {run.train.train_iters} of the run: lower it")
+    if "micro_batch_size" in values and "gradient_accumulation_steps" in values:
+        # Gradient accumulation follows from the micro-batch size and the number of data-parallel ranks.
+        words = _without(words, values["gradient_accumulation_steps"].source.split(" ", 1))
+    words += ["--global-batch-size", str(run.train.global_batch_size)]
+    return replace(request, words=tuple(words), first=first)
 
 
 def _without(words: list[str], pair: list[str]) -> list[str]:
-    place = next(n for n in range(len(words)) if words[n : n + 2] == pair)
-    return words[:place] + words[place + 2 :]
+    start = next(n for n in range(len(words)) if words[n : n + 2] == pair)
+    return words[:start] + words[start + 2 :]
 
 
 def illegal(request: Request, layouts: Sequence[Layout]) -> list[str]:
     """A message for each rule that one of ``layouts`` breaks."""
-    return [f"layout {layout.name}: {message}" for layout in layouts for message in _complaints(request, layout)]
+    return [f"layout {layout.name}: {message}" for layout in layouts for message in _problems(request, layout)]
 
 
 def legal_layouts(request: Request, processes: int) -> list[Layout]:
-    """The first, and every layout of ``processes`` that no rule is against."""
-    legal = [layout for layout in grids(processes) if not _complaints(request, layout)]
+    """The first layout, and every layout of so many processes that breaks no rule."""
+    legal = [layout for layout in grids(processes) if not _problems(request, layout)]
     return [request.first, *(layout for layout in legal if layout != request.first)]
 
 
-def _complaints(request: Request, layout: Layout) -> list[str]:
+def _problems(request: Request, layout: Layout) -> list[str]:
     try:
         request.run(layout)
     except ConfigError as error:
