@@ -182,31 +182,31 @@ def compare(reference: Result, other: Result, bounds: Bounds) -> Differences:
     norms = _of_series(reference.grad_norms, other.grad_norms)
     gradients = _of_gradients(reference, other)
     clear = {name: _has_clear_gradient(copies[0], bounds) for name, copies in reference.gradients.items()}
-    weights = _of_weights(reference.weights, other.weights, sum(reference.learning_rates), clear)
-    # The last rate counts too: in iterations that fp16 skips it is that of the step to come.
-    first_weights = _of_weights(
-        reference.first_weights, other.first_weights, reference.learning_rates[reference.first_step], clear
-    )
     step = reference.first_step
+    first_weights = _of_weights(reference.first_weights, other.first_weights, reference.learning_rates[step], clear)
+    weights = _of_weights(reference.weights, other.weights, sum(reference.learning_rates), clear)
     beyond = [
-        *((f"initial {name}", name) for name, found in first_weights.items() if not found[1] <= bounds.other_weights),
+        *((f"initial {name}", name) for name, (_, rest) in first_weights.items() if not rest <= bounds.other_weights),
         *_beyond(losses[: step + 1], bounds.loss, "loss of iteration"),
         *(
             (f"gradient of {name}{_multiple(reference.gradients[name][0], other.gradients.get(name))}", name)
             for name in reversed(gradients)
             if not gradients[name] <= bounds.gradient
         ),
-        *_beyond(norms, bounds.grad_norm, "gradient norm of iteration"),
+        *_beyond(norms[: step + 1], bounds.grad_norm, "gradient norm of iteration"),
+        *((f"{name} after the first step", name) for name, (clear_ones, _) in first_weights.items()
+          if not clear_ones <= bounds.weights),
         *_beyond(losses, bounds.loss, "loss of iteration"),
-        *((name, name) for name, (known, rest) in weights.items()
-          if not (known <= bounds.weights and rest <= bounds.other_weights)),
+        *_beyond(norms, bounds.grad_norm, "gradient norm of iteration"),
+        *((f"final {name}", name) for name, (clear_ones, rest) in weights.items()
+          if not (clear_ones <= bounds.weights and rest <= bounds.other_weights)),
     ]  # fmt: skip
     first, tensor = next(iter(beyond), (None, None))
     return Differences(
         loss=_largest(losses),
         grad_norm=_largest(norms),
         gradient=_largest(gradients.values()) if gradients else None,
-        weights=_largest(known for known, _ in weights.values()),
+        weights=_largest(clear_ones for clear_ones, _ in weights.values()),
         other_weights=_largest(rest for _, rest in weights.values()),
         first=first,
         first_tensor=tensor,
@@ -244,8 +244,9 @@ def _multiple(reference: Tensor, copies: Copies | None) -> str:
     if not copies or not reference.any():
         return ""
     factor = (copies[0].flatten() @ reference.flatten() / reference.square().sum()).item()
-    rest = (copies[0] - factor * reference).norm() / reference.norm()
-    return f" ({factor:.3g} times the reference)" if rest < 1e-2 * abs(factor) else ""
+    rest = max((copy - factor * reference).norm() / reference.norm() for copy in copies)
+    is_multiple = rest < 0.01 * abs(factor) and abs(factor - 1) > 0.01
+    return f" ({factor:.3g} times the reference)" if is_multiple else ""
 
 
 def _has_clear_gradient(gradient: Tensor, bounds: Bounds) -> Tensor:
@@ -262,8 +263,10 @@ def _of_weights(
         unit = learning_rate + torch.finfo(torch.float32).eps * weight.abs().max().item()
         chosen = clear.get(name, torch.zeros_like(weight, dtype=torch.bool))
         copies = other.get(name, ())
-        known = _largest_difference(weight, copies, chosen) / unit
-        found[name] = known, _largest_difference(weight, copies, ~chosen) / unit
+        found[name] = (
+            _largest_difference(weight, copies, chosen) / unit,
+            _largest_difference(weight, copies, ~chosen) / unit,
+        )
     return found
 
 

@@ -5,51 +5,106 @@ import math
 import pytest
 import torch
 
-from megatron.tools.verify.comparing import Differences, Result, Tolerances, compare
-
-
-def all_of(bound: float) -> Tolerances:
-    return Tolerances(bound, bound, bound)
-
+from megatron.tools.verify.compare import Bounds, Differences, Result, compare
 
 WEIGHT = torch.tensor([[1.0, -4.0], [2.0, 0.5]])
+GRADIENT = torch.tensor([[0.5, -2.0], [1.0, 1e-6]])
+"""Clear but for its last element, which is rounding."""
+NAMES = ("0.weight", "1.weight")
+BOUNDS = Bounds.of("fp32")
 
 
-def result(losses=(2.0, 1.0), norms=(0.5, 0.25), **weights: list[torch.Tensor]) -> Result:
-    return Result(losses, norms, {"0.weight": [WEIGHT], "1.weight": [WEIGHT]} | weights)
+def result(losses=(2.0, 1.0), norms=(0.5, 0.25), gradients=None, first_weights=None, weights=None) -> Result:
+    """Two iterations at a learning rate of 0.1 each; of each mapping what is not as in the reference."""
+    return Result(
+        losses,
+        norms,
+        (0.1, 0.1),
+        gradients={name: [GRADIENT] for name in NAMES} | (gradients or {}),
+        first_weights={name: [WEIGHT] for name in NAMES} | (first_weights or {}),
+        weights={name: [WEIGHT] for name in NAMES} | (weights or {}),
+        first_step=next((n for n, norm in enumerate(norms) if norm is not None), 0),
+    )
+
+
+def found(**changes) -> Differences:
+    return compare(result(), result(**changes), BOUNDS)
+
+
+def moved(clear: float = 0.0, rounding: float = 0.0) -> torch.Tensor:
+    """The weight with a clear element, and the one whose gradient is rounding, elsewhere."""
+    return WEIGHT + torch.tensor([[clear, 0.0], [0.0, rounding]])
 
 
 def test_equal_runs_do_not_differ() -> None:
-    assert compare(result(), result(), all_of(0.0)) == Differences(0.0, 0.0, 0.0, None)
+    assert found() == Differences(0.0, 0.0, 0.0, 0.0, 0.0, None, None)
 
 
-def test_differences_are_relative_and_the_largest() -> None:
-    found = compare(
-        result(), result(losses=(2.02, 1.001), norms=(0.5, 0.3), **{"1.weight": [WEIGHT + 0.04]}), all_of(1e-3)
+def test_the_largest_differences_are_reported() -> None:
+    differences = found(
+        losses=(2.02, 1.001),
+        norms=(0.5, 0.3),
+        gradients={"1.weight": [GRADIENT + 0.02]},
+        weights={"0.weight": [moved(clear=0.02)], "1.weight": [moved(rounding=0.3)]},
     )
-    assert (found.loss, found.grad_norm, found.weights) == pytest.approx((0.01, 0.2, 0.01), rel=1e-4)
-    assert found.first_tensor == "1.weight"
-    assert found.agree(all_of(0.21)) and not found.agree(all_of(0.19))
-    assert found.agree(Tolerances(0.02, 0.3, 0.02)) and not found.agree(Tolerances(0.02, 0.3, 0.001))
+    assert (differences.loss, differences.grad_norm, differences.gradient) == pytest.approx((0.01, 0.2, 0.01), rel=1e-4)
+    assert (differences.weights, differences.other_weights) == pytest.approx((0.1, 1.5), rel=1e-4)
+    assert not differences.agree(BOUNDS)
 
 
-def test_every_copy_counts() -> None:
-    found = compare(result(), result(**{"0.weight": [WEIGHT, WEIGHT + 0.04]}), all_of(1e-3))
-    assert found.weights == pytest.approx(0.01, rel=1e-4) and found.first_tensor == "0.weight"
+def test_a_step_of_rounding_is_no_difference() -> None:
+    """Both runs may move such an element by the learning rate in each iteration, in opposite directions."""
+    assert found(weights={"0.weight": [moved(rounding=0.39)]}).agree(BOUNDS)
+    assert not found(weights={"0.weight": [moved(rounding=0.41)]}).agree(BOUNDS)
+    assert not found(weights={"0.weight": [moved(clear=0.01)]}).agree(BOUNDS)
 
 
 @pytest.mark.parametrize(
-    "other",
+    "changes, first",
     [
-        result(losses=(math.nan, 1.0)),
-        result(losses=(2.0,)),
-        result(norms=(None, 0.25)),
-        result(**{"0.weight": [WEIGHT * math.nan]}),
+        ({"first_weights": {"1.weight": [WEIGHT + 1]}, "losses": (3.0, 3.0)}, "initial 1.weight"),
+        ({"losses": (3.0, 1.0), "gradients": {"0.weight": [GRADIENT + 1]}}, "loss of iteration 1"),
+        (
+            {"gradients": {name: [2 * GRADIENT] for name in NAMES}, "norms": (1.0, 0.5)},
+            "gradient of 1.weight (2 times the reference)",
+        ),
+        ({"gradients": {"0.weight": [GRADIENT, GRADIENT + 1]}}, "gradient of 0.weight"),
+        ({"norms": (0.6, 0.25), "first_weights": {"0.weight": [moved(0.05)]}}, "gradient norm of iteration 1"),
+        ({"first_weights": {"0.weight": [moved(0.05)]}, "losses": (2.0, 1.1)}, "0.weight after the first step"),
+        ({"losses": (2.0, 1.1), "norms": (0.5, 0.3)}, "loss of iteration 2"),
+        ({"weights": {"1.weight": [moved(clear=0.05)]}}, "final 1.weight"),
     ],
 )
-def test_what_is_no_number_never_agrees(other: Result) -> None:
-    assert not compare(result(), other, all_of(0.1)).agree(all_of(math.inf))
+def test_the_first_difference_is_named_in_the_order_of_training(changes: dict, first: str) -> None:
+    """The backward pass reaches the last layer first."""
+    differences = found(**changes)
+    assert differences.first == first
+    assert differences.first_tensor == next((name for name in NAMES if name in first), None)
+    assert not differences.agree(BOUNDS)
+
+
+def test_a_gradient_of_rounding_is_compared_with_the_size_of_the_others() -> None:
+    reference = result(gradients={"0.weight": [GRADIENT * 1e-8]})
+    other = result(gradients={"0.weight": [GRADIENT * -1e-8]})
+    assert compare(reference, other, BOUNDS).gradient == pytest.approx(4e-8 / 2e-3, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"losses": (math.nan, 1.0)},
+        {"losses": (2.0,)},
+        {"norms": (0.5, None)},
+        {"weights": {"0.weight": [WEIGHT * math.nan]}},
+        {"gradients": {"0.weight": [GRADIENT * math.nan]}},
+        {"gradients": {"0.weight": []}},
+        {"weights": {"0.weight": [WEIGHT[:1]]}},
+    ],
+)
+def test_nan_and_what_is_missing_never_agree(changes: dict) -> None:
+    assert not found(**changes).agree(Bounds(*[math.inf] * 5)._replace(gradient=1e9))
 
 
 def test_a_step_that_both_skip_has_no_norm() -> None:
-    assert compare(result(norms=(None, 0.25)), result(norms=(None, 0.25)), all_of(0.0)).agree(all_of(0.0))
+    skipped = result(norms=(None, 0.25))
+    assert compare(skipped, skipped, BOUNDS).agree(BOUNDS)

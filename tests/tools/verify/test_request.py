@@ -1,4 +1,4 @@
-"""Names of layouts, which layouts are legal, and what their command lines are made of."""
+"""Names of layouts, which layouts are legal, and the command lines of their runs."""
 
 from pathlib import Path
 
@@ -41,13 +41,13 @@ def test_a_name_is_read(name: str, layout: Layout) -> None:
         ("tp2-pp2", "sizes of TP, PP and DP are needed; write tpA-ppB-dpC"),
         ("tp1-pp0-dp1-ulysses0", "sizes of TP, PP and DP are needed"),
         ("tp0-pp1-dp1", "sizes of TP, PP and DP are needed"),
-        ("tp2-pp2-dp2-zero", "'zero' is not understood"),
-        ("tp2-pp2-dp2-tp4", "'tp4' is not understood"),
-        ("tp2-pp2-dp2-sp-sp", "'sp' is not understood"),
+        ("tp2-pp2-dp2-zero", "'zero' is not part of a layout's name"),
+        ("tp2-pp2-dp2-tp4", "'tp4' is not part of"),
+        ("tp2-pp2-dp2-sp-sp", "'sp' is not part of"),
         ("tp2-pp2-dp2-plain", "the plain engine has no stages"),
     ],
 )
-def test_what_is_no_name(name: str, message: str) -> None:
+def test_a_malformed_name_is_refused(name: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_layout(name)
     assert message in str(caught.value)
@@ -103,7 +103,7 @@ def test_dropout_is_off_and_the_schedule_stays() -> None:
     run = request("--attention-dropout 0.5 --eval-iters 7").run(ONE_PROCESS)
     assert (run.model.attention_dropout, run.model.hidden_dropout, run.train.eval_iters) == (0, 0, 0)
     assert run.train.train_iters == 100
-    command = request().command(ONE_PROCESS, Path("folder"))
+    command = request().command(ONE_PROCESS, Path("folder"), 5)
     assert command[command.index("--exit-interval") + 1] == "5"
     without = [word for word in SMALL_WORDS if word not in ("--train-iters", "100")]
     assert make_request(without, 5, ONE_PROCESS, CPU).run(ONE_PROCESS).train.train_iters == 5
@@ -112,14 +112,14 @@ def test_dropout_is_off_and_the_schedule_stays() -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--zero-stage 1", "--zero-stage 1 belongs to the layouts: say it in their names"),
-        ("--model-parallel-size 2", "--model-parallel-size 2 belongs to the layouts: say it in their names"),
+        ("--zero-stage 1", "--zero-stage 1 belongs to the layouts: choose it by their names"),
+        ("--model-parallel-size 2", "--model-parallel-size 2 belongs to the layouts: choose it by their names"),
         ("--save out", "--save out belongs to the comparison: remove it"),
         ("--hiden-size 4", "unknown flag --hiden-size: did you mean --hidden-size?"),
-        ("--train-iters 4", "--iterations 5 is more than the 4 that are trained: lower it"),
+        ("--train-iters 4", "--iterations 5 is more than the 4 of the run: lower it"),
     ],
 )
-def test_what_is_not_for_the_user_to_say(words: str, message: str) -> None:
+def test_flags_that_the_tool_sets_are_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         request(words)
     assert message in caught.value.messages

@@ -1,0 +1,97 @@
+"""An entry script like pretrain_gpt2.py, with a fault of FAULT in the environment where there are several ranks.
+
+all-reduce     the backward pass of a column-parallel layer does not sum the gradient of its input over its ranks
+tied           the gradient of the embedding is not summed over the first and the last pipeline stage
+gradient       gradients are twice what they should be
+norm           the gradient norm counts weights that tensor-parallel ranks hold alike once for each of them
+shards         tensor-parallel ranks swap their shards of a weight when it is drawn
+accumulation   the loss does not take into account how many micro-batches are accumulated
+learning rate  rank 1 steps with half the learning rate
+"""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import pretrain_gpt2
+from megatron.config.architecture import GPT2
+from megatron.launch.rank import run_rank
+
+ARCHITECTURE = GPT2
+
+
+def missing_all_reduce():
+    from types import SimpleNamespace
+
+    from megatron.parallel.tensor import layers
+
+    layers.dist = SimpleNamespace(all_reduce=lambda *_, **__: None)
+
+
+def untied_embedding():
+    from deepspeed.pipe import PipelineModule
+
+    PipelineModule.get_tied_weights_and_groups = lambda self: []
+
+
+def doubled_gradient():
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    backward = DeepSpeedEngine.backward
+    DeepSpeedEngine.backward = lambda self, loss, **options: backward(self, 2 * loss, **options)
+
+
+def wrong_norm():
+    from megatron.training import gradient_norm
+
+    gradient_norm.is_model_parallel_parameter = lambda parameter: True
+
+
+def swapped_shards():
+    from megatron.parallel.tensor import layers
+
+    right = layers.sharded_parameter
+
+    def swapped(whole, *, dim, group):
+        return right(whole.roll(whole.size(dim) // 2, dim), dim=dim, group=group)
+
+    layers.sharded_parameter = swapped
+
+
+def ignored_accumulation():
+    from megatron.training import data_iterators
+
+    right = data_iterators.weighted
+
+    def unscaled(micro_batches, accumulated, group, **options):
+        for tokens, (labels, weights, *others) in right(micro_batches, accumulated, group, **options):
+            yield data_iterators.Batch(tokens, (labels, weights / accumulated, *others))
+
+    data_iterators.weighted = unscaled
+
+
+def wrong_learning_rate():
+    if os.environ["RANK"] != "1":
+        return
+    from megatron.training import learning_rates
+
+    right = learning_rates.Schedule.learning_rate
+    learning_rates.Schedule.learning_rate = lambda self, iteration: right(self, iteration) / 2
+
+
+FAULTS = {
+    "all-reduce": missing_all_reduce,
+    "tied": untied_embedding,
+    "gradient": doubled_gradient,
+    "norm": wrong_norm,
+    "shards": swapped_shards,
+    "accumulation": ignored_accumulation,
+    "learning rate": wrong_learning_rate,
+}
+
+if __name__ == "__main__":
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        FAULTS[os.environ["FAULT"]]()
+    run_rank(pretrain_gpt2.main)
