@@ -16,8 +16,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt2
-from megatron.config.architecture import GPT2
 from megatron.launch.rank import run_rank
+from megatron.model.architectures import GPT2
 
 ARCHITECTURE = GPT2
 

@@ -9,7 +9,6 @@ gradient, in fp32, whatever the layout.
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.optimizer_state import WEIGHT, has_partitions, rank_states
-from megatron.checkpoint.tracker import SavedRun, newest
-from megatron.checkpoint.universal import VOCABULARY, partition_dim
-from megatron.checkpoint.weights import rank_weights
+from megatron.checkpoint.parameter_state import WEIGHT, rank_states, rank_weights
+from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.tracker import newest
 from megatron.config import OptimConfig
 from megatron.config.errors import CheckpointError
+from megatron.model.architectures import architecture_of
+from megatron.model.spec import ParameterSpec
 from megatron.tools.verify.request import checkpoint_folder, metrics_file
 
 _MOMENTS = ("exp_avg", "momentum_buffer")
@@ -147,33 +147,30 @@ def _parameter_states(saved: SavedRun) -> dict[str, list[dict[str, Tensor]]]:
     A parameter that tensor parallelism cuts has one copy on each pipeline stage that holds it, any other has one on
     each tensor-parallel rank of those. The vocabulary is without its padding.
     """
-    place, layout = saved.folder / saved.tag, saved.description["layout"]
-    ranks = range(layout["--model-parallel-size"])
-    vocab_size = saved.description["config"]["model"]["vocab_size"]
-    shards = [rank_weights(saved, rank) for rank in ranks]
-    needs_weights = not has_partitions(layout) and layout["precision"] == "fp32"
-    states: dict[str, list[dict[str, Tensor]]] = {name: [] for name in shards[0]}
-    for stage in range(max(layout["--pipe-parallel-size"], 1)):
-        parts = [
-            rank_states(place, layout, stage * len(ranks) + rank, shards[rank] if needs_weights else None)
-            for rank in ranks
-        ]
-        for name in parts[0]:
-            for copy in _whole_copies(name, [part[name] for part in parts]):
-                rows = vocab_size if re.fullmatch(VOCABULARY, name) else None
-                states.setdefault(name, []).append({key: tensor[:rows] for key, tensor in copy.items()})
-    return {name: copies for name, copies in states.items() if copies}
+    config, layout = saved.whole_model_config(), saved.layout
+    specs = architecture_of(config).named_parameters(config)
+    ranks = range(layout.model_parallel_size)
+    needs_weights = not layout.has_optimizer_partitions and layout.precision == "fp32"
+    weights = [rank_weights(saved, rank) if needs_weights else None for rank in ranks]
+    states: dict[str, list[dict[str, Tensor]]] = {name: [] for name in specs}
+    for stage in range(max(layout.pipe_parallel_size, 1)):
+        shards = [rank_states(saved, stage * len(ranks) + rank, weights[rank]) for rank in ranks]
+        for name in shards[0]:
+            states[name] += _whole_copies(specs[name], [shard[name] for shard in shards])
+    if missing := [name for name, copies in states.items() if not copies]:
+        raise CheckpointError(f"{saved.path} has no state of {', '.join(missing)}")
+    return states
 
 
-def _whole_copies(name: str, parts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Tensor]]:
+def _whole_copies(spec: ParameterSpec, parts: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Tensor]]:
     """The tensors of a parameter whose state on each tensor-parallel rank is in ``parts``."""
     keys = [key for key, value in parts[0].items() if isinstance(value, Tensor) and value.dim()]
-    dim = partition_dim(name)
-    if dim is not None:
-        yield {key: torch.cat([part[key] for part in parts], dim) for key in keys}
+    rows = spec.shape[0] if spec.is_vocabulary else None
+    if spec.shard_dim is not None:
+        yield {key: torch.cat([part[key] for part in parts], spec.shard_dim)[:rows] for key in keys}
         return
     for part in parts:
-        yield {key: part[key] for key in keys}
+        yield {key: part[key][:rows] for key in keys}
 
 
 def compare(reference: Result, other: Result, bounds: Bounds) -> Differences:

@@ -90,7 +90,6 @@ def _environments(processes: int, environ: Mapping[str, str]) -> list[dict[str, 
     """The environment of each rank, as launchers set it."""
     shared = {**environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    # Set before torch is imported it would be read by OpenMP; a fork has to be given it by torch.
     shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
@@ -114,7 +113,7 @@ def _run_program(command: list[str], environ: dict[str, str], log: str) -> None:
     os.dup2(output, 2)
     os.environ.clear()
     os.environ.update(environ)
-    if torch := sys.modules.get("torch"):
+    if torch := sys.modules.get("torch"):  # a fork: OpenMP has read its environment already
         torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))

@@ -2,16 +2,17 @@
 
 import itertools
 import re
-import runpy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron.config import RunConfig
-from megatron.config.architecture import ARCHITECTURES, GPT2, Architecture
 from megatron.config.command_line import ParsedRun, read_run
 from megatron.config.command_line.parser import read_flags
 from megatron.config.errors import ConfigError
+from megatron.model.architectures import GPT2
+from megatron.model.spec import ArchitectureSpec
+from megatron.tools.command_line import read_architecture
 
 GRAMMAR = "tpA-ppB-dpC[-zeroZ][-sp][-ulyssesN][-dualpipev][-plain]"
 _SIZES = ("tp", "pp", "dp", "zero", "ulysses")
@@ -124,7 +125,7 @@ class Request:
     first: Layout = ONE_PROCESS
     """The reference."""
     program: Path = PROGRAM
-    architecture: Architecture = GPT2
+    architecture: ArchitectureSpec = GPT2
 
     def run(self, layout: Layout) -> RunConfig:
         """The run of ``layout``. Raises ConfigError if it is illegal."""
@@ -149,21 +150,6 @@ def metrics_file(folder: Path) -> Path:
 def checkpoint_folder(folder: Path) -> Path:
     """Where a run writes its checkpoint."""
     return folder / "checkpoint"
-
-
-def read_architecture(program: Path) -> Architecture:
-    """``ARCHITECTURE`` of the entry script ``program``, whose main part is not run.
-
-    Raises ConfigError if it cannot be loaded or names none.
-    """
-    try:
-        contents = runpy.run_path(str(program), run_name="program")
-    except Exception as error:
-        raise ConfigError(f"--program {program} cannot be loaded ({type(error).__name__}: {error})") from error
-    known = {architecture.program: architecture for architecture in ARCHITECTURES.values()}
-    if architecture := contents.get("ARCHITECTURE", known.get(program.name)):
-        return architecture
-    raise ConfigError(f"--program {program} defines no ARCHITECTURE: name the one that it trains, as pretrain_gpt2.py")
 
 
 def make_request(
