@@ -133,7 +133,7 @@ def test_workers_leave_with_the_reader() -> None:
     workers = child_processes() - before
     assert len(workers) >= 2
     reader.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while child_processes() & workers and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not child_processes() & workers

@@ -131,7 +131,7 @@ class Hosts:
 
     def await_words(self, name: str, words: str) -> None:
         """Wait until the host's service has logged ``words``."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while words not in self.said(name):
             assert self._processes[name].poll() is None and time.monotonic() < deadline, self.said(name)
             time.sleep(0.01)

@@ -113,7 +113,7 @@ class LocalHosts:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.folder / name], check=True)
 
     def _await(self, name: str) -> None:
-        log, deadline = self.folder / f"{name}.log", time.monotonic() + 20
+        log, deadline = self.folder / f"{name}.log", time.monotonic() + 120
         while "Server listening" not in log.read_text():
             assert time.monotonic() < deadline and self._servers[-1].poll() is None, log.read_text()
             time.sleep(0.05)

@@ -54,7 +54,7 @@ def refusal(
         env={**os.environ, "HOME": str(place), "XDG_CACHE_HOME": str(place / "cache"), **(environ or {})},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         preexec_fn=_obey_permissions,
     )
     modules, said = set(), []

@@ -123,12 +123,16 @@ def _await(victim: Victim, instant: str, chance: random.Random, most: float) -> 
         while victim.is_training() and time.monotonic() < deadline:
             time.sleep(0.01)
         return
-    before = _unfinished(victim.checkpoints)
-    seen, saves = set(), chance.randrange(1, 8)
-    while victim.is_training() and len(seen) < saves:
-        seen |= _unfinished(victim.checkpoints) - before
+    last = _newest_step(victim.checkpoints) + chance.randrange(1, 8)
+    while victim.is_training() and _newest_step(victim.checkpoints) < last:
         time.sleep(0.001)
     time.sleep(chance.uniform(0, 0.02))
+
+
+def _newest_step(folder: Path) -> int:
+    """The iteration of the newest checkpoint, whole or not; 0 if there is none."""
+    names = [path.name.removeprefix("global_step").removesuffix(".partial") for path in folder.glob("global_step*")]
+    return max(map(int, names), default=0)
 
 
 def _unfinished(folder: Path) -> set[tuple[str, int]]:

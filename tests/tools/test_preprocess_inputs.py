@@ -157,7 +157,7 @@ def test_killed_it_goes_on_to_the_same_bytes(
     assert not (tmp_path / "out_text_document.idx").exists()
     with pytest.raises(DataError, match="out.progress is of a job with another --append-eod"):
         convert(path, resume=True, skip_errors=True, append_eod=True, chunk_bytes=1 << 18)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while True:  # the killed one's workers hold the lock on the output for as long as the kernel takes to end them
         finished = subprocess.run([*words, "--resume"], capture_output=True, text=True, timeout=240)
         if finished.returncode != 3 or time.monotonic() > deadline:
