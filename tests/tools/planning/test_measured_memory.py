@@ -22,6 +22,12 @@ ON_ONE = [
     f"{STILL} --make-vocab-size-divisible-by 4096",
     f"{STILL} --make-vocab-size-divisible-by 4096 --bf16 --zero-stage 1 {BUCKET}",
 ]
+BERT_ON_ONE = [
+    STILL,
+    f"{STILL} --num-layers 1 --make-vocab-size-divisible-by 4096",
+    f"{STILL} --checkpoint-activations",
+    f"--bf16 --zero-stage 1 {BUCKET}",
+]
 ON_TWO = [
     f"{STILL} --zero-stage 0",
     f"--zero-stage 1 {BUCKET}",
@@ -48,9 +54,14 @@ def test_memory_on_two_processes(run_ranks_once, programs):
     check_layouts(run_ranks_once, programs, 2, ON_TWO)
 
 
-def check_layouts(run_ranks_once, programs, processes: int, layouts: list[str]) -> None:
-    common = [*TINY_MODEL, *programs.data_arguments, *MODEL.split()]
-    found = run_ranks_once(processes, measure_all, common, layouts, time_limit=580)
+def test_memory_of_bert(run_ranks_once, programs):
+    check_layouts(run_ranks_once, programs, 1, BERT_ON_ONE, masked_lm=True)
+
+
+def check_layouts(run_ranks_once, programs, processes: int, layouts: list[str], *, masked_lm: bool = False) -> None:
+    data = programs.sentence_arguments if masked_lm else programs.data_arguments
+    common = [*TINY_MODEL, *data, *MODEL.split()]
+    found = run_ranks_once(processes, measure_all, common, layouts, masked_lm, time_limit=580)
     for rank, of_rank in enumerate(found):
         for layout, (planned, measured) in zip(layouts, of_rank, strict=True):
             where = f"rank {rank}, {layout}: planned {planned}, measured {measured}"
@@ -69,20 +80,21 @@ def spare(layout: str) -> float:
     return 0.3 if "--model-parallel-size" in layout else 0.1
 
 
-def measure_all(common: list[str], layouts: list[str]) -> list[tuple[dict[str, int], dict[str, int]]]:
+def measure_all(common: list[str], layouts: list[str], masked_lm: bool) -> list[tuple[dict[str, int], dict[str, int]]]:
     """On each rank: planned and measured bytes of each layout."""
-    return [measure([*common, *layout.split()]) for layout in layouts]
+    return [measure([*common, *layout.split()], masked_lm) for layout in layouts]
 
 
-def measure(words: list[str]) -> tuple[dict[str, int], dict[str, int]]:
+def measure(words: list[str], masked_lm: bool) -> tuple[dict[str, int], dict[str, int]]:
     from benchmarks.measures.live_memory import measured_memory
     from megatron.config.command_line import parse_run
     from megatron.launch.distributed import distributed
+    from megatron.model.architectures import BERT, GPT2
     from megatron.tools.planning.memory import stage_memory
     from megatron.training.data_iterators import Feed
     from megatron.training.preflight import check
 
-    run, _ = check(parse_run(words, os.environ))
+    run, _ = check(parse_run(words, os.environ, BERT if masked_lm else GPT2))
     with distributed(run.parallel) as layout:
         measured = measured_memory(run, layout, Feed(run, layout, ()).training(0))
         owner = layout.get_sequence_data_parallel_rank()
