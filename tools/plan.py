@@ -24,12 +24,10 @@ from megatron.config.errors import ConfigError
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.command_line import ToolParser, read_architecture, run_tool
 from megatron.tools.planning.memory import Memory, stage_memory
-from megatron.tools.planning.output import SCRIPT, files
-from megatron.tools.planning.presets import DEVICES, GB, MODELS, TERA, bytes_of_text, positive, share, whole
-from megatron.tools.planning.request import Request, make_request
+from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
+from megatron.tools.planning.request import MODELS, Request, bytes_of_text, make_request, positive, share, whole
 from megatron.tools.planning.search import Candidate, search
-from megatron.tools.planning.table import as_json, describe_candidate, describe_plan
-from megatron.tools.planning.timing import Machine
+from megatron.tools.planning.timing import DEVICES, GB, TERA, Machine
 
 PRECISION = {"v100": "fp16", "cpu": "fp32"}
 """What a device trains in where nothing is said; bf16 on the others."""

@@ -11,7 +11,7 @@ from _atomic_file import atomic_file
 
 from megatron.config.command_line.resolve import METRICS
 from megatron.config.errors import ConfigError, DataError
-from megatron.parallel.pipeline.repartition import TRACE
+from megatron.parallel.pipeline.partition import TRACE
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.reporting.curves import read_series
 from megatron.tools.reporting.page import KEYS, page

@@ -26,7 +26,7 @@ from megatron.config.errors import ResourceError
 from megatron.launch.distributed import distributed
 from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
-from megatron.tools.planning.presets import DEVICES, TERA
+from megatron.tools.planning.timing import DEVICES, TERA
 
 SHAPES = {
     "125M": Shape(layers=12, hidden=768, heads=12, sequence=1024, batch=16, vocabulary=50304),

@@ -23,8 +23,7 @@ from megatron.model.embedding import (
     to_logits,
     without_segment_ids,
 )
-from megatron.model.initial_weights import weight
-from megatron.model.kernels import gelu, norm_class
+from megatron.model.kernels import gelu, norm_class, weight
 from megatron.model.loss import lm_loss, without_gradient_unless_finite
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout

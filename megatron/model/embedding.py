@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
-from megatron.model.initial_weights import weight
+from megatron.model.kernels import weight
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence.shards import local_shard, sequence_groups, sequence_parallel_dim

@@ -1,6 +1,7 @@
 """Kernels that may come from apex or from torch's compiler instead of from plain torch, and layer norms."""
 
 import importlib.util
+import math
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.tensor.layers import all_reduce_gradient
+from megatron.parallel.tensor.layers import WeightInit, all_reduce_gradient
 
 
 def uses_apex(fused_kernels: str) -> bool:
@@ -89,3 +90,15 @@ def _dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
 @cache
 def _compiled(function: Callable) -> Callable:
     return torch.compile(function)
+
+
+def weight(config: ModelConfig, name: str) -> WeightInit:
+    """Normal with deviation ``init_method_std``."""
+    device = "cpu" if config.use_cpu_initialization else get_accelerator().current_device_name()
+    return WeightInit(config.init_method_std, config.seed, name, device)
+
+
+def residual_weight(config: ModelConfig, name: str) -> WeightInit:
+    """Narrower by sqrt(2 x layers), so that the residual stream does not widen with depth (GPT-2, section 2.3)."""
+    whole = weight(config, name)
+    return WeightInit(whole.std / math.sqrt(2 * config.num_layers), whole.seed, name, whole.device)

@@ -6,10 +6,8 @@ b batch, s sequence, h hidden
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.model.attention import ParallelSelfAttention
-from megatron.model.initial_weights import residual_weight, weight
-from megatron.model.kernels import bias_gelu, dropout_add, gelu, norm_class
-from megatron.model.key_value_cache import KeyValueCache
+from megatron.model.attention import KeyValueCache, ParallelSelfAttention
+from megatron.model.kernels import bias_gelu, dropout_add, gelu, norm_class, residual_weight, weight
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence.shards import sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config.errors import ConfigError
-from megatron.parallel.pipeline.repartition import TRACE
+from megatron.parallel.pipeline.partition import TRACE
 
 _FORMAT = 1
 _PARTS = ("micro_batch", "phase", "layer", "collective")

@@ -17,7 +17,7 @@ from megatron.config import RunConfig
 from megatron.config.output import steps
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.pipeline.repartition import TRACE
+from megatron.parallel.pipeline.partition import TRACE
 from megatron.parallel.pipeline.schedule import Instruction
 from megatron.tools.reporting.measure import measure, unit_seconds
 from megatron.tools.reporting.schedule_picture import draw

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig
 from megatron.model.containers import Layers
 from megatron.model.embedding import PositionEmbedding, without_segment_ids
-from megatron.model.initial_weights import weight
-from megatron.model.kernels import norm_class
+from megatron.model.kernels import norm_class, weight
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import VocabParallelEmbedding

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from megatron.tools.planning.presets import bytes_of_text
+from megatron.tools.planning.request import bytes_of_text
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "

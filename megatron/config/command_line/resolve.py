@@ -20,7 +20,7 @@ from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
-from megatron.parallel.pipeline.repartition import repartitioned
+from megatron.parallel.pipeline.partition import repartitioned
 
 GLOBAL, MICRO, ACCUMULATION = "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"
 

@@ -61,6 +61,11 @@ def slots(stages: int, micro_batches: int) -> int:
     return 2 * (micro_batches + stages - 1)
 
 
+def micro_batches_in_flight(stage: int, stages: int, micro_batches: int) -> int:
+    """Micro-batches whose activations a stage keeps at a time, counted from 0."""
+    return min(micro_batches, stages - stage)
+
+
 def passes(stage: int, stages: int, micro_batches: int) -> list[Pass]:
     """The passes of a stage in the order of their slots."""
     found = []

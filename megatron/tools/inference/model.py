@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from megatron.config import ActivationConfig, ModelConfig
 from megatron.model.architectures import architecture_of
+from megatron.model.attention import KeyValueCache
 from megatron.model.containers import run_in_order
 from megatron.model.embedding import without_segment_ids
 from megatron.model.gpt2 import GPT2Model
-from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.spec import ParameterSpec
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.mappings import gather_from_model_parallel_region

@@ -17,7 +17,7 @@ from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries, plan
 from megatron.tools.planning.memory import Memory, activations, working
-from megatron.tools.planning.presets import in_words
+from megatron.tools.planning.output import format_bytes
 from megatron.tools.planning.states import Weight, numel, states
 from megatron.training.engines import weight_decay_groups
 
@@ -110,8 +110,8 @@ def _describe(rank: Rank) -> Iterator[str]:
     yield f"rank {rank.number}: stage {rank.stage} of {len(rank.groups['pipe'])}, {memory.parameters:,} parameters"
     for name, ranks in rank.groups.items():
         yield f"  {name:8} {ranks.index(rank.number)} of {len(ranks)}: [{_shortened(ranks)}]"
-    parts = ", ".join(f"{name} {in_words(amount)}" for name, amount in memory.parts().items())
-    yield f"  memory   {in_words(memory.total)}: {parts}"
+    parts = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in memory.parts().items())
+    yield f"  memory   {format_bytes(memory.total)}: {parts}"
 
 
 def _shortened(ranks: Sequence[int]) -> str:

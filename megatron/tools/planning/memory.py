@@ -8,8 +8,8 @@ from typing import NamedTuple
 from megatron.config import RunConfig
 from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.partition import Stage, layer_groups, plan
+from megatron.parallel.pipeline.schedule import micro_batches_in_flight
 from megatron.parallel.tensor.loss_chunking import rows_at_once
-from megatron.tools.planning.formulas import micro_batches_in_flight
 from megatron.tools.planning.states import FP32, States, bytes_of, numel, stage_weights, states
 
 

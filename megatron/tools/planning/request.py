@@ -1,19 +1,43 @@
 """What is to be planned: arguments of an entry script with their gaps filled, and the machine."""
 
+import argparse
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron.config import flag_fields
 from megatron.config.command_line.parser import read_flags
 from megatron.config.errors import ConfigError, DataError
 from megatron.config.fields import Provided, flag_name
 from megatron.config.validation import value_problems
-from megatron.model.architectures import GPT2
+from megatron.model.architectures import BERT, GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import read_vocabulary
-from megatron.tools.planning.presets import MODELS
 from megatron.tools.planning.timing import Machine
+
+
+class Model(NamedTuple):
+    """The sizes of a model, and the entry script that trains it."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    program: str = GPT2.program
+
+
+MODELS: dict[str, Model] = {
+    "345m": Model(24, 1024, 16, 1024),
+    "1.3b": Model(24, 2048, 16, 2048),
+    "13b": Model(40, 5120, 40, 2048),
+    "175b": Model(96, 12288, 96, 2048),
+    "1t": Model(128, 25600, 160, 2048),
+    "bert-base": Model(12, 768, 12, 512, BERT.program),
+    "bert-large": Model(24, 1024, 16, 512, BERT.program),
+}
 
 _OF_TOOL = {
     "world_size": "say --devices",
@@ -137,3 +161,45 @@ def words(given: Mapping[str, Provided]) -> list[str]:
         flag, *text = value.source.split(" ", 1)
         found += [flag, *(value.value if isinstance(value.value, tuple) else text)]
     return found
+
+
+_UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_BYTES = re.compile(r"([0-9.eE+]+?) *([KMGT]I?B)?", re.IGNORECASE)
+
+
+def bytes_of_text(text: str) -> float:
+    """A number of bytes with its unit, such as 80GB or 141 GiB."""
+    match = _BYTES.fullmatch(text.strip())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: write one such as 80GB or 75GiB")
+    return positive(match[1]) * _UNITS[(match[2] or "").upper()]
+
+
+def positive(text: str) -> float:
+    """A number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
+    return value
+
+
+def whole(text: str) -> int:
+    """A whole number from 1 on."""
+    value = positive(text)
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number")
+    return int(value)
+
+
+def share(text: str) -> float:
+    """A number from 0 on, below 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number from 0 to 1, 1 excluded")
+    return value

@@ -17,7 +17,6 @@ from megatron.config.validation import RULES
 from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.partition import Stage, plan
 from megatron.parallel.pipeline.schedule import bubble
-from megatron.tools.planning import formulas
 from megatron.tools.planning.memory import Memory, activations, working
 from megatron.tools.planning.request import Request, words
 from megatron.tools.planning.states import States, numel, stage_weights, states
@@ -66,7 +65,7 @@ class Candidate:
     def days(self) -> float:
         """For the request's tokens."""
         per_token = model_flops(self.run) / (self.run.train.global_batch_size * self.run.data.seq_length)
-        return formulas.training_days(self.request.tokens, per_token, self.request.devices, self.flops_per_device)
+        return self.request.tokens * per_token / (self.request.devices * self.flops_per_device) / 86400
 
     @cached_property
     def command(self) -> list[str]:

@@ -2,13 +2,50 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.config import RunConfig
 from megatron.parallel.pipeline.partition import Stage
 from megatron.parallel.pipeline.schedule import bubble_ratio
-from megatron.tools.planning.formulas import ring_all_reduce, ring_gather
-from megatron.tools.planning.presets import Device
 from megatron.tools.planning.states import bytes_of, owners
+
+GB, TERA = 10**9, 10**12
+
+
+class Device(NamedTuple):
+    """An accelerator and what joins it to others."""
+
+    memory: float
+    """Bytes."""
+    peak_flops: float
+    """Dense 16-bit operations a second."""
+    intra_bandwidth: float
+    """Bytes a second from one device of a host to another, one way."""
+    inter_bandwidth: float
+    """Bytes a second from one device to another host's, one way."""
+    per_node: int
+    """Devices of the usual host."""
+    efficiency: float = 0.6
+    """What large matrix products reach of the peak."""
+    accelerator: str = "cuda"
+    peak_flops_fp32: float = 0.0
+    """The same in fp32, which trains without tensor cores; 0: a sixteenth."""
+
+    def flops(self, dtype: str) -> float:
+        """Operations a second at most in ``dtype``: fp32, bf16 or fp16."""
+        return self.peak_flops if dtype != "fp32" else self.peak_flops_fp32 or self.peak_flops / 16
+
+
+DEVICES: dict[str, Device] = {
+    "v100": Device(32 * GB, 125 * TERA, 150 * GB, 12.5 * GB, 8, 0.45, peak_flops_fp32=15.7 * TERA),
+    "a100": Device(80 * GB, 312 * TERA, 300 * GB, 25 * GB, 8, 0.62, peak_flops_fp32=19.5 * TERA),
+    "h100": Device(80 * GB, 989 * TERA, 450 * GB, 50 * GB, 8, 0.55, peak_flops_fp32=67 * TERA),
+    "h200": Device(141 * GB, 989 * TERA, 450 * GB, 50 * GB, 8, 0.55, peak_flops_fp32=67 * TERA),
+    "b200": Device(180 * GB, 2250 * TERA, 900 * GB, 50 * GB, 8, 0.5, peak_flops_fp32=80 * TERA),
+    # One core of the machine that the tests were written on; gloo's all-reduce for the links.
+    "cpu": Device(8 * GB, 0.45 * TERA, 2 * GB, 0.1 * GB, 2, 0.5, accelerator="cpu", peak_flops_fp32=0.1 * TERA),
+}
+"""From the makers' data sheets: SXM modules, NVLink on a host, one network port of each device's own between hosts."""
 
 
 @dataclass(frozen=True)
@@ -142,3 +179,13 @@ def compute_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
     size = per_rank * run.model.hidden_size
     speed = machine.device.flops(run.precision.dtype) * machine.device.efficiency * size / (size + _SMALL)
     return run.train.gradient_accumulation_steps * per_rank * (passes + core_passes / _CORE) / speed
+
+
+def ring_all_reduce(n: float, ranks: int) -> float:
+    """What each rank sends of ``n`` bytes that all ranks of a ring add up."""
+    return 2 * (ranks - 1) / ranks * n
+
+
+def ring_gather(n: float, ranks: int) -> float:
+    """What each rank sends of ``n`` bytes that are gathered, or reduced and scattered, over a ring."""
+    return (ranks - 1) / ranks * n

@@ -18,8 +18,7 @@ from megatron.config.summary import describe_config
 from megatron.launch.files import replace_file
 from megatron.parallel.pipeline.partition import plan
 from megatron.tools.planning.memory import Memory, activations, stage_memory
-from megatron.tools.planning.presets import DEVICES
-from megatron.tools.planning.timing import Machine, timing, traffic
+from megatron.tools.planning.timing import DEVICES, Machine, timing, traffic
 
 RECORD = "run.json"
 _FORMAT = 1

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from support import formulas
 from support.command_lines import CUDA, parse
 
 from megatron.config import RunConfig
 from megatron.model.spec import hardware_flops, model_flops
-from megatron.tools.planning import formulas
 from megatron.tools.planning.memory import activations, stage_memory
 from megatron.tools.planning.states import Weight, rank_parameters, states
 

@@ -1,11 +1,8 @@
 """The planner's formulas give the figures that the papers and the other systems print."""
 
 import pytest
-
-from megatron.config.model import padded_vocabulary
-from megatron.parallel.pipeline.schedule import bubble, bubble_ratio
-from megatron.tools.planning import formulas
-from megatron.tools.planning.formulas import (
+from support import formulas
+from support.formulas import (
     approximate_days,
     approximate_parameters,
     end_activations,
@@ -19,6 +16,9 @@ from megatron.tools.planning.formulas import (
     selective_recompute_flops,
     training_days,
 )
+
+from megatron.config.model import padded_vocabulary
+from megatron.parallel.pipeline.schedule import bubble, bubble_ratio
 
 GB, MIB, GIB, TERA, PETA = 1e9, 2**20, 2**30, 1e12, 1e15
 

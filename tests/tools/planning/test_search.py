@@ -8,10 +8,9 @@ import pytest
 
 from megatron.config.command_line import parse_run
 from megatron.config.errors import ConfigError
-from megatron.tools.planning.presets import DEVICES, MODELS
-from megatron.tools.planning.request import make_request
+from megatron.tools.planning.request import MODELS, make_request
 from megatron.tools.planning.search import search
-from megatron.tools.planning.timing import Machine
+from megatron.tools.planning.timing import DEVICES, Machine
 
 BATCH = ["--global-batch-size", "16"]
 

@@ -2,14 +2,13 @@
 
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
+from support import formulas
 
 from megatron.parallel.pipeline.partition import plan
-from megatron.parallel.pipeline.schedule import bubble, slots, timed_passes
-from megatron.tools.planning import formulas
-from megatron.tools.planning.presets import DEVICES, TERA
+from megatron.parallel.pipeline.schedule import bubble, micro_batches_in_flight, slots, timed_passes
 from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import Candidate, search
-from megatron.tools.planning.timing import Machine, pipeline
+from megatron.tools.planning.timing import DEVICES, TERA, Machine, pipeline
 
 # arXiv 2104.04473, table 1: heads, hidden, layers, TP, PP, micro-batch, GPUs, batch, TFLOP/s of a GPU.
 WEAK_SCALING = [
@@ -110,9 +109,9 @@ def test_the_drawn_schedule_is_deepspeeds(p, m):
         ]
         ours = [one.is_forward for one in sorted(passes, key=lambda one: one.begin) if one.stage == stage]
         assert ours == theirs
-        assert schedule.num_pipe_buffers() == max(2, formulas.micro_batches_in_flight(stage, p, m))
+        assert schedule.num_pipe_buffers() == max(2, micro_batches_in_flight(stage, p, m))
         level = highest = 0
         for forward in ours:
             level += 1 if forward else -1
             highest = max(highest, level)
-        assert highest == formulas.micro_batches_in_flight(stage, p, m)
+        assert highest == micro_batches_in_flight(stage, p, m)

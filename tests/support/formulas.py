@@ -1,7 +1,7 @@
-"""The formulas of the papers, in plain numbers. The rest of the planner is made of them, or held to them by its tests.
+"""The formulas of the papers in plain numbers, for comparison with what the planner works out.
 
 b micro-batch, s sequence, h hidden, a heads, layers, v vocabulary, t tensor-parallel size, p pipeline
-stages, d data-parallel size, m micro-batches of a pipeline in one iteration. Bytes unless it says otherwise.
+stages, d data-parallel size. Bytes unless stated otherwise.
 """
 
 ADAM_BYTES = 12
@@ -22,11 +22,6 @@ def model_state_bytes(parameters: float, d: int, zero_stage: int, *, k: int = AD
     """16-bit weights and gradients, and ``k`` bytes of optimizer state, per rank (arXiv 1910.02054, section 5)."""
     sharded = {0: 0, 1: k, 2: 2 + k, 3: 4 + k}[zero_stage]
     return parameters * (4 + k - sharded + sharded / d)
-
-
-def micro_batches_in_flight(stage: int, p: int, m: int) -> int:
-    """Micro-batches whose activations a stage keeps at a time, counted from 0."""
-    return min(m, p - stage)
 
 
 def interleaving_factor(p: int, v: int) -> float:
@@ -81,16 +76,6 @@ def training_days(tokens: float, flops_per_token: float, devices: int, flops_per
 def approximate_days(tokens: float, parameters: float, devices: int, flops_per_device: float) -> float:
     """The same from the parameters alone, with full recomputation (arXiv 2104.04473, section 5.1)."""
     return training_days(tokens, 8 * parameters, devices, flops_per_device)
-
-
-def ring_all_reduce(n: float, ranks: int) -> float:
-    """What each rank sends of ``n`` bytes that all ranks of a ring add up."""
-    return 2 * (ranks - 1) / ranks * n
-
-
-def ring_gather(n: float, ranks: int) -> float:
-    """What each rank sends of ``n`` bytes that are gathered, or reduced and scattered, over a ring."""
-    return (ranks - 1) / ranks * n
 
 
 def most_loaded_shard(layers: int, h: int, v: int, t: int, p: int) -> float:
