@@ -25,8 +25,7 @@ from megatron.checkpoint.saved_run import RUN_FILE
 from megatron.checkpoint.tracker import newest, tag_at
 from megatron.config.errors import ConfigError
 from megatron.tools.command_line import ToolParser, run_tool
-from megatron.tools.convert.inspection import verify_weights
-from megatron.tools.convert.kinds import KINDS, Found, find
+from megatron.tools.convert.inspection import KINDS, Found, find, verify_weights
 
 MAX_SHARD_SIZE = "5GB"
 
@@ -58,7 +57,7 @@ def _merge(args: argparse.Namespace) -> None:
     found = _find(args, "tag", "folder", "universal")
 
     from megatron.tools.convert.load_and_save import read_model, run_metadata
-    from megatron.tools.convert.tensor_files import write_file, write_tensors
+    from megatron.tools.convert.whole_model import write_file, write_tensors
 
     model = read_model(found)
     with atomic_path(args.output, "--output") as output:

@@ -1,13 +1,13 @@
-"""Say what a checkpoint is, whether it is whole and what is in it; or how two differ.
+"""Show what a checkpoint is, whether it is undamaged, and its parameters; or how two checkpoints differ.
 
     python tools/inspect_checkpoint.py checkpoints/my
     python tools/inspect_checkpoint.py --diff checkpoints/my checkpoints/other
 
 A path is a folder of checkpoints, one tag of it, a universal checkpoint, merged weights, or a Hugging Face GPT-2.
-Two of them are compared tensor by tensor under the names of the plain engine, from whatever layouts they come: max
-|b - a| and the same relative to max |a|.
+Two are compared tensor by tensor under the names of the plain engine, whatever their layouts: max |b - a|, and the
+same relative to max |a|.
 
-Exit code 0: whole, or equal; 1: they differ; 2: wrong usage; 4: broken.
+Exit code 0: undamaged, or equal; 1: they differ; 2: wrong usage; 4: damaged.
 """
 
 import argparse
@@ -19,12 +19,11 @@ import _project_root  # noqa: F401
 
 from megatron.config.errors import ConfigError
 from megatron.tools.command_line import ToolParser, read_architecture, run_tool
-from megatron.tools.convert.inspection import facts, integrity
-from megatron.tools.convert.kinds import Found, find
+from megatron.tools.convert.inspection import Found, facts, find, integrity, read_config, read_description
 
 
 def main() -> None:
-    """Find out what the paths are, and only then bring in torch."""
+    """Recognize the paths, and only then import torch."""
     args = _parser().parse_args()
     if (args.path is None) == (args.diff is None):
         raise ConfigError("give one PATH, or --diff with two (see --help)")
@@ -41,41 +40,40 @@ def main() -> None:
 def _inspect(found: Found, args: argparse.Namespace) -> None:
     whole = integrity(found)
 
-    from megatron.tools.convert.inspection import read_config, read_description
     from megatron.tools.convert.load_and_save import read_versions, read_weights
-    from megatron.tools.convert.parameter_list import as_json, heading, listing, parameters
+    from megatron.tools.convert.report import heading, listing, parameters, parameters_as_json
 
-    told = facts(found, read_description(found), read_config(found))
-    told |= {"versions": read_versions(found), "whole": whole}
+    known = facts(found, read_description(found), read_config(found))
+    known |= {"versions": read_versions(found), "whole": whole}
     if not args.json:
-        print(heading(told) + "\n", flush=True)
+        print(heading(known) + "\n", flush=True)
     listed = parameters(read_weights(found))
-    print(as_json(told, listed) if args.json else listing(listed))
+    print(parameters_as_json(known, listed) if args.json else listing(listed))
 
 
 def _compare(found: list[Found], args: argparse.Namespace) -> None:
     for each in found:
         integrity(each)
 
-    from megatron.tools.convert.comparison import are_equal, as_json, as_text, differences
     from megatron.tools.convert.load_and_save import read_weights
+    from megatron.tools.convert.report import are_equal, differences, differences_as_json, differences_as_text
 
     first, second = map(read_weights, found)
     result = differences(first, second)
-    print((as_json if args.json else as_text)(result, args.tolerance), flush=True)
+    print((differences_as_json if args.json else differences_as_text)(result, args.tolerance), flush=True)
     if not are_equal(result, args.tolerance):
         sys.exit(1)
 
 
 def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
-    parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help="what to look at")
+    parser.add_argument("path", nargs="?", type=Path, metavar="PATH", help="the checkpoint")
     parser.add_argument("--diff", nargs=2, type=Path, metavar=("A", "B"), help="compare two")
     parser.add_argument(
         "--tolerance", type=float, default=0.0, metavar="T", help="largest relative difference that counts as equal"
     )
     parser.add_argument("--program", type=Path, metavar="FILE", help="entry script, of a model of your own")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 

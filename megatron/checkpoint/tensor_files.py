@@ -11,7 +11,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron.checkpoint.files import NewFile, Record
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
-from megatron.config.errors import CheckpointError
+from megatron.config.errors import CheckpointError, first_line
 
 _ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 """Classes in DeepSpeed's files besides tensors and plain values. Creating them has no effects."""
@@ -44,7 +44,7 @@ def read_checked_file(path: Path) -> Any:
     except Exception as error:  # torch raises many types for a damaged file
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(_asks_for_code(path, unsafe[1])) from None
-        raise CheckpointError(f"{path} cannot be read ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
 
 
 def check_harmless(path: Path) -> None:
@@ -53,7 +53,7 @@ def check_harmless(path: Path) -> None:
         with torch.serialization.safe_globals(_ALLOWED):
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
-        raise CheckpointError(f"{path} is no file of tensors ({str(error).splitlines()[0]})") from None
+        raise CheckpointError(f"{path} is no file of tensors ({first_line(error)})") from None
     if unsafe:
         raise CheckpointError(_asks_for_code(path, ", ".join(sorted(unsafe))))
 

@@ -27,7 +27,7 @@ from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.config import ModelConfig, RunConfig
-from megatron.config.errors import ResourceError
+from megatron.config.errors import ResourceError, first_line
 from megatron.launch.files import sync, sync_folder
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import ParameterSpec
@@ -159,7 +159,7 @@ def convert(saved: SavedRun, target: Path) -> None:
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # if a disk is full, torch raises the latter
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise ResourceError(
             f"{target}: cannot be written ({reason}); {saved.path} was saved on another layout "
             "and has to be converted: make room or give permission there, or copy the checkpoint elsewhere"

@@ -57,6 +57,11 @@ class ResourceError(UserError):
     exit_code = 7
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an exception's message, or its type if it has none."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def nearest(name: str, names: Iterable[str]) -> str | None:
     """The one of ``names`` most like ``name``, or None where none is much like it."""
     matches = difflib.get_close_matches(name, list(names), n=1)

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from filelock import FileLock
 
 from megatron.config import RunConfig
-from megatron.config.errors import ResourceError
+from megatron.config.errors import ResourceError, first_line
 from megatron.launch.quiet import deepspeed_silenced
 
 _MOMENT = 0.5
@@ -66,7 +66,7 @@ def _build(builder) -> None:
                 builder.load(verbose=False)
         except Exception as error:  # of the compiler or the loader
             raise ResourceError(
-                f"{builder.name} cannot be compiled ({str(error).splitlines()[0]}): install g++ and Python's headers"
+                f"{builder.name} cannot be compiled ({first_line(error)}): install g++ and Python's headers"
             ) from error
         if is_new:
             print(f"> compiled {builder.name} in {time.monotonic() - start:.0f} s", flush=True)

@@ -9,10 +9,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.programs import Finished, Programs
 
-from megatron.tools.convert.comparison import are_equal, as_text, differences
-from megatron.tools.convert.kinds import find
+from megatron.tools.convert.inspection import find
 from megatron.tools.convert.load_and_save import read_weights
-from megatron.tools.convert.parameter_list import heading
+from megatron.tools.convert.report import are_equal, differences, differences_as_text, heading
 
 TOOL = "tools/inspect_checkpoint.py"
 TAG = "global_step3"
@@ -33,7 +32,7 @@ def test_what_is_said_of_a_folder(programs: Programs, copy: Path):
         "weights; the optimizer; random streams",
         "DeepSpeed 0.19.8, checkpoint 3",
         "whole       yes: 2",
-        "pretrain_gpt2.py --load to go on",
+        "pretrain_gpt2.py --load to resume",
     ):
         assert words in said
     rows = [line.split("  ") for line in said.splitlines()]
@@ -141,7 +140,9 @@ def test_differences_that_are_no_numbers():
         "only in the second",
     ]
     assert found[3].relative == 1.0 and not are_equal(found, 1e9)
-    assert "1 of 5 tensors are equal" in as_text(found, 0.0) and "2 of 5 tensors are equal" in as_text(found, 1.0)
+    assert "1 of 5 tensors are equal" in differences_as_text(
+        found, 0.0
+    ) and "2 of 5 tensors are equal" in differences_as_text(found, 1.0)
 
 
 def test_what_is_off_goes_without_saying():

@@ -112,7 +112,7 @@ def test_a_checkpoint_of_bert_is_known_for_one(programs: Programs, one_process, 
     assert refused.returncode == 2 and len(refused.output.splitlines()) == 1
     assert f"{folder} is a BERT, which continues no text: name a GPT-2" in refused.output
     refused = programs.python("tools/audit_data.py", "batch", "--load", folder, "--iteration", "2")
-    assert refused.returncode == 2 and "is a BERT: only samples of GPT-2 can be told one by one" in refused.output
+    assert refused.returncode == 2 and "is a BERT: only samples of GPT-2 can be listed" in refused.output
     convert, file = "tools/convert_checkpoint.py", tmp_path / "one.safetensors"
     programs.warm(1, convert, "merge", folder, "--output", file).ok()
     told = programs.warm(1, "tools/inspect_checkpoint.py", file).ok().output

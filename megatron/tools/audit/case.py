@@ -15,7 +15,7 @@ from megatron.data.datasets import Samples, build_datasets
 from megatron.data.index_maps import sample_at
 from megatron.model.architectures import GPT2
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tools.convert.kinds import find
+from megatron.tools.convert.inspection import find
 
 TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file")
 

@@ -1,4 +1,4 @@
-"""Between the weights of GPT2Model and those of Hugging Face's GPT2LMHeadModel.
+"""The weights of GPT-2, to and from those of Hugging Face's GPT2LMHeadModel.
 
 n heads, d size of a head, h hidden
 """
@@ -11,10 +11,22 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError
-from megatron.tools.convert.huggingface_files import BPE, from_huggingface, to_huggingface, write_folder_bpe
-from megatron.tools.convert.kinds import HF_CONFIG, read_json
-from megatron.tools.convert.tensor_files import read_tensors, write_tensors
-from megatron.tools.convert.whole import WholeModel, check_sizes, gpt2_names, in_order
+from megatron.tools.convert.huggingface_files import (
+    BPE,
+    HF_CONFIG,
+    from_huggingface,
+    read_json,
+    to_huggingface,
+    write_folder_bpe,
+)
+from megatron.tools.convert.whole_model import (
+    WholeModel,
+    check_sizes,
+    gpt2_names,
+    in_order,
+    read_tensors,
+    write_tensors,
+)
 
 _PREFIX = "transformer."
 _HEAD = "lm_head.weight"
@@ -31,9 +43,9 @@ _LINEARS = {
 
 
 def write_huggingface(folder: Path, model: WholeModel, bpe: BPE | None, *, max_shard_size: int) -> None:
-    """Write ``config.json``, the weights, and the tokenizer if there is one, into ``folder``, made if need be.
+    """Write ``config.json``, the weights, and the tokenizer if there is one, into ``folder``, which is created.
 
-    Raises ConfigError for what Hugging Face's GPT-2 cannot do, ResourceError where the disk has no room.
+    Raises ConfigError if Hugging Face's GPT-2 does not support a setting, ResourceError if the disk is too small.
     """
     dtype = str(model.weights[gpt2_names(model.config).words].dtype).removeprefix("torch.")
     config = to_huggingface(model.config, dtype)

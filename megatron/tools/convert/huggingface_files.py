@@ -1,4 +1,4 @@
-"""Between a ModelConfig and the config.json of Hugging Face's GPT-2. No torch here."""
+"""Hugging Face's config.json and tokenizer files of a GPT-2, to and from ours. No torch here."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ from megatron.config.errors import CheckpointError, ConfigError, DataError
 from megatron.model.architectures import GPT2
 from megatron.tokenizer.base import EOD, check_ids, read_vocab_json
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_merges
-from megatron.tools.convert.kinds import read_json
 
+HF_CONFIG = "config.json"
 GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
 """Hugging Face's activations, and whether each is OpenAI's tanh approximation. The first name of each is written."""
 
@@ -29,7 +29,7 @@ _DEFAULTS = {
     "attn_pdrop": 0.1,
     "initializer_range": 0.02,
 }
-"""What Hugging Face takes where config.json is silent."""
+"""Hugging Face's defaults for what config.json lacks."""
 
 _FIXED = {
     "model_type": "gpt2",
@@ -38,7 +38,7 @@ _FIXED = {
     "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
 }
-"""What can be said otherwise there, and not here."""
+"""Settings that have other values there, but not here."""
 
 _SIZES = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "n_inner")
 
@@ -46,13 +46,13 @@ _SIZES = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "n_inner")
 def to_huggingface(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The config.json of ``config`` with weights of ``dtype`` (such as float32).
 
-    Raises ConfigError with a line for each thing that Hugging Face's GPT-2 cannot do.
+    Raises ConfigError with a line for each setting that Hugging Face's GPT-2 does not have.
     """
     if config.architecture != GPT2.name:
         raise ConfigError(f"the model is {config.architecture}, and to-hf is for {GPT2.name}; merge can keep it")
     problems = []
     if config.apply_residual_connection_post_layernorm:
-        problems.append("--apply-residual-connection-post-layernorm, so its residual comes from behind the norm")
+        problems.append("--apply-residual-connection-post-layernorm, so its residual is taken after the norm")
     if config.pre_tokens < config.max_position_embeddings - 1:
         problems.append(
             f"--pre-tokens {config.pre_tokens}, so its attention sees less than its "
@@ -60,7 +60,7 @@ def to_huggingface(config: ModelConfig, dtype: str) -> dict[str, Any]:
         )
     if problems:
         raise ConfigError(
-            f"the model was trained with {problem}; Hugging Face's GPT-2 cannot say that, merge can keep it"
+            f"the model was trained with {problem}; Hugging Face's GPT-2 does not support that, merge can keep it"
             for problem in problems
         )
     return {
@@ -87,47 +87,47 @@ def to_huggingface(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def from_huggingface(tree: Mapping[str, Any], place: Path, *, vocab_size: int | None = None) -> ModelConfig:
     """The model that the config.json at ``place`` describes, with the vocabulary of its tokenizer if that is known.
 
-    Raises CheckpointError with a line for each thing that is wrong or that this suite's GPT-2 cannot do.
+    Raises CheckpointError with a line for each setting that is wrong or not supported.
     """
-    said = {name: tree.get(name, default) for name, default in _DEFAULTS.items()}
+    values = {name: tree.get(name, default) for name, default in _DEFAULTS.items()}
     problems = [
         f"{place}: {name} is {tree[name]!r}, and only {value!r} can be taken over"
         for name, value in _FIXED.items()
         if name in tree and tree[name] != value
     ]
     problems += [
-        f"{place}: {name} is {said[name]!r}, and should be a whole number above 0"
+        f"{place}: {name} is {values[name]!r}, and should be a whole number above 0"
         for name in _SIZES
-        if not (type(said[name]) is int and said[name] > 0 or name == "n_inner" and said[name] is None)
+        if not (type(values[name]) is int and values[name] > 0 or name == "n_inner" and values[name] is None)
     ]
     problems += [
-        f"{place}: {name} is {said[name]!r}, and should be a number"
+        f"{place}: {name} is {values[name]!r}, and should be a number"
         for name in ("layer_norm_epsilon", "resid_pdrop", "attn_pdrop", "initializer_range")
-        if type(said[name]) not in (int, float)
+        if type(values[name]) not in (int, float)
     ]
-    if str(said["activation_function"]) not in GELU_KINDS:
+    if str(values["activation_function"]) not in GELU_KINDS:
         problems.append(
-            f"{place}: activation_function is {said['activation_function']!r}, and can be {' or '.join(GELU_KINDS)}"
+            f"{place}: activation_function is {values['activation_function']!r}, and can be {' or '.join(GELU_KINDS)}"
         )
-    if not problems and said["n_embd"] % said["n_head"]:
-        problems.append(f"{place}: n_embd {said['n_embd']} is no multiple of n_head {said['n_head']}")
-    if not problems and vocab_size is not None and vocab_size > said["vocab_size"]:
-        problems.append(f"{place}: vocab_size is {said['vocab_size']}, and its tokenizer has {vocab_size} tokens")
+    if not problems and values["n_embd"] % values["n_head"]:
+        problems.append(f"{place}: n_embd {values['n_embd']} is no multiple of n_head {values['n_head']}")
+    if not problems and vocab_size is not None and vocab_size > values["vocab_size"]:
+        problems.append(f"{place}: vocab_size is {values['vocab_size']}, and its tokenizer has {vocab_size} tokens")
     if problems:
         raise CheckpointError(problems)
-    tokens = vocab_size or said["vocab_size"]
+    tokens = vocab_size or values["vocab_size"]
     eod = tree.get("eos_token_id")
     return ModelConfig(
-        num_layers=said["n_layer"],
-        hidden_size=said["n_embd"],
-        num_attention_heads=said["n_head"],
-        max_position_embeddings=said["n_positions"],
-        ffn_hidden_size=said["n_inner"] or 4 * said["n_embd"],
-        openai_gelu=GELU_KINDS[said["activation_function"]],
-        layernorm_epsilon=said["layer_norm_epsilon"],
-        hidden_dropout=said["resid_pdrop"],
-        attention_dropout=said["attn_pdrop"],
-        init_method_std=said["initializer_range"],
+        num_layers=values["n_layer"],
+        hidden_size=values["n_embd"],
+        num_attention_heads=values["n_head"],
+        max_position_embeddings=values["n_positions"],
+        ffn_hidden_size=values["n_inner"] or 4 * values["n_embd"],
+        openai_gelu=GELU_KINDS[values["activation_function"]],
+        layernorm_epsilon=values["layer_norm_epsilon"],
+        hidden_dropout=values["resid_pdrop"],
+        attention_dropout=values["attn_pdrop"],
+        init_method_std=values["initializer_range"],
         vocab_size=tokens,
         padded_vocab_size=tokens,
         eod_token=eod if type(eod) is int else tokens - 1,
@@ -139,7 +139,7 @@ VOCAB, MERGES = "vocab.json", "merges.txt"
 
 @dataclass(frozen=True)
 class BPE:
-    """A byte-level BPE, as GPT-2's two files have it."""
+    """A byte-level BPE, as in GPT-2's two files."""
 
     vocabulary: Mapping[str, int]
     merges: Sequence[tuple[str, str]]
@@ -147,22 +147,22 @@ class BPE:
     def write(self, folder: Path) -> None:
         """Write ``vocab.json`` and ``merges.txt``."""
         (folder / VOCAB).write_text(json.dumps(dict(self.vocabulary), ensure_ascii=False) + "\n", encoding="utf-8")
-        # Hugging Face passes over the first line, whatever it says.
+        # Hugging Face ignores the first line.
         lines = ["#version: 0.2", *(f"{left} {right}" for left, right in self.merges)]
         (folder / MERGES).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def read_bpe(vocab_file: str | None, merge_file: str | None) -> BPE:
-    """The tokenizer of two files. Raises DataError where they are absent, broken, or do not fit each other."""
+    """The tokenizer in two files. Raises DataError if they are missing or broken, or do not match."""
     GPT2BPETokenizer(vocab_file, merge_file)
     vocabulary = read_vocab_json(vocab_file, required=(EOD,))
     return BPE(vocabulary, read_merges(merge_file, vocabulary))
 
 
 def read_run_bpe(description: Mapping[str, Any], vocab_file: str | None, merge_file: str | None) -> BPE | None:
-    """The tokenizer of a training, from the files it names in ``run.json`` or from others; None where it names no BPE.
+    """The tokenizer of a training run, from the given files or those in its ``run.json``; None if it has no BPE.
 
-    Raises DataError as ``read_bpe`` does, and where its size is not the model's.
+    Raises DataError as ``read_bpe``, and if its size is not the model's.
     """
     data, model = description["config"]["data"], description["config"]["model"]
     if data["tokenizer_type"] == "GPT2BPETokenizer":
@@ -179,9 +179,9 @@ def read_run_bpe(description: Mapping[str, Any], vocab_file: str | None, merge_f
 
 
 def read_folder_bpe(folder: Path) -> BPE | None:
-    """The tokenizer of a Hugging Face folder, from two files or from ``tokenizer.json``; None where there is none.
+    """The tokenizer of a Hugging Face folder, from two files or from ``tokenizer.json``; None if there is none.
 
-    Raises CheckpointError or DataError where it is there and cannot be used.
+    Raises CheckpointError or DataError if it cannot be used.
     """
     if (folder / VOCAB).exists() and (folder / MERGES).exists():
         return read_bpe(str(folder / VOCAB), str(folder / MERGES))
@@ -204,7 +204,7 @@ def read_folder_bpe(folder: Path) -> BPE | None:
 
 
 def write_folder_bpe(bpe: BPE, folder: Path, *, positions: int) -> None:
-    """Write the two files, and what Hugging Face wants to know of them."""
+    """Write the two files and Hugging Face's ``tokenizer_config.json``."""
     bpe.write(folder)
     settings: dict[str, Any] = {
         "tokenizer_class": "GPT2Tokenizer",
@@ -213,3 +213,16 @@ def write_folder_bpe(bpe: BPE, folder: Path, *, positions: int) -> None:
         **dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOD),
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError if there is none."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, and of too many nested brackets
+        raise CheckpointError(f"{path} is not JSON ({error}); is it whole?") from None
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{path} is a JSON {type(tree).__name__}, and should be an object")
+    return tree

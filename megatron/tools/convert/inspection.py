@@ -1,32 +1,143 @@
-"""What is known of a checkpoint without reading its weights. No torch here."""
+"""The format of a checkpoint, and what is known of it without reading its weights. No torch here."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import safetensors
 from tqdm import tqdm
 
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
 from megatron.checkpoint.saved_run import RUN_FILE, SavedRun
+from megatron.checkpoint.tracker import LATEST, TRACKER, newest, tag_at
 from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError
-from megatron.model.architectures import BERT, GPT2, architecture_of
+from megatron.config.errors import CheckpointError, first_line
+from megatron.model.architectures import GPT2, architecture_of
 from megatron.model.spec import ArchitectureSpec
-from megatron.tools.convert.huggingface_files import from_huggingface
-from megatron.tools.convert.kinds import HF_CONFIG, Found, read_json, read_metadata
+from megatron.tools.convert.huggingface_files import HF_CONFIG, from_huggingface, read_json
+
+SAFETENSORS = "model.safetensors"
+INDEX_SUFFIX = ".index.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A path, and its format."""
+
+    path: Path
+    kind: str
+    """A name in ``KINDS``."""
+    saved: SavedRun | None = None
+    """The checkpoint of this suite that it is, or points to."""
+
+    @property
+    def what(self) -> str:
+        """The kind for messages."""
+        return KINDS[self.kind].words
+
+    @property
+    def description(self) -> dict[str, Any] | None:
+        """The content of ``run.json``, if there is one; merged weights have it in their own file."""
+        return self.saved.description if self.saved else None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A format of checkpoints: how it is recognized, and its name for messages."""
+
+    words: str
+    matches: Callable[[Path], bool]
+    saved: Callable[[Path], SavedRun | None] = lambda path: None
+
+
+def _is_safetensors(path: Path) -> bool:
+    return path.suffix == ".safetensors" and path.is_file() or _has(SAFETENSORS, SAFETENSORS + INDEX_SUFFIX)(path)
+
+
+def _has(*names: str) -> Callable[[Path], bool]:
+    return lambda path: any((path / name).exists() for name in names)
+
+
+def _is_folder(path: Path) -> bool:
+    return _has(LATEST, TRACKER)(path) or path.is_dir() and any(path.glob(f"*/{RUN_FILE}"))
+
+
+def _source(path: Path) -> SavedRun | None:
+    """The tag next to a universal checkpoint, whose ``run.json`` describes both."""
+    tag = path.with_name(path.name.removesuffix("_universal"))
+    return next((tag_at(place) for place in (path, tag) if (place / RUN_FILE).exists()), None)
+
+
+KINDS = {
+    "universal": Kind("a universal checkpoint", _has("zero"), _source),
+    "tag": Kind("one checkpoint", _has(RUN_FILE), tag_at),
+    "folder": Kind("a folder of checkpoints", _is_folder, newest),
+    "huggingface": Kind("a Hugging Face folder", _has(HF_CONFIG)),
+    "safetensors": Kind("weights in one piece (safetensors)", _is_safetensors),
+}
+"""In the order in which they are matched."""
+
+
+def find(path: Path) -> Found:
+    """The format of ``path``.
+
+    Raises CheckpointError if it has none of the known formats, or is an incomplete checkpoint of this suite.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: no such file or folder; name a checkpoint")
+    path = path.resolve() if path.name in ("", "..") else path  # a tag is known by its name
+    for name, kind in KINDS.items():
+        if kind.matches(path):
+            return Found(path, name, kind.saved(path))
+    if path.is_dir() and any(path.glob("*_model_states.pt")):
+        tag_at(path)  # raises with what is missing
+    raise CheckpointError(
+        f"{path} is no checkpoint: it has neither {LATEST} nor {RUN_FILE}, {HF_CONFIG}, {SAFETENSORS} or zero/"
+    )
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata in the header of a safetensors file, or of the first of several."""
+    if path.is_dir():
+        whole = path / SAFETENSORS
+        path = whole if whole.exists() else shards_of(path / (SAFETENSORS + INDEX_SUFFIX))[0]
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            return file.metadata() or {}
+    except (safetensors.SafetensorError, OSError) as error:
+        raise broken(path, error) from None
+
+
+def shards_of(index: Path) -> list[Path]:
+    """The files that an index names, which must be in its folder."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index} has no weight_map, which says what is in which file")
+    files = []
+    for name in dict.fromkeys(map(str, names.values())):
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise CheckpointError(f"{index} names the file {name!r}, which is not beside it")
+        files.append(index.parent / name)
+    return files
+
+
+def broken(path: Path, error: Exception) -> CheckpointError:
+    """The error for a file that the library cannot read."""
+    return CheckpointError(f"{path} is no whole safetensors file ({first_line(error)}); copy it once more")
 
 
 def verify_weights(saved: SavedRun) -> None:
-    """Raise CheckpointError as ``verify`` does, for the files that the weights are read from."""
+    """Compare the files with weights with the manifest. Raises as ``verify``."""
     verify(saved.path, "*" if saved.layout.zero_stage == 3 else "*model_states.pt")
 
 
 def verify(tag_folder: Path, pattern: str = "*") -> str:
-    """What comes of comparing the files that match ``pattern`` with the sizes and SHA-256 of the manifest, in words.
+    """Compare the files that match ``pattern`` with the sizes and SHA-256 in the manifest. Returns a summary.
 
-    Raises CheckpointError with a line for each file that is missing or another than the one that was saved.
+    Raises CheckpointError with a line for each file that is missing or damaged.
     """
     manifest = {name: record for name, record in read_manifest(tag_folder).items() if fnmatch(name, pattern)}
     total = sum(record.size for record in manifest.values())
@@ -52,52 +163,50 @@ _SIZES = {
     "vocab_size": "tokens",
 }
 _LOADERS = {
-    GPT2.name: {
-        "folder": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
-        "tag": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
-        "universal": ("DeepSpeed with load_universal", "tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
-        "safetensors": ("safetensors.torch.load_file", "tools/generate.py", "tools/convert_checkpoint.py to-hf"),
-        "huggingface": ("transformers.GPT2LMHeadModel", "tools/generate.py", "tools/convert_checkpoint.py from-hf"),
-    },
-    BERT.name: {
-        "folder": ("tools/convert_checkpoint.py merge",),
-        "tag": ("tools/convert_checkpoint.py merge",),
-        "universal": ("DeepSpeed with load_universal", "tools/convert_checkpoint.py merge"),
-        "safetensors": ("safetensors.torch.load_file",),
-    },
+    "folder": ("tools/convert_checkpoint.py merge",),
+    "tag": ("tools/convert_checkpoint.py merge",),
+    "universal": ("DeepSpeed with load_universal", "tools/convert_checkpoint.py merge"),
+    "safetensors": ("safetensors.torch.load_file",),
 }
-"""What else takes each kind of checkpoint of each model."""
+"""Programs that load each kind of checkpoint, besides the training program."""
+_GPT2_LOADERS = {
+    "folder": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
+    "tag": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
+    "universal": ("DeepSpeed with load_universal", "tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
+    "safetensors": ("safetensors.torch.load_file", "tools/generate.py", "tools/convert_checkpoint.py to-hf"),
+    "huggingface": ("transformers.GPT2LMHeadModel", "tools/generate.py", "tools/convert_checkpoint.py from-hf"),
+}
 
 
 def facts(found: Found, description: Mapping[str, Any] | None, config: ModelConfig | None) -> dict[str, Any]:
-    """What a checkpoint is, and where it comes from, as ``run.json`` or the header of merged weights says."""
-    told: dict[str, Any] = {"path": str(found.path), "kind": found.what}
+    """The facts about a checkpoint in ``run.json``, or in the header of merged weights."""
+    known: dict[str, Any] = {"path": str(found.path), "kind": found.what}
     if found.kind == "folder":
-        told["newest"] = found.saved.tag
-        told["tags"] = sorted(file.parent.name for file in found.path.glob(f"*/{RUN_FILE}"))
+        known["newest"] = found.saved.tag
+        known["tags"] = sorted(file.parent.name for file in found.path.glob(f"*/{RUN_FILE}"))
     if description is not None:
-        told |= {name: description.get(name) for name in ("iteration", "consumed_samples", "consumed_tokens")}
-        told["layout"] = description["layout"]
-        told["holds"] = _holds(found, description)
+        known |= {name: description.get(name) for name in ("iteration", "consumed_samples", "consumed_tokens")}
+        known["layout"] = description["layout"]
+        known["holds"] = _holds(found, description)
     if config is not None:
-        told["model"] = {words: getattr(config, name) for name, words in _SIZES.items()}
+        known["model"] = {words: getattr(config, name) for name, words in _SIZES.items()}
     architecture = GPT2 if config is None else architecture_of(config)
-    return told | {"loaded_by": loaders(found, description, architecture)}
+    return known | {"loaded_by": loaders(found, description, architecture)}
 
 
 def integrity(found: Found) -> str:
-    """Whether it is whole, in words. Raises CheckpointError where it is known not to be."""
+    """A line on whether the files are undamaged. Raises CheckpointError if they are not."""
     if found.kind in ("tag", "folder"):
         return verify(found.saved.path)
     return "no manifest: what was saved is not known"
 
 
 def loaders(found: Found, description: Mapping[str, Any] | None, architecture: ArchitectureSpec) -> list[str]:
-    """Which programs take it, and for what."""
-    others = list(_LOADERS.get(architecture.name, _LOADERS[BERT.name])[found.kind])
+    """The programs that load it, and how."""
+    others = list((_GPT2_LOADERS if architecture is GPT2 else _LOADERS)[found.kind])
     if found.kind not in ("folder", "tag"):
         return others
-    how = "to go on" if description["has_optimizer"] else "with --finetune, for it has no optimizer"
+    how = "to resume" if description["has_optimizer"] else "with --finetune, for it has no optimizer"
     via = "" if found.kind == "folder" else f", where {found.path.parent / 'latest'} names it"
     return [f"{architecture.program} --load {how}{via}", *others]
 
@@ -111,11 +220,11 @@ def _holds(found: Found, description: Mapping[str, Any]) -> list[str]:
 
 
 RUN_KEY = "run"
-"""Where the header of merged weights keeps ``run.json``."""
+"""The key of ``run.json`` in the header of merged weights."""
 
 
 def read_config(found: Found, *, vocab_size: int | None = None) -> ModelConfig | None:
-    """What model it is, if anything says so. ``vocab_size`` is that of a Hugging Face folder's tokenizer, if known."""
+    """The configuration of the model, if known. ``vocab_size`` is that of a Hugging Face folder's tokenizer."""
     if found.kind == "huggingface":
         return from_huggingface(read_json(found.path / HF_CONFIG), found.path / HF_CONFIG, vocab_size=vocab_size)
     description = read_description(found)
@@ -125,7 +234,7 @@ def read_config(found: Found, *, vocab_size: int | None = None) -> ModelConfig |
 
 
 def read_description(found: Found) -> dict[str, Any] | None:
-    """``run.json`` of the training that it comes from, if that was one of this suite."""
+    """The ``run.json`` of the training run, if this suite trained it."""
     return _kept_description(found.path) if found.kind == "safetensors" else found.description
 
 

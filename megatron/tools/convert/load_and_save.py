@@ -1,4 +1,4 @@
-"""The model that a path holds, of whatever kind it is."""
+"""Read the model at a path, whatever its format; write one as a checkpoint."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -32,26 +32,24 @@ from megatron.config import (
 from megatron.config.errors import CheckpointError
 from megatron.model.architectures import architecture_of
 from megatron.tools.convert.huggingface import read_huggingface
-from megatron.tools.convert.inspection import RUN_KEY, read_config, read_description
-from megatron.tools.convert.kinds import Found
-from megatron.tools.convert.tensor_files import check_room, read_tensors
-from megatron.tools.convert.whole import WholeModel, check_sizes, in_order
+from megatron.tools.convert.inspection import RUN_KEY, Found, read_config, read_description
+from megatron.tools.convert.whole_model import WholeModel, check_disk_space, check_sizes, in_order, read_tensors
 
 
 def read_model(found: Found) -> WholeModel:
-    """All of its weights in one piece. Raises CheckpointError where it is not whole."""
+    """The whole model. Raises CheckpointError if it is incomplete or damaged."""
     return _READERS[found.kind](found)
 
 
 def read_weights(found: Found) -> Mapping[str, Tensor]:
-    """All weights by name, also where nothing says what model they are of. Raises as ``read_model`` does."""
+    """All weights by name, even if the model is unknown. Raises as ``read_model``."""
     if found.kind == "universal" and found.saved is None:
         return _universal_weights(found.path)
     return read_model(found).weights
 
 
 def read_versions(found: Found) -> dict[str, Any] | None:
-    """Which DeepSpeed wrote it, and Megatron's number for what the names and rows mean."""
+    """The version of DeepSpeed that wrote it, and Megatron's checkpoint version."""
     if found.kind not in ("tag", "folder"):
         return None
     file = next((found.saved.path).glob("*mp_rank_00_model_states.pt"), None)
@@ -62,7 +60,7 @@ def read_versions(found: Found) -> dict[str, Any] | None:
 
 
 def run_metadata(model: WholeModel) -> dict[str, str]:
-    """What the header of merged weights says, for ``read_model`` to know the model by."""
+    """The header of merged weights, from which ``read_model`` knows the model."""
     return {RUN_KEY: json.dumps(model.description)}
 
 
@@ -75,7 +73,9 @@ def _of_suite(found: Found) -> WholeModel:
 
 def _of_universal(found: Found) -> WholeModel:
     if found.saved is None:
-        raise CheckpointError(f"{found.path} does not say what model it is, nor does a tag beside it: name that tag")
+        raise CheckpointError(
+            f"{found.path} does not describe its model, and there is no tag next to it: name that tag"
+        )
     config = found.saved.whole_model_config()
     weights = _universal_weights(found.path)
     for name, spec in architecture_of(config).named_parameters(config).items():
@@ -85,7 +85,7 @@ def _of_universal(found: Found) -> WholeModel:
 
 
 def _universal_weights(path: Path) -> dict[str, Tensor]:
-    """``zero/NAME/fp32.pt`` for each weight, in the order of the layers as far as their names tell."""
+    """``zero/NAME/fp32.pt`` of each weight, in the order of the layer numbers in their names."""
     files = {file.parent.name: file for file in (path / "zero").glob("*/fp32.pt")}
     number = {name: int(layer) if (layer := name.split(".")[0]).isdecimal() else -1 for name in files}
     return {name: _fp32(files[name]) for name in sorted(files, key=lambda name: (number[name], name))}
@@ -119,13 +119,12 @@ TAG = "global_step0"
 
 
 def write_checkpoint(folder: Path, model: WholeModel, *, vocab_file: Path | None, merge_file: Path | None) -> None:
-    """Write the weights in fp32, as the plain engine of one process would, at iteration 0 and without optimizer.
+    """Write a checkpoint of iteration 0 in fp32 without optimizer, as the plain engine of one process would.
 
-    The two files are those that a run with this checkpoint will find its tokenizer in.
-    Raises ResourceError where the disk has no room.
+    The two files are the tokenizer's, for ``run.json``. Raises ResourceError if there is not enough disk space.
     """
     model = replace(model, weights={name: tensor.float() for name, tensor in model.weights.items()})
-    check_room(folder, model.weights)
+    check_disk_space(folder, model.weights)
     run = _run(model, vocab_file, merge_file)
     description = describe(run, 0)
     (folder / TAG).mkdir()

@@ -1,7 +1,7 @@
-"""The files of other Megatrons: which there are, and what is in them, under one set of names.
+"""The checkpoints of other Megatrons, read under one set of parameter names.
 
 The names are word_embeddings.weight, position_embeddings.weight, layers.N. and then those of our layers,
-final_layernorm.weight and .bias, and head.weight for a table of its own behind the last norm.
+final_layernorm.weight and .bias, and head.weight for an output projection of its own.
 """
 
 import re
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.saved_run import RUN_FILE
-from megatron.config.errors import CheckpointError
+from megatron.config.errors import CheckpointError, first_line
 
-_SHELVED = ("megatron.", "deepspeed.", "apex.", "numpy.")
-"""Programs whose objects lie beside the weights: enumerations, loss scalers, random states. None of them is wanted."""
+_STUBBED = ("megatron.", "deepspeed.", "apex.", "numpy.")
+"""Packages whose objects are in the files: enumerations, loss scalers, random states. None of them is needed."""
 
 
-class Inert:
-    """Stands in a file's place for an object of one of ``_SHELVED``: takes whatever it is given, and does nothing."""
+class Stub:
+    """Replaces an object of one of ``_STUBBED`` packages: accepts any arguments, and does nothing."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Stub":
         return super().__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -36,34 +36,32 @@ class Inert:
 
 
 def read_foreign(path: Path) -> dict[str, Any]:
-    """What ``path`` holds, on the CPU, with ``Inert`` where it holds objects of other programs.
+    """The content of ``path``, on the CPU, with a ``Stub`` for each object of another program.
 
-    Raises CheckpointError where it is missing or not whole, and where it asks for anything else than
-    tensors, plain values, arguments, and objects that can be stood in for.
+    Raises CheckpointError if it is missing or damaged, or asks for anything else than tensors, plain values,
+    arguments and stubs.
     """
     try:
-        asked = _globals(path)
-        stand_ins = [(Inert, name) for name in asked if name.startswith(_SHELVED)]
-        with torch.serialization.safe_globals([Namespace, *stand_ins]):
+        names = _globals(path)
+        stubs = [(Stub, name) for name in names if name.startswith(_STUBBED)]
+        with torch.serialization.safe_globals([Namespace, *stubs]):
             value = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch has many names for a file that is not whole
-        raise CheckpointError(f"{path} cannot be read ({str(error).splitlines()[0]})") from error
+    except Exception as error:  # torch raises many types for a damaged file
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, and should hold a dictionary")
     return value
 
 
 def _globals(path: Path) -> list[str]:
-    """What the file asks for beside what is always safe; all else than what ``_SHELVED`` names is refused."""
-    if not zipfile.is_zipfile(
-        path
-    ):  # of the time before torch 1.6: nobody can tell beforehand; torch refuses on the way
-        return []
-    asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    strange = sorted(name for name in asked if name != "argparse.Namespace" and not name.startswith(_SHELVED))
-    if strange:
-        raise ValueError(f"it asks for {strange[0]}, which could run code")
-    return asked
+    """The classes that the file asks for besides those that are always safe. Raises ValueError if one is unknown."""
+    if not zipfile.is_zipfile(path):
+        return []  # written before torch 1.6: they cannot be listed, but torch refuses them while it loads
+    names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    unknown = sorted(name for name in names if name != "argparse.Namespace" and not name.startswith(_STUBBED))
+    if unknown:
+        raise ValueError(f"it asks for {unknown[0]}, which could run code")
+    return names
 
 
 State = dict[str, Tensor]
@@ -80,21 +78,21 @@ _HEADS = ("word_embeddings_for_head.weight", "output_layer.weight", "lm_head.wei
 
 @dataclass(frozen=True)
 class Shards:
-    """What the tensor-parallel ranks hold, the stages of a pipeline one behind the other."""
+    """The weights of each tensor-parallel rank, from all pipeline stages."""
 
     place: Path
     states: list[State]
-    """One of each tensor-parallel rank."""
+    """One for each tensor-parallel rank."""
     args: Namespace
     """The arguments of the run, as far as they were saved."""
     version: float
-    """Of the order of query_key_value; where nobody wrote it, what such files mean by that."""
+    """The checkpoint version, which decides the order of query_key_value; the format's default if none was saved."""
 
 
 def read_shards(path: Path) -> Shards:
     """All weights under ``path``, a folder of checkpoints or one of them.
 
-    Raises CheckpointError where there is nothing known, or something is missing, broken, or could run code.
+    Raises CheckpointError if there is no known format, or a file is missing or damaged, or could run code.
     """
     place = _folder_with_files(path)
     layers = [match for file in place.glob("layer_*-model_states.pt") if (match := _LAYER_FILE.fullmatch(file.name))]
@@ -112,12 +110,12 @@ def read_shards(path: Path) -> Shards:
 
 
 def _shards(place: Path, states: list[State], file: Mapping[str, Any], version: float) -> Shards:
-    args, said = file.get("args"), file.get("checkpoint_version")
+    args, saved_version = file.get("args"), file.get("checkpoint_version")
     return Shards(
         place,
         states,
         args=args if isinstance(args, Namespace) else Namespace(),
-        version=float(said) if isinstance(said, int | float) else version,
+        version=float(saved_version) if isinstance(saved_version, int | float) else version,
     )
 
 
@@ -169,13 +167,13 @@ def _part(place: Path, file: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _of_stages(place: Path, stages: Iterable[Mapping[str, Any]]) -> State:
-    """Stages number their layers each from 0."""
+    """Concatenate stages, each of which numbers its layers from 0."""
     state: State = {}
     first = 0
     for stage in stages:
-        own = {_plain_name(name): tensor for name, tensor in _flat(stage)}
+        weights = {_plain_name(name): tensor for name, tensor in _flat(stage)}
         last = first - 1
-        for name, tensor in own.items():
+        for name, tensor in weights.items():
             if match := _LAYER_NAME.fullmatch(name):
                 number = first + int(match[1])
                 name, last = f"layers.{number}.{match[2]}", max(number, last)
@@ -185,7 +183,7 @@ def _of_stages(place: Path, stages: Iterable[Mapping[str, Any]]) -> State:
 
 
 def _of_layers(place: Path, rank: str) -> State:
-    """Files in the order of the layers; which layer each is, its names say: the numbers differ among Megatrons."""
+    """Read the files of layers in order. Parameter names tell the kind of layer: the numbers differ among Megatrons."""
     state: State = {}
     numbers: list[int] = []
     for number, file in sorted(_layer_files(place, rank)):
@@ -216,7 +214,7 @@ def _check_gapless(numbers: Sequence[int], files: str) -> None:
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Tensors with their paths; what else is saved among weights is no weight."""
+    """Tensors with their paths; other values among them are no weights."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

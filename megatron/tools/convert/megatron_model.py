@@ -14,7 +14,7 @@ from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError
 from megatron.model.architectures import GPT2
 from megatron.tools.convert.megatron_files import HEAD, Shards, State
-from megatron.tools.convert.whole import WholeModel, gpt2_names, in_order
+from megatron.tools.convert.whole_model import WholeModel, gpt2_names, in_order
 
 _OTHER_MODELS = ("swiglu", "geglu", "squared_relu")
 """Arguments that make another model of tensors with the same names."""

@@ -17,8 +17,7 @@ from megatron.model.architectures import GPT2
 from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tools.convert.huggingface_files import BPE, read_bpe, read_folder_bpe
-from megatron.tools.convert.inspection import read_config, read_description
-from megatron.tools.convert.kinds import Found, find
+from megatron.tools.convert.inspection import Found, find, read_config, read_description
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megatron.config.errors import CheckpointError, ConfigError, UserError
 from megatron.tools.convert.load_and_save import write_checkpoint
 from megatron.tools.convert.megatron_files import read_shards
 from megatron.tools.convert.megatron_model import Said, whole_model
-from megatron.tools.convert.whole import WholeModel
+from megatron.tools.convert.whole_model import WholeModel
 
 LAYERS, HIDDEN, HEADS, TOKENS, ROWS = 4, 16, 4, 92, 96
 CONFIG = ModelConfig(
@@ -223,6 +223,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "the last layer is missing": (without("layer_05-model_00-model_states.pt"), "holds 3 of 4 layers"),
     "the embedding is missing": (without("layer_01-model_00-model_states.pt"), "holds no position_embeddings.weight"),
+    "an empty file": (
+        lambda folder: (folder / "global_step7" / "layer_02-model_00-model_states.pt").write_bytes(b""),
+        "layer_02-model_00-model_states.pt cannot be read",
+    ),
     "half a file": (
         lambda folder: (folder / "global_step7" / "layer_02-model_00-model_states.pt").write_bytes(b"PK\3\4half"),
         "layer_02-model_00-model_states.pt cannot be read",
@@ -258,6 +262,19 @@ def test_what_is_wrong_is_said(tmp_path: Path, fault: str):
     with pytest.raises(CheckpointError) as caught:
         whole_model(read_shards(tmp_path), SAID)
     assert message in str(caught.value)
+
+
+def test_an_empty_file_of_megatron_lm_is_one_line(programs: Programs, tmp_path: Path):
+    """torch has no message for it."""
+    write_megatron_lm(tmp_path / "old", 2.0, size=1, stages=1, **OLD)
+    (file,) = (tmp_path / "old").glob("*/*/model_optim_rng.pt")
+    file.write_bytes(b"")
+    finished = programs.warm(
+        1, "tools/convert_checkpoint.py", "from-megatron", tmp_path / "old", "--output", tmp_path / "new"
+    )
+    assert (finished.returncode, finished.output) == (
+        4, f"convert_checkpoint.py: error: {file} cannot be read (EOFError)\n"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError
 from megatron.tools.convert.huggingface import read_huggingface
 from megatron.tools.convert.huggingface_files import from_huggingface, to_huggingface
-from megatron.tools.convert.tensor_files import read_tensors
+from megatron.tools.convert.whole_model import read_tensors
 
 
 def safetensors_bytes(header: object, data: bytes = b"\0" * 16, size: int | None = None) -> bytes:
@@ -139,7 +139,7 @@ def test_a_size_beyond_all_bounds_makes_nothing_large(tmp_path: Path, size: str)
             {"h__0__attn__c_attn__bias": torch.tensor(1.0)},
             "2.attention.query_key_value.bias is [], and the model's [24]",
         ),
-        ({"h__1__ln_1__bias": torch.rand(8)}, "holds h.1.ln_1.bias, which the model has not"),
+        ({"h__1__ln_1__bias": torch.rand(8)}, "holds h.1.ln_1.bias, which the model does not have"),
         ({"lm_head__weight": torch.rand(10, 8)}, "lm_head.weight is another table than wte.weight"),
     ],
 )
