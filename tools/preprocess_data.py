@@ -23,7 +23,7 @@ from megatron.tools.preprocess.preprocess import preprocess
 
 
 def main() -> None:
-    """Read the flags, tokenize, say what was written."""
+    """Parse the flags, tokenize, and print what was written."""
     args = parse_arguments()
     # Each of --workers is one process on one core, unless the environment wants otherwise.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -41,7 +41,7 @@ def main() -> None:
         skip_errors=args.on_error == "skip",
     )
     with progress_bar(job, args.log_interval) as report:
-        summary = preprocess(job, report, tell, resume=args.resume)
+        summary = preprocess(job, report, log_skipped, resume=args.resume)
     print(describe(job, summary))
 
 
@@ -69,41 +69,41 @@ def parse_arguments() -> argparse.Namespace:
         "--on-error",
         choices=("stop", "skip"),
         default="stop",
-        help="what a bad or empty line does; skipped ones are told",
+        help="on a bad or empty line, stop, or log and skip it",
     )
-    add("--resume", action="store_true", help="go on with this very job where it was interrupted")
+    add("--resume", action="store_true", help="continue the same job where it was interrupted")
     add("--tokenizer-type", choices=tuple(TOKENIZERS), default="GPT2BPETokenizer", help="kind of tokenizer")
     add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (vocab.json; vocab.txt of WordPiece)")
     add("--merge-file", metavar="FILE", help="merges of the BPE (merges.txt)")
     add("--append-eod", action="store_true", help="end each document with the token <|endoftext|>")
-    add("--split-sentences", action="store_true", help="make each sentence a sequence of its own, as BERT needs it")
+    add("--split-sentences", action="store_true", help="make each sentence a sequence, as BERT needs it")
     add("--output-prefix", required=True, metavar="PREFIX", help="where to write: folder and first part of the names")
     add("--dataset-impl", default="mmap", metavar="mmap", help="format to write; mmap is the only one")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize")
     add("--log-interval", type=int, default=100, metavar="N", help="documents between updates of the progress bar")
     add("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if faults := [message for broken, message in _rules(args) if broken]:
-        raise ConfigError(faults)
+    if errors := [message for broken, message in _rules(args) if broken]:
+        raise ConfigError(errors)
     if missing := [f"--input {path}: no such file" for path in args.input if not path.exists() or path.is_dir()]:
         raise DataError(missing)
     return args
 
 
 def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
-    """What may not be asked for, and why."""
+    """Rules: whether each is broken, and the message."""
     return [
         (
             args.split_sentences and args.append_eod,
-            "--append-eod and --split-sentences exclude each other: BERT's samples get their own ends, [SEP]",
+            "--append-eod and --split-sentences exclude each other: BERT's samples end with [SEP]",
         ),
         (
             args.keep_newlines,
-            "--keep-newlines is not supported: newlines are always kept, and between sentences WordPiece sees none",
+            "--keep-newlines is not supported: newlines are always kept; WordPiece ignores those between sentences",
         ),
         (
             args.dataset_impl != "mmap",
-            f"--dataset-impl {args.dataset_impl} is not supported: nothing here reads the older formats; use mmap",
+            f"--dataset-impl {args.dataset_impl} is not supported: older formats cannot be read; use mmap",
         ),
         (args.workers < 1, f"--workers {args.workers} must be 1 or more"),
         (args.log_interval < 1, f"--log-interval {args.log_interval} must be 1 or more"),
@@ -112,7 +112,7 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
 
 @contextmanager
 def progress_bar(job: Job, interval: int) -> Iterator[Callable[[Summary], None]]:
-    """A bar on stderr with MB/s and documents/s; the function it gives moves it, once in ``interval`` documents."""
+    """A bar on stderr with MB/s and documents/s; the function it yields updates it, every ``interval`` documents."""
     shown = 0
 
     def report(summary: Summary) -> None:
@@ -127,13 +127,13 @@ def progress_bar(job: Job, interval: int) -> Iterator[Callable[[Summary], None]]
         yield report
 
 
-def tell(fault: str) -> None:
-    """Say what is wrong with a line that is skipped, above the bar."""
-    tqdm.write(f"> skipped {fault}", file=sys.stderr)
+def log_skipped(error: str) -> None:
+    """Print the error of a line that is skipped, above the bar."""
+    tqdm.write(f"> skipped {error}", file=sys.stderr)
 
 
 def describe(job: Job, summary: Summary) -> str:
-    """What was done, in one line."""
+    """The summary in one line."""
     files = ", ".join(f"{prefix}.bin and .idx" for prefix in job.prefixes.values())
     line = (
         f"{files}: {summary.documents:,} documents, {summary.tokens:,} tokens, {summary.output_bytes:,} bytes "
@@ -143,7 +143,7 @@ def describe(job: Job, summary: Summary) -> str:
         "bad lines skipped": summary.bad_lines,
         "empty documents skipped": summary.empty,
         "blank lines": summary.blank,
-        "documents were there before": summary.resumed_at,
+        "documents written before": summary.resumed_at,
     }
     return "; ".join([line, *(f"{count:,} {what}" for what, count in counts.items() if count)])
 

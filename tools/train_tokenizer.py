@@ -23,14 +23,15 @@ CHUNK_BYTES = 1 << 20
 
 
 def main() -> None:
-    """Read the flags, train, write, say what was made."""
+    """Parse the flags, train, write, and print what was written."""
     args = parse_arguments()
     corpus = Corpus(args.input, args.input_format, args.json_keys)
     vocabulary, files = TRAINERS[args.tokenizer_type](corpus, args.vocab_size, args.min_frequency)
     if not corpus.documents:
         raise DataError(f"{', '.join(map(str, args.input))}: no text to train on")
     write(args.output_dir, files)
-    short = "" if len(vocabulary) == args.vocab_size else f" (the text makes no more; {args.vocab_size} were asked for)"
+    too_few = f" (the text yields no more; {args.vocab_size} were requested)"
+    short = "" if len(vocabulary) == args.vocab_size else too_few
     print(
         f"{args.output_dir}: {len(vocabulary)} tokens{short}, {_special(vocabulary)}, "
         f"from {corpus.documents:,} documents, {corpus.bytes / 1e6:.2f} MB"
@@ -50,9 +51,9 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         required=True,
         metavar="N",
-        help="tokens to make, those with a meaning of their own counted in",
+        help="size of the vocabulary, including special tokens",
     )
-    add("--min-frequency", type=int, default=2, metavar="N", help="times a pair or a word is seen to become a token")
+    add("--min-frequency", type=int, default=2, metavar="N", help="minimum count of a pair or a word to become a token")
     add("--output-dir", type=Path, required=True, metavar="DIR", help="folder to write into")
     args = parser.parse_args()
     if args.min_frequency < 1:
@@ -63,10 +64,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Corpus:
-    """The documents of some files, one after the other, with a progress bar on stderr.
+    """The documents of some files, with a progress bar on stderr; counts them in ``documents`` and ``bytes``.
 
-    Iterating raises DataError, which names file and line, for a line that holds no document. What
-    was read is then counted in ``documents`` and ``bytes``.
+    Iterating raises DataError, which names file and line, for a line that holds no document.
     """
 
     def __init__(self, paths: Sequence[Path], kind: str | None, keys: Sequence[str]):
@@ -93,11 +93,11 @@ class Corpus:
 
 Vocabulary = dict[str, int]
 Trained = tuple[Vocabulary, dict[str, str]]
-"""A vocabulary, and its files: their names and what is in them."""
+"""A vocabulary, and the content of its files by name."""
 
 
 def _bpe(corpus: Corpus, vocab_size: int, min_frequency: int) -> Trained:
-    # The library's bars are for eyes only: beside them it writes empty lines to stdout.
+    # The library's progress bars also write empty lines to stdout.
     vocabulary, merges = train_gpt2_bpe(corpus, vocab_size, min_frequency, show_progress=sys.stderr.isatty())
     lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
     return vocabulary, {"vocab.json": _json(vocabulary), "merges.txt": "\n".join(lines) + "\n"}
@@ -119,7 +119,7 @@ TRAINERS: dict[str, Callable[[Corpus, int, int], Trained]] = {
     "BertWordPieceLowerCase": partial(_wordpiece, lower_case=True),
     "BertWordPieceCase": partial(_wordpiece, lower_case=False),
 }
-"""What makes a vocabulary of (text, its size, times that something has to be seen)."""
+"""Trainers, called with (text, vocabulary size, minimum count)."""
 
 
 def _json(vocabulary: Vocabulary) -> str:
@@ -127,12 +127,12 @@ def _json(vocabulary: Vocabulary) -> str:
 
 
 def _special(vocabulary: Vocabulary) -> str:
-    """The id of what ends a document, in words."""
+    """The token that ends a document, with its id."""
     return next(f"{token} = {vocabulary[token]}" for token in (EOD, SEP) if token in vocabulary)
 
 
 def write(folder: Path, files: Mapping[str, str]) -> None:
-    """Write the files, each whole or not at all. Raises ConfigError or ResourceError if they cannot be written."""
+    """Write the files atomically. Raises ConfigError or ResourceError if they cannot be written."""
     with ExitStack() as stack:
         for name, text in files.items():
             stack.enter_context(atomic_file(folder / name, "--output-dir")).write(text)

@@ -140,11 +140,11 @@ class BertDataset:
         first, end, target = map(int, self._maps.spans[self._maps.order[index]])
         random = np.random.RandomState([*self._seed_words, index & 0xFFFFFFFF, index >> 32])
         cut = random.randint(first + 1, end)
-        pair = [self._read(first, cut), self._read(cut, end)]
+        a, b = self._read(first, cut), self._read(cut, end)
         swapped = int(random.random_sample() < 0.5)
         if swapped:
-            pair.reverse()
-        a, b = truncate_pair(*pair, target, random)
+            a, b = b, a
+        a, b = truncate_pair(a, b, target, random)
 
         vocabulary, sample = self._tokenizer, np.full((3, self._seq_length), -1, np.int64)
         sample[0] = vocabulary.pad

@@ -30,7 +30,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {
+DTYPES: dict[int, np.dtype] = {
     1: np.dtype("u1"),
     2: np.dtype("i1"),
     3: np.dtype("<i2"),
@@ -43,8 +43,8 @@ DTYPES = {
 class IndexedDataset:
     """Read access to the data set ``PREFIX.bin`` and ``PREFIX.idx``.
 
-    Opening costs a pass over the index and none over the tokens. Everything the index says is
-    checked first, so that nothing read later can lie outside of ``PREFIX.bin``.
+    Opening costs a pass over the index and none over the tokens. The index is checked completely, so that nothing
+    read later can lie outside of ``PREFIX.bin``.
 
     Attributes:
         sizes: tokens of each sequence, int32 [S].
@@ -108,7 +108,7 @@ class IndexedDataset:
         return self._tokens[start : start + length]
 
     def content_hash(self) -> str:
-        """A name for these contents that costs no reading: from the sizes and times of both files and the header."""
+        """A hash of the sizes and times of both files and of the header, which costs no reading of tokens."""
         stats = [(stat.st_size, stat.st_mtime_ns) for stat in (self._bin_stat, self._idx_stat)]
         return hashlib.sha256(repr((stats, self._header)).encode()).hexdigest()
 
@@ -122,11 +122,11 @@ def _stat_files(prefix: str, bin_path: Path, idx_path: Path) -> tuple[os.stat_re
 
 
 def _where_else(prefix: str) -> str:
-    """What somebody may have meant who gave a prefix without a data set."""
+    """A suggestion for a prefix without a data set."""
     if prefix.endswith((".bin", ".idx")):
         return f"give the prefix without the ending: {prefix[:-4]}"
-    place = Path(prefix)
-    longer = sorted(place.parent.glob(f"{glob.escape(place.name)}_*.idx"))
+    path = Path(prefix)
+    longer = sorted(path.parent.glob(f"{glob.escape(path.name)}_*.idx"))
     if longer:
         return f"did you mean {longer[0].with_suffix('')}?"
     return "tools/preprocess_data.py makes one"
@@ -148,7 +148,7 @@ def _read_header(path: Path, header: bytes, file_size: int) -> tuple[np.dtype, i
         raise DataError(f"{path} has version {version} at offset 9; only version {VERSION} can be read")
     if code in (6, 7):
         raise DataError(
-            f"{path} has dtype code {code} at offset 17: floating point, whose width programs disagree on; "
+            f"{path} has dtype code {code} at offset 17: floating point, whose width differs between programs; "
             "tokens must be integers"
         )
     if code not in DTYPES:
@@ -173,7 +173,7 @@ def _check_index(path: Path, dtype: np.dtype, sizes: np.ndarray, pointers: np.nd
     sequences = len(sizes)
     if (bad := _first(sizes < 0)) is not None:
         raise DataError(f"{path} has the negative size {sizes[bad]} for sequence {bad}, at offset {34 + 4 * bad}")
-    # Sequences lie one behind the other, so each pointer follows from the one before it.
+    # Sequences are contiguous, so each pointer follows from the one before it.
     gaps = np.diff(pointers) - np.multiply(sizes[:-1], dtype.itemsize, dtype=np.int64)
     bad = 0 if sequences and pointers[0] != 0 else _first(gaps != 0, shift=1)
     if bad is not None:
@@ -201,12 +201,12 @@ def _first(wrong: np.ndarray, shift: int = 0) -> int | None:
 
 
 def _check_bin_size(path: Path, size: int, num_tokens: int, dtype: np.dtype) -> None:
-    """DataError unless the token file is as long as the index says."""
+    """DataError unless the token file has the length that the index implies."""
     expected = num_tokens * dtype.itemsize
     if size != expected:
-        fault = "is truncated" if size < expected else "does not belong to its index"
+        problem = "is truncated" if size < expected else "does not belong to its index"
         raise DataError(
-            f"{path} {fault}: it has {size} bytes, its index says {num_tokens} tokens of {dtype.itemsize} bytes, "
+            f"{path} {problem}: it has {size} bytes, its index says {num_tokens} tokens of {dtype.itemsize} bytes, "
             f"{expected} in all"
         )
 

@@ -111,7 +111,7 @@ def batches(
         micro_batches,
         batch_size=None,
         sampler=range(len(micro_batches)),
-        collate_fn=_unchanged,
+        collate_fn=_unchanged,  # type: ignore[arg-type]  # typed for lists, which batch_size=None does without
         num_workers=num_workers,
         # A forked worker shares the index maps with this process instead of a copy of them. It
         # reads files and nothing else, so what forking does to process groups and devices does not matter.

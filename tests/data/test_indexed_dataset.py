@@ -256,5 +256,5 @@ def test_a_writer_goes_on_where_another_was(tmp_path: Path) -> None:
             builder.end_document()
     for end in ("bin", "idx"):
         assert (tmp_path / f"data.{end}").read_bytes() == (tmp_path / f"whole.{end}").read_bytes()
-    with pytest.raises(DataError, match="is shorter than it was left"):
+    with pytest.raises(DataError, match="is shorter than when it was left"):
         IndexedDatasetBuilder(tmp_path / "data", "u2", written).__enter__()

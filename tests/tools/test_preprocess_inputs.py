@@ -163,7 +163,7 @@ def test_killed_it_goes_on_to_the_same_bytes(
         if finished.returncode != 3 or time.monotonic() > deadline:
             break
     assert finished.returncode == 0, finished.stderr
-    assert "documents were there before" in finished.stdout
+    assert "documents written before" in finished.stdout
     assert f"{whole.documents:,} documents, {whole.tokens:,} tokens" in finished.stdout
     assert content(tmp_path, "out") == content(tmp_path, "whole")
     assert {file.name for file in tmp_path.glob("out*")} == {"out_text_document.bin", "out_text_document.idx"}

@@ -58,7 +58,7 @@ def test_a_small_corpus_makes_a_small_vocabulary_and_says_so(corpus: Path, tmp_p
     vocabulary = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     assert 257 < len(vocabulary) < 300
     assert vocabulary["<|endoftext|>"] == len(vocabulary) - 1
-    assert f"{len(vocabulary)} tokens (the text makes no more; 5000 were asked for)" in result.stdout
+    assert f"{len(vocabulary)} tokens (the text yields no more; 5000 were requested)" in result.stdout
 
 
 def test_the_words_of_a_whitespace_vocabulary_go_by_frequency(corpus: Path, tmp_path: Path):

@@ -86,7 +86,7 @@ _SPACED = (
     # behind a word
     *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
 )
-_ENCLOSED = ("()", "[]", "{}", '""', "''")
+_ENCLOSED = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
 """Pairs whose inner blanks are removed."""
 _REST = (
     # headings

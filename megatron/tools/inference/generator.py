@@ -210,7 +210,8 @@ class _Writer:
     tokens_left: int
     """Tokens that may still be added."""
     text: Detokenizer
-    generator: torch.Generator | None = None
+    generator: torch.Generator = field(default_factory=torch.Generator)
+    """Random numbers for sampling."""
 
     def take(self, token: int, eod: int) -> Piece:
         """Append a token."""

@@ -9,7 +9,7 @@ Every tool that uses a model begins with these two calls.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -143,14 +143,14 @@ class DecodingBatch:
         if self._cache is not None:
             return self._whole(last_logits(self._model.module, self._padded(new), self._cache))
         windows = [sequence[-self._context :] for sequence in self.sequences]
-        logits: list[Tensor | None] = [None] * len(windows)
+        logits: dict[int, Tensor] = {}
         in_order = sorted(range(len(windows)), key=lambda row: len(windows[row]))
         for _, group in groupby(in_order, key=lambda row: len(windows[row])):
             rows = list(group)
             tokens = self._padded([windows[row] for row in rows])
             for row, line in zip(rows, self._whole(last_logits(self._model.module, tokens)), strict=True):
                 logits[row] = line
-        return torch.stack(logits)
+        return torch.stack([logits[row] for row in range(len(windows))])
 
     def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
         """[b, q] with zeros before the shorter ones."""
@@ -166,7 +166,8 @@ class DecodingBatch:
 
 def last_logits(model: GPT2Model, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
     """Logits [b, v/t] of the token after ``tokens`` [b, q], which follow those in ``cache``, if given."""
-    words, positions, *layers, _, last_norm, head = model.forward_funcs
+    parts: list[Any] = list(model.forward_funcs)  # of different signatures
+    words, positions, *layers, _, last_norm, head = parts
     if cache is None:
         hidden = run_in_order([words, positions, *layers], tokens)
     else:

@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from megatron.config.errors import ConfigError, DataError
 
@@ -17,11 +17,11 @@ _LARGEST_WINDOW = 1 << 31
 """As ``zstd --long=31`` writes it."""
 
 
-def open_lines(path: Path) -> BinaryIO:
+def open_lines(path: Path) -> io.BufferedIOBase:
     """Open a file for reading, decompressed if it begins like gzip or Zstandard.
 
-    What is wrong with a file shows when it is read: OSError, EOFError where it is cut short, ValueError where it is
-    damaged. Raises ConfigError where a package is needed that is not there.
+    Reading it raises OSError, EOFError if it is truncated, or ValueError if it is damaged. Raises ConfigError if a
+    package is missing.
     """
     file = open(path, "rb")
     start = file.peek(4)
@@ -31,7 +31,7 @@ def open_lines(path: Path) -> BinaryIO:
     return file
 
 
-def _open_zstandard(file: BinaryIO) -> BinaryIO:
+def _open_zstandard(file: BinaryIO) -> io.BufferedIOBase:
     try:
         import zstandard
     except ImportError:
@@ -41,21 +41,21 @@ def _open_zstandard(file: BinaryIO) -> BinaryIO:
 
 
 class _Frames(io.RawIOBase):
-    """What any number of Zstandard frames hold, one behind the other.
+    """The content of consecutive Zstandard frames.
 
-    The package's own reader takes a file that is cut short for one that has ended.
+    The package's own reader takes a truncated file for a complete one.
     """
 
-    def __init__(self, file: BinaryIO, new_frame: Callable, error: type[Exception]) -> None:
+    def __init__(self, file: BinaryIO, new_frame: Callable[[], Any], error: type[Exception]) -> None:
         self._file, self._new_frame, self._error = file, new_frame, error
-        self._frame = None
+        self._frame: Any = None
         self._compressed = b""
         self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: Any) -> int:
         while not self._ready:
             self._compressed = self._compressed or self._file.read(_BLOCK)
             if not self._compressed:
@@ -83,15 +83,16 @@ class _Frames(io.RawIOBase):
         super().close()
 
 
-_OPENERS: dict[bytes, Callable[[BinaryIO], BinaryIO]] = {
+_OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
     b"\x28\xb5\x2f\xfd": _open_zstandard,
 }
-"""First bytes of a compressed file, and what opens it."""
+"""How compressed files are opened, by their first bytes."""
 
 
 Row = tuple[bytes | None, ...]
-"""The cells of the columns asked for, UTF-8; None where there is none."""
+"""The requested columns of a row, UTF-8; None for null."""
+Line = bytes | Row
 
 _ROWS = 16
 """Rows decoded at a time: documents may be long."""
@@ -101,7 +102,7 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     """The rows of ``columns``, in order.
 
     Raises:
-        ConfigError: pyarrow is not there.
+        ConfigError: pyarrow is not installed.
         DataError: a column is missing, or holds no strings.
         OSError, ValueError: the file cannot be read, or is damaged.
     """
@@ -110,14 +111,14 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(f"{path} is a Parquet file: pip install pyarrow to read it") from None
-    # Pages are read as they are needed, not row groups, which writers make as large as they please.
+    # Pages are read as they are needed, not row groups, which may be of any size.
     with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
         _check_columns(path, file.schema_arrow, columns)
         for batch in file.iter_batches(_ROWS, columns=list(columns), use_threads=False):
             yield from zip(*(_cells(batch.column(name)) for name in columns), strict=True)
 
 
-def _check_columns(path: Path, schema, columns: Sequence[str]) -> None:
+def _check_columns(path: Path, schema: Any, columns: Sequence[str]) -> None:
     import pyarrow
 
     for name in columns:
@@ -131,8 +132,8 @@ def _check_columns(path: Path, schema, columns: Sequence[str]) -> None:
             raise DataError(f'{path}: column "{name}" holds {kind}, where strings are needed')
 
 
-def _cells(column) -> list[bytes | None]:
-    """As bytes: whether they are UTF-8 is for the reader of the row to say, which knows its number."""
+def _cells(column: Any) -> list[bytes | None]:
+    """As bytes: UTF-8 is decoded later, when the number of the row is known for messages."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):
@@ -146,22 +147,22 @@ class Chunk(NamedTuple):
 
     path: Path
     first_line: int
-    lines: list[bytes] | list[Row]
+    lines: list[Line]
     size: int
     """Bytes of text."""
-    place: tuple[int, int] = (0, 0)
+    position: tuple[int, int] = (0, 0)
     """Files before its own, and chunks of its own up to its end."""
 
 
 class Format(NamedTuple):
     """A kind of input."""
 
-    lines: Callable[[Path, Sequence[str]], Iterator[bytes] | Iterator[Row]]
-    """The lines of a file, as far as the keys need them."""
-    texts: Callable[[str, bytes | Row, Sequence[str]], list[str]]
-    """The text of each key on a line. Raises DataError with its first argument, which says where the line is."""
-    blank_lines_mean_nothing: bool = False
-    """Whether lines without text are as they should be."""
+    lines: Callable[[Path, Sequence[str]], Iterator[Line]]
+    """Reads the lines of a file, as far as the keys need them."""
+    texts: Callable[[str, Any, Sequence[str]], list[str]]
+    """Returns the text of each key of a line. Raises DataError beginning with its first argument, the location."""
+    allows_blank_lines: bool = False
+    """Whether lines without text are no error."""
 
 
 def read_chunks(path: Path, kind: str, keys: Sequence[str], *, size: int) -> Iterator[Chunk]:
@@ -169,9 +170,10 @@ def read_chunks(path: Path, kind: str, keys: Sequence[str], *, size: int) -> Ite
 
     Raises:
         DataError: the file cannot be read, or is damaged.
-        ConfigError: a package is needed to read it that is not there.
+        ConfigError: a package to read it is missing.
     """
-    first_line, lines, held = 1, [], 0
+    first_line, held = 1, 0
+    lines: list[Line] = []
     try:
         for line in FORMATS[kind].lines(path, keys):
             lines.append(line)
@@ -182,9 +184,9 @@ def read_chunks(path: Path, kind: str, keys: Sequence[str], *, size: int) -> Ite
         if lines:
             yield Chunk(path, first_line, lines, held)
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        behind = f" behind line {first_line + len(lines) - 1}" if first_line + len(lines) > 1 else ""
+        after = f" after line {first_line + len(lines) - 1}" if first_line + len(lines) > 1 else ""
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        raise DataError(f"cannot read {path}{behind}: {reason}") from error
+        raise DataError(f"cannot read {path}{after}: {reason}") from error
 
 
 def _file_lines(path: Path, keys: Sequence[str]) -> Iterator[bytes]:
@@ -219,7 +221,7 @@ def _json_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
 
 
 def _kind(value: object) -> str:
-    """What JSON calls a value that is not what it should be."""
+    """The JSON name of a value's type."""
     kinds = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
     return kinds.get(type(value), "number")
 
@@ -231,14 +233,16 @@ def _plain_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
 
 
 def _row_texts(where: str, row: Row, keys: Sequence[str]) -> list[str]:
+    texts = []
     for key, cell in zip(keys, row, strict=True):
         if cell is None:
             raise DataError(f'{where}: "{key}" is a null, where a string is needed')
-    return [_decoded(where, cell) for cell in row]
+        texts.append(_decoded(where, cell))
+    return texts
 
 
 def _of_line(where: str, line: bytes) -> str:
-    """The text of a line. A byte order mark is no part of it, nor is the end of the line."""
+    """The text of a line, without byte order mark and line end."""
     return _decoded(where, line).removeprefix(codecs.BOM_UTF8.decode()).rstrip("\r\n")
 
 
@@ -251,7 +255,7 @@ def _decoded(where: str, text: bytes) -> str:
 
 FORMATS: dict[str, Format] = {
     "jsonl": Format(_file_lines, _json_texts),
-    "text": Format(_file_lines, _plain_texts, blank_lines_mean_nothing=True),
+    "text": Format(_file_lines, _plain_texts, allows_blank_lines=True),
     "parquet": Format(read_rows, _row_texts),
 }
 """Kinds of input, by name."""
@@ -261,15 +265,12 @@ _COMPRESSED = (".gz", ".zst")
 
 
 def format_of(path: Path) -> str:
-    """The format that a file's name tells, whatever it is compressed by: JSONL, unless it says another."""
+    """The format by a file's name, whatever it is compressed by; JSONL by default."""
     name = path.with_suffix("") if path.suffix in _COMPRESSED else path
     return {".txt": "text", ".parquet": "parquet"}.get(name.suffix, "jsonl")
 
 
 def text_size(paths: Sequence[Path], kind: str | None) -> int | None:
-    """Bytes of text of files of a format (None: by the name), so far as their sizes tell.
-
-    They do not where a file is compressed or a pipe; None then.
-    """
+    """Bytes of text of files of a format (None: by the name); None if one is compressed or a pipe."""
     plain = all((kind or format_of(path)) != "parquet" and path.suffix not in _COMPRESSED for path in paths)
     return sum(path.stat().st_size for path in paths) or None if plain else None

@@ -27,7 +27,7 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 class Written(NamedTuple):
-    """How much of a data set there is."""
+    """The size of a data set, or of the part of it that is written."""
 
     tokens: int = 0
     sequences: int = 0
@@ -39,36 +39,36 @@ class IndexedDatasetBuilder:
 
     Tokens, index and the ends of documents grow as ``PREFIX.bin.partial``, ``PREFIX.idx.partial`` and
     ``PREFIX.documents.partial``. Data and index take their final names when the block ends without an exception; the
-    partial files vanish when it ends with one, unless ``keeps`` is set. What a killed process left behind is
-    overwritten by the next, or gone on with; a living one is not disturbed.
+    partial files are removed when it ends with one, unless ``keeps`` is set. What a killed process left is
+    overwritten by the next one, or continued; a second writer is refused.
 
     Args:
-        behind: what a ``sync()`` of an earlier builder has returned, to go on from there.
+        resume_from: what a ``sync()`` of an earlier builder returned, to continue from there.
 
     Raises:
-        DataError: another process is writing the same data set, or there is less than ``behind`` says.
+        DataError: another process is writing the same data set, or there is less than ``resume_from``.
         OSError: the disk is full, the folder is missing or not writable.
     """
 
-    def __init__(self, prefix: str | Path, dtype: DTypeLike, behind: Written | None = None) -> None:
+    def __init__(self, prefix: str | Path, dtype: DTypeLike, resume_from: Written | None = None) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         assert self.dtype in CODES, f"tokens cannot be stored as {self.dtype}"
         self.keeps = False
         self._paths = tuple(Path(f"{prefix}.{ending}") for ending in ("bin", "idx", "documents"))
-        self._behind = behind
-        self._written = behind or Written()
+        self._resume_from = resume_from
+        self._written = resume_from or Written()
         self._files: list[BinaryIO] = []
         self._finished = False
         self._committed = False
 
     def __enter__(self) -> "IndexedDatasetBuilder":
-        self.keeps = self._behind is not None
+        self.keeps = self._resume_from is not None
         tokens, sequences, documents = self._written
         sizes = (tokens * self.dtype.itemsize, HEADER.size + 4 * sequences, 8 * documents)
         try:
             for path, size in zip(self._paths, sizes, strict=True):
-                self._files.append(_open_partial(path, size if self._behind else None))
-            if self._behind is None:
+                self._files.append(_open_partial(path, size if self._resume_from else None))
+            if self._resume_from is None:
                 self._files[1].write(bytes(HEADER.size))
         except BaseException:
             self._close()
@@ -76,7 +76,7 @@ class IndexedDatasetBuilder:
         return self
 
     def add_sequence(self, tokens: ArrayLike) -> None:
-        """Append one sequence, 1-D, to the document being written."""
+        """Append one sequence, [tokens], to the document being written."""
         tokens = np.ascontiguousarray(tokens, self.dtype)
         self._files[0].write(tokens.data)
         self._files[1].write(len(tokens).to_bytes(4, "little"))
@@ -89,10 +89,10 @@ class IndexedDatasetBuilder:
         self._written = self._written._replace(documents=self._written.documents + 1)
 
     def add_documents(self, tokens: np.ndarray, sizes: Sequence[Sequence[int]]) -> None:
-        """Append whole documents at once, the last one being ended.
+        """Append whole documents at once; no document may be unfinished.
 
         Args:
-            tokens: of all sequences, one behind the other.
+            tokens: of all sequences, concatenated.
             sizes: of each document, the tokens of each of its sequences.
         """
         of_sequences = np.fromiter(chain.from_iterable(sizes), "<i4")
@@ -104,17 +104,17 @@ class IndexedDatasetBuilder:
         self._written = Written(*(old + len(array) for old, array in zip(before, added, strict=True)))
 
     def sync(self) -> Written:
-        """Bring what is written to disk; how much it is."""
+        """Flush everything to disk, and return the size."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
         return self._written
 
     def finish(self) -> None:
-        """Bring both files to disk, still under their temporary names.
+        """Complete both files and flush them to disk, still under their temporary names.
 
-        The end of the block calls it. Calling it before lets several data sets be complete
-        before the first of them is committed.
+        The end of the block calls it. Calling it earlier completes several data sets before the first of them is
+        committed.
         """
         if self._finished:
             return
@@ -145,7 +145,7 @@ class IndexedDatasetBuilder:
             self._close()
 
     def _commit(self) -> None:
-        """Give both files their final names. The index goes first of the old pair and comes last of the new."""
+        """Rename both files. The old index is removed first and the new one appears last."""
         tokens, index, documents = self._paths
         index.unlink(missing_ok=True)
         for path in (tokens, index):
@@ -155,17 +155,17 @@ class IndexedDatasetBuilder:
         self._committed = True
 
     def _close(self) -> None:
-        """Close the files; remove them if they did not get their final names and nobody goes on with them."""
+        """Close the files; remove them if they were neither committed nor are to be resumed."""
         for path, file in zip(self._paths, self._files, strict=False):
             if not (self._committed or self.keeps):
                 _partial(path).unlink(missing_ok=True)
-            # After an error there may be bytes left that the disk does not take.
+            # After an error, buffered bytes may not fit on the disk.
             with contextlib.suppress(OSError):
                 file.close()
 
 
 def _append_pointers(index: BinaryIO, sequences: int, itemsize: int) -> None:
-    """Write where each sequence begins behind the sizes of all, from which it follows."""
+    """Write the pointers of all sequences, which follow from the sizes, after these."""
     start = 0
     for sizes in _blocks(index, HEADER.size, "<i4", sequences):
         ends = start + np.cumsum(sizes, dtype="<i8") * itemsize
@@ -176,7 +176,7 @@ def _append_pointers(index: BinaryIO, sequences: int, itemsize: int) -> None:
 
 
 def _blocks(file: BinaryIO, offset: int, dtype: str, count: int) -> Iterator[np.ndarray]:
-    """``count`` numbers from ``offset`` of a file on, some at a time."""
+    """``count`` numbers of a file, from ``offset``, in blocks."""
     size = np.dtype(dtype).itemsize
     for first in range(0, count, _BLOCK):
         held = os.pread(file.fileno(), size * min(_BLOCK, count - first), offset + size * first)
@@ -189,16 +189,16 @@ def _partial(path: Path) -> Path:
 
 
 def _open_partial(path: Path, size: int | None) -> BinaryIO:
-    """Open the temporary file of ``path`` locked against other writers, empty, or with the ``size`` bytes it has."""
+    """Open and lock the temporary file of ``path``, emptied, or truncated to ``size`` bytes."""
     partial = _partial(path)
     file = os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
-    # A writer that was just done may have given the file it locked its final name.
+    # A writer that has just finished may have renamed the file that is locked here.
     if not (_lock(file) and partial.exists() and os.path.samestat(partial.stat(), os.fstat(file.fileno()))):
         file.close()
-        raise DataError(f"{partial} is being written by another process: wait for it, or take another output prefix")
+        raise DataError(f"{partial} is being written by another process: wait for it, or use another output prefix")
     if os.fstat(file.fileno()).st_size < (size or 0):
         file.close()
-        raise DataError(f"{partial} is shorter than it was left: run without --resume to begin anew")
+        raise DataError(f"{partial} is shorter than when it was left: run without --resume to start over")
     file.truncate(size or 0)
     file.seek(0, os.SEEK_END)
     return file

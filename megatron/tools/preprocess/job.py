@@ -1,4 +1,4 @@
-"""What preprocessing is asked for, and what it has done."""
+"""A preprocessing job: its settings, its summary, and the journal from which it can be resumed."""
 
 import json
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from megatron.tools.preprocess.indexed_dataset_builder import Written
 
 @dataclass(frozen=True)
 class Milestone:
-    """A place up to which all is on the disk."""
+    """A position in the input up to which all output is on disk."""
 
-    place: tuple[int, int]
-    """Inputs that are finished, and chunks of the next one that are."""
+    position: tuple[int, int]
+    """Finished inputs, and finished chunks of the next one."""
     outputs: Mapping[str, Written]
-    """How much there is of each key's data set."""
+    """Size of each key's data set."""
     counts: Mapping[str, Any]
     """The summary so far."""
 
@@ -28,45 +28,47 @@ class Journal:
     """The file beside the output that holds the newest milestone.
 
     Args:
-        job: what the output depends on; a job that differs does not go on from here.
+        job: everything the output depends on; another job cannot resume from this journal.
     """
 
     def __init__(self, path: Path, job: Mapping[str, Any]) -> None:
         self.path = path
-        self._job = json.loads(json.dumps(job))  # as it will be read
+        self._job = json.loads(json.dumps(job))  # as it is read back
 
     def read(self) -> Milestone | None:
-        """The newest milestone, or None where there is none. Raises DataError where it is another job's, or broken."""
+        """The newest milestone, or None. Raises DataError if it is broken or of another job."""
         try:
             content = json.loads(self.path.read_bytes())
-            job, place = content["job"], content["milestone"]
-            outputs = {key: Written(*written) for key, written in place["outputs"].items()}
-            milestone = Milestone(tuple(place["place"]), outputs, place["counts"])
+            job, saved = content["job"], content["milestone"]
+            outputs = {key: Written(*written) for key, written in saved["outputs"].items()}
+            inputs, chunks = saved["place"]
+            milestone = Milestone((inputs, chunks), outputs, saved["counts"])
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{self.path} is no journal: run without --resume to begin anew") from None
+            raise DataError(f"{self.path} is no journal: run without --resume to start over") from None
         if changed := [name for name in self._job if job.get(name) != self._job[name]]:
             raise DataError(
-                f"{self.path} is of a job with another {' and '.join(changed)}: give what it was begun with, or run "
-                "without --resume to begin anew"
+                f"{self.path} is of a job with another {' and '.join(changed)}: use the same settings, or run "
+                "without --resume to start over"
             )
         return milestone
 
     def write(self, milestone: Milestone) -> None:
         """Replace the milestone by a newer one, whose output is on the disk."""
-        content = {"job": self._job, "milestone": vars(milestone)}
+        saved = {"place": milestone.position, "outputs": milestone.outputs, "counts": milestone.counts}
+        content = {"job": self._job, "milestone": saved}
         with replace_file(self.path, text=True) as file:
             json.dump(content, file)
 
     def remove(self) -> None:
-        """There is nothing to go on from any more."""
+        """Remove the journal: there is nothing to resume."""
         self.path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to make of which files."""
+    """The settings of a job."""
 
     inputs: tuple[Path, ...]
     output_prefix: str
@@ -78,7 +80,7 @@ class Job:
     merge_file: str | None = None
     append_eod: bool = False
     split_sentences: bool = False
-    """Whether each sentence of a document is a sequence of its own, as BERT's samples need it."""
+    """Whether each sentence of a document becomes a sequence, as BERT's samples need it."""
     workers: int = 1
     skip_errors: bool = False
     chunk_bytes: int = 1 << 18
@@ -96,7 +98,7 @@ class Job:
 
     @property
     def journal(self) -> Journal:
-        """Where it is kept how far the job has come, with all that its output depends on."""
+        """The journal of the job, with everything its output depends on."""
         job = {
             "--input": [_version(path) for path in self.inputs],
             "--input-format": [self.format_of(path) for path in self.inputs],
@@ -122,15 +124,15 @@ class Summary:
     output_bytes: int = 0
     """Bytes of tokens."""
     blank: int = 0
-    """Lines between the documents of plain text."""
+    """Blank lines between the documents of plain text."""
     empty: int = 0
     bad_lines: int = 0
     resumed_at: int = 0
-    """Documents that were there before."""
+    """Documents written before the job was resumed."""
     finished: bool = False
 
 
-def _version(path: Path) -> list:
-    """What tells a file from another, or from itself before it was changed."""
+def _version(path: Path) -> list[str | int]:
+    """Path, size and time of a file, which change with its content."""
     stat = path.stat()
     return [str(path.absolute()), stat.st_size, stat.st_mtime_ns]

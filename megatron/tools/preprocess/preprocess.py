@@ -1,7 +1,7 @@
 """From text to indexed data sets: read in chunks, tokenize in parallel, write in order.
 
-Memory stays flat: a few chunks are under way at any time, and nothing is kept of what is written. Now and then all is
-brought to disk, and a journal says how far the job has come.
+Memory stays flat: only a few chunks are in memory at any time. Regularly all output is flushed to disk, and a journal
+records the progress.
 """
 
 import os
@@ -64,47 +64,47 @@ def _is_abbreviation(before: str, mark: str) -> bool:
 
 
 MILESTONE_CHUNKS = 32
-"""Chunks between two milestones, to go on from after an interruption."""
+"""Chunks between two milestones, from which an interrupted job resumes."""
 
 
-class Fault(NamedTuple):
-    """What is wrong with a line."""
+class LineError(NamedTuple):
+    """An error in a line."""
 
     line: int
     message: str
     is_empty: bool
-    """Whether it is just that there is no text."""
+    """Whether the line only has no text."""
 
 
 class Tokenized(NamedTuple):
     """A chunk's documents."""
 
     tokens: dict[str, np.ndarray]
-    """Of each key: all tokens, one document behind the other."""
+    """For each key: all tokens, documents concatenated."""
     sizes: dict[str, list[list[int]]]
-    """Of each key: tokens of each sequence of each document."""
+    """For each key: number of tokens of each sequence of each document."""
     blank: int
-    faults: list[Fault]
+    errors: list[LineError]
     text_bytes: int
-    place: tuple[int, int]
+    position: tuple[int, int]
     """That of the chunk."""
 
 
 def preprocess(
-    job: Job, report: Callable[[Summary], None], tell: Callable[[str], None], *, resume: bool = False
+    job: Job, report: Callable[[Summary], None], log_skipped: Callable[[str], None], *, resume: bool = False
 ) -> Summary:
     """Write one data set for each key; all of them, or none.
 
     Args:
         report: called with the summary so far, after each chunk and at the end.
-        tell: called with what is wrong with each line that is skipped.
-        resume: go on from where the same job was interrupted, if it was.
+        log_skipped: called with the error of each line that is skipped.
+        resume: continue where the same job was interrupted, if it was.
 
     Raises:
         DataError: a file or line that cannot be read (unless lines are to be skipped), a bad
-            vocabulary, no document at all, or what is left of another job.
-        ConfigError: a package is needed to read an input that is not there.
-        ResourceError: no room for the output, or a worker that was killed.
+            vocabulary, no document at all, or unfinished output of another job.
+        ConfigError: a package to read an input is missing.
+        ResourceError: the output cannot be written, or a worker was killed.
     """
     tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
     dtype = best_dtype(tokenizer.vocab_size)
@@ -116,25 +116,25 @@ def preprocess(
         Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             builders = {
-                key: stack.enter_context(IndexedDatasetBuilder(prefix, dtype, done and done.outputs[key]))
+                key: stack.enter_context(IndexedDatasetBuilder(prefix, dtype, done.outputs[key] if done else None))
                 for key, prefix in job.prefixes.items()
             }
             if done is None:
                 journal.remove()
             results = _in_order(partial(tokenize_chunk, job), _chunks(job, done), job.workers)
             for number, tokenized in enumerate(stack.enter_context(closing(results)), start=1):
-                _judge(tokenized, summary, tell if job.skip_errors else None)
+                _handle_errors(tokenized, summary, log_skipped if job.skip_errors else None)
                 _add(builders, tokenized, summary)
                 report(summary)
                 if number % MILESTONE_CHUNKS == 0:
-                    _set_milestone(journal, builders, tokenized.place, summary)
+                    _set_milestone(journal, builders, tokenized.position, summary)
             if not summary.documents:
                 raise DataError(f"no document in {', '.join(map(str, job.inputs))}: nothing to write")
             for builder in builders.values():
                 builder.finish()
         journal.remove()
     except BrokenProcessPool as error:
-        cause = "a worker was killed, maybe for want of memory: use fewer --workers"
+        cause = "a worker was killed, maybe out of memory: use fewer --workers"
         raise ResourceError(f"{cause}{_hint(journal)}") from error
     except OSError as error:
         place = error.filename or job.output_prefix
@@ -149,32 +149,35 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     """Read and tokenize the lines of a chunk; runs in a worker."""
     kind = FORMATS[job.format_of(chunk.path)]
     texts: dict[str, list[str]] = {key: [] for key in job.json_keys}
-    numbers, faults = [], []
+    numbers: list[int] = []
+    errors: list[LineError] = []
     for number, line in enumerate(chunk.lines, chunk.first_line):
         try:
-            found = kind.texts(f"{chunk.path}:{number}", line, job.json_keys)
+            line_texts = kind.texts(f"{chunk.path}:{number}", line, job.json_keys)
         except DataError as error:
-            faults.append(Fault(number, str(error), is_empty=False))
+            errors.append(LineError(number, str(error), is_empty=False))
             continue
         numbers.append(number)
-        for key, text in zip(job.json_keys, found, strict=True):
+        for key, text in zip(job.json_keys, line_texts, strict=True):
             texts[key].append(text)
     tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
     end = [tokenizer.eod] if job.append_eod else []
     tokens, sizes = {}, {}
     blank, split = 0, split_sentences if job.split_sentences else _whole
     for key in job.json_keys:
-        found = _tokenized(tokenizer, [split(text) for text in texts[key]])
-        without = [number for number, document in zip(numbers, found, strict=True) if not document]
-        if kind.blank_lines_mean_nothing:
+        tokenized = _tokenized(tokenizer, [split(text) for text in texts[key]])
+        without = [number for number, document in zip(numbers, tokenized, strict=True) if not document]
+        if kind.allows_blank_lines:
             blank += len(without)
         else:
-            faults += [Fault(line, f'{chunk.path}:{line}: no text under "{key}"', is_empty=True) for line in without]
-        documents = [[*document[:-1], document[-1] + end] for document in found if document]
+            errors += [
+                LineError(line, f'{chunk.path}:{line}: no text under "{key}"', is_empty=True) for line in without
+            ]
+        documents = [[*document[:-1], document[-1] + end] for document in tokenized if document]
         ids = chain.from_iterable(chain.from_iterable(documents))
         tokens[key] = np.fromiter(ids, best_dtype(tokenizer.vocab_size))
         sizes[key] = [[len(ids) for ids in document] for document in documents]
-    return Tokenized(tokens, sizes, blank, sorted(faults), chunk.size, chunk.place)
+    return Tokenized(tokens, sizes, blank, sorted(errors), chunk.size, chunk.position)
 
 
 def _whole(text: str) -> list[str]:
@@ -190,24 +193,24 @@ def _tokenized(tokenizer: Tokenizer, documents: Sequence[Sequence[str]]) -> list
 
 @cache
 def _tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
-    """The tokenizer, built once in a process, and inherited by the workers forked from it."""
+    """The tokenizer, built once in a process and inherited by forked workers."""
     return build_tokenizer(kind, vocab_file, merge_file)
 
 
 def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk]:
-    """The inputs, cut into chunks, without what is done."""
-    inputs, chunks = done.place if done else (0, 0)
+    """The inputs in chunks, without those that are done."""
+    inputs, chunks = done.position if done else (0, 0)
     for number, path in enumerate(job.inputs[inputs:], inputs):
         cut = read_chunks(path, job.format_of(path), job.json_keys, size=job.chunk_bytes)
         for count, chunk in islice(enumerate(cut, start=1), chunks, None):
-            yield chunk._replace(place=(number, count))
+            yield chunk._replace(position=(number, count))
         chunks = 0
 
 
 def _in_order(
     function: Callable[[Chunk], Tokenized], chunks: Iterable[Chunk], workers: int
 ) -> Generator[Tokenized, None, None]:
-    """Map ``function`` over ``chunks`` with some processes; at most two chunks a process are under way."""
+    """Map ``function`` over ``chunks`` with some processes; at most two chunks per process are in flight."""
     if workers == 1:
         yield from map(function, chunks)
         return
@@ -225,14 +228,14 @@ def _in_order(
                 future.cancel()
 
 
-def _judge(tokenized: Tokenized, summary: Summary, tell: Callable[[str], None] | None) -> None:
-    """Count a chunk's bad lines, and tell them. Raises DataError for the first if nobody is to be told."""
-    for fault in tokenized.faults:
-        if tell is None:
-            raise DataError(f"{fault.message} (--on-error skip leaves such lines out)")
-        tell(fault.message)
-        summary.empty += fault.is_empty
-        summary.bad_lines += not fault.is_empty
+def _handle_errors(tokenized: Tokenized, summary: Summary, log_skipped: Callable[[str], None] | None) -> None:
+    """Count and log a chunk's bad lines; without ``log_skipped``, raise DataError for the first."""
+    for error in tokenized.errors:
+        if log_skipped is None:
+            raise DataError(f"{error.message} (--on-error skip skips such lines)")
+        log_skipped(error.message)
+        summary.empty += error.is_empty
+        summary.bad_lines += not error.is_empty
     summary.blank += tokenized.blank
 
 
@@ -246,14 +249,14 @@ def _add(builders: Mapping[str, IndexedDatasetBuilder], tokenized: Tokenized, su
 
 
 def _set_milestone(
-    journal: Journal, builders: Mapping[str, IndexedDatasetBuilder], place: tuple[int, int], summary: Summary
+    journal: Journal, builders: Mapping[str, IndexedDatasetBuilder], position: tuple[int, int], summary: Summary
 ) -> None:
-    """Bring all to disk, so that the job can go on behind ``place`` from now on."""
+    """Flush all output to disk, so that the job can resume after ``position``."""
     outputs = {key: builder.sync() for key, builder in builders.items()}
-    journal.write(Milestone(place, outputs, vars(summary)))
+    journal.write(Milestone(position, outputs, vars(summary)))
     for builder in builders.values():
         builder.keeps = True
 
 
 def _hint(journal: Journal) -> str:
-    return "; --resume goes on from there" if journal.path.exists() else ""
+    return "; --resume continues from there" if journal.path.exists() else ""

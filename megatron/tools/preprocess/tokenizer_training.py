@@ -1,4 +1,4 @@
-"""Making a vocabulary from text. The same text, in the same order, makes the same vocabulary."""
+"""Training a vocabulary on text; deterministic for the same text in the same order."""
 
 import json
 from collections import Counter
@@ -19,7 +19,7 @@ def train_gpt2_bpe(
 
     Pairs that are seen less than ``min_frequency`` times are not merged, so the vocabulary of a
     small corpus stays below ``vocab_size``. ``show_progress`` draws bars on stderr, and leaves some
-    empty lines on stdout. Raises ConfigError if ``vocab_size`` has no room for the bytes.
+    empty lines on stdout. Raises ConfigError if ``vocab_size`` is too small for the bytes.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size <= len(alphabet):
@@ -30,7 +30,7 @@ def train_gpt2_bpe(
         vocab_size=vocab_size - 1, min_frequency=min_frequency, initial_alphabet=alphabet, show_progress=show_progress
     )
     tokenizer.train_from_iterator(documents, trainer)
-    # The library shows its merges in this description only.
+    # The library returns its merges in this description only.
     model = json.loads(tokenizer.to_str())["model"]
     vocabulary = sorted(model["vocab"], key=model["vocab"].get)
     # No merge spells EOD, for none crosses from punctuation to letters.
@@ -45,7 +45,7 @@ def train_wordpiece(
     The library's own trainer orders its alphabet as its hash tables do, and breaks ties by that order, so that no two
     trainings agree. Here each character, and each as part of a word, is given a code of its own, in the order in which
     the text has them, and the pieces are those of a BPE over the codes.
-    Raises ConfigError if ``vocab_size`` has no room for the characters.
+    Raises ConfigError if ``vocab_size`` is too small for the characters.
     """
     codes: dict[str, str] = {}
     clean, cut = normalizer(lower_case), pre_tokenizers.BertPreTokenizer()
@@ -69,7 +69,8 @@ def train_wordpiece(
         )
     characters = {code: character for character, code in codes.items()}
     vocabulary = tokenizer.get_vocab()
-    pieces = ["".join(_joined(characters[code] for code in token)) for token in sorted(vocabulary, key=vocabulary.get)]
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    pieces = ["".join(_joined(characters[code] for code in token)) for token in tokens]
     return number([*SPECIAL, *pieces])
 
 
@@ -79,7 +80,7 @@ def _code(codes: dict[str, str], character: str) -> str:
 
 
 def _joined(characters: Iterable[str]) -> Iterator[str]:
-    """The characters of a piece, with the mark of what goes on with a word in front alone."""
+    """The characters of a piece, with the continuation mark only at its start."""
     for n, character in enumerate(characters):
         yield character.removeprefix(CONTINUES) if n else character
 
@@ -87,7 +88,7 @@ def _joined(characters: Iterable[str]) -> Iterator[str]:
 def train_whitespace(documents: Iterable[str], vocab_size: int, min_frequency: int) -> dict[str, int]:
     """``<unk>``, then the words seen ``min_frequency`` times or more, most frequent first, then ``<|endoftext|>``.
 
-    Raises ConfigError if ``vocab_size`` has no room for a word.
+    Raises ConfigError if ``vocab_size`` is too small for a word.
     """
     if vocab_size < 3:
         raise ConfigError(f"--vocab-size {vocab_size} is too small: {UNK}, {EOD} and a word need 3 or more")
@@ -100,5 +101,5 @@ def train_whitespace(documents: Iterable[str], vocab_size: int, min_frequency: i
 
 
 def number(tokens: list[str]) -> dict[str, int]:
-    """The tokens with their places as ids."""
+    """The tokens with their positions as ids."""
     return {token: id for id, token in enumerate(tokens)}
