@@ -1,9 +1,9 @@
-"""What a run is: frozen values, made once from the command line and never changed. No torch here.
+"""The configuration of a run: frozen dataclasses, created once from the command line. Imports no torch.
 
-Each field is a command-line flag: ``flag(...)`` holds its help, its aliases and its choices, and
-``arguments/`` builds the parser from them. Fields made with ``derived(...)`` have no flag: they
-follow from others or from the environment. Every field holds its *resolved* value, that is, after
-the JSON file and the flags were brought together.
+Each field made with ``flag(...)`` is a command-line flag with its help, aliases and choices, from which
+``command_line`` builds the parser. Fields made with ``derived(...)`` have no flag: they follow from
+other fields or from the environment. Every field holds its *resolved* value, after flags and JSON file
+are merged.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All of a run. Equal values are equal runs."""
+    """The configuration of a run. Equal values mean equal runs."""
 
     model: ModelConfig
     parallel: ParallelConfig

@@ -1,4 +1,4 @@
-"""What the launcher says through the environment: how many processes there are, and which one this is."""
+"""The launcher's environment variables: number of processes, ranks, and the accelerator of this host."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ _START = "start with deepspeed, torchrun or mpirun"
 
 
 def world_size(environ: Mapping[str, str]) -> int:
-    """Processes of the run: as deepspeed, torchrun, mpirun or srun say; 1 where none of them does.
+    """Number of processes of the run, as set by deepspeed, torchrun, mpirun or srun; 1 without a launcher.
 
     Raises:
         ConfigError: the variable is not a positive whole number.
@@ -32,7 +32,7 @@ def world_size(environ: Mapping[str, str]) -> int:
 
 
 def rank(environ: Mapping[str, str]) -> int | None:
-    """This process's number among all; None where no launcher says.
+    """The global rank of this process; None without a launcher.
 
     Raises:
         ConfigError: the variable is not a whole number.
@@ -41,7 +41,7 @@ def rank(environ: Mapping[str, str]) -> int | None:
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
-    """This process's place on its host, counted from 0; None where no launcher says.
+    """The local rank of this process on its host; None if no launcher sets it.
 
     Raises:
         ConfigError: the variable is not a whole number.
@@ -50,7 +50,7 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
 
 
 def ranks_on_host(environ: Mapping[str, str]) -> int | None:
-    """How many processes of the run are on this host; None where no launcher says.
+    """Number of processes of the run on this host; None if no launcher sets it.
 
     Raises:
         ConfigError: the variable is not a positive whole number.
@@ -59,20 +59,20 @@ def ranks_on_host(environ: Mapping[str, str]) -> int | None:
 
 
 def on_one_host(environ: Mapping[str, str]) -> bool:
-    """Whether the launcher says that all processes of the run are on this host.
+    """Whether all processes of the run are on this host, according to the launcher.
 
     Raises:
-        ConfigError: what it says is not a number.
+        ConfigError: a variable is not a number.
     """
     return world_size(environ) in (1, ranks_on_host(environ))
 
 
 def check_place(environ: Mapping[str, str]) -> None:
-    """See that the environment gives this process a place among the others, or none and no others.
+    """Check that the launcher's variables are consistent, and complete if there are several processes.
 
     Raises:
-        ConfigError: a number of processes without this one's, a number beyond the last, or a place
-            without an address to meet the others at.
+        ConfigError: a world size without a rank, a rank beyond the last one, or a rank without the
+            rendezvous address.
     """
     size, number = world_size(environ), rank(environ)
     if number is None and size > 1:
@@ -82,7 +82,7 @@ def check_place(environ: Mapping[str, str]) -> None:
         )
     if number is not None and number >= size:
         raise ConfigError(f"the environment says that this is rank {number} of {size}, counted from 0: {_START}")
-    # Under mpirun DeepSpeed asks MPI for the rest.
+    # Under mpirun DeepSpeed gets the rest from MPI.
     if "RANK" in environ:
         missing = [variable for variable in _COMPANIONS_OF_RANK if variable not in environ]
         if missing:
@@ -103,18 +103,18 @@ def _number(environ: Mapping[str, str], variable: str, *, minimum: int) -> int:
 
 
 ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
-"""Kinds of device that DeepSpeed has an accelerator for, by its names."""
+"""Names of DeepSpeed's accelerators."""
 
 
 def expected_device(environ: Mapping[str, str], dev: Path = Path("/dev")) -> str:
-    """The accelerator DeepSpeed will choose on this host: ``"cuda"``, ``"cpu"``, or the one DS_ACCELERATOR names.
+    """The accelerator that DeepSpeed will choose on this host: ``"cuda"``, ``"cpu"``, or that of DS_ACCELERATOR.
 
     Args:
         environ: the process's environment.
         dev: folder of device files. An NVIDIA GPU shows as ``nvidia0``, ..., an AMD one as ``kfd``.
 
     Raises:
-        ConfigError: DS_ACCELERATOR names none.
+        ConfigError: DS_ACCELERATOR is unknown.
     """
     if name := environ.get("DS_ACCELERATOR"):
         if name not in ACCELERATORS:

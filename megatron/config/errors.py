@@ -1,19 +1,19 @@
-"""What goes wrong by somebody else's hand: one class an exit code, one line a cause."""
+"""Errors caused by the user or the environment: one class per exit code, one line per cause."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """A mistake the user can mend. The message says what is wrong, where, and what to do.
+    """An error that the user can fix. The message says what is wrong, where, and what to do.
 
-    Raised with one message, or with several where several rules are broken at once. The entry
-    points print each on a line of its own, without a traceback, and leave with ``exit_code``.
+    Raised with one message, or with several if several things are wrong. The entry points print
+    each message on its own line, without a traceback, and exit with ``exit_code``.
     """
 
     exit_code = 2
     on_every_rank = False
-    """Whether all ranks raise it alike, so that one of them can say it for all."""
+    """Whether all ranks raise the same error, so that one of them prints it for all."""
 
     def __init__(self, messages: str | Iterable[str]):
         self.messages = [messages] if isinstance(messages, str) else list(messages)
@@ -27,32 +27,32 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """A data set, vocabulary or index that is missing, broken or too small."""
+    """A missing, broken or too small data set, vocabulary or index."""
 
     exit_code = 3
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, broken or does not fit."""
+    """A missing, broken or incompatible checkpoint."""
 
     exit_code = 4
 
 
 class NumericsError(UserError):
-    """Training that left the numbers, such as a loss that is not finite."""
+    """Training that diverged, such as a loss that is not finite."""
 
     exit_code = 5
     on_every_rank = True
 
 
 class LaunchError(UserError):
-    """Ranks that could not be started or could not find each other."""
+    """Ranks that could not be started or could not connect."""
 
     exit_code = 6
 
 
 class ResourceError(UserError):
-    """Memory, disk or devices that do not suffice."""
+    """Insufficient memory, disk space or devices."""
 
     exit_code = 7
 
@@ -63,7 +63,7 @@ def first_line(error: Exception) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` most like ``name``, or None where none is much like it."""
+    """The one of ``names`` that is most similar to ``name``, or None if none is similar."""
     matches = difflib.get_close_matches(name, list(names), n=1)
     return matches[0] if matches else None
 

@@ -20,11 +20,11 @@ def flag(
     metavar: str | None = None,
     masked_lm: bool | None = None,
 ) -> Any:
-    """A field with a command-line flag named after it (or ``name``), and the other names it answers to.
+    """A field with a command-line flag named after it, or ``name``, and ``aliases``.
 
-    ``switches`` are further names that take no value, each with the value it stands for; ``within``
-    is the interval of legal numbers, written as in mathematics: ``"[0, 1)"``, ``"[1, inf)"``; ``masked_lm`` says
-    whether masked language models alone have the flag (True), or causal ones (False).
+    ``switches`` are further flags without a value, each with the value it sets; ``within`` is the
+    interval of legal numbers in mathematical notation, such as ``"[0, 1)"`` or ``"[1, inf)"``; ``masked_lm``
+    restricts the flag to masked (True) or causal (False) language models.
     """
     metadata = {
         "help": help,

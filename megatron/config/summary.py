@@ -1,4 +1,4 @@
-"""What a run is, in lines that need no torch."""
+"""Describes a run in lines of text, without torch."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from megatron.parallel.pipeline.partition import Stage, plan
 
 
 def describe_config(run: RunConfig) -> dict[str, str]:
-    """Layout, model, batch and schedule, a line each, under their names."""
+    """Layout, model, data, batch, schedule and precision: name to one line of text."""
     parallel, train, model = run.parallel, run.train, run.model
     engine = f"pipeline engine, {parallel.pipe_stages} stages" if parallel.uses_pipeline else "plain engine"
     vocabulary = "unknown"
@@ -30,7 +30,7 @@ def describe_config(run: RunConfig) -> dict[str, str]:
 
 
 def describe_stages(run: RunConfig) -> str:
-    """What each pipeline stage holds and how much of the forward pass is its, a line each."""
+    """A table of the pipeline stages: layers, parameters and share of the forward FLOPs."""
     stages = plan(run)
     of_stages = [stage.flops(run.data.seq_length) for stage in stages]
     rows = [("stage", "holds", "parameters", "forward FLOPs")] + [
@@ -46,7 +46,7 @@ def describe_stages(run: RunConfig) -> str:
 
 
 def _data(data: DataConfig) -> str:
-    """What is read, with the share of each data set in a blend."""
+    """The data sets with their shares."""
     blends = {name: _blend(parts) for name, parts in data.blends.items() if parts}
     if data.is_split:
         return f"{blends['train']}, split {data.split}" if blends else "none"

@@ -1,4 +1,4 @@
-"""Optimizer, learning rate, batch and when a run ends."""
+"""Optimizer, learning rate, batch sizes, validation and exit conditions."""
 
 from dataclasses import dataclass
 
@@ -13,50 +13,52 @@ class OptimConfig:
     min_lr: float = flag(0.0, "Learning rate at the end of the decay.", within="[0, inf)")
     lr_decay_style: str = flag(
         "linear",
-        "Curve from --lr to --min-lr.",
+        "Style of the learning-rate decay from --lr to --min-lr.",
         choices=("constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD"),
     )
-    lr_decay_iters: int | None = flag(None, "Iterations to decay over (default: all).", within="[1, inf)")
-    lr_decay_samples: int | None = flag(None, "Samples to decay over, instead of iterations.", within="[1, inf)")
+    lr_decay_iters: int | None = flag(None, "Number of iterations of the decay (default: all).", within="[1, inf)")
+    lr_decay_samples: int | None = flag(
+        None, "Number of samples of the decay, instead of iterations.", within="[1, inf)"
+    )
     lr_warmup_fraction: float = flag(
         0.01,
-        "Fraction of the decay iterations that warm up linearly.",
+        "Fraction of the decay iterations used for linear warm-up.",
         name="warmup",
         aliases=("lr-warmup-fraction",),
         within="[0, 1]",
     )
-    lr_warmup_iters: int | None = flag(None, "Iterations that warm up, instead of a fraction.", within="[0, inf)")
-    lr_warmup_samples: int | None = flag(None, "Samples that warm up, instead of iterations.", within="[0, inf)")
+    lr_warmup_iters: int | None = flag(None, "Number of warm-up iterations, instead of a fraction.", within="[0, inf)")
+    lr_warmup_samples: int | None = flag(None, "Number of warm-up samples, instead of iterations.", within="[0, inf)")
     lr_wsd_decay_style: str = flag(
         "exponential",
-        "Last part of WSD (warmup, stable, decay).",
+        "Style of the decay phase of WSD (warmup, stable, decay).",
         choices=("linear", "cosine", "exponential", "minus_sqrt"),
     )
-    lr_wsd_decay_iters: int | None = flag(None, "Iterations of WSD's last part.", within="[1, inf)")
+    lr_wsd_decay_iters: int | None = flag(None, "Number of iterations of WSD's decay phase.", within="[1, inf)")
     weight_decay: float = flag(0.01, "Weight decay of matrices; biases and norms have none.", within="[0, inf)")
-    clip_grad: float = flag(1.0, "Clip gradients to this global norm; 0 is off.", within="[0, inf)")
-    adam_beta1: float = flag(0.9, "Decay of Adam's first moment.", within="[0, 1)")
-    adam_beta2: float = flag(0.999, "Decay of Adam's second moment.", within="[0, 1)")
+    clip_grad: float = flag(1.0, "Clip gradients to this global norm; 0 disables it.", within="[0, inf)")
+    adam_beta1: float = flag(0.9, "Decay rate of Adam's first moment.", within="[0, 1)")
+    adam_beta2: float = flag(0.999, "Decay rate of Adam's second moment.", within="[0, 1)")
     adam_eps: float = flag(1e-8, "Epsilon of Adam.", within="(0, inf)")
     override_lr_scheduler: bool = flag(
         False,
-        "On resume take the schedule from the command line, whatever the checkpoint says.",
+        "On resume, use the learning-rate schedule of the command line instead of the checkpoint's.",
         aliases=("override-opt_param-scheduler",),
     )
     use_checkpoint_lr_scheduler: bool = flag(
         False,
-        "On resume take the schedule from the checkpoint, whatever the command line says.",
+        "On resume, use the learning-rate schedule of the checkpoint instead of the command line's.",
         aliases=("use-checkpoint-opt_param-scheduler",),
     )
 
     def decay_iters(self, train: "TrainConfig") -> int:
-        """Iterations over which the learning rate falls to ``min_lr``."""
+        """Iterations of the decay, at whose end the learning rate is ``min_lr``."""
         if self.lr_decay_samples is not None:
             return max(self.lr_decay_samples // train.global_batch_size, 1)
         return self.lr_decay_iters or train.train_iters
 
     def warmup_iters(self, train: "TrainConfig") -> int:
-        """Iterations over which the learning rate rises to ``lr``."""
+        """Iterations of the warm-up, at whose end the learning rate is ``lr``."""
         if self.lr_warmup_iters is not None:
             return self.lr_warmup_iters
         if self.lr_warmup_samples is not None:
@@ -66,57 +68,61 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Training, validation and the batch."""
+    """Training, batch sizes and validation."""
 
     micro_batch_size: int = flag(
         0,
-        "Samples a data-parallel rank takes at a time; this or --global-batch-size is required.",
+        "Micro-batch size per data-parallel rank; this or --global-batch-size is required.",
         name="batch-size",
         aliases=("micro-batch-size",),
         within="[1, inf)",
     )
     gradient_accumulation_steps: int = flag(
         1,
-        "Micro-batches a rank accumulates in one iteration.",
+        "Gradient accumulation steps: number of micro-batches per iteration.",
         name="gas",
         aliases=("gradient-accumulation-steps",),
         within="[1, inf)",
     )
     global_batch_size: int = flag(
-        0, "Samples of one iteration: micro-batch size x gas x data-parallel size.", within="[1, inf)"
+        0, "Samples per iteration: micro-batch size x gas x data-parallel size.", within="[1, inf)"
     )
-    train_iters: int = flag(0, "Iterations to train; this or --train-samples is required.", within="[1, inf)")
+    train_iters: int = flag(0, "Number of training iterations; this or --train-samples is required.", within="[1, inf)")
     loss_normalization: str = flag(
         "global-batch",
-        "With --eod-mask-loss, the loss is the mean over the global batch's tokens that count, which does not depend "
-        "on how the batch is split; or the mean of each micro-batch's own mean, as it was in the beginning.",
+        "With --eod-mask-loss: average the loss over all unmasked tokens of the global batch, which is independent of "
+        "how the batch is split, or average the averages of the micro-batches, as the classic code does.",
         choices=("global-batch", "micro-batch"),
     )
-    train_samples: int | None = flag(None, "Samples to train on, instead of iterations.", within="[1, inf)")
-    exit_interval: int | None = flag(None, "Save and leave after an iteration divisible by this.", within="[1, inf)")
+    train_samples: int | None = flag(None, "Number of training samples, instead of iterations.", within="[1, inf)")
+    exit_interval: int | None = flag(
+        None, "Save and exit after an iteration divisible by this value.", within="[1, inf)"
+    )
     exit_duration_in_mins: float | None = flag(
-        None, "Save and leave after the first iteration that ends so many minutes behind the start.", within="(0, inf)"
+        None, "Save and exit after the first iteration that ends this many minutes after the start.", within="(0, inf)"
     )
     max_consecutive_bad_steps: int = flag(
         10,
-        "Stop, or go back, at so many iterations in a row whose loss or gradient norm is not finite. None of them "
-        "changes a weight; fp16's are not counted while its loss scale can fall.",
+        "Stop, or rewind, after this many consecutive iterations whose loss or gradient norm is not finite. Such "
+        "iterations do not update weights; with fp16 they are not counted while the loss scale can decrease.",
         within="[1, inf)",
     )
     rewind_on_spike: bool = flag(
         False,
-        "At a spike of the loss, or at that many bad iterations, go back to the newest checkpoint in --save and leave "
-        "out the samples that did it.",
+        "At a spike of the loss, or after --max-consecutive-bad-steps, rewind to the newest checkpoint in --save and "
+        "skip the samples that caused it.",
     )
     spike_factor: float = flag(
-        2.0, "With --rewind-on-spike: a loss so many times the mean of the last 20 is a spike.", within="(1, inf)"
+        2.0,
+        "With --rewind-on-spike: a loss of this many times the mean of the last 20 losses is a spike.",
+        within="(1, inf)",
     )
-    eval_iters: int = flag(100, "Global batches of one evaluation; 0 evaluates never.", within="[0, inf)")
-    eval_interval: int = flag(1000, "Iterations between evaluations.", within="[1, inf)")
-    seed: int = flag(1234, "Seed of weights, dropout and the order of samples.", within="[0, 4294967295]")
+    eval_iters: int = flag(100, "Number of global batches per evaluation; 0 disables evaluation.", within="[0, inf)")
+    eval_interval: int = flag(1000, "Number of iterations between evaluations.", within="[1, inf)")
+    seed: int = flag(1234, "Random seed of weights, dropout and the order of samples.", within="[0, 4294967295]")
     samples_ahead: int = derived(0)
-    """Samples consumed beyond iterations x batch, where the run began with another batch."""
+    """Samples consumed in addition to iterations x batch, if the run began with another batch size."""
 
     def consumed_samples(self, iteration: int) -> int:
-        """Samples behind which iteration ``iteration`` + 1 begins."""
+        """Samples consumed after ``iteration`` iterations."""
         return iteration * self.global_batch_size + self.samples_ahead

@@ -216,16 +216,16 @@ def test_what_was_said_is_a_command_line_again() -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("a b", "a is no number: give a weight before b"),
+        ("a b", "a is not a number: give a weight before b"),
         ("1 a b", "3 words: give one prefix, or WEIGHT PREFIX for each data set"),
-        ("0 a 1 b", "0 before a must be from 1e-12 to 1e18: leave out what is not to be read"),
-        ("-1 a 1 b", "-1 before a must be from 1e-12 to 1e18: leave out what is not to be read"),
-        ("nan a 1 b", "nan before a must be from 1e-12 to 1e18: leave out what is not to be read"),
+        ("0 a 1 b", "0 before a must be from 1e-12 to 1e18: remove data sets that are not used"),
+        ("-1 a 1 b", "-1 before a must be from 1e-12 to 1e18: remove data sets that are not used"),
+        ("nan a 1 b", "nan before a must be from 1e-12 to 1e18: remove data sets that are not used"),
         (
             "1e999999999 a 1 b",
-            "1e999999999 before a must be from 1e-12 to 1e18: leave out what is not to be read",
+            "1e999999999 before a must be from 1e-12 to 1e18: remove data sets that are not used",
         ),
-        ("1 x/a 2 b 1 x//a", "x/a is there twice: give it once, with the sum of its weights"),
+        ("1 x/a 2 b 1 x//a", "x/a is given twice: give it once, with the sum of its weights"),
     ],
 )
 def test_a_blend_that_cannot_be_read(words: str, message: str) -> None:

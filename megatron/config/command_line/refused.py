@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM v1.1.5-3D_parallelism that have no meaning here, each with the reason."""
+"""Arguments of Megatron-LM v1.1.5-3D_parallelism that are not supported, each with the reason."""
 
 from megatron.config import flag_fields
 from megatron.config.fields import flag_name
@@ -7,7 +7,7 @@ from megatron.model.spec import ArchitectureSpec
 
 _RETRIEVAL = "not supported by this program (retrieval models)"
 _SHARING = "weight sharing between layers is not supported"
-_AUTORESUME = "not supported (a service of NVIDIA's own cluster): give --save and --load the same folder to resume"
+_AUTORESUME = "not supported (a service of NVIDIA's own cluster): use --auto-resume, or the same folder for --save and --load"
 _GENERATION = "not supported by this program (text generation)"
 _TASKS = "not supported by this program (evaluation tasks)"
 
@@ -15,9 +15,9 @@ REFUSED: dict[str, str] = {
     "num-unique-layers": _SHARING,
     "param-sharing-style": _SHARING,
     "onnx-safe": "export to ONNX is not supported",
-    "scaled-masked-softmax-fusion": "attention is fused unless another flag rules it out: remove it",
+    "scaled-masked-softmax-fusion": "attention is fused unless another flag excludes it: remove it",
     "DDP-impl": "DeepSpeed reduces the gradients: remove it",
-    "lazy-mpu-init": "not supported: the process groups are made once, at the start",
+    "lazy-mpu-init": "not supported: the process groups are created once, at the start",
     "adlr-autoresume": _AUTORESUME,
     "adlr-autoresume-interval": _AUTORESUME,
     "ict-head-size": _RETRIEVAL,
@@ -49,7 +49,7 @@ REFUSED: dict[str, str] = {
     "overlapping-eval": _TASKS,
     "strict-lambada": _TASKS,
 }
-"""Flag (without dashes, with hyphens for underscores) to the reason why it is refused."""
+"""Flag without leading dashes to the reason why it is refused."""
 
 REFUSED_VALUES: dict[tuple[str, str], str] = {
     ("data_impl", "lazy"): "convert the data with tools/preprocess_data.py",
@@ -59,7 +59,7 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
 
 
 def refusals(architecture: ArchitectureSpec) -> dict[str, str]:
-    """What the program that trains ``architecture`` refuses: what nobody supports, and the flags of other models."""
+    """The flags that the program of ``architecture`` refuses: unsupported ones, and those of other models."""
     owner = GPT2 if architecture.masked_lm else BERT
     others = {
         flag_name(field).removeprefix("--"): f"{architecture.program} has no such flag: it is {owner.name}'s, "

@@ -1,7 +1,7 @@
-"""From what was given to a whole run: what was left open follows from the rest and from the environment."""
+"""From the provided values to a complete run: all other fields follow from them and from the environment."""
 
 from collections.abc import Mapping
-from dataclasses import Field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,136 +23,74 @@ from megatron.model.spec import ArchitectureSpec
 from megatron.parallel.pipeline.partition import repartitioned
 
 GLOBAL, MICRO, ACCUMULATION = "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"
-
-
-class Batch(NamedTuple):
-    """Samples of an iteration, and how they are taken."""
-
-    global_size: int
-    micro_size: int
-    accumulation: int
-
-
-def solve_batch(given: Mapping[str, Provided], data_parallel_size: int) -> Batch:
-    """The three batch sizes from those that were given; with one alone nothing is accumulated.
-
-    Raises:
-        ConfigError: neither a micro nor a global size was given, or they do not fit together.
-    """
-    sizes = {name: given[name].value for name in (GLOBAL, MICRO, ACCUMULATION) if name in given}
-    if GLOBAL not in sizes and MICRO not in sizes:
-        raise ConfigError("--batch-size is required (or --global-batch-size, or their keys in --deepspeed_config)")
-    if min(sizes.values()) < 1:
-        raise ConfigError([])  # reported already, as a value out of range
-    if GLOBAL not in sizes:
-        accumulation = sizes.get(ACCUMULATION, 1)
-        return Batch(sizes[MICRO] * accumulation * data_parallel_size, sizes[MICRO], accumulation)
-    if len(sizes) == 3:
-        return _checked(given, data_parallel_size)
-    known = MICRO if MICRO in sizes else ACCUMULATION
-    factor = sizes.get(known, 1) * data_parallel_size
-    if sizes[GLOBAL] % factor:
-        other = f"{given[known].source} x " if known in given else ""
-        raise ConfigError(
-            f"{given[GLOBAL].source} is not a multiple of {other}data-parallel size {data_parallel_size} = {factor}: "
-            f"set a global batch of {_neighbours(sizes[GLOBAL], factor)}"
-        )
-    rest = sizes[GLOBAL] // factor
-    return Batch(sizes[GLOBAL], *((sizes[MICRO], rest) if known == MICRO else (rest, sizes.get(ACCUMULATION, 1))))
-
-
-def _checked(given: Mapping[str, Provided], data_parallel_size: int) -> Batch:
-    batch = Batch(*(given[name].value for name in (GLOBAL, MICRO, ACCUMULATION)))
-    product = batch.micro_size * batch.accumulation * data_parallel_size
-    if batch.global_size == product:
-        return batch
-    remedy = f"set a global batch of {product}"
-    if batch.global_size % (batch.micro_size * data_parallel_size) == 0:
-        remedy += f" or an accumulation of {batch.global_size // (batch.micro_size * data_parallel_size)}"
-    raise ConfigError(
-        f"{given[GLOBAL].source} is not {given[MICRO].source} x {given[ACCUMULATION].source} x "
-        f"data-parallel size {data_parallel_size} = {product}: {remedy}"
-    )
-
-
-def _neighbours(number: int, factor: int) -> str:
-    below = number // factor * factor
-    return f"{below} or {below + factor}" if below else str(factor)
-
-
-_BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 METRICS = "metrics.jsonl"
-"""What the metrics file is called in --run-dir."""
+"""Name of the metrics file in --run-dir."""
+_BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 def resolve_run(
-    given: Mapping[str, Provided], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2
+    provided: Mapping[str, Provided], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2
 ) -> tuple[RunConfig, list[str]]:
-    """The run with every field in its final value, and a message for each that has none.
+    """The run with the final value of every field, and a message for each field that cannot be resolved.
 
-    The sizes that padding and the tokenizer decide, and the DeepSpeed config, come later.
+    The vocabulary sizes and the DeepSpeed config are set later.
     """
     problems: list[str] = []
-    run = _build(given)
+    run = _with_provided(provided)
     try:
-        run = replace(run, parallel=_parallel(run, given, environ))
+        run = replace(run, parallel=_parallel(run, provided, environ))
     except ConfigError as error:
         problems += error.messages
-    run = replace(run, activation=_activation(run), logging=_logging(run))
-    run = replace(run, model=_model(run, architecture), zero=_zero(run, given))
+    run = replace(run, activation=_activation(run.activation), logging=_logging(run))
+    run = replace(run, model=_model(run, architecture), zero=_zero(run, provided))
     run = replace(run, observe=replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace))
     try:
-        run = replace(run, parallel=_repartitioned(run, given))
+        run = replace(run, parallel=_repartitioned(run, provided))
     except ConfigError as error:
         problems += error.messages
-    # The batch can be judged only where the processes fall into whole replicas.
+    # The batch sizes are known only if the processes form whole replicas.
     replica = run.parallel.replica_size
     if not problems and replica >= 1 and run.parallel.world_size % replica == 0:
         try:
-            run = replace(run, train=_train(run, given))
+            run = replace(run, train=_train(run, provided))
         except ConfigError as error:
             problems += error.messages
     return run, problems
 
 
-def _build(given: Mapping[str, Provided]) -> RunConfig:
-    parts = {
-        name: section(**{field.name: given[field.name].value for field in fields(section) if _is_given(field, given)})
-        for name, section in sections().items()
-    }
+def _with_provided(provided: Mapping[str, Provided]) -> RunConfig:
+    parts = {}
+    for name, section in sections().items():
+        names = [field.name for field in fields(section) if "flag" in field.metadata and field.name in provided]
+        parts[name] = section(**{field: provided[field].value for field in names})
     return RunConfig(**parts, ds_config={})
 
 
-def _is_given(field: Field, given: Mapping[str, Provided]) -> bool:
-    return "flag" in field.metadata and field.name in given
-
-
-def _parallel(run: RunConfig, given: Mapping[str, Provided], environ: Mapping[str, str]) -> ParallelConfig:
-    device = expected_device(environ)
-    said = run.parallel
-    said_so = "world_size" in given
-    if said_so and not (run.logging.explain or run.logging.dry_run):
+def _parallel(run: RunConfig, provided: Mapping[str, Provided], environ: Mapping[str, str]) -> ParallelConfig:
+    device, parallel = expected_device(environ), run.parallel
+    pretended = "world_size" in provided
+    if pretended and not (run.logging.explain or run.logging.dry_run):
         raise ConfigError(
-            f"{given['world_size'].source} is for --explain and --dry-run: the launcher starts the processes of a run"
+            f"{provided['world_size'].source} is for --explain and --dry-run: the launcher starts the processes of a "
+            "run"
         )
     return replace(
-        said,
-        world_size=said.world_size if said_so else world_size(environ),
+        parallel,
+        world_size=parallel.world_size if pretended else world_size(environ),
         device=device,
-        distributed_backend=said.distributed_backend or _BACKENDS.get(device),
-        local_rank=local_rank(environ) if said.local_rank is None else said.local_rank,
+        distributed_backend=parallel.distributed_backend or _BACKENDS.get(device),
+        local_rank=local_rank(environ) if parallel.local_rank is None else parallel.local_rank,
     )
 
 
-def _repartitioned(run: RunConfig, given: Mapping[str, Provided]) -> ParallelConfig:
-    said = run.parallel
-    if said.repartition_from is None or not said.uses_pipeline:
-        return said
-    if "pipeline_partition" in given:
-        raise ConfigError(
-            f"{given['repartition_from'].source} and {given['pipeline_partition'].source} exclude each other: give one"
-        )
-    return replace(said, pipeline_partition=repartitioned(said, run.model))
+def _repartitioned(run: RunConfig, provided: Mapping[str, Provided]) -> ParallelConfig:
+    parallel = run.parallel
+    if parallel.repartition_from is None or not parallel.uses_pipeline:
+        return parallel
+    if "pipeline_partition" in provided:
+        sources = f"{provided['repartition_from'].source} and {provided['pipeline_partition'].source}"
+        raise ConfigError(f"{sources} exclude each other: give one")
+    return replace(parallel, pipeline_partition=repartitioned(parallel, run.model))
 
 
 def _logging(run: RunConfig) -> LoggingConfig:
@@ -162,12 +100,12 @@ def _logging(run: RunConfig) -> LoggingConfig:
 
 
 def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
-    said = run.model
+    model = run.model
     return replace(
-        said,
+        model,
         architecture=architecture.name,
-        ffn_hidden_size=said.ffn_hidden_size or 4 * said.hidden_size,
-        max_position_embeddings=said.max_position_embeddings or run.data.seq_length,
+        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+        max_position_embeddings=model.max_position_embeddings or run.data.seq_length,
         reset_position_ids=run.data.reset_position_ids,
         reset_attention_mask=run.data.reset_attention_mask,
         dtype=run.precision.dtype,
@@ -176,31 +114,82 @@ def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
     )
 
 
-def _activation(run: RunConfig) -> ActivationConfig:
-    said = run.activation
-    if said.recompute_granularity:
-        return replace(said, checkpoint_activations=True)
-    return replace(said, recompute_granularity="full") if said.checkpoint_activations else said
+def _activation(activation: ActivationConfig) -> ActivationConfig:
+    if activation.recompute_granularity:
+        return replace(activation, checkpoint_activations=True)
+    return replace(activation, recompute_granularity="full") if activation.checkpoint_activations else activation
 
 
-def _zero(run: RunConfig, given: Mapping[str, Provided]) -> ZeroConfig:
-    if run.precision.dtype == "fp32" or "zero_stage" in given:
+def _zero(run: RunConfig, provided: Mapping[str, Provided]) -> ZeroConfig:
+    if run.precision.dtype == "fp32" or "zero_stage" in provided:
         return run.zero
-    # Without ZeRO, DeepSpeed's half-precision optimizer measures the gradient norm of one tensor-parallel
-    # rank only, and sums gradients in half precision. Stage 1 keeps both in fp32, for less memory.
+    # Without ZeRO, DeepSpeed's half-precision optimizer computes the gradient norm of one tensor-parallel
+    # rank only, and sums gradients in half precision. Stage 1 keeps both in fp32, and takes less memory.
     return replace(run.zero, zero_stage=1)
 
 
-def _train(run: RunConfig, given: Mapping[str, Provided]) -> TrainConfig:
-    batch = solve_batch(given, run.parallel.data_parallel_size)
-    said = run.train
-    iterations = said.train_iters if said.train_samples is None else said.train_samples // batch.global_size
-    if said.train_samples is not None and iterations < 1:
-        raise ConfigError(f"--train-samples {said.train_samples} is less than one global batch of {batch.global_size}")
+def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
+    batch, train = solve_batch(provided, run.parallel.data_parallel_size), run.train
+    iterations, samples = train.train_iters, train.train_samples
+    if samples is not None:
+        iterations = samples // batch.global_size
+        if iterations < 1:
+            raise ConfigError(f"--train-samples {samples} is less than one global batch of {batch.global_size}")
     return replace(
-        said,
+        train,
         micro_batch_size=batch.micro_size,
         gradient_accumulation_steps=batch.accumulation,
         global_batch_size=batch.global_size,
         train_iters=iterations,
+    )
+
+
+class Batch(NamedTuple):
+    """The three batch sizes, in samples or steps: global = micro x accumulation x data-parallel size."""
+
+    global_size: int
+    micro_size: int
+    accumulation: int
+
+
+def solve_batch(provided: Mapping[str, Provided], data_parallel_size: int) -> Batch:
+    """The three batch sizes from those that are provided. Without an accumulation or a global size, it is 1 step.
+
+    Raises:
+        ConfigError: neither a micro nor a global size is provided, or the sizes contradict each other.
+    """
+    sizes = {name: provided[name].value for name in (GLOBAL, MICRO, ACCUMULATION) if name in provided}
+    if GLOBAL not in sizes and MICRO not in sizes:
+        raise ConfigError("--batch-size is required (or --global-batch-size, or their keys in --deepspeed_config)")
+    if min(sizes.values()) < 1:
+        raise ConfigError([])  # reported already, as a value out of range
+    if GLOBAL not in sizes:
+        accumulation = sizes.get(ACCUMULATION, 1)
+        return Batch(sizes[MICRO] * accumulation * data_parallel_size, sizes[MICRO], accumulation)
+    if len(sizes) == 3:
+        return _consistent(provided, data_parallel_size)
+    known = MICRO if MICRO in sizes else ACCUMULATION
+    factor = sizes.get(known, 1) * data_parallel_size
+    if sizes[GLOBAL] % factor:
+        other = f"{provided[known].source} x " if known in provided else ""
+        below = sizes[GLOBAL] // factor * factor
+        raise ConfigError(
+            f"{provided[GLOBAL].source} is not a multiple of {other}data-parallel size {data_parallel_size} = {factor}:"
+            f" set a global batch of {f'{below} or {below + factor}' if below else factor}"
+        )
+    rest = sizes[GLOBAL] // factor
+    return Batch(sizes[GLOBAL], *((sizes[MICRO], rest) if known == MICRO else (rest, sizes.get(ACCUMULATION, 1))))
+
+
+def _consistent(provided: Mapping[str, Provided], data_parallel_size: int) -> Batch:
+    batch = Batch(*(provided[name].value for name in (GLOBAL, MICRO, ACCUMULATION)))
+    product = batch.micro_size * batch.accumulation * data_parallel_size
+    if batch.global_size == product:
+        return batch
+    remedy = f"set a global batch of {product}"
+    if batch.global_size % (batch.micro_size * data_parallel_size) == 0:
+        remedy += f" or an accumulation of {batch.global_size // (batch.micro_size * data_parallel_size)}"
+    raise ConfigError(
+        f"{provided[GLOBAL].source} is not {provided[MICRO].source} x {provided[ACCUMULATION].source} x "
+        f"data-parallel size {data_parallel_size} = {product}: {remedy}"
     )
