@@ -7,7 +7,7 @@ from megatron.model.spec import ArchitectureSpec
 
 _RETRIEVAL = "not supported by this program (retrieval models)"
 _SHARING = "weight sharing between layers is not supported"
-_AUTORESUME = "not supported (a service of NVIDIA's own cluster): use --auto-resume, or the same folder for --save and --load"
+_AUTORESUME = "not supported (a service of NVIDIA's own cluster): use --auto-resume"
 _GENERATION = "not supported by this program (text generation)"
 _TASKS = "not supported by this program (evaluation tasks)"
 
