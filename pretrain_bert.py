@@ -2,17 +2,21 @@
 
     deepspeed --num_gpus 4 pretrain_bert.py --model-parallel-size 2 --pipe-parallel-size 2 ...
 
-Its data are sentences: tools/preprocess_data.py --split-sentences. --help lists every flag.
+Its data are sentences: tools/preprocess_data.py --split-sentences. --help lists every flag. The steps are those of
+pretrain_gpt2.py; the flags, the layers, the loss and the micro-batches follow from the architecture.
 """
 
-from functools import partial
-
+import pretrain_gpt2
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import BERT
-from megatron.training.main import train
 
 ARCHITECTURE = BERT
-main = partial(train, ARCHITECTURE)
+
+
+def main() -> int | None:
+    """Parse and check the command line, then train. Returns the exit code of the process."""
+    return pretrain_gpt2.main(ARCHITECTURE)
+
 
 if __name__ == "__main__":
     run_rank(main)

@@ -5,14 +5,85 @@
 Starts alike under deepspeed, torchrun, mpirun and plain python; --help lists every flag.
 """
 
-from functools import partial
+import os
+import sys
+from collections.abc import Sequence
 
+from megatron.config import RunConfig
+from megatron.config.command_line import read_run
+from megatron.config.environment import rank
+from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2
-from megatron.training.main import train
+from megatron.model.spec import ArchitectureSpec
+from megatron.tools.planning.explain import explain
+from megatron.tools.reporting.callbacks import default_callbacks
+from megatron.training.callbacks import Callback
+from megatron.training.preflight import check
 
 ARCHITECTURE = GPT2
-main = partial(train, ARCHITECTURE)
+
+
+def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
+    """Parse and check the command line, then train. Returns the exit code of the process.
+
+    Nothing here imports torch, so that a mistake is reported in under a second.
+    """
+    parsed = read_run(sys.argv[1:], os.environ, architecture)
+    is_main_rank = not rank(os.environ)
+    if parsed.run.logging.explain:
+        return explain(parsed) if is_main_rank else None
+    run, _ = check(parsed.checked())
+    prepare_environment(os.environ)
+    if run.logging.dry_run:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # whatever device the run is meant for
+        from megatron.tools.planning.dry_run import dry_run
+
+        return dry_run(run) if is_main_rank else None
+    return train(run, default_callbacks())
+
+
+def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
+    """Set up the ranks, build engine and data, load the checkpoint, train. Returns the exit code of the process."""
+    from megatron.checkpoint.compatibility import at_saved_sample
+    from megatron.checkpoint.load import FRESH, load_checkpoint, select_checkpoint
+    from megatron.checkpoint.save import Checkpointer
+    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced
+    from megatron.training.data_iterators import DataIterators
+    from megatron.training.engines import build_engine
+    from megatron.training.exit_conditions import ExitConditions
+    from megatron.training.metrics import MetricsLogger
+    from megatron.training.setup import initialized_ranks, log_configuration, log_start
+    from megatron.training.tracing import requested_traces
+    from megatron.training.trainer import Trainer
+
+    exit_conditions = ExitConditions(run)  # from here on, a signal ends the run after the iteration it arrives in
+    with initialized_ranks(run, callbacks) as (layout, progress):
+        saved = select_checkpoint(run)
+        run = at_saved_sample(saved, run) if saved else run
+        log = MetricsLogger(run, is_main_rank=layout.rank == 0)
+        log_configuration(run, log, callbacks)
+
+        with deepspeed_silenced(run.logging.verbose):
+            engine = build_engine(run, layout)
+            resumed = None if run.checkpoint.finetune else saved
+            checkpointer = Checkpointer(engine, run, log.info, resumed.history if resumed else ())
+            loaded = load_checkpoint(engine, run, layout, saved) if saved else FRESH
+        log_start(run, layout, engine.module, saved, loaded, log)
+
+        trainer = Trainer(
+            run=run,
+            layout=layout,
+            engine=engine,
+            data=DataIterators(run, layout, resumed.skipped_samples if resumed else ()),
+            checkpointer=checkpointer,
+            log=log,
+            exit_conditions=exit_conditions,
+            progress=progress,
+            callbacks=[*callbacks, *requested_traces(run, layout, engine.module, callbacks)],
+        )
+        return trainer.train(finished=loaded.iteration)
+
 
 if __name__ == "__main__":
     run_rank(main)

@@ -117,8 +117,8 @@ def _measure_on_this_rank(arguments: argparse.Namespace, attention: str, kind: s
     from deepspeed.accelerator import get_accelerator
 
     from megatron.launch.distributed import distributed
-    from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
     from megatron.model.gpt2 import GPT2Model
+    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
     from megatron.parallel.tensor.random import model_parallel_manual_seed
 
     activation, config = KINDS[kind], _model_config(arguments, attention, kind)

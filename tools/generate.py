@@ -65,7 +65,7 @@ def main() -> None:
     prepare_environment(os.environ)
 
     from megatron.launch.distributed import distributed
-    from megatron.launch.quiet import silence_known_warnings
+    from megatron.parallel.deepspeed_compat.output import silence_known_warnings
     from megatron.tools.inference.session import broadcast
 
     silence_known_warnings()
@@ -75,7 +75,7 @@ def main() -> None:
 
 def _session(args: argparse.Namespace, source: Source, limits: StoppingCriteria, layout: Any) -> Any:
     """Load the model; read the settings of its use from the flags."""
-    from megatron.launch.quiet import deepspeed_silenced
+    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced
     from megatron.tools.inference.decoding import BeamSearch, Sampling
     from megatron.tools.inference.generator import TextGenerator
     from megatron.tools.inference.model import LanguageModel, load_model

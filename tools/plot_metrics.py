@@ -11,7 +11,7 @@ from _atomic_file import atomic_file
 
 from megatron.config.errors import ConfigError
 from megatron.tools.command_line import ToolParser, run_tool
-from megatron.tools.reporting.curves import Points, read_series
+from megatron.tools.reporting.files import Points, read_series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

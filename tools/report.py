@@ -13,10 +13,8 @@ from megatron.config.command_line.resolve import METRICS
 from megatron.config.errors import ConfigError, DataError
 from megatron.parallel.pipeline.partition import TRACE
 from megatron.tools.command_line import ToolParser, run_tool
-from megatron.tools.reporting.curves import read_series
+from megatron.tools.reporting.files import RECORD, read_record, read_series, read_timeline
 from megatron.tools.reporting.page import KEYS, page
-from megatron.tools.reporting.record import RECORD, read_record
-from megatron.training.timeline import read_timeline
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def main() -> None:
     prepare_environment(os.environ)
 
     from megatron.launch.distributed import distributed
-    from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
+    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
     from megatron.tools.inference.generator import TextGenerator
     from megatron.tools.inference.model import LanguageModel, load_model
     from megatron.tools.serving.app import build_app

@@ -32,7 +32,7 @@ def main() -> None:
     from benchmarks.measures.ranks import report
     from megatron.config.command_line import parse_run
     from megatron.launch.distributed import distributed
-    from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
+    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
     from megatron.training.engines import train_batch
     from megatron.training.tracing import Tracer
 
@@ -71,8 +71,8 @@ def main() -> None:
             )
             tracer, data = Tracer(run, layout, module), batches()
             for number in range(1, last + 1):
-                with tracer.iteration(number) as listeners:
-                    train_batch(engine, data, listeners)
+                with tracer.around_iteration(number) as hooks:
+                    train_batch(engine, data, hooks)
         if layout.rank == 0:
             report(last)
 

@@ -9,6 +9,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -32,6 +33,7 @@ from megatron.checkpoint.tensor_files import read_checked_file, write_file
 from megatron.checkpoint.universal import conversion_info
 from megatron.config import RunConfig
 from megatron.config.errors import UserError
+from megatron.parallel.deepspeed_compat.engine import optimizer_shards_not_saved, use_checkpoint_engine
 
 StateFile = tuple[Path, Any]
 """A file to be written, and its content."""
@@ -144,9 +146,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: _Save | None = None
         self._failure: UserError | None = None
-        engine.checkpoint_engine = self._files
-        # It would copy scripts to --save, through links there, which read checkpoints by pickle.
-        engine._copy_recovery_script = lambda folder: None
+        use_checkpoint_engine(engine, self._files)
         if self._folder is not None:
             on_rank_0(with_disk_errors(self._prepare, self._folder, "ds_config.json", 0))
 
@@ -217,12 +217,10 @@ class Checkpointer:
             "args": description["config"],
             **conversion_info(engine, run),
         }
-        saves_shards = engine.save_zero_checkpoint
         if run.checkpoint.no_save_optim:
-            client_state["optimizer"] = None  # takes the place of DeepSpeed's own entry
-            engine.save_zero_checkpoint = False
-        engine.save_checkpoint(str(path.parent), tag=path.name, client_state=client_state, save_latest=False)
-        engine.save_zero_checkpoint = saves_shards
+            client_state["optimizer"] = None  # replaces DeepSpeed's own entry
+        with optimizer_shards_not_saved(engine) if run.checkpoint.no_save_optim else nullcontext():
+            engine.save_checkpoint(str(path.parent), tag=path.name, client_state=client_state, save_latest=False)
         files = self._files.take()
         if not run.checkpoint.no_save_rng:
             files.append((rng_file(path, dist.get_rank()), random_states()))

@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 import deepspeed
-from deepspeed.pipe import DualPipeVModule, LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.pipe import DualPipeVModule, LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from megatron.config import ActivationConfig
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
+from megatron.parallel.deepspeed_compat.engine import ExplicitPipelineModule
 from megatron.parallel.layout import ParallelLayout
 
 Layer = Callable[[HiddenStates], HiddenStates]
@@ -22,7 +23,7 @@ LossFn = Callable[[Any, tuple[Tensor, ...]], Tensor]
 """What the last layer gives, and the batch's targets -> the loss."""
 
 
-class PipelinedModel(PipelineModule):
+class PipelinedModel(ExplicitPipelineModule):
     """A model cut into pipeline stages, where ``partition_boundaries`` in the list of its layers say; ZeRO 0 or 1."""
 
     def __init__(
@@ -35,20 +36,12 @@ class PipelinedModel(PipelineModule):
         partition_boundaries: Sequence[int],
     ):
         self.layers_per_checkpoint = activation.layers_together
-        self.parts = list(partition_boundaries)
-        super().__init__(layers=layers, loss_fn=loss_fn, topology=layout.topology)
-
-    def _partition_layers(self, method: str) -> None:
-        """In place of PipelineModule's own, whose methods can neither be given a list nor weigh operations."""
-        assert self.parts[-1] == self._num_layers
-        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+        super().__init__(
+            partition_boundaries=partition_boundaries, layers=layers, loss_fn=loss_fn, topology=layout.topology
+        )
 
     def forward(self, hidden_states: HiddenStates) -> HiddenStates:
-        """This stage's part of the model.
-
-        In place of PipelineModule's own loop, whose recomputation goes by class names and silently
-        leaves out every group that is not made of listed layers alone.
-        """
+        """This stage's part of the model."""
         return run_layers(self.forward_funcs, hidden_states, self.layers_per_checkpoint if self.training else 0)
 
 

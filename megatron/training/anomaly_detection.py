@@ -1,4 +1,4 @@
-"""Steps whose numbers went wrong: told from the others, counted, and traced to the layer where they begin."""
+"""Anomaly detection: steps with a loss or gradient that is not finite, loss spikes, and the layer where they begin."""
 
 import math
 import sys
@@ -18,129 +18,128 @@ from megatron.model.transformer import HiddenStates, ParallelTransformerLayer, u
 from megatron.training.engines import StepStatus, eval_batch
 
 SPIKE_WINDOW = 20
-"""Good steps that a spike stands out from."""
+"""Number of previous good steps whose mean loss a spike is compared with."""
 
 
-class Verdict(NamedTuple):
-    """What a step came to."""
+class StepResult(NamedTuple):
+    """Whether a step was good, and if not, what is wrong."""
 
-    fault: str | None
-    """In words; None for a good step."""
-    since: int
-    """First iteration of the faults in a row of which this is the last."""
+    problem: str | None
+    """None for a good step."""
+    first_iteration: int
+    """First iteration of the consecutive bad steps that end with this one."""
     is_spike: bool = False
-    """Whether the fault is the height of the loss."""
-    is_last_straw: bool = False
-    """Whether so many in a row went wrong that training cannot go on as it is."""
+    """Whether the problem is a loss spike."""
+    limit_reached: bool = False
+    """Whether ``--max-consecutive-bad-steps`` steps in a row were bad."""
 
 
-class StepWatch:
-    """Tells good steps from bad ones by their loss and by whether the engine made them."""
+class AnomalyDetector:
+    """Classifies steps by their loss and by whether the engine applied them."""
 
     def __init__(self, run: RunConfig):
         self._limit = run.train.max_consecutive_bad_steps
         self._spike_factor = run.train.spike_factor if run.train.rewind_on_spike else math.inf
-        self._scale_that_moves = (
-            run.precision.min_scale if run.precision.fp16 and not run.precision.loss_scale else None
-        )
-        self._bad: list[int] = []
-        self._recent: deque[float] = deque(maxlen=SPIKE_WINDOW)
+        has_dynamic_scale = run.precision.fp16 and not run.precision.loss_scale
+        self._min_scale = run.precision.min_scale if has_dynamic_scale else None
+        self._bad_iterations: list[int] = []
+        self._recent_losses: deque[float] = deque(maxlen=SPIKE_WINDOW)
 
-    def judge(self, iteration: int, loss: float, status: StepStatus) -> Verdict:
-        """What iteration ``iteration`` came to: alike on every rank if ``loss`` is, for ``status`` is."""
-        if math.isfinite(loss) and (status.applied or self._finds_its_scale(status)):
-            return self._judge_height(iteration, loss)
-        self._bad.append(iteration)
-        what = "gradient norm" if math.isfinite(loss) else "loss"
-        made = "the step was made" if status.applied else "the step was skipped"
-        is_last_straw = len(self._bad) >= self._limit
-        return Verdict(f"the {what} is not finite, {made}", self._bad[0], is_last_straw=is_last_straw)
+    def check(self, iteration: int, loss: float, status: StepStatus) -> StepResult:
+        """The result of ``iteration``. The same on every rank if ``loss`` is, because ``status`` is."""
+        if math.isfinite(loss) and (status.applied or self._is_scale_adjustment(status)):
+            return self._check_spike(iteration, loss)
+        self._bad_iterations.append(iteration)
+        quantity = "gradient norm" if math.isfinite(loss) else "loss"
+        action = "the step was applied" if status.applied else "the step was skipped"
+        limit_reached = len(self._bad_iterations) >= self._limit
+        problem = f"the {quantity} is not finite, {action}"
+        return StepResult(problem, self._bad_iterations[0], limit_reached=limit_reached)
 
     @property
-    def trusts_weights(self) -> bool:
-        """Whether the last step was a good one, so that the weights are worth keeping."""
-        return not self._bad
+    def weights_are_good(self) -> bool:
+        """Whether the last step was good, so that the weights are worth saving."""
+        return not self._bad_iterations
 
-    def forget(self) -> None:
-        """Begin anew, behind a return to a checkpoint."""
-        self._bad.clear()
-        self._recent.clear()
+    def reset(self) -> None:
+        """Forget all steps, after rewinding to a checkpoint."""
+        self._bad_iterations.clear()
+        self._recent_losses.clear()
 
-    def _judge_height(self, iteration: int, loss: float) -> Verdict:
-        self._bad.clear()
-        mean = sum(self._recent) / len(self._recent) if self._recent else math.inf
+    def _check_spike(self, iteration: int, loss: float) -> StepResult:
+        self._bad_iterations.clear()
+        mean = sum(self._recent_losses) / len(self._recent_losses) if self._recent_losses else math.inf
         if loss > self._spike_factor * mean:
-            return Verdict(f"the loss of {loss:.4g} is a spike over {mean:.4g}", iteration, is_spike=True)
-        self._recent.append(loss)
-        return Verdict(None, iteration)
+            return StepResult(f"the loss of {loss:.4g} is a spike over {mean:.4g}", iteration, is_spike=True)
+        self._recent_losses.append(loss)
+        return StepResult(None, iteration)
 
-    def _finds_its_scale(self, status: StepStatus) -> bool:
-        """Whether fp16's loss scale still has somewhere to go: then an overflow is how it finds its place."""
-        return self._scale_that_moves is not None and status.loss_scale > self._scale_that_moves
+    def _is_scale_adjustment(self, status: StepStatus) -> bool:
+        """Whether a skipped step only lowers the dynamic loss scale of fp16, which is normal above its minimum."""
+        return self._min_scale is not None and status.loss_scale > self._min_scale
 
 
-def agreed(loss: Tensor) -> float:
-    """The largest over all ranks, infinite where it is no number on any. Every rank must call it.
+def max_across_ranks(loss: Tensor, *values: float) -> list[float]:
+    """Maximum over all ranks of the loss and of each further value, in one all-reduce. Every rank must call it.
 
-    Ranks that should have the same loss may differ where something is broken, and must not part ways over it.
+    A loss that is not a number on any rank becomes infinite. Ranks that should have the same loss may differ when
+    something is broken; they must still take the same decisions.
     """
-    largest = loss.detach().float().nan_to_num(nan=torch.inf)
+    largest_loss = loss.detach().float().nan_to_num(nan=torch.inf).view(1)
+    largest = torch.cat([largest_loss, torch.tensor(values, dtype=torch.float32).to(loss.device, non_blocking=True)])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.item()
+    return largest.tolist()
 
 
 def find_origin(engine: DeepSpeedEngine, batches: Iterator[Batch] | None) -> str:
-    """Where in the model numbers that are not finite begin, in words. Every rank must call it.
+    """The first layer with numbers that are not finite, as text. Every rank must call it.
 
-    Runs the batch once more, forward only and without dropout.
+    Repeats the forward pass of the batch, without dropout.
     """
-    with _watched(engine.module) as seen:
-        loss = agreed(eval_batch(engine, batches))
-    everyone: list[tuple[int, str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, min(seen, default=None))
-    found = [(place, rank) for rank, place in enumerate(everyone) if place is not None]
-    if found:
-        (_, name), _ = min(found)
-        ranks = [str(rank) for place, rank in found if place[1] == name]
-        return f"once more it begins in {name} on rank {', '.join(ranks)}"
+    with _layers_checked(engine.module) as bad_layers:
+        (loss,) = max_across_ranks(eval_batch(engine, batches))
+    first_per_rank: list[tuple[int, str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(first_per_rank, min(bad_layers, default=None))
+    bad_ranks = [(layer, rank) for rank, layer in enumerate(first_per_rank) if layer is not None]
+    if bad_ranks:
+        (_, name), _ = min(bad_ranks)
+        ranks = [str(rank) for layer, rank in bad_ranks if layer[1] == name]
+        return f"in a repeated forward pass it begins in {name} on rank {', '.join(ranks)}"
     if not math.isfinite(loss):
-        return "once more it begins in the loss"
-    return "a second forward pass is finite: it was in the gradients alone, or has passed"
+        return "in a repeated forward pass it begins in the loss"
+    return "a repeated forward pass is finite: it was in the gradients alone, or was transient"
 
 
 _EMBEDDING, _HEAD = (0, "the embedding"), (sys.maxsize, "the head")
 
 
 @contextmanager
-def _watched(module: nn.Module) -> Iterator[set[tuple[int, str]]]:
-    """The places, (number, name), of the layers that give what is not finite."""
-    seen: set[tuple[int, str]] = set()
+def _layers_checked(module: nn.Module) -> Iterator[set[tuple[int, str]]]:
+    """Collect (number, name) of the layers whose output is not finite."""
+    bad_layers: set[tuple[int, str]] = set()
 
-    def watch(place: tuple[int, str], layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def look(_: nn.Module, inputs: tuple, output: HiddenStates) -> None:
-            if not _is_finite(unpack(output)[0]):
-                # The embedding is called once more, with hidden states instead of tokens, as the head.
-                seen.add(_HEAD if place == _EMBEDDING and unpack(inputs[0])[0].is_floating_point() else place)
+    def check_output(key: tuple[int, str], layer: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def hook(_: nn.Module, inputs: tuple, output: HiddenStates) -> None:
+            if not bool(torch.isfinite(unpack(output)[0]).all()):
+                # The embedding is called again as the head, with hidden states instead of tokens.
+                is_head = key == _EMBEDDING and unpack(inputs[0])[0].is_floating_point()
+                bad_layers.add(_HEAD if is_head else key)
 
-        return layer.register_forward_hook(look)
+        return layer.register_forward_hook(hook)
 
-    handles = [watch(place, layer) for place, layer in _layers(module)]
+    handles = [check_output(key, layer) for key, layer in _layers(module)]
     try:
-        yield seen
+        yield bad_layers
     finally:
         for handle in handles:
             handle.remove()
 
 
 def _layers(module: nn.Module) -> Iterator[tuple[tuple[int, str], nn.Module]]:
-    """This rank's layers by their number in the list of layers, and a name that says what each is."""
+    """This rank's layers with their number in the list of layers and a readable name."""
     for name, layer in module.named_modules():
         last = name.rpartition(".")[2]
         if last == "embed":
             yield _EMBEDDING, layer
         elif isinstance(layer, ParallelTransformerLayer):
             yield (int(last), f"layer {layer.layer_number}"), layer
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())

@@ -1,4 +1,4 @@
-"""The batches of a run: which samples each iteration and each evaluation takes, on this rank."""
+"""Data iterators: the micro-batches of each iteration and each evaluation, on this rank."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,9 +21,9 @@ from megatron.parallel.layout import ParallelLayout
 def weighted(micro_batches: Iterator[Batch], accumulated: int, group: ProcessGroup, *, masks: bool) -> Iterator[Batch]:
     """``micro_batches`` with their loss masks [b, s] scaled to weights.
 
-    DeepSpeed averages over the ``accumulated`` micro-batches of an iteration and over the data
-    ranks of ``group``. A mean of means is not the mean where ``masks`` leaves each with another
-    number of tokens; so each token weighs one over the count in the whole global batch.
+    DeepSpeed averages over the ``accumulated`` micro-batches of an iteration and over the data ranks of ``group``.
+    If ``masks`` is true, micro-batches count different numbers of tokens, and the average of their means is not the
+    mean over all tokens; so the weight of each token is 1 / (tokens counted in the whole global batch).
     """
     while batch := list(islice(micro_batches, accumulated)):
         counted = torch.stack([loss_mask.sum() for _, (_, loss_mask, *_) in batch]).sum()
@@ -41,42 +41,42 @@ def weighted(micro_batches: Iterator[Batch], accumulated: int, group: ProcessGro
 def weighted_by_micro_batch(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
     """``micro_batches`` with their loss masks [b, s] scaled so that each one's loss is the mean over its own tokens.
 
-    DeepSpeed's average of them is the classic mean of means: where micro-batches count different
-    numbers of tokens, it depends on how the global batch is split.
+    DeepSpeed averages the per-micro-batch means. If micro-batches count different numbers of tokens, the result
+    depends on how the global batch is split.
     """
     for tokens, (labels, loss_mask, *others) in micro_batches:
         yield Batch(tokens, (labels, loss_mask / loss_mask.sum().clamp(min=1), *others))
 
 
-class Feed:
-    """The data sets of a run, and what this rank takes of them; nothing on a stage between others."""
+class DataIterators:
+    """The data sets of a run and this rank's micro-batches. Only the first and the last pipeline stage read data."""
 
-    def __init__(self, run: RunConfig, layout: ParallelLayout, left_out: Sequence[range] = ()):
+    def __init__(self, run: RunConfig, layout: ParallelLayout, skipped_samples: Sequence[range] = ()):
         self._run, self._layout = run, layout
         self._reads = layout.is_first_stage or layout.is_last_stage
-        self.left_out = left_out
+        self.skipped_samples = skipped_samples
         self._datasets = self._build()
 
     def training(self, finished: int) -> Iterator[Batch] | None:
-        """Micro-batches of the iterations behind ``finished``; None where this rank reads nothing."""
-        return self._batches("train", self._run.train.consumed_samples(finished), self.left_out)
+        """Micro-batches of the iterations after ``finished``; None if this rank reads no data."""
+        return self._batches("train", self._run.train.consumed_samples(finished), self.skipped_samples)
 
     def evaluation(self, split: str, earlier: int) -> Iterator[Batch] | None:
-        """Micro-batches behind those of ``earlier`` evaluations on the split ``valid`` or ``test``."""
+        """Micro-batches after those of ``earlier`` evaluations on ``valid`` or ``test``; None if none are read here."""
         train = self._run.train
         return self._batches(split, earlier * train.eval_iters * train.global_batch_size)
 
-    def leave_out(self, iterations: range) -> range:
-        """Go past the samples of ``iterations`` from now on; which these are."""
+    def skip(self, iterations: range) -> range:
+        """Skip the samples of ``iterations`` from now on. Returns their numbers in the shuffled stream."""
         consumed = self._run.train.consumed_samples
-        places = consumed(iterations.start - 1), consumed(iterations.stop - 1) - 1
-        first, last = (sample_at(place, self.left_out) for place in places)
-        self.left_out = with_skipped(self.left_out, range(first, last + 1))
-        self._datasets = self._build()  # it has to reach further now
+        ends = consumed(iterations.start - 1), consumed(iterations.stop - 1) - 1
+        first, last = (sample_at(position, self.skipped_samples) for position in ends)
+        self.skipped_samples = with_skipped(self.skipped_samples, range(first, last + 1))
+        self._datasets = self._build()  # training needs more samples now
         return range(first, last + 1)
 
     def _build(self) -> Datasets | None:
-        """What this rank reads. One rank builds index maps first, of all or of each host, and the others find them."""
+        """Open the data sets, after one rank (of all, or of each host) has built the index maps for the others."""
         builds = not self._run.parallel.local_rank if self._run.data.no_shared_disk else self._layout.rank == 0
         built = self._open() if builds else None
         dist.barrier()
@@ -86,7 +86,7 @@ class Feed:
 
     def _open(self) -> Datasets:
         run, train = self._run, self._run.train
-        last_sample = train.consumed_samples(train.train_iters) + sum(map(len, self.left_out))
+        last_sample = train.consumed_samples(train.train_iters) + sum(map(len, self.skipped_samples))
         return build_datasets(
             run.data,
             masked_lm=architecture_of(run.model).masked_lm,
@@ -98,7 +98,7 @@ class Feed:
             seed=train.seed,
         )
 
-    def _batches(self, split: str, first_sample: int, left_out: Sequence[range] = ()) -> Iterator[Batch] | None:
+    def _batches(self, split: str, first_sample: int, skipped: Sequence[range] = ()) -> Iterator[Batch] | None:
         if self._datasets is None:
             return None
         dataset: Samples = getattr(self._datasets, split)
@@ -113,7 +113,7 @@ class Feed:
             data_size=group.size(),
             num_workers=data.num_workers,
             to_batch=TO_BATCH[masked_lm](self._run),
-            skipped=left_out,
+            skipped=skipped,
         )
         if train.loss_normalization == "micro-batch":
             return on_device(weighted_by_micro_batch(micro_batches))
@@ -122,7 +122,7 @@ class Feed:
 
 
 def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
-    """``micro_batches`` on this rank's GPU, from pinned memory, so that nobody waits for the copy; or as they are."""
+    """``micro_batches`` on this rank's GPU, copied asynchronously from pinned memory; unchanged on CPU."""
     if get_accelerator().device_name() != "cuda":
         return micro_batches
     device = get_accelerator().current_device_name()
@@ -145,4 +145,4 @@ TO_BATCH: dict[bool, Callable[[RunConfig], Callable[[Tensor], Batch]]] = {
     False: _next_tokens,
     True: _masked_lm,
 }
-"""By ``masked_lm``: what makes a micro-batch of samples."""
+"""By ``masked_lm``: what turns samples into a micro-batch."""

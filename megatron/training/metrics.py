@@ -1,14 +1,14 @@
-"""What one sees of a run: a line on the screen, TensorBoard, and a file of JSON lines."""
+"""Metrics of a run: a line on the screen, TensorBoard, and a file of JSON lines."""
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
@@ -23,58 +23,58 @@ if TYPE_CHECKING:
 
 
 class MetricsLogger:
-    """Averages over a log interval and says the result once, on the rank that speaks."""
+    """Averages metrics over each log interval and logs them, on the main rank alone."""
 
-    def __init__(self, run: RunConfig, *, speaks: bool):
+    def __init__(self, run: RunConfig, *, is_main_rank: bool):
         self._run = run
-        self._speaks = speaks
+        self._is_main_rank = is_main_rank
         self._losses: list[Tensor] = []
         self._since = 0.0
         self._file: TextIO | None = None
         self._board: SummaryWriter | None = None
-        if speaks and run.logging.metrics_file:
+        if is_main_rank and run.logging.metrics_file:
             Path(run.logging.metrics_file).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(run.logging.metrics_file, "a", encoding="utf-8", buffering=1)
-        if speaks and run.logging.tensorboard_dir:
+        if is_main_rank and run.logging.tensorboard_dir:
             self._board = _open_board(run.logging.tensorboard_dir)
 
-    def say(self, text: str) -> None:
-        """Print on the rank that speaks."""
-        if self._speaks:
+    def info(self, text: str) -> None:
+        """Print ``text`` on the main rank."""
+        if self._is_main_rank:
             print(text, flush=True)
 
     def text(self, name: str, text: str) -> None:
-        """Keep ``text`` beside the curves."""
+        """Add ``text`` to TensorBoard."""
         if self._board:
             self._board.add_text(name, f"```\n{text}\n```")
 
     def step(self, iteration: int, loss: Tensor, learning_rate: float, status: StepStatus) -> None:
-        """Count an iteration made at ``learning_rate``, and speak where a log interval ends."""
+        """Add an iteration that ran at ``learning_rate``; log at the end of a log interval."""
         self._losses.append(loss.detach())
         if iteration % self._run.logging.log_interval == 0 or iteration == self._run.train.train_iters:
             self._report(iteration, learning_rate, status)
 
     def evaluation(self, iteration: int, loss: float, split: str) -> None:
-        """Say the result of an evaluation on the split ``valid`` or ``test``."""
+        """Log the loss of an evaluation on the split ``valid`` or ``test``."""
         kind = {"valid": "validation", "test": "test"}[split]
         text, values = f"  {kind} after iteration {iteration} | loss {loss:.4f}", {f"{kind}_loss": loss}
-        if not architecture_of(self._run.model).masked_lm:  # whose loss is not of tokens alone
+        if not architecture_of(self._run.model).masked_lm:  # its loss is not of tokens alone
             values[f"{kind}_ppl"] = math.exp(min(loss, 20.0))
             text += f" | perplexity {values[f'{kind}_ppl']:.3f}"
-        self.say(text)
+        self.info(text)
         self._record(iteration, values)
 
     def start(self) -> None:
-        """Training begins now."""
+        """Start the clock of the first log interval."""
         self._since = time.monotonic()
 
     def pause(self, seconds: float) -> None:
-        """Leave ``seconds`` spent on something else out of the pace."""
+        """Exclude ``seconds`` from the time of training iterations."""
         self._since += seconds
 
     def close(self) -> None:
-        """Write out what is still in buffers."""
-        with self._unless_disk_refuses():
+        """Flush and close the files."""
+        with self._warn_if_unwritable():
             if self._file:
                 self._file.close()
             if self._board:
@@ -82,7 +82,7 @@ class MetricsLogger:
 
     def _report(self, iteration: int, learning_rate: float, status: StepStatus) -> None:
         losses = torch.stack(self._losses).float()
-        loss = losses[losses.isfinite()].mean().item()  # nan where none is
+        loss = losses[losses.isfinite()].mean().item()  # nan if there is none
         seconds = (time.monotonic() - self._since) / len(self._losses)
         self._losses, self._since = [], time.monotonic()
         train, world = self._run.train, self._run.parallel.world_size
@@ -101,13 +101,13 @@ class MetricsLogger:
             "tflops_per_device": hardware_flops(self._run) / seconds / world / 1e12,
             "memory_gb": _memory_gb(),
         }
-        self.say(_progress_line(iteration, train.train_iters, values))
+        self.info(_progress_line(iteration, train.train_iters, values))
         self._record(iteration, values)
 
     def _record(self, iteration: int, values: dict[str, Any]) -> None:
-        # JSON has no word for what is no number.
+        # JSON has neither nan nor infinity.
         values = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
-        with self._unless_disk_refuses():
+        with self._warn_if_unwritable():
             if self._file:
                 self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")
             if self._board:
@@ -116,12 +116,12 @@ class MetricsLogger:
                         self._board.add_scalar(name, value, iteration)
 
     @contextmanager
-    def _unless_disk_refuses(self) -> Iterator[None]:
-        """Go on without files where they cannot be written: curves are not worth a run."""
+    def _warn_if_unwritable(self) -> Iterator[None]:
+        """Continue without files if they cannot be written: metrics are not worth a run."""
         try:
             yield
         except OSError as error:
-            self.say(f"  warning: metrics cannot be written ({error.strerror}); training goes on without")
+            self.info(f"  warning: metrics cannot be written ({error.strerror}); continuing without")
             self._file = self._board = None
 
 
@@ -150,16 +150,15 @@ def _clock(seconds: float) -> str:
 
 
 def _memory_gb() -> float:
-    """Peak of this rank's device memory, or on CPU what the process holds now, in 1e9 bytes."""
+    """Peak of this rank's device memory, or on CPU the present resident memory of the process, in 1e9 bytes."""
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         return accelerator.max_memory_allocated() / 1e9
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e9
+    return psutil.Process().memory_info().rss / 1e9
 
 
 def _open_board(folder: str) -> "SummaryWriter":
-    # Imported here, since every start without TensorBoard would wait for it.
+    # Imported here: it is slow, and most runs do not use it.
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(folder)

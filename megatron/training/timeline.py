@@ -1,29 +1,25 @@
-"""What ranks did and when, and its file: Chrome's trace format, which Perfetto and chrome://tracing open. No torch."""
+"""The timeline of a traced run, and its file in Chrome's trace format for Perfetto and chrome://tracing. No torch."""
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
-from megatron.config.errors import ConfigError
-from megatron.parallel.pipeline.partition import TRACE
-
-_FORMAT = 1
-_PARTS = ("micro_batch", "phase", "layer", "collective")
-"""What an event may have beside its name, its times and its iteration."""
+FORMAT = 1
+EVENT_DETAILS = ("micro_batch", "phase", "layer", "collective")
+"""Optional fields of an event, beside its name, its times and its iteration."""
 _KINDS = {
     "LoadMicroBatch": "load", "ForwardPass": "forward", "BackwardPass": "backward", "SendActivation": "send",
     "SendGrad": "send", "RecvActivation": "receive", "RecvGrad": "receive", "CommitP2P": "exchange",
     "ReduceGrads": "reduce", "ReduceTiedGrads": "reduce", "OptimizerStep": "step",
 }  # fmt: skip
-"""What each instruction is, in words that the viewers give a colour each."""
+"""Category of each instruction. Viewers give each category a color."""
 
 
 class Event(NamedTuple):
-    """An instruction, or a part of one. Times in seconds on the clock of rank 0."""
+    """An instruction, or a layer or collective inside one. Times are seconds on the clock of rank 0."""
 
     name: str
     begin: float
@@ -32,29 +28,29 @@ class Event(NamedTuple):
     micro_batch: int | None = None
     phase: int | None = None
     layer: int | None = None
-    """Of the part of a layer: its number, from 1 on."""
+    """Number of the transformer layer, from 1, if the event is one layer's pass."""
     collective: str | None = None
-    """Of the part of a collective: its name."""
+    """Name of the collective, if the event is one."""
 
     @property
     def kind(self) -> str:
-        """What it is: load, forward, backward, send, receive, exchange, reduce, step."""
+        """Category: load, forward, backward, send, receive, exchange, reduce, step or other."""
         return _KINDS.get(self.name, "other")
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is an instruction, and no part of one."""
+        """Whether this is an instruction, not a layer or collective inside one."""
         return self.layer is None and self.collective is None
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What has to be known of a run to read its timeline."""
+    """The settings of a run that are needed to interpret its timeline."""
 
     stages: int
     micro_batches: int
@@ -64,34 +60,36 @@ class Shape:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All that was traced of a run."""
+    """All traced events of a run."""
 
     shape: Shape
-    places: Sequence[Mapping[str, int]]
-    """Of each rank: its place on each axis of the layout."""
+    coordinates: Sequence[Mapping[str, int]]
+    """Of each rank: its coordinate on each axis of the layout."""
     events: Sequence[Sequence[Event]]
-    """Of each rank, in the order in which they ended."""
+    """Of each rank, ordered by their end."""
 
     @property
     def iterations(self) -> list[int]:
-        """Those traced, in order."""
+        """The traced iterations, in order."""
         return sorted({event.iteration for events in self.events for event in events})
 
     @property
     def pipelines(self) -> list[list[int]]:
-        """Ranks in the order of their stages, for each pipeline."""
+        """Ranks of each pipeline, ordered by stage."""
         found: dict[tuple, list[int]] = {}
-        for rank, place in enumerate(self.places):
-            found.setdefault(tuple((axis, n) for axis, n in sorted(place.items()) if axis != "pipe"), []).append(rank)
-        return [sorted(ranks, key=lambda rank: self.places[rank]["pipe"]) for ranks in found.values()]
+        for rank, coordinate in enumerate(self.coordinates):
+            found.setdefault(tuple((axis, n) for axis, n in sorted(coordinate.items()) if axis != "pipe"), []).append(
+                rank
+            )
+        return [sorted(ranks, key=lambda rank: self.coordinates[rank]["pipe"]) for ranks in found.values()]
 
     def instructions(self, rank: int, iteration: int) -> list[Event]:
-        """What ``rank`` did in ``iteration``, in whole instructions."""
+        """The instructions that ``rank`` ran in ``iteration``, without the layers and collectives inside them."""
         return self._instructions[rank].get(iteration, [])
 
     @cached_property
     def _instructions(self) -> list[dict[int, list[Event]]]:
-        """Of each rank, by iteration."""
+        """Of each rank: its instructions by iteration."""
         found: list[dict[int, list[Event]]] = [{} for _ in self.events]
         for of_rank, events in zip(found, self.events, strict=True):
             for event in events:
@@ -100,20 +98,20 @@ class Timeline:
         return found
 
 
-def to_json(timeline: Timeline, ranks: Iterable[int], **about: Any) -> str:
-    """The trace of ``ranks``, with what else is ``about`` it."""
+def to_json(timeline: Timeline, ranks: Iterable[int], **metadata: Any) -> str:
+    """The trace file of ``ranks``, with further ``metadata``."""
     rows: list[dict[str, Any]] = []
     for rank in ranks:
-        place = ", ".join(f"{axis} {number}" for axis, number in timeline.places[rank].items())
-        rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}: {place}"}})
+        coordinates = ", ".join(f"{axis} {number}" for axis, number in timeline.coordinates[rank].items())
+        rows.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}: {coordinates}"}})
         rows.append({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}})
         rows += [_row(rank, event) for event in timeline.events[rank]]
-    other = {"format": _FORMAT, **asdict(timeline.shape), "places": list(timeline.places), **about}
-    return json.dumps({"displayTimeUnit": "ms", "otherData": other, "traceEvents": rows})
+    other_data = {"format": FORMAT, **asdict(timeline.shape), "places": list(timeline.coordinates), **metadata}
+    return json.dumps({"displayTimeUnit": "ms", "otherData": other_data, "traceEvents": rows})
 
 
 def _row(rank: int, event: Event) -> dict[str, Any]:
-    parts = {name: value for name in _PARTS if (value := getattr(event, name)) is not None}
+    details = {name: value for name in EVENT_DETAILS if (value := getattr(event, name)) is not None}
     return {
         "name": event.collective or (event.name if event.is_whole else f"layer {event.layer}"),
         "cat": "collective" if event.collective else event.kind,
@@ -122,56 +120,42 @@ def _row(rank: int, event: Event) -> dict[str, Any]:
         "tid": 0,
         "ts": round(event.begin * 1e6, 3),
         "dur": round(event.seconds * 1e6, 3),
-        "args": {"instruction": event.name, "iteration": event.iteration, **parts},
+        "args": {"instruction": event.name, "iteration": event.iteration, **details},
     }
 
 
-def read_timeline(place: Path) -> Timeline:
-    """The timeline in a folder of ``--trace``, or in its trace.json.
+def unit_seconds(timeline: Timeline) -> list[float]:
+    """Seconds of a micro-batch, forward and backward, in the embeddings, in each layer and in the head with the loss.
 
-    Raises:
-        ConfigError: where it cannot be read, or was not written by a run of this suite.
+    Layers are timed one by one. The embeddings are the first stage's passes minus its layers, the head the last
+    stage's; if one stage has both, all of it counts as the head. The trace file keeps this list for
+    ``--repartition-from``.
     """
-    path = place / TRACE if place.is_dir() else place
-    try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a folder of --trace") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON; name a folder of --trace") from error
-    try:
-        return _timeline(found)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise ConfigError(f"{path}: not a trace of this suite; name a folder of --trace") from error
+    layers = [_layer_seconds(timeline, number) for number in range(1, timeline.shape.layers + 1)]
+    ends = [min(pipeline[end] for pipeline in timeline.pipelines) for end in (0, -1)]
+    if timeline.shape.schedule != "1f1b":
+        ends[1] = ends[0]  # DualPipeV: the first stage also has the head
+    front, back = (_outside_layers(timeline.events[rank]) for rank in ends)
+    return [front if ends[0] != ends[1] else 0.0, *layers, back]
 
 
-def _timeline(found: Any) -> Timeline:
-    about = found["otherData"]
-    if about["format"] != _FORMAT:
-        raise ValueError
-    shape = Shape(
-        *(_count(about[name]) for name in ("stages", "micro_batches")), str(about["schedule"]), about["layers"]
-    )
-    places = [{str(axis): int(number) for axis, number in place.items()} for place in about["places"]]
-    events: list[list[Event]] = [[] for _ in places]
-    for row in found["traceEvents"]:
-        if row["ph"] == "X":
-            told, begin = row["args"], _time(row["ts"])
-            parts = {name: told[name] for name in _PARTS if name in told}
-            end, iteration = begin + _time(row["dur"]), _count(told["iteration"])
-            events[row["pid"]].append(Event(str(told["instruction"]), begin, end, iteration, **parts))
-    if not any(events) or any("pipe" not in place for place in places):
-        raise ValueError
-    return Timeline(shape, places, events)
+def _layer_seconds(timeline: Timeline, layer: int) -> float:
+    """Median forward pass of a layer plus its median backward pass, recomputation included."""
+    passes: dict[str, dict[tuple, float]] = {}
+    for rank, events in enumerate(timeline.events):
+        for event in events:
+            if event.layer == layer:
+                # A recomputed layer runs forward again inside the backward pass.
+                times, key = passes.setdefault(event.name, {}), (rank, event.iteration, event.micro_batch)
+                times[key] = times.get(key, 0.0) + event.seconds
+    return sum(median(times.values()) for times in passes.values())
 
 
-def _time(microseconds: Any) -> float:
-    if not math.isfinite(microseconds):
-        raise ValueError
-    return microseconds / 1e6
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError
-    return value
+def _outside_layers(events: Sequence[Event]) -> float:
+    """Median over a rank's micro-batches of the seconds that its passes spend outside the transformer layers."""
+    seconds: dict[tuple, float] = {}
+    for event in events:
+        if event.kind in ("forward", "backward") and not event.collective:
+            key = event.iteration, event.micro_batch
+            seconds[key] = seconds.get(key, 0.0) + (event.seconds if event.layer is None else -event.seconds)
+    return max(median(seconds.values()), 0.0) if seconds else 0.0

@@ -1,8 +1,8 @@
-"""``--trace``: writes down what this rank does in some iterations, and in the end what all ranks did."""
+"""Traces and profiles of chosen iterations: ``--trace`` and ``--profile-steps``."""
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -11,25 +11,169 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor, nn
+from torch import Tensor, nn, profiler
 
 from megatron.config import RunConfig
 from megatron.config.output import steps
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
+from megatron.parallel.deepspeed_compat.engine import collectives_timed
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import TRACE
-from megatron.parallel.pipeline.schedule import Instruction
-from megatron.tools.reporting.measure import measure, unit_seconds
-from megatron.tools.reporting.schedule_picture import draw
-from megatron.training.engines import Listener
-from megatron.training.optional_files import unless_refused
-from megatron.training.timeline import Event, Shape, Timeline, to_json
+from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
+from megatron.training.callbacks import Callback, warn_if_unwritable
+from megatron.training.timeline import Event, Shape, Timeline, to_json, unit_seconds
 
-_ROUNDS = 16
+_CLOCK_ROUNDS = 16
+_PROFILE_ROWS = 40
+
+
+def requested_traces(
+    run: RunConfig, layout: ParallelLayout, module: nn.Module, callbacks: Sequence[Callback]
+) -> list[Callback]:
+    """The profiler and the tracer, if ``run`` asks for them; ``callbacks`` are informed of the written trace."""
+    if run.observe.profiles:
+        with warn_if_unwritable("profiles"):
+            Path(str(run.observe.profile_dir)).mkdir(parents=True, exist_ok=True)
+    requested: list[Callback] = []
+    if run.observe.profile_steps is not None:
+        requested.append(Profiler(run, layout.rank))
+    if run.observe.trace is not None:
+        requested.append(Tracer(run, layout, module, callbacks))
+    return requested
+
+
+class Profiler(Callback):
+    """Runs torch's profiler on one rank, with the engine's instructions as ranges."""
+
+    def __init__(self, run: RunConfig, rank: int) -> None:
+        self._folder, self._rank = Path(str(run.observe.profile_dir)), rank
+        self._steps, self._step = steps(str(run.observe.profile_steps)), 0
+        self._profile: profiler.profile | None = None
+
+    @contextmanager
+    def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
+        """Profile the iteration if it is one of ``--profile-steps``."""
+        self._step += 1
+        if self._step not in self._steps:
+            yield ()
+            return
+        if self._profile is None:
+            self._profile = profiler.profile(record_shapes=True)
+            self._profile.start()
+        with profiler.record_function(f"iteration {iteration}"):
+            yield [lambda instruction: profiler.record_function(str(instruction))]
+        if self._step == self._steps[-1]:
+            self.on_run_end()
+
+    def on_run_end(self) -> None:
+        """Write the profile, unless that has been done."""
+        if self._profile is None or not self._steps:
+            return
+        self._steps = range(0)
+        self._profile.stop()
+        averages = self._profile.key_averages()
+        device = "device" if any(row.self_device_time_total for row in averages) else "cpu"
+        table = averages.table(sort_by=f"self_{device}_time_total", row_limit=_PROFILE_ROWS)
+        with warn_if_unwritable("the profile"):
+            (self._folder / f"profile-rank{self._rank}.txt").write_text(table)
+            self._profile.export_chrome_trace(str(self._folder / f"profile-rank{self._rank}.json"))
+
+
+class Tracer(Callback):
+    """Records the timeline of one rank. Iterations that are not traced run unchanged."""
+
+    def __init__(
+        self, run: RunConfig, layout: ParallelLayout, module: nn.Module, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        self._run, self._layout, self._module, self._callbacks = run, layout, module, callbacks
+        self._folder = Path(str(run.observe.trace))
+        self._steps = steps(run.observe.trace_steps)
+        self._step = self._iteration = 0
+        self._zero = 0.0
+        """What this rank's clock shows at the start of the timeline."""
+        self._instruction = Instruction("")
+        self._events: list[Event] = []
+
+    @contextmanager
+    def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
+        """Trace the iteration if it is one of ``--trace-steps``."""
+        self._step += 1
+        if self._step not in self._steps:
+            yield ()
+            return
+        if self._step == self._steps[0]:
+            self._zero = self._start()
+        self._iteration = iteration
+        with (
+            layers_timed(self._module, self._now, self._record_layer),
+            collectives_timed(self._now, self._record_collective),
+        ):
+            yield [self._record_instruction]
+        if self._step == self._steps[-1]:
+            self.on_run_end()
+
+    def on_run_end(self) -> None:
+        """Gather the events of all ranks and write the trace, unless that has been done. Every rank must call it."""
+        if not self._zero or not self._steps:
+            return
+        self._steps = range(0)
+        events: list[list[Event]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(events, self._events)
+        topology, run = self._layout.topology, self._run
+        coordinates = [dict(topology.get_coord(rank)._asdict()) for rank in range(len(events))]
+        shape = Shape(
+            run.parallel.pipe_stages,
+            run.train.gradient_accumulation_steps,
+            run.parallel.pipeline_schedule,
+            run.model.num_layers,
+        )
+        with warn_if_unwritable("the trace"):
+            self._write(Timeline(shape, coordinates, events), self._layout.rank)
+
+    def _write(self, timeline: Timeline, rank: int) -> None:
+        """Each rank writes its own file, and rank 0 that of all ranks."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / f"rank{rank}.json").write_text(to_json(timeline, [rank]))
+        if rank == 0:
+            ranks = range(len(timeline.coordinates))
+            (self._folder / TRACE).write_text(to_json(timeline, ranks, unit_seconds=unit_seconds(timeline)))
+            for callback in self._callbacks:
+                callback.on_trace_written(timeline, self._folder)
+
+    @contextmanager
+    def _record_instruction(self, instruction: Instruction) -> Iterator[None]:
+        enclosing, self._instruction = self._instruction, instruction
+        begin = self._now()
+        yield
+        self._record(begin, self._now())
+        self._instruction = enclosing
+
+    def _record_layer(self, number: int, begin: float, end: float) -> None:
+        self._record(begin, end, layer=number)
+
+    def _record_collective(self, name: str, begin: float, end: float) -> None:
+        if self._instruction.name:
+            self._record(begin, end, collective=name)
+
+    def _record(self, begin: float, end: float, **details: Any) -> None:
+        name, micro_batch, phase = self._instruction
+        self._events.append(Event(name, begin, end, self._iteration, micro_batch, phase, **details))
+
+    def _start(self) -> float:
+        """The earliest start of any rank, on this rank's clock."""
+        starts: list[float] = [0.0] * dist.get_world_size()
+        ahead = seconds_ahead(time.perf_counter, machine())
+        dist.all_gather_object(starts, time.perf_counter() - ahead)
+        return min(starts) + ahead
+
+    def _now(self) -> float:
+        """Seconds since the start of the timeline, after the device has finished its work."""
+        get_accelerator().synchronize()
+        return time.perf_counter() - self._zero
 
 
 def machine() -> str:
-    """A name of the running kernel, whose processes have one monotonic clock."""
+    """A name of the running kernel, whose processes share one monotonic clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -37,73 +181,36 @@ def machine() -> str:
 
 
 def seconds_ahead(clock: Callable[[], float], machine: str) -> float:
-    """How far this rank's ``clock`` is ahead of rank 0's; 0.0 on the same ``machine``.
+    """How far this rank's ``clock`` is ahead of rank 0's; 0.0 on the same ``machine``. Every rank must call it.
 
-    Every rank must call it. All leave a barrier at about the same time, and over some of them chance evens out. The
-    first rank of a machine speaks for the others on it.
+    All ranks leave a barrier at about the same time; the median over several barriers removes most of the noise. All
+    ranks of a machine use the measurement of its first rank.
     """
     stamps = []
-    for _ in range(_ROUNDS):
+    for _ in range(_CLOCK_ROUNDS):
         dist.barrier()
         stamps.append(clock())
-    everyone: list[tuple[str, list[float]]] = [("", [])] * dist.get_world_size()
-    dist.all_gather_object(everyone, (machine, stamps))
-    speaker = next(stamps for place, stamps in everyone if place == machine)
-    return median(own - first for own, first in zip(speaker, everyone[0][1], strict=True))
+    of_ranks: list[tuple[str, list[float]]] = [("", [])] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (machine, stamps))
+    first_here = next(times for name, times in of_ranks if name == machine)
+    return median(here - there for here, there in zip(first_here, of_ranks[0][1], strict=True))
 
 
-_NAMES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-)
-_TellCollective = Callable[[str, float, float], None]
+_RecordLayer = Callable[[int, float, float], None]
 
 
 @contextmanager
-def collectives_timed(now: Callable[[], float], tell: _TellCollective) -> Iterator[None]:
-    """While inside, call ``tell(name, begin, end)`` for each collective that is called as ``torch.distributed.NAME``.
-
-    torch has no hook for that on every backend, so its functions are replaced while this lasts.
-    """
-    own = {name: getattr(dist, name) for name in _NAMES}
-    for name, function in own.items():
-        setattr(dist, name, _timed(name, function, now, tell))
-    try:
-        yield
-    finally:
-        for name, function in own.items():
-            setattr(dist, name, function)
-
-
-def _timed(name: str, function: Callable, now: Callable[[], float], tell: _TellCollective) -> Callable:
-    def call(*arguments: Any, **options: Any) -> Any:
-        begin = now()
-        result = function(*arguments, **options)
-        tell(name, begin, now())
-        return result
-
-    return call
-
-
-_TellLayer = Callable[[int, float, float], None]
-
-
-@contextmanager
-def layers_timed(module: nn.Module, now: Callable[[], float], tell: _TellLayer) -> Iterator[None]:
-    """While inside, call ``tell(number, begin, end)`` for each pass through a transformer layer of ``module``.
+def layers_timed(module: nn.Module, now: Callable[[], float], record: _RecordLayer) -> Iterator[None]:
+    """While inside, call ``record(number, begin, end)`` for each pass through a transformer layer of ``module``.
 
     A layer's backward pass is from the gradient of its output to that of its input.
     """
     handles = []
     for layer in module.modules():
         if isinstance(layer, ParallelTransformerLayer):
-            watch = _Watch(layer.layer_number, now, tell)
-            handles.append(layer.register_forward_pre_hook(watch.enter))
-            handles.append(layer.register_forward_hook(watch.leave))
+            timer = _LayerTimer(layer.layer_number, now, record)
+            handles.append(layer.register_forward_pre_hook(timer.before_forward))
+            handles.append(layer.register_forward_hook(timer.after_forward))
     try:
         yield
     finally:
@@ -111,123 +218,32 @@ def layers_timed(module: nn.Module, now: Callable[[], float], tell: _TellLayer) 
             handle.remove()
 
 
-class _Watch:
-    """The stop watch of one layer, which runs one pass at a time."""
+class _LayerTimer:
+    """Times the passes of one layer, which runs one pass at a time."""
 
-    def __init__(self, number: int, now: Callable[[], float], tell: _TellLayer) -> None:
-        self._number, self._now, self._tell = number, now, tell
-        self._entered = self._returned = 0.0
+    def __init__(self, number: int, now: Callable[[], float], record: _RecordLayer) -> None:
+        self._number, self._now, self._record = number, now, record
+        self._forward_begin = self._backward_begin = 0.0
 
-    def enter(self, layer: nn.Module, inputs: tuple[HiddenStates]) -> None:
-        hidden = _hidden(inputs[0])
-        if hidden.requires_grad and torch.is_grad_enabled():  # it is not where the layer is recomputed later
-            hidden.register_hook(self._back_at_input)
-        self._entered = self._now()
+    def before_forward(self, layer: nn.Module, inputs: tuple[HiddenStates]) -> None:
+        hidden = _tensor(inputs[0])
+        # In the first forward pass of a recomputed layer there is no gradient to wait for.
+        if hidden.requires_grad and torch.is_grad_enabled():
+            hidden.register_hook(self._input_gradient)
+        self._forward_begin = self._now()
 
-    def leave(self, layer: nn.Module, inputs: tuple[HiddenStates], output: HiddenStates) -> None:
-        self._tell(self._number, self._entered, self._now())
-        hidden = _hidden(output)
+    def after_forward(self, layer: nn.Module, inputs: tuple[HiddenStates], output: HiddenStates) -> None:
+        self._record(self._number, self._forward_begin, self._now())
+        hidden = _tensor(output)
         if hidden.requires_grad:
-            hidden.register_hook(self._back_at_output)
+            hidden.register_hook(self._output_gradient)
 
-    def _back_at_output(self, grad: Tensor) -> None:
-        self._returned = self._now()
+    def _output_gradient(self, grad: Tensor) -> None:
+        self._backward_begin = self._now()
 
-    def _back_at_input(self, grad: Tensor) -> None:
-        self._tell(self._number, self._returned, self._now())
-
-
-def _hidden(stream: HiddenStates) -> Tensor:
-    return stream[0] if isinstance(stream, tuple) else stream
+    def _input_gradient(self, grad: Tensor) -> None:
+        self._record(self._number, self._backward_begin, self._now())
 
 
-PICTURE = "schedule.svg"
-
-
-class Tracer:
-    """The timeline of one rank while it is made. Outside of the traced iterations nothing is different."""
-
-    def __init__(self, run: RunConfig, layout: ParallelLayout, module: nn.Module) -> None:
-        self._run, self._layout, self._module = run, layout, module
-        self._folder = Path(str(run.observe.trace))
-        self._left = steps(run.observe.trace_steps)
-        self._seen = self._iteration = 0
-        self._zero = 0.0
-        self._instruction = Instruction("")
-        self._events: list[Event] = []
-
-    @contextmanager
-    def iteration(self, number: int) -> Iterator[list[Listener]]:
-        """Trace iteration ``number``, if it is one of those; the listeners that this takes. Every rank must enter."""
-        self._seen += 1
-        if self._seen not in self._left:
-            yield []
-            return
-        if self._seen == self._left[0]:
-            self._zero = self._start()
-        self._iteration = number
-        with (
-            layers_timed(self._module, self._now, self._hear_layer),
-            collectives_timed(self._now, self._hear_collective),
-        ):
-            yield [self._hear]
-        if self._seen == self._left[-1]:
-            self.close()
-
-    def close(self) -> None:
-        """Write what was traced, if that was not done yet. Every rank must call it."""
-        if not self._zero or not self._left:
-            return
-        self._left = range(0)
-        everyone: list[list[Event]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, self._events)
-        topology, run = self._layout.topology, self._run
-        places = [dict(topology.get_coord(rank)._asdict()) for rank in range(len(everyone))]
-        shape = Shape(
-            run.parallel.pipe_stages,
-            run.train.gradient_accumulation_steps,
-            run.parallel.pipeline_schedule,
-            run.model.num_layers,
-        )
-        with unless_refused("the trace"):
-            self._write(Timeline(shape, places, everyone), self._layout.rank)
-
-    def _write(self, timeline: Timeline, rank: int) -> None:
-        """This rank's own file, and the first rank's of all."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / f"rank{rank}.json").write_text(to_json(timeline, [rank]))
-        if rank == 0:
-            everyone = range(len(timeline.places))
-            (self._folder / TRACE).write_text(to_json(timeline, everyone, unit_seconds=unit_seconds(timeline)))
-            (self._folder / PICTURE).write_text(draw(timeline, measure(timeline)))
-
-    @contextmanager
-    def _hear(self, instruction: Instruction) -> Iterator[None]:
-        around, self._instruction = self._instruction, instruction
-        begin = self._now()
-        yield
-        self._add(begin, self._now())
-        self._instruction = around
-
-    def _hear_layer(self, number: int, begin: float, end: float) -> None:
-        self._add(begin, end, layer=number)
-
-    def _hear_collective(self, name: str, begin: float, end: float) -> None:
-        if self._instruction.name:
-            self._add(begin, end, collective=name)
-
-    def _add(self, begin: float, end: float, **part: Any) -> None:
-        name, micro_batch, phase = self._instruction
-        self._events.append(Event(name, begin, end, self._iteration, micro_batch, phase, **part))
-
-    def _start(self) -> float:
-        """What this rank's clock shows when that of rank 0 showed what it does as the first rank sets off."""
-        starts: list[float] = [0.0] * dist.get_world_size()
-        ahead = seconds_ahead(time.perf_counter, machine())
-        dist.all_gather_object(starts, time.perf_counter() - ahead)
-        return min(starts) + ahead
-
-    def _now(self) -> float:
-        """Seconds since the start, when all that was given to the device is done."""
-        get_accelerator().synchronize()
-        return time.perf_counter() - self._zero
+def _tensor(hidden_states: HiddenStates) -> Tensor:
+    return hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states

@@ -1,4 +1,4 @@
-"""The training run: build, resume, train, evaluate, save."""
+"""The training loop: train, evaluate, save, and react to bad steps."""
 
 import time
 from collections import Counter
@@ -9,215 +9,179 @@ from pathlib import Path
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
 
-from megatron.checkpoint.compatibility import at_saved_sample
-from megatron.checkpoint.load import FRESH, load_checkpoint, select_checkpoint
+from megatron.checkpoint.load import load_checkpoint, select_checkpoint
 from megatron.checkpoint.save import Checkpointer
-from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.config import RunConfig
 from megatron.config.errors import NumericsError
-from megatron.config.summary import describe_stages
+from megatron.data.loader import Batch
 from megatron.data.splits import has_split
-from megatron.launch.distributed import distributed
-from megatron.launch.extensions import build_extensions, check_device
 from megatron.launch.progress import ProgressState
-from megatron.launch.quiet import deepspeed_silenced, silence_known_warnings
-from megatron.launch.rank_failure import rank_failure_monitor
-from megatron.launch.watchdog import hang_watchdog
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.tensor.random import model_parallel_manual_seed
-from megatron.tools.reporting.record import write_record
-from megatron.training.anomaly_detection import StepWatch, Verdict, agreed, find_origin
-from megatron.training.callbacks import Instrument, instruments
-from megatron.training.data_iterators import Feed
-from megatron.training.engines import Listener, build_engine, eval_batch, step_status, train_batch
-from megatron.training.exit_conditions import Departures
-from megatron.training.memory import exhaustion_named
+from megatron.parallel.pipeline.schedule import InstructionHook
+from megatron.training.anomaly_detection import AnomalyDetector, StepResult, find_origin, max_across_ranks
+from megatron.training.callbacks import Callback
+from megatron.training.data_iterators import DataIterators
+from megatron.training.engines import StepStatus, eval_batch, step_status, train_batch
+from megatron.training.exit_conditions import Exit, ExitConditions, ExitRequest
 from megatron.training.metrics import MetricsLogger
-from megatron.training.optional_files import unless_refused
-from megatron.training.run_summary import describe_model, describe_run, device_name, full_config
-
-
-def pretrain(run: RunConfig) -> int:
-    """Train as ``run`` says, from its checkpoint on or from the beginning. Every rank calls it.
-
-    Returns the exit code of the process: 0, or that of the departure it was asked for.
-    """
-    departures = Departures(run)
-    silence_known_warnings()
-    check_device(run.parallel.device, run.parallel.local_rank or 0)
-    build_extensions(run)
-    progress = ProgressState()
-    with (
-        distributed(run.parallel, verbose=run.logging.verbose) as layout,
-        rank_failure_monitor(progress),
-        hang_watchdog(run, layout, progress),
-        exhaustion_named(run, layout, progress),
-    ):
-        saved = select_checkpoint(run)
-        run = at_saved_sample(saved, run) if saved else run
-        log = MetricsLogger(run, speaks=layout.rank == 0)
-        log.say(describe_run(run))
-        if run.parallel.uses_pipeline:
-            log.say(describe_stages(run))
-        log.text("config", full_config(run))
-        if run.observe.run_dir and layout.rank == 0:
-            with unless_refused("run.json"):
-                write_record(run, device_name())
-        model_parallel_manual_seed(run.train.seed, layout)
-        with deepspeed_silenced(run.logging.verbose):
-            engine = build_engine(run, layout)
-            goes_on = saved is not None and not run.checkpoint.finetune
-            checkpointer = Checkpointer(engine, run, log.say, saved.history if goes_on else ())
-            loaded = load_checkpoint(engine, run, layout, saved) if saved else FRESH
-        log.say(describe_model(engine.module, layout))
-        for line in loaded.remarks:
-            log.say(f"> {line}")
-        log.say(_describe_start(run, saved, loaded.iteration))
-        feed = Feed(run, layout, saved.skipped_samples if saved and loaded.iteration else ())
-        looks = instruments(run, layout, engine.module)
-        trainer = Trainer(run, engine, layout, feed, log, checkpointer, departures, progress, looks)
-        exit_code = trainer.train(loaded.iteration)
-        for instrument in looks:
-            instrument.close()
-        log.close()
-    return exit_code
 
 
 class Trainer:
-    """An engine with all that the training loop needs at hand."""
+    """The training loop over an engine. Every rank must call every method."""
 
     def __init__(
         self,
+        *,
         run: RunConfig,
-        engine: DeepSpeedEngine,
         layout: ParallelLayout,
-        feed: Feed,
-        log: MetricsLogger,
+        engine: DeepSpeedEngine,
+        data: DataIterators,
         checkpointer: Checkpointer,
-        departures: Departures,
+        log: MetricsLogger,
+        exit_conditions: ExitConditions,
         progress: ProgressState,
-        looks: Sequence[Instrument],
+        callbacks: Sequence[Callback] = (),
     ):
-        self.run, self.engine, self.layout, self.feed, self.log = run, engine, layout, feed, log
-        self.checkpointer, self.departures, self.watch = checkpointer, departures, StepWatch(run)
-        self.progress, self.looks = progress, looks
-        self.listeners: list[Listener] = [] if run.logging.watchdog_minutes is None else [progress.instruct]
-        self.returns: Counter[str] = Counter()
-        """How often training went back to each checkpoint."""
+        self.run, self.layout, self.engine, self.data = run, layout, engine, data
+        self.checkpointer, self.log, self.exit_conditions = checkpointer, log, exit_conditions
+        self.progress, self.callbacks = progress, callbacks
+        self.anomalies = AnomalyDetector(run)
+        self.hooks: list[InstructionHook] = [] if run.logging.watchdog_minutes is None else [progress.instruct]
+        self.rewinds: Counter[str] = Counter()
+        """How often training has rewound to each checkpoint."""
 
     def train(self, finished: int) -> int:
-        """From the iteration behind ``finished`` to the last, then evaluate on the test split; the exit code.
+        """Train from the iteration after ``finished`` to the last, then evaluate on the test split.
 
-        Raises NumericsError where too many iterations in a row went wrong.
+        Returns the exit code of the process: 0, or that of an exit condition. Raises NumericsError if too many
+        consecutive iterations are bad.
         """
-        config, save_interval = self.run.train, self.run.checkpoint.save_interval
-        iteration = saved_at = finished
-        departure = None
-        batches = self.feed.training(finished)
-        self.log.start()
-        while iteration < config.train_iters and departure is None:
-            iteration += 1
-            self.progress.enter("training", iteration)
-            learning_rate = self.engine.get_lr()[0]
-            with ExitStack() as stack:
-                heard = [listener for look in self.looks for listener in stack.enter_context(look.iteration(iteration))]
-                loss = train_batch(self.engine, batches, [*self.listeners, *heard])
-            status = step_status(self.engine)
-            self.log.step(iteration, loss, learning_rate, status)
-            verdict = self.watch.judge(iteration, agreed(loss), status)
-            if verdict.fault and (restart := self._answer(iteration, verdict)) is not None:
-                iteration = saved_at = restart
-                batches = self.feed.training(restart)
-                continue
-            with self._paused():
-                self.checkpointer.poll()
-            if _due(iteration, config.eval_interval):
+        iteration, early_exit = self._train_until_exit(finished)
+        if early_exit is None:
+            if not _due(iteration, self.run.train.eval_interval):
                 self.evaluate(iteration)
-            if _due(iteration, save_interval):
-                saved_at = self.save(iteration)
-            if iteration < config.train_iters and (departure := self.departures.due(iteration)):
-                self.log.say(f"leaving after iteration {iteration}: {departure.reason}")
-        if saved_at != iteration:
-            self.save(iteration)
-        self.checkpointer.finish()
-        if departure:
-            return departure.exit_code
-        if not _due(iteration, config.eval_interval):
-            self.evaluate(iteration)
-        self.evaluate(iteration, split="test")
-        return 0
+            self.evaluate(iteration, split="test")
+        for callback in self.callbacks:
+            callback.on_run_end()
+        self.log.close()
+        return early_exit.exit_code if early_exit else 0
 
     def evaluate(self, iteration: int, split: str = "valid") -> None:
-        """The loss over ``--eval-iters`` global batches, the next ones of the split."""
+        """Log the mean loss over the next ``--eval-iters`` global batches of ``split``."""
         config = self.run.train
         if not config.eval_iters or not has_split(self.run.data, split):
             return
         self.progress.enter("evaluation", iteration)
         with self._paused():
             earlier = (iteration - 1) // config.eval_interval if split == "valid" else 0
-            batches = self.feed.evaluation(split, earlier)
-            losses = [eval_batch(self.engine, batches, self.listeners) for _ in range(config.eval_iters)]
+            batches = self.data.evaluation(split, earlier)
+            losses = [eval_batch(self.engine, batches, self.hooks) for _ in range(config.eval_iters)]
             self.log.evaluation(iteration, torch.stack(losses).mean().item(), split)
 
     def save(self, iteration: int) -> int:
-        """Save a checkpoint, if there is a folder for it and the weights can be trusted; ``iteration`` again."""
+        """Save a checkpoint if there is a folder for it and the weights are good. Returns ``iteration``."""
         self.progress.enter("saving", iteration)
-        if self.watch.trusts_weights:
+        if self.anomalies.weights_are_good:
             with self._paused():
-                self.checkpointer.save(iteration, self.feed.left_out)
+                self.checkpointer.save(iteration, self.data.skipped_samples)
         elif self.run.checkpoint.save:
-            self.log.say(f"  nothing saved behind iteration {iteration}, which went wrong: a weight may be the cause")
+            self.log.info(f"  no checkpoint saved after iteration {iteration}: it was bad, perhaps by a wrong weight")
         return iteration
 
-    def _answer(self, iteration: int, verdict: Verdict) -> int | None:
-        """Say what went wrong, and go back or stop where that was the last straw.
-
-        Returns the iteration that training went back to, or None where it goes on.
-        """
-        text = f"iteration {iteration}: {verdict.fault}"
-        if verdict.since == iteration and not verdict.is_spike:
+    def _train_until_exit(self, finished: int) -> tuple[int, Exit | None]:
+        """Iterate to the last iteration or to an exit condition, and save. Returns where and why it ended."""
+        config, save_interval = self.run.train, self.run.checkpoint.save_interval
+        iteration = last_saved = finished
+        early_exit = None
+        batches = self.data.training(finished)
+        self.log.start()
+        while iteration < config.train_iters and early_exit is None:
+            iteration += 1
+            loss, status = self._step(iteration, batches)
+            # The only collective of a step outside of the engine: all ranks agree on anomalies and on exiting.
+            largest_loss, *request = max_across_ranks(loss, *self.exit_conditions.local_request())
+            result = self.anomalies.check(iteration, largest_loss, status)
+            if result.problem and (restart := self._handle_bad_step(iteration, result)) is not None:
+                iteration = last_saved = restart
+                batches = self.data.training(restart)
+                continue
             with self._paused():
-                text += f"; {find_origin(self.engine, self.feed.training(iteration - 1))}"
-        self.log.say(f"  {text}")
-        if self.run.train.rewind_on_spike and (verdict.is_spike or verdict.is_last_straw):
+                self.checkpointer.poll()
+            if _due(iteration, config.eval_interval):
+                self.evaluate(iteration)
+            if _due(iteration, save_interval):
+                last_saved = self.save(iteration)
+            if iteration < config.train_iters:
+                early_exit = self.exit_conditions.due(iteration, ExitRequest(*request))
+        if early_exit:
+            self.log.info(f"exiting after iteration {iteration}: {early_exit.reason}")
+        if last_saved != iteration:
+            self.save(iteration)
+        self.checkpointer.finish()
+        return iteration, early_exit
+
+    def _step(self, iteration: int, batches: Iterator[Batch] | None) -> tuple[Tensor, StepStatus]:
+        """Run and log one iteration."""
+        self.progress.enter("training", iteration)
+        learning_rate = self.engine.get_lr()[0]
+        with ExitStack() as stack:
+            hooks = [*self.hooks]
+            for callback in self.callbacks:
+                hooks += stack.enter_context(callback.around_iteration(iteration))
+            loss = train_batch(self.engine, batches, hooks)
+        status = step_status(self.engine)
+        self.log.step(iteration, loss, learning_rate, status)
+        return loss, status
+
+    def _handle_bad_step(self, iteration: int, result: StepResult) -> int | None:
+        """Log the problem; rewind or raise NumericsError if the flags or the limit require it.
+
+        Returns the iteration of the checkpoint that was loaded, or None if training simply continues.
+        """
+        text = f"iteration {iteration}: {result.problem}"
+        if result.first_iteration == iteration and not result.is_spike:
+            with self._paused():
+                text += f"; {find_origin(self.engine, self.data.training(iteration - 1))}"
+        self.log.info(f"  {text}")
+        if self.run.train.rewind_on_spike and (result.is_spike or result.limit_reached):
             with self._paused():
                 self.checkpointer.finish()
                 if holds_checkpoint(Path(self.run.checkpoint.save)):
-                    return self._go_back(range(verdict.since, iteration + 1))
-        if verdict.is_last_straw:
+                    return self._rewind(range(result.first_iteration, iteration + 1))
+        if result.limit_reached:
             raise NumericsError(
-                f"{text}: as many in a row as --max-consecutive-bad-steps {self.run.train.max_consecutive_bad_steps} "
-                "allows; weights and checkpoints are as they were: lower --lr, look at the data, or go on with "
-                "--rewind-on-spike"
+                f"{text}: --max-consecutive-bad-steps {self.run.train.max_consecutive_bad_steps} reached; the last "
+                "checkpoint is from before them: lower --lr, check the data, or resume with --rewind-on-spike"
             )
         return None
 
-    def _go_back(self, culprits: range) -> int:
-        """Load the newest checkpoint, and leave the samples of iterations ``culprits`` out; its iteration."""
+    def _rewind(self, bad_iterations: range) -> int:
+        """Load the newest checkpoint and skip the samples of ``bad_iterations``. Returns its iteration."""
         config = replace(
             self.run.checkpoint, load=self.run.checkpoint.save, finetune=False, no_load_optim=False, no_load_rng=False
         )
         run = replace(self.run, checkpoint=config)
         saved = select_checkpoint(run)
-        self.returns[saved.tag] += 1
-        if self.returns[saved.tag] > self.run.train.max_consecutive_bad_steps:
+        self.rewinds[saved.tag] += 1
+        if self.rewinds[saved.tag] > self.run.train.max_consecutive_bad_steps:
             raise NumericsError(
-                f"iteration {culprits.stop - 1} went wrong again behind {self.returns[saved.tag] - 1} returns to "
-                f"{saved.folder / saved.tag}: lower --lr, or begin at an older checkpoint"
+                f"iteration {bad_iterations.stop - 1} is bad again after rewinding {self.rewinds[saved.tag] - 1} times "
+                f"to {saved.folder / saved.tag}: lower --lr, or start from an older checkpoint"
             )
-        samples = self.feed.leave_out(culprits)
+        skipped = self.data.skip(bad_iterations)
         load_checkpoint(self.engine, run, self.layout, saved)
-        self.watch.forget()
-        self.log.say(
-            f"  going back to {saved.folder / saved.tag}, without samples {samples.start} to {samples.stop - 1}"
+        self.anomalies.reset()
+        self.log.info(
+            f"  rewinding to {saved.folder / saved.tag}, skipping samples {skipped.start} to {skipped.stop - 1}"
         )
         return saved.iteration
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Leave what happens inside out of the pace of training."""
+        """Exclude the time spent inside from the time of training iterations."""
         start = time.monotonic()
         yield
         self.log.pause(time.monotonic() - start)
@@ -225,14 +189,3 @@ class Trainer:
 
 def _due(iteration: int, interval: int | None) -> bool:
     return bool(interval) and iteration % interval == 0
-
-
-def _describe_start(run: RunConfig, saved: SavedRun | None, iteration: int) -> str:
-    if saved:
-        problems = "".join(f"> warning: {problem}\n" for problem in saved.newer_problems)
-        return f"{problems}> loaded {saved.folder / saved.tag}; training goes on behind iteration {iteration}"
-    if run.checkpoint.auto_resume:
-        return f"> {run.checkpoint.save} holds no checkpoint yet: a fresh start"
-    if run.checkpoint.load:
-        return f"> {run.checkpoint.load} holds no checkpoint yet and is also --save: a fresh start"
-    return "> a fresh start"

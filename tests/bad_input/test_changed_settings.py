@@ -85,7 +85,7 @@ def test_moved_data_are_the_same(programs: Programs, place: Path) -> None:
     for ending in ("bin", "idx"):
         shutil.move(place / f"tiny_text_document.{ending}", place / "elsewhere" / f"text.{ending}")
     said = _start(programs, place, f"{SAME} --data-path elsewhere/text --exit-interval 3")
-    assert "goes on behind iteration 2" in said and "--override" not in said
+    assert "resuming after iteration 2" in said and "--override" not in said
 
 
 def test_override_takes_all_of_the_command_line(programs: Programs, place: Path) -> None:

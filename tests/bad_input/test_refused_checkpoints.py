@@ -181,5 +181,5 @@ def test_the_newest_whole_checkpoint_stands_in(programs: Programs, place: Path) 
     command = [programs.root / "pretrain_gpt2.py", *COMMAND, *SAME.split()]
     finished = programs.run("env", "-C", place, "python", *command).ok()
     assert "> warning: ck/global_step2/run.json is missing\n" in finished.output
-    assert "loaded ck/global_step1; training goes on behind iteration 1" in finished.output
+    assert "loaded ck/global_step1; resuming after iteration 1" in finished.output
     assert (place / "ck" / "latest").read_text() == "global_step4"

@@ -49,7 +49,7 @@ def expected(uninterrupted: Path) -> list[dict]:
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_the_next_losses_are_those_of_the_uninterrupted_run(go_on, expected, source: str, target: str):
     said, found = go_on(source, target)
-    assert "goes on behind iteration 3" in said
+    assert "resuming after iteration 3" in said
     for name in ("iteration", "consumed_samples", "learning_rate"):
         assert [line[name] for line in found] == [line[name] for line in expected]
     for name in ("lm_loss", "grad_norm"):

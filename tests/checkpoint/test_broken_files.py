@@ -187,5 +187,5 @@ def test_a_program_refuses_or_falls_back_on_all_ranks(programs: Programs, folder
     assert refused.returncode == 4 and "Traceback" not in refused.output
     resumed = programs.pretrain(2, *words).ok()
     assert f"> warning: {file} asks for posix.mkdir" in resumed.output
-    assert f"> loaded {folder}/global_step1; training goes on behind iteration 1" in resumed.output
+    assert f"> loaded {folder}/global_step1; resuming after iteration 1" in resumed.output
     assert not marker.exists()

@@ -55,7 +55,7 @@ FAULTS = {
 }
 
 
-def train_batch(engine, batches, listeners):
+def train_batch(engine, batches, hooks):
     global iteration
     iteration += 1
     if kind == "weights" and [dist.get_rank(), iteration] == [numbers[0], numbers[2]]:
@@ -72,7 +72,7 @@ def train_batch(engine, batches, listeners):
     if [dist.get_rank(), iteration] == numbers and kind in FAULTS:
         FAULTS[kind]()
     before = weights(engine)
-    loss = real_train_batch(engine, batches, listeners)
+    loss = real_train_batch(engine, batches, hooks)
     if kind == "gradient":
         kept = sum(map(torch.equal, before, weights(engine)))
         print(f"rank {dist.get_rank()} iteration {iteration} kept {kept} of {len(before)} weights", flush=True)

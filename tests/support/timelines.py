@@ -20,5 +20,5 @@ def by_theory(stages: int = 2, micro_batches: int = 3) -> Timeline:
     last = max(event.end for event in events[0])
     for stage in range(stages):
         events[stage].append(Event("OptimizerStep", last, last + 1, 5))
-    places = [{"pipe": stage, "data": 0, "model": 0} for stage in range(stages)]
-    return Timeline(Shape(stages, micro_batches, "1f1b", 2 * stages), places, events)
+    coordinates = [{"pipe": stage, "data": 0, "model": 0} for stage in range(stages)]
+    return Timeline(Shape(stages, micro_batches, "1f1b", 2 * stages), coordinates, events)

@@ -33,12 +33,13 @@ def pretrain(words: list[str], architecture: str = "GPT-2") -> tuple[int, str]:
     """Exit code and output of a run with these arguments, on this rank."""
     from megatron.config.command_line import parse_run
     from megatron.model.architectures import ARCHITECTURES
-    from megatron.training import trainer as training
+    from megatron.tools.reporting.callbacks import default_callbacks
     from megatron.training.preflight import check
+    from pretrain_gpt2 import train
 
     with contextlib.redirect_stdout(io.StringIO()) as output:
         run, _ = check(parse_run(words, os.environ, ARCHITECTURES[architecture]))
-        code = training.pretrain(run)
+        code = train(run, default_callbacks())
     return code, output.getvalue()
 
 

@@ -12,7 +12,7 @@ import pytest
 from support.command_lines import parse
 from support.timelines import by_theory
 
-from megatron.tools.reporting.record import write_record
+from megatron.tools.reporting.files import write_record
 from megatron.training.timeline import to_json
 
 ROOT = Path(__file__).resolve().parents[2]

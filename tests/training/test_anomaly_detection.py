@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: skipped by all ranks, traced, counted, and gone back from."""
+"""Losses and gradients that are not finite: skipped by all ranks, traced, counted, and rewound from."""
 
 import itertools
 import re
@@ -7,7 +7,7 @@ import pytest
 from support.command_lines import CUDA, parse
 from support.programs import read_metrics
 
-from megatron.training.anomaly_detection import StepWatch
+from megatron.training.anomaly_detection import AnomalyDetector
 from megatron.training.engines import StepStatus
 
 SETTINGS = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --clip-grad 0.4".split()
@@ -27,12 +27,12 @@ SETTINGS = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --clip-grad 0.4"
     ],
 )
 def test_a_bad_step_changes_no_weight(programs, tmp_path, layout: str) -> None:
-    """A rank's loss is no number in iteration 2: no weight of any rank changes, and then training goes on."""
+    """A rank's loss is not a number in iteration 2: no weight of any rank changes, and training continues."""
     words = ("--train-iters", "3", *layout.split(), "--metrics-file", tmp_path / "metrics")
     rank = 0 if "model-parallel" in layout else 1  # the vocabulary is so small that the second part of it is padding
     finished = programs.faulty(2, f"gradient {rank} 2", *SETTINGS, *words).ok()
     assert "iteration 2: the" in finished.output and "is not finite, the step was skipped" in finished.output
-    assert "a second forward pass is finite" in finished.output
+    assert "a repeated forward pass is finite" in finished.output
     for rank, iteration in itertools.product((0, 1), (1, 2, 3)):
         said = re.search(rf"rank {rank} iteration {iteration} kept (\d+) of (\d+) weights", finished.output)
         kept, held = map(int, said.groups())
@@ -44,43 +44,43 @@ def test_a_bad_step_changes_no_weight(programs, tmp_path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["--pipe-parallel-size 2", "--zero-stage 1 --bf16"])
-def test_faults_in_a_row_end_the_run_with_their_origin(programs, tmp_path, layout: str) -> None:
+def test_consecutive_bad_steps_end_the_run_with_their_origin(programs, tmp_path, layout: str) -> None:
     places = ("--save", tmp_path / "ck", "--save-interval", "2")
     words = ("--train-iters", "9", "--max-consecutive-bad-steps", "3", *layout.split())
     finished = programs.faulty(2, "weights 1 3 3", *SETTINGS, *words, *places)
     assert finished.returncode == 5
-    origin = "iteration 3: the loss is not finite, the step was skipped; once more it begins in layer 3 on rank 1\n"
-    assert origin in finished.output
-    assert "nothing saved behind iteration 4" in finished.output
+    problem = "iteration 3: the loss is not finite, the step was skipped"
+    assert f"{problem}; in a repeated forward pass it begins in layer 3 on rank 1\n" in finished.output
+    assert "no checkpoint saved after iteration 4" in finished.output
     (line,) = (line for line in finished.output.splitlines() if "error:" in line)
     assert "iteration 5" in line and "--max-consecutive-bad-steps 3" in line and "--rewind-on-spike" in line
     assert (tmp_path / "ck" / "latest").read_text() == "global_step2"
 
 
-def test_a_corrupted_weight_is_healed_by_going_back(programs, tmp_path) -> None:
+def test_rewinding_restores_a_corrupted_weight(programs, tmp_path) -> None:
     words = "--train-iters 8 --max-consecutive-bad-steps 2 --rewind-on-spike --save-interval 2".split()
     finished = programs.faulty(
         1, "weights 0 2 4", *SETTINGS, *words, "--save", tmp_path / "ck", "--metrics-file", tmp_path / "metrics"
     ).ok()
-    assert f"going back to {tmp_path / 'ck' / 'global_step2'}, without samples 24 to 39" in finished.output
+    assert f"rewinding to {tmp_path / 'ck' / 'global_step2'}, skipping samples 24 to 39" in finished.output
     lines = read_metrics(tmp_path / "metrics")
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5, 3, 4, 5, 6, 7, 8]
 
 
-def test_going_back_again_and_again_has_an_end(programs, tmp_path) -> None:
+def test_rewinding_has_a_limit(programs, tmp_path) -> None:
     words = "--train-iters 8 --rewind-on-spike --save-interval 2 --max-consecutive-bad-steps 2".split()
     finished = programs.faulty(1, "samples 24 9999 50", *SETTINGS, *words, "--save", tmp_path / "ck")
-    assert finished.returncode == 5 and finished.output.count("going back to") == 2
-    assert "iteration 4 went wrong again behind 2 returns to" in finished.output
+    assert finished.returncode == 5 and finished.output.count("rewinding to") == 2
+    assert "iteration 4 is bad again after rewinding 2 times to" in finished.output
 
 
-def test_samples_behind_a_spike_are_left_out_for_good(programs, tmp_path) -> None:
-    """Going back behind a spike gives what a stream without these samples gives; a resume keeps to it."""
+def test_samples_of_a_spike_are_skipped_for_good(programs, tmp_path) -> None:
+    """Rewinding after a spike gives what a stream without these samples gives, also after a resume."""
     words = "--train-iters 8 --rewind-on-spike --save-interval 3".split()
     whole = ("--save", tmp_path / "ck", "--metrics-file", tmp_path / "metrics")
     finished = programs.faulty(1, "samples 32 35 50", *SETTINGS, *words, *whole).ok()
     assert "iteration 5: the loss of" in finished.output and "is a spike over" in finished.output
-    assert f"going back to {tmp_path / 'ck' / 'global_step3'}, without samples 32 to 39" in finished.output
+    assert f"rewinding to {tmp_path / 'ck' / 'global_step3'}, skipping samples 32 to 39" in finished.output
     losses = [(line["iteration"], line["lm_loss"]) for line in read_metrics(tmp_path / "metrics")]
     assert [iteration for iteration, _ in losses] == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
     assert losses[3] == losses[5] and losses[6][1] < losses[4][1] / 10
@@ -91,25 +91,25 @@ def test_samples_behind_a_spike_are_left_out_for_good(programs, tmp_path) -> Non
     assert [(line["iteration"], line["lm_loss"]) for line in read_metrics(tmp_path / "resumed")] == losses[-2:]
 
 
-def judged(run, *steps: tuple[float, bool, float]) -> list[str]:
-    watch = StepWatch(run)
-    said = []
+def results(run, *steps: tuple[float, bool, float]) -> list[str]:
+    detector = AnomalyDetector(run)
+    found = []
     for number, (loss, applied, scale) in enumerate(steps, start=1):
-        verdict = watch.judge(number, loss, StepStatus(applied, 1.0 if applied else None, scale, 0))
-        said.append(
-            "stop" if verdict.is_last_straw else "spike" if verdict.is_spike else verdict.fault and "bad" or "good"
+        result = detector.check(number, loss, StepStatus(applied, 1.0 if applied else None, scale, 0))
+        found.append(
+            "stop" if result.limit_reached else "spike" if result.is_spike else result.problem and "bad" or "good"
         )
-    return said
+    return found
 
 
 def test_an_overflow_of_fp16_counts_where_its_scale_can_fall_no_further() -> None:
     run = parse("--fp16 --min-scale 4 --max-consecutive-bad-steps 2", environ=CUDA)
     steps = [(2.0, False, 16.0), (2.0, False, 8.0), (2.0, False, 4.0), (2.0, True, 4.0), (2.0, False, 4.0)]
-    assert judged(run, *steps, (2.0, False, 4.0)) == ["good", "good", "bad", "good", "bad", "stop"]
+    assert results(run, *steps, (2.0, False, 4.0)) == ["good", "good", "bad", "good", "bad", "stop"]
 
 
 def test_a_spike_stands_out_from_the_steps_before_it() -> None:
     run = parse("--rewind-on-spike --spike-factor 1.5 --save ck --save-interval 5")
     steps = [(loss, True, 1.0) for loss in (9.0, 3.0, 3.0, 6.0, 8.0, 3.0)]
-    assert judged(run, *steps) == ["good", "good", "good", "good", "spike", "good"]
-    assert judged(parse(), *steps) == ["good"] * 6
+    assert results(run, *steps) == ["good", "good", "good", "good", "spike", "good"]
+    assert results(parse(), *steps) == ["good"] * 6

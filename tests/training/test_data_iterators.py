@@ -9,14 +9,14 @@ SETTINGS = "--train-iters 6 --batch-size 1 --global-batch-size 4 --eval-iters 1 
 
 
 def builds_of(shared: bool, local_ranks: list[int], cache: str, words: list[str]) -> int:
-    """How many index maps this rank builds for its feed."""
+    """How many index maps this rank builds for its data iterators."""
     import os
 
     import torch.distributed as dist
 
     from megatron.config.command_line import parse_run
     from megatron.data.index_maps import SampleStream
-    from megatron.training.data_iterators import Feed
+    from megatron.training.data_iterators import DataIterators
 
     rank = dist.get_rank()
     os.environ["LOCAL_RANK"] = str(local_ranks[rank])
@@ -27,7 +27,7 @@ def builds_of(shared: bool, local_ranks: list[int], cache: str, words: list[str]
     build = SampleStream.build
     SampleStream.build = lambda stream: built.append(stream) or build(stream)
     try:
-        Feed(run, SimpleNamespace(rank=rank, is_first_stage=True, is_last_stage=True))
+        DataIterators(run, SimpleNamespace(rank=rank, is_first_stage=True, is_last_stage=True))
     finally:
         SampleStream.build = build
     return len(built)

@@ -1,4 +1,4 @@
-"""Runs that are asked to leave: the iteration is finished, saved and taken up again."""
+"""Runs that are asked to exit: the iteration is finished, saved and resumed from."""
 
 import pytest
 from support.ports import free_port
@@ -7,13 +7,13 @@ from support.programs import TINY_MODEL, read_metrics
 SETTINGS = "--train-iters 6 --batch-size 2 --global-batch-size 8 --eval-iters 0".split()
 
 
-def test_a_signal_to_one_rank_makes_all_save_and_leave(programs, train_in_ranks, tmp_path) -> None:
-    """With dropout on, in a pipeline with tensor parallelism; going on gives what an undisturbed run gives."""
+def test_a_signal_to_one_rank_makes_all_save_and_exit(programs, train_in_ranks, tmp_path) -> None:
+    """With dropout on, in a pipeline with tensor parallelism; resuming gives what an uninterrupted run gives."""
     layout = "--model-parallel-size 2 --pipe-parallel-size 2".split()
     train_in_ranks(4, *SETTINGS, *layout, "--metrics-file", tmp_path / "whole")
     parts = (*layout, "--save", tmp_path / "ck", "--load", tmp_path / "ck", "--metrics-file", tmp_path / "parts")
     left = programs.faulty(4, "signal 2 3 SIGTERM", *SETTINGS, *parts)
-    assert "leaving after iteration 3: SIGTERM asks for it" in left.output and left.returncode == 75
+    assert "exiting after iteration 3: received SIGTERM" in left.output and left.returncode == 75
     assert [path.name for path in tmp_path.glob("ck/global_step*")] == ["global_step3"]
     programs.pretrain(4, *SETTINGS, *parts).ok()
     whole, found = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
@@ -31,7 +31,7 @@ def test_exit_codes(programs, tmp_path, signals: str, save: bool, code: int) -> 
     left = programs.faulty(1, f"signal 0 2 {signals}", *SETTINGS, *places, "--num-workers", "1")
     assert left.returncode == code, left.output
     at_once = " " in signals
-    assert ("leaving after iteration 2: SIGUSR1" in left.output) == (not at_once)
+    assert ("exiting after iteration 2: received SIGUSR1" in left.output) == (not at_once)
     assert (tmp_path / "ck" / "latest").exists() == (save and not at_once)
 
 
@@ -47,13 +47,13 @@ def test_a_launcher_passes_its_signal_on(programs, tmp_path, launcher) -> None:
     words = (*TINY_MODEL, *programs.data_arguments, *SETTINGS, "--train-iters", "500", "--save", tmp_path / "ck")
     left = programs.run(*launcher, "tests/support/faulty_pretrain.py", *words, FAULT="launcher 1 2 SIGTERM")
     assert left.returncode != 0
-    assert "SIGTERM asks for it" in left.output
+    assert "received SIGTERM" in left.output
     (tag,) = (tmp_path / "ck").glob("global_step*")
     assert (tag / "manifest.json").exists() and (tmp_path / "ck" / "latest").read_text() == tag.name
 
 
-def test_time_is_over_behind_an_iteration(programs, tmp_path) -> None:
+def test_the_time_limit_ends_a_run_after_an_iteration(programs, tmp_path) -> None:
     places = ("--save", tmp_path / "ck", "--exit-duration-in-mins", "0.001")
     left = programs.pretrain(1, *SETTINGS, *places).ok()
-    assert "leaving after iteration 1: --exit-duration-in-mins 0.001 are over" in left.output
+    assert "exiting after iteration 1: --exit-duration-in-mins 0.001 have passed" in left.output
     assert (tmp_path / "ck" / "latest").read_text() == "global_step1"

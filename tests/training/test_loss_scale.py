@@ -20,14 +20,14 @@ def follow_scale(ds_config: dict, steps: str) -> list[float]:
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 
-    from megatron.training.engines import scale_exhaustion_named
+    from megatron.parallel.deepspeed_compat.engine import loss_scale_limit_reported
 
     fp16 = DeepSpeedConfig(ds_config).float16_config
     assert fp16.enabled
     # As DeepSpeedEngine gives them to ZeRO's optimizers.
     scaler = CreateLossScaler(torch.half, fp16.loss_scale, fp16.loss_scale == 0, fp16.dynamic_loss_scale_args())
     found = [scaler.loss_scale]
-    with scale_exhaustion_named():
+    with loss_scale_limit_reported():
         for step in steps:
             scaler.update_scale(step == "!")
             found.append(scaler.loss_scale)

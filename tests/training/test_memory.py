@@ -7,7 +7,7 @@ from pathlib import Path
 from support.command_lines import parse
 
 from megatron.tools.planning.memory import stage_memory
-from megatron.training.memory import smallest_change
+from megatron.tools.reporting.callbacks import smallest_change
 
 
 def test_the_end_of_the_memory_is_one_line(programs, tmp_path: Path) -> None:
@@ -18,9 +18,9 @@ def test_the_end_of_the_memory_is_one_line(programs, tmp_path: Path) -> None:
     assert "Traceback" not in finished.output
     (said,) = (line for line in finished.output.splitlines() if "error:" in line)
     pattern = (
-        r"pretrain_gpt2.py: error: rank 0: out of memory in training, iteration 1: \S+ GB were asked for, "
+        r"pretrain_gpt2.py: error: rank 0: out of memory in training, iteration 1: \S+ GB were requested, "
         r"\S+ GB are free; "
-        r"this rank holds (\S+) GB, and at its peak was planned to hold (\S+) GB; (--\S.*) would take (\S+) GB; "
+        r"this rank holds (\S+) GB, and was planned to hold (\S+) GB at its peak; (--\S.*) would take (\S+) GB; "
         r"see (\S+)"
     )
     held, planned, change, needed, file = re.fullmatch(pattern, said).groups()

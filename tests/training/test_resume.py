@@ -28,7 +28,7 @@ def test_resume_is_bit_identical(programs, train_in_ranks, tmp_path, processes, 
     assert "a fresh start" in first
     assert [line["iteration"] for line in read_metrics(tmp_path / "parts")] == [1, 2, 2, 3]
     second = programs.pretrain(processes, *SETTINGS, *flags, *folder).ok()
-    assert "goes on behind iteration 3" in second.output
+    assert "resuming after iteration 3" in second.output
     whole, parts = read_metrics(tmp_path / "whole"), read_metrics(tmp_path / "parts")
     assert [{name: line.get(name) for name in EXACT} for line in parts] == [
         {name: line.get(name) for name in EXACT} for line in whole

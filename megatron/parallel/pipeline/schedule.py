@@ -5,6 +5,8 @@ micro-batch k of m, from 1 on, forward in slot s + 2 (k - 1) and backward in slo
 batch takes 2 (m + p - 1) slots, of which each stage idles in 2 (p - 1).
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 
@@ -19,6 +21,10 @@ class Instruction(NamedTuple):
 
     def __str__(self) -> str:
         return self.name if self.micro_batch is None else f"{self.name} of micro-batch {self.micro_batch}"
+
+
+InstructionHook = Callable[[Instruction], AbstractContextManager]
+"""Called before each instruction of an engine, which then runs inside the context that the hook returns."""
 
 
 class Pass(NamedTuple):

@@ -42,7 +42,7 @@ def measure(timeline: Timeline) -> Measures:
     spent = [_spent(timeline, iteration) for iteration in iterations]
     ranks = tuple(
         {share: median(of_ranks[rank][share] for of_ranks in spent) for share in SHARES}
-        for rank in range(len(timeline.places))
+        for rank in range(len(timeline.coordinates))
     )
     seconds = median(_span(_all(timeline, range(len(ranks)), iteration)) for iteration in iterations)
     shape = timeline.shape
@@ -72,8 +72,8 @@ def _bubble(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> floa
 
 def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
     """Of each rank: the seconds of ``iteration`` for each of ``SHARES``."""
-    span = _span(_all(timeline, range(len(timeline.places)), iteration))
-    found: list[dict[str, float]] = [{} for _ in timeline.places]
+    span = _span(_all(timeline, range(len(timeline.coordinates)), iteration))
+    found: list[dict[str, float]] = [{} for _ in timeline.coordinates]
     for pipeline in timeline.pipelines:
         stages = [
             {(event.name, event.micro_batch, event.phase): event for event in timeline.instructions(rank, iteration)}
@@ -105,39 +105,3 @@ def _transfer(event: Event, stage: int, stages: Sequence[Mapping[tuple, Event]])
     is_inside = 0 <= stage + further < len(stages)
     other = stages[stage + further].get((name, event.micro_batch, event.phase)) if is_inside else None
     return max(event.end - max(event.begin, other.begin), 0.0) if other else 0.0
-
-
-def unit_seconds(timeline: Timeline) -> list[float]:
-    """What a micro-batch costs in each unit, forward and backward: embeddings, each layer, head with loss.
-
-    Layers are timed by themselves. The first stage's passes less its layers are the embeddings, the last one's the
-    head; where one stage has both, the head.
-    """
-    layers = [_typical(timeline, number) for number in range(1, timeline.shape.layers + 1)]
-    ends = [min(pipeline[end] for pipeline in timeline.pipelines) for end in (0, -1)]
-    if timeline.shape.schedule != "1f1b":
-        ends[1] = ends[0]  # the model turns around behind the last stage
-    front, back = (_beside_layers(timeline.events[rank]) for rank in ends)
-    return [front if ends[0] != ends[1] else 0.0, *layers, back]
-
-
-def _typical(timeline: Timeline, layer: int) -> float:
-    """Median of the layer's forward passes, and of its backward passes with what they recompute."""
-    passes: dict[str, dict[tuple, float]] = {}
-    for rank, events in enumerate(timeline.events):
-        for event in events:
-            if event.layer == layer:
-                # A layer runs forward again inside the backward pass where it is recomputed.
-                times, key = passes.setdefault(event.name, {}), (rank, event.iteration, event.micro_batch)
-                times[key] = times.get(key, 0.0) + event.seconds
-    return sum(median(times.values()) for times in passes.values())
-
-
-def _beside_layers(events: Sequence[Event]) -> float:
-    """Median over a rank's micro-batches of what its passes take beside the transformer layers."""
-    left: dict[tuple, float] = {}
-    for event in events:
-        if event.kind in ("forward", "backward") and not event.collective:
-            key = event.iteration, event.micro_batch
-            left[key] = left.get(key, 0.0) + (event.seconds if event.layer is None else -event.seconds)
-    return max(median(left.values()), 0.0) if left else 0.0

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from statistics import median
 
-from megatron.tools.reporting.curves import Chart, Points, draw_chart
+from megatron.tools.reporting.curves import Chart, draw_chart
+from megatron.tools.reporting.files import Points, Record
 from megatron.tools.reporting.measure import PASSES, Measures, measure
-from megatron.tools.reporting.record import Record
 from megatron.tools.reporting.schedule_picture import draw
 from megatron.training.timeline import Timeline
 

@@ -51,7 +51,7 @@ def draw(timeline: Timeline, measures: Measures) -> str:
 
 def _median_iteration(timeline: Timeline) -> int:
     def seconds(iteration: int) -> float:
-        events = [e for rank in range(len(timeline.places)) for e in timeline.instructions(rank, iteration)]
+        events = [e for rank in range(len(timeline.coordinates)) for e in timeline.instructions(rank, iteration)]
         return max(e.end for e in events) - min(e.begin for e in events)
 
     ordered = sorted(timeline.iterations, key=seconds)
@@ -65,7 +65,7 @@ def _shown(timeline: Timeline) -> list[int]:
 
 
 def _label(timeline: Timeline, rank: int) -> str:
-    return f"rank {rank}, stage {timeline.places[rank]['pipe']}"
+    return f"rank {rank}, stage {timeline.coordinates[rank]['pipe']}"
 
 
 def _measured(timeline: Timeline, rank: int, ranks: Sequence[int], iteration: int) -> list[_Bar]:

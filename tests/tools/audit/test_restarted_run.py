@@ -26,7 +26,7 @@ def case(restarted: Restarted) -> Case:
 
 
 def test_the_run_is_as_if_nothing_had_happened(restarted: Restarted) -> None:
-    assert "goes on behind iteration 2" in restarted.said and "70.00%" in restarted.said
+    assert "resuming after iteration 2" in restarted.said and "70.00%" in restarted.said
     found, expected = read_metrics(restarted.metrics), read_metrics(restarted.uninterrupted)
     logged = [line["iteration"] for line in found if "lm_loss" in line]
     assert logged == [1, 2, 3, 4, 3, 4, 5, 6]

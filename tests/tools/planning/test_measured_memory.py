@@ -91,12 +91,12 @@ def measure(words: list[str], masked_lm: bool) -> tuple[dict[str, int], dict[str
     from megatron.launch.distributed import distributed
     from megatron.model.architectures import BERT, GPT2
     from megatron.tools.planning.memory import stage_memory
-    from megatron.training.data_iterators import Feed
+    from megatron.training.data_iterators import DataIterators
     from megatron.training.preflight import check
 
     run, _ = check(parse_run(words, os.environ, BERT if masked_lm else GPT2))
     with distributed(run.parallel) as layout:
-        measured = measured_memory(run, layout, Feed(run, layout, ()).training(0))
+        measured = measured_memory(run, layout, DataIterators(run, layout, ()).training(0))
         owner = layout.get_sequence_data_parallel_rank()
         memory = stage_memory(run, owner)[layout.pipe_group.rank()]
     return {**memory.parts(), "total": memory.total}, measured

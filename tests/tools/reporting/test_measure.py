@@ -9,9 +9,10 @@ from support.timelines import BACKWARD, FORWARD, by_theory
 
 from megatron.config.errors import ConfigError
 from megatron.parallel.pipeline.schedule import bubble
-from megatron.tools.reporting.measure import measure, unit_seconds
+from megatron.tools.reporting.files import read_timeline
+from megatron.tools.reporting.measure import measure
 from megatron.tools.reporting.schedule_picture import draw
-from megatron.training.timeline import Event, read_timeline, to_json
+from megatron.training.timeline import Event, to_json, unit_seconds
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(1, 2), (2, 1), (2, 3), (4, 8)])

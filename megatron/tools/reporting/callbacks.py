@@ -1,0 +1,87 @@
+"""Training callbacks that need the planner or the report: advice on memory, run.json, the picture of a trace."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from megatron.config import RunConfig
+from megatron.training.callbacks import Callback, MemoryPlan, warn_if_unwritable
+from megatron.training.timeline import Timeline
+
+PICTURE = "schedule.svg"
+
+
+def default_callbacks() -> list[Callback]:
+    """What the entry scripts register. They import the planner and the report only when they are called."""
+    return [RunRecord(), SchedulePicture(), MemoryAdvice()]
+
+
+class RunRecord(Callback):
+    """Writes run.json to ``--run-dir``."""
+
+    def on_run_start(self, run: RunConfig, device: str) -> None:
+        """Write the configuration, the plan and the environment."""
+        if run.observe.run_dir:
+            from megatron.tools.reporting.files import RECORD, write_record
+
+            with warn_if_unwritable(RECORD):
+                write_record(run, device)
+
+
+class SchedulePicture(Callback):
+    """Draws the trace of ``--trace``."""
+
+    def on_trace_written(self, timeline: Timeline, folder: Path) -> None:
+        """Write schedule.svg."""
+        from megatron.tools.reporting.measure import measure
+        from megatron.tools.reporting.schedule_picture import draw
+
+        (folder / PICTURE).write_text(draw(timeline, measure(timeline)))
+
+
+class MemoryAdvice(Callback):
+    """Reports what was planned for a rank that ran out of memory, and the smallest change that would fit."""
+
+    def on_out_of_memory(self, run: RunConfig, stage: int, available: float) -> MemoryPlan:
+        """The planner's figures for a rank of ``stage``, and its advice."""
+        from megatron.tools.planning.memory import stage_memory
+
+        memory = stage_memory(run)[stage]
+        return MemoryPlan(memory.total, memory.parts(), smallest_change(run, stage, available))
+
+
+def smallest_change(run: RunConfig, stage: int, available: float) -> str:
+    """The smallest change of the flags that by plan lets a rank of ``stage`` need at most ``available`` bytes."""
+    from megatron.config.validation import violations
+    from megatron.tools.planning.memory import stage_memory
+
+    for flags, changed in _changes(run):
+        needed = stage_memory(changed)[stage].total
+        if needed <= available and not violations(changed):
+            return f"{flags} would take {needed / 1e9:.3g} GB"
+    return "no smaller micro-batch, recomputation or ZeRO stage would fit: use more ranks; tools/plan.py says how many"
+
+
+def _changes(run: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Changes of ``run`` that keep the global batch and the number of ranks, the smallest first."""
+    recomputing = replace(run.activation, checkpoint_activations=True, recompute_granularity="full")
+    recomputations = [("", run)]
+    if not run.activation.checkpoint_activations:
+        recomputations.append(("--checkpoint-activations", replace(run, activation=recomputing)))
+    for stage in range(run.zero.zero_stage, 2 if run.parallel.uses_pipeline else 4):
+        for recompute_flag, recomputed in recomputations:
+            staged = replace(recomputed, zero=replace(run.zero, zero_stage=stage))
+            for size in _halves(run.train.micro_batch_size):
+                steps = run.train.gradient_accumulation_steps * (run.train.micro_batch_size // size)
+                train = replace(run.train, micro_batch_size=size, gradient_accumulation_steps=steps)
+                zero_flag = f"--zero-stage {stage}" if stage > run.zero.zero_stage else ""
+                batch_flags = f"--batch-size {size} --gas {steps}" if size < run.train.micro_batch_size else ""
+                flags = " ".join(filter(None, (zero_flag, recompute_flag, batch_flags)))
+                if flags:
+                    yield flags, replace(staged, train=train)
+
+
+def _halves(size: int) -> Iterator[int]:
+    while size:
+        yield size
+        size = size // 2 if size % 2 == 0 else 0

@@ -1,0 +1,201 @@
+"""The files of a run that a report is made of: metrics, trace.json and run.json."""
+
+import json
+import math
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.config import RunConfig
+from megatron.config.errors import ConfigError, DataError
+from megatron.config.summary import describe_config
+from megatron.launch.files import replace_file
+from megatron.parallel.pipeline.partition import TRACE, plan
+from megatron.tools.planning.memory import Memory, activations, stage_memory
+from megatron.tools.planning.timing import DEVICES, Machine, timing, traffic
+from megatron.training.timeline import EVENT_DETAILS, FORMAT, Event, Shape, Timeline
+
+Points = Mapping[int, float]
+"""Iteration -> value, in order."""
+
+
+def read_series(path: Path, keys: Sequence[str]) -> dict[str, Points]:
+    """The values of each of ``keys`` in a metrics file, which has one JSON object with an ``iteration`` per line.
+
+    If an iteration occurs twice, as after a resume, the last line counts. Values that are null or not finite are
+    skipped. Raises DataError, with the line number, for a line that is no such object, and if the file has no loss.
+    """
+    series: dict[str, dict[int, float]] = {key: {} for key in keys}
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    _add_points(series, f"{path}:{number}", line)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); give a file that --metrics-file wrote") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8; give a file that --metrics-file wrote") from error
+    if not (series["lm_loss"] or series["validation_loss"]):
+        raise DataError(f"{path}: no lm_loss and no validation_loss to draw; give a file that --metrics-file wrote")
+    return {key: dict(sorted(points.items())) for key, points in series.items()}
+
+
+def _add_points(series: Mapping[str, dict[int, float]], where: str, line: str) -> None:
+    """Add the values of one line. Raises DataError if it is not an object with an iteration and numbers."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno}); fix or remove the line") from error
+    if not isinstance(record, dict) or type(record.get("iteration")) is not int:
+        raise DataError(f"{where}: not a JSON object with an integer iteration; fix or remove the line")
+    for key in series:
+        value = record.get(key)
+        if value is None:
+            continue
+        if type(value) not in (int, float):
+            raise DataError(f"{where}: {key} is {value!r}, which is not a number; fix or remove the line")
+        if math.isfinite(value):
+            series[key][record["iteration"]] = value
+
+
+def read_timeline(path: Path) -> Timeline:
+    """The timeline in a folder of ``--trace``, or in its trace.json.
+
+    Raises:
+        ConfigError: if it cannot be read, or was not written by a run of this suite.
+    """
+    path = path / TRACE if path.is_dir() else path
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a folder of --trace") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON; name a folder of --trace") from error
+    try:
+        return _timeline(content)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ConfigError(f"{path}: not a trace of this suite; name a folder of --trace") from error
+
+
+def _timeline(content: Any) -> Timeline:
+    metadata = content["otherData"]
+    if metadata["format"] != FORMAT:
+        raise ValueError
+    stages, micro_batches = (_positive(metadata[name]) for name in ("stages", "micro_batches"))
+    shape = Shape(stages, micro_batches, str(metadata["schedule"]), metadata["layers"])
+    coordinates = [{str(axis): int(number) for axis, number in of_rank.items()} for of_rank in metadata["places"]]
+    events: list[list[Event]] = [[] for _ in coordinates]
+    for row in content["traceEvents"]:
+        if row["ph"] == "X":
+            arguments, begin = row["args"], _seconds(row["ts"])
+            details = {name: arguments[name] for name in EVENT_DETAILS if name in arguments}
+            end, iteration = begin + _seconds(row["dur"]), _positive(arguments["iteration"])
+            events[row["pid"]].append(Event(str(arguments["instruction"]), begin, end, iteration, **details))
+    if not any(events) or any("pipe" not in of_rank for of_rank in coordinates):
+        raise ValueError
+    return Timeline(shape, coordinates, events)
+
+
+def _seconds(microseconds: Any) -> float:
+    if not math.isfinite(microseconds):
+        raise ValueError
+    return microseconds / 1e6
+
+
+def _positive(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise ValueError
+    return value
+
+
+RECORD = "run.json"
+_RECORD_FORMAT = 1
+_PACKAGES = ("torch", "deepspeed", "numpy")
+
+
+class PlannedStage(NamedTuple):
+    """What was planned for a pipeline stage."""
+
+    share: float
+    """Of the operations of a forward pass."""
+    memory: float
+    """Bytes of one of its ranks, at its peak."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """The content of run.json in ``--run-dir``."""
+
+    description: Mapping[str, str]
+    """Layout, model, batch and schedule as text."""
+    stages: Sequence[PlannedStage]
+    seconds: float | None
+    """Planned seconds of an iteration; None for a device that the planner does not know."""
+    environment: Mapping[str, str]
+    config: Mapping[str, Any]
+
+
+def write_record(run: RunConfig, device: str) -> None:
+    """Write run.json. Raises OSError if that is not possible."""
+    stages, memories = plan(run), stage_memory(run)
+    flops = [stage.flops(run.data.seq_length) for stage in stages]
+    record = Record(
+        description=describe_config(run),
+        stages=[PlannedStage(f / sum(flops), memory.total) for f, memory in zip(flops, memories, strict=True)],
+        seconds=_planned_seconds(run, device, memories),
+        environment=_environment(device),
+        config=asdict(run),
+    )
+    folder = Path(str(run.observe.run_dir))
+    folder.mkdir(parents=True, exist_ok=True)
+    with replace_file(folder / RECORD, text=True) as file:
+        file.write(json.dumps({"format": _RECORD_FORMAT, **asdict(record)}, indent=1))
+
+
+def read_record(path: Path) -> Record:
+    """The content of the run.json ``path``. Raises ConfigError if it is not one."""
+    try:
+        content = json.loads(path.read_bytes())
+        if content["format"] != _RECORD_FORMAT:
+            raise ValueError
+        return Record(
+            description={str(key): str(text) for key, text in content["description"].items()},
+            stages=[PlannedStage(float(share), float(memory)) for share, memory in content["stages"]],
+            seconds=None if content["seconds"] is None else float(content["seconds"]),
+            environment={str(key): str(text) for key, text in content["environment"].items()},
+            config=content["config"],
+        )
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a folder of --run-dir") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: not a record of a run; name a folder that --run-dir wrote") from error
+
+
+def _planned_seconds(run: RunConfig, device: str, memories: Sequence[Memory]) -> float | None:
+    known = next((preset for name, preset in DEVICES.items() if name in device.lower()), None)
+    if known is None:
+        return None
+    hidden = activations(run).hidden
+    stages = [(s, traffic(run, s, memory.parameters, hidden)) for s, memory in zip(plan(run), memories, strict=True)]
+    return timing(run, Machine(known, known.per_node), stages).total
+
+
+def _environment(device: str) -> dict[str, str]:
+    """Host and versions of rank 0; no environment variables, which may hold secrets."""
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "device": device,
+        "processors": str(os.cpu_count()),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in _PACKAGES},
+        "command": " ".join(sys.argv),
+    }

@@ -1,0 +1,119 @@
+"""From a checked configuration to ranks that can train, and what a run logs about itself before it starts."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from megatron.checkpoint.load import Loaded
+from megatron.checkpoint.saved_run import SavedRun
+from megatron.config import RunConfig
+from megatron.config.summary import describe_config, describe_stages
+from megatron.launch.distributed import distributed
+from megatron.launch.extensions import build_extensions, check_device
+from megatron.launch.progress import ProgressState
+from megatron.launch.rank_failure import rank_failure_monitor
+from megatron.launch.watchdog import hang_watchdog
+from megatron.parallel.deepspeed_compat import warn_if_untested_version
+from megatron.parallel.deepspeed_compat.output import silence_known_warnings
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.random import model_parallel_manual_seed
+from megatron.training.callbacks import Callback
+from megatron.training.memory import out_of_memory_reported
+from megatron.training.metrics import MetricsLogger
+
+
+@contextmanager
+def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator[tuple[ParallelLayout, ProgressState]]:
+    """Join the process group and seed this rank. While inside, lost and hung ranks and full memory end the run.
+
+    Yields this rank's place in the layout, and the progress state, which the training loop has to keep up to date.
+    """
+    silence_known_warnings()
+    check_device(run.parallel.device, run.parallel.local_rank or 0)
+    build_extensions(run)
+    progress = ProgressState()
+    with (
+        distributed(run.parallel, verbose=run.logging.verbose) as layout,
+        rank_failure_monitor(progress),
+        hang_watchdog(run, layout, progress),
+        out_of_memory_reported(run, layout, progress, callbacks),
+    ):
+        warn_if_untested_version(is_main_rank=layout.rank == 0)
+        model_parallel_manual_seed(run.train.seed, layout)
+        yield layout, progress
+
+
+def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Callback]) -> None:
+    """Log layout, model, batch, schedule, device and the compiled DeepSpeed config; pass the run to the callbacks."""
+    rows = {
+        **describe_config(run),
+        "device": f"{_device_name()}, torch {torch.__version__}",
+        "deepspeed": json.dumps(run.ds_config),
+    }
+    log.info("\n".join(f"> {name:9} {text}" for name, text in rows.items()))
+    if run.parallel.uses_pipeline:
+        log.info(describe_stages(run))
+    log.text("config", json.dumps(dataclasses.asdict(run), indent=2))
+    if dist.get_rank() == 0:
+        for callback in callbacks:
+            callback.on_run_start(run, _device_name())
+
+
+def log_start(
+    run: RunConfig,
+    layout: ParallelLayout,
+    module: nn.Module,
+    saved: SavedRun | None,
+    loaded: Loaded,
+    log: MetricsLogger,
+) -> None:
+    """Log the number of parameters, the loaded checkpoint and the first iteration. Every rank must call it."""
+    log.info(_describe_model(module, layout))
+    for remark in loaded.remarks:
+        log.info(f"> {remark}")
+    if saved:
+        for problem in saved.newer_problems:
+            log.info(f"> warning: {problem}")
+        log.info(f"> loaded {saved.folder / saved.tag}; resuming after iteration {loaded.iteration}")
+    elif run.checkpoint.auto_resume:
+        log.info(f"> {run.checkpoint.save} holds no checkpoint yet: a fresh start")
+    elif run.checkpoint.load:
+        log.info(f"> {run.checkpoint.load} holds no checkpoint yet and is also --save: a fresh start")
+    else:
+        log.info("> a fresh start")
+
+
+def _device_name() -> str:
+    """The device of this rank, such as ``cpu`` or ``cuda (NVIDIA H100)``."""
+    device = get_accelerator().device_name()
+    return device if device == "cpu" else f"{device} ({torch.get_device_module(device).get_device_name()})"
+
+
+def _describe_model(module: nn.Module, layout: ParallelLayout) -> str:
+    """Number of parameters, in total and on each rank of the first data-parallel replica."""
+    held = sum(_numel(p) for p in module.parameters())
+    unique = sum(
+        _numel(p)
+        for p in module.parameters()
+        if not getattr(p, "ds_pipe_replicated", False)
+        and (getattr(p, "model_parallel", False) or layout.tensor_group.rank() == 0)
+        and (layout.sequence_group is None or layout.sequence_group.rank() == 0)
+    )
+    counts = torch.tensor([held, unique], device=get_accelerator().current_device_name())
+    of_ranks = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_ranks, counts)
+    replica = [rank for rank in range(len(of_ranks)) if layout.topology.get_coord(rank).data == 0]
+    total = sum(int(of_ranks[rank][1]) for rank in replica)
+    ranks = ", ".join(f"rank {rank} {int(of_ranks[rank][0]):,}" for rank in replica[:8])
+    more = f", and {len(replica) - 8} more" if len(replica) > 8 else ""
+    return f"> parameters {total:,} in total, padding included; {ranks}{more}"
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())  # under ZeRO-3 the local parameter is empty
