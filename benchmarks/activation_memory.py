@@ -139,7 +139,7 @@ def _measure_on_this_rank(arguments: argparse.Namespace, attention: str, kind: s
         model = GPT2Model(config, activation, layout).to(device).train()
         tokens = torch.randint(0, config.vocab_size, (arguments.batch_size, arguments.seq_length), device=device)
         targets = (tokens, torch.full(tokens.shape, 1 / tokens.numel(), device=device))  # [b, s] each
-        with deepspeed_silenced(verbose=False):  # profiled, DeepSpeed tells each layer's time
+        with deepspeed_silenced(verbose=False):  # when profiling, DeepSpeed prints each layer's time
             model(tokens, targets).backward()
             model.zero_grad(set_to_none=False)
             memory = _Peak()

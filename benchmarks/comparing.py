@@ -47,7 +47,7 @@ class Comparison:
 
     @property
     def cpu_ratio(self) -> float:
-        """The same by processor time: median of the rounds."""
+        """The same by CPU time: median of the rounds."""
         rounds = zip(self.ours.cpu, self.theirs.cpu, strict=True)
         return statistics.median(theirs / ours if ours else 1.0 for ours, theirs in rounds)
 

@@ -85,7 +85,7 @@ def measure(folder: Path, megabytes: float) -> Run:
 
 
 def kill_and_resume(folder: Path, whole: Run) -> str:
-    """Kill the tool when half of the output is written, and go on; what came of it."""
+    """Kill the tool when half of the output is written, resume it, and return the result."""
     words = command(folder, "parts")
     half = (folder / "whole_text_document.bin").stat().st_size // 2
     partial = folder / "parts_text_document.bin.partial"

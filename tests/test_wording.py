@@ -16,19 +16,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDING = {
-    r"\bbehind (?:iteration|step|each|every|a |the |an |it\b|its|--|\d)": "after",
+    r"(?<!is )(?<!are )(?<!left )(?<!leaves )(?<!leave )(?<!nothing )\bbehind\b": "after, following",
     r"\bgo(?:es|ne)? on\b(?! (?:GPU|CPU))|\bwent on\b|\bgoing on\b": "continues, resumes",
     r"\bas long as it likes\b": "without a limit",
     r"\bwhereabouts\b": "progress state, position",
     r"\bmend(?:s|ed|ing)?\b": "fix",
     r"\b(?:comes|come|came|coming) to (?:a |an |the )?(?:number|total|\d|new checkpoints|there\b)": "totals, is",
     r"\bstands? in for\b|\bone stands in\b|\bstand-in\b": "replaces, falls back to",
-    r"\b(?:is|are|was|be|been) told\b|\btold (?:by|the|what)\b": "is reported, receives, is given",
+    r"\b(?:is|are|was|be|been) told\b|\btold (?:by|the|what)\b|\btells?\b": "reports, is given",
     r"\bhas no word of\b|\bin words\b|\bword for it\b|\bown words\b": "does not report; as text",
     r"\blast straw\b": "limit reached",
     r"\bmeans? of means\b": "average of per-micro-batch means",
     r"\bledger\b": "sample history",
     r"\bdepartures?\b": "exit",
+    r"\bleav(?:e|es|ing) with (?:code|exit|\d)": "exits with",
     r"\bdeaths?\b": "rank failure",
     r"\bverdicts?\b": "result",
     r"\bculprits?\b": "the rank, the cause",
@@ -36,16 +37,21 @@ WORDING = {
     r"\bgoes no further\b": "hangs",
     r"\bobeys?\b": "interprets, executes",
     r"\blooks? closer\b|\bcloser looks?\b|\blet be\b": "callback, profiling; not interrupted",
+    r"\blisteners?\b|\bheard\b": "instruction hook",
     r"\bspeaks\b": "logs, prints",
     r"\bnobody\b|\bsomebody\b": "no process, no rank; another user",
     r"\bwhat (?:it|they|he|a \w+|the \w+) (?:is|are|was|were) made of\b": "configuration, composition",
-    r"\bwhat one sees\b|\bas one sees\b|\bone sees\b": "output; is visible",
+    r"\bwhat one sees\b|\bone sees\b": "output; is visible; how to check",
     r"\bthe same code\b": "not tested",
     r"\bhouse rules?\b|\bfloors\b": "code style, layers",
     r"\bknobs?\b": "setting",
+    r"\bstretch(?:es)?\b": "segment",
     r"\bevaluates never\b": "never evaluates",
-    r"\bhow one sees\b": "how to check",
-    r"\bneighbour|\bbehaviour|\bcolour(?!map)|\brecognis|\binitialis|\bserialis|\bfavour": "American spelling",
+    r"\bfor ever\b": "forever",
+    r"\bprocessor time\b": "CPU time",
+    r"\blikeliest\b": "most likely",
+    r"\bfp32 masters\b": "fp32 master weights",
+    r"\bneighbour|\bbehaviour|\bcolour|\brecognis|\binitialis|\bserialis|\bfavour": "American spelling",
     r"\bcontigious\b": "contiguous (contigious only as an alias of the flag)",
 }
 """Pattern, ignoring case -> the usual words."""
@@ -53,7 +59,6 @@ WORDING = {
 ALLOWED = (
     r"[-_]contigious[-_]|contigious_",  # the flag's classic spelling
     r'"ledger"|`ledger`|\bledger\b.*\brun\.json\b',  # a key of run.json
-    r"last \*?word\*?",
 )
 """What a line may contain none the less: it is removed before the patterns are applied."""
 
@@ -69,17 +74,12 @@ PROGRAMS = [
     *("pretrain_gpt2.py", "pretrain_bert.py", "benchmarks/run.py", "benchmarks/write_figures.py"),
     *sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("[a-z]*.py")),
 ]
-NOT_YET_DOCUMENTS = {
-    f"docs/{name}.md"
-    for name in (
-        "activation-checkpointing",
-        "adding-a-model",
-        "checkpoints",
-        "layouts",
-        "planning",
-        "tracing",
-        "verify",
-    )
+NOT_YET_DOCUMENTS: set[str] = {
+    "docs/adding-a-model.md",
+    "docs/checkpoints.md",
+    "docs/planning.md",
+    "docs/tracing.md",
+    "docs/verify.md",
 }
 """Pages that are being rewritten."""
 CODE = [
@@ -90,6 +90,105 @@ CODE = [
         for path in (ROOT / folder).rglob("*.py")
     ),
 ]
+
+NOT_YET_PROGRAMS: set[str] = {
+    "pretrain_gpt2.py",
+    "pretrain_bert.py",
+    "tools/doctor.py",
+    "tools/preprocess_data.py",
+    "tools/serve.py",
+}
+NOT_YET_CODE: set[str] = {
+    "megatron/checkpoint/files.py",
+    "megatron/checkpoint/fingerprint.py",
+    "megatron/checkpoint/sample_history.py",
+    "megatron/checkpoint/saved_run.py",
+    "megatron/config/command_line/refused.py",
+    "megatron/config/data.py",
+    "megatron/config/deepspeed_json/keys.py",
+    "megatron/config/errors.py",
+    "megatron/config/fields.py",
+    "megatron/config/memory.py",
+    "megatron/config/model.py",
+    "megatron/config/output.py",
+    "megatron/config/parallel.py",
+    "megatron/config/summary.py",
+    "megatron/config/training.py",
+    "megatron/data/indexed_dataset.py",
+    "megatron/launch/distributed.py",
+    "megatron/launch/environment.py",
+    "megatron/launch/rank_failure.py",
+    "megatron/model/attention.py",
+    "megatron/model/bert.py",
+    "megatron/model/key_value_cache.py",
+    "megatron/model/loss.py",
+    "megatron/model/transformer.py",
+    "megatron/parallel/layout.py",
+    "megatron/parallel/pipeline/schedule.py",
+    "megatron/parallel/rank_groups.py",
+    "megatron/parallel/tensor/layers.py",
+    "megatron/parallel/tensor/random.py",
+    "megatron/tools/audit/proof.py",
+    "megatron/tools/cluster/checks/__init__.py",
+    "megatron/tools/cluster/checks/case.py",
+    "megatron/tools/cluster/checks/hosts.py",
+    "megatron/tools/cluster/doctor.py",
+    "megatron/tools/cluster/forwarding.py",
+    "megatron/tools/cluster/launching.py",
+    "megatron/tools/cluster/probe.py",
+    "megatron/tools/cluster/remote.py",
+    "megatron/tools/cluster/report.py",
+    "megatron/tools/cluster/supervise.py",
+    "megatron/tools/command_line.py",
+    "megatron/tools/convert/comparison.py",
+    "megatron/tools/convert/huggingface.py",
+    "megatron/tools/convert/huggingface_files.py",
+    "megatron/tools/convert/inspection.py",
+    "megatron/tools/convert/kinds.py",
+    "megatron/tools/convert/load_and_save.py",
+    "megatron/tools/convert/megatron_files.py",
+    "megatron/tools/convert/tensor_files.py",
+    "megatron/tools/evaluation/reading.py",
+    "megatron/tools/evaluation/tasks.py",
+    "megatron/tools/planning/explain.py",
+    "megatron/tools/planning/output.py",
+    "megatron/tools/planning/search.py",
+    "megatron/tools/planning/table.py",
+    "megatron/tools/preprocess/corpus.py",
+    "megatron/tools/preprocess/indexed_dataset_builder.py",
+    "megatron/tools/preprocess/job.py",
+    "megatron/tools/preprocess/preprocess.py",
+    "megatron/tools/preprocess/tokenizer_training.py",
+    "megatron/tools/reporting/curves.py",
+    "megatron/tools/reporting/measure.py",
+    "megatron/tools/reporting/record.py",
+    "megatron/tools/reporting/schedule_picture.py",
+    "megatron/tools/serving/__init__.py",
+    "megatron/tools/serving/access.py",
+    "megatron/tools/serving/app.py",
+    "megatron/tools/serving/request.py",
+    "megatron/tools/serving/request_queue.py",
+    "megatron/tools/serving/server.py",
+    "megatron/tools/verify/request.py",
+    "megatron/training/anomaly_detection.py",
+    "megatron/training/callbacks.py",
+    "megatron/training/data_iterators.py",
+    "megatron/training/engines.py",
+    "megatron/training/memory.py",
+    "megatron/training/metrics.py",
+    "megatron/training/optional_files.py",
+    "megatron/training/preflight.py",
+    "megatron/training/timeline.py",
+    "megatron/training/tracing.py",
+    "megatron/training/trainer.py",
+    "tools/_deepspeed_runner.py",
+    "tools/doctor.py",
+    "tools/launch.py",
+    "tools/plot_metrics.py",
+    "tools/preprocess_data.py",
+    "tools/serve.py",
+    "tools/train_tokenizer.py",
+}
 
 
 def findings(name: str, lines: Iterator[tuple[int, str]]) -> list[str]:
@@ -121,8 +220,7 @@ def test_documents_use_plain_terms(name) -> None:
     assert not found, "\n" + "\n".join(found)
 
 
-@pytest.mark.skip(reason="help texts are being rewritten")
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in NOT_YET_PROGRAMS])
 def test_help_texts_use_plain_terms(name) -> None:
     environ = os.environ | {"COLUMNS": "1000", "DS_ACCELERATOR": "cpu"}
     text = subprocess.run(
@@ -132,8 +230,7 @@ def test_help_texts_use_plain_terms(name) -> None:
     assert text and not found, "\n" + "\n".join(found)
 
 
-@pytest.mark.skip(reason="docstrings and messages are being rewritten")
-@pytest.mark.parametrize("name", CODE)
+@pytest.mark.parametrize("name", [name for name in CODE if name not in NOT_YET_CODE])
 def test_docstrings_and_messages_use_plain_terms(name) -> None:
     found = findings(name, strings_and_comments((ROOT / name).read_text()))
     assert not found, "\n" + "\n".join(sorted(set(found)))

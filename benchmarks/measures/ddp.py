@@ -22,7 +22,7 @@ WAYS = {
 
 
 def measure(rounds: int) -> list[Comparison]:
-    """Every way; a barrier stands before and behind each, so the slower rank's time counts."""
+    """All implementations; with a barrier before and after each, so that the slower rank's time counts."""
     found = measured_by_ranks(2, "ddp_ranks", str(rounds), OMP_NUM_THREADS="1")
     work = SHAPE.tokens * MICRO_BATCHES
     return [

@@ -9,7 +9,7 @@ from megatron.launch.environment import prepare_environment
 
 
 def main() -> None:
-    """Tell the times of each way and of its peer: by the clock, and of both ranks' processors together."""
+    """Report wall-clock time, and CPU time of both ranks together, of each implementation."""
     prepare_environment(os.environ)
 
     import torch

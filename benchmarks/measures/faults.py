@@ -105,7 +105,7 @@ class _Run:
 
 @contextmanager
 def _running(command: tuple[str, ...], log: Path) -> Iterator[_Run]:
-    """``python COMMAND``, once its ranks are past some iterations; whatever is left of it ends behind the block."""
+    """Run ``python COMMAND`` until its ranks have finished some iterations; its processes are ended after the block."""
     with open(log, "w") as file:
         words = [sys.executable, "-W", "ignore", *command]
         launcher = subprocess.Popen(words, cwd=ROOT, env=os.environ, stdout=file, stderr=subprocess.STDOUT)

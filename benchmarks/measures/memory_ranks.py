@@ -9,7 +9,7 @@ MICRO_BATCHES = 4
 
 
 def main() -> None:
-    """Tell, of each rank, bytes by kind as planned and as measured, and by how much its process grew."""
+    """Report planned and measured bytes by kind, and the growth of the process, of each rank."""
     prepare_environment(os.environ)
 
     from itertools import repeat

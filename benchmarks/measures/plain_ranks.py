@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 
 def main() -> None:
-    """All-reduce for ever, and say each iteration."""
+    """All-reduce forever, and print each iteration."""
     dist.init_process_group("gloo")
     numbers = torch.ones(1000)
     for iteration in count(1):

@@ -24,7 +24,7 @@ def measure(rounds: int) -> list[Quantity]:
     search, second = times["search"], [1.0] * rounds
     return [
         Quantity(f"search: tools/plan.py {SEARCH}", "a second", search.wall, second, "s", most=1.0),
-        Quantity("search, processor time: the same", "a second", search.cpu, second, "s", most=1.0),
+        Quantity("search, CPU time: the same", "a second", search.cpu, second, "s", most=1.0),
         Quantity("search, compared with an import: the same", "import torch", search.wall, times["torch"].wall, "s"),
     ]
 

@@ -10,7 +10,7 @@ STEPS, ALL_REDUCES = 5, 50
 
 
 def main() -> None:
-    """Tell seconds of a step, by the clock and of all processors together, and of an all-reduce of hidden states."""
+    """Report wall-clock time, and CPU time of all processes together, of a step; and the time of an all-reduce."""
     prepare_environment(os.environ)
 
     import torch

@@ -89,7 +89,7 @@ def _products(dtype: torch.dtype) -> Callable[[], Any]:
 
 
 def _share(what: str, shape: Shape, step: Times, product: Times, goal: float) -> Quantity:
-    """By processor time."""
+    """By CPU time."""
     rates = (
         [shape.flops / seconds for seconds in step.cpu],
         [PRODUCTS * 2 * GEMM**3 / seconds for seconds in product.cpu],
