@@ -44,9 +44,9 @@ def doubled_gradient():
 
 
 def wrong_norm():
-    from megatron.training import gradient_norm
+    from megatron.parallel.deepspeed_compat import engine
 
-    gradient_norm.is_model_parallel_parameter = lambda parameter: True
+    engine.is_model_parallel_parameter = lambda parameter: True
 
 
 def swapped_shards():

@@ -123,7 +123,10 @@ def test_the_list_is_printed_without_running(programs: Programs) -> None:
         ([], "give --layouts with names, or --all with a number of processes"),
         (["--layouts", "tp1-pp1-dp1", "--all", "2"], "give --layouts with names, or --all"),
         (["--layouts", "tp1"], "layout tp1: sizes of TP, PP and DP are needed"),
-        (["--layouts", "tp1-pp1-dp1", "tp1-pp1-dp1-zero3"], "layout tp1-pp1-dp1-zero3: --zero-stage 3 cannot be combined with"),
+        (
+            ["--layouts", "tp1-pp1-dp1", "tp1-pp1-dp1-zero3"],
+            "layout tp1-pp1-dp1-zero3: --zero-stage 3 cannot be combined with",
+        ),
         (["--all", "0"], "--iterations and --all must be at least 1"),
         (["--all", "2", "--program", "nowhere.py"], "--program nowhere.py cannot be loaded (FileNotFoundError"),
         (["--all", "2", "--program", "tests/support/ports.py"], "--program tests/support/ports.py defines no ARCHITEC"),

@@ -23,6 +23,10 @@ _PRELOADED = [
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # imported by the first use of ZeRO
     "torch._dynamo",  # imported by the first optimizer
+    "megatron.checkpoint.load",
+    "megatron.training.data_iterators",
+    "megatron.training.setup",
+    "megatron.training.tracing",
     "megatron.training.trainer",
 ]
 _PORTS = range(20000, 32000)
