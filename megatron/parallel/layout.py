@@ -1,5 +1,6 @@
-"""Which rank does what: a value, made once and passed to whoever needs it."""
+"""The place of this rank among all ranks: a value, created once and passed to whatever needs it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -7,15 +8,12 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, Proce
 from torch.distributed import ProcessGroup
 
 from megatron.config import ParallelConfig
+from megatron.parallel.rank_groups import REPLICAS, axis_sizes, groups_along
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """This rank's place on the (pipe, data, model) grid and its group along each axis.
-
-    The model axis is innermost: rank = (pipe * data size + data) * model size + model. Where the ranks
-    share samples along the sequence, that axis lies between data and model.
-    """
+    """This rank's coordinates on the grid of ``rank_groups``, and its process group along each axis."""
 
     topology: ProcessTopology
     rank: int
@@ -23,31 +21,29 @@ class ParallelLayout:
     data_group: ProcessGroup
     pipe_group: ProcessGroup
     sequence_group: ProcessGroup | None = None
-    """The ranks that share a sample, a part of its sequence on each; None where it is not shared so."""
+    """The ranks that share samples, each with a shard of the sequence (DeepSpeed-Ulysses); None without it."""
     replica_group: ProcessGroup | None = None
-    """Where there is a sequence group: the ranks that hold the same weights, of all data and all parts."""
+    """With a sequence group: the ranks that hold the same weights, along both axes."""
     sequence_parallel: bool = False
-    """Whether the tensor group cuts along the sequence whatever it does not cut otherwise."""
+    """Whether the tensor group shards along the sequence whatever it does not shard otherwise (Megatron's)."""
     uses_dualpipev: bool = False
     """Whether the model ends on the stage on which it begins."""
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "ParallelLayout":
-        """Form the groups; every rank of the started world must call it."""
-        topology = _topology(parallel)
-        assert topology.world_size() == dist.get_world_size()
-        group = {axis: _own_group(topology.get_axis_comm_lists(axis)) for axis in topology.get_axis_names()}
-        replicas = [topology.filter_match(model=rank) for rank in range(parallel.model_parallel_size)]
+        """Form the groups. A collective call: every rank of the world makes it."""
+        assert parallel.world_size == dist.get_world_size()
+        has_sequence_group = parallel.ds_sequence_parallel_size > 1
         return cls(
-            topology,
-            dist.get_rank(),
-            group["model"],
-            group["data"],
-            group["pipe"],
-            group.get("sequence"),
-            _own_group(replicas) if "sequence" in group else None,
-            parallel.sequence_parallel,
-            parallel.uses_dualpipev,
+            topology=_topology(parallel),
+            rank=dist.get_rank(),
+            tensor_group=_own_group(groups_along(parallel, "tensor")),
+            data_group=_own_group(groups_along(parallel, "data")),
+            pipe_group=_own_group(groups_along(parallel, "pipe")),
+            sequence_group=_own_group(groups_along(parallel, "sequence")) if has_sequence_group else None,
+            replica_group=_own_group(groups_along(parallel, *REPLICAS)) if has_sequence_group else None,
+            sequence_parallel=parallel.sequence_parallel,
+            uses_dualpipev=parallel.uses_dualpipev,
         )
 
     @property
@@ -60,14 +56,14 @@ class ParallelLayout:
         """Whether this rank computes the loss."""
         return self.pipe_group.rank() == (0 if self.uses_dualpipev else self.pipe_group.size() - 1)
 
-    # The questions DeepSpeed asks of the object it is given as `mpu`. It would ask for the sequence group's size,
-    # too, and sum gradients over that group instead of averaging; ZeRO 3 does not, so we do not tell.
+    # The methods that DeepSpeed calls on its argument `mpu`. Those for the sequence group are left out: DeepSpeed
+    # would sum gradients over that group instead of averaging them, except at ZeRO 3.
     def get_model_parallel_group(self) -> ProcessGroup:
         """The ranks that share each layer."""
         return self.tensor_group
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place among those that share each layer."""
+        """This rank's number among those that share each layer."""
         return self.tensor_group.rank()
 
     def get_model_parallel_world_size(self) -> int:
@@ -75,23 +71,23 @@ class ParallelLayout:
         return self.tensor_group.size()
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        """The ranks that hold the same weights and see other samples."""
+        """The ranks that hold the same weights and read other samples."""
         return self.data_group
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among those that see other samples."""
+        """This rank's number among those that read other samples."""
         return self.data_group.rank()
 
     def get_data_parallel_world_size(self) -> int:
-        """How many ranks see other samples: by them DeepSpeed checks the batch."""
+        """How many ranks read other samples; DeepSpeed checks the batch by it."""
         return self.data_group.size()
 
     def get_sequence_data_parallel_group(self) -> ProcessGroup:
-        """The ranks that hold the same weights: gradients are averaged, and ZeRO cuts, over all of them."""
+        """The ranks that hold the same weights: gradients are averaged, and ZeRO partitions, over all of them."""
         return self.replica_group or self.data_group
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """This rank's place among those that hold the same weights."""
+        """This rank's number among those that hold the same weights."""
         return self.get_sequence_data_parallel_group().rank()
 
     def get_sequence_data_parallel_world_size(self) -> int:
@@ -100,20 +96,14 @@ class ParallelLayout:
 
 
 def _topology(parallel: ParallelConfig) -> ProcessTopology:
-    if parallel.ds_sequence_parallel_size == 1:  # the only one that the pipeline engine takes
-        return PipeModelDataParallelTopology(
-            num_pp=parallel.pipe_stages, num_mp=parallel.model_parallel_size, num_dp=parallel.data_parallel_size
-        )
-    sizes = {
-        "pipe": parallel.pipe_stages,
-        "data": parallel.data_parallel_size,
-        "sequence": parallel.ds_sequence_parallel_size,
-        "model": parallel.model_parallel_size,
-    }
+    """The same grid for DeepSpeed, which calls the tensor axis "model"."""
+    sizes = {"model" if axis == "tensor" else axis: size for axis, size in axis_sizes(parallel).items()}
+    if sizes["sequence"] == 1:  # the pipeline engine accepts this class alone
+        return PipeModelDataParallelTopology(num_pp=sizes["pipe"], num_mp=sizes["model"], num_dp=sizes["data"])
     return ProcessTopology(axes=list(sizes), dims=list(sizes.values()))
 
 
-def _own_group(everyones: list[list[int]]) -> ProcessGroup:
-    """Make every one of the groups (all ranks must, in one order) and keep this rank's."""
-    groups = {tuple(ranks): dist.new_group(ranks) for ranks in everyones}
+def _own_group(all_groups: Sequence[Sequence[int]]) -> ProcessGroup:
+    """Create all of the groups, as every rank has to in the same order, and return this rank's."""
+    groups = {tuple(ranks): dist.new_group(ranks) for ranks in all_groups}
     return next(group for ranks, group in groups.items() if dist.get_rank() in ranks)

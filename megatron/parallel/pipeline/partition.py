@@ -113,8 +113,9 @@ def run_weights(run: RunConfig) -> list[int]:
 def balanced(weights: Sequence[int], parts: int) -> list[int]:
     """Lengths of ``parts`` runs of ``weights``, none of them empty.
 
-    The heaviest run is as light as can be, and the others then as equal as can be. Among equals the
-    first runs are the longer ones.
+    The largest run is as small as possible, and then the sum of squares is. Of equally good partitions the one whose
+    first runs are longer is chosen. (DeepSpeed's ``partition_balanced`` minimizes the largest run alone, and needs
+    torch.)
     """
     return list(_balanced(tuple(weights), parts))
 
@@ -130,9 +131,9 @@ def _balanced(weights: tuple[int, ...], parts: int) -> tuple[int, ...]:
 def _cheapest(
     sums: Sequence[int], parts: int, join: Callable[[tuple[float, float]], float], price: Callable[[int], float]
 ) -> tuple[float, list[int]]:
-    """The cheapest way to cut ``sums`` (running sums from 0 on) into ``parts``, and the parts' lengths.
+    """The cheapest partition of ``sums`` (running sums from 0 on) into ``parts``: its cost, and the parts' lengths.
 
-    The parts' prices, joined, are the cost. Dynamic programming over where each part ends.
+    The cost is the parts' prices, joined. Dynamic programming over the end of each part.
     """
     best: dict[int, tuple[float, list[int]]] = {0: (0, [])}
     for _ in range(parts):
@@ -199,7 +200,7 @@ def inputs_in_flight(run: RunConfig) -> int:
     """Most transformer layers whose inputs one rank keeps at a time, however small they are.
 
     Stage n of N, from 0 on, has run N - n micro-batches forward before the first goes backward; with
-    DualPipeV a stage has run its pieces 2 N times by then, and the last one once more.
+    DualPipeV a stage has run its chunks 2 N times by then, and the last one once more.
     """
     stages, method = run.parallel.pipe_stages, run.parallel.pipeline_partition
     if method in ("parameters", "flops"):
@@ -212,24 +213,24 @@ def inputs_in_flight(run: RunConfig) -> int:
 
 
 TRACE = "trace.json"
-"""What a trace of all ranks is called in its folder."""
+"""Name of the trace of all ranks in its folder."""
 
 
 def repartitioned(parallel: ParallelConfig, model: ModelConfig) -> str:
-    """The layers of each piece, as ``--pipeline-partition`` takes them, by the trace that ``parallel`` names.
+    """Stages of equal time by the trace in ``--repartition-from``, as layers per chunk for ``--pipeline-partition``.
 
     Raises:
-        ConfigError: where the trace cannot be read, or is of another number of layers or less than the pieces.
+        ConfigError: The trace cannot be read, has another number of layers, or fewer layers than model chunks.
     """
-    said = f"--repartition-from {parallel.repartition_from}"
-    costs = _costs(said, Path(str(parallel.repartition_from)))
+    flag = f"--repartition-from {parallel.repartition_from}"
+    costs = _costs(flag, Path(str(parallel.repartition_from)))
     front, *layers, back = costs
     if len(layers) != model.num_layers:
         raise ConfigError(
-            f"{said} has the times of {len(layers)} layers, and --num-layers is {model.num_layers}: trace this model"
+            f"{flag} has the times of {len(layers)} layers, and --num-layers is {model.num_layers}: trace this model"
         )
     if len(layers) + 1 < parallel.model_chunks:
-        raise ConfigError(f"{said}: {len(layers)} layers and the head are less than {parallel.model_chunks} pieces")
+        raise ConfigError(f"{flag}: {len(layers)} layers and the head are less than {parallel.model_chunks} pieces")
     # The embeddings stay with the first layer, and the head is no layer.
     weights = [_nanoseconds(front + layers[0]), *map(_nanoseconds, (*layers[1:], back))]
     *sizes, last = balanced(weights, parallel.model_chunks)
@@ -240,19 +241,19 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _costs(said: str, place: Path) -> list[float]:
-    """Seconds of a micro-batch in each unit, forward and backward: embeddings, layers, head."""
+def _costs(flag: str, place: Path) -> list[float]:
+    """Seconds of a micro-batch in each layer group, forward and backward: embeddings, layers, head."""
     path = place / TRACE if place.is_dir() else place
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{said}: {path} cannot be read ({error.strerror}); name a folder of --trace") from error
+        raise ConfigError(f"{flag}: {path} cannot be read ({error.strerror}); name a folder of --trace") from error
     except ValueError as error:
-        raise ConfigError(f"{said}: {path} is not JSON; name a folder of --trace") from error
+        raise ConfigError(f"{flag}: {path} is not JSON; name a folder of --trace") from error
     about = found.get("otherData") if isinstance(found, dict) else None
     costs = about.get("unit_seconds") if isinstance(about, dict) else None
     if not isinstance(costs, list) or len(costs) < 3 or not all(map(_is_time, costs)):
-        raise ConfigError(f"{said}: {path} holds no times of layers; name a folder that --trace wrote")
+        raise ConfigError(f"{flag}: {path} holds no times of layers; name a folder that --trace wrote")
     return costs
 
 

@@ -1,4 +1,4 @@
-"""What theory says a pipeline does, instruction for instruction. No torch here.
+"""The 1F1B pipeline schedule, instruction by instruction, and its bubble. No torch here.
 
 With one forward and one backward pass at a time (1F1B) every pass takes one slot. Stage s of p, from 0 on, runs
 micro-batch k of m, from 1 on, forward in slot s + 2 (k - 1) and backward in slot 2 p - 1 - s + 2 (k - 1), so that a
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 
 class Instruction(NamedTuple):
-    """Something that a rank does, as DeepSpeed calls it."""
+    """One step of a rank, under DeepSpeed's name for it."""
 
     name: str
     micro_batch: int | None = None
-    """From 1 on; None for what is done once for all."""
+    """From 1 on; None for what is done once per batch."""
     phase: int | None = None
     """With DualPipeV: 0 on the way out through the stages, 1 on the way back."""
 
@@ -46,7 +46,7 @@ class TimedPass(NamedTuple):
 
 
 LAST = (Instruction("ReduceTiedGrads"), Instruction("ReduceGrads"), Instruction("OptimizerStep"))
-"""What each stage does behind all passes."""
+"""What each stage does after all passes."""
 
 
 def bubble_ratio(stages: int, micro_batches: int, chunks: int = 1) -> float:
@@ -82,7 +82,7 @@ def passes(stage: int, stages: int, micro_batches: int) -> list[Pass]:
 
 
 def timed_passes(stages: int, micro_batches: int, forward: float, backward: float) -> list[TimedPass]:
-    """All passes, each as early as those it builds on allow, where they take ``forward`` and ``backward`` in time."""
+    """All passes in time, each as early as its dependencies allow; passes take ``forward`` and ``backward``."""
     in_slots = sorted(
         (found.slot, stage, found) for stage in range(stages) for found in passes(stage, stages, micro_batches)
     )
@@ -99,8 +99,8 @@ def timed_passes(stages: int, micro_batches: int, forward: float, backward: floa
 def instructions(stage: int, stages: int, micro_batches: int) -> list[Instruction]:
     """All that a stage does for a batch, in order.
 
-    What a pass made is sent in the next slot, behind a backward pass's own receive and before a forward pass's: of two
-    neighbours one then sends while the other receives.
+    The output of a pass is sent in the next slot, after the receive of a backward pass and before that of a forward
+    pass: of two neighbors one then sends while the other receives.
     """
     by_slot = {found.slot: found for found in passes(stage, stages, micro_batches)}
     is_first, is_last = stage == 0, stage == stages - 1

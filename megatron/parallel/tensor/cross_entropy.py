@@ -1,4 +1,4 @@
-"""Cross entropy of logits that are cut by vocabulary.
+"""Cross entropy of logits that are sharded by vocabulary.
 
 b batch, s sequence, v vocabulary with its padding, t ranks of the group, r rows: b x s
 """
@@ -18,8 +18,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """logits [b, s, v/t], labels [b, s] -> loss [b, s], or of rows alone, without gathering the logits.
 
-    Columns from ``vocab_size`` on pad the vocabulary and take no part. With ``in_fp32`` the loss is fp32 whatever
-    the logits are, which are then taken some rows at a time: never are all of them in fp32.
+    Columns from ``vocab_size`` on are padding and do not count. With ``in_fp32`` the loss is fp32 for logits of any
+    type; they are converted some rows at a time, so that never all of them are in fp32.
     """
     first = logits.size(-1) * group.rank()
     columns = logits.size(-1) if vocab_size is None else min(max(vocab_size - first, 0), logits.size(-1))
@@ -70,7 +70,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Rows to take at a time; none where there is nothing in them."""
+    """Slices of the rows that are converted together; none without columns."""
     rows, columns = logits.shape
     if columns:
         step = rows_at_once(columns, logits.device.type)
@@ -80,7 +80,7 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
 def vocab_parallel_argmax(logits: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:
     """logits [.., v/t] -> the index of the largest [..], the first of equals, without gathering the logits.
 
-    Columns from ``vocab_size`` on pad the vocabulary and take no part.
+    Columns from ``vocab_size`` on are padding and do not count.
     """
     first = logits.size(-1) * group.rank()
     columns = min(max(vocab_size - first, 0), logits.size(-1))

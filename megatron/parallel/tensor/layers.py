@@ -1,9 +1,9 @@
-"""Layers whose weight is cut along one axis of a process group.
+"""Layers whose weights are sharded over a process group.
 
 t ranks of the group, i inputs, o outputs, v rows of the embedding, h hidden
 
-Outside of a layer every rank holds the whole of what is not cut. With ``sequence_dim`` it holds its
-part of the sequence, which is that dimension of the hidden states: [b, s/t, ..] where it is 1.
+Between layers every rank holds whole hidden states; with ``sequence_dim`` it holds its shard along that
+dimension, such as [b, s/t, ..] for 1.
 """
 
 import hashlib
@@ -29,10 +29,10 @@ from megatron.parallel.tensor.mappings import (
 
 
 def accumulate_in_place(weight: nn.Parameter) -> None:
-    """From the second micro-batch of a step on, let ``linear`` add to ``weight.grad``.
+    """Let ``linear`` add to ``weight.grad`` from the second micro-batch of a step on.
 
-    Autograd then has no gradient to hand to hooks of the weight: for engines that leave ``weight.grad`` alone until
-    the step.
+    Hooks of the weight then receive no gradient, so this is for engines that do not touch ``weight.grad`` before the
+    step.
     """
     weight.accumulates_in_place = True
 
@@ -40,7 +40,7 @@ def accumulate_in_place(weight: nn.Parameter) -> None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, group: ProcessGroup | None = None) -> Tensor:
     """x [.., i], weight [o, i], bias [o] -> [.., o]; with ``group`` the gradient of x is the sum over its ranks."""
     summed = group is not None and group.size() > 1
-    if torch.compiler.is_compiling():  # the compiler knows nothing that is under way
+    if torch.compiler.is_compiling():  # the compiler does not support asynchronous collectives
         return F.linear(copy_to_model_parallel_region(x, group) if summed else x, weight, bias)
     if summed or getattr(weight, "accumulates_in_place", False):
         return _Linear.apply(x, weight, bias, group if summed else None)
@@ -58,8 +58,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        under_way = ctx.group is not None and grad_x is not None
-        summing = dist.all_reduce(grad_x, group=ctx.group, async_op=True) if under_way else None
+        overlaps = ctx.group is not None and grad_x is not None
+        summing = dist.all_reduce(grad_x, group=ctx.group, async_op=True) if overlaps else None
         rows = grad.flatten(0, -2)
         grad_weight = _weight_gradient(rows, x.flatten(0, -2), weight) if ctx.needs_input_grad[1] else None
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
@@ -69,7 +69,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
-    """rows [r, o], x [r, i] -> [o, i]; None where it went into the gradient that ``weight`` has."""
+    """rows [r, o], x [r, i] -> [o, i]; None if it was added to ``weight.grad``."""
     if weight.grad is None or not getattr(weight, "accumulates_in_place", False):
         return rows.t() @ x
     weight.grad.addmm_(rows.t(), x)
@@ -78,10 +78,10 @@ def _weight_gradient(rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
 
 @dataclass(frozen=True)
 class WeightInit:
-    """How one weight is drawn: normal with deviation ``std``, from a stream of its own.
+    """Initial values of one weight: normal with deviation ``std``, from a random stream of its own.
 
-    ``name`` tells the weight from all others of the model; ``device`` is where the numbers are
-    drawn, since CPU and GPU draw different ones from the same seed.
+    The stream follows from ``seed`` and ``name``, which is unique in the model. ``device`` is where the numbers are
+    drawn: CPU and GPU draw different ones from the same seed.
     """
 
     std: float
@@ -106,7 +106,7 @@ def sharded_parameter(whole: Tensor, *, dim: int, group: ProcessGroup) -> nn.Par
 
 
 def mark_sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:
-    """Say that ``parameter`` is a slice along ``dim``.
+    """Mark ``parameter`` as a shard along ``dim``.
 
     DeepSpeed sums the gradient norms of parameters marked ``model_parallel`` over the tensor
     group, and counts all others once; checkpoints are merged along ``partition_dim``.
@@ -117,10 +117,10 @@ def mark_sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:
 
 
 def all_reduce_gradient(parameter: nn.Parameter, group: ProcessGroup) -> nn.Parameter:
-    """Let the backward pass sum the gradient of ``parameter`` over ``group``.
+    """Register a hook that sums the gradient of ``parameter`` over ``group``.
 
-    For one that every rank holds whole and uses on its part of the sequence. The sum comes before
-    anything else sees the gradient: DeepSpeed's own hooks, at every stage of ZeRO, and accumulation.
+    For a replicated parameter that each rank applies to its shard of the sequence. The sum precedes DeepSpeed's own
+    hooks at every ZeRO stage, and the accumulation of gradients.
     """
     if group.size() > 1:
         parameter.register_hook(partial(all_reduce, group=group))
@@ -130,23 +130,23 @@ def all_reduce_gradient(parameter: nn.Parameter, group: ProcessGroup) -> nn.Para
 def column_parallel(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence_dim: int | None
 ) -> Tensor:
-    """x W^T + b at the entry of a tensor-parallel region, which takes x in whole on every rank, each its rows of W."""
+    """x W^T + b with this rank's rows of W, for an x that every rank holds whole, or a shard of along the sequence."""
     if sequence_dim is None:
         return linear(x, weight, bias, group)
     return linear(gather_from_sequence_parallel_region(x, group, sequence_dim), weight, bias)
 
 
 def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
-    """The sum of what the ranks of a tensor-parallel region give, each its part."""
+    """The sum of the ranks' partial outputs, whole on every rank or sharded along the sequence."""
     if sequence_dim is None:
         return reduce_from_model_parallel_region(x, group)
     return reduce_scatter_to_sequence_parallel_region(x, group, sequence_dim)
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x W^T + b with W cut by rows of output: [.., i] -> [.., o/t], or [.., o] with ``gather_output``.
+    """y = x W^T + b with W sharded by rows (outputs): [.., i] -> [.., o/t], or [.., o] with ``gather_output``.
 
-    ``activation(y, bias)`` replaces the sum where it can be fused with what follows.
+    ``activation(y, bias)`` replaces the addition of the bias, for a fused kernel.
     """
 
     def __init__(
@@ -177,9 +177,9 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """y = x W^T + b with W cut by columns of input: [.., i/t] -> [.., o].
+    """y = x W^T + b with W sharded by columns (inputs): [.., i/t] -> [.., o].
 
-    With ``input_is_parallel=False`` the input is whole, [.., i], and is cut here.
+    With ``input_is_parallel=False`` the input is whole, [.., i], and is scattered here.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table cut by rows: tokens [b, s] -> hidden [b, s, h], and back to logits [b, s, v/t].
+    """A table sharded by rows: tokens [b, s] -> hidden [b, s, h], and back to logits [b, s, v/t].
 
     ``padded_size`` rows are stored; those from ``num_embeddings`` on are zero and never looked up.
     """

@@ -40,7 +40,7 @@ def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
 def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Keep this rank's part of the sequence forward, all-gather backward: [b, s, h] -> [b, s/t, h] for ``dim`` 1.
 
-    For what every rank holds whole and all alike.
+    For tensors that are equal on every rank.
     """
     return _Scatter.apply(x, group, dim) if group.size() > 1 else x
 
@@ -48,7 +48,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int
 def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """All-gather the sequence forward, reduce-scatter backward: [b, s/t, h] -> [b, s, h] for ``dim`` 1.
 
-    For what enters a tensor-parallel region, where each rank's gradient is a part of a sum.
+    For the input of a tensor-parallel region, in which each rank's gradient is a partial sum.
     """
     return _GatherSequence.apply(x, group, dim) if group.size() > 1 else x
 
@@ -63,8 +63,7 @@ def broadcast_data(
 ) -> dict[str, Tensor]:
     """Send the tensors named ``keys`` from the first rank of the group to the others.
 
-    ``data`` matters on that rank only. Shapes travel along, so no other rank need know them; all
-    tensors travel in one message of type ``dtype``.
+    ``data`` is read on that rank only. Shapes are sent first, then all tensors in one message of type ``dtype``.
 
     Raises ValueError on the first rank if a tensor is of another type.
     """
@@ -151,8 +150,8 @@ class _ReduceScatterSequence(torch.autograd.Function):
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum of the ranks' ``x``, in a tensor of its own."""
-    summed = x.clone(memory_format=torch.contiguous_format)  # autograd's tensors are not ours to overwrite
+    """The sum of the ranks' ``x``, in a new tensor."""
+    summed = x.clone(memory_format=torch.contiguous_format)  # autograd's tensors must not be overwritten
     dist.all_reduce(summed, group=group)
     return summed
 

@@ -1,6 +1,6 @@
-"""Random streams: one that the ranks of a tensor group share, and one that each has to itself.
+"""Random number streams: one that the ranks of a tensor group share, and one per rank.
 
-Dropout of what every rank of the group holds must be the same on each of them; of what is cut, by
+Dropout of replicated tensors must be the same on every rank of the group; of tensors that are sharded, by
 heads or along the sequence, it must differ. The second stream is DeepSpeed's own tracker, since its activation
 checkpointing replays exactly that one.
 """
@@ -19,20 +19,20 @@ MODEL_PARALLEL_STREAM = "model-parallel-rng"
 
 
 def get_rng_tracker() -> CudaRNGStatesTracker:
-    """Holds the stream inside the tensor-parallel region: ``with get_rng_tracker().fork(): ...``."""
+    """The tracker of the per-rank stream: ``with get_rng_tracker().fork(): ...``."""
     return get_cuda_rng_tracker()
 
 
 def random_stream(*, per_rank: bool) -> AbstractContextManager[None]:
-    """Inside, random numbers come from this rank's own stream, or from the one its tensor group shares."""
+    """A context in which random numbers come from the per-rank stream, or from the one the tensor group shares."""
     return get_rng_tracker().fork() if per_rank else nullcontext()
 
 
 def model_parallel_manual_seed(seed: int, layout: ParallelLayout, *, iteration: int = 0) -> None:
-    """Seed every stream of this process, as at the beginning or as behind ``iteration`` finished ones.
+    """Seed every stream of this process, as at the start, or as after ``iteration`` iterations.
 
     The shared stream differs between data-parallel ranks and pipeline stages, but not within a
-    tensor group; the tracker's differs there, too.
+    tensor group; the tracker's differs there as well.
     """
     replicas = layout.get_sequence_data_parallel_world_size()
     replica = layout.pipe_group.rank() * replicas + layout.get_sequence_data_parallel_rank()
