@@ -1,0 +1,88 @@
+"""What this suite replaces of DeepSpeed is there in the tested version; another version is warned about once."""
+
+import types
+
+import deepspeed
+import pytest
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from megatron.parallel.deepspeed_compat import TESTED_VERSION, warn_if_untested_version
+from megatron.parallel.deepspeed_compat.engine import optimizer_shards_not_saved, skip_reduction_of_one_rank
+
+
+def test_the_installed_version_is_the_tested_one(capsys: pytest.CaptureFixture) -> None:
+    assert deepspeed.__version__ == TESTED_VERSION
+    warn_if_untested_version(is_main_rank=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_another_version_is_one_warning_on_the_main_rank(monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(deepspeed, "__version__", "0.99.0")
+    warn_if_untested_version(is_main_rank=False)
+    assert capsys.readouterr().err == ""
+    warn_if_untested_version(is_main_rank=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: DeepSpeed 0.99.0 is installed") and TESTED_VERSION in line
+
+
+def test_a_run_warns_once_about_another_version(run_ranks_once, programs, tmp_path) -> None:
+    words = "--train-iters 1 --batch-size 1 --eval-iters 0".split()
+    outputs = run_ranks_once(2, _train_with_version, [*_tiny(programs), *words], "0.99.0")
+    assert [text.count("DeepSpeed 0.99.0 is installed") for text in outputs] == [1, 0]
+
+
+def _tiny(programs) -> list[str]:
+    from support.programs import TINY_MODEL
+
+    return [str(word) for word in (*TINY_MODEL, *programs.data_arguments)]
+
+
+def _train_with_version(words: list[str], version: str) -> str:
+    import contextlib
+    import io
+
+    from support.training import pretrain
+
+    deepspeed.__version__ = version
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code, _ = pretrain(words)
+    assert code == 0
+    return errors.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (PipelineModule, "_partition_layers"),
+        (PipelineModule, "_set_bounds"),
+        (PipelineEngine, "_INSTRUCTION_MAP"),
+        (DeepSpeedEngine, "allreduce_gradients"),
+        (DeepSpeedEngine, "buffered_allreduce_fallback"),
+        (DeepSpeedEngine, "clip_fp32_gradients"),
+        (DeepSpeedEngine, "_copy_recovery_script"),
+        (DeepSpeedZeroOptimizer, "get_grad_norm_direct"),
+        (DeepSpeedZeroOptimizer_Stage3, "get_grad_norm_direct"),
+    ],
+)
+def test_what_is_replaced_exists(owner: type, name: str) -> None:
+    assert hasattr(owner, name)
+
+
+@pytest.mark.parametrize(("ranks", "reductions"), [(1, 0), (2, 1)])
+def test_one_rank_reduces_nothing(ranks: int, reductions: int) -> None:
+    calls: list[int] = []
+    engine = types.SimpleNamespace(buffered_allreduce_fallback=lambda elements_per_buffer: calls.append(1))
+    skip_reduction_of_one_rank(engine, ranks)
+    engine.buffered_allreduce_fallback(elements_per_buffer=10)
+    assert len(calls) == reductions
+
+
+def test_optimizer_shards_are_saved_again_afterwards() -> None:
+    engine = types.SimpleNamespace(save_zero_checkpoint=True)
+    with optimizer_shards_not_saved(engine):
+        assert not engine.save_zero_checkpoint
+    assert engine.save_zero_checkpoint

@@ -1,0 +1,68 @@
+"""A step has one collective outside of DeepSpeed and the model: all ranks agree on anomalies and on exiting."""
+
+from collections import Counter
+
+import pytest
+import torch.distributed as dist
+from support.programs import TINY_MODEL
+
+ITERATIONS = 4
+
+
+def collectives_of_a_run(words: list[str]) -> dict[str, int]:
+    """How often the training loop called each collective between the first iteration and the last."""
+    from support.training import pretrain
+
+    from megatron.parallel.deepspeed_compat.engine import COLLECTIVES
+    from megatron.training import trainer
+
+    calls: Counter[str] = Counter()
+    between: dict[str, int] = {}
+    is_inside_engine = True
+    train_batch = trainer.train_batch
+
+    def counted(name: str):
+        function = getattr(dist, name)
+
+        def call(*arguments, **options):
+            calls[name] += not is_inside_engine
+            return function(*arguments, **options)
+
+        return call
+
+    def observed_train_batch(*arguments):
+        nonlocal between, is_inside_engine
+        is_inside_engine, between = True, {name: count for name, count in calls.items() if count}
+        loss = train_batch(*arguments)
+        is_inside_engine = False
+        return loss
+
+    names = {*COLLECTIVES, "barrier", "broadcast", "reduce", "all_gather_object", "broadcast_object_list"}
+    for name in names:
+        setattr(dist, name, counted(name))
+    trainer.train_batch = observed_train_batch
+    code, output = pretrain(words)
+    assert code == 0, output
+    return between
+
+
+@pytest.mark.parametrize("layout", ["--zero-stage 0", "--zero-stage 2", "--pipe-parallel-size 2"])
+def test_one_collective_per_step(run_ranks_once, programs, layout: str) -> None:
+    settings = f"--train-iters {ITERATIONS} --batch-size 1 --gas 2 --eval-iters 0 {layout}".split()
+    words = [str(word) for word in (*TINY_MODEL, *programs.data_arguments, *settings)]
+    assert run_ranks_once(2, collectives_of_a_run, words) == [{"all_reduce": ITERATIONS - 1}] * 2
+
+
+def largest_of_ranks(losses: list[float], others: list[float]) -> list[float]:
+    import torch
+
+    from megatron.training.anomaly_detection import max_across_ranks
+
+    rank = dist.get_rank()
+    return max_across_ranks(torch.tensor(losses[rank]), others[rank], 0)
+
+
+def test_the_maximum_over_ranks(run_ranks) -> None:
+    assert run_ranks(2, largest_of_ranks, [2.5, 1.0], [0, 15]) == [[2.5, 15, 0]] * 2
+    infinite, _ = run_ranks(2, largest_of_ranks, [2.5, float("nan")], [12, 0])
+    assert infinite == [float("inf"), 12, 0]
