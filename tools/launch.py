@@ -2,9 +2,9 @@
 
     python tools/launch.py --hostfile hostfile -i worker-1:0,1@worker-2 pretrain_gpt2.py ARGUMENTS
 
-Takes the flags of the deepspeed command. The exit code is the launcher's, 128 + N where signal N ended it; what it
-leaves running on this host is ended. With --max-restarts N a run that died is started again, to go on from its newest
-checkpoint; 93: it died three times in a row without a new one.
+Takes the flags of the deepspeed command. The exit code is the launcher's, 128 + N if signal N ended it; processes that
+it leaves on this host are ended. With --max-restarts N a failed run is restarted from its newest checkpoint; exit code
+93: it failed three times in a row without a new one.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 
 from megatron.tools.cluster.launching import checkpoint_watch, launcher_words, read_launch
-from megatron.tools.cluster.remote import ssh_patience
+from megatron.tools.cluster.remote import ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import run_with_restarts, supervise
 from megatron.tools.command_line import run_tool
 
@@ -22,11 +22,11 @@ RUNNER = Path(__file__).with_name("_deepspeed_runner.py")
 
 
 def main() -> None:
-    """Check, start, wait, clear up; and again, if it died and may be started again."""
+    """Check, start, wait, clean up; again if the run failed and may be restarted."""
     launch = read_launch(sys.argv[1:])
     command = [sys.executable, str(RUNNER), *launcher_words(launch, os.environ)]
     progress = checkpoint_watch(launch.arguments) if launch.max_restarts else lambda: None
-    environ = {**os.environ, **ssh_patience(os.environ)}
+    environ = {**os.environ, **ssh_options_for_pdsh(os.environ)}
     sys.exit(run_with_restarts(lambda: supervise(command, environ), progress, launch.max_restarts))
 
 

@@ -1,27 +1,32 @@
-"""The doctor's visit: all hosts asked at once, each judged by the same checks, then all ranks together."""
+"""The cluster doctor: probes all hosts at once, runs the same checks on each, and prints what to fix."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
-from megatron.tools.cluster import forwarding
-from megatron.tools.cluster.checks import examine
-from megatron.tools.cluster.checks.case import Case, Verdict
+from megatron.tools.cluster.checks import check_host
+from megatron.tools.cluster.context import CheckResult, HostContext
 from megatron.tools.cluster.hostfile import Host
-from megatron.tools.cluster.survey import Answer, Rehearsal, look_here, rehearse, survey
+from megatron.tools.cluster.probe_hosts import AllReduceResult, HostReport, all_reduce, probe_hosts, probe_local_host
+from megatron.tools.cluster.remote import forwarded_variables, unforwarded_variables
 
 PROJECT = Path(__file__).resolve().parents[3]
+_GREEN, _RED, _PLAIN = "\033[32m", "\033[31m", "\033[0m"
+
+Results = Mapping[str, Mapping[str, Sequence[CheckResult]]]
+"""By host and check."""
 
 
-class Visit(NamedTuple):
-    """What to look at."""
+class Examination(NamedTuple):
+    """What to check."""
 
     hosts: Sequence[Host]
     run: RunConfig | None
-    """What is to be trained; None to look at the hosts alone."""
+    """What is to be trained; None to check the hosts alone."""
     config_file: str | None
-    """DeepSpeed's JSON, if one is given."""
+    """DeepSpeed's JSON, if there is one."""
     device: str
     environ: Mapping[str, str]
     master_address: str
@@ -29,27 +34,28 @@ class Visit(NamedTuple):
     master_port: int
     ssh_port: int | None
     seconds: float
-    """For each host's answer, and for the ranks to find each other."""
+    """Time limit for each host's report, and for the rendezvous of the all-reduce."""
 
 
-def examine_hosts(visit: Visit) -> tuple[dict[str, dict[str, list[Verdict]]], list[Answer]]:
-    """The verdicts on each host, by check; and what the hosts said."""
-    sent = forwarding.forwarded(visit.environ, visit.device, Path.cwd())
-    request = _request(visit, sent)
-    here = look_here(request | {"port": None, "environ": {}}, visit.seconds)
-    requests = [request | {"port": visit.master_port if place == 0 else None} for place in range(len(visit.hosts))]
-    answers = survey(visit.hosts, requests, visit.ssh_port, visit.seconds)
-    unforwarded = forwarding.missing(visit.environ, visit.device, Path.cwd()) if len(visit.hosts) > 1 else []
-    findings = {
-        answer.host.name: examine(
-            Case(
-                answer=answer,
-                here=here,
-                others=answers,
-                run=visit.run,
-                device=visit.device,
-                port=visit.master_port,
-                ssh_port=visit.ssh_port,
+def examine_hosts(examination: Examination) -> tuple[Results, list[HostReport]]:
+    """The results of all checks, and what the hosts reported."""
+    environ, device = examination.environ, examination.device
+    sent = forwarded_variables(environ, device, Path.cwd())
+    request = _probe_request(examination, sent)
+    local = probe_local_host(request | {"port": None, "environ": {}}, examination.seconds)
+    requests = [request | {"port": None if i else examination.master_port} for i in range(len(examination.hosts))]
+    reports = probe_hosts(examination.hosts, requests, examination.ssh_port, examination.seconds)
+    unforwarded = unforwarded_variables(environ, device, Path.cwd()) if len(examination.hosts) > 1 else []
+    results = {
+        report.host.name: check_host(
+            HostContext(
+                report=report,
+                local=local,
+                all_reports=reports,
+                run=examination.run,
+                device=device,
+                port=examination.master_port,
+                ssh_port=examination.ssh_port,
                 forwarded=sent,
                 unforwarded=unforwarded,
                 files=request["files"],
@@ -58,35 +64,32 @@ def examine_hosts(visit: Visit) -> tuple[dict[str, dict[str, list[Verdict]]], li
                 data=request["data"],
             )
         )
-        for answer in answers
+        for report in reports
     }
-    return findings, answers
+    return results, reports
 
 
-def rehearse_on(visit: Visit, answers: Sequence[Answer]) -> Rehearsal:
-    """The all-reduce over all ranks, for hosts that all have answered."""
-    return rehearse(
-        answers,
-        address=visit.master_address or _address(answers[0]),
-        port=visit.master_port,
-        ssh_port=visit.ssh_port,
-        device=visit.device,
-        environ=forwarding.forwarded(visit.environ, visit.device, Path.cwd()),
-        seconds=visit.seconds,
+def run_all_reduce(examination: Examination, reports: Sequence[HostReport]) -> AllReduceResult:
+    """The all-reduce over all ranks, of hosts that have all reported."""
+    first = reports[0]
+    # DeepSpeed takes the first address that the host lists for the rendezvous.
+    own_address = first.facts["network"].get("value", {}).get("address") or first.address or first.host.name
+    return all_reduce(
+        reports,
+        address=examination.master_address or own_address,
+        port=examination.master_port,
+        ssh_port=examination.ssh_port,
+        device=examination.device,
+        environ=forwarded_variables(examination.environ, examination.device, Path.cwd()),
+        seconds=examination.seconds,
     )
 
 
-def _address(answer: Answer) -> str:
-    """What DeepSpeed takes for the address to meet at: the first that the host says it has."""
-    return answer.facts["network"].get("value", {}).get("address") or answer.address or answer.host.name
-
-
-def _request(visit: Visit, sent: Mapping[str, str]) -> dict[str, Any]:
-    files: dict[str, str | None] = {"--deepspeed_config": visit.config_file}
+def _probe_request(examination: Examination, sent: Mapping[str, str]) -> dict[str, Any]:
+    files: dict[str, str | None] = {"--deepspeed_config": examination.config_file}
     folders: dict[str, str | None] = {}
     data: list[str] = []
-    if visit.run is not None:
-        run = visit.run
+    if (run := examination.run) is not None:
         files |= {"--vocab-file": run.data.vocab_file, "--merge-file": run.data.merge_file}
         folders |= {"--save": run.checkpoint.save, "--load": run.checkpoint.load}
         folders |= {"--tensorboard-dir": run.logging.tensorboard_dir, "--data-cache-path": run.data.data_cache_path}
@@ -101,5 +104,59 @@ def _request(visit: Visit, sent: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _absolute(paths: Mapping[str, str | None]) -> dict[str, str]:
-    """The paths that are given. A rank starts in the folder that the launcher was started in."""
+    """The paths that are set. A rank starts in the folder that the launcher was started in."""
     return {flag: str(Path(path).absolute()) for flag, path in paths.items() if path is not None}
+
+
+def table(results: Results, *, color: bool) -> str:
+    """A block of lines for each host; under each failure, the command that fixes it."""
+    return "\n".join(line for host, checks in results.items() for line in (host, *_lines(checks, color)))
+
+
+def all_reduce_lines(result: AllReduceResult, ranks: int, *, color: bool) -> str:
+    """The bandwidth of the all-reduce, or the hosts that failed."""
+    if result.bytes_per_second is not None:
+        speed = f"{result.bytes_per_second / 1e9:.2f} GB/s"
+        return _line(CheckResult(True, f"over {ranks} ranks: {speed}"), "all-reduce", color)
+    failed = [
+        _line(CheckResult(False, f"{host}: {error}"), "all-reduce", color) for host, error in result.failures.items()
+    ]
+    return "\n".join([*failed, "       fix: ip -br address  # on each: do they reach each other, by which interface?"])
+
+
+def as_json(results: Results, all_reduce_result: AllReduceResult | None) -> str:
+    """Everything as one JSON object."""
+    report = {
+        "ok": is_ready(results, all_reduce_result),
+        "hosts": {
+            host: [{"check": check, **line._asdict()} for check, lines in checks.items() for line in lines]
+            for host, checks in results.items()
+        },
+        "all_reduce": all_reduce_result and all_reduce_result._asdict(),
+    }
+    return json.dumps(report, indent=2)
+
+
+def is_ready(results: Results, all_reduce_result: AllReduceResult | None) -> bool:
+    """Whether nothing failed."""
+    return problem_count(results) == 0 and (all_reduce_result is None or all_reduce_result.bytes_per_second is not None)
+
+
+def problem_count(results: Results) -> int:
+    """Failed checks of all hosts."""
+    return sum(not line.ok for checks in results.values() for lines in checks.values() for line in lines)
+
+
+def _lines(checks: Mapping[str, Sequence[CheckResult]], color: bool) -> Iterator[str]:
+    for check, results in checks.items():
+        for result in results:
+            yield _line(result, check, color)
+            if not result.ok and result.fix:
+                yield f"       fix: {result.fix}"
+
+
+def _line(result: CheckResult, check: str, color: bool) -> str:
+    status = "ok " if result.ok else "BAD"
+    if color:
+        status = f"{_GREEN if result.ok else _RED}{status}{_PLAIN}"
+    return f"  {status}  {check:12} {result.found}"

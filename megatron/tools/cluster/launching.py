@@ -1,7 +1,7 @@
-"""The words behind ``deepspeed``, made of words that were checked first: nothing in them is run by a shell.
+"""The arguments of ``deepspeed``, checked and quoted first: no shell runs anything in them.
 
-DeepSpeed's launcher puts hosts, folders and arguments into a command line for remote shells. What it leaves bare is
-quoted here, and what cannot be quoted is refused.
+DeepSpeed's launcher puts hosts, folders and arguments into a command line for remote shells. What it does not quote
+is quoted here, and what cannot be quoted is refused.
 """
 
 import re
@@ -14,19 +14,18 @@ from pathlib import Path
 from megatron.checkpoint.tracker import LATEST
 from megatron.config.command_line.parser import read_flags
 from megatron.config.errors import ConfigError
-from megatron.tools.cluster import forwarding
 from megatron.tools.cluster.hostfile import Host, name_problem, read_hostfile, select
-from megatron.tools.cluster.remote import is_plain, quote_for_pdsh
+from megatron.tools.cluster.remote import device_kind, is_plain, quote_for_pdsh, variable_problems
 from megatron.tools.command_line import ToolParser
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
 _OWN = ("script", "arguments", "max_restarts")
-"""What is not handed on as a flag."""
+"""What is not passed on as a flag."""
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 
 
 def add_launcher_flags(parser: ToolParser) -> None:
-    """The flags that say where a run starts, by DeepSpeed's names."""
+    """The flags for hosts, processes and ports, by DeepSpeed's names."""
     parser.add_argument("-H", "--hostfile", type=Path, metavar="FILE", help="hosts, see hostfile.example")
     parser.add_argument("-i", "--include", default="", metavar="HOST:SLOTS", help="use only these: host:0,1@host2")
     parser.add_argument("-e", "--exclude", default="", metavar="HOST:SLOTS", help="use all but these")
@@ -34,11 +33,13 @@ def add_launcher_flags(parser: ToolParser) -> None:
         parser.add_argument(name, type=count, metavar="N", help=text)
     parser.add_argument("--master_addr", "--master-addr", default="", metavar="HOST", help="address of the first host")
     parser.add_argument("--master_port", "--master-port", type=port, default=29500, metavar="PORT", help="its port")
-    parser.add_argument("--ssh_port", "--ssh-port", type=port, metavar="PORT", help="port of sshd, if ssh is not told")
+    parser.add_argument(
+        "--ssh_port", "--ssh-port", type=port, metavar="PORT", help="port of sshd, if ssh's configuration has none"
+    )
 
 
 def read_launch(argv: Sequence[str]) -> Namespace:
-    """What a command line of ``tools/launch.py`` says. Raises ConfigError."""
+    """Parse a command line of ``tools/launch.py``. Raises ConfigError."""
     parser = ToolParser(
         "Check hosts and arguments by a strict grammar, then start DeepSpeed's launcher with the same arguments."
     )
@@ -51,7 +52,12 @@ def read_launch(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--enable_each_rank_log", default="", metavar="DIR", help="a log file for each rank")
     parser.add_argument("--bind_core_list", default="", metavar="CORES", help="cores to bind to: 1,3-5")
     parser.add_argument(
-        "--max-restarts", "--max_restarts", type=restarts, default=0, metavar="N", help="start a run that died again"
+        "--max-restarts",
+        "--max_restarts",
+        type=restarts,
+        default=0,
+        metavar="N",
+        help="restart a failed run up to N times",
     )
     for switch, text in _SWITCHES.items():
         parser.add_argument(f"--{switch}", action="store_true", help=text)
@@ -63,18 +69,18 @@ def read_launch(argv: Sequence[str]) -> Namespace:
 
 
 def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
-    """The words behind ``deepspeed`` that start what ``launch`` says.
+    """The arguments of ``deepspeed`` for ``launch``.
 
     Raises:
-        ConfigError: with a line for each thing that is wrong with the hostfile, or that a remote shell would
-            not take for what it is.
+        ConfigError: with a line for each problem of the hostfile, and for each value that a remote shell would
+            interpret.
     """
     hosts = chosen_hosts(launch)
     problems = [problem for flag, check in _VALUES.items() for problem in _flag_problems(launch, flag, check)]
     several = (launch.force_multi or len(hosts) > 1) and not launch.no_ssh
     if several:
         problems += _place_problems(Path.cwd())
-        problems += forwarding.problems(environ, forwarding.device(environ, Path.cwd()), Path.cwd())
+        problems += variable_problems(environ, device_kind(environ, Path.cwd()), Path.cwd())
     if problems:
         raise ConfigError(problems)
     script, arguments = launch.script, launch.arguments
@@ -85,10 +91,10 @@ def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
 
 
 def chosen_hosts(launch: Namespace) -> list[Host]:
-    """The hosts that a run is to use; none named, and so this one, without a hostfile. Raises ConfigError."""
+    """The hosts of a run; empty, for this host alone, without a hostfile. Raises ConfigError."""
     if (launch.num_nodes or launch.num_gpus) and (launch.include or launch.exclude):
         raise ConfigError("--num_nodes and --num_gpus do not go with --include and --exclude: remove one or the other")
-    # DeepSpeed reads this file where none is named.
+    # DeepSpeed's default.
     hostfile = launch.hostfile or _DEFAULT_HOSTFILE
     if launch.hostfile is None and not hostfile.is_file():
         return []
@@ -134,11 +140,11 @@ def _words_problem(text: str) -> str | None:
     except ValueError as error:
         return f"{error}; close what was opened"
     wrong = [word for word in words if not is_plain(word.replace("^", ""))]
-    return f"{wrong[0]!r} holds a character that a shell would obey; remove it" if wrong else None
+    return f"{wrong[0]!r} holds a character that a shell interprets; remove it" if wrong else None
 
 
 def _plain_problem(text: str) -> str | None:
-    return None if is_plain(text) else "holds a character that a shell would obey; use letters, digits and @_+=:,./-"
+    return None if is_plain(text) else "holds a character that a shell interprets; use letters, digits and @_+=:,./-"
 
 
 _VALUES: dict[str, Callable[[str], str | None]] = {
@@ -148,7 +154,7 @@ _VALUES: dict[str, Callable[[str], str | None]] = {
     "enable_each_rank_log": _plain_problem,
     "bind_core_list": _plain_problem,
 }
-"""What is against a value, by the flag."""
+"""By flag: a function that describes the problem of a value, if it has one."""
 
 
 def _flag_problems(launch: Namespace, flag: str, check: Callable[[str], str | None]) -> list[str]:
@@ -161,7 +167,7 @@ def _place_problems(folder: Path) -> list[str]:
     """DeepSpeed sends these to remote shells as they are."""
     places = {"the working folder": str(folder), "python": sys.executable}
     return [
-        f"the path of {name}, {place!r}, holds a character that a remote shell would obey; use one of letters, digits "
+        f"the path of {name}, {place!r}, holds a character that a remote shell interprets; use one of letters, digits "
         "and @_+=:,./-"
         for name, place in places.items()
         if not is_plain(place)
@@ -181,14 +187,14 @@ def checkpoint_watch(arguments: Sequence[str]) -> Callable[[], str | None]:
     """A function that names the newest checkpoint of the run with these training arguments; None while there is none.
 
     Raises:
-        ConfigError: started again, the run would not go on from its checkpoints.
+        ConfigError: a restarted run would not resume from its checkpoints.
     """
-    given = {field: said.value for field, said in read_flags(arguments)[0].items()}
-    save = given.get("save")
-    if not save or not (given.get("auto_resume") or given.get("load") == save):
+    flags = {field: flag.value for field, flag in read_flags(arguments)[0].items()}
+    save = flags.get("save")
+    if not save or not (flags.get("auto_resume") or flags.get("load") == save):
         raise ConfigError(
-            "--max-restarts needs --save and --auto-resume among the training arguments: a run that is started again "
-            "goes on from its newest checkpoint"
+            "--max-restarts needs --save and --auto-resume among the training arguments: a restarted run resumes "
+            "from its newest checkpoint"
         )
     latest = Path(save) / LATEST
     return lambda: latest.read_text() if latest.is_file() else None

@@ -1,33 +1,42 @@
-"""Commands for other hosts: lists of words, quoted once, for a remote shell, and never put together as text here."""
+"""What reaches other hosts: commands over ssh, quoted once, and environment variables.
 
+DeepSpeed's launcher exports each variable whose name begins in certain ways, and those of ``.deepspeed_env`` in the
+home folder and in the working folder. Into a remote shell it writes a name as it is, and a value between double quotes
+at most.
+"""
+
+import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron.config.environment import expected_device
 
 CONNECT_SECONDS = 5
 _PLAIN = re.compile(r"[A-Za-z0-9@_+=:,./-]+")
 
 
 def ssh_command(host: str, words: Sequence[str], port: int | None = None) -> list[str]:
-    """The ssh command that runs ``words`` on ``host``: it asks nobody anything, and gives up on a host that is silent.
+    """The ssh command that runs ``words`` on ``host``: without a prompt, and with a limit on silence.
 
-    Whether a host key is trusted is left to ssh's own configuration. ``host`` has to be one by
-    ``hostfile.name_problem``, and stands behind ``--`` all the same.
+    Whether a host key is trusted is left to ssh's own configuration. ``host`` must be valid by
+    ``hostfile.name_problem``, and comes after ``--`` nevertheless.
     """
     return ["ssh", "-T", *_options(alive=5), *(["-p", str(port)] if port else []), "--", host, shlex.join(words)]
 
 
-def ssh_patience(environ: Mapping[str, str]) -> dict[str, str]:
-    """What makes pdsh's ssh ask nobody anything, and leave a host that has been silent for two minutes.
+def ssh_options_for_pdsh(environ: Mapping[str, str]) -> dict[str, str]:
+    """What makes pdsh's ssh prompt for nothing, and give up a host that has been silent for two minutes.
 
-    Else a launcher waits for ever for a host that is gone. What the environment says already wins.
+    Otherwise a launcher waits forever for a lost host. Options that the environment has already take precedence.
     """
     own = environ.get("PDSH_SSH_ARGS_APPEND", "")
     return {"PDSH_SSH_ARGS_APPEND": " ".join([own, *_options(alive=60)]).strip()}
 
 
 def _options(alive: int) -> list[str]:
-    """For ssh. A host has twice ``alive`` seconds to show that it is there."""
+    """For ssh. A host has twice ``alive`` seconds to show that it is alive."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": CONNECT_SECONDS,
@@ -39,18 +48,98 @@ def _options(alive: int) -> list[str]:
 
 
 def is_plain(text: str) -> bool:
-    """Whether every shell takes ``text`` for one word that says what it says; pdsh too, to which % means something."""
+    """Whether every shell, and pdsh, to which % is special, takes ``text`` as one literal word."""
     return _PLAIN.fullmatch(text) is not None
 
 
 def quote_for_pdsh(argument: str) -> str:
-    """``argument`` as DeepSpeed's pdsh runner has to be given it, so that the remote program gets it as it is.
+    """``argument`` quoted for DeepSpeed's pdsh runner, so that the remote program gets it unchanged.
 
-    The runner puts one with a space between double quotes and minds only the double quotes within; others it hands
-    to the remote shell as they are. pdsh replaces what begins with %, of which two stand for one.
+    The runner puts one with a space between double quotes and escapes only the double quotes within; others it hands
+    to the remote shell as they are. pdsh replaces what begins with %; %% is a %.
     """
     if " " in argument:
         quoted = re.sub(r"([\\$`])", r"\\\1", argument)
     else:
         quoted = shlex.quote(argument)
     return quoted.replace("%", "%%")
+
+
+_ALWAYS = ("MLFLOW", "PYTHON", "MV2", "UCX")
+_WITH_DEVICE = {"cuda": ("NCCL",)}
+_NEEDED = (
+    "CUDA_HOME",
+    "CXX",
+    "DS_ACCELERATOR",
+    "LD_LIBRARY_PATH",
+    "MASTER_LISTEN",
+    "TORCH_EXTENSIONS_DIR",
+    "XDG_CACHE_HOME",
+)
+_NEEDED_FAMILIES = ("GLOO_", "NCCL_", "TORCH_NCCL_")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SPECIAL_IN_QUOTES = re.compile(r"[\"$`\\%\x00-\x1f]")
+
+
+def forwarded_variables(environ: Mapping[str, str], kind: str, folder: Path) -> dict[str, str]:
+    """The variables that ranks on other hosts get, for a run on devices of a ``kind`` started in ``folder``."""
+    exported = {name: value for name, value in environ.items() if name.startswith(_prefixes(kind))}
+    for file in environment_files(environ, folder):
+        for _, line in _lines(file):
+            name, _, value = line.partition("=")
+            exported[name.strip()] = value.strip()
+    return exported
+
+
+def device_kind(environ: Mapping[str, str], folder: Path) -> str:
+    """The kind of device of the ranks: this host's, unless a variable that they get names another."""
+    return expected_device({**environ, **forwarded_variables(environ, "", folder)})
+
+
+def unforwarded_variables(environ: Mapping[str, str], kind: str, folder: Path) -> list[str]:
+    """Variables that affect this host's ranks and are not sent to other hosts."""
+    there = forwarded_variables(environ, kind, folder)
+    return sorted(
+        name for name in environ if (name in _NEEDED or name.startswith(_NEEDED_FAMILIES)) and name not in there
+    )
+
+
+def variable_problems(environ: Mapping[str, str], kind: str, folder: Path) -> Iterator[str]:
+    """A line for each variable that a remote shell would change or run. Values are not shown."""
+    for name, value in environ.items():
+        if name.startswith(_prefixes(kind)) and not _is_safe_in_quotes(value):
+            yield (
+                f"the environment's {name} holds a character that a remote shell interprets; DeepSpeed sends it to "
+                "every host: unset it, or give it a plain value"
+            )
+    for file in environment_files(environ, folder):
+        for number, line in _lines(file):
+            name, equals, value = line.partition("=")
+            if not equals or not _VARIABLE.fullmatch(name.strip()):
+                yield f"{file}:{number}:1: not NAME=VALUE; write one variable a line, without export and comments"
+            elif not _is_safe_in_quotes(value.strip()):
+                column = len(name) + 2
+                yield (
+                    f"{file}:{number}:{column}: the value of {name} holds a character that a remote shell interprets; "
+                    "write it without quotes, $, `, % and \\"
+                )
+
+
+def environment_files(environ: Mapping[str, str], folder: Path) -> list[Path]:
+    """The files that DeepSpeed reads, if they exist; the later one wins."""
+    name = environ.get("DS_ENV_FILE", ".deepspeed_env")
+    places = [Path(os.path.expanduser("~")) / name, folder / name]
+    return [place for place in dict.fromkeys(places) if place.is_file()]
+
+
+def _prefixes(kind: str) -> tuple[str, ...]:
+    return (*_ALWAYS, *_WITH_DEVICE.get(kind, ()))
+
+
+def _is_safe_in_quotes(value: str) -> bool:
+    return not _SPECIAL_IN_QUOTES.search(value)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str]]:
+    text = file.read_bytes().decode(errors="replace")
+    return enumerate(text.removesuffix("\n").split("\n") if text else [], start=1)

@@ -1,4 +1,4 @@
-"""tools/doctor.py on hosts with one fault each: it is named, on its host alone, with what mends it."""
+"""tools/doctor.py on hosts with one problem each: it is reported, on its host alone, with a fix."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from support.local_hosts import LocalHosts, mounting_refused
 from support.ports import free_port
 from support.programs import TINY_MODEL, Programs
 
-from megatron.tools.cluster.checks.case import Verdict
-from megatron.tools.cluster.report import table
+from megatron.tools.cluster.context import CheckResult
+from megatron.tools.cluster.doctor import table
 
 ROOT = Path(__file__).resolve().parents[3]
 SENT = "DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=lo\n"
@@ -184,9 +184,9 @@ def test_data_that_is_missing_or_another_and_folders_of_its_own(
     found, fix = bad["host-empty", "data"]
     assert found == f"{prefix}: No such file or directory"
     assert fix == f"rsync -a {prefix}.bin {prefix}.idx host-empty:{folder}/data/"
-    assert "another content than on this host" in bad["host-tokens", "data"][0]
-    assert bad["host-tokens", "arguments"][0] == f"--vocab-file {folder}/data/vocab.json: has another content than here"
-    assert "of this host's own" in bad["host-local", "folders"][0] and "findmnt" in bad["host-local", "folders"][1]
+    assert "differs from this host" in bad["host-tokens", "data"][0]
+    assert bad["host-tokens", "arguments"][0] == f"--vocab-file {folder}/data/vocab.json: differs from here"
+    assert "not shared" in bad["host-local", "folders"][0] and "findmnt" in bad["host-local", "folders"][1]
     assert "no permission to write" in bad["host-read", "folders"][0] and "chmod" in bad["host-read", "folders"][1]
 
 
@@ -283,10 +283,10 @@ def test_wrong_usage_asks_nobody(tmp_path: Path, text: str, words: list[str], re
     assert [path.name for path in tmp_path.iterdir()] == ["hostfile"]
 
 
-def test_colour_is_for_those_who_see_it() -> None:
-    findings = {"a": {"port": [Verdict(True, "free"), Verdict(False, "taken", "ss -ltnp")]}}
+def test_colors_of_a_terminal() -> None:
+    findings = {"a": {"port": [CheckResult(True, "free"), CheckResult(False, "taken", "ss -ltnp")]}}
     plain = "a\n  ok   port         free\n  BAD  port         taken\n       fix: ss -ltnp"
-    assert table(findings, colour=False) == plain
-    coloured = table(findings, colour=True)
-    assert "\033[32mok \033[0m" in coloured and "\033[31mBAD\033[0m" in coloured
-    assert re.sub(r"\033\[\d+m", "", coloured) == plain
+    assert table(findings, color=False) == plain
+    colored = table(findings, color=True)
+    assert "\033[32mok \033[0m" in colored and "\033[31mBAD\033[0m" in colored
+    assert re.sub(r"\033\[\d+m", "", colored) == plain

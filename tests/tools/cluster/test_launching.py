@@ -96,10 +96,10 @@ def test_a_hostile_hostfile_runs_nothing(programs: Programs, tmp_path: Path, lin
     [
         (["--master_addr=-oProxyCommand=x"], "begins with a hyphen"),
         (["--master_addr", "a;b"], "because of ';'"),
-        (["--launcher_args=-x $(touch marker)"], "a shell would obey"),
+        (["--launcher_args=-x $(touch marker)"], "a shell interprets"),
         (["--launcher_args=-x 'a"], "No closing quotation"),
-        (["--venv_script=a;b"], "a shell would obey"),
-        (["--enable_each_rank_log=$(x)"], "a shell would obey"),
+        (["--venv_script=a;b"], "a shell interprets"),
+        (["--enable_each_rank_log=$(x)"], "a shell interprets"),
         (["--include=host-a;x"], "the hostfile has no"),
     ],
 )

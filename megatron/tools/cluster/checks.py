@@ -1,0 +1,328 @@
+"""What is checked on every host before a run can start, each with the command that fixes it."""
+
+import hashlib
+import ipaddress
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megatron.tools.cluster.context import CheckResult, HostContext, Unknown, fact_of
+
+_SHORT = 12
+"""Characters of a hash that are shown."""
+
+_SSH_FIXES = {
+    "Permission denied": "test -e ~/.ssh/id_ed25519 || ssh-keygen -t ed25519 -N '' -f ~/.ssh/id_ed25519; "
+    "ssh-copy-id {port}{host}",
+    "IDENTIFICATION HAS CHANGED": "ssh-keygen -R {host}  # once you know why its key has changed",
+    "Host key verification failed": "ssh {port}{host} true  # once, and compare the fingerprint it shows",
+    "Connection refused": "systemctl start ssh  # on {host} itself; or name its port with --ssh_port",
+    "timed out": "ping -c 3 {host}  # is it up, and does a firewall let ssh through?",
+    "No route to host": "ping -c 3 {host}  # is it up, and on this network?",
+    "unreachable": "ping -c 3 {host}  # is it up, and on this network?",
+}
+"""By the message of ssh."""
+_OTHER_FIX = "ssh -v {port}{host} true"
+
+
+def check_name(host: HostContext) -> Iterator[CheckResult]:
+    """Its name resolves."""
+    name, address = host.report.host.name, host.report.address
+    if address is None:
+        yield CheckResult(False, "does not resolve", f"echo 'ADDRESS {name}' | sudo tee -a /etc/hosts")
+    else:
+        yield CheckResult(True, address)
+
+
+def check_ssh(host: HostContext) -> Iterator[CheckResult]:
+    """ssh connects without a password, and a python answers."""
+    report = host.report
+    if report.address is None:
+        return
+    if report.facts:
+        yield CheckResult(True, f"answers after {report.seconds:.1f} s")
+        return
+    failure = report.failure or "no output"
+    fix = next((fix for text, fix in _SSH_FIXES.items() if text in failure), _OTHER_FIX)
+    port = f"-p {host.ssh_port} " if host.ssh_port else ""
+    yield CheckResult(False, failure, fix.format(host=report.host.name, port=port))
+
+
+_MOST_SECONDS_APART = 5
+
+
+def check_clock(host: HostContext) -> Iterator[CheckResult]:
+    """Its clock agrees with this host's."""
+    ahead = host.report.clock
+    if abs(ahead) > _MOST_SECONDS_APART:
+        way = "ahead of" if ahead > 0 else "behind"
+        yield CheckResult(
+            False, f"{abs(ahead):.0f} s {way} this host's", host.fix("sudo", "timedatectl", "set-ntp", "true")
+        )
+    else:
+        yield CheckResult(True, f"{abs(ahead):.1f} s apart")
+
+
+def check_port(host: HostContext) -> Iterator[CheckResult]:
+    """The master port is free on the first host."""
+    if host.report.host != host.all_reports[0].host:
+        return
+    if owner := host.fact("port"):
+        yield CheckResult(
+            False,
+            f"{host.port}: {owner}",
+            f"{host.fix('ss', '-ltnp')} | grep :{host.port}  # or start with another --master_port",
+        )
+    else:
+        yield CheckResult(True, f"{host.port} is free")
+
+
+def check_interface(host: HostContext) -> Iterator[CheckResult]:
+    """The interface that gloo or NCCL is set to use exists; without one, gloo finds one that other hosts reach."""
+    network = host.fact("network")
+    variable = "GLOO_SOCKET_IFNAME" if host.device == "cpu" else "NCCL_SOCKET_IFNAME"
+    wanted = host.forwarded.get(variable)
+    show = f"{host.fix('ip', '-br', 'address')}  # then set {variable} in .deepspeed_env"
+    if wanted:
+        lost = _not_there(wanted, network["interfaces"], exactly=variable.startswith("GLOO"))
+        if lost:
+            there = ", ".join(network["interfaces"])
+            yield CheckResult(False, f"{variable}={wanted}: no {', '.join(lost)}, only {there}", show)
+        else:
+            yield CheckResult(True, f"{variable}={wanted}")
+    elif host.device == "cpu" and len(host.all_reports) > 1 and _only_here(network["own_addresses"]):
+        own = ", ".join(network["own_addresses"]) or "no address"
+        yield CheckResult(
+            False,
+            f"its own name, {network['hostname']}, resolves to {own}, where no other host reaches it",
+            f"echo {variable}={network['default_interface'] or 'INTERFACE'} >> .deepspeed_env",
+        )
+    else:
+        yield CheckResult(True, "found automatically")
+
+
+def _not_there(wanted: str, interfaces: Sequence[str], *, exactly: bool) -> list[str]:
+    """The interfaces of a list that do not exist. NCCL takes prefixes of names, and ^ for all but these."""
+    if wanted.startswith("^"):
+        return []
+    exactly = exactly or wanted.startswith("=")
+    names = [name.partition(":")[0] for name in wanted.removeprefix("=").split(",") if name]
+    if exactly:
+        return [name for name in names if name not in interfaces]
+    return [name for name in names if not any(there.startswith(name) for there in interfaces)]
+
+
+def _only_here(addresses: Sequence[str]) -> bool:
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+
+
+def check_python(host: HostContext) -> Iterator[CheckResult]:
+    """The interpreter that the launcher starts exists and has the same version."""
+    here, there = fact_of(host.local, "software"), host.fact("software")
+    copy = host.copy_command(sys.prefix, folder=str(Path(sys.prefix).parent))
+    if there["executable"] != sys.executable:
+        yield CheckResult(False, f"no {sys.executable}, only {there['executable']} {there['python']}", copy)
+    elif there["python"] != here["python"]:
+        yield CheckResult(False, f"{there['python']}, here {here['python']}", copy)
+    else:
+        yield CheckResult(True, there["python"])
+
+
+def check_versions(host: HostContext) -> Iterator[CheckResult]:
+    """torch and deepspeed have the versions of this host."""
+    here, there = fact_of(host.local, "software"), host.fact("software")
+    for package in ("torch", "deepspeed"):
+        if there[package] == here[package]:
+            yield CheckResult(True, f"{package} {there[package]}")
+        else:
+            install = host.fix(there["executable"], "-m", "pip", "install", f"{package}=={here[package]}")
+            yield CheckResult(False, f"{package} {there[package] or 'is missing'}, here {here[package]}", install)
+
+
+def check_project(host: HostContext) -> Iterator[CheckResult]:
+    """The same sources, in the same folder."""
+    here, there = fact_of(host.local, "project"), host.fact("project")
+    sources = [f"{host.project}/megatron", f"{host.project}/pretrain_gpt2.py"]
+    if there is None:
+        yield CheckResult(
+            False,
+            f"no pretrain_gpt2.py in {host.project}",
+            f"{host.fix('mkdir', '-p', host.project)} && {host.copy_command(*sources, folder=host.project)}",
+        )
+    elif there["sources"] != here["sources"]:
+        commits = f"commit {there['commit']}, here {here['commit']}"
+        changed = "other sources" + (f" ({commits})" if there["commit"] != here["commit"] else ", of the same commit")
+        yield CheckResult(False, changed, host.copy_command(*sources, folder=host.project, flags=["--delete"]))
+    else:
+        yield CheckResult(True, f"commit {there['commit']}" if there["commit"] else there["sources"][:_SHORT])
+
+
+def check_devices(host: HostContext) -> Iterator[CheckResult]:
+    """A device for each slot. On the CPU any number of ranks share the cores."""
+    found, slots = host.fact("devices"), host.report.host.slots
+    if host.device == "cpu":
+        yield CheckResult(True, f"{len(slots)} ranks on {found['cpu']} CPU cores")
+    elif host.device != "cuda":
+        yield CheckResult(True, f"{len(slots)} ranks; devices of kind {host.device} cannot be counted from here")
+    elif max(slots) >= found["cuda"]:
+        count = found["cuda"]
+        yield CheckResult(
+            False,
+            f"{count} GPUs, and slot {max(slots)} is asked for",
+            f"{host.fix('nvidia-smi', '-L')}  # then in the hostfile: slots={count}, or, without a GPU, no such line",
+        )
+    else:
+        yield CheckResult(True, f"{len(slots)} ranks on {found['cuda']} GPUs")
+
+
+def check_locks(host: HostContext) -> Iterator[CheckResult]:
+    """No lock of a killed build, for which torch would wait forever."""
+    locks = host.fact("locks")
+    if locks:
+        yield CheckResult(False, f"stale lock {', '.join(locks)}", host.fix("rm", *locks))
+    else:
+        yield CheckResult(True, "no stale lock")
+
+
+def check_environment(host: HostContext) -> Iterator[CheckResult]:
+    """Variables set here that have an effect are set there."""
+    if host.unforwarded:
+        lines = " ".join(f'"{name}=${name}"' for name in host.unforwarded)
+        yield CheckResult(
+            False,
+            f"{', '.join(host.unforwarded)}: set here, not sent there",
+            f"printf '%s\\n' {lines} >> {shlex.quote(f'{Path.cwd()}/.deepspeed_env')}",
+        )
+    else:
+        yield CheckResult(True, ", ".join(sorted(host.forwarded)) or "nothing to send")
+
+
+_LEAST_FREE = 1 << 30
+"""Bytes; what a checkpoint takes beyond that is for the run to measure, when it knows its size."""
+_SHARED = ("--save", "--load")
+"""Folders that all ranks read at a resume."""
+
+
+def check_arguments(host: HostContext) -> Iterator[CheckResult]:
+    """Files named by the arguments have the same content there."""
+    if host.run is None:
+        return
+    here, there = fact_of(host.local, "files"), host.fact("files")
+    for flag, path in host.files.items():
+        if there[flag] != here[flag]:
+            wrong = there[flag].get("error", "differs from here")
+            yield CheckResult(False, f"{flag} {path}: {wrong}", _copy(host, path))
+    if there == here:
+        digest = hashlib.sha256(json.dumps([host.run.ds_config, there], sort_keys=True, default=str).encode())
+        yield CheckResult(True, f"hash {digest.hexdigest()[:_SHORT]}")
+
+
+def check_data(host: HostContext) -> Iterator[CheckResult]:
+    """The data sets exist, with the same tokens."""
+    for prefix in host.data:
+        problem, digest = _data_problem(host, prefix)
+        if problem:
+            yield CheckResult(False, f"{prefix}{problem}", _copy(host, f"{prefix}.bin", f"{prefix}.idx"))
+        else:
+            yield CheckResult(True, f"hash {digest[:_SHORT]}")
+
+
+def _data_problem(host: HostContext, prefix: str) -> tuple[str | None, str]:
+    """The problem of a data set there, if there is one, and its hash."""
+    try:
+        there = host.fact("data")[prefix]
+    except Unknown as error:
+        return f": {error}", ""
+    if "error" in there:
+        return f": {there['error']}", ""
+    for report in (host.local, *host.all_reports):
+        fact = report.facts.get("data", {}).get("value", {}).get(prefix, {})
+        if "value" in fact:
+            is_other = fact != there
+            return (f" differs from {report.host.name}" if is_other else None), there["value"]
+    return None, there["value"]
+
+
+def check_folders(host: HostContext) -> Iterator[CheckResult]:
+    """Folders are writable, and those of checkpoints are shared by all hosts."""
+    for flag, path in host.folders.items():
+        folder = host.fact("folders")[flag]
+        if not folder["is_folder"]:
+            yield CheckResult(False, f"{flag} {path}: {folder['place']} is not a folder", host.fix("ls", "-l", path))
+        elif not folder["writable"]:
+            yield CheckResult(
+                False,
+                f"{flag} {path}: no permission to write in {folder['place']}",
+                f"{host.fix('chmod', 'u+rwx', folder['place'])}  # or mount it for writing",
+            )
+        elif flag in _SHARED and not _is_shared(host, flag):
+            yield CheckResult(
+                False,
+                f"{flag} {path}: not shared; a resume reads all ranks' files",
+                f"{host.fix('findmnt', '-T', folder['place'])}  # mount one file system there on all hosts",
+            )
+        else:
+            several = flag in _SHARED and len(host.all_reports) > 1
+            yield CheckResult(True, f"{flag} {path}: writable{', shared' if several else ''}")
+
+
+def check_disk(host: HostContext) -> Iterator[CheckResult]:
+    """Enough disk space is free to begin with."""
+    for flag, path in host.folders.items():
+        folder = host.fact("folders")[flag]
+        free = folder["free"]
+        said = f"{flag} {path}: {free / (1 << 30):.1f} GiB free"
+        fix = None if free >= _LEAST_FREE else host.fix("df", "-h", folder["place"])
+        yield CheckResult(free >= _LEAST_FREE, said, fix)
+
+
+def _is_shared(host: HostContext, flag: str) -> bool:
+    """Whether this host and the first one that answers see the same folder."""
+    first = next(report for report in host.all_reports if report.facts)
+    mine, other = host.fact("folders")[flag], fact_of(first, "folders")[flag]
+    changes = {mine["changed"], other["changed"]} - {None}
+    return mine["identity"] == other["identity"] and len(changes) <= 1
+
+
+def _copy(host: HostContext, *paths: str) -> str:
+    return host.copy_command(*paths, folder=str(Path(paths[0]).parent))
+
+
+Check = Callable[[HostContext], Iterator[CheckResult]]
+
+FIRST: Mapping[str, Check] = {"name": check_name, "ssh": check_ssh}
+"""Without these a host cannot be probed."""
+
+CHECKS: Mapping[str, Check] = {
+    "python": check_python,
+    "versions": check_versions,
+    "project": check_project,
+    "arguments": check_arguments,
+    "devices": check_devices,
+    "data": check_data,
+    "folders": check_folders,
+    "disk": check_disk,
+    "clock": check_clock,
+    "port": check_port,
+    "interface": check_interface,
+    "extensions": check_locks,
+    "environment": check_environment,
+}
+"""For a host that answers, in the order of the table."""
+
+
+def check_host(host: HostContext) -> dict[str, list[CheckResult]]:
+    """The results of one host, by check. A check that does not apply to it, or to this run, has none."""
+    results = {name: list(check(host)) for name, check in FIRST.items()}
+    if host.report.facts:
+        results |= {name: _results(check, host) for name, check in CHECKS.items()}
+    return {name: lines for name, lines in results.items() if lines}
+
+
+def _results(check: Check, host: HostContext) -> list[CheckResult]:
+    try:
+        return list(check(host))
+    except Unknown as error:
+        return [CheckResult(False, f"not known: {error}", f"ssh {host.report.host.name}  # and look")]
