@@ -73,7 +73,7 @@ def inside(value: float, interval: str) -> bool:
 
 
 def interval_in_words(interval: str) -> str:
-    """An interval such as ``"[0, 1)"`` in words, for messages."""
+    """An interval such as ``"[0, 1)"`` as text, for messages."""
     low, high = ends(interval)
     if math.isinf(high):
         return f"{low:g} or more" if interval[0] == "[" else f"more than {low:g}"

@@ -38,7 +38,7 @@ class ZeroConfig:
     zero_stage: int = flag(
         0,
         "ZeRO stage: 0 disables ZeRO, 1 shards optimizer state, 2 also gradients, 3 also weights. Stages 2 and 3 need "
-        "the plain engine. The default is 1 with --bf16 or --fp16.",
+        "the plain engine (default: 0, or 1 with --bf16 or --fp16).",
         within="[0, 3]",
     )
     zero_reduce_scatter: bool = flag(
@@ -121,7 +121,7 @@ class ActivationConfig:
     contiguous_checkpointing: bool = flag(
         False,
         "Keep checkpointed activations in a contiguous buffer; needs --partition-activations.",
-        aliases=("contigious-checkpointing",),
+        aliases=("contigious_checkpointing",),
     )
     checkpoint_in_cpu: bool = flag(False, "Keep checkpointed activations in CPU memory; needs --partition-activations.")
     synchronize_each_layer: bool = flag(False, "Synchronize the device before and after each recomputed layer.")

@@ -60,7 +60,7 @@ def _blend(parts: Sequence[Part]) -> str:
 
 
 def _chunks(stage: Stage, layers: int) -> str:
-    """The chunks of a stage in words, such as ``embeddings, layers 1-3``."""
+    """The chunks of a stage as text, such as ``embeddings, layers 1-3``."""
     return " and ".join(_chunk(chunk, layers) for chunk in stage.chunks)
 
 

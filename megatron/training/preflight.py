@@ -1,4 +1,4 @@
-"""What can be seen on this host before torch is imported: files that are missing, folders that cannot be written."""
+"""Checks on this host before torch is imported: input files exist, outputs can be written, the checkpoint fits."""
 
 import os
 from collections.abc import Callable
@@ -20,36 +20,34 @@ T = TypeVar("T")
 
 
 def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
-    """``run`` with the sizes that its vocabulary decides, and the checkpoint it goes on from, if any.
-
-    Both once everything that it names on this host is found in order.
+    """``run`` with its vocabulary sizes and hashes, and the checkpoint it resumes from, if any.
 
     Raises:
-        UserError: with a line for each thing that is not. Its class, and so the exit code, is that of
-            the smallest exit code among them: a wrong configuration goes before wrong data.
+        UserError: with one line for each problem. Its class is the one with the smallest exit code among
+            the problems: a wrong configuration takes precedence over wrong data.
     """
     errors: list[UserError] = []
     data, train = run.data, run.train
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
-    wanted = {
+    expected = {
         "train_iters": train.train_iters,
         "eval_iters": train.eval_iters,
         "masked_lm": architecture_of(run.model).masked_lm,
     }
-    _attempt(errors, DataError, lambda: check_data(data, **wanted))
+    _attempt(errors, DataError, lambda: check_data(data, **expected))
     whole = _attempt(errors, DataError, lambda: _with_hashes(_with_vocabulary(run), readable=not errors))
-    # A checkpoint is compared with the whole model and what it reads, so both have to be known.
+    # A checkpoint is compared with the vocabulary and the data, so both must be known.
     saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None
     if errors or whole is None:
-        gravest = min(errors, key=lambda error: error.exit_code)
-        raise type(gravest)([message for error in errors for message in error.messages])
+        first = min(errors, key=lambda error: error.exit_code)
+        raise type(first)([message for error in errors for message in error.messages])
     return whole, saved
 
 
 def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], T]) -> T | None:
-    """The result of ``step``; where it raises a UserError, None, and the error joins ``errors``.
+    """The result of ``step``, or None if it raises a UserError, which is appended to ``errors``.
 
-    So does what the system has against a file, such as its permissions or the length of its name, as a ``kind``.
+    An OSError, such as a missing permission or a name that is too long, is appended as a ``kind``.
     """
     try:
         return step()
@@ -73,7 +71,7 @@ def _with_vocabulary(run: RunConfig) -> RunConfig:
 
 
 def _with_hashes(run: RunConfig, *, readable: bool) -> RunConfig:
-    """``run`` with what tells its data and tokenizer from others, where a checkpoint remembers or compares them."""
+    """``run`` with the hashes of its data and tokenizer, if a checkpoint is saved or loaded."""
     data = run.data
     if not (readable and (run.checkpoint.save or run.checkpoint.load)):
         return run
@@ -86,7 +84,7 @@ def _with_hashes(run: RunConfig, *, readable: bool) -> RunConfig:
 
 
 def _check_outputs(run: RunConfig) -> None:
-    """Raises ConfigError with a line for each output that could not be written. Writes nothing itself."""
+    """Check that all outputs can be written, without writing. Raises ConfigError with one line for each problem."""
     folders = {
         "--save": run.checkpoint.save,
         "--tensorboard-dir": run.logging.tensorboard_dir,
@@ -96,32 +94,34 @@ def _check_outputs(run: RunConfig) -> None:
     }
     if run.observe.profile_dir != run.observe.trace:
         folders["--profile-dir"] = run.observe.profile_dir
-    found = {flag: _folder_problem(flag, Path(folder)) for flag, folder in folders.items() if folder is not None}
-    problems = list(found.values())
+    folder_problems = {
+        flag: _folder_problem(flag, Path(folder)) for flag, folder in folders.items() if folder is not None
+    }
+    problems = list(folder_problems.values())
     if run.zero.nvme_path is not None and not Path(run.zero.nvme_path).is_dir():
         problems.append(f"--nvme-path {run.zero.nvme_path}: no such folder; name one on the NVMe device")
-    if run.logging.metrics_file is not None and not found.get("--run-dir"):
+    if run.logging.metrics_file is not None and not folder_problems.get("--run-dir"):
         problems.append(_file_problem("--metrics-file", Path(run.logging.metrics_file)))
     if any(problems):
         raise ConfigError(problem for problem in problems if problem)
 
 
 def _folder_problem(flag: str, folder: Path) -> str | None:
-    """What keeps ``folder`` from being written to, or from being made where it is not there yet."""
-    if fault := _name_problem(folder):
-        return f"{flag} {folder}: {fault}; name another place"
-    existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    """Why ``folder`` cannot be written to, or created if it does not exist; None if it can."""
+    if problem := _name_problem(folder):
+        return f"{flag} {folder}: {problem}; name another folder"
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
-        return f"{flag} {folder}: {existing} is not a folder; name another place, or move it away"
+        return f"{flag} {folder}: {existing} is not a folder; name another folder, or move it away"
     if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{flag} {folder}: no permission to write in {existing}; name another place, or change its permissions"
+        return f"{flag} {folder}: no permission to write in {existing}; name another folder, or change its permissions"
     return None
 
 
 def _file_problem(flag: str, file: Path) -> str | None:
-    """What keeps ``file`` from being written."""
-    if fault := _name_problem(file):
-        return f"{flag} {file}: {fault}; name another file"
+    """Why ``file`` cannot be written; None if it can."""
+    if problem := _name_problem(file):
+        return f"{flag} {file}: {problem}; name another file"
     if not os.path.lexists(file):
         return _folder_problem(flag, file.parent)
     if file.is_dir():
@@ -131,10 +131,10 @@ def _file_problem(flag: str, file: Path) -> str | None:
     return None
 
 
-def _name_problem(place: Path) -> str | None:
-    """What the system has against the name of ``place``, whether there is anything there or not."""
+def _name_problem(path: Path) -> str | None:
+    """Why the operating system rejects the name of ``path``, such as its length; None if it accepts it."""
     try:
-        place.lstat()
+        path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -187,27 +187,27 @@ OUTPUTS: dict[str, tuple[Damage, str, list[str]]] = {
     "a file where a folder should be": (
         whole,
         "--save vocab.json",
-        ["--save vocab.json: {place}/vocab.json is not a folder; name another place, or move it away"],
+        ["--save vocab.json: {place}/vocab.json is not a folder; name another folder, or move it away"],
     ),
     "a file on the way": (
         whole,
         "--save vocab.json/a/b",
-        ["--save vocab.json/a/b: {place}/vocab.json is not a folder; name another place, or move it away"],
+        ["--save vocab.json/a/b: {place}/vocab.json is not a folder; name another folder, or move it away"],
     ),
     "a folder that may not be written to": (
         locked("ck", 0o555),
         "--save ck",
-        ["--save ck: no permission to write in {place}/ck; name another place, or change its permissions"],
+        ["--save ck: no permission to write in {place}/ck; name another folder, or change its permissions"],
     ),
     "a place in a folder that may not be written to": (
         locked("ck", 0o555),
         "--save ck/new/deep",
-        ["--save ck/new/deep: no permission to write in {place}/ck; name another place, or change its permissions"],
+        ["--save ck/new/deep: no permission to write in {place}/ck; name another folder, or change its permissions"],
     ),
     "a name that is too long": (
         whole,
         f"--save {'x' * 300}",
-        [f"--save {'x' * 300}: File name too long; name another place"],
+        [f"--save {'x' * 300}: File name too long; name another folder"],
     ),
     "a folder for the metrics": (whole, "--metrics-file ck", ["--metrics-file ck is a folder; name a file"]),
     "metrics that may not be written": (
@@ -218,7 +218,7 @@ OUTPUTS: dict[str, tuple[Damage, str, list[str]]] = {
     "a file for TensorBoard": (
         whole,
         "--tensorboard-dir vocab.json",
-        ["--tensorboard-dir vocab.json: {place}/vocab.json is not a folder; name another place, or move it away"],
+        ["--tensorboard-dir vocab.json: {place}/vocab.json is not a folder; name another folder, or move it away"],
     ),
 }
 

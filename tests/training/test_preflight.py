@@ -79,7 +79,7 @@ def test_a_file_where_a_folder_should_be(flag: str, corpus: Path) -> None:
     error = refusal(run_of(corpus, f"{flag} {place}"))
     assert isinstance(error, ConfigError)
     assert error.messages == [
-        f"{flag} {place}: {corpus}/vocab.json is not a folder; name another place, or move it away"
+        f"{flag} {place}: {corpus}/vocab.json is not a folder; name another folder, or move it away"
     ]
 
 
@@ -108,7 +108,7 @@ def test_places_without_permission() -> None:
         said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
         folder.chmod(0o755)
     assert said == [
-        f"--save {folder}/new: no permission to write in {folder}; name another place, or change its permissions",
+        f"--save {folder}/new: no permission to write in {folder}; name another folder, or change its permissions",
         f"--metrics-file {folder}/kept: no permission to write it; name another file, or change its permissions",
     ]
 

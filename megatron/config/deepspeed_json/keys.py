@@ -149,7 +149,7 @@ def accepts(schema: Schema, value: Any) -> bool:
 
 
 def expected(schema: Schema) -> str:
-    """The legal values in words, such as ``a whole number from 1 on``."""
+    """A description of the legal values, such as ``a whole number from 1 on``."""
     if "description" in schema:
         return schema["description"]
     if "anyOf" in schema:

@@ -1,0 +1,179 @@
+"""Write the generated pages: docs/layouts.md from the rules, docs/command-line.md from the flags."""
+
+import argparse
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import _project_root  # noqa: F401
+from _atomic_file import atomic_file
+
+from megatron.config.command_line.parser import build_parser, read_flags
+from megatron.config.command_line.resolve import resolve_run
+from megatron.config.validation import RULES
+from megatron.model.architectures import ARCHITECTURES
+from megatron.tools.command_line import ToolParser, run_tool
+
+ROOT = Path(__file__).resolve().parent.parent
+
+LAYOUTS = """\
+# Which layouts are legal
+
+This page is generated from the rules by `python tools/write_reference_docs.py`. A run that breaks a rule is refused
+before it starts, with a message that names the nearest legal settings; all broken rules are reported at once.
+`--explain` on any command line prints the layout, the rank groups, the DeepSpeed config and the result of each rule,
+and exits; with it, `--world-size N` replaces the launcher. [tools/verify_layout.py](verify.md) checks that legal
+layouts compute the same results with your own model.
+
+## Overview
+
+Each row is a setting. Each column is an engine with tensor parallelism (TP), `--sequence-parallel` (SP) or
+`--ds-sequence-parallel-size` (Ulysses). A number is that of a rule below that excludes the combination.
+"""
+
+RULES_TABLE = """
+## Rules
+
+| | rule | reason | DeepSpeed would otherwise |
+|---|---|---|---|
+"""
+
+COMMAND_LINE = """\
+# Command-line reference
+
+This page is generated from the flags by `python tools/write_reference_docs.py`. `python pretrain_gpt2.py --help` and
+`python pretrain_bert.py --help` print the same texts. Flags may be written with hyphens or underscores. Names after the
+first one are aliases. `N` is a whole number and `X` any number.
+"""
+
+TOOLS = """
+## Tools
+
+Each tool lists its flags with `--help`.
+
+| tool | what it does |
+|---|---|
+"""
+
+SAMPLE = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 64 --lr 0.001 --train-iters 10 "
+    "--batch-size 1 --gas 8 --data-path corpus --vocab-file vocab.json --merge-file merges.txt"
+)
+ENGINES = {
+    "plain engine": "--pipe-parallel-size 0",
+    "plain, TP": "--pipe-parallel-size 0 --model-parallel-size 2",
+    "plain, TP, SP": "--pipe-parallel-size 0 --model-parallel-size 2 --sequence-parallel",
+    "plain, Ulysses": "--pipe-parallel-size 0 --ds-sequence-parallel-size 2",
+    "pipeline": "--pipe-parallel-size 2",
+    "pipeline, TP": "--pipe-parallel-size 2 --model-parallel-size 2",
+    "pipeline, TP, SP": "--pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel",
+    "DualPipeV, TP": "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-schedule dualpipev",
+}
+SETTINGS = {
+    **{f"fp32, ZeRO {stage}": f"--zero-stage {stage}" for stage in range(4)},
+    **{f"bf16, ZeRO {stage}": f"--bf16 --zero-stage {stage}" for stage in range(4)},
+    **{f"fp16, ZeRO {stage} (GPU)": f"--fp16 --zero-stage {stage}" for stage in range(4)},
+    "fp16 on the CPU": "cpu --fp16 --zero-stage 1",
+    **{
+        f"bf16, gradients accumulated in fp32, ZeRO {stage}": f"--bf16 --grad-accum-dtype fp32 --zero-stage {stage}"
+        for stage in range(4)
+    },
+    **{
+        f"optimizer offloaded to {device}, ZeRO {stage}": f"--offload-optimizer {device} --zero-stage {stage} {folder}"
+        for device, folder in (("cpu", ""), ("nvme", "--nvme-path folder"))
+        for stage in range(4)
+    },
+    **{f"weights offloaded to cpu, ZeRO {stage}": f"--offload-param cpu --zero-stage {stage}" for stage in range(1, 4)},
+    **{f"overlapped reduction, ZeRO {stage}": f"--zero-overlap-comm --zero-stage {stage}" for stage in range(4)},
+    **{
+        f"round-robin gradients, ZeRO {stage}": f"--zero-round-robin-gradients --zero-stage {stage}"
+        for stage in range(4)
+    },
+    "full recomputation": "--checkpoint-activations",
+    "selective recomputation": "--recompute-granularity selective",
+    "partitioned activations": "--checkpoint-activations --partition-activations",
+    "activations in a contiguous buffer": "--checkpoint-activations --contiguous-checkpointing",
+    "partitioned activations in a contiguous buffer": (
+        "--checkpoint-activations --partition-activations --contiguous-checkpointing"
+    ),
+    "activations in CPU memory": "--checkpoint-activations --checkpoint-in-cpu",
+    "partitioned activations in CPU memory": "--checkpoint-activations --partition-activations --checkpoint-in-cpu",
+    "separate documents": "--reset-attention-mask --reset-position-ids --eod-mask-loss",
+    "hidden states [s, b, h]": "--shape-order SBH",
+}
+
+
+def main() -> None:
+    """Parse the command line and write the pages."""
+    parser = ToolParser(__doc__)
+    parser.add_argument("--output", type=Path, default=ROOT / "docs", metavar="DIR", help="folder of the pages")
+    args = parser.parse_args()
+    for name, text in {"layouts.md": layouts(), "command-line.md": command_line()}.items():
+        with atomic_file(args.output / name, "--output") as file:
+            file.write(text)
+
+
+def layouts() -> str:
+    """The page of legal layouts."""
+    return LAYOUTS + overview() + RULES_TABLE + "".join(rules())
+
+
+def overview() -> str:
+    """A row for each setting, a column for each engine."""
+    lines = [f"\n| | {' | '.join(ENGINES)} |\n", "|---" * (len(ENGINES) + 1) + "|\n"]
+    for name, words in SETTINGS.items():
+        cells = [", ".join(map(str, broken_rules(f"{words} {engine}"))) or "yes" for engine in ENGINES.values()]
+        lines.append(f"| {name} | {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
+def broken_rules(words: str) -> list[int]:
+    """The numbers of the rules that a run of SAMPLE and ``words`` breaks, on GPUs unless they begin with cpu."""
+    device = "cpu" if words.startswith("cpu ") else "cuda"
+    provided, problems = read_flags([*SAMPLE.split(), *words.removeprefix("cpu ").split()])
+    assert not problems, problems
+    run, unresolved = resolve_run(provided, {"DS_ACCELERATOR": device, "WORLD_SIZE": "8"})
+    assert not unresolved, unresolved
+    return [number for number, rule in enumerate(RULES, start=1) if rule.check(run) is not None]
+
+
+def rules() -> list[str]:
+    """A row for each rule."""
+    return [f"| {number} | {rule.name} | {rule.why} | {rule.otherwise} |\n" for number, rule in enumerate(RULES, 1)]
+
+
+def command_line() -> str:
+    """The page of flags and tools."""
+    return COMMAND_LINE + "".join(flag_tables()) + TOOLS + "".join(tools())
+
+
+def flag_tables() -> Iterator[str]:
+    """A table of each section of the flags of both training programs."""
+    models: dict[str, dict[str, list[str]]] = {}
+    for architecture in ARCHITECTURES.values():
+        for group in build_parser(architecture)._action_groups[2:]:  # without argparse's own two
+            rows = models.setdefault(str(group.title), {})
+            for action in group._group_actions:
+                rows.setdefault(flag_row(action), []).append(architecture.name)
+    for title, rows in models.items():
+        yield f"\n## {title}\n\n| flag | value | description |\n|---|---|---|\n"
+        for row, names in rows.items():
+            yield f"{row}{'' if len(names) == len(ARCHITECTURES) else f' {names[0]} only.'} |\n"
+
+
+def flag_row(action: argparse.Action) -> str:
+    """The row of a flag, without its end."""
+    values = "" if action.nargs == 0 else ", ".join(f"`{value}`" for value in str(action.metavar).split("|"))
+    names = ", ".join(f"`{name}`" for name in action.option_strings)
+    return f"| {names} | {values} | {(action.help or '').replace('%%', '%')}"
+
+
+def tools() -> Iterator[str]:
+    """A row for each tool: the first line of its docstring."""
+    for path in sorted((ROOT / "tools").glob("[a-z]*.py")):
+        description = (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()[0]
+        yield f"| `tools/{path.name}` | {description} |\n"
+
+
+if __name__ == "__main__":
+    run_tool(main)
