@@ -65,9 +65,9 @@ def test_a_png(metrics: Path, tmp_path: Path):
     ("content", "expected"),
     [
         (b'{"iteration": 1, "lm_loss": 2}\n{"iteration": 2, "lm', "run.jsonl:2: not JSON"),
-        (b"[1, 2]\n", "run.jsonl:1: no JSON object with a whole number as its iteration"),
-        (b'{"lm_loss": 2}\n', "run.jsonl:1: no JSON object with a whole number as its iteration"),
-        (b'{"iteration": 1, "lm_loss": "2"}\n', "run.jsonl:1: lm_loss is '2', which is no number"),
+        (b"[1, 2]\n", "run.jsonl:1: not a JSON object with an integer iteration"),
+        (b'{"lm_loss": 2}\n', "run.jsonl:1: not a JSON object with an integer iteration"),
+        (b'{"iteration": 1, "lm_loss": "2"}\n', "run.jsonl:1: lm_loss is '2', which is not a number"),
         (b'{"iteration": 1, "learning_rate": 2}\n', "run.jsonl: no lm_loss and no validation_loss to draw"),
         (b"", "run.jsonl: no lm_loss and no validation_loss to draw"),
         (b"\x89PNG\xff", "run.jsonl: not UTF-8"),

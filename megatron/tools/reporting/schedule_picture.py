@@ -1,40 +1,42 @@
-"""A timeline as a picture: what each rank did in one iteration, what theory would have it do, and the figures."""
+"""The picture of a timeline: each rank in one iteration, the schedule in theory, and the measures. As SVG text."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
 from statistics import mean, median
 from typing import NamedTuple
 
 from megatron.parallel.pipeline.schedule import timed_passes
 from megatron.tools.reporting.measure import SHARES, Measures
-from megatron.tools.reporting.svg import FAINT, box, line, picture, text, ticks
 from megatron.training.timeline import Event, Timeline
 
-COLOURS = {
+COLORS = {
     "forward": "#5b9bd5", "backward": "#6ab187", "send": "#e0912f", "receive": "#f8e3b0", "exchange": "#f8e3b0",
     "reduce": "#c8553d", "step": "#8f6bb3", "load": "#8a8a8a", "collective": "#2c3e50",
 }  # fmt: skip
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 1200, 130, 20, 30, 22
-_MOST_ROWS = 32
+_MAX_ROWS = 32
+_FAINT = "#767676"
 
 
 class _Bar(NamedTuple):
-    """Something on a row, in seconds from the left edge."""
+    """A bar of a row. Times are seconds from the left edge."""
 
     begin: float
     end: float
     kind: str
     number: int | None
-    told: str
+    tooltip: str
 
 
 def draw(timeline: Timeline, measures: Measures) -> str:
-    """The picture as SVG text, of the traced iteration that took the median time."""
+    """The picture of the traced iteration that took the median time, as SVG text."""
     iteration = _median_iteration(timeline)
     ranks = _shown(timeline)
     rows = [(_label(timeline, rank), _measured(timeline, rank, ranks, iteration)) for rank in ranks]
     theory = _theory(timeline, ranks, iteration) if measures.theory is not None and timeline.shape.stages > 1 else []
     span = max(bar.end for _, bars in (*rows, *theory) for bar in bars)
-    parts = [text(20, 32, f"What the ranks did in iteration {iteration}", size=20), *_figures(timeline, measures)]
+    parts = [text(20, 32, f"Ranks in iteration {iteration}", size=20), *_figures(timeline, measures)]
     parts += _legend(116)
     top = 150.0
     parts += _rows(rows, top, span)
@@ -42,11 +44,16 @@ def draw(timeline: Timeline, measures: Measures) -> str:
     parts += _axis(top, span)
     top += 46
     if theory:
-        parts.append(text(20, top, "What theory says, where every pass takes as long as the mean one", size=15))
+        parts.append(text(20, top, "The schedule in theory, if every pass takes the mean time", size=15))
         parts += _rows(theory, top + 14, span)
         top += 14 + _ROW * len(theory) + 34
     parts += _table(timeline, measures, ranks, top)
-    return picture(_WIDTH, top + 24 * (len(ranks) + 1) + 20, parts)
+    height = top + 24 * (len(ranks) + 1) + 20
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height:g}' width='{_WIDTH}' "
+        f"height='{height:g}' font-family='Helvetica, Arial, sans-serif'>\n"
+        "<rect width='100%' height='100%' fill='white'/>\n" + "\n".join(parts) + "\n</svg>\n"
+    )
 
 
 def _median_iteration(timeline: Timeline) -> int:
@@ -59,9 +66,9 @@ def _median_iteration(timeline: Timeline) -> int:
 
 
 def _shown(timeline: Timeline) -> list[int]:
-    """All ranks, or one pipeline where they are too many."""
-    everyone = [rank for pipeline in timeline.pipelines for rank in pipeline]
-    return (everyone if len(everyone) <= _MOST_ROWS else timeline.pipelines[0])[:_MOST_ROWS]
+    """All ranks, or one pipeline if they are too many."""
+    ranks = [rank for pipeline in timeline.pipelines for rank in pipeline]
+    return (ranks if len(ranks) <= _MAX_ROWS else timeline.pipelines[0])[:_MAX_ROWS]
 
 
 def _label(timeline: Timeline, rank: int) -> str:
@@ -71,20 +78,20 @@ def _label(timeline: Timeline, rank: int) -> str:
 def _measured(timeline: Timeline, rank: int, ranks: Sequence[int], iteration: int) -> list[_Bar]:
     zero = min(event.begin for other in ranks for event in timeline.instructions(other, iteration))
     events = [event for event in timeline.events[rank] if event.iteration == iteration and event.layer is None]
-    return [_bar(event, zero) for event in sorted(events, key=lambda event: event.begin)]  # what is inside comes last
+    return [_bar(event, zero) for event in sorted(events, key=lambda event: event.begin)]  # enclosed events come last
 
 
 def _bar(event: Event, zero: float) -> _Bar:
     which = f" of micro-batch {event.micro_batch}" if event.micro_batch else ""
-    told = f"{event.name}{which}: {event.seconds * 1000:.2f} ms"
+    tooltip = f"{event.name}{which}: {event.seconds * 1000:.2f} ms"
     if event.collective:
-        return _Bar(event.begin - zero, event.end - zero, "collective", None, f"{event.collective} in {told}")
+        return _Bar(event.begin - zero, event.end - zero, "collective", None, f"{event.collective} in {tooltip}")
     number = event.micro_batch if event.kind in ("forward", "backward") else None
-    return _Bar(event.begin - zero, event.end - zero, event.kind, number, told)
+    return _Bar(event.begin - zero, event.end - zero, event.kind, number, tooltip)
 
 
 def _theory(timeline: Timeline, ranks: Sequence[int], iteration: int) -> list[tuple[str, list[_Bar]]]:
-    """The passes of each stage, each as early as those it builds on allow."""
+    """The passes of each stage, each as early as its dependencies allow."""
     shape = timeline.shape
     seconds = {
         kind: mean(
@@ -96,7 +103,7 @@ def _theory(timeline: Timeline, ranks: Sequence[int], iteration: int) -> list[tu
     for stage, number, is_forward, begin, end in timed_passes(shape.stages, shape.micro_batches, **seconds):
         kind = "forward" if is_forward else "backward"
         bars[stage].append(_Bar(begin, end, kind, number, f"{kind} of micro-batch {number}"))
-    return [(f"stage {stage}", of_stage) for stage, of_stage in enumerate(bars[:_MOST_ROWS])]
+    return [(f"stage {stage}", of_stage) for stage, of_stage in enumerate(bars[:_MAX_ROWS])]
 
 
 def _rows(rows: Sequence[tuple[str, list[_Bar]]], top: float, span: float) -> Iterator[str]:
@@ -108,8 +115,8 @@ def _rows(rows: Sequence[tuple[str, list[_Bar]]], top: float, span: float) -> It
         for bar in bars:
             x, width = _LEFT + bar.begin * scale, (bar.end - bar.begin) * scale
             height = _BAR / 4 if bar.kind == "collective" else _BAR
-            # A hair between neighbours, where there is room for one.
-            yield box(x, y + _BAR - height, max(width - 0.6, 0.4), height, COLOURS.get(bar.kind, "#cccccc"), bar.told)
+            # A thin gap between adjacent bars.
+            yield box(x, y + _BAR - height, max(width - 0.6, 0.4), height, COLORS.get(bar.kind, "#cccccc"), bar.tooltip)
             if bar.number is not None and width > 7 * len(str(bar.number)) + 3:
                 yield text(x + width / 2, y + 15, str(bar.number), size=11, anchor="middle", fill="white")
 
@@ -138,30 +145,56 @@ def _count(number: int, what: str) -> str:
 
 
 def _legend(y: float) -> Iterator[str]:
-    shown = {kind: colour for kind, colour in COLOURS.items() if kind != "exchange"}
-    for number, (kind, colour) in enumerate(shown.items()):
+    shown = {kind: color for kind, color in COLORS.items() if kind != "exchange"}
+    for number, (kind, color) in enumerate(shown.items()):
         x = 20 + 130 * number
-        yield box(x, y - 11, 14, 14, colour)
-        yield text(x + 20, y, "receive and wait" if kind == "receive" else kind, fill=FAINT)
+        yield box(x, y - 11, 14, 14, color)
+        yield text(x + 20, y, "receive and wait" if kind == "receive" else kind, fill=_FAINT)
 
 
 def _axis(y: float, span: float) -> Iterator[str]:
-    yield line([(_LEFT, y), (_WIDTH - _RIGHT, y)], FAINT, 1)
-    for milliseconds in ticks(0, span * 1000, 10):
+    yield line([(_LEFT, y), (_WIDTH - _RIGHT, y)], _FAINT)
+    for milliseconds in ticks(span * 1000, 10):
         x = _LEFT + (_WIDTH - _LEFT - _RIGHT) * milliseconds / (span * 1000)
-        yield line([(x, y), (x, y + 4)], FAINT, 1)
-        yield text(x, y + 18, f"{milliseconds:g}", size=11, anchor="middle", fill=FAINT)
-    yield text(20, y + 18, "ms", size=11, fill=FAINT)
+        yield line([(x, y), (x, y + 4)], _FAINT)
+        yield text(x, y + 18, f"{milliseconds:g}", size=11, anchor="middle", fill=_FAINT)
+    yield text(20, y + 18, "ms", size=11, fill=_FAINT)
 
 
 def _table(timeline: Timeline, measures: Measures, ranks: Sequence[int], top: float) -> Iterator[str]:
-    """Milliseconds of an iteration, and their share, for each rank."""
-    yield text(20, top, "ms of an iteration", fill=FAINT)
+    """Milliseconds of an iteration and their share, for each rank."""
+    yield text(20, top, "ms of an iteration", fill=_FAINT)
     columns = [_LEFT + 110 + 122 * number for number in range(len(SHARES))]
     for x, share in zip(columns, SHARES, strict=True):
-        yield text(x, top, share, anchor="end", fill=FAINT)
+        yield text(x, top, share, anchor="end", fill=_FAINT)
     for row, rank in enumerate(ranks, start=1):
         y, spent = top + 24 * row, measures.ranks[rank]
         yield text(20, y, _label(timeline, rank))
         for x, share in zip(columns, SHARES, strict=True):
             yield text(x, y, f"{spent[share] * 1000:.1f}  ({spent[share] / measures.seconds:.0%})", anchor="end")
+
+
+def text(x: float, y: float, words: str, *, size: float = 12, anchor: str = "start", fill: str = "#222222") -> str:
+    """Text with its baseline at ``y``; ``anchor`` is start, middle or end."""
+    position = f"x='{x:.1f}' y='{y:.1f}' font-size='{size:g}' text-anchor='{anchor}'"
+    return f"<text {position} fill='{fill}'>{escape(words)}</text>"
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, tooltip: str = "") -> str:
+    """A rectangle."""
+    title = f"<title>{escape(tooltip)}</title>" if tooltip else ""
+    return f"<rect x='{x:.2f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}' fill='{fill}'>{title}</rect>"
+
+
+def line(points: Iterable[tuple[float, float]], stroke: str) -> str:
+    """A line through ``points``."""
+    path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
+    return f"<polyline points='{path}' fill='none' stroke='{stroke}'/>"
+
+
+def ticks(end: float, count: int) -> list[float]:
+    """About ``count`` round numbers from 0 to ``end``, in steps of 1, 2 or 5 times a power of ten."""
+    rough = end / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    return [step * number for number in range(math.floor(end / step + 1e-9) + 1)]
