@@ -1,4 +1,4 @@
-"""A run that died is started again, as long as that leads somewhere."""
+"""A failed run is restarted, as long as it makes progress."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.programs import Programs
 
-from megatron.tools.cluster.supervise import End, run_with_restarts
+from megatron.tools.cluster.supervise import LauncherExit, run_with_restarts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,15 +24,15 @@ ROOT = Path(__file__).resolve().parents[2]
         *(([code], [0], 9, code, 1) for code in (0, 2, 3, 4, 5, 7, 75)),
     ],
 )
-def test_what_is_started_again(codes, checkpoints, most, result, starts) -> None:
-    """Codes in the order of starts; checkpoints as they are before the first and behind each."""
+def test_restarts(codes, checkpoints, most, result, starts) -> None:
+    """Codes in the order of starts; checkpoints as they are before the first and after each."""
     left, seen = iter(codes), iter(checkpoints)
-    assert run_with_restarts(lambda: End(next(left), was_asked=False), lambda: next(seen), most) == result
+    assert run_with_restarts(lambda: LauncherExit(next(left), by_signal=False), lambda: next(seen), most) == result
     assert len(list(left)) == len(codes) - starts
 
 
-def test_a_run_that_was_asked_to_leave_is_not_started_again() -> None:
-    ends: Iterator[End] = iter([End(1, was_asked=True)])
+def test_a_run_ended_by_a_signal_is_not_restarted() -> None:
+    ends: Iterator[LauncherExit] = iter([LauncherExit(1, by_signal=True)])
     assert run_with_restarts(lambda: next(ends), lambda: None, 9) == 1
 
 
@@ -47,8 +47,8 @@ sys.exit(run_with_restarts(start, lambda: os.listdir(folder), 9))
 """
 
 
-def test_a_crash_loop_comes_to_an_end(tmp_path: Path) -> None:
-    """Two deaths with a new checkpoint each, then three without."""
+def test_a_crash_loop_ends(tmp_path: Path) -> None:
+    """Two failures with a new checkpoint each, then three without."""
     script = "mkdir $0/1 2>/dev/null || mkdir $0/2 2>/dev/null; echo started; kill -SEGV $$"
     command = [sys.executable, "-c", AGAIN, script, str(tmp_path)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -59,6 +59,6 @@ def test_a_crash_loop_comes_to_an_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--save", "ck"], ["--save", "ck", "--load", "other"]])
-def test_a_run_that_would_not_go_on_is_not_started(programs: Programs, words: list[str]) -> None:
+def test_a_run_that_would_not_resume_is_not_started(programs: Programs, words: list[str]) -> None:
     ended = programs.python("tools/launch.py", "--max-restarts", "1", "--num_gpus", "1", "pretrain_gpt2.py", *words)
     assert ended.returncode == 2 and "--max-restarts needs --save and --auto-resume" in ended.output

@@ -1,6 +1,6 @@
-"""A small all-reduce over all ranks: a program of its own, sent to each host, where it starts a process for each slot.
+"""All-reduce test: a program that is sent to each host, where it starts a process for each slot.
 
-Needs torch, and nothing of this project. Rank 0 prints the bandwidth; every process ends by itself, whatever happens.
+Needs torch, and nothing of this project. Rank 0 prints the bandwidth; every process has a time limit.
 """
 
 import datetime
@@ -17,24 +17,24 @@ MIB = 1 << 20
 
 
 def start_host(source: str, request: dict) -> None:
-    """Run ``source`` in a process for each slot of this host, and leave with the worst of their exit codes.
+    """Run ``source`` in a process for each slot of this host, and exit with the highest of their exit codes.
 
     Args:
-        source: this program, up to and with what it has to call; ``REQUEST`` in the environment says the rest.
+        source: this program, including the call to make; ``REQUEST`` in the environment has its arguments.
         request: ``address`` and ``port`` of the first host, ``world_size``, ``first_rank``, ``slots``, ``device``,
             ``seconds``, and ``environ``, which the launcher will set here.
     """
     os.environ.update(request["environ"])
     ranks = []
     for place, slot in enumerate(request["slots"]):
-        said = {**request, "rank": request["first_rank"] + place, "slot": slot}
-        environ = {**os.environ, "REQUEST": json.dumps(said), "OMP_NUM_THREADS": "1"}
+        arguments = {**request, "rank": request["first_rank"] + place, "slot": slot}
+        environ = {**os.environ, "REQUEST": json.dumps(arguments), "OMP_NUM_THREADS": "1"}
         ranks.append(subprocess.Popen([sys.executable, "-c", source], env=environ, stdin=subprocess.DEVNULL))
     sys.exit(max(abs(rank.wait()) for rank in ranks))
 
 
 def run_rank() -> None:
-    """Join the others, reduce a megabyte and then more, and let rank 0 say how fast that was."""
+    """Join the other ranks, reduce a megabyte and then more, and let rank 0 print the bandwidth."""
     request = json.loads(os.environ["REQUEST"])
     signal.alarm(int(request["seconds"]) + 5)  # a rank that torch cannot stop
 
@@ -46,7 +46,7 @@ def run_rank() -> None:
         torch.cuda.set_device(request["slot"])
     rank, world_size, address, port = (request[name] for name in ("rank", "world_size", "address", "port"))
     timeout = datetime.timedelta(seconds=request["seconds"])
-    # Else the store would listen on every interface.
+    # Otherwise the store would listen on every interface.
     listener = _listen(os.environ.get("MASTER_LISTEN", address), port).detach() if rank == 0 else None
     store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listener)
     backend = "nccl" if on_gpu else "gloo"

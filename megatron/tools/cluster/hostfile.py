@@ -1,7 +1,8 @@
 """Hostfiles: the hosts of a run and the processes of each, read by a strict grammar before anything is started.
 
-DeepSpeed takes any first word of a line for a host, and hands it to ssh, pdsh and remote shells. A word such as
-``-oProxyCommand=...`` is an option to ssh, and runs. Here a name is letters, digits, dots and hyphens, or an address.
+DeepSpeed takes any first word of a line for a host, and passes it to ssh, pdsh and remote shells. A word such as
+``-oProxyCommand=...`` is an option to ssh, which runs it. Here a name is letters, digits, dots and hyphens, or an IP
+address.
 """
 
 import ipaddress
@@ -27,7 +28,7 @@ class Host(NamedTuple):
 
 
 def name_problem(name: str) -> str | None:
-    """What keeps ``name`` from being a host's; None where nothing does."""
+    """Why ``name`` is not a valid host name; None if it is."""
     if name.startswith("-"):
         return f"the host name {name!r} begins with a hyphen, which makes it an option to ssh; rename the host"
     if len(name) > _LONGEST_NAME:
@@ -42,7 +43,7 @@ def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a hostfile, in its order.
 
     Raises:
-        ConfigError: it cannot be read, or names no host; or with a line for each line that is wrong.
+        ConfigError: it cannot be read or names no host; or one message for each wrong line.
     """
     try:
         lines = path.read_bytes().decode().split("\n")
@@ -64,7 +65,7 @@ def read_hostfile(path: Path) -> list[Host]:
         if host.name in hosts:
             column = line.index(host.name) + 1
             problems.append(
-                f"{path}:{number}:{column}: {host.name} stands in line {first_lines[host.name]} already; give a host "
+                f"{path}:{number}:{column}: {host.name} is in line {first_lines[host.name]} already; give a host "
                 "one line with all its slots"
             )
             continue
@@ -77,18 +78,18 @@ def read_hostfile(path: Path) -> list[Host]:
 
 
 def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[Host]:
-    """The hosts and slots that a run is to use, in the order of the hostfile.
+    """The hosts and slots of a run, in the order of the hostfile.
 
     Args:
         hosts: all of the hostfile.
         include: ``host[:slot,slot...][@host...]``; without slots, all of that host. Empty is everything.
-        exclude: the same of what is not to be used.
+        exclude: the same for what is not used.
 
     Raises:
-        ConfigError: both are given; one cannot be read, or names what the hostfile has not; or nothing is left.
+        ConfigError: both are set; one is malformed, or names what the hostfile does not have; or nothing is left.
     """
     if include and exclude:
-        raise ConfigError("--include and --exclude are both given: remove one")
+        raise ConfigError("--include and --exclude are both set: remove one")
     if not (include or exclude):
         return list(hosts)
     flag, text = ("--include", include) if include else ("--exclude", exclude)
@@ -111,7 +112,7 @@ class _BadLine(Exception):
 
 
 def _parse_line(line: str) -> Host | None:
-    """The host of a line; None where it is empty or a comment. Raises _BadLine."""
+    """The host of a line; None if it is empty or a comment. Raises _BadLine."""
     words = list(_words(line))
     if not words:
         return None

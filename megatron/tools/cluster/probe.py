@@ -1,7 +1,7 @@
-"""What a host is like: a program of its own, sent to hosts that may not have this project, and run there by python.
+"""The facts of a host: a program that is sent to hosts, which may not have this project, and run there by python.
 
-Standard library alone. It says facts, as one line of JSON, changes nothing, and judges nothing. Its source goes behind
-that of ``megatron.checkpoint.fingerprint`` and of ``extensions_folder``, whose functions it uses.
+Standard library alone. It prints facts, as one line of JSON, and changes nothing. Its source is sent after that of
+``megatron.checkpoint.fingerprint`` and of ``extensions_folder``, which it uses.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from megatron.checkpoint.fingerprint import data_hash
 from megatron.launch.environment import extensions_folder
 
 MARK = "megatron-probe "
-"""What the two lines of its answer begin with: shells may say other things before."""
+"""Begins each of its two lines of output: shells may print others before."""
 
 
 def answer(request: dict) -> None:
@@ -41,7 +41,7 @@ def answer(request: dict) -> None:
 def _attempt(collect, request):
     try:
         return {"value": collect(request)}
-    except Exception as error:  # whatever a host has against a question, the other answers are worth having
+    except Exception as error:  # whatever keeps a host from collecting one fact, the others are useful
         return {"error": getattr(error, "strerror", None) or str(error) or type(error).__name__}
 
 
@@ -85,7 +85,7 @@ def _folders(request):
 
 
 def _folder(path):
-    """The folder, or what would hold it where it is not there yet."""
+    """The folder, or the first of its parents that exists."""
     place = os.path.abspath(path)
     while not os.path.lexists(place):
         place = os.path.dirname(place)
@@ -95,9 +95,9 @@ def _folder(path):
         "is_folder": os.path.isdir(place),
         "writable": os.access(place, os.W_OK | os.X_OK),
         "free": shutil.disk_usage(place).free,
-        # Two hosts that see one folder see the same of these, wherever it is mounted.
+        # Equal on all hosts that share the folder, wherever it is mounted.
         "identity": [status.st_ino, os.statvfs(place).f_fsid],
-        "changed": status.st_mtime_ns if age > 600 else None,  # what changes just now they may see differently
+        "changed": status.st_mtime_ns if age > 600 else None,  # hosts may see recent changes at different times
     }
 
 
@@ -126,7 +126,7 @@ def _default_interface():
 
 
 def _port(request):
-    """None where it is free."""
+    """Which process uses the port; None if it is free."""
     if request["port"] is None:
         return None
     with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as server:
@@ -137,20 +137,20 @@ def _port(request):
             server.bind(("", request["port"]))
             server.listen()
         except PermissionError:
-            return "it takes rights that this user has not"
+            return "this user has no permission to open it"
         except OSError:
-            return _owner(request["port"]) or "another process has it"
+            return _owner(request["port"]) or "another process uses it"
     return None
 
 
 def _owner(port):
-    said = _output("ss", "-Hltnp", f"sport = :{port}") or ""
-    match = re.search(r'\("(?P<name>[^"]+)",pid=(?P<pid>\d+)', said)
-    return match and f"{match['name']} (process {match['pid']}) has it"
+    listed = _output("ss", "-Hltnp", f"sport = :{port}") or ""
+    match = re.search(r'\("(?P<name>[^"]+)",pid=(?P<pid>\d+)', listed)
+    return match and f"{match['name']} (process {match['pid']}) uses it"
 
 
 def _locks(request):
-    """Locks that no process holds, in the folder that the run will compile into."""
+    """Locks that no build holds, in the folder that the run compiles into."""
     folder = extensions_folder(os.environ, sys.prefix)
     return [lock for lock in sorted(glob.glob(os.path.join(folder, "*", "lock"))) if not _is_building(lock)]
 

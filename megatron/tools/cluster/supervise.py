@@ -1,9 +1,8 @@
-"""Run a launcher so that its end is the end of all it started, with an exit code that tells what happened.
+"""Run a launcher so that no process outlives it, with a truthful exit code, and restart failed runs.
 
-deepspeed's answers 0 where its helper on this host was killed, and over MPICH whatever happens; launchers that are
-killed themselves leave processes behind. So every process of the run, however deep and in whatever session, is
-inherited from a launcher that dies and ended; and each rank of this host leaves a note of its own end, which has to be
-there.
+deepspeed exits with 0 if its helper on this host was killed, and over MPICH whatever happens; killed launchers leave
+processes behind. So every process of the run, in whatever session, is inherited from a launcher that ends, and ended;
+and each rank of this host writes its exit code into a file, which is checked.
 """
 
 import ctypes
@@ -27,31 +26,31 @@ from megatron.launch.rank import EXIT_CODE_FOLDER, print_error
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36
 _GRACE = 5.0
-"""Seconds between asking what is left behind to go and ending it."""
+"""Seconds between SIGTERM and SIGKILL for the processes that are left."""
 
 
-class End(NamedTuple):
+class LauncherExit(NamedTuple):
     """How a launcher ended."""
 
     code: int
-    was_asked: bool
-    """Whether a signal had asked it to."""
+    by_signal: bool
+    """Whether a signal to this process was forwarded to it."""
 
 
-def supervise(command: Sequence[str], environ: Mapping[str, str]) -> End:
-    """Run ``command``, a launcher and its arguments, to its end, and end whatever it left.
+def supervise(command: Sequence[str], environ: Mapping[str, str]) -> LauncherExit:
+    """Run ``command``, a launcher and its arguments, to its end, and end the processes that it left.
 
-    Signals that reach this process go on to the launcher: all of ``FORWARDED``.
+    The signals in ``FORWARDED`` are passed on to the launcher.
 
-    The exit code is the launcher's, 128 + n where signal n ended it, and that of a rank where it claims success though
-    one of this host failed: 6 for a rank that was ended from outside.
-    Raises FileNotFoundError or PermissionError where there is no such launcher.
+    The exit code is the launcher's, 128 + n if signal n ended it. If it is 0 though a rank of this host failed, it is
+    that of the rank: 6 for a rank that was killed.
+    Raises FileNotFoundError or PermissionError if there is no such launcher.
     """
     _inherit_orphans()
     forwarded: list[int] = []
-    with tempfile.TemporaryDirectory(prefix="ranks-") as notes:
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         launcher = subprocess.Popen(
-            list(command), env={**environ, EXIT_CODE_FOLDER: notes}, start_new_session=True, preexec_fn=die_with_parent
+            list(command), env={**environ, EXIT_CODE_FOLDER: folder}, start_new_session=True, preexec_fn=die_with_parent
         )
 
         def forward(number: int, _: FrameType | None) -> None:
@@ -65,38 +64,38 @@ def supervise(command: Sequence[str], environ: Mapping[str, str]) -> End:
             _end_descendants()
             for number, handler in earlier.items():
                 signal.signal(number, handler)
-        said = {note.name: note.read_text() for note in sorted(Path(notes).iterdir())}
-    code = 128 - code if code < 0 else code or _worst(said)
-    return End(code, was_asked=bool(forwarded))
+        exit_codes = {file.name: file.read_text() for file in sorted(Path(folder).iterdir())}
+    code = 128 - code if code < 0 else code or _code_of_ranks(exit_codes)
+    return LauncherExit(code, by_signal=bool(forwarded))
 
 
-def _worst(said: Mapping[str, str]) -> int:
-    """The exit code that the ranks of this host stand for, by what each noted; of a rank without one, 6."""
-    codes = {rank: int(code) if code else LaunchError.exit_code for rank, code in said.items()}
+def _code_of_ranks(exit_codes: Mapping[str, str]) -> int:
+    """The exit code of the first failed rank of this host; 6 for a rank that did not write one."""
+    codes = {rank: int(code) if code else LaunchError.exit_code for rank, code in exit_codes.items()}
     failed = [rank for rank, code in codes.items() if code]
     if not failed:
         return 0
-    # Ranks that were lost for want of another say less than that one.
+    # 6 is also the code of ranks that exited because of another.
     first = min(failed, key=lambda rank: codes[rank] == LaunchError.exit_code)
-    how = f"exited with {said[first]}" if said[first] else "was killed"
+    how = f"exited with {exit_codes[first]}" if exit_codes[first] else "was killed"
     print_error(f"the launcher exited with 0, but {first} of this host {how}")
     return codes[first]
 
 
 def _inherit_orphans() -> None:
-    """Become the parent of every process of the run whose parent dies, in place of the system's first."""
+    """Become the parent of every process of the run whose parent ends, in place of init."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _end_descendants() -> None:
-    """Ask every process below this one to go, and end those that have not gone in time."""
+    """Send every process below this one SIGTERM, then SIGKILL if it has not ended in time."""
     deadline = time.monotonic() + _GRACE
     left = psutil.Process().children(recursive=True)
     for process in left:
         _signal(process, signal.SIGTERM)
     psutil.wait_procs(left, timeout=max(deadline - time.monotonic(), 0))
-    # Those that were stopped, or have begun others meanwhile.
+    # Those that were stopped, or have started others meanwhile.
     for process in psutil.Process().children(recursive=True):
         _signal(process, signal.SIGKILL)
     psutil.wait_procs(left, timeout=1)
@@ -110,34 +109,34 @@ def _signal(process: psutil.Process, number: int) -> None:
 
 
 CRASH_LOOP = 93
-"""Exit code of a run that dies at the same place again and again: starting it once more changes nothing."""
+"""Exit code of a run that fails again and again at the same place, which a restart does not change."""
 
 _MOST_FAILURES = 3
-_LEFT_SAVED = 75
+_PREEMPTED = 75
 _MISTAKES = (ConfigError, DataError, CheckpointError, NumericsError, ResourceError)
-_FINAL = {0, _LEFT_SAVED, *(mistake.exit_code for mistake in _MISTAKES)}
-"""Exit codes that a new start would not change, or that ask for it to be made by somebody else."""
+_FINAL = {0, _PREEMPTED, *(mistake.exit_code for mistake in _MISTAKES)}
+"""Exit codes that a restart would not change, or that leave it to the scheduler."""
 
 
-def run_with_restarts(start: Callable[[], End], progress: Callable[[], object], most: int) -> int:
-    """Call ``start`` until the run ends for good, and where it dies, up to ``most`` times more.
+def run_with_restarts(start: Callable[[], LauncherExit], progress: Callable[[], object], most: int) -> int:
+    """Call ``start``, and again after each failure that a restart may fix, up to ``most`` times.
 
     Args:
-        start: runs it to its end.
-        progress: how far its checkpoints are; anything that is another thing when there is a newer one.
-        most: how often it may be started again.
+        start: runs the launcher to its end.
+        progress: names the newest checkpoint; any value that changes with it.
+        most: restarts.
 
-    Returns the exit code of the last start; or 93, where it has died three times in a row without a new checkpoint.
+    Returns the exit code of the last start; 93 after three failures in a row without a new checkpoint.
     """
-    fruitless, reached = 0, progress()
+    failures, reached = 0, progress()
     for number in range(most + 1):
-        code, was_asked = start()
-        if was_asked or code in _FINAL:
+        code, by_signal = start()
+        if by_signal or code in _FINAL:
             return code
         before, reached = reached, progress()
-        fruitless = fruitless + 1 if reached == before else 0
-        if fruitless == _MOST_FAILURES:
-            print_error(f"crash loop: {fruitless} failures in a row without a new checkpoint; not restarted")
+        failures = failures + 1 if reached == before else 0
+        if failures == _MOST_FAILURES:
+            print_error(f"crash loop: {failures} failures in a row without a new checkpoint; not restarted")
             return CRASH_LOOP
         if number == most:
             return code

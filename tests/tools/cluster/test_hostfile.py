@@ -38,7 +38,7 @@ BROKEN = {
     "worker-1 gpus=2": (":1:10: ", "slots=N"),
     "slots=2": (":1:1: ", "no host name because of '='"),
     "worker-1 slots=2 max_slots=4": (":1:18: ", "remove it"),
-    "a slots=1\n\nb slots=1\n a slots=2": (":4:2: ", "a stands in line 1 already"),
+    "a slots=1\n\nb slots=1\n a slots=2": (":4:2: ", "a is in line 1 already"),
     "user@worker-1 slots=2": (":1:1: ", "because of '@'"),
     "a,b slots=2": (":1:1: ", "because of ','"),
     "worker_1 slots=2": (":1:1: ", "because of '_'"),
@@ -106,7 +106,7 @@ def test_filters_leave_the_same_as_deepspeeds(include: str, exclude: str, left: 
 @pytest.mark.parametrize(
     ("include", "exclude", "words"),
     [
-        ("a", "b", ["both given"]),
+        ("a", "b", ["both set"]),
         ("d", "", ["--include d: the hostfile has no 'd'", "choose from a, b, c"]),
         ("a:4", "", ["a has no slot 4", "0 to 3"]),
         ("a:", "", ["'' is no slot of a"]),
