@@ -58,7 +58,7 @@ WORDING = {
 
 ALLOWED = (
     r"[-_]contigious[-_]|contigious_",  # the flag's classic spelling
-    r'"ledger"|`ledger`|\bledger\b.*\brun\.json\b',  # a key of run.json
+    r'"ledger"|^ledger$|`ledger`|\bledger\b.*\brun\.json\b',  # a key of run.json
 )
 """What a line may contain none the less: it is removed before the patterns are applied."""
 

@@ -1,4 +1,4 @@
-"""Say what a run was trained on, from its checkpoint, its metrics and its data.
+"""Show what a run was trained on, from its checkpoint, its metrics and its data.
 
     python tools/audit_data.py batch --load checkpoints/my --iteration 700 --rank 3
     python tools/audit_data.py seen --load checkpoints/my --iteration 700
@@ -7,10 +7,10 @@
     python tools/audit_data.py statistics --load checkpoints/my
     python tools/audit_data.py picture --load checkpoints/my --output data.png
 
-Where the data or the vocabulary are elsewhere by now, the flags of pretrain_gpt2.py say where: --data-path and its
-like, --vocab-file, --merge-file. overlap and statistics need no checkpoint, if these flags say what to look at.
+If the data or the vocabulary have moved, give their present paths with the flags of pretrain_gpt2.py: --data-path and
+the like, --vocab-file, --merge-file. With these flags, overlap and statistics need no checkpoint.
 
-Exit code 0: all is well; 1: not proven, or splits overlap; 2: wrong usage, another vocabulary; 3: wrong data; 4: wrong
+Exit code 0: success; 1: not proven, or splits overlap; 2: wrong usage, another vocabulary; 3: wrong data; 4: wrong
 checkpoint.
 """
 
@@ -32,8 +32,7 @@ from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided
 from megatron.data.splits import all_sources
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tools.audit import batches, overlap, proof, seen, statistics
-from megatron.tools.audit import statistics as picture
+from megatron.tools.audit import overlap, proof, samples, statistics
 from megatron.tools.audit.case import Case, check_contents, open_case
 from megatron.tools.command_line import ToolParser, run_tool
 
@@ -43,87 +42,87 @@ CHARACTERS = 200
 
 @dataclass(frozen=True)
 class Command:
-    """A sub-command: its flags, and what it does with them and with the data that the other flags name."""
+    """A sub-command."""
 
     run: Callable[[argparse.Namespace, Mapping[str, Any]], bool]
-    """Whether all is well."""
+    """Called with the arguments and the fields of DataConfig given by other flags; False means exit code 1."""
     flags: Sequence[str]
     help: str
 
 
 def main() -> None:
-    """Read the flags, and leave the rest to the sub-command."""
+    """Parse the flags, and run the sub-command."""
     args, words = _parser().parse_known_args()
     if not COMMANDS[args.command].run(args, _data_flags(words)):
         sys.stdout.flush()
         sys.exit(1)
 
 
-def _batch(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
+def _batch(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
     if args.characters < 0:
         raise ConfigError(f"--characters {args.characters} must be 0 or more")
-    batch = batches.batch_of(open_case(args.load, given), args.iteration, args.rank)
-    _say(args, batch, batches.as_text(batch, args.characters))
+    batch = samples.batch_of(open_case(args.load, data_fields), args.iteration, args.rank)
+    _print(args, batch, samples.batch_as_text(batch, args.characters))
     return True
 
 
-def _seen(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
-    case = open_case(args.load, given)
+def _seen(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
+    case = open_case(args.load, data_fields)
     iteration = case.saved.iteration if args.iteration is None else args.iteration
-    found = seen.seen_up_to(case, iteration)
+    found = samples.seen_up_to(case, iteration)
     if args.output:
         with atomic_file(args.output, "--output") as file:
-            file.writelines(f"{line}\n" for line in seen.listing(found))
-    _say(args, seen.as_dict(found), seen.as_text(found, iteration))
+            file.writelines(f"{line}\n" for line in samples.seen_as_table(found))
+    _print(args, samples.seen_as_dict(found), samples.seen_as_text(found, iteration))
     return True
 
 
-def _proof(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
-    case = open_case(args.load, given)
+def _proof(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
+    case = open_case(args.load, data_fields)
     found = proof.prove(case.history, case.saved.skipped_samples, args.metrics_file)
-    _say(args, proof.as_dict(found), proof.as_text(found, case.saved.path))
+    _print(args, proof.as_dict(found), proof.as_text(found, case.saved.path))
     return not found.errors
 
 
-def _overlap(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
-    data, tokenizer = _data_to_look_at(args, given)
+def _overlap(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
+    data, tokenizer = _data_and_tokenizer(args, data_fields)
     found = overlap.find_overlaps(all_sources(data), tokenizer.eod)
-    _say(args, found, overlap.as_text(found))
+    _print(args, found, overlap.as_text(found))
     return not overlap.overlaps(found)
 
 
-def _statistics(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
-    data, tokenizer = _data_to_look_at(args, given)
+def _statistics(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
+    data, tokenizer = _data_and_tokenizer(args, data_fields)
     found = statistics.statistics_of(all_sources(data), tokenizer)
-    _say(args, found, statistics.as_text(found))
+    _print(args, found, statistics.as_text(found))
     return True
 
 
-def _picture(args: argparse.Namespace, given: Mapping[str, Any]) -> bool:
+def _picture(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
     picture_format = args.output.suffix.removeprefix(".").lower() if args.output else None
     if picture_format not in FORMATS:
         raise ConfigError(f"--output {args.output}: name a file that ends in .{', .'.join(FORMATS)}")
-    figure = picture.draw(open_case(args.load, given))
+    figure = statistics.draw(open_case(args.load, data_fields))
     with atomic_file(args.output, "--output", binary=True) as file:
         figure.savefig(file, format=picture_format)
-    _say(args, {"picture": str(args.output)}, [str(args.output)])
+    _print(args, {"picture": str(args.output)}, [str(args.output)])
     return True
 
 
-def _data_to_look_at(args: argparse.Namespace, given: Mapping[str, Any]) -> tuple[DataConfig, Tokenizer]:
-    """The data of a checkpoint, or of the flags alone, and their tokenizer."""
+def _data_and_tokenizer(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> tuple[DataConfig, Tokenizer]:
+    """The data of a checkpoint, or of the flags alone, and its tokenizer."""
     if args.load:
-        case: Case = open_case(args.load, given)
+        case: Case = open_case(args.load, data_fields)
         check_contents(case.data, str(case.saved.path))
         return case.data, case.tokenizer
-    data = DataConfig(**given)
+    data = DataConfig(**data_fields)
     if not data.prefixes:
         raise ConfigError("give --load with a checkpoint, or --data-path (or --train-data-path) with the data")
     return data, build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
 
 
 def _data_flags(words: Sequence[str]) -> dict[str, Any]:
-    """What flags of pretrain_gpt2.py say about data. Raises ConfigError for what they say about anything else."""
+    """The fields of DataConfig given by flags of pretrain_gpt2.py. Raises ConfigError for other flags."""
     given, problems = read_flags(words)
     if problems := problems or list(_data_problems(given)):
         raise ConfigError(problems)
@@ -134,7 +133,7 @@ def _data_problems(given: Mapping[str, Provided]) -> Iterator[str]:
     names = {field.name for field in fields(DataConfig)}
     for name, (value, source) in given.items():
         if name not in names:
-            yield f"{source} says nothing about data (see --help)"
+            yield f"{source} is not about data (see --help)"
         elif name.endswith("data_path"):
             try:
                 read_blend(value)
@@ -142,7 +141,7 @@ def _data_problems(given: Mapping[str, Provided]) -> Iterator[str]:
                 yield f"{source}: {error}"
 
 
-def _say(args: argparse.Namespace, found: Any, lines: Iterable[str]) -> None:
+def _print(args: argparse.Namespace, found: Any, lines: Iterable[str]) -> None:
     if args.json:
         print(json.dumps(found, indent=2))
     else:
@@ -156,7 +155,7 @@ def _parser() -> ToolParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=ToolParser)
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, description=command.help, help=command.help)
-        sub.add_argument("--json", action="store_true", help="for programs")
+        sub.add_argument("--json", action="store_true", help="print JSON")
         for flag in command.flags:
             sub.add_argument(flag.removesuffix("!"), required=flag.endswith("!"), **_FLAGS[flag.removesuffix("!")])
     return parser
@@ -165,24 +164,24 @@ def _parser() -> ToolParser:
 _FLAGS: dict[str, dict[str, Any]] = {
     "--load": {"type": Path, "metavar": "CHECKPOINT", "help": "a folder of checkpoints, or one of them"},
     "--iteration": {"type": int, "metavar": "N", "help": "iteration, from 1"},
-    "--rank": {"type": int, "metavar": "R", "help": "what this rank of the run took (default: all ranks)"},
+    "--rank": {"type": int, "metavar": "R", "help": "only the samples of this rank (default: all ranks)"},
     "--characters": {"type": int, "default": CHARACTERS, "metavar": "N", "help": "of each text to show; 0: all"},
-    "--metrics-file": {"type": Path, "metavar": "FILE", "help": "what --metrics-file of the run wrote"},
+    "--metrics-file": {"type": Path, "metavar": "FILE", "help": "the file that --metrics-file of the run wrote"},
     "--output": {"type": Path, "metavar": "FILE", "help": "file to write"},
 }
 COMMANDS = {
     "batch": Command(
         _batch,
         ("--load!", "--iteration!", "--rank", "--characters"),
-        "which documents, and what text, made a global batch",
+        "the documents and the text in a global batch",
     ),
     "seen": Command(
         _seen, ("--load!", "--iteration", "--output"), "how often each document was seen; --output lists all of them"
     ),
     "proof": Command(
-        _proof, ("--load!", "--metrics-file"), "whether each sample was taken once, through all stops and layouts"
+        _proof, ("--load!", "--metrics-file"), "prove that each sample was used once, through all restarts and layouts"
     ),
-    "overlap": Command(_overlap, ("--load",), "documents that are in two of training, validation and test"),
+    "overlap": Command(_overlap, ("--load",), "documents in more than one of training, validation and test"),
     "statistics": Command(_statistics, ("--load",), "tokens, documents and their lengths, and the vocabulary"),
     "picture": Command(_picture, ("--load!", "--output!"), "draw lengths of documents and the mix of data sets"),
 }

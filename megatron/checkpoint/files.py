@@ -38,7 +38,7 @@ class NewFile:
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        """Write all of ``data``. An OSError is raised by ``close()``: torch would hide it behind its own."""
+        """Write all of ``data``. An OSError is raised by ``close()``: torch would raise its own instead."""
         if self._error is None:
             # Both release the interpreter lock, so that each can use a core.
             with _in_thread(lambda: self._digest.update(data), is_worth_it=len(data) >= _BLOCK):

@@ -90,7 +90,7 @@ def read_history(description: Mapping[str, Any], path: str) -> tuple[Segment, ..
     try:
         return tuple(_read_segment(entry) for entry in description["ledger"])
     except (TypeError, ValueError, KeyError, AttributeError):
-        raise CheckpointError(f"{path} has a sample history (ledger) that cannot be read") from None
+        raise CheckpointError(f"{path} has a sample history that cannot be read") from None
 
 
 def _read_segment(entry: Mapping[str, Any]) -> Segment:

@@ -11,10 +11,9 @@ from audit.conftest import SETTINGS, Restarted
 from support.programs import Programs, read_metrics
 
 from megatron.data.loader import MicroBatches
-from megatron.tools.audit.batches import batch_of
 from megatron.tools.audit.case import Case, open_case
 from megatron.tools.audit.proof import prove
-from megatron.tools.audit.seen import seen_up_to
+from megatron.tools.audit.samples import batch_of, seen_up_to
 from megatron.tools.audit.statistics import source_mix
 
 EXACT = ("consumed_samples", "lm_loss", "grad_norm", "validation_loss", "test_loss")

@@ -1,4 +1,4 @@
-"""How often each document was seen: its tokens that training read, divided by its length."""
+"""The documents and the text in a global batch, and how often the run has seen each document."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,10 +6,74 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config.errors import DataError
+from megatron.checkpoint.sample_history import Segment
+from megatron.config.errors import ConfigError, DataError
 from megatron.data.datasets import BlendedDataset
 from megatron.data.gpt2_dataset import GPT2Dataset
+from megatron.data.index_maps import rank_sample_indices, sample_at
 from megatron.tools.audit.case import Case
+
+
+def batch_of(case: Case, iteration: int, rank: int | None) -> dict[str, Any]:
+    """The samples of ``iteration``, in order, each with its spans of documents and their text.
+
+    Args:
+        rank: a rank of the run at that iteration, for its samples; None for all.
+
+    Raises:
+        ConfigError: no such iteration, or rank.
+        CheckpointError, DataError: the samples are unknown, or the data are not the same.
+    """
+    segment = case.segment(iteration)
+    data_ranks = range(segment.layout["DP"]) if rank is None else [data_rank_of(segment, rank)]
+    first_index = segment.sample_indices(iteration).start
+    samples = case.training_samples(case.samples_up_to(iteration))
+    tokenizer = case.tokenizer
+    rows = []
+    for data_rank in data_ranks:
+        for index in rank_sample_indices(first_index, segment.global_batch_size, data_rank, segment.layout["DP"]):
+            sample = sample_at(index, case.saved.skipped_samples)
+            pieces = [
+                {
+                    "data": span.indexed.prefix,
+                    "document": span.document,
+                    "tokens": [span.start, span.stop],
+                    "text": tokenizer.detokenize(span.tokens().tolist()),
+                }
+                for span in samples.spans(sample)
+            ]
+            rows.append({"sample": sample, "data_rank": data_rank, "pieces": pieces})
+    return {
+        "iteration": iteration,
+        "global_batch_size": segment.global_batch_size,
+        "layout": dict(segment.layout),
+        "rank": rank,
+        "samples": rows,
+    }
+
+
+def data_rank_of(segment: Segment, rank: int) -> int:
+    """The data-parallel rank of a rank. Raises ConfigError if there was no such rank."""
+    sizes = segment.layout
+    ranks = sizes["PP"] * sizes["DP"] * sizes["SP"] * sizes["TP"]
+    if not 0 <= rank < ranks:
+        raise ConfigError(f"--rank {rank}: the run had ranks 0 to {ranks - 1} then")
+    return rank // (sizes["SP"] * sizes["TP"]) % sizes["DP"]
+
+
+def batch_as_text(batch: dict[str, Any], characters: int) -> Iterator[str]:
+    """The batch in lines, with at most ``characters`` of each text; 0 for all of it."""
+    sizes = ", ".join(f"{axis} {size}" for axis, size in batch["layout"].items())
+    of_rank = "" if batch["rank"] is None else f", those of rank {batch['rank']}"
+    yield f"iteration {batch['iteration']}: {batch['global_batch_size']} samples on {sizes}{of_rank}"
+    for row in batch["samples"]:
+        yield f"sample {row['sample']}, data-parallel rank {row['data_rank']}"
+        for piece in row["pieces"]:
+            start, stop = piece["tokens"]
+            text = piece["text"]
+            shown = text if not characters or len(text) <= characters else text[:characters] + " ..."
+            yield f"  {piece['data']} document {piece['document']}, tokens {start} to {stop - 1}: {shown!r}"
+
 
 BANDS = ((0, 0, "never"), (0, 1, "in part"), (1, 1, "once"), (1, np.inf, "more than once"))
 
@@ -86,8 +150,8 @@ def _seen_before(position: np.ndarray, before: np.ndarray, covered: np.ndarray, 
     return np.where(beyond, before[-1], before[sample] + inside)
 
 
-def as_dict(found: Sequence[Seen]) -> list[dict[str, Any]]:
-    """The figures of each data set, for JSON and for ``as_text``."""
+def seen_as_dict(found: Sequence[Seen]) -> list[dict[str, Any]]:
+    """The figures of each data set, for JSON and for ``seen_as_text``."""
     rows = []
     for seen in found:
         times = seen.times[seen.lengths > 0]
@@ -110,9 +174,9 @@ def _within(times: np.ndarray, low: float, high: float) -> int:
     return int(np.count_nonzero(inside))
 
 
-def as_text(found: Sequence[Seen], iteration: int) -> Iterator[str]:
+def seen_as_text(found: Sequence[Seen], iteration: int) -> Iterator[str]:
     """In lines."""
-    for row in as_dict(found):
+    for row in seen_as_dict(found):
         bands = ", ".join(f"{row[words]:,} {words}" for *_, words in BANDS)
         yield (
             f"{row['data']}: {row['epochs']:.4f} epochs up to iteration {iteration} ({row['tokens_seen']:,} of "
@@ -120,7 +184,7 @@ def as_text(found: Sequence[Seen], iteration: int) -> Iterator[str]:
         )
 
 
-def listing(found: Sequence[Seen]) -> Iterator[str]:
+def seen_as_table(found: Sequence[Seen]) -> Iterator[str]:
     """A line for each document: data set, number, tokens, and how often it was seen; divided by tabs."""
     yield "data\tdocument\ttokens\tseen"
     for seen in found:
