@@ -1,4 +1,4 @@
-"""Take weights out of a checkpoint, or bring weights from elsewhere into one.
+"""Convert checkpoints to and from other formats.
 
     python tools/convert_checkpoint.py merge checkpoints/my --output my.safetensors
     python tools/convert_checkpoint.py to-hf checkpoints/my --output my-hf
@@ -6,7 +6,7 @@
     python tools/convert_checkpoint.py from-megatron old/global_step1000 --output checkpoints/old
     python tools/convert_checkpoint.py to-universal checkpoints/my
 
-The output is new: nothing is overwritten, and what goes wrong leaves nothing behind.
+Nothing is overwritten, and a conversion that fails leaves no output.
 """
 
 import argparse
@@ -32,23 +32,23 @@ MAX_SHARD_SIZE = "5GB"
 
 @dataclass(frozen=True)
 class Command:
-    """A sub-command: the flags it takes, and what it does with them; its docstring is its help."""
+    """A sub-command. The docstring of ``run`` is its help."""
 
     add_flags: Callable[[argparse.ArgumentParser], Any]
     run: Callable[[argparse.Namespace], None]
 
 
 def main() -> None:
-    """Read the arguments, and leave the rest to the sub-command."""
+    """Parse the arguments, and run the sub-command."""
     args = _parser().parse_args()
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     COMMANDS[args.command].run(args)
 
 
 def _merge(args: argparse.Namespace) -> None:
-    """Bring the weights of a checkpoint of any layout together in one safetensors file, or in a folder of them.
+    """Merge the weights of a checkpoint of any layout into one safetensors file, or a folder of them.
 
-    They keep their type and the names they have in the plain engine. The header of each file keeps run.json.
+    They keep their type and the names they have in the plain engine. The header of each file has run.json.
     """
     is_file = args.output.suffix == ".safetensors"
     if is_file and args.max_shard_size:
@@ -74,9 +74,9 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _to_hf(args: argparse.Namespace) -> None:
-    """Write a folder that Hugging Face's GPT2LMHeadModel and GPT2Tokenizer read, from a checkpoint of any layout.
+    """Write a folder for Hugging Face's GPT2LMHeadModel and GPT2Tokenizer, from a checkpoint of any layout.
 
-    Weights keep their type. The rows that pad the vocabulary are left out.
+    Weights keep their type. The rows that pad the vocabulary are removed.
     """
     size = _bytes(args.max_shard_size or MAX_SHARD_SIZE)
     found = _find(args, "tag", "folder", "universal", "safetensors")
@@ -91,20 +91,20 @@ def _to_hf(args: argparse.Namespace) -> None:
         write_huggingface(folder, model, bpe, max_shard_size=size)
     _report(args, model)
     if bpe is None:
-        print("  no tokenizer files: the training names no BPE; --vocab-file and --merge-file can")
+        print("  no tokenizer files: the run has no BPE; give --vocab-file and --merge-file")
 
 
 def _to_hf_flags(parser: argparse.ArgumentParser) -> None:
     _paths(parser, "a checkpoint folder, one tag of it, or merged weights", "folder to write")
-    _tokenizer(parser, "if it is no longer where the run found it")
+    _tokenizer(parser, "if it has moved since the run")
     _max_shard_size(parser)
 
 
 def _from_hf(args: argparse.Namespace) -> None:
-    """Make a checkpoint of the weights of a Hugging Face GPT-2, for pretrain_gpt2.py --load FOLDER --finetune.
+    """Write a checkpoint with the weights of a Hugging Face GPT-2, for pretrain_gpt2.py --load FOLDER --finetune.
 
     The folder has config.json and model.safetensors or pytorch_model.bin, whole or with an index. Its tokenizer,
-    if it has one, comes along as vocab.json and merges.txt.
+    if it has one, is copied as vocab.json and merges.txt.
     """
     found = _find(args, "huggingface")
 
@@ -118,33 +118,33 @@ def _from_hf(args: argparse.Namespace) -> None:
     _write_checkpoint(args, model, bpe)
     _report(args, model)
     if bpe is None:
-        print("  no tokenizer files there: give the run its own --vocab-file and --merge-file")
+        print("  no tokenizer files found: give the run --vocab-file and --merge-file")
 
 
 def _from_hf_flags(parser: argparse.ArgumentParser) -> None:
-    _paths(parser, "a Hugging Face folder", "checkpoint folder to make")
+    _paths(parser, "a Hugging Face folder", "checkpoint folder to write")
 
 
 def _from_megatron(args: argparse.Namespace) -> None:
-    """Make a checkpoint of GPT weights that another Megatron saved, for pretrain_gpt2.py --load FOLDER --finetune.
+    """Write a checkpoint with GPT weights that another Megatron saved, for pretrain_gpt2.py --load FOLDER --finetune.
 
     It reads mp_rank_XX/model_optim_rng.pt (Megatron-LM), mp_rank_XX_model_states.pt and
-    layer_LL-model_XX-model_states.pt (Megatron on DeepSpeed), and brings tensor-parallel parts and pipeline stages
-    together. What the files do not say of the model has to be said with flags.
+    layer_LL-model_XX-model_states.pt (Megatron on DeepSpeed), and merges tensor-parallel shards and pipeline stages.
+    Properties of the model that the files lack must be given as flags.
     """
     check_vacant(args.output, "--output")
 
     from megatron.tokenizer.base import EOD
     from megatron.tools.convert.huggingface_files import read_bpe
 
-    gives_tokenizer = args.vocab_file or args.merge_file
-    bpe = read_bpe(args.vocab_file, args.merge_file) if gives_tokenizer else None
+    has_tokenizer = args.vocab_file or args.merge_file
+    bpe = read_bpe(args.vocab_file, args.merge_file) if has_tokenizer else None
 
     from megatron.tools.convert.megatron_files import read_shards
-    from megatron.tools.convert.megatron_model import Said, whole_model
+    from megatron.tools.convert.megatron_model import GivenModel, whole_model
 
     shards = read_shards(args.path)
-    said = Said(
+    given = GivenModel(
         heads=args.num_attention_heads,
         vocab_size=len(bpe.vocabulary) if bpe else args.vocab_size,
         eod_token=bpe.vocabulary[EOD] if bpe else None,
@@ -152,34 +152,34 @@ def _from_megatron(args: argparse.Namespace) -> None:
         openai_gelu=args.openai_gelu,
         layernorm_epsilon=args.layernorm_epsilon,
     )
-    model = whole_model(shards, said)
+    model = whole_model(shards, given)
     _write_checkpoint(args, model, bpe)
     _report(args, model)
-    print(f"  query_key_value read as of checkpoint version {said.version_of(shards):g}")
+    print(f"  query_key_value read as of checkpoint version {given.version_of(shards):g}")
 
 
 def _from_megatron_flags(parser: argparse.ArgumentParser) -> None:
-    _paths(parser, "folder with a tracker file, or the folder that holds the files", "checkpoint folder to make")
-    _tokenizer(parser, "to come along; decides the vocabulary's size")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens without padding, where no file is given")
-    parser.add_argument("--num-attention-heads", type=int, metavar="N", help="where the files do not say")
+    _paths(parser, "folder with a tracker file, or the folder that holds the files", "checkpoint folder to write")
+    _tokenizer(parser, "copied to the output; decides the vocabulary's size")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens without padding, if no file is given")
+    parser.add_argument("--num-attention-heads", type=int, metavar="N", help="if the files lack it")
     parser.add_argument(
         "--openai-gelu", action="store_true", help="GELU is the tanh approximation, as with bias fusion"
     )
-    parser.add_argument("--layernorm-epsilon", type=float, metavar="E", help="where it is not 1e-5 or the files say it")
+    parser.add_argument("--layernorm-epsilon", type=float, metavar="E", help="if it is not 1e-5 and the files lack it")
     parser.add_argument(
         "--checkpoint-version",
         type=float,
         choices=(0.0, 1.0, 2.0, 3.0),
-        help="order of query_key_value, where the files say nothing or say it wrong: 0 [3, heads, size], "
+        help="order of query_key_value, if the files lack it or are wrong: 0 [3, heads, size], "
         "1 [heads, size, 3], 2 and 3 [heads, 3, size]",
     )
 
 
 def _to_universal(args: argparse.Namespace) -> None:
-    """Write the universal form of a checkpoint beside it, as TAG_universal: every parameter whole, in its own files.
+    """Write the universal form of a checkpoint next to it, as TAG_universal: every parameter whole, in its own files.
 
-    pretrain_gpt2.py --load takes it from there for any layout; so does DeepSpeed with "load_universal".
+    pretrain_gpt2.py --load reads it on any layout; so does DeepSpeed with "load_universal".
     """
     saved = tag_at(args.path) if (args.path / RUN_FILE).exists() else newest(args.path)
 
@@ -187,7 +187,7 @@ def _to_universal(args: argparse.Namespace) -> None:
 
     folder, is_new = cached(saved)
     point_to(folder)
-    print(f"{folder}: {'converted from' if is_new else 'is there already, of'} {saved.folder / saved.tag}")
+    print(f"{folder}: {'converted from' if is_new else 'exists already, of'} {saved.folder / saved.tag}")
 
 
 def _to_universal_flags(parser: argparse.ArgumentParser) -> None:
@@ -231,17 +231,17 @@ def _max_shard_size(parser: argparse.ArgumentParser) -> None:
 def _bytes(size: str) -> int:
     match = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?)B?", size, re.IGNORECASE)
     if match is None or int(match[1]) == 0:
-        raise ConfigError(f"--max-shard-size {size} is no size; write one such as 500MB or 2GiB")
+        raise ConfigError(f"--max-shard-size {size} is not a size; give one such as 500MB or 2GiB")
     return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
 
 
 def _find(args: argparse.Namespace, *kinds: str) -> Found:
-    """What PATH is, if the command takes it, and a place for --output. Raises ConfigError or CheckpointError."""
+    """Check PATH and --output. Raises ConfigError or CheckpointError."""
     check_vacant(args.output, "--output")
     found = find(args.path)
     if found.kind not in kinds:
-        takes = " or ".join(KINDS[kind].words for kind in kinds)
-        raise ConfigError(f"{args.path} is {found.what}, and {args.command} takes {takes}")
+        accepted = " or ".join(KINDS[kind].words for kind in kinds)
+        raise ConfigError(f"{args.path} is {found.what}, and {args.command} accepts {accepted}")
     if found.saved:
         verify_weights(found.saved)
     return found

@@ -1,4 +1,4 @@
-"""Hashes that tell what a run reads by its content: another place or date changes nothing. No torch here."""
+"""Hashes of the content of data sets and tokenizers, whatever their paths and dates. No torch here."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -7,14 +7,14 @@ from pathlib import Path
 BLOCK = 1 << 16
 """Bytes read at a time."""
 BLOCKS = 64
-"""Blocks that stand for a large token file."""
+"""Blocks read of a large token file."""
 
 
 def data_hash(prefix: str) -> str:
     """SHA-256 over the size of PREFIX.bin, all of PREFIX.idx, and 64 blocks of 64 KiB of PREFIX.bin.
 
-    The blocks are evenly spaced, the first and the last bytes among them; up to 4 MiB they are the
-    whole file. In a longer one, tokens changed in place between two blocks go unseen.
+    The blocks are evenly spaced, including the first and the last bytes; up to 4 MiB they are the
+    whole file. In a longer one, tokens changed in place between two blocks are not detected.
     """
     digest = hashlib.sha256()
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
@@ -28,7 +28,7 @@ def data_hash(prefix: str) -> str:
 
 
 def blend_hash(contents: Sequence[Sequence[str]]) -> str:
-    """A hash of what a run reads: the prefixes of its blends. Of a single data set it is the hash of that."""
+    """A hash of the blends of a run, given the prefixes of each. For a single data set it is ``data_hash``."""
     if len(contents) == 1 and len(contents[0]) == 1:
         return data_hash(contents[0][0])
     hashes = [[data_hash(prefix) for prefix in prefixes] for prefixes in contents]

@@ -139,10 +139,14 @@ def test_merged_weights_are_those_of_the_layout(
     [
         ("merge nowhere --output {out}", "nowhere: no such file or folder", 4),
         ("merge {trained} --output {trained}", "exists already; name another place", 2),
-        ("merge {trained} --output {out} --max-shard-size much", "--max-shard-size much is no size", 2),
+        ("merge {trained} --output {out} --max-shard-size much", "--max-shard-size much is not a size", 2),
         ("merge {trained} --output {out}.safetensors --max-shard-size 1GB", "is one file", 2),
-        ("merge {foreign} --output {out}", "is a Hugging Face folder, and merge takes one checkpoint", 2),
-        ("from-hf {trained} --output {out}", "is a folder of checkpoints, and from-hf takes a Hugging Face folder", 2),
+        ("merge {foreign} --output {out}", "is a Hugging Face folder, and merge accepts one checkpoint", 2),
+        (
+            "from-hf {trained} --output {out}",
+            "is a folder of checkpoints, and from-hf accepts a Hugging Face folder",
+            2,
+        ),
         ("to-hf {trained}", "--output", 2),
         ("squeeze {trained}", "squeeze", 2),
     ],

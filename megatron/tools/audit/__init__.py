@@ -1,1 +1,1 @@
-"""What a run was trained on, told from its checkpoint, its metrics and its data. No torch here."""
+"""Audit of the samples that a run was trained on, from its checkpoint, metrics and data. No torch here."""

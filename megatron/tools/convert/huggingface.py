@@ -65,7 +65,7 @@ def _outward_all(model: WholeModel) -> dict[str, Tensor]:
 def read_huggingface(folder: Path, *, vocab_size: int | None = None) -> WholeModel:
     """The GPT-2 in a Hugging Face folder.
 
-    Where its tokenizer has but ``vocab_size`` tokens, the rows behind them, which pad the table, are left out.
+    If its tokenizer has only ``vocab_size`` tokens, further rows of the table, which are padding, are dropped.
     Raises CheckpointError for a model that is none of ours, and for files that are missing or not whole.
     """
     config = from_huggingface(read_json(folder / HF_CONFIG), folder / HF_CONFIG, vocab_size=vocab_size)

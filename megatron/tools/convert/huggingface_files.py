@@ -84,35 +84,35 @@ def to_huggingface(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def from_huggingface(tree: Mapping[str, Any], place: Path, *, vocab_size: int | None = None) -> ModelConfig:
-    """The model that the config.json at ``place`` describes, with the vocabulary of its tokenizer if that is known.
+def from_huggingface(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = None) -> ModelConfig:
+    """The model that the config.json at ``path`` describes, with the vocabulary of its tokenizer if that is known.
 
     Raises CheckpointError with a line for each setting that is wrong or not supported.
     """
     values = {name: tree.get(name, default) for name, default in _DEFAULTS.items()}
     problems = [
-        f"{place}: {name} is {tree[name]!r}, and only {value!r} can be taken over"
+        f"{path}: {name} is {tree[name]!r}, and only {value!r} can be taken over"
         for name, value in _FIXED.items()
         if name in tree and tree[name] != value
     ]
     problems += [
-        f"{place}: {name} is {values[name]!r}, and should be a whole number above 0"
+        f"{path}: {name} is {values[name]!r}, and should be a whole number above 0"
         for name in _SIZES
         if not (type(values[name]) is int and values[name] > 0 or name == "n_inner" and values[name] is None)
     ]
     problems += [
-        f"{place}: {name} is {values[name]!r}, and should be a number"
+        f"{path}: {name} is {values[name]!r}, and should be a number"
         for name in ("layer_norm_epsilon", "resid_pdrop", "attn_pdrop", "initializer_range")
         if type(values[name]) not in (int, float)
     ]
     if str(values["activation_function"]) not in GELU_KINDS:
         problems.append(
-            f"{place}: activation_function is {values['activation_function']!r}, and can be {' or '.join(GELU_KINDS)}"
+            f"{path}: activation_function is {values['activation_function']!r}, and can be {' or '.join(GELU_KINDS)}"
         )
     if not problems and values["n_embd"] % values["n_head"]:
-        problems.append(f"{place}: n_embd {values['n_embd']} is no multiple of n_head {values['n_head']}")
+        problems.append(f"{path}: n_embd {values['n_embd']} is no multiple of n_head {values['n_head']}")
     if not problems and vocab_size is not None and vocab_size > values["vocab_size"]:
-        problems.append(f"{place}: vocab_size is {values['vocab_size']}, and its tokenizer has {vocab_size} tokens")
+        problems.append(f"{path}: vocab_size is {values['vocab_size']}, and its tokenizer has {vocab_size} tokens")
     if problems:
         raise CheckpointError(problems)
     tokens = vocab_size or values["vocab_size"]

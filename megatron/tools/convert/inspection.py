@@ -68,7 +68,7 @@ def _is_folder(path: Path) -> bool:
 def _source(path: Path) -> SavedRun | None:
     """The tag next to a universal checkpoint, whose ``run.json`` describes both."""
     tag = path.with_name(path.name.removesuffix("_universal"))
-    return next((tag_at(place) for place in (path, tag) if (place / RUN_FILE).exists()), None)
+    return next((tag_at(folder) for folder in (path, tag) if (folder / RUN_FILE).exists()), None)
 
 
 KINDS = {

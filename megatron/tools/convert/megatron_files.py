@@ -80,7 +80,7 @@ _HEADS = ("word_embeddings_for_head.weight", "output_layer.weight", "lm_head.wei
 class Shards:
     """The weights of each tensor-parallel rank, from all pipeline stages."""
 
-    place: Path
+    folder: Path
     states: list[State]
     """One for each tensor-parallel rank."""
     args: Namespace
@@ -94,25 +94,25 @@ def read_shards(path: Path) -> Shards:
 
     Raises CheckpointError if there is no known format, or a file is missing or damaged, or could run code.
     """
-    place = _folder_with_files(path)
-    layers = [match for file in place.glob("layer_*-model_states.pt") if (match := _LAYER_FILE.fullmatch(file.name))]
-    ranks = sorted(file for file in place.glob("mp_rank_*_model_states.pt") if _RANK_FILE.fullmatch(file.name))
+    folder = _folder_with_files(path)
+    layers = [match for file in folder.glob("layer_*-model_states.pt") if (match := _LAYER_FILE.fullmatch(file.name))]
+    ranks = sorted(file for file in folder.glob("mp_rank_*_model_states.pt") if _RANK_FILE.fullmatch(file.name))
     if layers:
-        states = [_of_layers(place, rank) for rank in sorted({match[2] for match in layers})]
-        return _shards(place, states, read_foreign(ranks[0]) if ranks else {}, version=3.0)
+        states = [_of_layers(folder, rank) for rank in sorted({match[2] for match in layers})]
+        return _shards(folder, states, read_foreign(ranks[0]) if ranks else {}, version=3.0)
     if ranks:  # DeepSpeed without a pipeline
         files = [read_foreign(file) for file in ranks]
-        return _shards(place, [_of_stages(place, [_part(place, file, "module")]) for file in files], files[0], 3.0)
-    folders = _rank_folders(place)
+        return _shards(folder, [_of_stages(folder, [_part(folder, file, "module")]) for file in files], files[0], 3.0)
+    folders = _rank_folders(folder)
     files = {rank: [read_foreign(file) for file in stages] for rank, stages in folders.items()}
-    states = [_of_stages(place, [_part(place, file, "model") for file in stages]) for stages in files.values()]
-    return _shards(place, states, next(iter(files.values()))[0], version=0.0)
+    states = [_of_stages(folder, [_part(folder, file, "model") for file in stages]) for stages in files.values()]
+    return _shards(folder, states, next(iter(files.values()))[0], version=0.0)
 
 
-def _shards(place: Path, states: list[State], file: Mapping[str, Any], version: float) -> Shards:
+def _shards(folder: Path, states: list[State], file: Mapping[str, Any], version: float) -> Shards:
     args, saved_version = file.get("args"), file.get("checkpoint_version")
     return Shards(
-        place,
+        folder,
         states,
         args=args if isinstance(args, Namespace) else Namespace(),
         version=float(saved_version) if isinstance(saved_version, int | float) else version,
@@ -145,28 +145,28 @@ def _tracked(path: Path) -> Iterator[Path]:
             yield path / f"global_step{int(name)}"
 
 
-def _rank_folders(place: Path) -> dict[int, list[Path]]:
+def _rank_folders(folder: Path) -> dict[int, list[Path]]:
     """The files of each tensor-parallel rank, in the order of the stages."""
     found: dict[int, dict[int, Path]] = {}
-    for file in place.glob("mp_rank_*/model_*rng.pt"):
+    for file in folder.glob("mp_rank_*/model_*rng.pt"):
         if match := _RANK_FOLDER.fullmatch(file.parent.name):
             found.setdefault(int(match[1]), {})[int(match[2] or 0)] = file
     if not found:
-        raise CheckpointError(f"{place}: no mp_rank_XX/model_optim_rng.pt there; only such files can be read")
+        raise CheckpointError(f"{folder}: no mp_rank_XX/model_optim_rng.pt there; only such files can be read")
     for rank, stages in found.items():
-        _check_gapless([-1, *stages], f"{place}/mp_rank_{rank:02d}_PPP")
+        _check_gapless([-1, *stages], f"{folder}/mp_rank_{rank:02d}_PPP")
     return {rank: [stages[stage] for stage in sorted(stages)] for rank, stages in sorted(found.items())}
 
 
-def _part(place: Path, file: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _part(folder: Path, file: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     part = file.get(key)
     if not isinstance(part, Mapping):
         more = "; it was saved with virtual pipeline stages" if f"{key}0" in file else ""
-        raise CheckpointError(f"{place}: a file holds no weights under {key!r}{more}")
+        raise CheckpointError(f"{folder}: a file holds no weights under {key!r}{more}")
     return part
 
 
-def _of_stages(place: Path, stages: Iterable[Mapping[str, Any]]) -> State:
+def _of_stages(folder: Path, stages: Iterable[Mapping[str, Any]]) -> State:
     """Concatenate stages, each of which numbers its layers from 0."""
     state: State = {}
     first = 0
@@ -182,11 +182,11 @@ def _of_stages(place: Path, stages: Iterable[Mapping[str, Any]]) -> State:
     return state
 
 
-def _of_layers(place: Path, rank: str) -> State:
-    """Read the files of layers in order. Parameter names tell the kind of layer: the numbers differ among Megatrons."""
+def _of_layers(folder: Path, rank: str) -> State:
+    """Read the files of layers in order. The kind of a layer follows from parameter names: numbers differ."""
     state: State = {}
     numbers: list[int] = []
-    for number, file in sorted(_layer_files(place, rank)):
+    for number, file in sorted(_layer_files(folder, rank)):
         own = {_plain_name(name): tensor for name, tensor in _flat(read_foreign(file))}
         if "input_layernorm.weight" in own:
             prefix = f"layers.{len(numbers)}."
@@ -198,12 +198,12 @@ def _of_layers(place: Path, rank: str) -> State:
         else:
             prefix = ""
         state |= {prefix + name: tensor for name, tensor in own.items()}
-    _check_gapless(numbers, f"{place}/layer_LL-model_{rank}-model_states.pt")
+    _check_gapless(numbers, f"{folder}/layer_LL-model_{rank}-model_states.pt")
     return state
 
 
-def _layer_files(place: Path, rank: str) -> Iterator[tuple[int, Path]]:
-    for file in place.glob(f"layer_*-model_{rank}-model_states.pt"):
+def _layer_files(folder: Path, rank: str) -> Iterator[tuple[int, Path]]:
+    for file in folder.glob(f"layer_*-model_{rank}-model_states.pt"):
         yield int(_LAYER_FILE.fullmatch(file.name)[1]), file
 
 

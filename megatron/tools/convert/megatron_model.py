@@ -23,8 +23,8 @@ _SAME = ("apply_residual_connection_post_layernorm", "attention_dropout", "hidde
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the user says of the model; None where the files shall."""
+class GivenModel:
+    """Properties of the model given by the user; None means those in the files."""
 
     heads: int | None = None
     vocab_size: int | None = None
@@ -34,55 +34,57 @@ class Said:
     layernorm_epsilon: float | None = None
 
     def version_of(self, shards: Shards) -> float:
-        """The order of query_key_value, by the checkpoint version that has it."""
+        """The checkpoint version, which decides the order of query_key_value."""
         return shards.version if self.version is None else self.version
 
 
-def whole_model(shards: Shards, said: Said) -> WholeModel:
+def whole_model(shards: Shards, given: GivenModel) -> WholeModel:
     """The model in fp32.
 
-    Raises ConfigError for what neither the files nor the user say, CheckpointError where weights are missing,
-    of other shapes, or of another model than GPT-2.
+    Raises ConfigError if a property is neither in the files nor given, CheckpointError if weights are missing, have
+    other shapes, or belong to another model than GPT-2.
     """
     args = {name: value for name, value in vars(shards.args).items() if isinstance(value, int | float)}
     if wrong := [name for name in _OTHER_MODELS if args.get(name)]:
-        raise CheckpointError(f"{shards.place} was trained with {wrong[0]}, and is no GPT-2")
-    config = _config(shards, args, said)
+        raise CheckpointError(f"{shards.folder} was trained with {wrong[0]}, and is no GPT-2")
+    config = _config(shards, args, given)
     names = _names(config)
     words = gpt2_names(config).words
     cut = {name: spec.shard_dim for name, spec in GPT2.named_parameters(config).items()}
-    ordered = [_with_order(state, said.version_of(shards), config, len(shards.states)) for state in shards.states]
+    ordered = [_with_order(state, given.version_of(shards), config, len(shards.states)) for state in shards.states]
     weights = {}
     for name in ordered[0]:
         ours = names.get(name, name)
         parts = [_tensor(state, name, shards) for state in ordered]
-        weights[ours] = _joined(parts, cut[words] if name == HEAD else cut.get(ours), f"{shards.place}: {name}")
+        weights[ours] = _joined(parts, cut[words] if name == HEAD else cut.get(ours), f"{shards.folder}: {name}")
     _check_head(weights, words, shards)
     weights[words] = weights[words][: config.vocab_size]
-    return WholeModel(config, in_order(weights, config, str(shards.place)))
+    return WholeModel(config, in_order(weights, config, str(shards.folder)))
 
 
-def _config(shards: Shards, args: Mapping[str, Any], said: Said) -> ModelConfig:
+def _config(shards: Shards, args: Mapping[str, Any], given: GivenModel) -> ModelConfig:
     first, size = shards.states[0], len(shards.states)
     rows, hidden = _tensor(first, "word_embeddings.weight", shards, dims=2).shape
-    heads = _given(said.heads, args.get("num_attention_heads"))
-    vocab_size = _given(said.vocab_size, args.get("vocab_size"))
+    heads = _first_size(given.heads, args.get("num_attention_heads"))
+    vocab_size = _first_size(given.vocab_size, args.get("vocab_size"))
     layers = len({name.split(".")[1] for name in first if name.startswith("layers.")})
     problems = []
     if not heads:
-        problems.append(f"{shards.place} does not say how many heads the model has: give --num-attention-heads")
+        problems.append(f"{shards.folder} does not contain the number of heads: give --num-attention-heads")
     elif hidden % heads or heads % size:
-        problems.append(f"{heads} heads do not go into {hidden} and {size} parts: give the right --num-attention-heads")
+        problems.append(
+            f"{heads} heads do not divide hidden size {hidden} over {size} ranks: give the right --num-attention-heads"
+        )
     if not vocab_size:
         problems.append(
-            f"{shards.place} has {rows * size} rows of tokens, padding among them: give --vocab-file or --vocab-size"
+            f"{shards.folder} has {rows * size} rows of tokens, including padding: give --vocab-file or --vocab-size"
         )
     elif vocab_size > rows * size:
-        problems.append(f"the vocabulary has {vocab_size} tokens, and {shards.place} only {rows * size} rows")
+        problems.append(f"the vocabulary has {vocab_size} tokens, but {shards.folder} only {rows * size} rows")
     if problems:
         raise ConfigError(problems)
     if layers != args.get("num_layers", layers):
-        raise CheckpointError(f"{shards.place} holds {layers} of {args['num_layers']} layers; some files are missing")
+        raise CheckpointError(f"{shards.folder} holds {layers} of {args['num_layers']} layers; some files are missing")
     return ModelConfig(
         num_layers=layers,
         hidden_size=hidden,
@@ -90,17 +92,17 @@ def _config(shards: Shards, args: Mapping[str, Any], said: Said) -> ModelConfig:
         ffn_hidden_size=len(_tensor(first, "layers.0.mlp.dense_h_to_4h.bias", shards, dims=1)) * size,
         max_position_embeddings=len(_tensor(first, "position_embeddings.weight", shards, dims=2)),
         # Fused with the bias, Megatron's GELU is the tanh approximation; alone it is exact.
-        openai_gelu=said.openai_gelu or bool(args.get("openai_gelu") or args.get("bias_gelu_fusion")),
-        layernorm_epsilon=said.layernorm_epsilon or args.get("layernorm_epsilon") or 1e-5,
+        openai_gelu=given.openai_gelu or bool(args.get("openai_gelu") or args.get("bias_gelu_fusion")),
+        layernorm_epsilon=given.layernorm_epsilon or args.get("layernorm_epsilon") or 1e-5,
         **{name: args[name] for name in _SAME if name in args},
         vocab_size=vocab_size,
         padded_vocab_size=vocab_size,
-        eod_token=vocab_size - 1 if said.eod_token is None else said.eod_token,
+        eod_token=vocab_size - 1 if given.eod_token is None else given.eod_token,
     )
 
 
-def _given(*values: Any) -> int | None:
-    """The first that is a size."""
+def _first_size(*values: Any) -> int | None:
+    """The first of ``values`` that is a positive integer."""
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
@@ -130,23 +132,25 @@ def _with_order(state: State, version: float, config: ModelConfig, size: int) ->
     }
 
 
-def _joined(parts: list[Tensor], dim: int | None, place: str) -> Tensor:
-    """What the ranks hold of a weight: parts of it along ``dim``, or each the whole."""
+def _joined(parts: list[Tensor], dim: int | None, folder: str) -> Tensor:
+    """A whole weight from its shards along ``dim``, or from one of its replicas."""
     try:
         return (parts[0] if dim is None else torch.cat(parts, dim)).float()
     except (RuntimeError, IndexError):
-        raise CheckpointError(f"{place}: the ranks' parts do not fit each other") from None
+        raise CheckpointError(f"{folder}: the shapes of the ranks' shards do not match") from None
 
 
 def _check_head(weights: dict[str, Tensor], words: str, shards: Shards) -> None:
     head = weights.pop(HEAD, None)
     if head is not None and not head.equal(weights[words]):
-        raise CheckpointError(f"{shards.place}: the head is another table than the embedding; here both ends share one")
+        raise CheckpointError(f"{shards.folder}: the output projection is not the embedding table, as it is here")
 
 
 def _tensor(state: State, name: str, shards: Shards, *, dims: int | None = None) -> Tensor:
     if name not in state:
-        raise CheckpointError(f"{shards.place} holds no {name}")
+        raise CheckpointError(f"{shards.folder} holds no {name}")
     if dims not in (None, state[name].dim()):
-        raise CheckpointError(f"{shards.place}: {name} is {list(state[name].shape)}, and should have {dims} dimensions")
+        raise CheckpointError(
+            f"{shards.folder}: {name} is {list(state[name].shape)}, and should have {dims} dimensions"
+        )
     return state[name]

@@ -63,7 +63,7 @@ _LARGEST = 1 << 24
 """Larger than any size of a model; products of such sizes do not overflow."""
 
 
-def check_sizes(config: ModelConfig, count: int, place: str) -> None:
+def check_sizes(config: ModelConfig, count: int, source: str) -> None:
     """Raises CheckpointError if ``config`` cannot be that of ``count`` tensors, before memory is allocated for it."""
     sizes = (
         config.num_layers,
@@ -74,29 +74,29 @@ def check_sizes(config: ModelConfig, count: int, place: str) -> None:
         config.vocab_size,
     )
     if config.num_layers > count or not all(type(size) is int and 0 < size <= _LARGEST for size in sizes):
-        raise CheckpointError(f"{place} holds {count} tensors, which cannot be the model of {sizes} that it describes")
+        raise CheckpointError(f"{source} holds {count} tensors, which cannot be the model of {sizes} that it describes")
 
 
-def in_order(weights: Mapping[str, Tensor], config: ModelConfig, place: str) -> dict[str, Tensor]:
+def in_order(weights: Mapping[str, Tensor], config: ModelConfig, source: str) -> dict[str, Tensor]:
     """``weights`` in the order of the layers of ``config``.
 
     Args:
-        place: where they come from, for messages.
+        source: where they come from, for messages.
 
     Raises:
         CheckpointError: with a line for each of the first weights that are missing, unknown or of another shape.
     """
     expected = architecture_of(config).named_parameters(config)
-    problems = [f"{place} holds no weight {name}" for name in expected if name not in weights]
-    problems += [f"{place} holds {name}, which the model does not have" for name in weights if name not in expected]
+    problems = [f"{source} holds no weight {name}" for name in expected if name not in weights]
+    problems += [f"{source} holds {name}, which the model does not have" for name in weights if name not in expected]
     problems += [
-        f"{place}: {name} is {list(weights[name].shape)}, and the model's {list(spec.shape)}"
+        f"{source}: {name} is {list(weights[name].shape)}, and the model's {list(spec.shape)}"
         for name, spec in expected.items()
         if name in weights and weights[name].shape != spec.shape
     ]
     if problems:
         raise CheckpointError(
-            problems[:_SHOWN] + [f"{place}: {len(problems)} such lines in all"] * (len(problems) > _SHOWN)
+            problems[:_SHOWN] + [f"{source}: {len(problems)} such lines in all"] * (len(problems) > _SHOWN)
         )
     return {name: weights[name] for name in expected}
 
@@ -173,7 +173,7 @@ def check_disk_space(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(folder).free
     if needed > free:
         raise ResourceError(
-            f"{needed:,} bytes are needed and {free:,} are free in {folder.parent}; name a place on another disk"
+            f"{needed:,} bytes are needed and {free:,} are free in {folder.parent}; name a source on another disk"
         )
 
 

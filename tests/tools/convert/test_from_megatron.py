@@ -21,7 +21,7 @@ from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError, UserError
 from megatron.tools.convert.load_and_save import write_checkpoint
 from megatron.tools.convert.megatron_files import read_shards
-from megatron.tools.convert.megatron_model import Said, whole_model
+from megatron.tools.convert.megatron_model import GivenModel, whole_model
 from megatron.tools.convert.whole_model import WholeModel
 
 LAYERS, HIDDEN, HEADS, TOKENS, ROWS = 4, 16, 4, 92, 96
@@ -37,7 +37,7 @@ CONFIG = ModelConfig(
 )
 WEIGHTS = made_up_weights(CONFIG)
 ARGS = Namespace(num_attention_heads=HEADS, num_layers=LAYERS, hidden_dropout=0.25, params_dtype=torch.float16)
-SAID = Said(heads=HEADS, vocab_size=TOKENS)
+SAID = GivenModel(heads=HEADS, vocab_size=TOKENS)
 
 ROW_ORDERS: dict[float, Callable[[Tensor], Tensor]] = {
     0.0: lambda rows: torch.stack([rows[:, part] for part in range(3)]),  # [n, 3, d, ..] -> [3, n, d, ..]
@@ -183,22 +183,22 @@ def test_the_tool(programs: Programs, run_ranks, logits: Tensor, tmp_path: Path)
     write_megatron_lm(tmp_path / "theirs", 0.0, size=2, stages=1, **OLD)
     command = ("tools/convert_checkpoint.py", "from-megatron", tmp_path / "theirs", "--output", tmp_path / "ours")
     refused = programs.python(*command)
-    assert refused.returncode == 2 and "has 96 rows of tokens, padding among them: give --vocab-file" in refused.output
+    assert refused.returncode == 2 and "has 96 rows of tokens, including padding: give --vocab-file" in refused.output
     assert not (tmp_path / "ours").exists()
     finished = programs.python(*command, "--vocab-size", str(TOKENS)).ok()
     assert "query_key_value read as of checkpoint version 0" in finished.output
     assert run_ranks(1, logits_and_weights, tmp_path / "ours")[0][0].equal(logits)
 
 
-def test_what_the_arguments_say_and_what_the_user_says(tmp_path: Path):
+def test_saved_arguments_and_given_values(tmp_path: Path):
     write_megatron_lm(tmp_path, 2.0, size=1, stages=1, **OLD)
     shards = read_shards(tmp_path / "iter_0000007")
-    config = whole_model(shards, Said(vocab_size=90)).config
+    config = whole_model(shards, GivenModel(vocab_size=90)).config
     assert (config.hidden_dropout, config.attention_dropout, config.eod_token) == (0.25, 0.1, 89)
     assert (config.openai_gelu, config.vocab_size, config.ffn_hidden_size) == (False, 90, 24)
     shards.args.bias_gelu_fusion = True
     assert whole_model(shards, SAID).config.openai_gelu
-    other = whole_model(shards, Said(vocab_size=TOKENS, version=0.0)).weights
+    other = whole_model(shards, GivenModel(vocab_size=TOKENS, version=0.0)).weights
     assert not other["2.attention.query_key_value.weight"].equal(WEIGHTS["2.attention.query_key_value.weight"])
 
 
@@ -241,7 +241,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "no shape": (
         changed(2, lambda state: state.update({"self_attention.query_key_value.bias": torch.tensor(1.0)})),
-        "layers.0.attention.query_key_value.bias: the ranks' parts do not fit each other",
+        "layers.0.attention.query_key_value.bias: the shapes of the ranks' shards do not match",
     ),
     "a weight that is none of ours": (
         changed(3, lambda state: state.update({"mlp.gate.weight": torch.rand(3)})),
@@ -249,13 +249,13 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a head of its own": (
         changed(LAYERS + 3, lambda state: state["word_embeddings.weight"].add_(1)),
-        "the head is another table than the embedding",
+        "the output projection is not the embedding table",
     ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_is_said(tmp_path: Path, fault: str):
+def test_what_is_wrong_is_reported(tmp_path: Path, fault: str):
     write_megatron_deepspeed(tmp_path, size=2)
     spoil, message = FAULTS[fault]
     spoil(tmp_path)
@@ -280,12 +280,12 @@ def test_an_empty_file_of_megatron_lm_is_one_line(programs: Programs, tmp_path: 
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        (Said(vocab_size=TOKENS), "does not say how many heads the model has: give --num-attention-heads"),
-        (Said(heads=3, vocab_size=TOKENS), "3 heads do not go into 16 and 2 parts"),
-        (Said(heads=HEADS, vocab_size=97), "the vocabulary has 97 tokens"),
+        (GivenModel(vocab_size=TOKENS), "does not contain the number of heads: give --num-attention-heads"),
+        (GivenModel(heads=3, vocab_size=TOKENS), "3 heads do not divide hidden size 16 over 2 ranks"),
+        (GivenModel(heads=HEADS, vocab_size=97), "the vocabulary has 97 tokens"),
     ],
 )
-def test_what_has_to_be_said(tmp_path: Path, said: Said, message: str):
+def test_what_must_be_given(tmp_path: Path, said: GivenModel, message: str):
     write_ancestor(tmp_path, size=2)
     with pytest.raises(ConfigError) as caught:
         whole_model(read_shards(tmp_path), said)
@@ -316,7 +316,7 @@ def test_files_of_the_time_before_zip(tmp_path: Path, held: str):
     value = {"args": ARGS, "more": Harm(tmp_path / "marker") if held == "harm" else None}
     torch.save(value, file, _use_new_zipfile_serialization=False)
     if held == "weights":
-        assert whole_model(read_shards(tmp_path), Said(vocab_size=TOKENS)).config.num_attention_heads == HEADS
+        assert whole_model(read_shards(tmp_path), GivenModel(vocab_size=TOKENS)).config.num_attention_heads == HEADS
         return
     with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt cannot be read"):
         read_shards(tmp_path)
@@ -329,7 +329,7 @@ def test_a_checkpoint_of_ours_is_none_of_theirs(tmp_path: Path):
         read_shards(tmp_path)
 
 
-def test_their_own_objects_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_objects_of_other_programs_are_stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Enumerations and loss scalers of a package that is called as ours is, and has not to be there."""
     module = types.ModuleType("megatron.enums")
     module.ModelType = enum.Enum("ModelType", "encoder decoder", module="megatron.enums", qualname="ModelType")
@@ -341,5 +341,5 @@ def test_their_own_objects_are_passed_over(tmp_path: Path, monkeypatch: pytest.M
     file = {"args": Namespace(**vars(ARGS), kind=module.ModelType.decoder), "scaler": scaler, "checkpoint_version": 3.0}
     torch.save(file, tmp_path / "global_step7" / "mp_rank_00_model_states.pt")
     monkeypatch.delitem(sys.modules, "megatron.enums")
-    model = whole_model(read_shards(tmp_path), Said(vocab_size=TOKENS))
+    model = whole_model(read_shards(tmp_path), GivenModel(vocab_size=TOKENS))
     assert model.config.num_attention_heads == HEADS and model.weights["7.bias"].equal(WEIGHTS["7.bias"])
