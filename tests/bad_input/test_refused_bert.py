@@ -62,7 +62,7 @@ def place(programs: Programs, tmp_path: Path) -> Path:
             2,
             [
                 "--eod-mask-loss: pretrain_bert.py has no such flag: it is GPT-2's, for pretrain_gpt2.py",
-                "--tokenizer-type GPT2BPETokenizer is none for BERT: use BertWordPieceLowerCase or BertWordPieceCase",
+                "--tokenizer-type GPT2BPETokenizer does not suit BERT: use BertWordPieceLowerCase or BertWordPieceCase",
                 "--merge-file is required with --tokenizer-type GPT2BPETokenizer",
             ],
         ),

@@ -158,15 +158,15 @@ BROKEN = [
         "--pipeline-partition 1,3",
     ),
     (
-        "a partition needs a pipeline",
+        "--pipeline-partition needs --pipe-parallel-size",
         "--pipeline-partition 4",
         "--pipeline-partition has no effect without --pipe-parallel-size",
         "--pipe-parallel-size 1",
     ),
     (
-        "a schedule needs a pipeline",
+        "--pipeline-schedule needs --pipe-parallel-size",
         "--pipeline-schedule dualpipev",
-        "--pipeline-schedule dualpipev has no effect without --pipe-parallel-size",
+        "--pipeline-schedule has no effect without --pipe-parallel-size",
         "--pipe-parallel-size 1 --gas 2",
     ),
     (
@@ -286,13 +286,13 @@ BROKEN = [
         "--offload-param nvme",
     ),
     (
-        "offload settings need offload",
+        "--cpu-torch-adam needs --offload-optimizer",
         "--cpu_torch_adam --zero-stage 1",
         "--cpu-torch-adam has no effect without --offload-optimizer",
         "--cpu-optimizer",
     ),
     (
-        "offload settings need offload",
+        "--no-offload-pin-memory needs offload",
         "--no-offload-pin-memory --zero-stage 3",
         "--no-offload-pin-memory has no effect without --offload-optimizer or --offload-param",
         "--offload-param cpu",
@@ -383,7 +383,7 @@ BROKEN = [
         ]
     ),
     (
-        "groups of recomputed layers need recomputation",
+        "--checkpoint-num-layers needs --checkpoint-activations",
         "--checkpoint-num-layers 2",
         "--checkpoint-num-layers has no effect without",
         "--checkpoint-activations",
@@ -524,7 +524,7 @@ BROKEN = [
         "--pipe-parallel-size 0",
     ),
     (
-        "a partition by measured times needs a pipeline",
+        "--repartition-from needs --pipe-parallel-size",
         "--repartition-from out",
         "--repartition-from has no effect without --pipe-parallel-size",
         None,

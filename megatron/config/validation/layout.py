@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 
 from megatron.config import RunConfig
-from megatron.config.validation.rules import rule
+from megatron.config.validation.rules import needs, rule
 from megatron.parallel.pipeline import partition
 
 
@@ -167,26 +167,9 @@ def embeddings_alone(run: RunConfig) -> str | None:
     )
 
 
-@rule("a partition needs a pipeline", why="The plain engine does not split the model into stages.")
-def partition_needs_pipeline(run: RunConfig) -> str | None:
-    default = type(run.parallel)().pipeline_partition
-    if run.parallel.pipeline_partition != default and not run.parallel.uses_pipeline:
-        return _without_pipeline("--pipeline-partition")
-    return None
-
-
-@rule("a partition by measured times needs a pipeline", why="The plain engine has no stages.")
-def repartition_needs_pipeline(run: RunConfig) -> str | None:
-    if run.parallel.repartition_from is not None and not run.parallel.uses_pipeline:
-        return _without_pipeline("--repartition-from")
-    return None
-
-
-@rule("a schedule needs a pipeline", why="The plain engine has no stages to schedule.")
-def schedule_needs_pipeline(run: RunConfig) -> str | None:
-    if run.parallel.uses_dualpipev and not run.parallel.uses_pipeline:
-        return _without_pipeline(f"--pipeline-schedule {run.parallel.pipeline_schedule}")
-    return None
+needs("parallel.pipeline_partition", "parallel.pipe_parallel_size")
+needs("parallel.repartition_from", "parallel.pipe_parallel_size")
+needs("parallel.pipeline_schedule", "parallel.pipe_parallel_size")
 
 
 @rule(
@@ -255,7 +238,3 @@ def _divides(small: int, large: int) -> bool:
 def _either(numbers: list[int]) -> str:
     *rest, last = map(str, numbers)
     return f"{', '.join(rest)} or {last}" if rest else last
-
-
-def _without_pipeline(flag: str) -> str:
-    return f"{flag} has no effect without --pipe-parallel-size: add it, or remove {flag.split()[0]}"

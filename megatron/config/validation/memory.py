@@ -176,11 +176,12 @@ def nvme_path(run: RunConfig) -> str | None:
     return None
 
 
-@rule("offload settings need offload", why="They would be silently ignored otherwise.")
-def offload_settings(run: RunConfig) -> str | None:
+needs("zero.cpu_torch_adam", "zero.offload_optimizer")
+
+
+@rule("--no-offload-pin-memory needs offload", why="It would be silently ignored otherwise.")
+def pinned_offload(run: RunConfig) -> str | None:
     zero = run.zero
-    if zero.cpu_torch_adam and not zero.offloads_optimizer:
-        return "--cpu-torch-adam has no effect without --offload-optimizer: add it, or remove --cpu-torch-adam"
     if not zero.offload_pin_memory and not zero.offloads_optimizer and zero.offload_param == "none":
         return "--no-offload-pin-memory has no effect without --offload-optimizer or --offload-param: remove it"
     return None
@@ -217,16 +218,7 @@ needs("activation.contiguous_checkpointing", "activation.checkpoint_activations"
 needs("activation.checkpoint_in_cpu", "activation.checkpoint_activations")
 needs("activation.synchronize_each_layer", "activation.checkpoint_activations")
 needs("activation.profile_backward", "activation.checkpoint_activations")
-
-
-@rule("groups of recomputed layers need recomputation", why="Layers are grouped for recomputation only.")
-def recomputed_layers(run: RunConfig) -> str | None:
-    if run.activation.checkpoint_num_layers > 1 and not run.activation.checkpoint_activations:
-        return (
-            "--checkpoint-num-layers has no effect without --checkpoint-activations: add it, or remove "
-            "--checkpoint-num-layers"
-        )
-    return None
+needs("activation.checkpoint_num_layers", "activation.checkpoint_activations")
 
 
 @rule(

@@ -1,7 +1,7 @@
 """The registry of rules about which settings may be combined. Each rule is one decorated function."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from megatron.config import RunConfig, flag_fields
 from megatron.config.fields import flag_name
@@ -35,23 +35,23 @@ def rule(name: str, *, why: str, otherwise: str = "") -> Callable[[Check], Check
 
 
 def needs(path: str, other: str) -> None:
-    """Register a rule for a setting that has no effect unless another is on. Paths are ``"section.field"``."""
+    """Register a rule for a setting that has no effect unless another is set. Paths are ``"section.field"``."""
     flag, needed = _flag(path), _flag(other)
 
     @rule(f"{flag} needs {needed}", why="It would be silently ignored otherwise.")
     def check(run: RunConfig) -> str | None:
-        if _value(run, path) and not _value(run, other):
+        if _is_set(run, path) and not _is_set(run, other):
             return f"{flag} has no effect without {needed}: add {needed}, or remove {flag}"
         return None
 
 
 def excludes(path: str, other: str, *, why: str, otherwise: str = "") -> None:
-    """Register a rule for two settings that cannot both be on. Paths are ``"section.field"``."""
+    """Register a rule for two settings that cannot both be set. Paths are ``"section.field"``."""
     flag, rival = _flag(path), _flag(other)
 
     @rule(f"{flag} excludes {rival}", why=why, otherwise=otherwise)
     def check(run: RunConfig) -> str | None:
-        if _value(run, path) and _value(run, other):
+        if _is_set(run, path) and _is_set(run, other):
             return f"{flag} and {rival} exclude each other: remove one"
         return None
 
@@ -60,6 +60,8 @@ def _flag(path: str) -> str:
     return flag_name(flag_fields()[path.split(".")[1]])
 
 
-def _value(run: RunConfig, path: str) -> Any:
+def _is_set(run: RunConfig, path: str) -> bool:
+    """Whether a field differs from its default."""
     section, field = path.split(".")
-    return getattr(getattr(run, section), field)
+    config = getattr(run, section)
+    return getattr(config, field) != getattr(type(config)(), field)

@@ -194,7 +194,9 @@ needs("checkpoint.keep_every", "checkpoint.keep_last")
 needs("checkpoint.auto_resume", "checkpoint.save")
 needs("checkpoint.finetune", "checkpoint.load")
 needs("checkpoint.override", "checkpoint.load")
+needs("checkpoint.on_save_error", "checkpoint.save")
 needs("train.rewind_on_spike", "checkpoint.save_interval")
+needs("train.spike_factor", "train.rewind_on_spike")
 excludes(
     "checkpoint.auto_resume",
     "checkpoint.finetune",
@@ -202,26 +204,14 @@ excludes(
 )
 
 
-@rule("--spike-factor needs --rewind-on-spike", why="Spikes are detected only for rewinding.")
-def spike_factor(run: RunConfig) -> str | None:
-    train = run.train
-    if train.spike_factor != type(train)().spike_factor and not train.rewind_on_spike:
-        return "--spike-factor has no effect without --rewind-on-spike: add --rewind-on-spike, or remove --spike-factor"
-    return None
-
-
-@rule("--on-save-error needs --save", why="Without --save no checkpoint is written.")
-def on_save_error(run: RunConfig) -> str | None:
-    if run.checkpoint.on_save_error != "stop" and run.checkpoint.save is None:
-        return "--on-save-error has no effect without --save: add --save, or remove --on-save-error"
-    return None
-
-
 @rule("--load-strict needs a checkpoint to load", why="It refuses to load a broken checkpoint.")
 def load_strict(run: RunConfig) -> str | None:
     if run.checkpoint.load_strict and run.checkpoint.load is None and not run.checkpoint.auto_resume:
         return "--load-strict has no effect without --load or --auto-resume: add one, or remove --load-strict"
     return None
+
+
+needs("observe.trace_steps", "observe.trace")
 
 
 @rule("traced and profiled iterations are part of the run", why="The output would be empty otherwise.")
@@ -236,14 +226,6 @@ def step_ranges(run: RunConfig) -> str | None:
             return f"{flag} {text} begins after the last iteration, {last}: choose earlier ones"
     if last > 0 and (observe.flops_profile_step or 0) > last:
         return f"--flops-profile-step {observe.flops_profile_step} is after the last iteration, {last}: choose another"
-    return None
-
-
-@rule("--trace-steps needs --trace", why="It would be silently ignored otherwise.")
-def trace_steps(run: RunConfig) -> str | None:
-    observe = run.observe
-    if observe.trace_steps != type(observe)().trace_steps and observe.trace is None:
-        return "--trace-steps has no effect without --trace: add --trace, or remove --trace-steps"
     return None
 
 
