@@ -77,7 +77,7 @@ class SavedLayout:
     def from_json(cls, saved: Mapping[str, Any]) -> "SavedLayout":
         """The layout in a ``run.json``."""
         keys = _layout_keys()
-        values = {name: saved.get(key) for name, key in keys.items()}
+        values: dict[str, Any] = {name: saved.get(key) for name, key in keys.items()}
         return cls(**values, unknown=tuple(sorted(saved.keys() - set(keys.values()))))
 
     def to_json(self) -> dict[str, Any]:

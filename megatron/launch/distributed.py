@@ -72,7 +72,7 @@ def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | N
         timeout=timeout,
         wait_for_workers=False,
         multi_tenant=True,
-        master_listen_fd=listener and listener.detach(),
+        master_listen_fd=None if listener is None else listener.detach(),
     )
 
 

@@ -108,7 +108,7 @@ def listen(environ: Mapping[str, str]) -> socket.socket:
     except socket.gaierror as error:
         raise LaunchError(f"{name}, where rank 0 is to listen, does not resolve: {error.strerror}") from error
     for family, _, _, _, address in addresses:
-        _check_reachable(environ, name, address[0])
+        _check_reachable(environ, name, str(address[0]))
         try:
             return socket.create_server(address, family=family)
         except OSError as error:

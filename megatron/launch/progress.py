@@ -54,6 +54,7 @@ class ProgressState:
         """Where this rank is now. ``groups`` names process groups by their ranks."""
         frames = sys._current_frames()
         main = threading.main_thread().ident
+        assert main is not None, "the main thread runs"
         # On a GPU the backward pass and its collectives run in a thread of autograd's.
         stacks = [_stack(frames[main])] + [_stack(frame) for thread, frame in frames.items() if thread != main]
         collective = next((text for stack in stacks if (text := _collective(stack, groups))), None)

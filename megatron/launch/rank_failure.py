@@ -89,7 +89,7 @@ class _RankFailureMonitor:
     def stop(self) -> None:
         """End monitoring on all ranks, each of which calls this; returns when this one no longer uses the store."""
         self.is_over = True
-        self._store.set(_FAILURE, _FINISHED)
+        self._store.set(_FAILURE, _FINISHED.decode())
         self._store_thread.join(_GRACE_SECONDS)
 
     def report_own_error(self) -> None:

@@ -55,6 +55,7 @@ def hang_watchdog(run: RunConfig, layout: ParallelLayout, progress: ProgressStat
 class _Watchdog:
     def __init__(self, run: RunConfig, layout: ParallelLayout, progress: ProgressState) -> None:
         self._rank, self._size, self._progress = layout.rank, layout.topology.world_size(), progress
+        assert run.logging.watchdog_minutes is not None
         self._limit = 60 * run.logging.watchdog_minutes
         self._interval = min(_INTERVAL, self._limit / 4)
         self._store_seconds = min(_STORE_SECONDS, self._limit)
@@ -114,7 +115,7 @@ class _Watchdog:
         }
         self._store.set(f"hang/{self._rank}", json.dumps(report))
 
-    def _trigger(self) -> NoReturn:
+    def _trigger(self) -> None:
         """Write the position of this rank, make the others do so too, have one of them report, and exit."""
         with self._triggered:
             if self._over.is_set():
@@ -176,7 +177,7 @@ def describe_hang(reports: list[dict | None], flag: str, folder: Path) -> list[s
     silent = [rank for rank, report in enumerate(reports) if not (report and report["alarmed"])]
     earliest = min(report["phases_entered"] for report in reports if report)
     last = [rank for rank, report in enumerate(reports) if report and report["phases_entered"] == earliest]
-    busy = [rank for rank in last if not reports[rank]["in_collective"]]
+    busy = [rank for rank in last if (report := reports[rank]) and not report["in_collective"]]
     hung = silent or (last if len(last) < len(reports) and not busy else busy)
     limit = f"an iteration, a save or an evaluation takes longer than {flag}; stacks are in {folder}/hang-rank*.txt"
     others = [f"rank {rank}: {_position(report)}" for rank, report in enumerate(reports) if rank not in hung]

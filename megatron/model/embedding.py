@@ -54,7 +54,7 @@ class PairEmbedding(WordEmbedding):
         if to_logits:
             return super().forward(hidden_states, to_logits=True)
         tokens, token_types = hidden_states.unbind(1)
-        return super().forward(tokens), token_types.int()
+        return without_segment_ids(super().forward(tokens)), token_types.int()
 
 
 def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
@@ -93,11 +93,12 @@ class PositionEmbedding(nn.Module):
         if self.training and self.dropout:
             with random_stream(per_rank=self.per_rank_rng):
                 hidden = F.dropout(hidden, self.dropout)
-        return (hidden, segment_ids) if self.passes_segment_ids else hidden
+        return (hidden, segment_ids) if self.passes_segment_ids and segment_ids is not None else hidden
 
     def _positions(self, hidden: Tensor, segment_ids: Tensor | None) -> Tensor:
         """Counted from the first token, or from the first of each document: [1, s] or [b, s]."""
         if self.resets:
+            assert segment_ids is not None
             return positions_in_segment(segment_ids)
         parts = math.prod(group.size() for group in self.sequence_groups if group)
         return torch.arange(hidden.size(self.sequence_dim) * parts, device=hidden.device).unsqueeze(0)

@@ -125,7 +125,8 @@ class ArchitectureSpec:
         for index, layer in enumerate(self.layers(config)):
             if layer.tied not in tied:
                 yield parameter_prefix(index, layer), layer
-            tied |= {layer.tied} - {None}
+            if layer.tied:
+                tied.add(layer.tied)
 
     def named_parameters(self, config: ModelConfig) -> dict[str, ParameterSpec]:
         """Every parameter by its name in modules and checkpoints; tied layers first, as modules list them."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -229,7 +230,7 @@ class AnnealingLR(LRScheduler):
         """Iterations finished."""
         return self.last_epoch
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[float | Tensor]:
         """The rate of the next step, once for each group the optimizer has now.
 
         Not for each that it had at first: DeepSpeed removes the groups without parameters on a rank.

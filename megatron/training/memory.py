@@ -4,9 +4,10 @@ import gc
 import re
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -80,7 +81,7 @@ def _write_report(run: RunConfig, rank: int, message: str, plan: MemoryPlan | No
     return message
 
 
-def _rows(sizes: Iterator[tuple], name: Callable) -> Iterator[str]:
+def _rows(sizes: Iterable[tuple[Any, float]], name: Callable) -> Iterator[str]:
     return (f"{size / _GB:10.4f}  {name(key)}" for key, size in sizes)
 
 
@@ -120,5 +121,6 @@ def _live_tensors() -> Counter[tuple]:
             storage = candidate.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
-                sizes[(*candidate.shape, str(candidate.dtype), candidate.device.type)] += storage.nbytes()
+                key = (*candidate.shape, str(candidate.dtype), candidate.device.type)
+                sizes[key] += storage.nbytes()
     return sizes

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.saved_run import SavedRun
@@ -29,7 +29,7 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     errors: list[UserError] = []
     data, train = run.data, run.train
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
-    expected = {
+    expected: dict[str, Any] = {
         "train_iters": train.train_iters,
         "eval_iters": train.eval_iters,
         "masked_lm": architecture_of(run.model).masked_lm,

@@ -105,7 +105,7 @@ def _help(field: Field) -> str:
     return f"{text} (default: {field.default})"
 
 
-def _kind(field: Field) -> type:
+def _kind(field: Field) -> Any:
     """The type of a field's value, without None for an optional field."""
     return next((kind for kind in get_args(field.type) if kind is not type(None)), field.type)
 

@@ -86,7 +86,8 @@ def timed_passes(stages: int, micro_batches: int, forward: float, backward: floa
     in_slots = sorted(
         (found.slot, stage, found) for stage in range(stages) for found in passes(stage, stages, micro_batches)
     )
-    free, ends = [0.0] * stages, {}
+    free = [0.0] * stages
+    ends: dict[tuple[int, int, bool], float] = {}
     timed = []
     for _, stage, (_, number, is_forward) in in_slots:
         before = stage - 1 if is_forward else stage + 1

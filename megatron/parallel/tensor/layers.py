@@ -34,16 +34,16 @@ def accumulate_in_place(weight: nn.Parameter) -> None:
     Hooks of the weight then receive no gradient, so this is for engines that do not touch ``weight.grad`` before the
     step.
     """
-    weight.accumulates_in_place = True
+    weight.accumulates_in_place = True  # type: ignore[attr-defined]  # a mark of ours on the parameter
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, group: ProcessGroup | None = None) -> Tensor:
     """x [.., i], weight [o, i], bias [o] -> [.., o]; with ``group`` the gradient of x is the sum over its ranks."""
-    summed = group is not None and group.size() > 1
+    group = group if group is not None and group.size() > 1 else None
     if torch.compiler.is_compiling():  # the compiler does not support asynchronous collectives
-        return F.linear(copy_to_model_parallel_region(x, group) if summed else x, weight, bias)
-    if summed or getattr(weight, "accumulates_in_place", False):
-        return _Linear.apply(x, weight, bias, group if summed else None)
+        return F.linear(x if group is None else copy_to_model_parallel_region(x, group), weight, bias)
+    if group is not None or getattr(weight, "accumulates_in_place", False):
+        return _Linear.apply(x, weight, bias, group)
     return F.linear(x, weight, bias)
 
 
@@ -111,8 +111,8 @@ def mark_sharded(parameter: nn.Parameter, dim: int) -> nn.Parameter:
     DeepSpeed sums the gradient norms of parameters marked ``model_parallel`` over the tensor
     group, and counts all others once; checkpoints are merged along ``partition_dim``.
     """
-    parameter.model_parallel = True
-    parameter.partition_dim = dim
+    parameter.model_parallel = True  # type: ignore[attr-defined]  # DeepSpeed's mark
+    parameter.partition_dim = dim  # type: ignore[attr-defined]  # Megatron's mark
     return parameter
 
 

@@ -69,19 +69,20 @@ def broadcast_data(
     """
     device = get_accelerator().current_device_name()
     source = dist.get_global_rank(group, 0)
+    tensors = [data[key] for key in keys] if data is not None and group.rank() == 0 else []
+    for key, tensor in zip(keys, tensors, strict=False):
+        if tensor.dtype != dtype:
+            raise ValueError(f"broadcast_data: {key} is {tensor.dtype}, not {dtype}")
+    message = [[tensor.shape for tensor in tensors]]
+    dist.broadcast_object_list(message, src=source, group=group)
+    shapes = message[0]
+    sizes = [shape.numel() for shape in shapes]
     if group.rank() == 0:
-        for key in keys:
-            if data[key].dtype != dtype:
-                raise ValueError(f"broadcast_data: {key} is {data[key].dtype}, not {dtype}")
-    shapes = [[tuple(data[key].shape) for key in keys] if group.rank() == 0 else None]
-    dist.broadcast_object_list(shapes, src=source, group=group)
-    sizes = [torch.Size(shape).numel() for shape in shapes[0]]
-    if group.rank() == 0:
-        flat = torch.cat([data[key].reshape(-1) for key in keys]).to(device)
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
     else:
         flat = torch.empty(sum(sizes), dtype=dtype, device=device)
     dist.broadcast(flat, src=source, group=group)
-    return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(sizes), shapes[0], strict=True)}
+    return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(sizes), shapes, strict=True)}
 
 
 class _Copy(torch.autograd.Function):

@@ -38,7 +38,8 @@ class Proof:
 def prove(history: Sequence[Segment], skipped_samples: Sequence[range], metrics: Path | None) -> Proof:
     """Check the history, and the metrics against it. Raises DataError if the metrics cannot be read."""
     errors = [*_history_errors(history), *_skipped_errors(skipped_samples)]
-    logged, repeated = None, []
+    logged = None
+    repeated: list[range] = []
     if metrics is not None:
         effective, repeated = _effective(read_consumed(metrics))
         last = history[-1].last if history else 0

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron.checkpoint.sample_history import Segment
 from megatron.config.errors import ConfigError, DataError
+from megatron.data.bert_dataset import BertDataset
 from megatron.data.datasets import BlendedDataset
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.index_maps import rank_sample_indices, sample_at
@@ -28,6 +29,7 @@ def batch_of(case: Case, iteration: int, rank: int | None) -> dict[str, Any]:
     data_ranks = range(segment.layout["DP"]) if rank is None else [data_rank_of(segment, rank)]
     first_index = segment.sample_indices(iteration).start
     samples = case.training_samples(case.samples_up_to(iteration))
+    assert not isinstance(samples, BertDataset), "only causal models are audited"
     tokenizer = case.tokenizer
     rows = []
     for data_rank in data_ranks:
@@ -121,8 +123,9 @@ def seen_up_to(case: Case, iteration: int) -> list[Seen]:
     return [_count(part, mask, case.data.seq_length) for part, mask in zip(parts, own, strict=True)]
 
 
-def _count(part: GPT2Dataset, taken: np.ndarray, seq_length: int) -> Seen:
+def _count(part: GPT2Dataset | BertDataset, taken: np.ndarray, seq_length: int) -> Seen:
     """How much of a data set is read by those of its first samples that are ``taken``, bool [n]."""
+    assert isinstance(part, GPT2Dataset), "only causal models are audited"
     numbers = part.maps.shuffle[: len(taken)].astype(np.int64)
     if len(np.unique(numbers)) != len(numbers):
         raise DataError(

@@ -132,7 +132,7 @@ def source_mix(case: Case) -> tuple[np.ndarray, np.ndarray]:
 def _draw_lengths(axes: "Axes", sources: Sequence[Source], seq_length: int) -> None:
     lengths = [np.maximum(document_lengths(source), 1) for source in sources]
     together = np.concatenate(lengths)
-    bins = np.geomspace(together.min(), together.max() + 1, 60)
+    bins = np.geomspace(together.min(), together.max() + 1, 60).tolist()
     for number, (source, length) in enumerate(zip(sources, lengths, strict=True)):
         axes.hist(length, bins, histtype="stepfilled", alpha=0.5, color=f"C{number}", label=source.indexed.prefix)
     axes.axvline(seq_length, color="black", linestyle="--", label=f"a sample, {seq_length} tokens")

@@ -46,7 +46,7 @@ def _attempt(collect, request):
 
 
 def _software(request):
-    found = {"executable": sys.executable, "python": ".".join(map(str, sys.version_info[:3]))}
+    found: dict[str, str | None] = {"executable": sys.executable, "python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("torch", "deepspeed"):
         try:
             found[package] = importlib.metadata.version(package)

@@ -104,6 +104,7 @@ def _run_probe(host: Host, command: Sequence[str], request: Mapping[str, Any], s
 
 
 def _exchange(report: HostReport, process: subprocess.Popen, program: str, start: float) -> HostReport:
+    assert process.stdin is not None and process.stdout is not None
     try:
         with process.stdin as pipe:
             pipe.write(program)

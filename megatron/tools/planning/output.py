@@ -177,7 +177,7 @@ def stage_table(memories: Sequence[Memory]) -> list[str]:
         rows.append((name, f"{memory.parameters:,}", str(memory.working.in_flight), *amounts))
         first = number + 1
     if len(rows) > _MOST_ROWS:
-        rows = [*rows[: _MOST_ROWS // 2], ["..."] + [""] * (len(rows[0]) - 1), *rows[-_MOST_ROWS // 2 :]]
+        rows = [*rows[: _MOST_ROWS // 2], ("...", *[""] * (len(rows[0]) - 1)), *rows[-_MOST_ROWS // 2 :]]
     return _table([("stage", "parameters", "in flight", *memories[0].parts(), "total"), *rows])
 
 

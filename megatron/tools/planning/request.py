@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.config import flag_fields
 from megatron.config.command_line.parser import read_flags
@@ -144,14 +144,16 @@ def _fillers(
 
 def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
     """Tokens of the vocabulary file, if it is there."""
-    kind, file, merges = (
-        given[name].value if name in given else flag_fields()[name].default
-        for name in ("tokenizer_type", "vocab_file", "merge_file")
-    )
+    kind, file, merges = (_value(given, name) for name in ("tokenizer_type", "vocab_file", "merge_file"))
     try:
         return read_vocabulary(kind, file, merges).size if Path(file).is_file() else None
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
+
+
+def _value(given: Mapping[str, Provided], name: str) -> Any:
+    """The given value of a field, or its default."""
+    return given[name].value if name in given else flag_fields()[name].default
 
 
 def words(given: Mapping[str, Provided]) -> list[str]:

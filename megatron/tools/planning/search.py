@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 from megatron.config import RunConfig, flag_fields
 from megatron.config.command_line.resolve import resolve_run
@@ -133,7 +134,7 @@ def _choices(request: Request) -> Iterator[dict[str, Provided]]:
         yield {name: value for name, value in zip(axes, values, strict=True) if value is not None}
 
 
-def _axis(request: Request, name: str, values: Sequence[object]) -> list[Provided | None]:
+def _axis(request: Request, name: str, values: Sequence[object]) -> list[Any]:
     """What a field may be: what the user said, or each of ``values``, where None leaves it alone."""
     if name in request.given:
         return [request.given[name]]

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 from megatron.launch.processes import die_with_parent
@@ -35,7 +35,7 @@ _FAILURE_SECONDS = 10.0
 """Time for the other ranks to exit after one has failed."""
 
 
-def rank_context(device: str) -> BaseContext:
+def rank_context(device: str) -> ForkServerContext | SpawnContext:
     """How the ranks of runs on ``device`` are started. On a CPU it begins with the imports that they share."""
     if device != "cpu":
         return multiprocessing.get_context("spawn")
@@ -53,7 +53,7 @@ def rank_context(device: str) -> BaseContext:
 
 
 def run_ranks(
-    context: BaseContext,
+    context: ForkServerContext | SpawnContext,
     processes: int,
     command: Sequence[str],
     environ: Mapping[str, str],
