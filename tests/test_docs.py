@@ -109,7 +109,7 @@ def check(words: list[str]) -> Iterator[str]:
         passes_on = "pretrain_" in source
         known = flags_of(TRAINING) | set(re.findall(r"--[\w-]+", source)) if passes_on else None
     else:
-        known = flags_of(name) | (flags_of(TRAINING) if name in PASSES_ON or name.startswith("pretrain") else set())
+        known = flags_of(name) | (flags_of(TRAINING) if name in PASSES_ON or "pretrain" in name else set())
         known |= launcher_flags("deepspeed") if name == "tools/launch.py" else set()
     if known is not None:
         yield from (f"{name} has no flag {flag}" for flag in _flags(words[script + 1 :]) if flag not in known)

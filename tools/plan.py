@@ -1,4 +1,4 @@
-"""List every layout of a model on a machine, with memory, traffic, time and what is against it, and rank them.
+"""List every layout of a model on a machine with memory, traffic and time, ranked; and why others are not valid.
 
     python tools/plan.py --model 175b --device a100 --devices 1024 --global-batch-size 1536
     python tools/plan.py --device h100 --devices 16 --global-batch-size 256 ARGUMENTS OF pretrain_gpt2.py
@@ -30,7 +30,7 @@ from megatron.tools.planning.search import Candidate, search
 from megatron.tools.planning.timing import DEVICES, GB, TERA, Machine
 
 PRECISION = {"v100": "fp16", "cpu": "fp32"}
-"""What a device trains in where nothing is said; bf16 on the others."""
+"""Default precision by device; bf16 on the others."""
 
 
 _BY_PROGRAM = {architecture.program: architecture for architecture in (GPT2, BERT)}
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
-    """What is asked for of one layout."""
+    """Print and write what is requested for one layout."""
     memories = _exact_memory(chosen) if args.exact else stage_memory(chosen.run)
     print(f"\nlayout {args.choose}: " + "\n".join(describe_candidate(chosen, memories)))
     if args.emit:
@@ -69,7 +69,7 @@ def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
 
 
 def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]:
-    """The pictures there are of a layout: memory, and where a pipeline runs one forward, one backward, its passes."""
+    """The pictures of a layout: memory, and for a 1F1B pipeline its schedule."""
     from megatron.tools.planning.output import draw_memory, draw_schedule
 
     memory, schedule = folder / "memory.png", folder / "schedule.png"
@@ -84,8 +84,8 @@ def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]
 
 
 def _exact_memory(chosen: Candidate) -> list[Memory]:
-    """With the parameters of the layers themselves."""
-    os.environ["DS_ACCELERATOR"] = "cpu"  # which is there, whatever the plan is for
+    """Peak memory with the parameters of the built layers."""
+    os.environ["DS_ACCELERATOR"] = "cpu"  # whatever device is planned for
     from megatron.tools.planning.dry_run import first_rank_of_each_stage, rank_memory
 
     return [rank_memory(chosen.run, rank).memory for rank in first_rank_of_each_stage(chosen.run.parallel)]
@@ -143,26 +143,26 @@ def _parser() -> ToolParser:
     )
     model.add_argument("--tokens", type=positive, default=300e9, metavar="N", help="tokens to train on, for the days")
     machine = parser.add_argument_group("machine")
-    machine.add_argument("--device", choices=DEVICES, default="a100", help="what the following are by themselves")
+    machine.add_argument("--device", choices=DEVICES, default="a100", help="sets the defaults of the following")
     machine.add_argument("--devices", type=whole, required=True, metavar="N", help="devices")
     machine.add_argument("--devices-per-node", type=whole, metavar="N", help="devices on a host")
     machine.add_argument("--memory", type=bytes_of_text, metavar="SIZE", help="memory of a device, such as 80GB")
-    machine.add_argument("--headroom", type=share, default=0.06, metavar="X", help="share of it that is left free")
+    machine.add_argument("--headroom", type=share, default=0.06, metavar="X", help="share of it that stays free")
     machine.add_argument("--peak-tflops", type=positive, metavar="X", help="dense 16-bit TFLOP/s of a device")
     machine.add_argument("--intra-bandwidth", type=positive, metavar="X", help="GB/s, one way, on a host")
     machine.add_argument("--inter-bandwidth", type=positive, metavar="X", help="GB/s, one way, to another")
     machine.add_argument(
         "--precision",
         choices=("bf16", "fp16", "fp32"),
-        help="type of weights, as --bf16 and --fp16 say it too (default: bf16; fp16 on v100, fp32 on cpu)",
+        help="type of weights, as with --bf16 and --fp16 (default: bf16; fp16 on v100, fp32 on cpu)",
     )
     result = parser.add_argument_group("result")
     result.add_argument("--top", type=whole, default=10, metavar="N", help="rows of the table")
-    result.add_argument("--choose", type=whole, default=1, metavar="N", help="row that the following are made of")
+    result.add_argument("--choose", type=whole, default=1, metavar="N", help="row of the table for the following")
     result.add_argument("--emit", type=Path, metavar="DIR", help="write script, DeepSpeed JSON and hostfile there")
     result.add_argument("--plot", type=Path, metavar="DIR", help="draw memory and pipeline schedule there, as PNG")
     result.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    result.add_argument("--exact", action="store_true", help="count parameters on the layers themselves")
+    result.add_argument("--exact", action="store_true", help="count parameters on the built layers")
     return parser
 
 

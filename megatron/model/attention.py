@@ -1,4 +1,4 @@
-"""Self-attention, its heads cut across the tensor group.
+"""Self-attention with the heads sharded over the tensor group, and its key-value cache for generation.
 
 b batch, s sequence, h hidden, n heads of this rank, d size of a head
 """
@@ -66,11 +66,11 @@ class KeyValueCache:
 
 
 class ParallelSelfAttention(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h], or [s, b, h] both times.
+    """hidden [b, s, h] -> hidden [b, s, h], or [s, b, h] for ``--shape-order SBH``.
 
-    With ``segment_ids`` [b, s], the number of each token's document, a token sees its own document only. ``causal``
-    attention sees the past, and no further back than ``pre_tokens``; the other sees all of the document. With
-    ``cache`` the hidden states are of new tokens, which see what the cache has of those before them.
+    With ``segment_ids`` [b, s] a token attends to its own segment only. ``causal`` attention is limited to earlier
+    tokens, at most ``pre_tokens`` back; otherwise a token attends to its whole segment. With ``cache`` the hidden
+    states are of new tokens, which also attend to the tokens in the cache.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool = True):
@@ -80,7 +80,7 @@ class ParallelSelfAttention(nn.Module):
         self.heads = config.num_attention_heads // group.size()
         self.dropout = config.attention_dropout
         dim = sequence_parallel_dim(config, layout)
-        # Rows are [heads, 3, d]: a rank's slice holds whole heads, whatever the size of the group.
+        # Rows are [heads, 3, d]: a rank's shard holds whole heads for every size of the group.
         self.query_key_value = ColumnParallelLinear(
             h, 3 * h, group=group, init=weight(config, f"{name}.query_key_value"), sequence_dim=dim
         )
@@ -98,7 +98,7 @@ class ParallelSelfAttention(nn.Module):
     def forward(self, hidden: Tensor, segment_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         # [b, s, n, 3d] or [s, b, n, 3d] -> [b, n, s, 3d]
         heads = self.query_key_value(hidden).unflatten(-1, (self.heads, -1)).movedim((self.batch_dim, 2), (0, 1))
-        if self.sequence_group:  # a part of the sequence for all heads, and all of it for a part of the heads
+        if self.sequence_group:  # a sequence shard of all heads -> the whole sequence for a part of the heads
             heads = all_to_all(heads, self.sequence_group, split_dim=1, concat_dim=2)
         tensors = heads.chunk(3, dim=-1) if segment_ids is None else (*heads.chunk(3, dim=-1), segment_ids)
         if cache is not None:
@@ -114,11 +114,11 @@ class ParallelSelfAttention(nn.Module):
         return self.dense(context.movedim((0, 1), (self.batch_dim, 2)).flatten(2))
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        """Scores, softmax, dropout and context: [b, n, s, d] thrice -> [b, n, s, d]."""
+        """Scores, softmax, dropout and context: [b, n, s, d] each -> [b, n, s, d]."""
         mask = self._mask(query.size(2), query.device, segment_ids)
         if not (self.training and self.dropout):
             return self._compute(query, key, value, mask, 0.0)
-        with get_rng_tracker().fork():  # each rank has heads of its own, and so dropout of its own
+        with get_rng_tracker().fork():  # ranks hold different heads, and need different dropout
             return self._compute(query, key, value, mask, self.dropout)
 
     def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
@@ -126,7 +126,7 @@ class ParallelSelfAttention(nn.Module):
         return core(query, key, value, mask, dropout)
 
     def _mask(self, s: int, device: torch.device, segment_ids: Tensor | None) -> Tensor | None:
-        """True where a row may see a column, [s, s] or [b, 1, s, s]; None for all of the past."""
+        """True where a row attends to a column, [s, s] or [b, 1, s, s]; None for a plain causal mask."""
         if not self.causal:
             assert segment_ids is not None, "without segment_ids there is nothing to keep apart from the padding"
             return _segment_mask(segment_ids)
@@ -140,9 +140,9 @@ class ParallelSelfAttention(nn.Module):
         )
 
     def _explicit(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        """Step by step, for what the fused kernel cannot be told: the softmax's type and scaled scores."""
+        """Step by step, for options that the fused kernel does not have: the softmax's type and scaled scores."""
         divisor = self.score_divisor or 1
-        if self.softmax_in_fp32:  # of scores rounded to half precision the softmax would be no better than they are
+        if self.softmax_in_fp32:  # an fp32 softmax of rounded scores would gain nothing
             query, key = query.float(), key.float()
         scores = (query / (math.sqrt(query.size(-1)) * divisor)) @ key.transpose(-1, -2)  # [b, n, s, s]
         if mask is None:
@@ -153,7 +153,7 @@ class ParallelSelfAttention(nn.Module):
 
 
 def _segment_mask(segment_ids: Tensor) -> Tensor:
-    """segment_ids [b, s] -> True where row and column are of one document [b, 1, s, s]."""
+    """segment_ids [b, s] -> True where row and column are of one segment [b, 1, s, s]."""
     return (segment_ids.unsqueeze(-1) == segment_ids.unsqueeze(-2)).unsqueeze(1)
 
 

@@ -1,6 +1,6 @@
-"""BERT as one list of layers, and its loss: which tokens were hidden, and in which order two sentences came.
+"""BERT's list of layers, and its loss: masked tokens, and the order of two sentences.
 
-The network of Megatron's BERT: layer norms in front of attention and MLP, one behind the last layer, none behind
+The network of Megatron's BERT: layer norms in front of attention and MLP, one after the last layer, none after
 the embeddings.
 
 b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size
@@ -32,7 +32,7 @@ from megatron.parallel.tensor.layers import all_reduce_gradient, mark_sharded
 
 
 class PairHead(nn.Module):
-    """hidden [b, s, h] -> hidden for the words [b, s, h], and the logits of "in order" and "swapped" [b, 2].
+    """hidden [b, s, h] -> hidden for the masked LM [b, s, h], and the logits of "in order" and "swapped" [b, 2].
 
     The order is read from the first token, which is [CLS].
     """
@@ -56,7 +56,7 @@ class PairHead(nn.Module):
 
 
 class WordBias(nn.Module):
-    """Adds a bias for each word to its logits: [b, s, v/t], beside the logits of the order."""
+    """Adds a bias per token of the vocabulary to the logits [b, s, v/t]; passes on the logits of the order."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
@@ -69,7 +69,7 @@ class WordBias(nn.Module):
 
 
 class ReplicatedLinear(nn.Module):
-    """y = x W^T + b, whole on every rank: [.., i] -> [.., o]."""
+    """y = x W^T + b, replicated on every rank: [.., i] -> [.., o]."""
 
     def __init__(self, config: ModelConfig, name: str, input_size: int, output_size: int):
         super().__init__()
@@ -81,29 +81,29 @@ class ReplicatedLinear(nn.Module):
 
 
 def bert_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
-    """The layers of BERT in order, not yet built: the only place that says what BERT is.
+    """The layers of BERT in order, not yet built; the same list as in its spec.
 
-    What pads a sample is a document of its own, which the sentences do not see.
+    Padding is a segment of its own, so the sentences do not attend to it.
     """
     embedding = partial(
         TiedLayerSpec, "embed", PairEmbedding, config, layout, tied_weight_attr="word_embeddings.weight"
     )
     layer = partial(LayerSpec, ParallelTransformerLayer, config, layout, causal=False)
     return [
-        embedding(),  # tokens and segments [b, 2, s] -> hidden [b, s, h], segments [b, s]
-        LayerSpec(TokenTypeEmbedding, config, layout),  # -> hidden, documents [b, s]
+        embedding(),  # tokens and token types [b, 2, s] -> hidden [b, s, h], token types [b, s]
+        LayerSpec(TokenTypeEmbedding, config, layout),  # -> hidden, segment ids [b, s]
         LayerSpec(PositionEmbedding, config, layout, passes_segment_ids=True),
         *(layer(layer_number=n + 1) for n in range(config.num_layers)),
         without_segment_ids,
         LayerSpec(norm_class(config, layout), config.hidden_size, eps=config.layernorm_epsilon),
-        LayerSpec(PairHead, config, layout),  # hidden -> hidden for the words, logits of the order [b, 2]
+        LayerSpec(PairHead, config, layout),  # hidden -> hidden for the masked LM, logits of the order [b, 2]
         embedding(forward_fn=words_to_logits),  # -> logits [b, s, v/t], logits of the order [b, 2]
         LayerSpec(WordBias, config, layout),
     ]
 
 
 def words_to_logits(embedding: PairEmbedding, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """hidden [b, s, h] -> logits [b, s, v/t], beside the logits of the order."""
+    """hidden [b, s, h] -> logits [b, s, v/t], and the logits of the order."""
     hidden, order = outputs
     return to_logits(embedding, hidden), order
 
@@ -128,7 +128,7 @@ def pair_loss(
     in_fp32: bool,
     sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """The weighted sum of the hidden tokens' cross entropies, plus the mean cross entropy of the sentences' order."""
+    """The weighted sum of the masked tokens' cross entropies, plus the mean cross entropy of the sentences' order."""
     (logits, order), (labels, weights, swapped) = outputs, targets
     words = lm_loss(
         logits, (labels, weights), group=group, vocab_size=vocab_size, in_fp32=in_fp32, sequence_group=sequence_group

@@ -18,13 +18,13 @@ from megatron.parallel.layout import ParallelLayout
 
 Layer = Callable[[HiddenStates], HiddenStates]
 Layers = Sequence[LayerSpec | Layer]
-"""A model in order, not yet built. A layer's place is its number in parameter names and checkpoint files."""
+"""A model in order, not yet built. A layer's index is its number in parameter names and checkpoint files."""
 LossFn = Callable[[Any, tuple[Tensor, ...]], Tensor]
-"""What the last layer gives, and the batch's targets -> the loss."""
+"""(output of the last layer, targets of the batch) -> loss."""
 
 
 class PipelinedModel(ExplicitPipelineModule):
-    """A model cut into pipeline stages, where ``partition_boundaries`` in the list of its layers say; ZeRO 0 or 1."""
+    """A model divided into pipeline stages at ``partition_boundaries`` of its list of layers; ZeRO 0 or 1."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class PipelinedModel(ExplicitPipelineModule):
 
 
 class DualPipeVModel(DualPipeVModule, PipelinedModel):
-    """The same with two pieces to a stage, for DeepSpeed's DualPipeV engine, which it is known to by its class."""
+    """The same with two model chunks to a stage. DeepSpeed's DualPipeV engine recognizes it by its class."""
 
 
 class SequentialModel(nn.Module):
-    """A model whole on every rank; any ZeRO stage. Its parameters are named as those of a pipeline."""
+    """A model without pipeline stages; any ZeRO stage. Its parameters are named as those of a pipeline."""
 
     def __init__(self, layers: Layers, loss_fn: LossFn, activation: ActivationConfig):
         super().__init__()
@@ -71,13 +71,13 @@ class SequentialModel(nn.Module):
         return partial(spec.forward_fn, tied) if spec.forward_fn else tied
 
     def forward(self, inputs: Tensor, targets: tuple[Tensor, ...] | None = None) -> Any:
-        """The loss, or what the last layer gives where there are no targets: of GPT-2 the logits [b, s, v/t]."""
+        """The loss, or without targets the output of the last layer: for GPT-2 the logits [b, s, v/t]."""
         outputs = run_layers(self.forward_funcs, inputs, self.layers_per_checkpoint if self.training else 0)
         return outputs if targets is None else self.loss_fn(outputs, targets)
 
 
 def run_layers(layers: Sequence[Layer], hidden_states: HiddenStates, layers_per_checkpoint: int = 0) -> HiddenStates:
-    """One layer after the other; runs of ``layers_per_checkpoint`` transformer layers keep their input alone."""
+    """Run the layers in order. Of each ``layers_per_checkpoint`` transformer layers only the input is kept."""
     for group in _groups(layers, layers_per_checkpoint):
         if layers_per_checkpoint and isinstance(group[0], ParallelTransformerLayer):
             tensors = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
@@ -88,7 +88,7 @@ def run_layers(layers: Sequence[Layer], hidden_states: HiddenStates, layers_per_
 
 
 def run_in_order(layers: Sequence[Layer], hidden_states: HiddenStates) -> HiddenStates:
-    """One layer after the other."""
+    """Run the layers in order, without activation checkpointing."""
     for layer in layers:
         hidden_states = layer(hidden_states)
     return hidden_states

@@ -20,7 +20,7 @@ from megatron.parallel.tensor.random import random_stream
 
 
 class WordEmbedding(nn.Module):
-    """tokens [b, s] -> hidden [b, s, h], with each token's document number where the model asks for it."""
+    """tokens [b, s] -> hidden [b, s, h], with segment ids if attention or positions are reset per document."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
@@ -60,13 +60,13 @@ class PairEmbedding(WordEmbedding):
 def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
     """hidden [b, s, h] -> logits [b, s, v/t].
 
-    Through the module's own call: only there does ZeRO-3 bring the weight together.
+    Calls the module itself, since ZeRO-3 gathers its weight in that call only.
     """
     return embedding(hidden, to_logits=True)
 
 
 class PositionEmbedding(nn.Module):
-    """Adds what is learned about each position, then drops out: hidden [b, s, h] -> hidden [b, s, h]."""
+    """Adds the position embedding, then applies dropout: hidden [b, s, h] -> hidden [b, s, h]."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, passes_segment_ids: bool):
         super().__init__()
@@ -82,7 +82,7 @@ class PositionEmbedding(nn.Module):
             all_reduce_gradient(self.position_embeddings.weight, layout.tensor_group)
 
     def forward(self, hidden_states: HiddenStates, positions: Tensor | None = None) -> HiddenStates:
-        """``positions`` [b, s] where the tokens are not the first ones, or not all of a batch begin at once."""
+        """``positions`` [b, s] are given for generation, where tokens do not start at position 0."""
         hidden, segment_ids = unpack(hidden_states)
         if positions is None:
             positions = self._positions(hidden, segment_ids)
@@ -96,7 +96,7 @@ class PositionEmbedding(nn.Module):
         return (hidden, segment_ids) if self.passes_segment_ids and segment_ids is not None else hidden
 
     def _positions(self, hidden: Tensor, segment_ids: Tensor | None) -> Tensor:
-        """Counted from the first token, or from the first of each document: [1, s] or [b, s]."""
+        """Counted from the first token, or from the first of each segment: [1, s] or [b, s]."""
         if self.resets:
             assert segment_ids is not None
             return positions_in_segment(segment_ids)
@@ -105,7 +105,7 @@ class PositionEmbedding(nn.Module):
 
 
 class TokenTypeEmbedding(nn.Module):
-    """Adds what is learned about the first and the second sentence: hidden, token types -> hidden, segment ids.
+    """Adds the embedding of the first or the second sentence: hidden, token types -> hidden, segment ids.
 
     Segments [b, s] are 0 and 1 for the sentences, and -1 for padding, which counts as the first one and as a
     document of its own.
@@ -134,13 +134,13 @@ def without_segment_ids(hidden_states: HiddenStates) -> Tensor:
 
 
 def segment_ids_of(tokens: Tensor, eod_token: int) -> Tensor:
-    """tokens [b, s] -> ends of document before each token, int32 [b, s]. An end belongs to what it ends."""
+    """tokens [b, s] -> ends of document before each token, int32 [b, s]; an end counts from the next token on."""
     ends = (tokens == eod_token).int()
     return ends.cumsum(-1, dtype=torch.int32) - ends
 
 
 def positions_in_segment(segment_ids: Tensor) -> Tensor:
-    """segment_ids [b, s] -> distance from the first token of the document [b, s]."""
+    """segment_ids [b, s] -> distance from the first token of the segment [b, s]."""
     index = torch.arange(segment_ids.size(-1), device=segment_ids.device).expand_as(segment_ids)
     begins = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
     return index - index.masked_fill(~begins, 0).cummax(-1).values

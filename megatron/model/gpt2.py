@@ -1,4 +1,4 @@
-"""GPT-2 as one list of layers, and its loss.
+"""GPT-2's list of layers, and its loss.
 
 b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size
 """
@@ -17,7 +17,7 @@ from megatron.parallel.layout import ParallelLayout
 
 
 def gpt2_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
-    """The layers of GPT-2 in order, not yet built: the only place that says what GPT-2 is."""
+    """The layers of GPT-2 in order, not yet built; the same list as in its spec."""
     embedding = partial(
         TiedLayerSpec, "embed", WordEmbedding, config, layout, tied_weight_attr="word_embeddings.weight"
     )
@@ -43,7 +43,7 @@ def gpt2_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
 
 
 class GPT2Model(SequentialModel):
-    """GPT-2 whole on every rank."""
+    """GPT-2 without pipeline stages."""
 
     def __init__(self, config: ModelConfig, activation: ActivationConfig, layout: ParallelLayout):
         super().__init__(gpt2_layers(config, layout), gpt2_loss(config, layout), activation)

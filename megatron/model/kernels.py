@@ -1,4 +1,4 @@
-"""Kernels that may come from apex or from torch's compiler instead of from plain torch, and layer norms."""
+"""Layer norms, GELU and dropout, from apex, torch's compiler or plain torch; initial weights."""
 
 import importlib.util
 import math
@@ -61,7 +61,7 @@ class Fp32ResidualLayerNorm(nn.LayerNorm):
 
 
 def bias_gelu(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """GELU(x + bias) as one compiled kernel, or None where it is not asked for."""
+    """GELU(x + bias) as one compiled kernel, or None without ``--bias-gelu-fusion``."""
     return partial(_compiled(_bias_gelu), approximate=_gelu_kind(config)) if config.bias_gelu_fusion else None
 
 
@@ -71,7 +71,7 @@ def gelu(config: ModelConfig) -> Callable[[Tensor], Tensor]:
 
 
 def dropout_add(config: ModelConfig) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """residual + dropout(x), compiled into one kernel where that is asked for."""
+    """residual + dropout(x), as one compiled kernel with ``--bias-dropout-fusion``."""
     return _compiled(_dropout_add) if config.bias_dropout_fusion else _dropout_add
 
 
@@ -99,6 +99,6 @@ def weight(config: ModelConfig, name: str) -> WeightInit:
 
 
 def residual_weight(config: ModelConfig, name: str) -> WeightInit:
-    """Narrower by sqrt(2 x layers), so that the residual stream does not widen with depth (GPT-2, section 2.3)."""
+    """Deviation divided by sqrt(2 x layers), for weights that write to the residual stream (GPT-2, section 2.3)."""
     whole = weight(config, name)
     return WeightInit(whole.std / math.sqrt(2 * config.num_layers), whole.seed, name, whole.device)

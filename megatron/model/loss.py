@@ -1,4 +1,4 @@
-"""The loss of language models, over logits that are cut by vocabulary.
+"""The loss of language models, over logits that are sharded by vocabulary.
 
 b batch, s sequence, v padded vocabulary, t tensor-parallel size
 """
@@ -20,10 +20,10 @@ def lm_loss(
     in_fp32: bool,
     sequence_group: ProcessGroup | None = None,
 ) -> Tensor:
-    """The weighted sum of the tokens' cross entropies. Where it is not finite, no gradient of it is.
+    """The weighted sum of the tokens' cross entropies. If it is not finite, neither is any gradient.
 
-    targets: labels [b, s], and weights [b, s] that come to 1 over what the loss is a mean of. Where a
-    group shares the sequence, the logits are of this rank's part, and the mean over the group is the loss.
+    targets: labels [b, s], and weights [b, s] that add up to 1 over the tokens of the global batch. With a
+    sequence group the logits are of this rank's shard, and the loss is the mean over the group.
     """
     labels, weights = (local_shard(target, sequence_group, 1) for target in targets)
     if sequence_group:
@@ -33,5 +33,5 @@ def lm_loss(
 
 
 def without_gradient_unless_finite(loss: Tensor) -> Tensor:
-    """``loss``. Behind an infinite one there may be finite gradients, and none of them may change a weight."""
+    """``loss``, with gradients that are all NaN if it is not finite: an infinite loss can have finite gradients."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)

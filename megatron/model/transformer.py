@@ -1,4 +1,4 @@
-"""One transformer layer, its halves cut across the tensor group.
+"""One transformer layer, sharded over the tensor group.
 
 b batch, s sequence, h hidden
 """
@@ -14,9 +14,8 @@ from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLin
 from megatron.parallel.tensor.random import random_stream
 
 HiddenStates = Tensor | tuple[Tensor, Tensor]
-"""What travels from layer to layer, and from stage to stage: hidden [b, s, h], or [s, b, h] as ``sequence_dim``
-says, and beside it the number of each token's document, int32 [b, s], where attention stops at the end of a
-document. In half precision hidden may be fp32 all the same: norms take it, and every sum keeps it."""
+"""What layers and stages pass on: hidden [b, s, h], or [s, b, h] for ``--shape-order SBH``, and segment ids, int32
+[b, s], if attention is limited to a token's segment. With ``--fp32-residual-connection`` hidden is fp32."""
 
 
 def unpack(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
@@ -25,13 +24,13 @@ def unpack(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
 
 
 class ParallelTransformerLayer(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h]: attention, then MLP, each behind a layer norm and beside a residual."""
+    """hidden [b, s, h] -> hidden [b, s, h]: attention, then MLP, each after a layer norm and with a residual."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool = True):
         super().__init__()
         self.layer_number = layer_number
         norm = norm_class(config, layout)
-        self.cuts_sequence = layout.sequence_parallel
+        self.is_sequence_parallel = layout.sequence_parallel
         self.residual_is_normed = config.apply_residual_connection_post_layernorm
         self.dropout = config.hidden_dropout
         self.dropout_add = dropout_add(config)
@@ -54,7 +53,7 @@ class ParallelTransformerLayer(nn.Module):
         residual = normed.to(hidden.dtype) if self.residual_is_normed else hidden
         if not (self.training and self.dropout):
             return self.dropout_add(output, residual, 0.0)
-        with random_stream(per_rank=self.cuts_sequence):
+        with random_stream(per_rank=self.is_sequence_parallel):
             return self.dropout_add(output, residual, self.dropout)
 
 

@@ -35,10 +35,10 @@ class ToolParser(argparse.ArgumentParser):
 
 
 def run_tool(main: Callable[[], None]) -> NoReturn:
-    """Run ``main`` and leave the process: 0 when it returns, the error's exit code after a ``UserError``.
+    """Run ``main`` and exit: with 0 when it returns, with the error's exit code after a ``UserError``.
 
-    Each message of a ``UserError`` is one line on stderr. Ctrl-C leaves with 130, a reader of
-    stdout that went away with 141, both silently, as a shell reports these signals.
+    Each message of a ``UserError`` is one line on stderr. After Ctrl-C the exit code is 130, after the reader of
+    stdout has closed it 141, without a message, as a shell reports these signals.
     """
     try:
         main()

@@ -1,1 +1,1 @@
-"""Which layout fits: memory, traffic and time of a run, by arithmetic alone. No torch here."""
+"""The planner: memory, communication and time of every layout of a model, from its spec."""

@@ -1,4 +1,4 @@
-"""The layers of some ranks of a run, built on the meta device: shapes without numbers, in a world that is not there."""
+"""``--dry-run``: the layers of single ranks, built on the meta device with fake process groups."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,11 +22,11 @@ from megatron.tools.planning.states import Weight, numel, states
 from megatron.training.engines import weight_decay_groups
 
 _SHOWN = 8
-"""Ranks of a group that are written out."""
+"""Ranks of a group that are printed."""
 
 
 def dry_run(run: RunConfig) -> None:
-    """Print what each of the ranks asked for holds, in which groups it is, and the memory it takes.
+    """Print parameters, groups and memory of each rank in ``--rank``.
 
     ``run`` has been checked, and its vocabulary is settled. Nothing is computed.
     """
@@ -39,7 +39,7 @@ def dry_run(run: RunConfig) -> None:
 
 
 def built_weights(run: RunConfig, layout: ParallelLayout) -> list[Weight]:
-    """The parameters that the layers of a rank really have, in the model's order."""
+    """The parameters of a rank's built layers, in order."""
     layers = built_stage(run, layout)
     decaying = {id(parameter) for parameter in weight_decay_groups(layers, run.model)[0]["params"]}
     return [Weight(name, parameter.numel(), id(parameter) in decaying) for name, parameter in layers.named_parameters()]
@@ -47,7 +47,7 @@ def built_weights(run: RunConfig, layout: ParallelLayout) -> list[Weight]:
 
 @contextmanager
 def fake_layout(parallel: ParallelConfig, rank: int) -> Iterator[ParallelLayout]:
-    """The place of ``rank`` among all ranks, as if they had been started. Its collectives do nothing."""
+    """The layout of ``rank`` with fake process groups, whose collectives do nothing."""
     with deepspeed_silenced(verbose=False):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=parallel.world_size)
     try:
@@ -75,7 +75,7 @@ def built_stage(run: RunConfig, layout: ParallelLayout) -> nn.ModuleDict:
 
 
 class Rank(NamedTuple):
-    """What one rank holds, and with whom."""
+    """Groups and memory of one rank."""
 
     number: int
     stage: int
@@ -90,7 +90,7 @@ def first_rank_of_each_stage(parallel: ParallelConfig) -> range:
 
 
 def rank_memory(run: RunConfig, rank: int) -> Rank:
-    """``rank`` of ``run``, by its layers as they are."""
+    """``rank`` of ``run``, with the parameters of its built layers."""
     with fake_layout(run.parallel, rank) as layout:
         weights = built_weights(run, layout)
         stage, owner = layout.pipe_group.rank(), layout.get_sequence_data_parallel_rank()

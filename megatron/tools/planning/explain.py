@@ -1,4 +1,4 @@
-"""A run, explained before it is started: its layout, its groups of ranks, its DeepSpeed config, and every rule."""
+"""``--explain``: layout, groups of ranks, DeepSpeed config and every rule of a run, before it is started."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -12,14 +12,14 @@ from megatron.parallel.rank_groups import groups
 from megatron.training.preflight import check
 
 _SHOWN = 8
-"""Groups of one axis that are written out."""
+"""Groups of one axis that are printed."""
 
 
 def explain(reading: ParsedRun) -> None:
-    """Print all that is settled about a run. Starts nothing, and imports no torch.
+    """Print the explanation of a run. Starts nothing, and imports no torch.
 
     Raises:
-        UserError: what the run itself would end with, behind the explanation.
+        UserError: The error that the run itself would end with, after the explanation.
     """
     run, problems = reading
     print("\n".join(_rules(run, broken=problems != [])))
@@ -28,14 +28,14 @@ def explain(reading: ParsedRun) -> None:
     failure = None
     try:
         run, _ = check(run)
-    except UserError as error:  # the files of this host say nothing against the layout
+    except UserError as error:  # missing files on this host do not make the layout invalid
         failure = error
-    print("\n".join(_settled(run)))
+    print("\n".join(_configuration(run)))
     if failure:
         raise failure
 
 
-def _settled(run: RunConfig) -> Iterator[str]:
+def _configuration(run: RunConfig) -> Iterator[str]:
     for name, text in describe_config(run).items():
         yield f"> {name:9} {text}"
     if run.parallel.uses_pipeline and run.model.padded_vocab_size:
@@ -57,7 +57,7 @@ def _ranks(group: Sequence[int]) -> str:
 
 
 def _rules(run: RunConfig, *, broken: bool) -> Iterator[str]:
-    """A line for each rule; of the broken ones what they found, why they are there, and what DeepSpeed would do."""
+    """A line for each rule; for broken ones the message, the reason, and what DeepSpeed would do."""
     for rule in RULES:
         message = rule.check(run)
         if message is None:

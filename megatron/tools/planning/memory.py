@@ -17,15 +17,15 @@ class Sizes(NamedTuple):
     """The shapes and types of one rank's tensors."""
 
     tokens: int
-    """b s, of which this rank sees its part of the sequence under Ulysses."""
+    """Tokens of a micro-batch on this rank, a sequence shard of them with Ulysses."""
     stream: int
-    """Of these, those in hidden states between the layers' parallel parts."""
+    """Of these, those of hidden states between parallel layers, a shard with sequence parallelism."""
     h: int
     f: int
     n: int
     """Heads of this rank."""
     s: int
-    """Tokens that attention sees."""
+    """Sequence length in attention."""
     b: int
     t: int
     v: int
@@ -37,12 +37,12 @@ class Sizes(NamedTuple):
 
 
 def sizes(run: RunConfig) -> Sizes:
-    """The sizes of ``run``, whose batch and vocabulary are settled."""
+    """The sizes of ``run``, whose batch and vocabulary size are known."""
     model, parallel = run.model, run.parallel
     t, parts = parallel.model_parallel_size, parallel.ds_sequence_parallel_size
     tokens = run.train.micro_batch_size * run.data.seq_length // parts
     element = bytes_of(run)
-    on_cpu = parallel.device == "cpu"  # where dropout's mask is one of numbers
+    on_cpu = parallel.device == "cpu"  # where dropout masks have the type of the activations
     return Sizes(
         tokens=tokens,
         stream=tokens // t if parallel.sequence_parallel else tokens,
@@ -63,27 +63,27 @@ class Activations(NamedTuple):
     """Bytes of one micro-batch."""
 
     layer: int
-    """What a transformer layer keeps where nothing is recomputed but what selective leaves out."""
+    """Kept by a transformer layer, without full recomputation."""
     scores: int
-    """What attention's core keeps, or would, beside query, key, value and context."""
+    """Kept by the attention core besides query, key, value and context, unless it is recomputed."""
     kept_input: int
-    """What a group of recomputed layers keeps: its input, or a part of it, or nothing on the device."""
+    """Kept by a group of recomputed layers: its input, a shard of it, or nothing on the device."""
     front: int
-    """What the embeddings keep."""
+    """Kept by the embeddings."""
     back: int
-    """What the last norm and the head keep, without the logits."""
+    """Kept by the layers after the transformer layers, without the logits."""
     logits: int
-    """Most that logits take at a time: themselves, their gradients, and some rows in the loss's type."""
+    """Peak of the logits: themselves, their gradients, and some rows in the loss's type."""
     stored_logits: int
     """The logits themselves."""
     hidden: int
     """Hidden states between two stages."""
     passing: int
-    """What the backward pass of a layer takes beside what is kept: gradients of a few of its tensors."""
+    """Temporary memory of a layer's backward pass: gradients of a few of its tensors."""
 
 
 def activations(run: RunConfig) -> Activations:
-    """What a micro-batch of ``run`` leaves behind on one rank, part by part."""
+    """What one rank keeps of a micro-batch of ``run``."""
     z, (front, block, *_, back) = sizes(run), layer_groups(run.model)
     scores = _scores(run, z) if block[0].attention_size else 0
     hidden = z.stream * z.h * z.residual
@@ -116,7 +116,7 @@ def _kept(z: Sizes, layers: Sequence[LayerSpec]) -> int:
 
 
 def _loss_rows(run: RunConfig, z: Sizes) -> int:
-    """The rows of logits that the loss takes together, and beside them those they are made of."""
+    """The rows of logits that the loss converts together, and a copy in their own type."""
     columns = min(run.model.vocab_size, z.v) // z.t or 1  # without those that pad the vocabulary
     element = z.element if run.model.fp16_lm_cross_entropy else FP32
     rows = min(z.tokens, rows_at_once(columns, run.parallel.device))
@@ -130,7 +130,7 @@ def _kept_input(run: RunConfig, hidden: int, t: int) -> int:
 
 
 def _scores(run: RunConfig, z: Sizes) -> int:
-    """What attention's core keeps beside query, key, value and context."""
+    """Kept by the attention core besides query, key, value and context."""
     model = run.model
     scores, queries = z.b * z.n * z.s * z.s, z.b * z.n * z.s * model.head_size
     dropout = bool(model.attention_dropout)
@@ -147,27 +147,27 @@ def _scores(run: RunConfig, z: Sizes) -> int:
 
 @dataclass(frozen=True)
 class Working:
-    """What a micro-batch takes at the worst moment of its way."""
+    """Memory of the micro-batches at the peak of a step."""
 
     activations: int
     logits: int
     buffers: int
-    """What the pipeline engine keeps of tensors that come and go."""
+    """The pipeline engine's tensors between stages."""
     in_flight: int
     """Micro-batches whose activations are kept at a time."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Where the memory of a rank goes at the moment when it is most."""
+    """Peak memory of a rank by purpose."""
 
     parameters: int
-    """Elements that the rank computes with, wherever they lie."""
+    """Elements that the rank computes with, wherever they are stored."""
     states: States
     working: Working
 
     def parts(self) -> dict[str, int]:
-        """Bytes by what they are for. What the optimizer's step takes beyond the backward pass counts as buffers."""
+        """Bytes by purpose. What the optimizer step needs beyond the backward pass counts as buffers."""
         backward = self.working.activations + self.working.logits + self.working.buffers
         return {
             "weights": self.states.weights,
@@ -185,7 +185,7 @@ class Memory:
 
 
 def stage_memory(run: RunConfig, owner: int | None = None) -> list[Memory]:
-    """What a rank of each pipeline stage takes at its peak; ``owner`` as in ``states``.
+    """Peak memory of a rank of each pipeline stage; ``owner`` as in ``states``.
 
     ``run`` has its batch and vocabulary settled.
     """
@@ -204,7 +204,7 @@ def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations)
     each = kept + (micro_batch.front if stage.has_embedding else 0)
     back = micro_batch.back if has_back else 0
     logits = micro_batch.logits if has_back else 0
-    again = min(together, layers) * micro_batch.layer  # what a layer did not keep is there again when it goes backward
+    again = min(together, layers) * micro_batch.layer  # recomputed before the layer's backward pass
     if run.model.recomputes_attention:
         again = micro_batch.scores
     inside = again + micro_batch.passing
@@ -221,13 +221,13 @@ def _in_flight(run: RunConfig, number: int) -> int:
     parallel, accumulated = run.parallel, run.train.gradient_accumulation_steps
     if not parallel.uses_pipeline:
         return 1
-    if parallel.uses_dualpipev:  # twice the stages of passes are under way, each through half of the stage's layers
+    if parallel.uses_dualpipev:  # twice as many passes are in flight, each of half of the stage's layers
         return min(accumulated, parallel.pipe_stages + 1)
     return micro_batches_in_flight(number, parallel.pipe_stages, accumulated)
 
 
 def _pipeline_buffers(run: RunConfig, number: int, has_back: bool, micro_batch: Activations) -> int:
-    """Tensors between stages: what has come in, what goes out, their gradients, and logits until they are replaced.
+    """Tensors between stages: received and sent ones, their gradients, and logits until they are replaced.
 
     DeepSpeed keeps a place for each of at least two micro-batches.
     """

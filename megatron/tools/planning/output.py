@@ -23,14 +23,14 @@ def files(one: Candidate) -> dict[str, str]:
 
 
 def hostfile(one: Candidate) -> str:
-    """As many hosts as the devices fill, by names to be replaced."""
+    """As many hosts as the devices need, with placeholder names."""
     per_node, devices = one.request.machine.per_node, one.request.devices
     slots = [min(per_node, devices - first) for first in range(0, devices, per_node)]
     return "".join(f"host{number} slots={count}\n" for number, count in enumerate(slots, 1))
 
 
 def script(one: Candidate) -> str:
-    """A shell script that starts it, and hands on what it is given."""
+    """A shell script that starts the run and passes on its arguments."""
     program = one.request.program
     lines = [
         "#!/usr/bin/env bash",
@@ -42,8 +42,8 @@ def script(one: Candidate) -> str:
         lines.append("export DS_ACCELERATOR=cpu")
     several = one.request.devices > one.request.machine.per_node
     hosts = f'--hostfile "$here/{HOSTFILE}"' if several else f"--num_gpus {one.request.devices}"
-    said = [f"    {line} \\" for line in _flags(one.command)]
-    lines += [f"deepspeed {hosts} {program} \\", *said, f'    --deepspeed_config "$here/{JSON_FILE}" "$@"']
+    flags = [f"    {line} \\" for line in _flags(one.command)]
+    lines += [f"deepspeed {hosts} {program} \\", *flags, f'    --deepspeed_config "$here/{JSON_FILE}" "$@"']
     return "\n".join(lines) + "\n"
 
 
@@ -59,11 +59,11 @@ def _flags(words: list[str]) -> list[str]:
 
 _MOST_BARS = 64
 _MOST_PASSES = 1200
-"""Stages x micro-batches that one can tell apart in a picture."""
+"""Stages x micro-batches that are distinguishable in a picture."""
 
 
 def draw_memory(memories: Sequence[Memory], room: float, file: IO[bytes]) -> None:
-    """A bar for each stage, of what its memory is for, and a line where the room ends; PNG into ``file``."""
+    """A bar of each stage's memory by purpose, and a line for the available memory; PNG into ``file``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -129,7 +129,7 @@ _COLUMNS = (
 
 
 def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
-    """The ranked table, and what is against the others; a line each."""
+    """The lines of the ranked table, and of the reasons against the other layouts."""
     yield describe_request(request)
     yield (
         f"{plan.looked_at:,} layouts: {len(plan.fitting):,} fit, {len(plan.too_large):,} take more memory, "
@@ -153,7 +153,7 @@ def describe_candidate(one: Candidate, memories: Sequence[Memory]) -> Iterator[s
 
 
 def describe_request(request: Request) -> str:
-    """What was asked for, in a line."""
+    """The request in one line."""
     device = request.machine.device
     per_node, intra, inter = request.machine.per_node, device.intra_bandwidth / GB, device.inter_bandwidth / GB
     return (
@@ -167,7 +167,7 @@ _MOST_ROWS = 12
 
 
 def stage_table(memories: Sequence[Memory]) -> list[str]:
-    """Where the memory goes, a row for each run of stages that are alike; of many rows the first and the last."""
+    """Memory by purpose, a row for each run of equal stages; of many rows the first and the last."""
     rows, first = [], 0
     for number, memory in enumerate(memories):
         if number + 1 < len(memories) and memories[number + 1] == memory:
@@ -214,7 +214,7 @@ def _as_json(one: Candidate, *, with_stages: bool) -> dict[str, Any]:
 
 
 def layout_of(one: Candidate) -> dict[str, Any]:
-    """What makes a layout, by name."""
+    """The settings of a layout, by name."""
     run, parallel = one.run, one.run.parallel
     return {
         "tensor_parallel": parallel.model_parallel_size,
@@ -248,7 +248,7 @@ def _sent(one: Candidate) -> str:
 
 
 def _links(one: Candidate) -> dict[str, str]:
-    """Where each kind of traffic goes: ranks of a group whose numbers span more than a host need its network."""
+    """The link of each kind of traffic: a group whose ranks span several hosts uses the network."""
     parallel, per_node = one.run.parallel, one.request.machine.per_node
     inner = parallel.model_parallel_size * parallel.ds_sequence_parallel_size
     replicas = inner * parallel.data_parallel_size
@@ -257,7 +257,7 @@ def _links(one: Candidate) -> dict[str, str]:
 
 
 def _against(plan: Plan, request: Request) -> Iterator[str]:
-    """Why the others are not in the table."""
+    """Why the other layouts are not in the table."""
     if plan.too_large:
         nearest = plan.too_large[0]
         yield (
@@ -274,7 +274,7 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def format_bytes(size: float) -> str:
-    """Bytes in the unit that fits them, such as 31.4 GB."""
+    """Bytes in a suitable unit, such as 31.4 GB."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}" if size < 1000 * factor else f"{size / factor:,.0f} {unit}"

@@ -1,4 +1,4 @@
-"""What is to be planned: arguments of an entry script with their gaps filled, and the machine."""
+"""A planning request: arguments of an entry script, completed with defaults, and the machine."""
 
 import argparse
 import math
@@ -59,14 +59,14 @@ _VOCABULARY = {False: 50257, True: 30522}
 
 @dataclass(frozen=True)
 class Request:
-    """A model, a batch and a machine; and what of the layout is settled."""
+    """A model, a batch, a machine, and the given parts of the layout."""
 
     given: Mapping[str, Provided]
     machine: Machine
     devices: int
     vocab_size: int
     headroom: float
-    """Share of the memory that is left to the driver, to kernels and to fragments."""
+    """Share of the memory that is reserved for the driver, kernels and fragmentation."""
     tokens: float
     architecture: ArchitectureSpec = GPT2
     program: str = GPT2.program
@@ -74,7 +74,7 @@ class Request:
 
     @property
     def environ(self) -> dict[str, str]:
-        """The world that the run would start in."""
+        """The environment variables of the planned run."""
         return {"DS_ACCELERATOR": self.machine.device.accelerator, "WORLD_SIZE": str(self.devices)}
 
     @property
@@ -109,7 +109,7 @@ def make_request(
         f"{given[name].source} is not for the planner: {word}" for name, word in _OF_TOOL.items() if name in given
     ]
     if "deepspeed_config" in given:
-        problems.append(f"{given['deepspeed_config'].source} is what the planner makes: say its settings as flags")
+        problems.append(f"{given['deepspeed_config'].source} is written by the planner: give its settings as flags")
     if "global_batch_size" not in given:
         problems.append("--global-batch-size is required")
     filled, _ = read_flags(_fillers(given, tokens, model, architecture), architecture)
@@ -126,7 +126,7 @@ def make_request(
 def _fillers(
     given: Mapping[str, Provided], tokens: float, model: str | None, architecture: ArchitectureSpec
 ) -> list[str]:
-    """Arguments for the sizes of ``model``, and for what a run needs and the layout does not depend on."""
+    """Arguments for the sizes of ``model``, and placeholders for required ones that do not affect the layout."""
     sizes = MODELS[model]._asdict() if model else {}
     sizes.pop("program", None)
     tokenizer = given["tokenizer_type"].value if "tokenizer_type" in given else architecture.tokenizers[0]
@@ -143,7 +143,7 @@ def _fillers(
 
 
 def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
-    """Tokens of the vocabulary file, if it is there."""
+    """Tokens of the vocabulary file, if it exists."""
     kind, file, merges = (_value(given, name) for name in ("tokenizer_type", "vocab_file", "merge_file"))
     try:
         return read_vocabulary(kind, file, merges).size if Path(file).is_file() else None
@@ -157,7 +157,7 @@ def _value(given: Mapping[str, Provided], name: str) -> Any:
 
 
 def words(given: Mapping[str, Provided]) -> list[str]:
-    """The command line that gives these values."""
+    """The command line with these values."""
     found: list[str] = []
     for value in given.values():
         flag, *text = value.source.split(" ", 1)
@@ -189,7 +189,7 @@ def positive(text: str) -> float:
 
 
 def whole(text: str) -> int:
-    """A whole number from 1 on."""
+    """A whole number, at least 1."""
     value = positive(text)
     if value != int(value):
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number")
@@ -197,7 +197,7 @@ def whole(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """A number from 0 on, below 1."""
+    """A number, at least 0 and below 1."""
     try:
         value = float(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Every legal layout of a model on a machine, with what it takes; and what is against the others.
+"""Every valid layout of a model on a machine, with memory, traffic and time; and the reasons against the others.
 
-A candidate is the same command line with a layout's flags added, so what is legal is what ``arguments`` and
-``legality`` say. Sizes that the candidates share are worked out once.
+A candidate is the same command line with the flags of a layout, so ``resolve_run`` and the validation rules decide
+which layouts are valid. What the candidates of a grid share is computed once.
 """
 
 import itertools
@@ -28,21 +28,21 @@ RECOMPUTE = (None, "selective", "full")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A legal layout, and what it comes to."""
+    """A valid layout with its memory, traffic and time."""
 
     request: Request
     run: RunConfig
     given: Mapping[str, Provided]
     """All flags of it."""
     memory: Memory
-    """Of the rank that takes most."""
+    """Of the rank that needs most."""
     traffic: Traffic
     """Of the rank that sends most."""
     timing: Timing
 
     @property
     def fits(self) -> bool:
-        """Whether its memory is there."""
+        """Whether it fits in memory."""
         return self.memory.total <= self.request.room
 
     @property
@@ -54,46 +54,46 @@ class Candidate:
 
     @property
     def flops_per_device(self) -> float:
-        """Operations a second of each device, without what is computed twice."""
+        """FLOP/s of each device, without recomputation."""
         return model_flops(self.run) / self.timing.total / self.request.devices
 
     @property
     def mfu(self) -> float:
-        """The same by the device's peak."""
+        """Model FLOPs utilization: the same over the device's peak."""
         return self.flops_per_device / self.request.machine.device.flops(self.run.precision.dtype)
 
     @property
     def days(self) -> float:
-        """For the request's tokens."""
+        """Days for the request's tokens."""
         per_token = model_flops(self.run) / (self.run.train.global_batch_size * self.run.data.seq_length)
         return self.request.tokens * per_token / (self.request.devices * self.flops_per_device) / 86400
 
     @cached_property
     def command(self) -> list[str]:
-        """Arguments of pretrain_gpt2.py."""
+        """Arguments of the entry script."""
         return words(self.given)
 
 
 @dataclass(frozen=True)
 class Rejection:
-    """Layouts that share what is against them."""
+    """Layouts that break the same rule."""
 
     reason: str
     layouts: int
     example: str
-    """What the first of them was told."""
+    """The message for the first of them."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What came of a search."""
+    """The result of a search."""
 
     fitting: list[Candidate]
     """The fastest first."""
     too_large: list[Candidate]
-    """Legal layouts whose memory is not there, those that lack least first."""
+    """Valid layouts that do not fit in memory, the smallest first."""
     rejections: list[Rejection]
-    """Layouts that may not be, those that most share first."""
+    """Invalid layouts, the most frequent reason first."""
 
     @property
     def looked_at(self) -> int:
@@ -123,7 +123,7 @@ def _shapes(request: Request) -> Iterator[dict[str, Provided]]:
 
 
 def _choices(request: Request) -> Iterator[dict[str, Provided]]:
-    """What a grid leaves open, but for the micro-batch."""
+    """The settings of each layout of a grid, without the micro-batch."""
     recompute = (None,) if "checkpoint_activations" in request.given else RECOMPUTE
     axes = {
         "zero_stage": _axis(request, "zero_stage", range(4)),
@@ -135,7 +135,7 @@ def _choices(request: Request) -> Iterator[dict[str, Provided]]:
 
 
 def _axis(request: Request, name: str, values: Sequence[object]) -> list[Any]:
-    """What a field may be: what the user said, or each of ``values``, where None leaves it alone."""
+    """The values of a field to search: the given one, or each of ``values``; None leaves the default."""
     if name in request.given:
         return [request.given[name]]
     return [None if value is None else _flag(name, value) for value in values]
@@ -147,12 +147,12 @@ def _flag(name: str, value: object) -> Provided:
 
 
 def _candidates(request: Request, shape: Mapping[str, Provided], rejected: dict[str, Rejection]) -> Iterator[Candidate]:
-    """The legal candidates of one grid; what is against the others is counted in ``rejected``."""
+    """The valid candidates of one grid; the reasons against the others are counted in ``rejected``."""
     grid: _Grid | None = None
     settled = bool({"micro_batch_size", "gradient_accumulation_steps"} & request.given.keys())
     for choice in _choices(request):
         given = {**request.given, **shape, **choice}
-        # The smallest micro-batch is the one that fewest rules are against.
+        # The smallest micro-batch breaks the fewest rules.
         smallest = given if settled else {**given, "micro_batch_size": _flag("micro_batch_size", 1)}
         run, problems = resolve_run(smallest, request.environ, request.architecture)
         broken = ("the global batch falls into equal parts", problems[0]) if problems else _broken(run)
@@ -199,12 +199,12 @@ def _divisors(number: int) -> tuple[int, ...]:
 
 
 class _Grid:
-    """What candidates of one grid share: its stages, one of each kind, and what they hold."""
+    """What the candidates of one grid share: its distinct stages and their parameters."""
 
     def __init__(self, run: RunConfig):
         kinds: dict[tuple[int, int], tuple[int, Stage]] = {}
         for number, stage in enumerate(plan(run)):
-            # Of equal stages the first keeps most: more micro-batches are under way there.
+            # Of equal stages the first keeps most: more micro-batches are in flight there.
             kinds.setdefault((stage.num_blocks, stage.parameters), (number, stage))
         self.stages = list(kinds.values())
         self.weights = [stage_weights(run, stage) for _, stage in self.stages]
@@ -212,7 +212,7 @@ class _Grid:
         self._states: dict[int, list[States]] = {}
 
     def states(self, run: RunConfig) -> list[States]:
-        """Of each kind of stage, which depend on the ZeRO stage alone."""
+        """Model states of each kind of stage; they depend on the ZeRO stage alone."""
         stage = run.zero.zero_stage
         if stage not in self._states:
             self._states[stage] = [states(run, weights) for weights in self.weights]

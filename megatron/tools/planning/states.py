@@ -1,7 +1,7 @@
 """Weights, gradients and optimizer of one rank, in bytes, as DeepSpeed lays them out.
 
-Both kinds of weights, those that decay and those that do not, are flat tensors of their own at ZeRO 1 and 2,
-filled up so that all owners have equal parts. At ZeRO 3 every weight is filled up by itself.
+At ZeRO 1 and 2, the weights that decay and those that do not are one flat tensor each, padded so that all data-parallel
+ranks (owners) have partitions of equal size. At ZeRO 3 every weight is padded by itself.
 """
 
 from collections.abc import Sequence
@@ -41,11 +41,11 @@ def rank_parameters(run: RunConfig) -> list[int]:
 
 FP32 = 4
 _ALIGNMENT = 2
-"""Elements that each owner's part is a multiple of at ZeRO 1 and 2."""
+"""Each owner's partition is a multiple of this many elements at ZeRO 1 and 2."""
 _COUNTER = 4
 """Bytes in which torch's Adam counts the steps of each of its tensors."""
 
-# DeepSpeed's own settings, where the JSON says nothing.
+# DeepSpeed's defaults.
 _BUCKET = 500_000_000
 _PERSISTENT = 100_000
 _LIVE = 1_000_000_000
@@ -54,7 +54,7 @@ _SUB_GROUP = 1_000_000_000
 
 @dataclass(frozen=True)
 class States:
-    """What a rank holds from one micro-batch to the next, on its device."""
+    """What a rank keeps between micro-batches on its device."""
 
     weights: int
     gradients: int
@@ -62,7 +62,7 @@ class States:
     buffers: int
     """Buckets to reduce gradients in, and what ZeRO 3 has gathered."""
     step: int
-    """What the optimizer's step takes beside them, when no activations are there any more."""
+    """Temporary memory of the optimizer step, when the activations have been freed."""
 
 
 def bytes_of(run: RunConfig) -> int:
@@ -85,7 +85,7 @@ def states(run: RunConfig, weights: Sequence[Weight], owner: int | None = None) 
 
 
 def owners(run: RunConfig) -> int:
-    """Ranks that hold the same weights, which ZeRO deals out among them."""
+    """Ranks that hold the same weights; ZeRO partitions over them."""
     return run.parallel.data_parallel_size * run.parallel.ds_sequence_parallel_size
 
 
@@ -103,7 +103,7 @@ def _weights(run: RunConfig, weights: Sequence[Weight]) -> int:
 def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
     element = bytes_of(run)
     if _sums_in_fp32(run):
-        # Beside the sum, those of the last micro-batch; at ZeRO 0 each goes as soon as it has been added.
+        # Besides the sum, those of the last micro-batch; at ZeRO 0 each is freed once it has been added.
         return numel(weights) * (FP32 + (element if run.zero.zero_stage else 0))
     if run.zero.zero_stage < 2:
         return numel(weights) * element
@@ -118,7 +118,7 @@ def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> 
 
 
 def _optimizer(run: RunConfig, weights: Sequence[Weight]) -> int:
-    """Adam's two moments, and fp32 weights of its own where it does not step those that compute."""
+    """Adam's two moments, and fp32 master weights unless it updates the model's own."""
     if run.zero.offloads_optimizer:
         return 0
     if not _is_flat(run):
@@ -141,7 +141,7 @@ def _buffers(run: RunConfig, weights: Sequence[Weight]) -> int:
 
 
 def _step(run: RunConfig, weights: Sequence[Weight]) -> int:
-    """Gradients flat, and once more in fp32 where they are not, or where ZeRO 2 has them by tensor.
+    """Flat gradients, and a copy in fp32 for half precision or at ZeRO 2, which keeps them by tensor.
 
     Adam steps in place, and norms are those of blocks.
     """
@@ -155,12 +155,12 @@ def _step(run: RunConfig, weights: Sequence[Weight]) -> int:
 
 
 def _is_flat(run: RunConfig) -> bool:
-    """Whether DeepSpeed steps flat copies; in fp32 at ZeRO 0 the optimizer has the weights themselves."""
+    """Whether the optimizer updates flat copies; in fp32 at ZeRO 0 it updates the weights themselves."""
     return run.zero.zero_stage > 0 or run.precision.dtype != "fp32"
 
 
 def _steps_all(run: RunConfig) -> bool:
-    """Whether every rank steps an fp32 copy of all weights; in bf16 DeepSpeed deals them out even at ZeRO 0."""
+    """Whether every rank steps an fp32 copy of all weights; in bf16 DeepSpeed partitions them even at ZeRO 0."""
     return run.precision.fp16 and run.zero.zero_stage == 0
 
 
@@ -171,12 +171,12 @@ def _sums_in_fp32(run: RunConfig) -> bool:
 
 
 def _groups(weights: Sequence[Weight]) -> list[int]:
-    """Elements of what decays and of what does not."""
+    """Elements with and without weight decay."""
     return [sum(weight.numel for weight in weights if weight.decays is decays) for decays in (True, False)]
 
 
 def _part(run: RunConfig, group: int) -> int:
-    """Elements of a group that one owner steps."""
+    """Elements of a group that one owner updates."""
     if _steps_all(run):
         return group
     return ceil(group / (_ALIGNMENT * owners(run))) * _ALIGNMENT
@@ -188,7 +188,7 @@ def _shards(run: RunConfig, weights: Sequence[Weight]) -> int:
 
 
 def _overlapping(run: RunConfig, weights: Sequence[Weight]) -> list[int]:
-    """Elements of the weights that have anything in each owner's part: ZeRO 2 keeps their gradients whole."""
+    """Elements of the weights that overlap each owner's partition: ZeRO 2 keeps their gradients whole."""
     found = [0] * owners(run)
     for decays in (True, False):
         sizes = [weight.numel for weight in weights if weight.decays is decays]
@@ -200,7 +200,7 @@ def _overlapping(run: RunConfig, weights: Sequence[Weight]) -> list[int]:
 
 
 def _persistent(run: RunConfig) -> int:
-    """Elements up to which ZeRO 3 keeps a weight whole beside its part."""
+    """Elements up to which ZeRO 3 also keeps a weight whole."""
     return _setting(run, "stage3_param_persistence_threshold", _PERSISTENT)
 
 

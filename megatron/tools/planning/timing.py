@@ -1,4 +1,4 @@
-"""How long an iteration takes, roughly: arithmetic, pipeline bubble, and traffic at the speed of its links."""
+"""Estimated time of an iteration: compute, pipeline bubble, and communication over the links of a machine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ GB, TERA = 10**9, 10**12
 
 
 class Device(NamedTuple):
-    """An accelerator and what joins it to others."""
+    """An accelerator and its links."""
 
     memory: float
     """Bytes."""
@@ -26,7 +26,7 @@ class Device(NamedTuple):
     per_node: int
     """Devices of the usual host."""
     efficiency: float = 0.6
-    """What large matrix products reach of the peak."""
+    """Share of the peak that large matrix products reach."""
     accelerator: str = "cuda"
     peak_flops_fp32: float = 0.0
     """The same in fp32, which trains without tensor cores; 0: a sixteenth."""
@@ -50,7 +50,7 @@ DEVICES: dict[str, Device] = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends in one iteration, by what they are for."""
+    """Bytes that a rank sends in one iteration, by kind of parallelism."""
 
     tensor: float
     pipeline: float
@@ -63,7 +63,7 @@ class Traffic:
 
 
 def traffic(run: RunConfig, stage: Stage, parameters: int, hidden: int) -> Traffic:
-    """What a rank of ``stage``, with so many parameters, sends in one iteration.
+    """What a rank of ``stage`` with ``parameters`` elements sends in one iteration.
 
     ``hidden`` are the bytes of hidden states between two stages.
     """
@@ -73,8 +73,8 @@ def traffic(run: RunConfig, stage: Stage, parameters: int, hidden: int) -> Traff
 def tensor(run: RunConfig, stage: Stage) -> float:
     """All-reduces of hidden states: two a layer forward and two backward, two more where layers are recomputed.
 
-    Where the sequence is cut, a gather and a reduce-scatter stand for each, and send as much. Around
-    attention, Ulysses exchanges query, key, value and context, forward and backward.
+    With sequence parallelism each is a gather and a reduce-scatter, which send as much. Ulysses exchanges query, key,
+    value and context around attention, forward and backward.
     """
     parallel, layers = run.parallel, stage.num_blocks
     t, parts = parallel.model_parallel_size, parallel.ds_sequence_parallel_size
@@ -87,7 +87,7 @@ def tensor(run: RunConfig, stage: Stage) -> float:
 
 
 def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
-    """Hidden states forward and their gradients backward, at each border; of equal ones a rank sends its part."""
+    """Hidden states forward and their gradients backward, at each boundary; tensor-parallel ranks send a part each."""
     parallel = run.parallel
     if parallel.pipe_stages == 1:
         return 0.0
@@ -110,11 +110,11 @@ def data(run: RunConfig, parameters: int) -> float:
 
 
 _LINKS = 0.75
-"""What collectives reach of a link's bandwidth."""
+"""Share of a link's bandwidth that collectives reach."""
 _SMALL = 2.0e5
-"""Elements of a rank's hidden states, tokens x its columns, at which products reach half of what large ones do."""
+"""Elements of a rank's hidden states, tokens x its columns, at which products reach half the rate of large ones."""
 _CORE = 0.5
-"""The speed of attention's products by that of linears."""
+"""Rate of the attention core relative to that of linear layers."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices, so many of them on a host."""
+    """Devices, ``per_node`` of them on a host."""
 
     device: Device
     per_node: int
@@ -151,7 +151,7 @@ class Machine:
 
 
 def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traffic]]) -> Timing:
-    """The iteration of ``run``, whose slowest stage is among ``stages``."""
+    """The time of an iteration of ``run``, from its distinct ``stages``."""
     parallel, m = run.parallel, run.train.gradient_accumulation_steps
     t, inner = parallel.model_parallel_size, parallel.model_parallel_size * parallel.ds_sequence_parallel_size
     replicas = inner * parallel.data_parallel_size
@@ -167,7 +167,7 @@ def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traff
 
 
 def compute_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
-    """Arithmetic of a rank of ``stage`` in one iteration: forward, backward, and what is recomputed."""
+    """Compute time of a rank of ``stage`` in one iteration: forward, backward and recomputation."""
     tokens = run.train.micro_batch_size * run.data.seq_length
     core = sum(layer.attention_flops(run.data.seq_length) for layer in stage.layers)
     linears = sum(layer.matmul_flops for layer in stage.layers)
@@ -182,10 +182,10 @@ def compute_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
 
 
 def ring_all_reduce(n: float, ranks: int) -> float:
-    """What each rank sends of ``n`` bytes that all ranks of a ring add up."""
+    """Bytes that each rank sends in a ring all-reduce of ``n`` bytes."""
     return 2 * (ranks - 1) / ranks * n
 
 
 def ring_gather(n: float, ranks: int) -> float:
-    """What each rank sends of ``n`` bytes that are gathered, or reduced and scattered, over a ring."""
+    """Bytes that each rank sends in a ring all-gather or reduce-scatter of ``n`` bytes."""
     return (ranks - 1) / ranks * n
