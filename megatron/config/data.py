@@ -37,7 +37,7 @@ def read_blend(words: Sequence[str]) -> tuple[Part, ...]:
 
 def _read_weight(text: str, prefix: str) -> Fraction:
     try:
-        # A fraction of its own would take any exponent, and then all memory.
+        # Fraction(text) alone would accept any exponent, and then take all memory.
         within = 1e-12 <= float(text) <= 1e18
     except ValueError:
         raise ValueError(f"{text} is not a number: give a weight before {prefix}") from None
@@ -114,8 +114,8 @@ class DataConfig:
         """The blend of each split, empty for a split without data. Raises ValueError if a blend cannot be parsed."""
         if self.is_split:
             return dict.fromkeys(SPLITS, read_blend(self.data_path) if self.data_path else ())
-        own = (self.train_data_path, self.valid_data_path, self.test_data_path)
-        return {name: read_blend(words) if words else () for name, words in zip(SPLITS, own, strict=True)}
+        texts = (self.train_data_path, self.valid_data_path, self.test_data_path)
+        return {name: read_blend(words) if words else () for name, words in zip(SPLITS, texts, strict=True)}
 
     @property
     def contents(self) -> tuple[tuple[str, ...], ...]:

@@ -7,7 +7,7 @@ from megatron.config.errors import ConfigError
 
 _SIZES = (
     ("WORLD_SIZE", ()),  # deepspeed, torchrun
-    # A size counts only beside a rank: inside an allocation, Slurm sets its own for a plain process too.
+    # A size counts only with a rank: inside an allocation, Slurm also sets one for a process without srun.
     ("OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_RANK",)),
     ("PMI_SIZE", ("PMI_RANK",)),
     ("SLURM_NTASKS", ("SLURM_PROCID", "SLURM_STEP_ID")),
@@ -77,18 +77,17 @@ def check_place(environ: Mapping[str, str]) -> None:
     size, number = world_size(environ), rank(environ)
     if number is None and size > 1:
         raise ConfigError(
-            f"the environment says that there are {size} processes, but not which one this is (RANK): {_START}, or "
-            "unset WORLD_SIZE"
+            f"the environment sets {size} processes, but not the rank of this one (RANK): {_START}, or unset WORLD_SIZE"
         )
     if number is not None and number >= size:
-        raise ConfigError(f"the environment says that this is rank {number} of {size}, counted from 0: {_START}")
+        raise ConfigError(f"the environment sets rank {number} of {size} processes, counted from 0: {_START}")
     # Under mpirun DeepSpeed gets the rest from MPI.
     if "RANK" in environ:
         missing = [variable for variable in _COMPANIONS_OF_RANK if variable not in environ]
         if missing:
             raise ConfigError(f"the environment has RANK without {', '.join(missing)}: {_START}, or unset RANK")
         if _number(environ, "MASTER_PORT", minimum=1) > 65535:
-            raise ConfigError(f"the environment says MASTER_PORT={environ['MASTER_PORT']}: ports end at 65535")
+            raise ConfigError(f"environment variable MASTER_PORT={environ['MASTER_PORT']}: ports end at 65535")
 
 
 def _first(environ: Mapping[str, str], variables: tuple[str, ...]) -> int | None:
@@ -98,7 +97,7 @@ def _first(environ: Mapping[str, str], variables: tuple[str, ...]) -> int | None
 def _number(environ: Mapping[str, str], variable: str, *, minimum: int) -> int:
     text = environ[variable]
     if not text.isdecimal() or int(text) < minimum:
-        raise ConfigError(f"the environment says {variable}={text}: set a whole number from {minimum} on, or unset it")
+        raise ConfigError(f"environment variable {variable}={text}: set a whole number from {minimum} on, or unset it")
     return int(text)
 
 
@@ -118,7 +117,7 @@ def expected_device(environ: Mapping[str, str], dev: Path = Path("/dev")) -> str
     """
     if name := environ.get("DS_ACCELERATOR"):
         if name not in ACCELERATORS:
-            raise ConfigError(f"the environment says DS_ACCELERATOR={name}: choose from {', '.join(ACCELERATORS)}")
+            raise ConfigError(f"environment variable DS_ACCELERATOR={name}: choose from {', '.join(ACCELERATORS)}")
         return name
     if environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return "cpu"

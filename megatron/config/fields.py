@@ -72,7 +72,7 @@ def inside(value: float, interval: str) -> bool:
     return above and below
 
 
-def interval_in_words(interval: str) -> str:
+def interval_as_text(interval: str) -> str:
     """An interval such as ``"[0, 1)"`` as text, for messages."""
     low, high = ends(interval)
     if math.isinf(high):

@@ -65,10 +65,10 @@ def _chunks(stage: Stage, layers: int) -> str:
 
 
 def _chunk(chunk: range, layers: int) -> str:
-    own = [number for number in chunk if 1 <= number <= layers]
+    numbers = [number for number in chunk if 1 <= number <= layers]
     words = ["embeddings"] if 0 in chunk else []
-    if own:
-        words.append(f"layer {own[0]}" if len(own) == 1 else f"layers {own[0]}-{own[-1]}")
+    if numbers:
+        words.append(f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]}-{numbers[-1]}")
     return ", ".join([*words, "head"] if layers + 1 in chunk else words)
 
 

@@ -123,18 +123,18 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "a rank that is no number": (
         "",
         {**TWO, "RANK": "abc"},
-        ["the environment says RANK=abc: set a whole number from 0 on, or unset it"],
+        ["environment variable RANK=abc: set a whole number from 0 on, or unset it"],
     ),
     "a rank beyond the last": (
         "",
         {**TWO, "RANK": "2"},
-        ["the environment says that this is rank 2 of 2, counted from 0: start with deepspeed, torchrun or mpirun"],
+        ["the environment sets rank 2 of 2 processes, counted from 0: start with deepspeed, torchrun or mpirun"],
     ),
     "a world without a rank": (
         "",
         {"WORLD_SIZE": "2"},
         [
-            "the environment says that there are 2 processes, but not which one this is (RANK): start with deepspeed, "
+            "the environment sets 2 processes, but not the rank of this one (RANK): start with deepspeed, "
             "torchrun or mpirun, or unset WORLD_SIZE"
         ],
     ),
@@ -149,22 +149,22 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "no world": (
         "",
         {"WORLD_SIZE": "0"},
-        ["the environment says WORLD_SIZE=0: set a whole number from 1 on, or unset it"],
+        ["environment variable WORLD_SIZE=0: set a whole number from 1 on, or unset it"],
     ),
     "a port that is no number": (
         "",
         {**TWO, "MASTER_PORT": "http"},
-        ["the environment says MASTER_PORT=http: set a whole number from 1 on, or unset it"],
+        ["environment variable MASTER_PORT=http: set a whole number from 1 on, or unset it"],
     ),
     "a port that there is not": (
         "",
         {**TWO, "MASTER_PORT": "65536"},
-        ["the environment says MASTER_PORT=65536: ports end at 65535"],
+        ["environment variable MASTER_PORT=65536: ports end at 65535"],
     ),
     "a device that there is not": (
         "",
         {"DS_ACCELERATOR": "gpu"},
-        ["the environment says DS_ACCELERATOR=gpu: choose from cuda, cpu, xpu, npu, mps, hpu, mlu, sdaa, supa, klxpu"],
+        ["environment variable DS_ACCELERATOR=gpu: choose from cuda, cpu, xpu, npu, mps, hpu, mlu, sdaa, supa, klxpu"],
     ),
     "all at once": (
         "--hidden-size 33 --zero-stage 3 --pipe-parallel-size 3 --fp16 --adam-beta1 1 --checkpoint-in-cpu --tok-k 3",

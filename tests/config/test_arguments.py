@@ -42,7 +42,7 @@ deepspeed-activation-checkpointing partition-activations contigious-checkpointin
 synchronize-each-layer profile-backward
 """.split()
 
-# What shows the effect of a flag: its words, and what has to be there with and without it.
+# A flag with its value, and the flags it needs.
 EFFECTS: dict[str, tuple[str, str]] = {
     "num_layers": ("--num-layers 8", ""),
     "hidden_size": ("--hidden-size 128", ""),
@@ -208,9 +208,9 @@ def test_a_blend_is_split_as_one_data_set_is() -> None:
     assert data.contents == (("a", "b", "c"),) and data.proportions == "3/10 3/5 1/10"
 
 
-def test_what_was_said_is_a_command_line_again() -> None:
+def test_provided_values_are_command_line_arguments_again() -> None:
     words = "--data-path 0.3 a 0.7 b --split 1,1 --bf16 --lr 0.1".split()
-    assert [word for given in read_flags(words)[0].values() for word in given.words] == words
+    assert [word for provided in read_flags(words)[0].values() for word in provided.words] == words
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_what_was_said_is_a_command_line_again() -> None:
         ("1 x/a 2 b 1 x//a", "x/a is given twice: give it once, with the sum of its weights"),
     ],
 )
-def test_a_blend_that_cannot_be_read(words: str, message: str) -> None:
+def test_a_wrong_blend_is_refused(words: str, message: str) -> None:
     assert complaints(f"--data-path {words}") == [f"--data-path {words}: {message}"]
 
 
@@ -314,8 +314,8 @@ def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
     }
     assert run.ds_config["activation_checkpointing"]["number_checkpoints"] == 24
 
-    knobs = "--zero-stage 0 --zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size 50000000"
-    assert parse(knobs).ds_config["zero_optimization"]["reduce_bucket_size"] == 50_000_000
+    flags = "--zero-stage 0 --zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size 50000000"
+    assert parse(flags).ds_config["zero_optimization"]["reduce_bucket_size"] == 50_000_000
 
 
 @pytest.mark.parametrize(
@@ -343,15 +343,15 @@ def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_mistakes_are_named(words: str, message: str) -> None:
+def test_mistakes_are_reported(words: str, message: str) -> None:
     assert message in complaints(words)
 
 
-def test_a_repeated_flag_counts_by_its_last_value() -> None:
+def test_the_last_value_of_a_repeated_flag_counts() -> None:
     assert parse("--lr 0.5 --lr 0.25").optim.lr == 0.25
 
 
-def test_a_misspelt_flag_hides_nothing_and_drags_nothing_along() -> None:
+def test_a_misspelt_flag_hides_no_error_and_causes_no_other() -> None:
     assert complaints("--zero-stag 1 --cpu-optimizer --min-lr 1") == [
         "unknown flag --zero-stag: did you mean --zero-stage?",
         "--min-lr 1 is more than --lr 0.001: lower it",

@@ -1,4 +1,4 @@
-"""The three batch sizes: from any two the third, and a word where they do not fit."""
+"""The three batch sizes: from any two the third, and a message if they contradict each other."""
 
 import pytest
 from support.command_lines import SMALL

@@ -1,4 +1,4 @@
-"""The DeepSpeed config: what flags and file say together, and what is wrong with a file."""
+"""The DeepSpeed config: flags and file merged, and the errors of a file."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def config_file(tmp_path: Path):
 
 
 @pytest.fixture
-def faults(config_file, tmp_path: Path):
+def errors(config_file, tmp_path: Path):
     """The messages a config is refused with, less the path of its folder."""
 
     def find(content: Any, words: str = "") -> list[str]:
@@ -57,7 +57,7 @@ def test_flags_alone_make_a_complete_config() -> None:
     }
 
 
-BOTH_WORLDS = [
+FLAGS_AND_KEYS = [
     ("--global-batch-size 6 --gas 3", {"train_batch_size": 6, "gradient_accumulation_steps": 3}),
     ("--batch-size 2", {"train_micro_batch_size_per_gpu": 2}),
     ("--clip-grad 0.5", {"gradient_clipping": 0.5}),
@@ -126,7 +126,7 @@ BOTH_WORLDS = [
 ]
 
 
-@pytest.mark.parametrize("words, tree", BOTH_WORLDS, ids=[words for words, _ in BOTH_WORLDS])
+@pytest.mark.parametrize("words, tree", FLAGS_AND_KEYS, ids=[words for words, _ in FLAGS_AND_KEYS])
 def test_flag_and_key_make_equal_runs(words: str, tree: dict, config_file) -> None:
     recompute = "--checkpoint-activations" if "checkpoint-act" in words else ""
     small = SMALL.replace("--lr 0.001", "").replace("--batch-size 2", "")
@@ -171,15 +171,15 @@ def test_flag_and_key_make_equal_runs(words: str, tree: dict, config_file) -> No
         ),
     ],
 )
-def test_a_contradiction_names_both_sides(words: str, tree: dict, message: str, faults) -> None:
-    assert f"{message} in ds.json contradict each other: remove one" in faults(tree, words)
+def test_a_contradiction_names_both_sides(words: str, tree: dict, message: str, errors) -> None:
+    assert f"{message} in ds.json contradict each other: remove one" in errors(tree, words)
 
 
-def test_the_flops_profiler_has_one_master(faults) -> None:
+def test_the_flops_profiler_is_set_in_one_place(errors) -> None:
     words = "--flops-profile-step 3 --profile-dir out"
     expected = {"enabled": True, "profile_step": 2, "output_file": "out/flops-profile.txt"}
     assert parse(words).ds_config["flops_profiler"] == expected, "DeepSpeed counts from 0 on"
-    (said,) = faults({"flops_profiler": {"enabled": True}}, words)
+    (said,) = errors({"flops_profiler": {"enabled": True}}, words)
     assert said == "--flops-profile-step and flops_profiler in the JSON exclude each other: remove one"
 
 
@@ -201,7 +201,7 @@ def test_auto_is_left_to_the_flags(config_file) -> None:
     assert (run.ds_config.pop("fp16"), run) == ({}, plain)
 
 
-def test_what_only_the_file_knows_is_passed_on(config_file) -> None:
+def test_keys_without_a_flag_are_passed_on(config_file) -> None:
     tree = {
         "zero_optimization": {"stage": 1, "overlap_comm": False},
         "steps_per_print": 10,
@@ -212,7 +212,7 @@ def test_what_only_the_file_knows_is_passed_on(config_file) -> None:
     assert (config["steps_per_print"], config["wall_clock_breakdown"]) == (10, True)
 
 
-def test_a_cut_sequence_travels_as_it_is(config_file) -> None:
+def test_sequence_parallel_tensors_are_sent_whole(config_file) -> None:
     """Else the pipeline would take the ranks' parts of the sequence for one tensor, and mix them."""
     words = "--sequence-parallel --model-parallel-size 2"
     whole = {"pipe_partitioned": False, "grad_partitioned": False}
@@ -249,11 +249,11 @@ def test_whole_numbers_become_integers(config_file) -> None:
     )
 
 
-def test_deepspeed_speaks_only_when_asked() -> None:
+def test_deepspeed_reports_with_verbose_only() -> None:
     assert parse("--verbose --log-interval 7").ds_config["steps_per_print"] == 7
 
 
-def test_half_precision_takes_stage_1_where_nothing_is_said(config_file) -> None:
+def test_half_precision_defaults_to_stage_1(config_file) -> None:
     assert parse("--bf16").zero.zero_stage == parse("--bf16").ds_config["zero_optimization"]["stage"] == 1
     said, pipeline = (
         config_file({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}),
@@ -288,13 +288,13 @@ def test_every_flag_of_zero_changes_the_finished_config(words: str, company: str
     """And DeepSpeed, reading that config, takes the value."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    def told(words: str) -> Any:
+    def config_value(words: str) -> Any:
         config: Any = DeepSpeedZeroConfig(**parse(words).ds_config["zero_optimization"])
         for name in key:
             config = getattr(config, name, None)
         return config
 
-    with_flag, without = told(f"{company} {words}"), told(company)
+    with_flag, without = config_value(f"{company} {words}"), config_value(company)
     assert with_flag != without
     assert (str(with_flag) if key[-1] == "nvme_path" else with_flag) == value
 
@@ -329,14 +329,14 @@ def test_torchs_adam_steps_unless_the_cpu_or_the_file_does(
     assert config["optimizer"]["params"]["torch_adam"] is torch_adam
 
 
-def test_another_optimizer_gets_the_parameters_it_takes(config_file, faults) -> None:
+def test_another_optimizer_gets_the_parameters_it_takes(config_file, errors) -> None:
     params = parse(config_file({"optimizer": {"type": "adagrad"}})).ds_config["optimizer"]
     assert params == {"type": "Adagrad", "params": {"lr": 0.001, "eps": 1e-8, "weight_decay": 0.01}}
-    assert faults({"optimizer": {"type": "SGD"}}, "--adam-beta1 0.5 --zero-stage 1") == [
+    assert errors({"optimizer": {"type": "SGD"}}, "--adam-beta1 0.5 --zero-stage 1") == [
         'optimizer SGD is untested with ZeRO: use AdamW, --zero-stage 0, or "zero_allow_untested_optimizer": true',
         "--adam-beta1 0.5 has no effect on optimizer SGD: remove it",
     ]
-    assert faults({"optimizer": {"type": "Lion"}}) == ["optimizer Lion needs a GPU, and this host has none: use AdamW"]
+    assert errors({"optimizer": {"type": "Lion"}}) == ["optimizer Lion needs a GPU, and this host has none: use AdamW"]
 
 
 @pytest.mark.parametrize(
@@ -367,9 +367,9 @@ def test_another_optimizer_gets_the_parameters_it_takes(config_file, faults) -> 
         ("[" * 100_000, "nested too deep"),
     ],
 )
-def test_faults_of_a_file_are_named_with_their_line(text: str, message: str, faults) -> None:
+def test_errors_of_a_file_name_the_line(text: str, message: str, errors) -> None:
     separator = ", " if message.startswith("line") else ": "
-    (said,) = faults(text)
+    (said,) = errors(text)
     assert said.startswith(f"ds.json{separator}{message}")
 
 
@@ -378,7 +378,7 @@ def test_a_list_of_objects_has_no_duplicates(config_file) -> None:
     assert parse(config_file(text)).ds_config["compile"] == json.loads(text)["compile"]
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_file(tmp_path: Path) -> None:
     missing, folder, binary = tmp_path / "none.json", tmp_path, tmp_path / "binary.json"
     binary.write_bytes(b'{"a": "\xff"}')
     assert complaints(f"--deepspeed_config {missing}") == [f"--deepspeed_config {missing}: No such file or directory"]

@@ -1,4 +1,4 @@
-"""--repartition-from: the stages take equally long, by the times that a trace has."""
+"""--repartition-from: the stages are balanced by the measured times of a trace."""
 
 import json
 from pathlib import Path
@@ -24,18 +24,18 @@ def _trace(folder: Path, *seconds: float) -> Path:
         ((0, 1e-6, 1e-6, 3e-6, 1e-6, 0), 4, "1,1,1,1"),
     ],
 )
-def test_stages_take_equally_long(tmp_path: Path, seconds: tuple[float, ...], stages: int, layers: str) -> None:
+def test_stages_are_balanced(tmp_path: Path, seconds: tuple[float, ...], stages: int, layers: str) -> None:
     words = f"--pipe-parallel-size {stages} --repartition-from {_trace(tmp_path, *seconds)}"
     assert parse(words, ranks=stages).parallel.pipeline_partition == layers
     assert parse(f"{words}/trace.json", ranks=stages).parallel.pipeline_partition == layers
 
 
-def test_two_pieces_to_a_stage(tmp_path: Path) -> None:
+def test_two_model_chunks_per_stage(tmp_path: Path) -> None:
     words = f"{WORDS} {_trace(tmp_path, 0, 1, 1, 1, 1, 0)} --pipeline-schedule dualpipev --gas 4"
     assert parse(words, ranks=2).parallel.pipeline_partition == "1,1,1,1"
 
 
-def test_two_partitions_are_one_too_many(tmp_path: Path) -> None:
+def test_two_partitions_are_refused(tmp_path: Path) -> None:
     words = f"{WORDS} {_trace(tmp_path, 0, 1, 1, 1, 1, 0)} --pipeline-partition 2,2"
     said = f"--repartition-from {tmp_path} and --pipeline-partition 2,2 exclude each other: give one"
     assert complaints(words, ranks=2) == [said]
@@ -52,7 +52,7 @@ def test_two_partitions_are_one_too_many(tmp_path: Path) -> None:
         ('{"otherData": {"unit_seconds": [0, 1, 1, 1, 0]}}', "has the times of 3 layers, and --num-layers is 4"),
     ],
 )
-def test_a_file_that_is_no_trace(tmp_path: Path, text: str | None, message: str) -> None:
+def test_a_wrong_trace_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "trace.json").write_text(text)
     (said,) = complaints(f"{WORDS} {tmp_path}/trace.json", ranks=2)

@@ -1,4 +1,4 @@
-"""Each rule about what may be combined: broken, it says what is wrong and what to do; kept, it is silent."""
+"""Each rule: its message says what is wrong and what to do, and the suggested fix is legal."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -588,7 +588,7 @@ def test_a_legal_run_breaks_no_rule() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--contiguous-checkpointing", "--checkpoint-in-cpu"])
-def test_forms_of_recomputation_need_recomputation(flag: str) -> None:
+def test_settings_of_recomputation_need_recomputation(flag: str) -> None:
     said = complaints(f"{flag} --partition-activations")
     assert [message.split(":")[0] for message in said] == [
         "--partition-activations has no effect without --checkpoint-activations",
@@ -624,7 +624,7 @@ def test_forms_of_recomputation_need_recomputation(flag: str) -> None:
         ),
     ],
 )
-def test_processes_that_make_no_grid(ranks: int, words: str, message: str) -> None:
+def test_processes_that_cannot_be_split(ranks: int, words: str, message: str) -> None:
     assert complaints(words, ranks=ranks) == [message]
 
 
@@ -635,12 +635,12 @@ def test_merges_belong_to_bpe_only() -> None:
     assert parse_run([*words, "--tokenizer-type", "WhitespaceTokenizer"], CPU).data.merge_file is None
 
 
-def test_all_broken_rules_come_at_once() -> None:
+def test_all_broken_rules_are_reported_at_once() -> None:
     words = "--model-parallel-size 3 --pipe-parallel-size 8 --zero-stage 3 --fp16 --checkpoint-in-cpu --dropout 1"
     assert len(complaints(f"{words} --hidden-dropout 1.5 --hidden-size 66 --unheard-of", ranks=8)) >= 9
 
 
-def test_required_values_are_asked_for_together() -> None:
+def test_missing_values_are_reported_together() -> None:
     with pytest.raises(ConfigError) as caught:
         parse_run([], CPU)
     assert {message.split()[0] for message in caught.value.messages} == {
@@ -674,7 +674,7 @@ def test_values_out_of_range_are_refused(name: str) -> None:
         assert not inside(high, interval) and inside((low + high) / 2, interval)
 
 
-def test_words_of_a_range() -> None:
+def test_messages_about_ranges() -> None:
     assert complaints("--hidden-dropout 1") == ["--hidden-dropout 1 must be from 0 to 1, 1 excluded"]
     assert complaints("--zero-stage 4") == ["--zero-stage 4 must be from 0 to 3"]
     assert complaints("--layernorm-epsilon 0") == ["--layernorm-epsilon 0 must be more than 0"]
@@ -692,17 +692,17 @@ def test_words_of_a_range() -> None:
         ({"OMPI_COMM_WORLD_SIZE": "4"}, 1, None),
     ],
 )
-def test_what_launchers_say(environ: dict[str, str], size: int, rank: int | None) -> None:
+def test_variables_of_launchers(environ: dict[str, str], size: int, rank: int | None) -> None:
     assert (world_size(environ), local_rank(environ)) == (size, rank)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", ""])
-def test_a_world_size_that_is_none(value: str) -> None:
-    with pytest.raises(ConfigError, match=f"the environment says WORLD_SIZE={value}: set a whole number from 1 on"):
+def test_a_wrong_world_size_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match=f"environment variable WORLD_SIZE={value}: set a whole number from 1 on"):
         parse_run(SMALL.split(), {**CPU, "WORLD_SIZE": value})
 
 
-def test_the_device_is_told_without_torch(tmp_path: Path) -> None:
+def test_the_device_is_detected_without_torch(tmp_path: Path) -> None:
     assert expected_device({}, tmp_path) == "cpu"
     (tmp_path / "nvidiactl").touch()  # a container may have it without a GPU
     assert expected_device({}, tmp_path) == "cpu"

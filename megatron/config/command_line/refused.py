@@ -61,10 +61,10 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
 def refusals(architecture: ArchitectureSpec) -> dict[str, str]:
     """The flags that the program of ``architecture`` refuses: unsupported ones, and those of other models."""
     owner = GPT2 if architecture.masked_lm else BERT
-    others = {
+    of_other_models = {
         flag_name(field).removeprefix("--"): f"{architecture.program} has no such flag: it is {owner.name}'s, "
         f"for {owner.program}"
         for field in flag_fields().values()
         if field.metadata["flag"]["masked_lm"] not in (None, architecture.masked_lm)
     }
-    return REFUSED | others
+    return REFUSED | of_other_models

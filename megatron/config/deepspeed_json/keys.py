@@ -40,7 +40,7 @@ def _section(**properties: Schema) -> Schema:
     return {"type": "object", "properties": properties}
 
 
-# Read by DeepSpeedConfig with dict.get, or by a class of its own without a table of defaults.
+# Read by DeepSpeedConfig with dict.get, or by a class without a table of defaults.
 _WITHOUT_MODEL: dict[str, Schema] = {
     "train_batch_size": COUNT,
     "train_micro_batch_size_per_gpu": COUNT,

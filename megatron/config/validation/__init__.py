@@ -7,7 +7,7 @@ and docs/layouts.md.
 from collections.abc import Mapping
 
 from megatron.config import RunConfig, flag_fields
-from megatron.config.fields import Provided, flag_name, inside, interval_in_words
+from megatron.config.fields import Provided, flag_name, inside, interval_as_text
 from megatron.config.validation import layout, memory, training  # noqa: F401  # in the order of RULES
 from megatron.config.validation.rules import RULES, Rule
 
@@ -38,7 +38,7 @@ def value_problems(provided: Mapping[str, Provided]) -> list[str]:
                 problems.append(f"{flag_name(field)} is required")
         elif metadata["within"] and provided[name].value is not None:
             if not inside(provided[name].value, metadata["within"]):
-                problems.append(f"{provided[name].source} must be {interval_in_words(metadata['within'])}")
+                problems.append(f"{provided[name].source} must be {interval_as_text(metadata['within'])}")
     for row in EXCLUSIVE:
         sources = [provided[name].source for name in row if name in provided]
         if len(sources) > 1:

@@ -12,7 +12,7 @@ from megatron.checkpoint.fingerprint import tokenizer_hash
 from megatron.config import ModelConfig
 from megatron.config.environment import check_place, rank, world_size
 from megatron.config.errors import ConfigError
-from megatron.config.fields import inside, interval_in_words
+from megatron.config.fields import inside, interval_as_text
 from megatron.model.architectures import GPT2
 from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
@@ -186,7 +186,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
 def check_values(args: argparse.Namespace, intervals: Mapping[str, str]) -> None:
     """Raises ConfigError with a line for each value of ``args`` outside its interval, such as ``"[0, 1)"``."""
     problems = [
-        f"--{name.replace('_', '-')} {value:g} must be {interval_in_words(interval)}"
+        f"--{name.replace('_', '-')} {value:g} must be {interval_as_text(interval)}"
         for name, interval in intervals.items()
         if (value := getattr(args, name)) is not None and not inside(value, interval)
     ]

@@ -1,4 +1,4 @@
-"""Faults that only a running program meets, on one process and on two: it ends at once and says why."""
+"""Errors during a run, on one process and on two: the run exits at once with a message."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_a_device_that_is_not_there(programs: Programs) -> None:
 
 
 def test_a_normal_end_is_one_every_time(programs: Programs) -> None:
-    """Gloo aborts now and then where a process ends without leaving its group."""
+    """Gloo sometimes aborts if a process exits without destroying its process group."""
     for _ in range(5):
         ended = programs.pretrain(2, "--batch-size", "2", "--train-iters", "1", "--eval-iters", "0").ok()
         assert ended.output.splitlines()[-1].startswith("iteration 1/1 "), ended.output
