@@ -94,8 +94,8 @@ def run_in_order(layers: Sequence[Layer], hidden_states: HiddenStates) -> Hidden
     return hidden_states
 
 
-def _run_group(group: Sequence[Layer], *tensors: Tensor) -> HiddenStates:
-    return run_in_order(group, tensors if len(tensors) > 1 else tensors[0])
+def _run_group(group: Sequence[Layer], hidden: Tensor, segment_ids: Tensor | None = None) -> HiddenStates:
+    return run_in_order(group, hidden if segment_ids is None else (hidden, segment_ids))
 
 
 def _groups(layers: Sequence[Layer], size: int) -> Iterator[list[Layer]]:

@@ -100,7 +100,8 @@ class PositionEmbedding(nn.Module):
         if self.resets:
             assert segment_ids is not None
             return positions_in_segment(segment_ids)
-        parts = math.prod(group.size() for group in self.sequence_groups if group)
+        sizes: list[int] = [group.size() for group in self.sequence_groups if group]
+        parts = math.prod(sizes)
         return torch.arange(hidden.size(self.sequence_dim) * parts, device=hidden.device).unsqueeze(0)
 
 

@@ -121,7 +121,9 @@ def annealing_lr(
     )
 
 
-def train_batch(engine: DeepSpeedEngine, batches: Iterator[Batch], hooks: Sequence[InstructionHook] = ()) -> Tensor:
+def train_batch(
+    engine: DeepSpeedEngine, batches: Iterator[Batch] | None, hooks: Sequence[InstructionHook] = ()
+) -> Tensor:
     """Run one optimizer step over a global batch. Returns its loss, the same on every rank.
 
     Raises NumericsError if gradients overflow at the smallest loss scale of fp16.
@@ -129,6 +131,7 @@ def train_batch(engine: DeepSpeedEngine, batches: Iterator[Batch], hooks: Sequen
     with loss_scale_limit_reported(), instruction_hooks(engine, hooks):
         if isinstance(engine, PipelineEngine):
             return engine.train_batch(batches)
+        assert batches is not None
         engine.train()
         numbers = range(1, engine.gradient_accumulation_steps() + 1)
         losses = [_train_micro_batch(engine, batches, hooks, number) for number in numbers]
@@ -136,11 +139,14 @@ def train_batch(engine: DeepSpeedEngine, batches: Iterator[Batch], hooks: Sequen
 
 
 @torch.no_grad()
-def eval_batch(engine: DeepSpeedEngine, batches: Iterator[Batch], hooks: Sequence[InstructionHook] = ()) -> Tensor:
+def eval_batch(
+    engine: DeepSpeedEngine, batches: Iterator[Batch] | None, hooks: Sequence[InstructionHook] = ()
+) -> Tensor:
     """The loss of a global batch, the same on every rank, without an optimizer step."""
     if isinstance(engine, PipelineEngine):
         with instruction_hooks(engine, hooks):
             return engine.eval_batch(batches)
+    assert batches is not None
     engine.eval()
     losses = [_forward(engine, next(batches)) for _ in range(engine.gradient_accumulation_steps())]
     return _mean_over_ranks(losses, engine)

@@ -70,7 +70,7 @@ def clip_by_model_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:
             step()
 
     engine.clip_fp32_gradients = lambda: None
-    clip_and_step._wrapped_by_lr_sched = True  # without this mark torch's scheduler warns
+    clip_and_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # without this mark torch's scheduler warns
     optimizer.step = clip_and_step
 
 
@@ -79,7 +79,8 @@ def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Ten
     norms = [
         block_norms(p.grad)
         for p in parameters
-        if not getattr(p, "ds_pipe_replicated", False)  # a tied weight is counted by the first stage that holds it
+        if p.grad is not None
+        and not getattr(p, "ds_pipe_replicated", False)  # a tied weight is counted by the first stage that holds it
         and (is_model_parallel_parameter(p) or layout.tensor_group.rank() == 0)
     ]
     square = torch.cat([torch.zeros(1, device=parameters[0].device), *norms]).square().sum()

@@ -154,7 +154,7 @@ def _prompts(
     prompt: str | list[str] | list[int] | list[list[int]], tokenizer: Tokenizer
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
     """Each prompt as tokens and as text."""
-    several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    several: list[Any] = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     try:
         if isinstance(several[0], str):
             texts, tokens = several, tokenizer.tokenize_batch(several)
