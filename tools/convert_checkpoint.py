@@ -187,7 +187,7 @@ def _to_universal(args: argparse.Namespace) -> None:
 
     folder, is_new = cached(saved)
     point_to(folder)
-    print(f"{folder}: {'converted from' if is_new else 'exists already, of'} {saved.folder / saved.tag}")
+    print(f"{folder}: {'converted from' if is_new else 'exists already, of'} {saved.path}")
 
 
 def _to_universal_flags(parser: argparse.ArgumentParser) -> None:

@@ -120,10 +120,13 @@ T = TypeVar("T")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def check_disk_space(folder: Path, what: str, size: int) -> None:
-    """Raises ResourceError if the disk of ``folder`` has less than ``size`` bytes free for ``what``."""
+SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
+
+
+def check_disk_space(folder: Path, what: str, size: int, advice: str = SAVE_ADVICE) -> None:
+    """Raises ResourceError with ``advice`` if the disk of ``folder`` has less than ``size`` bytes free for ``what``."""
     if size > shutil.disk_usage(folder).free:
-        raise ResourceError(_no_space(folder, what, size))
+        raise ResourceError(f"{_no_space(folder, what, size)}: {advice}")
 
 
 def with_disk_errors(step: Callable[[], T], folder: Path, what: str, size: int) -> Callable[[], T]:
@@ -140,7 +143,7 @@ def with_disk_errors(step: Callable[[], T], folder: Path, what: str, size: int) 
 
 def _user_error(error: OSError, folder: Path, what: str, size: int) -> UserError:
     if error.errno in _DISK_FULL:
-        return ResourceError(_no_space(folder, what, size, f" ({error.strerror})"))
+        return ResourceError(f"--save {folder}: {_no_space(folder, what, size)} ({error.strerror}): {SAVE_ADVICE}")
     file = f"{error.filename}: " if error.filename else ""
     return CheckpointError(
         f"--save {folder}: {what} cannot be written ({file}{error.strerror or error}): "
@@ -148,9 +151,6 @@ def _user_error(error: OSError, folder: Path, what: str, size: int) -> UserError
     )
 
 
-def _no_space(folder: Path, what: str, size: int, cause: str = "") -> str:
+def _no_space(folder: Path, what: str, size: int) -> str:
     free = shutil.disk_usage(folder if os.path.isdir(folder) else folder.absolute().anchor).free
-    return (
-        f"--save {folder}: {what} needs {size:,} bytes, and the disk has {free:,} free"
-        f"{cause}: free some space, keep fewer checkpoints with --keep-last, or name another folder"
-    )
+    return f"{what} needs {size:,} bytes, and the disk has {free:,} free"

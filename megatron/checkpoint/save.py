@@ -201,7 +201,7 @@ class Checkpointer:
         description = describe(self._run, iteration, skipped_samples, self._history)
         files = self._collect_state(description, path)
         size = sum(on_all_ranks(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files)))
-        on_rank_0(lambda: check_disk_space(folder, what, size))
+        on_rank_0(lambda: check_disk_space(folder, f"--save {folder}: {what}", size))
         stop = Event()
         written = self._writer.submit(_write, files, path, stop)
         self._in_flight = _Save(iteration, description, size, stop, written)

@@ -80,7 +80,7 @@ def log_start(
     if saved:
         for problem in saved.newer_problems:
             log.info(f"> warning: {problem}")
-        log.info(f"> loaded {saved.folder / saved.tag}; resuming after iteration {loaded.iteration}")
+        log.info(f"> loaded {saved.path}; resuming after iteration {loaded.iteration}")
     elif run.checkpoint.auto_resume:
         log.info(f"> {run.checkpoint.save} holds no checkpoint yet: a fresh start")
     elif run.checkpoint.load:

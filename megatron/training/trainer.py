@@ -169,14 +169,12 @@ class Trainer:
         if self.rewinds[saved.tag] > self.run.train.max_consecutive_bad_steps:
             raise NumericsError(
                 f"iteration {bad_iterations.stop - 1} is bad again after rewinding {self.rewinds[saved.tag] - 1} times "
-                f"to {saved.folder / saved.tag}: lower --lr, or start from an older checkpoint"
+                f"to {saved.path}: lower --lr, or start from an older checkpoint"
             )
         skipped = self.data.skip(bad_iterations)
         load_checkpoint(self.engine, run, self.layout, saved)
         self.anomalies.reset()
-        self.log.info(
-            f"  rewinding to {saved.folder / saved.tag}, skipping samples {skipped.start} to {skipped.stop - 1}"
-        )
+        self.log.info(f"  rewinding to {saved.path}, skipping samples {skipped.start} to {skipped.stop - 1}")
         return saved.iteration
 
     @contextmanager

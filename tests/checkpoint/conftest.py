@@ -1,4 +1,4 @@
-"""Checkpoints of iteration 3 on several layouts, each made when a test first asks for it."""
+"""Checkpoints of iteration 3 on several layouts, each saved when a test first needs it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ SAVED = 3
 SETTINGS = (
     "--train-iters 8 --batch-size 8 --global-batch-size 32 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
 ).split()
-"""More samples than the tiny corpus has, so that a second epoch begins behind iteration 5."""
+"""More samples than the tiny corpus has, so that a second epoch begins after iteration 5."""
 
 LAYOUTS = {
     "one": (1, ""),

@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint of any layout as if nothing had happened."""
+"""A run resumed from a checkpoint of any layout has the losses of an uninterrupted run."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,8 +26,8 @@ PAIRS = [
 
 
 @pytest.fixture
-def go_on(train_in_ranks: RankTraining, saved_on: Callable[[str], Path], tmp_path: Path):
-    """Resume on a layout with some flags from a checkpoint of another; what was said, and the metrics."""
+def resume(train_in_ranks: RankTraining, saved_on: Callable[[str], Path], tmp_path: Path):
+    """Resume on a layout with some flags from a checkpoint of another; its output and metrics."""
 
     def run(source: str, layout: str, *flags: str) -> tuple[str, list[dict]]:
         processes, words = LAYOUTS[layout]
@@ -42,13 +42,13 @@ def go_on(train_in_ranks: RankTraining, saved_on: Callable[[str], Path], tmp_pat
 
 @pytest.fixture(scope="module")
 def expected(uninterrupted: Path) -> list[dict]:
-    """The iterations behind the checkpoint, uninterrupted."""
+    """The iterations after the checkpoint, uninterrupted."""
     return read_metrics(uninterrupted / "metrics")[SAVED:]
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_the_next_losses_are_those_of_the_uninterrupted_run(go_on, expected, source: str, target: str):
-    said, found = go_on(source, target)
+def test_the_next_losses_are_those_of_the_uninterrupted_run(resume, expected, source: str, target: str):
+    said, found = resume(source, target)
     assert "resuming after iteration 3" in said
     for name in ("iteration", "consumed_samples", "learning_rate"):
         assert [line[name] for line in found] == [line[name] for line in expected]
@@ -57,7 +57,7 @@ def test_the_next_losses_are_those_of_the_uninterrupted_run(go_on, expected, sou
 
 
 def test_samples_of_a_second_epoch_follow(programs: Programs, expected):
-    """The comparison above covers an end of the data, at which the order of samples is drawn anew."""
+    """The comparison above covers an end of the data, where the samples are shuffled again."""
     from megatron.data.indexed_dataset import IndexedDataset
     from megatron.data.splits import split_documents
 
@@ -67,30 +67,30 @@ def test_samples_of_a_second_epoch_follow(programs: Programs, expected):
     assert expected[0]["consumed_samples"] < samples < expected[-1]["consumed_samples"]
 
 
-def test_a_conversion_is_announced_once(go_on, saved_on):
+def test_a_conversion_is_logged_once(resume, saved_on):
     place = saved_on("one") / "global_step3"
-    go_on("one", "one", "--zero-stage", "1")
-    said, _ = go_on("one", "one", "--zero-stage", "2")
+    resume("one", "one", "--zero-stage", "1")
+    said, _ = resume("one", "one", "--zero-stage", "2")
     assert f"{place}: saved on TP 1, PP 0, DP 1, ZeRO 0, fp32, read from {place}_universal" in said
     assert "random streams" not in said, "the ranks are the same"
     next((place).glob("*.pt")).touch()
-    said, _ = go_on("one", "tp2-zero1")
+    said, _ = resume("one", "tp2-zero1")
     assert f"{place}: converted from TP 1, PP 0, DP 1, ZeRO 0, fp32, cached in {place}_universal" in said
     assert said.count("random streams restart from --seed and the iteration") == 1
 
 
-def test_another_precision(go_on, expected):
-    _, found = go_on("one", "one", "--bf16", "--zero-stage", "1")
+def test_another_precision(resume, expected):
+    _, found = resume("one", "one", "--bf16", "--zero-stage", "1")
     assert [line["iteration"] for line in found] == [line["iteration"] for line in expected]
     assert [line["lm_loss"] for line in found] == pytest.approx([line["lm_loss"] for line in expected], rel=1e-3)
     assert found[0]["lm_loss"] != expected[0]["lm_loss"]
 
 
-def test_weights_alone_on_another_layout(go_on):
+def test_weights_alone_on_another_layout(resume):
     """As on the layout that saved them, where DeepSpeed loads them itself."""
     losses = {}
     for source in ("one", "dp2-zero3"):
-        _, found = go_on(source, "one", "--finetune")
+        _, found = resume(source, "one", "--finetune")
         assert [line["iteration"] for line in found] == list(range(1, 9))
         losses[source] = [line["lm_loss"] for line in found]
     assert losses["dp2-zero3"] == pytest.approx(losses["one"], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Each kind of file of a checkpoint, broken in each way: found before a tensor is read, named, and survived."""
+"""Each kind of file of a checkpoint, damaged in each way, is detected before a tensor is read, and named."""
 
 import os
 import shutil
@@ -64,7 +64,7 @@ def saved(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy, to break."""
+    """A copy to damage."""
     return shutil.copytree(saved, tmp_path / "ck")
 
 
@@ -96,7 +96,7 @@ def choose_on_a_rank(command: list[str]) -> tuple[str, tuple[str, ...]]:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("kind", FILES)
-def test_a_broken_file_is_found_named_and_survived(folder: Path, choose: Callable, kind: str, damage: str) -> None:
+def test_a_damaged_file_is_detected(folder: Path, choose: Callable, kind: str, damage: str) -> None:
     tag = folder / "global_step2"
     name, other = FILES[kind]
     assert choose(folder) == ("global_step2", ())
@@ -118,7 +118,7 @@ def test_a_broken_file_is_found_named_and_survived(folder: Path, choose: Callabl
 
 
 def test_contents_are_compared_where_sizes_agree(folder: Path, choose: Callable) -> None:
-    """Also two checkpoints one behind the other, and the last."""
+    """Also if both checkpoints are damaged."""
     for step in (2, 1):
         _flip(folder / f"global_step{step}" / "rng_state_00000.pt", folder)
     tag, messages = choose(folder)
@@ -127,7 +127,7 @@ def test_contents_are_compared_where_sizes_agree(folder: Path, choose: Callable)
 
 
 class Attack:
-    """What a pickle can have done to whoever reads it."""
+    """A pickle that runs code when it is read."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -141,7 +141,7 @@ class Attack:
 def test_a_file_that_would_run_code_is_refused(
     folder: Path, choose: Callable, tmp_path: Path, kind: str, legacy: bool
 ) -> None:
-    """The attacker has made the manifest agree."""
+    """The manifest has been rewritten to match."""
     tag, marker = folder / "global_step2", tmp_path / "marker"
     file = tag / FILES[kind][0]
     content = read_file(file)
@@ -171,7 +171,7 @@ def test_every_file_of_a_run_is_harmless(saved: Path) -> None:
 
 
 def test_a_program_refuses_or_falls_back_on_all_ranks(programs: Programs, folder: Path, tmp_path: Path) -> None:
-    """The one that finds a broken file is not the one that needs it."""
+    """The rank that detects the damaged file is not the one that needs it."""
     tag, marker = folder / "global_step2", tmp_path / "marker"
     file = tag / FILES["optimizer"][0]
     torch.save({"optimizer_state_dict": Attack(marker)}, file)

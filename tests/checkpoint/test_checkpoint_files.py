@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, and what the flags about saving and loading do."""
+"""The files of a checkpoint, and the flags of saving and loading."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ def plain(programs, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def resume(programs, plain, tmp_path):
-    """Go on from a copy of the plain checkpoint with some flags; the metrics of iterations 3 and 4."""
+    """Resume from a copy of the plain checkpoint with some flags; the metrics of iterations 3 and 4."""
 
     def run(*flags: str, metrics: str = "metrics") -> list[dict]:
         folder = tmp_path / "copy"
@@ -120,7 +120,7 @@ def test_saving_less(programs, tmp_path, zero):
 
 
 @pytest.mark.parametrize("zero", ["0", "1"])
-def test_a_changed_schedule_needs_a_word(programs, tmp_path, zero):
+def test_a_changed_schedule_needs_a_flag(programs, tmp_path, zero):
     flags = (*SETTINGS, "--zero-stage", zero)
     programs.pretrain(1, *flags, "--save", tmp_path / "ck").ok()
     changed = (*flags, "--load", tmp_path / "ck", "--lr", "5e-3")

@@ -1,4 +1,4 @@
-"""How a tag comes and goes on the disk: cut short at any step, nothing that was there before is lost."""
+"""Adding and removing checkpoints on disk: interrupted at any step, no earlier checkpoint is lost."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ CHANGES = ("open", "mkdir", "rmdir", "unlink", "rename", "replace", "fsync")
 
 
 def save(folder: Path, iteration: int, text: str = "weights", config: CheckpointConfig = KEEP_ALL) -> None:
-    """What the ranks do in a save, with a text in the place of tensors."""
+    """What the ranks do in a save, with text instead of tensors."""
     tag = tracker.tag_name(iteration)
     place = tracker.begin_tag(folder, tag)
     records = {name: write_text(place / name, f"{text} of {name}") for name in ("first.pt", "second.pt")}
@@ -32,11 +32,10 @@ def save(folder: Path, iteration: int, text: str = "weights", config: Checkpoint
 
 
 def whole_iteration(folder: Path) -> int:
-    """The newest checkpoint's, every byte of which is what was saved."""
+    """Iteration of the newest checkpoint, whose files are verified."""
     saved = newest(folder)
-    place = saved.folder / saved.tag
-    for name, record in read_manifest(place).items():
-        check_content(place / name, record)
+    for name, record in read_manifest(saved.path).items():
+        check_content(saved.path / name, record)
     return saved.iteration
 
 
@@ -71,7 +70,7 @@ def in_child(step: Callable[[], None]) -> int:
 
 
 def save_killed_at(change: int, folder: Path, iteration: int) -> int:
-    """The exit code of a save that is killed just before its n-th change; 0 where there are fewer."""
+    """The exit code of a save that is killed just before its n-th change; 0 if there are fewer."""
     count = 0
 
     def die(name: str, arguments: tuple) -> None:
@@ -112,8 +111,8 @@ def test_the_first_save_killed_is_no_checkpoint(tmp_path: Path) -> None:
         newest(tmp_path / "ck")
 
 
-def test_everything_is_on_the_disk_before_it_is_named(tmp_path: Path) -> None:
-    """The order of changes that outlives a loss of power: content, then names in the folder, then the next name."""
+def test_everything_is_on_disk_before_it_is_named(tmp_path: Path) -> None:
+    """The order of changes that survives a loss of power: content, then names in the folder, then the next name."""
     changes = tmp_path / "changes"
 
     def note(name: str, arguments: tuple) -> None:
@@ -166,8 +165,8 @@ def test_retention(tmp_path: Path, config: CheckpointConfig, left: list[int]) ->
     assert tags_in(tmp_path) == ["global_step0", *(f"global_step{iteration}" for iteration in left)]
 
 
-def test_a_run_that_goes_back_keeps_what_it_saves(tmp_path: Path) -> None:
-    """Later checkpoints, of a run that was given up, do not count as newer ones."""
+def test_a_run_that_rewinds_keeps_what_it_saves(tmp_path: Path) -> None:
+    """Later checkpoints, from before the rewind, do not count as newer ones."""
     for iteration in (1, 2, 8, 9):
         save(tmp_path, iteration)
     save(tmp_path, 3, config=KEEP_ONE)
@@ -201,7 +200,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         write_text(folder / "file", "theirs")
 
 
-def test_a_text_is_replaced_in_one_instant(tmp_path: Path) -> None:
+def test_text_is_replaced_atomically(tmp_path: Path) -> None:
     replace_text(tmp_path / "latest", "global_step1")
     replace_text(tmp_path / "latest", "global_step2")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]

@@ -1,6 +1,6 @@
 """Checkpoints that an earlier version of the project saved are loaded, converted and inspected by this one.
 
-They are in ``fixtures/``, with the losses of the runs that saved them, had they not been interrupted.
+They are in ``fixtures/``, with the losses of the uninterrupted runs.
 """
 
 import json
@@ -32,7 +32,7 @@ RESUMED = [
 
 @pytest.fixture
 def earlier(tmp_path: Path) -> Callable[[str], Path]:
-    """``earlier(name)``: a copy of a checkpoint folder; the data set and the vocabulary are beside it."""
+    """``earlier(name)``: a copy of a checkpoint folder; the data set and the vocabulary are next to it."""
     for file in ("tiny_text_document.bin", "tiny_text_document.idx", "vocab.json"):
         shutil.copy(FIXTURES / file, tmp_path)
 

@@ -1,4 +1,4 @@
-"""Hashes of data and tokenizer: the same content is the same wherever it lies, and another shows."""
+"""Hashes of data and tokenizer depend on the content alone."""
 
 import shutil
 from pathlib import Path
@@ -26,7 +26,7 @@ def change(path: Path, offset: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_place_and_date_do_not_matter(prefix: str, tmp_path: Path) -> None:
+def test_path_and_date_do_not_matter(prefix: str, tmp_path: Path) -> None:
     before = data_hash(prefix)
     for ending in ("bin", "idx"):
         shutil.copy(f"{prefix}.{ending}", tmp_path / f"copy.{ending}")
@@ -35,13 +35,13 @@ def test_place_and_date_do_not_matter(prefix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ending", "offset"), [("bin", 0), ("bin", -1), ("bin", 500), ("idx", 0), ("idx", 77777)])
-def test_a_changed_byte_shows(prefix: str, ending: str, offset: int) -> None:
+def test_a_changed_byte_is_detected(prefix: str, ending: str, offset: int) -> None:
     before = data_hash(prefix)
     change(Path(f"{prefix}.{ending}"), offset)
     assert data_hash(prefix) != before
 
 
-def test_a_longer_file_shows(prefix: str) -> None:
+def test_a_longer_file_is_detected(prefix: str) -> None:
     before = data_hash(prefix)
     with open(f"{prefix}.bin", "ab") as file:
         file.write(b"x")
@@ -49,7 +49,7 @@ def test_a_longer_file_shows(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", [LARGE], indirect=True)
-def test_between_the_blocks_of_a_large_file_nothing_shows(prefix: str) -> None:
+def test_changes_between_the_blocks_of_a_large_file_are_not_detected(prefix: str) -> None:
     """The price of not reading all of it."""
     before = data_hash(prefix)
     change(Path(f"{prefix}.bin"), BLOCK + 10)

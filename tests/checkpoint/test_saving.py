@@ -1,4 +1,4 @@
-"""What a save promises while it is under way, and when it fails."""
+"""Saving in the foreground and in the background, and saves that fail."""
 
 import resource
 import subprocess
@@ -25,8 +25,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("words", [[], ["--async-save"]], ids=["", "in the background"])
-def test_a_slow_rank_holds_the_checkpoint_back(programs: Programs, tmp_path: Path, words: list[str]) -> None:
-    """Rank 1 writes nothing of the second checkpoint until it is told to; all else of it is there."""
+def test_a_slow_rank_delays_the_checkpoint(programs: Programs, tmp_path: Path, words: list[str]) -> None:
+    """Rank 1 writes nothing of the second checkpoint until it is released; all other files are there."""
     folder, go, metrics = tmp_path / "ck", tmp_path / "go", tmp_path / "metrics"
     partial = folder / "global_step2.partial"
     command = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, "--train-iters", "4", "--pipe-parallel-size", "2"]
@@ -57,7 +57,7 @@ def test_a_slow_rank_holds_the_checkpoint_back(programs: Programs, tmp_path: Pat
 
 
 def test_saving_in_the_background_saves_the_same(train_in_ranks: RankTraining, tmp_path: Path) -> None:
-    """State of the instant of the save, though training goes on meanwhile; and it is loaded."""
+    """It has the state at the time of the save, though training continues meanwhile; and it can be loaded."""
     layout = "--model-parallel-size 2 --zero-stage 2 --train-iters 4".split()
     for words in ([], ["--async-save", "--keep-last", "3"]):
         folder = tmp_path / ("background" if words else "at once")
@@ -87,7 +87,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk_is_seen_before_anything_is_written(programs: Programs, small_disk: Path) -> None:
-    """There is room for one checkpoint, not for two."""
+    """There is disk space for one checkpoint, not for two."""
     ended = programs.pretrain(1, *SETTINGS, "--train-iters", "3", "--save", small_disk)
     assert ended.returncode == 7
     (line,) = _errors(ended)
@@ -100,8 +100,8 @@ def test_a_full_disk_is_seen_before_anything_is_written(programs: Programs, smal
 
 
 @pytest.mark.parametrize("words", [[], ["--async-save", "--on-save-error", "continue"]], ids=["stop", "continue"])
-def test_a_disk_that_takes_no_more(programs: Programs, tmp_path: Path, words: list[str]) -> None:
-    """The optimizer's file is larger than files may be; so it turns out in the middle of it."""
+def test_a_disk_that_becomes_full(programs: Programs, tmp_path: Path, words: list[str]) -> None:
+    """The optimizer's file exceeds the limit on file sizes, so the error is in the middle of it."""
     folder, metrics = tmp_path / "ck", tmp_path / "metrics"
     command = [*SETTINGS, "--train-iters", "3", "--save", folder, "--metrics-file", metrics, *words]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""The form between two layouts: every parameter whole, the same from whatever layout, and DeepSpeed's own."""
+"""The universal format: the same from every layout, and the same as DeepSpeed's own."""
 
 import re
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def without_keys_bias(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["tp2-pp2-zero1", "ulysses2-zero2-round-robin", "dp2-zero3", "pp2-dualpipev"])
 def test_moments_are_those_of_one_process(universal_of, layout: str):
-    """There torch's Adam holds each by itself, and nothing had to be brought together."""
+    """There torch's Adam has each moment separately, and nothing is merged."""
     one, other = universal_of("one"), universal_of(layout)
     assert names_in(other) == names_in(one) and len(names_in(one)) == 52
     for name in names_in(one):
@@ -77,7 +77,7 @@ def test_deepspeed_reads_it(run_ranks, universal_of):
 
 
 def deepspeed_reads(folder: str) -> None:
-    """With an engine that knows nothing of this project but the model."""
+    """With an engine that has only the model from this project."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

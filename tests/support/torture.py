@@ -151,7 +151,7 @@ def _whole_iteration(folder: Path) -> int:
     except CheckpointError as error:
         assert "no checkpoint there" in str(error)
         return 0
-    place = saved.folder / saved.tag
+    place = saved.path
     for name, record in read_manifest(place).items():
         check_content(place / name, record)
     return saved.iteration

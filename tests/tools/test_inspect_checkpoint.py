@@ -1,4 +1,4 @@
-"""tools/inspect_checkpoint.py on checkpoints that are whole, broken, and unlike each other."""
+"""tools/inspect_checkpoint.py on undamaged, damaged and different checkpoints."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def inspect(programs: Programs, *words: str | Path) -> Finished:
     return programs.python(TOOL, *words)
 
 
-def test_what_is_said_of_a_folder(programs: Programs, copy: Path):
+def test_facts_about_a_folder(programs: Programs, copy: Path):
     said = inspect(programs, copy).ok().output
     assert said.startswith(f"{copy}: a folder of checkpoints\n")
     for words in (
@@ -70,7 +70,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize("way", SPOILED)
-def test_a_spoiled_file_is_named(programs: Programs, copy: Path, way: str):
+def test_a_damaged_file_is_named(programs: Programs, copy: Path, way: str):
     file = copy / TAG / "layer_03-model_01-model_states.pt"
     SPOILED[way](file)
     finished = inspect(programs, copy / TAG)
@@ -78,7 +78,7 @@ def test_a_spoiled_file_is_named(programs: Programs, copy: Path, way: str):
     assert str(file) in finished.output
 
 
-def test_without_a_manifest_a_broken_file_is_named_all_the_same(programs: Programs, merged: Path, tmp_path: Path):
+def test_a_damaged_file_is_named_without_a_manifest(programs: Programs, merged: Path, tmp_path: Path):
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(merged.read_bytes()[:-100])
     finished = inspect(programs, broken)
@@ -122,7 +122,7 @@ def test_mistakes(programs: Programs, trained: Path, words: list[str], message: 
     assert finished.returncode == code and message in finished.output and finished.output.count("\n") == 1
 
 
-def test_differences_that_are_no_numbers():
+def test_differences_that_are_not_finite():
     one = {"a": torch.ones(2), "b": torch.ones(3), "c": torch.tensor([1.0, float("nan")]), "e": torch.zeros(2)}
     two = {
         "a": torch.ones(2),
@@ -145,13 +145,13 @@ def test_differences_that_are_no_numbers():
     ) and "2 of 5 tensors are equal" in differences_as_text(found, 1.0)
 
 
-def test_what_is_off_goes_without_saying():
+def test_settings_that_are_off_are_not_shown():
     layout = {"--zero-stage": 0, "--offload-param": "none", "--cpu_torch_adam": False, "sub_group_size": None, "TP": 2}
     assert heading({"path": "p", "kind": "one", "layout": layout}) == "p: one\n  layout      zero stage 0, TP 2"
 
 
 def test_a_universal_checkpoint(tmp_path: Path):
-    """DeepSpeed's form, of which nobody says what model it is: its tensors are listed and compared all the same."""
+    """DeepSpeed's format without a description of the model: its tensors can be listed and compared."""
     zero = tmp_path / "universal" / "zero"
     for name, tensor in {"10.weight": torch.ones(3), "2.mlp.bias": torch.arange(4.0)}.items():
         (zero / name).mkdir(parents=True)

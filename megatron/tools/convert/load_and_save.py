@@ -33,7 +33,7 @@ from megatron.config.errors import CheckpointError
 from megatron.model.architectures import architecture_of
 from megatron.tools.convert.huggingface import read_huggingface
 from megatron.tools.convert.inspection import RUN_KEY, Found, read_config, read_description
-from megatron.tools.convert.whole_model import WholeModel, check_disk_space, check_sizes, in_order, read_tensors
+from megatron.tools.convert.whole_model import WholeModel, check_sizes, check_space_for, in_order, read_tensors
 
 
 def read_model(found: Found) -> WholeModel:
@@ -124,7 +124,7 @@ def write_checkpoint(folder: Path, model: WholeModel, *, vocab_file: Path | None
     The two files are the tokenizer's, for ``run.json``. Raises ResourceError if there is not enough disk space.
     """
     model = replace(model, weights={name: tensor.float() for name, tensor in model.weights.items()})
-    check_disk_space(folder, model.weights)
+    check_space_for(model.weights, folder)
     run = _run(model, vocab_file, merge_file)
     description = describe(run, 0)
     (folder / TAG).mkdir()

@@ -1,7 +1,6 @@
 """The weights of a whole model, and the files they are in: safetensors, or the pickles of older Hugging Face models."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from megatron.checkpoint.files import check_disk_space
 from megatron.checkpoint.tensor_files import read_file
 from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError, ResourceError
+from megatron.config.errors import CheckpointError
 from megatron.model.architectures import GPT2, architecture_of
 from megatron.tools.convert.huggingface_files import read_json
 from megatron.tools.convert.inspection import INDEX_SUFFIX, SAFETENSORS, broken, shards_of
@@ -130,7 +130,7 @@ def write_tensors(
     A larger tensor has its own file. Creates ``folder``. Raises ResourceError if there is not enough disk space.
     """
     folder.mkdir(exist_ok=True)
-    check_disk_space(folder, tensors)
+    check_space_for(tensors, folder)
     shards = split(tensors, max_shard_size)
     names = [SAFETENSORS]
     if len(shards) > 1:
@@ -147,7 +147,7 @@ def write_tensors(
 
 def write_file(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
     """Write one safetensors file. Raises ResourceError if there is not enough disk space."""
-    check_disk_space(file.parent, tensors)
+    check_space_for(tensors, file.parent)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     file.touch()
     mode = file.stat().st_mode
@@ -168,13 +168,10 @@ def split(tensors: Mapping[str, Tensor], max_size: int) -> list[dict[str, Tensor
     return parts
 
 
-def check_disk_space(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ResourceError if the disk of ``folder`` has not enough space for the tensors."""
-    needed, free = sum(tensor.nbytes for tensor in tensors.values()), shutil.disk_usage(folder).free
-    if needed > free:
-        raise ResourceError(
-            f"{needed:,} bytes are needed and {free:,} are free in {folder.parent}; name a source on another disk"
-        )
+def check_space_for(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Raises ResourceError if the disk of ``folder`` has not enough space for ``tensors``."""
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    check_disk_space(folder, f"{folder.parent}: the output", size, "name a folder on another disk")
 
 
 def _read_one(path: Path) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ class Source:
     def name(self) -> str:
         """The path, with the tag if it is a checkpoint folder."""
         saved = self.found.saved
-        return str(self.found.path if saved is None else saved.folder / saved.tag)
+        return str(self.found.path if saved is None else saved.path)
 
     @property
     def warnings(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""A run on a blend that was stopped, lost a checkpoint, and went on with other ranks."""
+"""A run on a blend that was stopped, lost a checkpoint, and resumed with other ranks."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +14,7 @@ SETTINGS = (
 
 
 class Restarted(NamedTuple):
-    """What is left of the run, and of one that was let be."""
+    """Files of the run, and of one that was not interrupted."""
 
     checkpoints: Path
     metrics: Path
@@ -25,7 +25,7 @@ class Restarted(NamedTuple):
 
 @pytest.fixture(scope="session")
 def restarted(train_in_ranks: RankTraining, programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Restarted:
-    """Two ranks make iterations 1 to 4; the checkpoint of 4 is broken; one rank goes on behind 2."""
+    """Two ranks make iterations 1 to 4; the checkpoint of 4 is broken; one rank resumes after 2."""
     folder = tmp_path_factory.mktemp("restarted")
     lines = (programs.folder / "corpus.jsonl").read_text().splitlines(keepends=True)
     (folder / "half.jsonl").write_text("".join(reversed(lines[:100])))

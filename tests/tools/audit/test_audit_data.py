@@ -1,4 +1,4 @@
-"""tools/audit_data.py as a user starts it: what each command says, and what bad input gets."""
+"""tools/audit_data.py as a user starts it: the output of each command, and errors for bad input."""
 
 import importlib
 import json
@@ -76,7 +76,7 @@ def test_each_command(audit: Callable, restarted: Restarted, tmp_path: Path) -> 
     assert code == 0 and (tmp_path / "data.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_data_are_looked_at_without_a_checkpoint(audit: Callable, programs: Programs, restarted: Restarted) -> None:
+def test_data_without_a_checkpoint(audit: Callable, programs: Programs, restarted: Restarted) -> None:
     vocabulary = programs.data_arguments[2:6]
     own = ("--train-data-path", restarted.blend[2], "--valid-data-path", restarted.blend[4])
     code, said, _ = audit("overlap", *own, *vocabulary)
@@ -88,7 +88,7 @@ def test_data_are_looked_at_without_a_checkpoint(audit: Callable, programs: Prog
 
 @pytest.fixture
 def place(restarted: Restarted, programs: Programs, tmp_path: Path) -> Path:
-    """Copies of all that a bad command line spoils: ``ck``, ``vocab.json``, ``tiny.*``, ``metrics``."""
+    """Copies of what the bad command lines use: ``ck``, ``vocab.json``, ``tiny.*``, ``metrics``."""
     shutil.copytree(restarted.checkpoints, tmp_path / "ck")
     words = json.loads((programs.folder / "vocab.json").read_text())
     swapped = dict(zip(words, [1, 0, *list(words.values())[2:]], strict=True))

@@ -1,4 +1,4 @@
-"""A blend through a stop, a broken checkpoint and another layout: what training did, and what the audit says of it."""
+"""A blend through a stop, a broken checkpoint and another layout: what training did, and what the audit reports."""
 
 import json
 from collections import Counter
@@ -24,7 +24,7 @@ def case(restarted: Restarted) -> Case:
     return open_case(restarted.checkpoints, {})
 
 
-def test_the_run_is_as_if_nothing_had_happened(restarted: Restarted) -> None:
+def test_the_run_equals_an_uninterrupted_one(restarted: Restarted) -> None:
     assert "resuming after iteration 2" in restarted.said and "70.00%" in restarted.said
     found, expected = read_metrics(restarted.metrics), read_metrics(restarted.uninterrupted)
     logged = [line["iteration"] for line in found if "lm_loss" in line]
@@ -64,7 +64,7 @@ def test_the_proof(restarted: Restarted, case: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("iteration", "rank", "data_rank", "ranks"), [(2, 1, 1, 2), (2, 0, 0, 2), (5, 0, 0, 1)])
-def test_a_batch_has_what_the_loader_gave(case: Case, iteration: int, rank: int, data_rank: int, ranks: int) -> None:
+def test_a_batch_is_that_of_the_loader(case: Case, iteration: int, rank: int, data_rank: int, ranks: int) -> None:
     batch = batch_of(case, iteration, rank)
     loader = MicroBatches(
         case.training_samples(24), first_sample=0, global_batch_size=4, micro_batch_size=1, data_rank=data_rank,
@@ -82,12 +82,12 @@ def test_a_batch_has_what_the_loader_gave(case: Case, iteration: int, rank: int,
     assert [row for row in whole["samples"] if row["data_rank"] == data_rank] == batch["samples"]
 
 
-@pytest.mark.parametrize(("iteration", "left_out"), [(1, []), (6, []), (5, [[3, 5], [9, 10]])])
-def test_what_was_seen_is_what_the_batches_had(case: Case, iteration: int, left_out: list[list[int]]) -> None:
-    saved = replace(case.saved, description={**case.saved.description, "left_out_samples": left_out})
+@pytest.mark.parametrize(("iteration", "skipped"), [(1, []), (6, []), (5, [[3, 5], [9, 10]])])
+def test_what_was_seen_is_what_the_batches_had(case: Case, iteration: int, skipped: list[list[int]]) -> None:
+    saved = replace(case.saved, description={**case.saved.description, "left_out_samples": skipped})
     case = replace(case, saved=saved)
     numbers = [row["sample"] for made in range(1, iteration + 1) for row in batch_of(case, made, None)["samples"]]
-    gone = sum(stop - start for start, stop in left_out)
+    gone = sum(stop - start for start, stop in skipped)
     assert len(numbers) == 4 * iteration and max(numbers) == 4 * iteration + gone - 1
     samples = case.training_samples(max(numbers) + 1)
     counted: Counter[tuple[str, int]] = Counter()
