@@ -91,7 +91,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def draw(runs: Sequence[Run], baselines: Mapping[str, float], title: str) -> "Figure":
-    """The loss above, the panels below; a colour for each run."""
+    """The loss above, the panels below; a color for each run."""
     # Slow to import, and not needed to find mistakes in flags and files. Figure alone needs no display.
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Build and run DeepSpeed's two engines, the plain one and the pipeline engine. Only this module tells them apart."""
+"""Build and run DeepSpeed's two engines, the plain one and the pipeline engine. Only this module distinguishes them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

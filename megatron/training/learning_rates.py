@@ -97,7 +97,7 @@ def exponential(progress: float, schedule: Schedule) -> float:
     it is then the one that ends at the floor, stretched downwards until it ends at ``min_lr``.
     """
     if schedule.min_lr == schedule.start_lr:
-        return progress  # no way to go
+        return progress  # nothing to decay
     ratio = max(schedule.min_lr / schedule.start_lr, EXPONENTIAL_FLOOR)
     return (1 - ratio**progress) / (1 - ratio)
 
@@ -106,10 +106,10 @@ def inverse_square_root(progress: float, schedule: Schedule) -> float:
     """``start_lr * sqrt(w / n)`` at iteration n after a warm-up of w (arXiv 1706.03762, 5.3), stretched
     downwards until it ends at ``min_lr``. Without a warm-up w is 1, counted from iteration 1.
     """
-    stretch = (schedule.end_iter - schedule.warmup_iter) / max(schedule.warmup_iter, 1)
-    if stretch == 0:
-        return progress  # the warm-up is all there is
-    return (1 - (1 + progress * stretch) ** -0.5) / (1 - (1 + stretch) ** -0.5)
+    periods = (schedule.end_iter - schedule.warmup_iter) / max(schedule.warmup_iter, 1)
+    if periods == 0:
+        return progress  # there is only a warm-up
+    return (1 - (1 + progress * periods) ** -0.5) / (1 - (1 + periods) ** -0.5)
 
 
 def minus_sqrt(progress: float, schedule: Schedule) -> float:
@@ -124,7 +124,7 @@ DECAYS: dict[str, Decay] = {
     "exponential": exponential,
     "inverse-square-root": inverse_square_root,
 }
-"""Curves of --lr-decay-style, which has WSD, too."""
+"""Curves of --lr-decay-style, in addition to WSD."""
 
 WSD_DECAYS: dict[str, Decay] = {
     "linear": linear,
@@ -136,7 +136,7 @@ WSD_DECAYS: dict[str, Decay] = {
 
 
 def schedule_problems(schedule: Schedule) -> list[str]:
-    """A line for each rule that the values break."""
+    """One line for each rule that the values break."""
     problems = []
     styles = (*DECAYS, "WSD")
     if not (0 <= schedule.start_lr < math.inf):

@@ -76,12 +76,11 @@ class Timeline:
     @property
     def pipelines(self) -> list[list[int]]:
         """Ranks of each pipeline, ordered by stage."""
-        found: dict[tuple, list[int]] = {}
-        for rank, coordinate in enumerate(self.coordinates):
-            found.setdefault(tuple((axis, n) for axis, n in sorted(coordinate.items()) if axis != "pipe"), []).append(
-                rank
-            )
-        return [sorted(ranks, key=lambda rank: self.coordinates[rank]["pipe"]) for ranks in found.values()]
+        pipelines: dict[tuple, list[int]] = {}
+        for rank, of_rank in enumerate(self.coordinates):
+            key = tuple((axis, number) for axis, number in sorted(of_rank.items()) if axis != "pipe")
+            pipelines.setdefault(key, []).append(rank)
+        return [sorted(ranks, key=lambda rank: self.coordinates[rank]["pipe"]) for ranks in pipelines.values()]
 
     def instructions(self, rank: int, iteration: int) -> list[Event]:
         """The instructions that ``rank`` ran in ``iteration``, without the layers and collectives inside them."""
@@ -90,12 +89,12 @@ class Timeline:
     @cached_property
     def _instructions(self) -> list[dict[int, list[Event]]]:
         """Of each rank: its instructions by iteration."""
-        found: list[dict[int, list[Event]]] = [{} for _ in self.events]
-        for of_rank, events in zip(found, self.events, strict=True):
+        by_iteration: list[dict[int, list[Event]]] = [{} for _ in self.events]
+        for of_rank, events in zip(by_iteration, self.events, strict=True):
             for event in events:
                 if event.is_whole:
                     of_rank.setdefault(event.iteration, []).append(event)
-        return found
+        return by_iteration
 
 
 def to_json(timeline: Timeline, ranks: Iterable[int], **metadata: Any) -> str:

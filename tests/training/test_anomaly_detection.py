@@ -36,7 +36,7 @@ def test_a_bad_step_changes_no_weight(programs, tmp_path, layout: str) -> None:
     for rank, iteration in itertools.product((0, 1), (1, 2, 3)):
         said = re.search(rf"rank {rank} iteration {iteration} kept (\d+) of (\d+) weights", finished.output)
         kept, held = map(int, said.groups())
-        # What an update adds to a norm's weight of 1 may be less than bf16 can tell apart.
+        # What an update adds to a norm's weight of 1 may be less than the precision of bf16.
         assert kept == held > 10 if iteration == 2 else kept < held / 2
     first, second, third = read_metrics(tmp_path / "metrics")
     assert second["grad_norm"] is None and second["skipped_iterations"] == third["skipped_iterations"] == 1

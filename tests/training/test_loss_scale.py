@@ -6,7 +6,7 @@ from support.command_lines import CUDA, parse
 
 @pytest.fixture
 def scales(run_ranks):
-    """The loss scale before each step and behind the last, for steps that overflow where a ``!`` stands."""
+    """The loss scale before each step and after the last; a ``!`` is a step that overflows."""
 
     def follow(words: str, steps: str) -> list[float]:
         (found,) = run_ranks(1, follow_scale, dict(parse(f"--fp16 {words}", environ=CUDA).ds_config), steps)
@@ -39,7 +39,7 @@ def test_it_begins_at_the_initial_scale(scales) -> None:
     assert scales("--initial-loss-scale 4096", "") == [4096]
 
 
-def test_it_doubles_behind_each_window_without_overflow(scales) -> None:
+def test_it_doubles_after_each_window_without_overflow(scales) -> None:
     assert scales("--loss-scale-window 3 --initial-loss-scale 4", "......") == [4, 4, 4, 4, 8, 8, 8]
     assert scales("--loss-scale-window 2 --initial-loss-scale 4", "......") == [4, 4, 4, 8, 8, 16, 16]
 

@@ -1,4 +1,4 @@
-"""A rank that runs out of memory says how much there was, what was planned, and what would fit."""
+"""A rank that runs out of memory reports how much there was, what was planned, and what would fit."""
 
 import re
 from dataclasses import replace
@@ -11,7 +11,7 @@ from megatron.tools.reporting.callbacks import smallest_change
 
 
 def test_the_end_of_the_memory_is_one_line(programs, tmp_path: Path) -> None:
-    """Linux refuses the process what it asks for, and torch's allocator says so."""
+    """Linux refuses the process what it requests, and torch's allocator raises."""
     words = "--train-iters 3 --batch-size 256 --eval-iters 0 --save-interval 1 --hidden-dropout 0".split()
     finished = programs.faulty(1, "memory 0 1 40", *words, "--save", tmp_path)
     assert finished.returncode == 7, finished.output[-3000:]

@@ -1,4 +1,4 @@
-"""What one sees: the metrics file, TensorBoard, the progress line, and the formula behind TFLOP/s."""
+"""The metrics file, TensorBoard, the progress line, and the formula of TFLOP/s."""
 
 import json
 import math
@@ -18,7 +18,7 @@ STEP_KEYS = {
 }  # fmt: skip
 
 
-def test_file_board_and_screen_say_the_same(programs, tmp_path):
+def test_file_tensorboard_and_screen_agree(programs, tmp_path):
     output = (
         programs.pretrain(
             1,
@@ -58,7 +58,7 @@ def test_a_log_interval_is_averaged(train_in_ranks, tmp_path):
     assert some == pytest.approx({2: sum(each[:2]) / 2, 4: sum(each[2:4]) / 2, 5: each[4]})
 
 
-def test_a_disk_that_takes_no_more_ends_no_run(programs, tmp_path):
+def test_a_full_disk_ends_no_run(programs, tmp_path):
     settings = "--train-iters 20 --batch-size 2 --eval-iters 0".split()
     command = (sys.executable, "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings)
     finished = programs.run(

@@ -93,7 +93,7 @@ def test_places_without_permission() -> None:
     program = (
         "import os, sys; from pathlib import Path; "
         "from megatron.training.preflight import _file_problem, _folder_problem; "
-        # Permissions do not bind root: where the tests run as root, the program goes on as somebody else.
+        # Permissions do not bind root: if the tests run as root, the program continues as another user.
         "os.geteuid() or os.setuid(65534); "
         "folder = Path(sys.argv[1]); print(_folder_problem('--save', folder / 'new')); "
         "print(_file_problem('--metrics-file', folder / 'kept'))"

@@ -20,7 +20,7 @@ EXACT = ("consumed_samples", "lm_loss", "learning_rate", "grad_norm", "validatio
     ],
 )
 def test_resume_is_bit_identical(programs, train_in_ranks, tmp_path, processes, flags):
-    """With dropout on, gradient accumulation and a validation between: losses, rates and samples go on exactly."""
+    """With dropout on, gradient accumulation and a validation between: losses, rates and samples continue exactly."""
     flags = flags.split()
     train_in_ranks(processes, *SETTINGS, *flags, "--metrics-file", tmp_path / "whole")
     folder = ("--save", tmp_path / "ck", "--load", tmp_path / "ck", "--metrics-file", tmp_path / "parts")

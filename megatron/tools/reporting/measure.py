@@ -1,4 +1,4 @@
-"""What a timeline comes to: bubble, imbalance, shares of the time, and what each layer costs. No torch."""
+"""Measures of a timeline: bubble, imbalance, communication, and each rank's shares of the time. No torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, median
@@ -8,15 +8,15 @@ from megatron.parallel.pipeline.schedule import bubble
 from megatron.training.timeline import Event, Timeline
 
 SHARES = ("forward", "backward", "collectives", "transfer", "reduce", "step", "load", "waiting")
-"""What a rank's time goes into. Collectives are those inside the passes, of tensor parallelism for one, and no part of
-forward and backward here; transfer is from when both ends are there; waiting is all the rest."""
+"""What a rank spends its time on. Collectives are those inside the passes, for example of tensor parallelism, and are
+not counted in forward and backward. A transfer starts when both ranks have started it. Waiting is the rest."""
 PASSES, COMMUNICATION = SHARES[:3], SHARES[2:5]
-"""What the passes of a stage take together, and what ranks do for each other."""
+"""The shares that add up to the passes of a stage, and those that are communication."""
 _PARTNERS = {
     "SendActivation": ("RecvActivation", 1), "RecvActivation": ("SendActivation", -1),
     "SendGrad": ("RecvGrad", -1), "RecvGrad": ("SendGrad", 1),
 }  # fmt: skip
-"""Of each end of a transfer: the other end, and how many stages further it is."""
+"""For each end of a transfer: the instruction at the other end, and the difference of the stage numbers."""
 
 
 class Measures(NamedTuple):
@@ -27,9 +27,9 @@ class Measures(NamedTuple):
     bubble: float
     """Share of the time from the first forward pass to the last backward pass in which stages run neither."""
     theory: float | None
-    """The same where all passes of a kind take equally long; None for a schedule without such a formula."""
+    """The same where all passes of a kind take equally long; None for schedules without a formula."""
     imbalance: float
-    """Time in passes of the slowest stage over the mean."""
+    """Time in passes of the slowest stage, divided by the mean over the stages."""
     communication: float
     """Share of an iteration that ranks spend in collectives, in transfers between stages, and in the reduction."""
     ranks: tuple[dict[str, float], ...]
@@ -73,7 +73,7 @@ def _bubble(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> floa
 def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
     """Of each rank: the seconds of ``iteration`` for each of ``SHARES``."""
     span = _span(_all(timeline, range(len(timeline.coordinates)), iteration))
-    found: list[dict[str, float]] = [{} for _ in timeline.coordinates]
+    of_ranks: list[dict[str, float]] = [{} for _ in timeline.coordinates]
     for pipeline in timeline.pipelines:
         stages = [
             {(event.name, event.micro_batch, event.phase): event for event in timeline.instructions(rank, iteration)}
@@ -88,20 +88,20 @@ def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
                     spent[event.kind] += event.seconds
                 elif event.name in _PARTNERS:
                     spent["transfer"] += _transfer(event, stage, stages)
-                if event.kind == "backward":  # in which the plain engine reduces
+                if event.kind == "backward":  # the plain engine reduces inside it
                     spent["backward"] -= sum(e.seconds for e in reductions if event.begin <= e.begin < event.end)
             for event in timeline.events[rank]:
                 if event.iteration == iteration and event.collective and event.kind in ("forward", "backward"):
                     spent["collectives"] += event.seconds
                     spent[event.kind] -= event.seconds
             spent["waiting"] = max(span - sum(spent.values()), 0.0)
-            found[rank] = spent
-    return found
+            of_ranks[rank] = spent
+    return of_ranks
 
 
 def _transfer(event: Event, stage: int, stages: Sequence[Mapping[tuple, Event]]) -> float:
-    """Seconds of this end of a transfer in which the other end was there too; 0 where they went through a queue."""
-    name, further = _PARTNERS[event.name]
-    is_inside = 0 <= stage + further < len(stages)
-    other = stages[stage + further].get((name, event.micro_batch, event.phase)) if is_inside else None
+    """Seconds of this end of a transfer after the other end has started; 0 if the transfer went through a queue."""
+    name, offset = _PARTNERS[event.name]
+    is_inside = 0 <= stage + offset < len(stages)
+    other = stages[stage + offset].get((name, event.micro_batch, event.phase)) if is_inside else None
     return max(event.end - max(event.begin, other.begin), 0.0) if other else 0.0
