@@ -132,7 +132,6 @@ NOT_YET_CODE: set[str] = {
     "megatron/tools/serving/app.py",
     "megatron/tools/serving/request.py",
     "megatron/tools/serving/request_queue.py",
-    "megatron/tools/serving/server.py",
     "megatron/tools/verify/request.py",
     "megatron/training/preflight.py",
     "tools/_deepspeed_runner.py",

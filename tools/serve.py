@@ -3,9 +3,9 @@
     python tools/serve.py --load checkpoints/my
     deepspeed --num_gpus 2 tools/serve.py --load checkpoints/my
 
-The model is a checkpoint of any layout, merged weights or a Hugging Face GPT-2. Only this machine is answered, unless
---host says otherwise. Where --api-key-file or the variable SERVE_API_KEY holds a key, clients must show it. SIGTERM and
-Ctrl-C end the server in order. In names of flags, hyphens and underscores are the same.
+The model is a checkpoint of any layout, merged weights or a Hugging Face GPT-2. Only this machine can connect, unless
+--host names another address. If --api-key-file or the variable SERVE_API_KEY holds a key, clients must send it. SIGTERM
+and Ctrl-C shut the server down cleanly. In names of flags, hyphens and underscores are the same.
 """
 
 import argparse
@@ -40,19 +40,19 @@ INTERVALS = {
 
 
 def main() -> None:
-    """See that all is there and the port free; only then bring in torch, load the model and answer."""
+    """Check arguments, files and port before torch is imported; then load the model and serve it."""
     args = _parser().parse_args(with_hyphens(sys.argv[1:]))
     check_values(args, INTERVALS)
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"a server needs what is not installed: pip install {' '.join(missing)}")
+        raise ConfigError(f"the server needs packages that are not installed: pip install {' '.join(missing)}")
 
     from megatron.tools.serving.access import is_loopback, listen, open_listener, read_key
 
     ranks = tensor_ranks(args, os.environ)
     key = read_key(args.api_key_file, os.environ)
     source = source_of(args, os.environ)
-    config_on(source.config, ranks, args.dtype)  # refuses while the first rank can still speak for all
+    config_on(source.config, ranks, args.dtype)  # an error here is printed by the first rank alone
     listener = None if rank(os.environ) else open_listener(args.host, args.port)
     prepare_environment(os.environ)
 
@@ -60,28 +60,31 @@ def main() -> None:
     from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
     from megatron.tools.inference.generator import TextGenerator
     from megatron.tools.inference.model import LanguageModel, load_model
-    from megatron.tools.serving.app import build_app
-    from megatron.tools.serving.request_queue import Desk, Ranks, completing
-    from megatron.tools.serving.server import compute_along, serve
+    from megatron.tools.serving.app import build_app, serve, serve_worker
+    from megatron.tools.serving.request_queue import RankBroadcast, RequestQueue, completion_function
 
     silence_known_warnings()
     with distributed(ParallelConfig(model_parallel_size=ranks, world_size=ranks)) as layout:
         with deepspeed_silenced(verbose=False):
             module = load_model(source, layout, args.dtype)
         model = LanguageModel(module, source.config, layout.tensor_group)
-        complete, others = completing(TextGenerator(model, source.tokenizer)), Ranks(layout.tensor_group)
+        complete = completion_function(TextGenerator(model, source.tokenizer))
+        rank_broadcast = RankBroadcast(layout.tensor_group)
         if listener is None:
-            compute_along(complete, others)
+            serve_worker(complete, rank_broadcast)
             return
-        service = _service(args, source, key, only_here=is_loopback(listener.getsockname()[0]))
-        desk = Desk(most_waiting=args.max_waiting, seconds=args.request_seconds)
-        if not (key or service.only_here):
-            print("serve.py: warning: whoever reaches the port may use the model: see --api-key-file", file=sys.stderr)
+        service = _service(args, source, key, local_only=is_loopback(listener.getsockname()[0]))
+        queue = RequestQueue(most_waiting=args.max_waiting, seconds=args.request_seconds)
+        if not (key or service.local_only):
+            print(
+                "serve.py: warning: everyone who can reach the port can use the model: see --api-key-file",
+                file=sys.stderr,
+            )
         print(f"{service.model} at {listen(listener)}", flush=True)
-        serve(build_app(service, desk), listener, desk, complete, others, grace=args.grace_seconds)
+        serve(build_app(service, queue), listener, queue, complete, rank_broadcast, grace=args.grace_seconds)
 
 
-def _service(args: argparse.Namespace, source: Source, key: str | None, *, only_here: bool) -> "Service":
+def _service(args: argparse.Namespace, source: Source, key: str | None, *, local_only: bool) -> "Service":
     from megatron.tools.serving.app import Service
     from megatron.tools.serving.request import RequestLimits
 
@@ -94,25 +97,33 @@ def _service(args: argparse.Namespace, source: Source, key: str | None, *, only_
         limits=RequestLimits(context, min(args.max_tokens, context), args.max_choices),
         most_body_bytes=args.max_body_bytes,
         api_key=key,
-        only_here=only_here,
+        local_only=local_only,
     )
 
 
 def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
     add_model_flags(parser)
-    who = parser.add_argument_group("who is answered").add_argument
-    who("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 is every one of this machine")
-    who("--port", type=int, default=8000, metavar="N", help="port to listen at; 0 is any free one")
-    who("--api-key-file", type=Path, metavar="FILE", help="file with the key that clients must show")
-    who("--model-name", metavar="NAME", help="what clients call the model (default: the end of its path)")
-    most = parser.add_argument_group("how much").add_argument
-    most("--max-tokens", type=int, default=1024, metavar="N", help="tokens of a completion at most")
-    most("--max-choices", type=int, default=8, metavar="N", help="completions of one request at most")
-    most("--max-waiting", type=int, default=16, metavar="N", help="requests that may wait behind the one in work")
-    most("--max-body-bytes", type=int, default=2**20, metavar="N", help="size of a request at most")
-    most("--request-seconds", type=float, default=120.0, metavar="S", help="time for a request, waiting included")
-    most("--grace-seconds", type=float, default=10.0, metavar="S", help="time to finish in when asked to leave")
+    who = parser.add_argument_group("access").add_argument
+    who("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every address of this machine")
+    who("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 is any free one")
+    who("--api-key-file", type=Path, metavar="FILE", help="file with the API key that clients must send")
+    who("--model-name", metavar="NAME", help="name of the model in the API (default: the end of its path)")
+    most = parser.add_argument_group("limits").add_argument
+    most("--max-tokens", type=int, default=1024, metavar="N", help="maximum tokens of a completion")
+    most("--max-choices", type=int, default=8, metavar="N", help="maximum completions of one request")
+    most("--max-waiting", type=int, default=16, metavar="N", help="maximum requests that wait for the current one")
+    most("--max-body-bytes", type=int, default=2**20, metavar="N", help="maximum size of a request")
+    most(
+        "--request-seconds", type=float, default=120.0, metavar="S", help="time limit of a request, including its wait"
+    )
+    most(
+        "--grace-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="time to finish open requests after SIGTERM or Ctrl-C",
+    )
     return parser
 
 

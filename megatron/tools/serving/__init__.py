@@ -1,1 +1,1 @@
-"""A model behind HTTP: requests, one queue, one generator."""
+"""Serves a model over HTTP with OpenAI's completions API: one queue of requests, one generator."""

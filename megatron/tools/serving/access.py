@@ -1,4 +1,4 @@
-"""Who may ask: a listener of one's own, a key, and names by which a browser may call this server. No torch here."""
+"""Access control: the listening socket, the API key and the allowed Host header. No torch here."""
 
 import hmac
 import ipaddress
@@ -17,9 +17,9 @@ KEY_VARIABLE = "SERVE_API_KEY"
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """A socket bound to ``host`` and ``port`` (0 is any free one), on which nobody listens yet.
+    """A socket bound to ``host`` and ``port`` (0 is any free one), not yet listening.
 
-    Raises ConfigError for a host that is none, LaunchError for an address that cannot be had.
+    Raises ConfigError if the host does not exist, LaunchError if the address is not available.
     """
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -36,9 +36,9 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def listen(listener: socket.socket) -> str:
-    """Begin to take connections; the address to type into a browser.
+    """Start to accept connections. Returns the URL of the server.
 
-    Raises LaunchError where another program that was bound to the same port has begun before.
+    Raises LaunchError if another program bound to the same port listens already.
     """
     host, port = listener.getsockname()[:2]
     try:
@@ -51,13 +51,13 @@ def listen(listener: socket.socket) -> str:
 def _cannot_be_had(address: tuple[Any, ...], error: OSError) -> LaunchError:
     host, port = address[:2]
     return LaunchError(
-        f"{host}:{port} cannot be had ({error.strerror}); choose another --port or --host, or end the program that "
+        f"{host}:{port} is not available ({error.strerror}); choose another --port or --host, or end the program that "
         f"ss -ltnp 'sport = :{port}' shows"
     )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine's own, to be reached from nowhere else."""
+    """Whether a name or an address is a loopback one, which only this machine can reach."""
     if host == "localhost":
         return True
     try:
@@ -67,9 +67,9 @@ def is_loopback(host: str) -> bool:
 
 
 def read_key(path: Path | None, environ: Mapping[str, str]) -> str | None:
-    """The key that clients must show: from a file, else from the environment, else none.
+    """The key that clients must send: from a file, else from the environment, else None.
 
-    Raises ConfigError where it cannot be read, others than the owner may read it, or HTTP cannot carry it.
+    Raises ConfigError if it cannot be read, if users other than the owner may read it, or if HTTP cannot carry it.
     """
     if path is None:
         place, key = f"the variable {KEY_VARIABLE}", environ.get(KEY_VARIABLE)
@@ -91,15 +91,15 @@ def read_key(path: Path | None, environ: Mapping[str, str]) -> str | None:
 
 
 def check_key(given: str | None, key: str | None) -> None:
-    """Raises RequestError where the Authorization header is not the one that ``key`` asks for."""
+    """Raise RequestError if the Authorization header does not hold ``key``."""
     if key is not None and not hmac.compare_digest((given or "").encode(), f"Bearer {key}".encode()):
-        raise RequestError("this server asks for a key: Authorization: Bearer KEY", status=401, code="invalid_api_key")
+        raise RequestError("this server requires a key: Authorization: Bearer KEY", status=401, code="invalid_api_key")
 
 
 def check_host(given: str | None) -> None:
-    """Raises RequestError where the Host header is no name of this machine's own.
+    """Raise RequestError if the Host header is not a loopback name.
 
-    Else any web page could have its own name point here, and read what a browser on this machine gets.
+    Without this check a web page whose name resolves to this machine could read the responses (DNS rebinding).
     """
     try:
         host = urlsplit(f"//{given or ''}").hostname

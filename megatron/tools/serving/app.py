@@ -1,36 +1,41 @@
-"""What is answered at which address."""
+"""The HTTP application: its page, OpenAI's API, and the server that runs it beside the generator's thread."""
 
 import asyncio
 import json
+import signal
+import socket
+import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from megatron.launch.processes import ExitSignal
 from megatron.tokenizer import Tokenizer
 from megatron.tools.inference.generator import Piece
 from megatron.tools.serving.access import check_host, check_key
 from megatron.tools.serving.request import CompletionRequest, RequestError, RequestLimits, read_completion
-from megatron.tools.serving.request_queue import Desk
+from megatron.tools.serving.request_queue import Complete, RankBroadcast, RequestQueue, run_driver, run_worker
 
 _KINDS = {401: "authentication_error", 500: "server_error", 503: "server_error", 504: "server_error"}
 
 
 def error_body(error: RequestError) -> dict[str, Any]:
-    """What OpenAI's clients read of an error."""
+    """An error in the format of OpenAI's API."""
     kind = _KINDS.get(error.status, "invalid_request_error")
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
 class Answer:
-    """The answer to one request, whole or as server-sent events. The choices of the first prompt come first."""
+    """The response to one request, as one body or as server-sent events. The choices of the first prompt come first."""
 
     def __init__(self, request: CompletionRequest, model: str) -> None:
         self._request = request
@@ -45,7 +50,7 @@ class Answer:
         self._tokens = 0
 
     async def whole(self, pieces: AsyncIterator[Piece]) -> dict[str, Any]:
-        """All at once, when all is there."""
+        """The complete response."""
         choices = [_choice(index, text) for index, text in enumerate(self._beginnings)]
         async for piece in pieces:
             choice = choices[self._count(piece)]
@@ -54,7 +59,7 @@ class Answer:
         return {**self._head, "choices": choices, "usage": self._usage()}
 
     async def events(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[str]:
-        """A server-sent event for each piece with something in it. An error that comes up is the last of them."""
+        """A server-sent event for each piece that is not empty. An error is the last event."""
         for index, text in enumerate(self._beginnings):
             if text:
                 yield self._event([_choice(index, text)])
@@ -71,7 +76,7 @@ class Answer:
         yield "data: [DONE]\n\n"
 
     def _count(self, piece: Piece) -> int:
-        """Number of the choice that a piece belongs to, its token counted."""
+        """Counts the token of a piece. Returns the index of its choice."""
         self._tokens += piece.token is not None
         return piece.prompt * self._request.n + piece.sample
 
@@ -103,31 +108,31 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _BODY_SECONDS = 20.0
-"""How long the body of a request may take to come in."""
+"""Time limit for receiving the body of a request."""
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Service:
-    """What is served, and to whom."""
+    """What is served, and who has access."""
 
     model: str
-    """The name that clients know it by."""
+    """Its name in the API."""
     created: int
     """When it was saved, in seconds since 1970."""
     tokenizer: Tokenizer
     limits: RequestLimits
     most_body_bytes: int
     api_key: str | None
-    only_here: bool
-    """Whether the server can be reached from this machine alone."""
+    local_only: bool
+    """Whether only this machine can reach the server."""
 
 
-def build_app(service: Service, desk: Desk) -> FastAPI:
+def build_app(service: Service, queue: RequestQueue) -> FastAPI:
     """The page, OpenAI's addresses under /v1, and /health."""
 
     async def may_call(request: Request) -> None:
-        if service.only_here:
+        if service.local_only:
             check_host(request.headers.get("host"))
 
     async def may_use(request: Request) -> None:
@@ -148,7 +153,7 @@ def build_app(service: Service, desk: Desk) -> FastAPI:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, __: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # which nobody reads
+        return Response(status_code=499)  # the client is gone
 
     @app.get("/")
     async def page() -> HTMLResponse:
@@ -156,13 +161,13 @@ def build_app(service: Service, desk: Desk) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str | int]:
-        return {"status": "ok", "requests": desk.requests}
+        return {"status": "ok", "requests": queue.pending}
 
-    app.include_router(_openai(service, desk), prefix="/v1", dependencies=[Depends(may_use)])
+    app.include_router(_openai(service, queue), prefix="/v1", dependencies=[Depends(may_use)])
     return app
 
 
-def _openai(service: Service, desk: Desk) -> APIRouter:
+def _openai(service: Service, queue: RequestQueue) -> APIRouter:
     router = APIRouter()
     model = {"id": service.model, "object": "model", "created": service.created, "owned_by": "this server"}
 
@@ -180,11 +185,11 @@ def _openai(service: Service, desk: Desk) -> APIRouter:
     async def completions(request: Request) -> Response:
         body = await _read_body(request, service.most_body_bytes)
         asked = read_completion(body, service.model, service.tokenizer, service.limits)
-        answer, pieces = Answer(asked, service.model), desk.submit(asked).pieces()
+        answer, pieces = Answer(asked, service.model), queue.submit(asked).pieces()
         if not asked.stream:
-            return JSONResponse(await _unless_gone(request, answer.whole(pieces)))
-        # What goes wrong before the first piece has a status of its own.
-        first = await _unless_gone(request, anext(pieces))
+            return JSONResponse(await _unless_disconnected(request, answer.whole(pieces)))
+        # An error before the first piece still has its own HTTP status.
+        first = await _unless_disconnected(request, anext(pieces))
         return StreamingResponse(
             answer.events(_chained(first, pieces)),
             media_type="text/event-stream",
@@ -195,7 +200,7 @@ def _openai(service: Service, desk: Desk) -> APIRouter:
 
 
 async def _read_body(request: Request, most_bytes: int) -> bytes:
-    """The body of a request that says it is JSON, which no page of another site can send unasked."""
+    """The body of a JSON request. Pages of other sites cannot send that content type without a CORS preflight."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("send JSON, and Content-Type: application/json", status=415)
 
@@ -213,8 +218,8 @@ async def _read_body(request: Request, most_bytes: int) -> bytes:
         raise RequestError(f"the body did not come within {_BODY_SECONDS:g} s", status=408) from error
 
 
-async def _unless_gone(request: Request, work: Awaitable[_T]) -> _T:
-    """What ``work`` comes to; given up when the client goes away."""
+async def _unless_disconnected(request: Request, work: Awaitable[_T]) -> _T:
+    """The result of ``work``, which is cancelled if the client disconnects."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -235,3 +240,83 @@ async def _chained(first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[Pi
     yield first
     async for piece in rest:
         yield piece
+
+
+_IDLE_CONNECTIONS = 64
+"""Connections in addition to those of waiting requests, for browsers and health checks."""
+
+
+def serve(
+    app: FastAPI,
+    listener: socket.socket,
+    queue: RequestQueue,
+    complete: Complete,
+    ranks: RankBroadcast,
+    *,
+    grace: float,
+) -> None:
+    """Answer on ``listener`` until SIGTERM or SIGINT, then finish open requests for at most ``grace`` seconds.
+
+    Raises the error that ended the generator's thread, if that ended first.
+    """
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=queue.most_waiting + _IDLE_CONNECTIONS,
+        timeout_graceful_shutdown=int(grace) + 5,
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # uvicorn handles them, and raises them again after its shutdown
+    generator = _GeneratorThread(lambda: run_driver(queue.jobs, complete, ranks))
+    _Server(config, queue, generator, grace).run([listener])
+    if generator.error:
+        raise generator.error
+
+
+def serve_worker(complete: Complete, ranks: RankBroadcast) -> None:
+    """Run the other ranks. After a signal they continue until the first rank ends, or until a second signal."""
+    ExitSignal()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    run_worker(complete, ranks)
+
+
+class _GeneratorThread(threading.Thread):
+    """A thread that keeps the error that ended it."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__(name="generator", daemon=True)
+        self.error: Exception | None = None
+        self._work = work
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:
+            self.error = error
+
+
+class _Server(uvicorn.Server):
+    """Shuts down when the generator's thread ends, and ends that thread when it shuts down."""
+
+    def __init__(self, config: uvicorn.Config, queue: RequestQueue, generator: _GeneratorThread, grace: float) -> None:
+        super().__init__(config)
+        self._queue, self._generator, self._grace = queue, generator, grace
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._generator.start()
+        await super().startup(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        return not self._generator.is_alive() or await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._queue.end_all(self._grace if self._generator.is_alive() else 0, "the server is shutting down")
+        await super().shutdown(sockets)
+        self._queue.jobs.put(None)
+        await asyncio.to_thread(self._generator.join)

@@ -1,4 +1,4 @@
-"""What a client asks for: a body of the shape of OpenAI's /v1/completions, read strictly. No torch here."""
+"""Parses and validates requests in the format of OpenAI's /v1/completions. No torch here."""
 
 import secrets
 from collections.abc import Mapping
@@ -18,23 +18,23 @@ _NEUTRAL: Mapping[str, Any] = {
     "presence_penalty": 0,
     "suffix": "",
 }
-"""Fields that clients send along with these values. Any other value would ask for what is not here."""
+"""Unsupported fields, and the values with which they have no effect and are accepted."""
 
 
 class RequestError(Exception):
-    """A request that cannot be answered, as OpenAI tells its clients: an HTTP status, and where the mistake is."""
+    """A request that cannot be answered: the HTTP status and the parameter at fault, as in OpenAI's API."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None, retry: bool = False
     ):
         self.message, self.status, self.param, self.code, self.retry = message, status, param, code, retry
-        """``retry`` says whether the same request may succeed in a moment."""
+        """``retry``: whether the same request may succeed later."""
         super().__init__(message)
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one request may ask for."""
+    """Limits of one request."""
 
     context: int
     """Tokens of prompt and completion together: the model's longest sequence."""
@@ -46,7 +46,7 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A request with which nothing is wrong."""
+    """A valid request."""
 
     prompts: tuple[tuple[int, ...], ...]
     texts: tuple[str, ...]
@@ -70,18 +70,18 @@ class _StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-_MISSHAPEN = {
+_TYPE_MESSAGES = {
     "prompt": "prompt must be text, a list of texts, or token ids",
     "stop": "stop must be a text or a list of at most 16, none of them empty",
 }
-"""What to say of a field that may be several things."""
+"""Messages for fields that accept several types."""
 
 _Ids = Annotated[list[int], Field(min_length=1)]
 _Stop = Annotated[str, Field(min_length=1)]
 
 
 class _Body(BaseModel):
-    """The fields, their defaults and what each may be."""
+    """The fields, their types, limits and defaults."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
@@ -101,7 +101,7 @@ class _Body(BaseModel):
 
 
 def read_completion(body: bytes, model: str, tokenizer: Tokenizer, limits: RequestLimits) -> CompletionRequest:
-    """The request that ``body`` makes of the model called ``model``. Raises RequestError."""
+    """Parse the body of a request to the model named ``model``. Raises RequestError if it is invalid."""
     fields = _fields(body)
     if fields.model not in (None, model):
         raise RequestError(
@@ -136,7 +136,7 @@ def _fields(body: bytes) -> _Body:
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
         raise RequestError("the body is not a JSON object")
-    # To OpenAI null is a field that was left out.
+    # In OpenAI's API, null is the same as an absent field.
     given = {name: value for name, value in given.items() if value is not None and value != _NEUTRAL.get(name)}
     try:
         return _Body.model_validate(given)
@@ -147,7 +147,7 @@ def _fields(body: bytes) -> _Body:
             raise RequestError(f"{name} is not a field of this server's completions", param=name) from error
         if first["type"] == "missing":
             raise RequestError(f"{name} is missing", param=name) from error
-        raise RequestError(_MISSHAPEN.get(name, f"{name}: {first['msg'].lower()}"), param=name) from error
+        raise RequestError(_TYPE_MESSAGES.get(name, f"{name}: {first['msg'].lower()}"), param=name) from error
 
 
 def _prompts(

@@ -1,4 +1,4 @@
-"""Requests on their way to the generator and pieces on their way back, on the side of the event loop."""
+"""Passes requests from the event loop to the generator's thread and to all ranks, and generated text back."""
 
 import asyncio
 import queue
@@ -17,7 +17,7 @@ from megatron.tools.serving.request import CompletionRequest, RequestError
 
 
 class Job:
-    """A request whose pieces somebody waits for. When they leave, or the time is over, it is no longer wanted."""
+    """A request in the queue. It is no longer wanted when its client disconnects or its time is over."""
 
     def __init__(self, request: CompletionRequest, on_end: Callable[["Job"], None]) -> None:
         self.request = request
@@ -28,7 +28,7 @@ class Job:
         self._timers: list[asyncio.TimerHandle] = []
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """All pieces, as they come. Raises RequestError where there will be no more, though not all have come."""
+        """All pieces as they arrive. Raises RequestError if generation ends early."""
         try:
             while (arrived := await self._arrived.get()) is not None:
                 if isinstance(arrived, RequestError):
@@ -41,37 +41,37 @@ class Job:
             self._on_end(self)
 
     def put(self, arrived: Piece | RequestError | None) -> None:
-        """Called by the generator's thread: a piece, None behind the last, or why there will be no more."""
+        """Called by the generator's thread: a piece, None after the last, or the error that ends the request."""
         self._loop.call_soon_threadsafe(self._arrived.put_nowait, arrived)
 
     def end_in(self, seconds: float, error: RequestError) -> None:
-        """Answer with ``error`` then, if the job is not done."""
+        """Answer with ``error`` after so many seconds, if the job is not finished."""
         self._timers.append(self._loop.call_later(seconds, self._end, error))
 
     def _end(self, error: RequestError) -> None:
         self.is_wanted = False
         self._arrived.put_nowait(error)
-        self._on_end(self)  # nobody may take it: a client can stop reading
+        self._on_end(self)  # the client may have stopped reading
 
 
-class Desk:
-    """Takes in requests, in the order in which they come, and not more than can wait."""
+class RequestQueue:
+    """Accepts requests in order of arrival, up to a limit."""
 
     def __init__(self, *, most_waiting: int, seconds: float) -> None:
         """A request is answered within so many seconds, waiting included."""
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        """For the generator's thread; None says that no more will come."""
+        """For the generator's thread; None ends it."""
         self._open: set[Job] = set()
         self.most_waiting, self._seconds = most_waiting, seconds
 
     @property
-    def requests(self) -> int:
-        """Those in work and those that wait."""
+    def pending(self) -> int:
+        """Number of requests in progress or waiting."""
         return len(self._open)
 
     def submit(self, request: CompletionRequest) -> Job:
-        """Put a request behind the others. Raises RequestError where too many wait already."""
-        if self.requests > self.most_waiting:
+        """Append a request. Raises RequestError if too many are waiting."""
+        if self.pending > self.most_waiting:
             raise RequestError("too many requests are waiting; try again in a moment", status=503, retry=True)
         job = Job(request, self._open.discard)
         self._open.add(job)
@@ -81,21 +81,21 @@ class Desk:
         return job
 
     def end_all(self, seconds: float, reason: str) -> None:
-        """Whatever is not answered in so many seconds is answered with an error."""
+        """Answer requests that are not finished within so many seconds with an error."""
         for job in self._open:
             job.end_in(seconds, RequestError(reason, status=503, retry=True))
 
 
 Complete = Callable[[CompletionRequest], Iterator[Piece]]
-"""Computes what was asked for piece by piece, on every rank the same."""
+"""Generates the pieces of a completion, the same on every rank."""
 _PIECES = 8
-"""After so many pieces the ranks see whether the request is still wanted; after each would cost a collective more."""
-_BEAT_SECONDS = 60.0
-_BEAT, _END = "still here", "the end"
+"""Pieces between checks whether the request is still wanted; each check is a collective."""
+_HEARTBEAT_SECONDS = 60.0
+_HEARTBEAT, _END = "heartbeat", "end"
 
 
-def completing(generator: TextGenerator) -> Complete:
-    """Answer requests with ``generator``."""
+def completion_function(generator: TextGenerator) -> Complete:
+    """The function that answers requests with ``generator``."""
 
     def complete(request: CompletionRequest) -> Iterator[Piece]:
         sampling = Sampling(
@@ -113,55 +113,55 @@ def completing(generator: TextGenerator) -> Complete:
     return complete
 
 
-class Ranks:
-    """What the first rank tells the others, so that all do the same."""
+class RankBroadcast:
+    """Broadcasts from the first rank, which keep all ranks in step."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self.are_several = group.size() > 1
+        self.has_workers = group.size() > 1
 
-    def share(self, word: Any = None) -> Any:
-        """The word of the first rank, on every rank."""
-        box = [word]
-        if self.are_several:
+    def share(self, message: Any = None) -> Any:
+        """The first rank's message, on every rank."""
+        box = [message]
+        if self.has_workers:
             dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
 
 
-def lead(jobs: "queue.SimpleQueue[Job | None]", complete: Complete, ranks: Ranks) -> None:
-    """Do one job after the other, on the first rank, until there is None.
+def run_driver(jobs: "queue.SimpleQueue[Job | None]", complete: Complete, ranks: RankBroadcast) -> None:
+    """Process jobs on the first rank until there is None.
 
-    An error in a job is the job's; where there are other ranks it is raised, for they no longer agree.
+    An error fails its job only. With several ranks it is raised, since they may be out of step.
     """
     while (job := _next(jobs, ranks)) is not None:
         try:
             _do(job, complete, ranks)
         except Exception:
-            job.put(RequestError("the server failed at this request; its log says how", status=500))
-            if ranks.are_several:
+            job.put(RequestError("the server failed on this request: see its log", status=500))
+            if ranks.has_workers:
                 raise
             traceback.print_exc(file=sys.stderr)
     ranks.share(_END)
 
 
-def follow(complete: Complete, ranks: Ranks) -> None:
-    """Compute along on another rank, until the first one ends."""
-    while (word := ranks.share()) != _END:
-        if word != _BEAT:
-            for number, _ in enumerate(complete(word)):
+def run_worker(complete: Complete, ranks: RankBroadcast) -> None:
+    """Process the same requests on another rank until the first rank ends."""
+    while (message := ranks.share()) != _END:
+        if message != _HEARTBEAT:
+            for number, _ in enumerate(complete(message)):
                 if number % _PIECES == 0 and not ranks.share():
                     break
 
 
-def _next(jobs: "queue.SimpleQueue[Job | None]", ranks: Ranks) -> Job | None:
+def _next(jobs: "queue.SimpleQueue[Job | None]", ranks: RankBroadcast) -> Job | None:
     while True:
         try:
-            return jobs.get(timeout=_BEAT_SECONDS)
+            return jobs.get(timeout=_HEARTBEAT_SECONDS)
         except queue.Empty:
-            ranks.share(_BEAT)  # a collective gives up in the end where nobody comes
+            ranks.share(_HEARTBEAT)  # the other ranks' broadcast would time out
 
 
-def _do(job: Job, complete: Complete, ranks: Ranks) -> None:
+def _do(job: Job, complete: Complete, ranks: RankBroadcast) -> None:
     if not job.is_wanted:
         return
     for number, piece in enumerate(complete(ranks.share(job.request))):

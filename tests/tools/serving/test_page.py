@@ -36,7 +36,7 @@ def test_a_prompt_is_continued_while_one_looks_on(server, page):
 
     expect.set_options(timeout=60_000)
     state, text = page.locator("#state"), page.get_by_label("Text")
-    expect(state).to_contain_text("asks for a key")
+    expect(state).to_contain_text("requires a key")
     page.get_by_label("Key").fill(server.key)
     page.get_by_label("Key").blur()
     expect(page.get_by_role("heading")).to_have_text("Try the model endless")

@@ -18,7 +18,7 @@ from megatron.config.errors import UserError
 SAMPLED = {"prompt": ["Hello", "World!"], "n": 2, "max_tokens": 12, "seed": 5, "temperature": 1.2}
 
 
-def test_two_ranks_say_what_one_says_and_leave_together(programs, endless, server, tmp_path):
+def test_two_ranks_generate_what_one_generates_and_exit_together(programs, endless, server, tmp_path):
     words = "--model-parallel-size 2 --max-tokens 200000 --grace-seconds 1".split()
     launcher = (BIN / "deepspeed", "--num_gpus", "2", "--master_port", str(free_port()))
     command = (*launcher, "tools/serve.py", "--load", endless, *words)
@@ -37,13 +37,13 @@ def test_two_ranks_say_what_one_says_and_leave_together(programs, endless, serve
         )
         first_rank.send_signal(signal.SIGTERM)
         *_, farewell = bits
-        assert farewell["error"]["message"] == "the server is leaving"
+        assert farewell["error"]["message"] == "the server is shutting down"
         assert two.process.wait(TIME_LIMIT) == 0, (tmp_path / "log").read_text()
 
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port on which somebody listens."""
+    """A port that is in use."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
@@ -51,7 +51,7 @@ def taken() -> Iterator[int]:
 def test_a_server_that_cannot_be_says_why_in_one_line(programs, endless, taken, tmp_path):
     for words, code, message in (
         (["--load", tmp_path / "none"], 2, "none: no such file or folder"),
-        (["--load", endless, "--port", str(taken)], 6, f"127.0.0.1:{taken} cannot be had (Address already in use)"),
+        (["--load", endless, "--port", str(taken)], 6, f"127.0.0.1:{taken} is not available (Address already in use)"),
     ):
         finished = programs.python("tools/serve.py", *words)
         assert finished.returncode == code and message in finished.output
@@ -77,7 +77,7 @@ def refusal(programs, endless, monkeypatch) -> Callable[..., UserError]:
     ("flags", "code", "messages"),
     [
         ("--host 256.0.0.1", 2, ["--host 256.0.0.1: no such host"]),
-        ("--host 203.0.113.1", 6, ["203.0.113.1:8000 cannot be had"]),
+        ("--host 203.0.113.1", 6, ["203.0.113.1:8000 is not available"]),
         ("--port 70000 --grace_seconds -1", 2, ["--port 70000 must be from 0 to", "--grace-seconds -1 must be from 0"]),
         ("--model-parallel-size 2", 2, ["--model-parallel-size 2 with 1 started"]),
         ("--hidden-size 8", 2, ["--hidden-size 8, and "]),
@@ -108,4 +108,4 @@ def test_a_key_is_one_word_that_others_cannot_read(refusal, tmp_path, monkeypatc
 def test_what_is_not_installed_is_named(refusal, monkeypatch):
     """As in an environment that only trains."""
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert str(refusal()) == "a server needs what is not installed: pip install uvicorn"
+    assert str(refusal()) == "the server needs packages that are not installed: pip install uvicorn"
