@@ -1,4 +1,4 @@
-"""A run over two hosts: who listens, and what comes of a link that is cut and of a host that goes.
+"""A run over two hosts: listening sockets, a cut link, a lost host.
 
 The hosts are network namespaces, see ``support/hosts.py``; they share their files, as over NFS.
 """
@@ -30,14 +30,14 @@ def hosts(tmp_path_factory) -> Iterator[Hosts]:
 
 @pytest.fixture(scope="module")
 def whole(train_in_ranks, tmp_path_factory) -> list[float]:
-    """Losses of a run that is let be."""
+    """Losses of an undisturbed run."""
     metrics = tmp_path_factory.mktemp("whole") / "metrics"
     train_in_ranks(2, *SETTINGS, "--metrics-file", metrics)
     return losses(metrics)
 
 
 def losses(metrics: Path) -> list[float]:
-    """Of each iteration the last: one that was finished when a rank was lost is trained, and told, once more."""
+    """Of each iteration the last: one that was finished when a rank was lost is trained, and logged, once more."""
     return list({line["iteration"]: line["lm_loss"] for line in read_metrics(metrics)}.values())
 
 
@@ -62,7 +62,7 @@ def launch(programs: Programs, hosts: Hosts, words: list[str], tmp_path: Path) -
     return run
 
 
-def test_a_cut_link_is_told_from_both_ends_and_the_run_goes_on(
+def test_a_cut_link_is_reported_on_both_sides_and_the_run_resumes(
     hosts, launch, train_in_ranks, words, whole, tmp_path
 ) -> None:
     ended = launch(f"command 1 3 ip link set {INTERFACE} down", (), "--watchdog-minutes", "0.1")
@@ -77,8 +77,8 @@ def test_a_cut_link_is_told_from_both_ends_and_the_run_goes_on(
     assert losses(tmp_path / "metrics") == whole
 
 
-def test_a_lost_host_ends_the_run_which_is_started_again(launch, whole, tmp_path) -> None:
-    """DeepSpeed's helper on it is killed, and takes its rank along; the launcher makes the second start."""
+def test_a_lost_host_ends_the_run_which_is_restarted(launch, whole, tmp_path) -> None:
+    """DeepSpeed's helper on it is killed, and its rank with it; the launcher restarts the run."""
     ended = launch("launcher 1 3 SIGKILL", ("--max-restarts", "1")).ok()
     assert "error: rank 0: lost a rank of another host in iteration 3" in ended.output
     assert ended.output.count("restart 1 of 1") == 1
@@ -96,7 +96,7 @@ def test_nothing_listens_but_at_the_address_that_was_named(programs, hosts, tmp_
     assert {name: {address for address, _ in found[name]} for name in found} == {
         name: {hosts.address(name)} for name in hosts.names
     }
-    assert len(found["host-1"]) > len(found["host-2"]) > 0, "rank 0 keeps the store"
+    assert len(found["host-1"]) > len(found["host-2"]) > 0, "rank 0 hosts the store"
 
 
 def test_nothing_of_a_run_on_one_host_listens_to_others(programs, hosts, tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""Where the first rank listens: at the address that it is found at, and nowhere else."""
+"""Rank 0 listens at the rendezvous address, and nowhere else."""
 
 import socket
 
@@ -38,14 +38,14 @@ def test_it_listens_at(environ, address) -> None:
         (place("no-such-host.invalid"), "no-such-host.invalid, where rank 0 is to listen, does not resolve"),
     ],
 )
-def test_an_address_that_cannot_be_had_is_refused_before_torch(environ, reason) -> None:
+def test_an_invalid_address_is_refused_before_torch(environ, reason) -> None:
     with pytest.raises(LaunchError, match=f"^{reason}"):
         prepare_environment(environ)
 
 
 @pytest.mark.parametrize(("number", "agent"), [("1", "False"), ("0", "True")])
-def test_others_listen_nowhere(number: str, agent: str) -> None:
-    """Ranks behind the first, and the first under torchrun, whose launcher listens."""
+def test_other_ranks_do_not_listen(number: str, agent: str) -> None:
+    """Nor does rank 0 under torchrun, whose agent listens."""
     environ = place("198.51.100.1", RANK=number, TORCHELASTIC_USE_AGENT_STORE=agent)
     prepare_environment(environ)
 
@@ -53,7 +53,7 @@ def test_others_listen_nowhere(number: str, agent: str) -> None:
 @pytest.mark.parametrize(
     ("here", "said", "interface"), [(2, {}, "lo"), (2, {"GLOO_SOCKET_IFNAME": "eth1"}, "eth1"), (1, {}, None)]
 )
-def test_ranks_of_one_host_talk_where_nobody_else_hears(here, said, interface) -> None:
+def test_ranks_of_one_host_communicate_over_loopback(here, said, interface) -> None:
     environ = place(socket.gethostbyname("localhost"), here=here, RANK="1", **said)
     prepare_environment(environ)
     assert environ.get("GLOO_SOCKET_IFNAME") == interface

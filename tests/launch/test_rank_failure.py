@@ -35,7 +35,7 @@ def test_a_killed_rank_is_named_and_the_run_resumes(programs, train_in_ranks, tm
     [
         ("signal 0 2 SIGSEGV", 0, -signal.SIGSEGV, "rank 0 was killed by SIGSEGV in iteration 2"),
         ("signal 1 2 SIGABRT", 1, -signal.SIGABRT, "rank 1 was killed by SIGABRT in iteration 2"),
-        ("raise 1 2", 1, 1, "ValueError: a fault of this rank alone"),
+        ("raise 1 2", 1, 1, "ValueError: an error of this rank alone"),
     ],
 )
 def test_all_exit_and_the_cause_comes_last(

@@ -1,4 +1,4 @@
-"""Ranks that cannot meet say so: a port that is taken, ranks that never come."""
+"""Errors of the rendezvous: a port that is taken, ranks that never arrive."""
 
 import socket
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_the_port_is_taken(programs) -> None:
     assert f"ss -ltnp 'sport = :{port}'" in line
 
 
-def test_ranks_that_never_come(programs, tmp_path: Path) -> None:
+def test_ranks_that_never_arrive(programs, tmp_path: Path) -> None:
     words = (*SETTINGS, "--distributed-timeout-minutes", "0.1")
     some = BareRanks(programs, tmp_path / "some", "none 0 0", *words, size=4, ranks=(0, 2))
     alone = BareRanks(programs, tmp_path / "alone", "none 0 0", *words, size=2, ranks=(1,))

@@ -1,4 +1,4 @@
-"""A launcher's end is the end of all that it started, and its exit code is what happened."""
+"""No process outlives its launcher, and the exit code is truthful."""
 
 import subprocess
 import sys
@@ -13,11 +13,11 @@ import os, sys
 from megatron.tools.cluster.supervise import supervise
 sys.exit(supervise(sys.argv[1:], os.environ).code)
 """
-CLAIM = "-c: error: the launcher exited with 0, but"
+EXITED = "-c: error: the launcher exited with 0, but"
 
 
 def supervised(script: str, *words: str) -> subprocess.Popen[str]:
-    """A shell script in a launcher's place."""
+    """A shell script in place of a launcher."""
     command = [sys.executable, "-c", SUPERVISE, "bash", "-c", script, *words]
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
@@ -29,11 +29,11 @@ def supervised(script: str, *words: str) -> subprocess.Popen[str]:
         ("exit 75", 75, ""),
         ("kill -KILL $$", 137, ""),
         ('touch "$RANK_EXIT_CODES/rank 0"; echo -n 0 > "$RANK_EXIT_CODES/rank 0"', 0, ""),
-        ('touch "$RANK_EXIT_CODES/rank 1"', 6, f"{CLAIM} rank 1 of this host was killed\n"),
+        ('touch "$RANK_EXIT_CODES/rank 1"', 6, f"{EXITED} rank 1 of this host was killed\n"),
         (
             'for rank in "0 6" "1 5" "2 6"; do echo -n ${rank#* } > "$RANK_EXIT_CODES/rank ${rank% *}"; done',
             5,
-            f"{CLAIM} rank 1 of this host exited with 5\n",
+            f"{EXITED} rank 1 of this host exited with 5\n",
         ),
     ],
 )
@@ -42,17 +42,17 @@ def test_exit_codes(script: str, code: int, stderr: str) -> None:
     assert (process.communicate()[1], process.returncode) == (stderr, code)
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    """Not what a launcher that was killed had started, in a session of its own, deaf and stopped."""
-    deaf = "trap '' TERM HUP; kill -STOP $$; sleep 1000"
-    process = supervised('setsid bash -c "$0" "$1" & while true; do sleep 1; done', deaf, str(tmp_path))
+def test_no_process_is_left(tmp_path: Path) -> None:
+    """Not even a stopped one that ignores signals, in a session of its own, whose launcher was killed."""
+    stubborn = "trap '' TERM HUP; kill -STOP $$; sleep 1000"
+    process = supervised('setsid bash -c "$0" "$1" & while true; do sleep 1; done', stubborn, str(tmp_path))
     launcher = next(p for p in await_processes(str(tmp_path), 3) if p.ppid() == process.pid)
     launcher.kill()
     assert process.wait() == 137
     await_processes(str(tmp_path), 0)
 
 
-def test_a_signal_goes_on_to_the_launcher(tmp_path: Path) -> None:
+def test_a_signal_is_forwarded_to_the_launcher(tmp_path: Path) -> None:
     process = supervised("trap 'exit 75' USR1; touch $0; while true; do sleep 0.1; done", str(tmp_path / "ready"))
     while not (tmp_path / "ready").exists():
         assert process.poll() is None
@@ -60,7 +60,7 @@ def test_a_signal_goes_on_to_the_launcher(tmp_path: Path) -> None:
     assert process.wait() == 75
 
 
-def test_a_supervisor_that_is_killed_takes_the_launcher_along(tmp_path: Path) -> None:
+def test_the_launcher_ends_with_a_killed_supervisor(tmp_path: Path) -> None:
     process = supervised("while true; do sleep 0.1; done", str(tmp_path))
     await_processes(str(tmp_path), 2)
     process.kill()

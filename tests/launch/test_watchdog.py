@@ -1,4 +1,4 @@
-"""A rank that goes no further: the others end, say which it is, and the next start goes on exactly."""
+"""A hung rank: the others exit and name it, and the next start resumes exactly."""
 
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ SAVES = "--save-interval 1 --auto-resume --watchdog-minutes 0.1".split()
 
 @pytest.fixture(scope="module")
 def whole(train_in_ranks, tmp_path_factory) -> list[tuple[int, float]]:
-    """Losses of a run that is let be."""
+    """Losses of an undisturbed run."""
     metrics = tmp_path_factory.mktemp("whole") / "metrics"
     train_in_ranks(2, *SETTINGS, "--metrics-file", metrics)
     return _losses(metrics)
 
 
-def test_a_stopped_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, tmp_path: Path, whole) -> None:
+def test_a_stopped_rank_is_named_and_the_run_resumes(programs, train_in_ranks, tmp_path: Path, whole) -> None:
     words = (*SETTINGS, *SAVES, "--save", tmp_path / "ck", "--metrics-file", tmp_path / "metrics")
     ranks = BareRanks(programs, tmp_path / "log", "signal 1 3 SIGSTOP", *words, size=2)
     assert ranks.ended(0) == [6], ranks.output
@@ -37,8 +37,8 @@ def test_a_stopped_rank_is_named_and_the_run_goes_on(programs, train_in_ranks, t
     assert _losses(tmp_path / "metrics") == whole
 
 
-def test_the_stopped_rank_keeps_the_store(programs, tmp_path: Path) -> None:
-    """Then nobody knows who is behind but by the silence."""
+def test_the_stopped_rank_hosts_the_store(programs, tmp_path: Path) -> None:
+    """Then only its silence shows that it is hung."""
     words = (*SETTINGS, *SAVES, "--save", tmp_path / "ck")
     ranks = BareRanks(programs, tmp_path / "log", "signal 0 2 SIGSTOP", *words, size=2)
     assert ranks.ended(1) == [6], ranks.output
@@ -47,7 +47,7 @@ def test_the_stopped_rank_keeps_the_store(programs, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_holds_pythons_lock(programs, tmp_path: Path) -> None:
-    """None of its own threads can run, and yet it ends, with its stack on the screen."""
+    """None of its Python threads can run, and yet it exits, with its stack on the screen."""
     words = (*SETTINGS, *SAVES, "--save", tmp_path / "ck")
     ranks = BareRanks(programs, tmp_path / "log", "hold 1 2", *words, size=2)
     assert ranks.ended() == [6, 1], ranks.output

@@ -1,16 +1,16 @@
-"""pretrain_gpt2.py with one fault planted in it, as FAULT in the environment says.
+"""pretrain_gpt2.py with one fault injected, which FAULT in the environment describes.
 
-gradient RANK ITERATION       the loss of that iteration on that rank is not a number; each rank says of each
-                              iteration how many of its weights it left as they were
-weights RANK LAYER ITERATION  a weight of that layer on that rank is none, from that iteration on
-samples FIRST LAST FACTOR     the loss of a batch with one of these samples is so many times what it is
-signal RANK ITERATION NAMES   that rank gets these signals at the start of that iteration
-launcher RANK ITERATION NAMES the process that started that rank gets them
-sleep RANK ITERATION          that rank goes no further
-hold RANK ITERATION           that rank goes no further, and lets no other of its threads run
+gradient RANK ITERATION       the loss of that iteration on that rank is NaN; each rank prints for each iteration how
+                              many of its weights are unchanged
+weights RANK LAYER ITERATION  a weight of that layer on that rank is NaN, from that iteration on
+samples FIRST LAST FACTOR     the loss of a batch with one of these samples is multiplied by the factor
+signal RANK ITERATION NAMES   that rank receives these signals at the start of that iteration
+launcher RANK ITERATION NAMES the process that started that rank receives them
+sleep RANK ITERATION          that rank hangs
+hold RANK ITERATION           that rank hangs and holds Python's lock
 raise RANK ITERATION          that rank fails
-command RANK ITERATION WORDS  that rank has a shell run the words, and waits for it
-memory RANK ITERATION MB      that rank gets so much memory more, and no more than that
+command RANK ITERATION WORDS  that rank runs the words in a shell, and waits for it
+memory RANK ITERATION MB      that rank can allocate so much more memory, and no more than that
 """
 
 import ctypes
@@ -26,6 +26,7 @@ from pathlib import Path
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the program does before it imports torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -44,7 +45,7 @@ real_train_batch, real_loss, real_take = training.train_batch, gpt2_model.lm_los
 
 
 def fail():
-    raise ValueError("a fault of this rank alone")
+    raise ValueError("an error of this rank alone")
 
 
 FAULTS = {
@@ -67,7 +68,7 @@ def train_batch(engine, batches, hooks):
         for name in words[2:]:
             os.kill(os.getpid() if kind == "signal" else os.getppid(), getattr(signal, name))
     if kind == "memory" and [dist.get_rank(), iteration] == numbers[:2]:
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        size = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (size + int(numbers[2] * 1e6),) * 2)
     if [dist.get_rank(), iteration] == numbers and kind in FAULTS:
         FAULTS[kind]()

@@ -18,6 +18,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
+import psutil
 from support.ports import free_port
 
 from megatron.launch.processes import exit_with_parent
@@ -80,8 +81,10 @@ class _Pool:
     @property
     def is_worn(self) -> bool:
         """Whether new workers would do better."""
-        tasks = Path(f"/proc/{self._processes[0].pid}/task")
-        return tasks.is_dir() and len(list(tasks.iterdir())) > MOST_THREADS
+        try:
+            return psutil.Process(self._processes[0].pid).num_threads() > MOST_THREADS
+        except psutil.NoSuchProcess:
+            return False
 
     def run(self, function: Callable, args: tuple, time_limit: float) -> list[Any]:
         for pipe in self._pipes:

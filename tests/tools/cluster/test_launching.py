@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from support.local_hosts import LocalHosts
 from support.ports import free_port
@@ -179,7 +180,7 @@ def test_a_launcher_that_is_killed_is_not_a_success_and_leaves_no_rank(programs:
     )
     command = ("tools/launch.py", "--num_gpus", "1", "--master_port", str(free_port()), script)
     assert programs.python(*command).returncode == 128 + signal.SIGKILL
-    assert not Path("/proc", (tmp_path / "rank").read_text()).exists()
+    assert not psutil.pid_exists(int((tmp_path / "rank").read_text()))
 
 
 def test_the_exit_code_is_the_ranks(programs: Programs, tmp_path: Path) -> None:
