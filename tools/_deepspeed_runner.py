@@ -1,6 +1,6 @@
 """The deepspeed command, with a truthful exit code; started by tools/launch.py.
 
-DeepSpeed's runner leaves with 0 where the launcher that it started died of a signal: it passes on positive codes only.
+DeepSpeed's runner exits with 0 if the launcher it started was killed by a signal: only positive codes are passed on.
 """
 
 import subprocess

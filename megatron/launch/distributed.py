@@ -63,7 +63,7 @@ def find_rank_by_mpi(environ: MutableMapping[str, str], port: int) -> None:
 def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | None = None) -> TCPStore:
     """A new connection to the rendezvous store, which rank 0 or torchrun hosts.
 
-    It works while process groups hang. ``listener`` is the socket for rank 0's first connection.
+    It works while process groups hang. ``listener`` is the listening socket for rank 0's first connection.
     """
     return TCPStore(
         environ["MASTER_ADDR"],

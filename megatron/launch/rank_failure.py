@@ -1,6 +1,6 @@
 """Rank failure monitor: a rank that dies ends the run, and one of the others names it.
 
-The kernel reports the end of a rank to the ranks of its host, with the signal if nobody has reaped it yet; the
+The kernel reports the end of a rank to the ranks of its host, with the signal if no process has reaped it yet; the
 rendezvous store reports it to other hosts. Neither takes part in a collective, and nothing is polled.
 """
 

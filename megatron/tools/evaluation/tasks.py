@@ -143,7 +143,7 @@ def _lambada_metrics(cut: int, scores: Scores) -> dict[str, Metric]:
 
 
 def _wikitext(request: Request, tokenizer: Tokenizer) -> Task:
-    """WikiText: a whole file as one text, normalized by its own words."""
+    """WikiText: a whole file as one text, normalized by the number of its words."""
     text = read_text(request.path)
     tokens = np.array(_tokenize(str(request.path), detokenize_wikitext(text), tokenizer))
     return _text_task(request, tokens, {"word": count_words(text), "byte": len(text.encode())})
