@@ -49,12 +49,12 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.checkpoint.load import FRESH, load_checkpoint, select_checkpoint
     from megatron.checkpoint.save import Checkpointer
     from megatron.parallel.deepspeed_compat.output import deepspeed_silenced
+    from megatron.tools.reporting.tracing import requested_traces
     from megatron.training.data_iterators import DataIterators
     from megatron.training.engines import build_engine
     from megatron.training.exit_conditions import ExitConditions
     from megatron.training.metrics import MetricsLogger
     from megatron.training.setup import initialized_ranks, log_configuration, log_start
-    from megatron.training.tracing import requested_traces
     from megatron.training.trainer import Trainer
 
     exit_conditions = ExitConditions(run)  # from here on, a signal ends the run after the iteration it arrives in
@@ -80,7 +80,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
             log=log,
             exit_conditions=exit_conditions,
             progress=progress,
-            callbacks=[*callbacks, *requested_traces(run, layout, engine.module, callbacks)],
+            callbacks=[*callbacks, *requested_traces(run, layout, engine.module)],
         )
         return trainer.train(finished=loaded.iteration)
 

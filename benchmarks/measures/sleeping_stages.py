@@ -33,8 +33,8 @@ def main() -> None:
     from megatron.config.command_line import parse_run
     from megatron.launch.distributed import distributed
     from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+    from megatron.tools.reporting.tracing import Tracer
     from megatron.training.engines import train_batch
-    from megatron.training.tracing import Tracer
 
     class Sleep(torch.autograd.Function):
         @staticmethod

@@ -6,11 +6,9 @@ The entry script registers those that it wants; the core calls them, and imports
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 
 from megatron.config import RunConfig
 from megatron.parallel.pipeline.schedule import InstructionHook
-from megatron.training.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -33,9 +31,6 @@ class Callback:
     def around_iteration(self, iteration: int) -> AbstractContextManager[Sequence[InstructionHook]]:
         """Context in which an iteration runs; it yields hooks for the instructions of this iteration. Every rank."""
         return nullcontext(())
-
-    def on_trace_written(self, timeline: Timeline, folder: Path) -> None:
-        """``--trace`` has written ``timeline`` to ``folder``. Rank 0 only; an OSError becomes a warning."""
 
     def on_out_of_memory(self, run: RunConfig, stage: int, available: float) -> MemoryPlan | None:
         """A rank of pipeline stage ``stage`` needs more than its ``available`` bytes. The first plan is reported."""

@@ -1,7 +1,7 @@
 """A timeline made by hand, of two stages that keep to theory."""
 
 from megatron.parallel.pipeline.schedule import timed_passes
-from megatron.training.timeline import Event, Shape, Timeline
+from megatron.tools.reporting.timeline import Event, Shape, Timeline
 
 FORWARD, BACKWARD = 1.0, 2.0
 

@@ -13,7 +13,7 @@ from support.command_lines import parse
 from support.timelines import by_theory
 
 from megatron.tools.reporting.files import write_record
-from megatron.training.timeline import to_json
+from megatron.tools.reporting.timeline import to_json
 
 ROOT = Path(__file__).resolve().parents[2]
 

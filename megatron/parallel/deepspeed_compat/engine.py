@@ -154,7 +154,7 @@ def instruction_hooks(engine: DeepSpeedEngine, hooks: Sequence[InstructionHook])
     the reduction of the plain engine.
 
     DeepSpeed: runtime/pipe/engine.py, ``_INSTRUCTION_MAP`` is the only place through which all instructions pass.
-    Test: tests/training/test_trace.py. Remove when engines have callbacks.
+    Test: tests/tools/reporting/test_trace.py. Remove when engines have callbacks.
     """
     if not hooks:
         yield
@@ -210,7 +210,7 @@ def collectives_timed(now: Callable[[], float], record: Callable[[str, float, fl
     """While inside, call ``record(name, begin, end)`` for each collective called as ``torch.distributed.NAME``.
 
     torch 2.13: torch.distributed has no hook for collectives on every backend, so the functions are replaced.
-    Test: tests/training/test_trace.py. Remove when gloo and nccl both have such a hook.
+    Test: tests/tools/reporting/test_trace.py. Remove when gloo and nccl both have such a hook.
     """
 
     def timed(name: str, function: Callable) -> Callable:

@@ -1,19 +1,15 @@
-"""Training callbacks that need the planner or the report: advice on memory, run.json, the picture of a trace."""
+"""Training callbacks that need the planner or the report: advice on memory, and run.json."""
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from megatron.config import RunConfig
 from megatron.training.callbacks import Callback, MemoryPlan, warn_if_unwritable
-from megatron.training.timeline import Timeline
-
-PICTURE = "schedule.svg"
 
 
 def default_callbacks() -> list[Callback]:
     """What the entry scripts register. They import the planner and the report only when they are called."""
-    return [RunRecord(), SchedulePicture(), MemoryAdvice()]
+    return [RunRecord(), MemoryAdvice()]
 
 
 class RunRecord(Callback):
@@ -26,17 +22,6 @@ class RunRecord(Callback):
 
             with warn_if_unwritable(RECORD):
                 write_record(run, device)
-
-
-class SchedulePicture(Callback):
-    """Draws the trace of ``--trace``."""
-
-    def on_trace_written(self, timeline: Timeline, folder: Path) -> None:
-        """Write schedule.svg."""
-        from megatron.tools.reporting.measure import measure
-        from megatron.tools.reporting.schedule_picture import draw
-
-        (folder / PICTURE).write_text(draw(timeline, measure(timeline)))
 
 
 class MemoryAdvice(Callback):

@@ -20,7 +20,7 @@ from megatron.launch.files import replace_file
 from megatron.parallel.pipeline.partition import TRACE, plan
 from megatron.tools.planning.memory import Memory, activations, stage_memory
 from megatron.tools.planning.timing import DEVICES, Machine, timing, traffic
-from megatron.training.timeline import EVENT_DETAILS, FORMAT, Event, Shape, Timeline
+from megatron.tools.reporting.timeline import EVENT_DETAILS, FORMAT, Event, Shape, Timeline
 
 Points = Mapping[int, float]
 """Iteration -> value, in order."""

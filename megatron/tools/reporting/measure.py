@@ -5,7 +5,7 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from megatron.parallel.pipeline.schedule import bubble
-from megatron.training.timeline import Event, Timeline
+from megatron.tools.reporting.timeline import Event, Timeline
 
 SHARES = ("forward", "backward", "collectives", "transfer", "reduce", "step", "load", "waiting")
 """What a rank spends its time on. Collectives are those inside the passes, for example of tensor parallelism, and are

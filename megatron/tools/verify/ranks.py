@@ -26,7 +26,7 @@ _PRELOADED = [
     "megatron.checkpoint.load",
     "megatron.training.data_iterators",
     "megatron.training.setup",
-    "megatron.training.tracing",
+    "megatron.tools.reporting.tracing",
     "megatron.training.trainer",
 ]
 _PORTS = range(20000, 32000)

@@ -4,7 +4,7 @@ import time
 
 import torch.distributed as dist
 
-from megatron.training.tracing import machine, seconds_ahead
+from megatron.tools.reporting.tracing import machine, seconds_ahead
 
 
 def differences() -> tuple[float, float]:

@@ -20,17 +20,17 @@ from megatron.parallel.deepspeed_compat.engine import collectives_timed
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import TRACE
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
+from megatron.tools.reporting.measure import measure
+from megatron.tools.reporting.timeline import Event, Shape, Timeline, to_json, unit_seconds
 from megatron.training.callbacks import Callback, warn_if_unwritable
-from megatron.training.timeline import Event, Shape, Timeline, to_json, unit_seconds
 
+PICTURE = "schedule.svg"
 _CLOCK_ROUNDS = 16
 _PROFILE_ROWS = 40
 
 
-def requested_traces(
-    run: RunConfig, layout: ParallelLayout, module: nn.Module, callbacks: Sequence[Callback]
-) -> list[Callback]:
-    """The profiler and the tracer, if ``run`` asks for them; ``callbacks`` are informed of the written trace."""
+def requested_traces(run: RunConfig, layout: ParallelLayout, module: nn.Module) -> list[Callback]:
+    """The profiler and the tracer, if ``run`` asks for them."""
     if run.observe.profiles:
         with warn_if_unwritable("profiles"):
             Path(str(run.observe.profile_dir)).mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def requested_traces(
     if run.observe.profile_steps is not None:
         requested.append(Profiler(run, layout.rank))
     if run.observe.trace is not None:
-        requested.append(Tracer(run, layout, module, callbacks))
+        requested.append(Tracer(run, layout, module))
     return requested
 
 
@@ -82,10 +82,8 @@ class Profiler(Callback):
 class Tracer(Callback):
     """Records the timeline of one rank. Iterations that are not traced run unchanged."""
 
-    def __init__(
-        self, run: RunConfig, layout: ParallelLayout, module: nn.Module, callbacks: Sequence[Callback] = ()
-    ) -> None:
-        self._run, self._layout, self._module, self._callbacks = run, layout, module, callbacks
+    def __init__(self, run: RunConfig, layout: ParallelLayout, module: nn.Module) -> None:
+        self._run, self._layout, self._module = run, layout, module
         self._folder = Path(str(run.observe.trace))
         self._steps = steps(run.observe.trace_steps)
         self._step = self._iteration = 0
@@ -131,14 +129,16 @@ class Tracer(Callback):
             self._write(Timeline(shape, coordinates, events), self._layout.rank)
 
     def _write(self, timeline: Timeline, rank: int) -> None:
-        """Each rank writes its own file, and rank 0 that of all ranks."""
+        """Each rank writes its own file, and rank 0 that of all ranks and its picture."""
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / f"rank{rank}.json").write_text(to_json(timeline, [rank]))
         if rank == 0:
             ranks = range(len(timeline.coordinates))
             (self._folder / TRACE).write_text(to_json(timeline, ranks, unit_seconds=unit_seconds(timeline)))
-            for callback in self._callbacks:
-                callback.on_trace_written(timeline, self._folder)
+            # Imported here, as it takes a second to import matplotlib.
+            from megatron.tools.reporting.schedule_picture import draw
+
+            (self._folder / PICTURE).write_text(draw(timeline, measure(timeline)))
 
     @contextmanager
     def _record_instruction(self, instruction: Instruction) -> Iterator[None]:
