@@ -68,6 +68,12 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def nearest_multiples(number: int, factor: int) -> str:
+    """The positive multiples of ``factor`` below and above ``number``, such as ``6 or 8``."""
+    below = number // factor * factor
+    return f"{below} or {below + factor}" if below else str(factor)
+
+
 def did_you_mean(name: str, names: Iterable[str], *, otherwise: str) -> str:
     """The second half of a message about an unknown ``name``: the nearest of ``names``, or what to do ``otherwise``."""
     guess = nearest(name, names)

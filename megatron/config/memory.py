@@ -77,9 +77,7 @@ class ZeroConfig:
     )
     nvme_path: str | None = flag(None, "Folder on the NVMe device for offloaded state.", metavar="DIR")
     offload_pin_memory: bool = flag(
-        True,
-        "Offload to page-locked memory; enabled by default.",
-        switches={"no-offload-pin-memory": False},
+        True, "Offload to page-locked memory; enabled by default.", switches={"no-offload-pin-memory": False}
     )
     cpu_torch_adam: bool = flag(
         False, "With --offload-optimizer: use torch's Adam instead of DeepSpeedCPUAdam.", name="cpu_torch_adam"

@@ -54,9 +54,7 @@ class ModelConfig:
         False, "Initialize weights on the CPU, so that they are the same on any device."
     )
     shape_order: str = flag(
-        "BSH",
-        "Dimension order of hidden states between layers: B batch, S sequence, H hidden.",
-        choices=("BSH", "SBH"),
+        "BSH", "Dimension order of hidden states between layers: B batch, S sequence, H hidden.", choices=("BSH", "SBH")
     )
     pre_tokens: int = flag(
         65536, "Number of preceding tokens that each token attends to.", within="[0, inf)", masked_lm=False

@@ -62,8 +62,7 @@ class LoggingConfig:
         False, "Print the layout, the rank groups, the DeepSpeed config and the result of every rule, and exit."
     )
     dry_run: bool = flag(
-        False,
-        "Build the layers of some ranks on the meta device, print their parameters, groups and memory, and exit.",
+        False, "Build the layers of some ranks on the meta device, print their parameters, groups and memory, and exit."
     )
     rank: str | None = flag(
         None, "With --dry-run: ranks to build, such as 0,513 (default: one per pipeline stage).", metavar="RANKS"

@@ -180,14 +180,7 @@ _ADAM = {
     "adam_w_mode": BOOL,
     "fp32_optimizer_states": BOOL,
 }
-_LAMB = {
-    **_COMMON,
-    "betas": BETAS,
-    "eps": AMOUNT,
-    "max_coeff": AMOUNT,
-    "min_coeff": AMOUNT,
-    "bias_correction": BOOL,
-}
+_LAMB = {**_COMMON, "betas": BETAS, "eps": AMOUNT, "max_coeff": AMOUNT, "min_coeff": AMOUNT, "bias_correction": BOOL}
 
 
 class Optimizer(NamedTuple):

@@ -5,136 +5,129 @@ import re
 from collections.abc import Callable
 
 from megatron.config import RunConfig
-from megatron.config.validation.rules import needs, rule
+from megatron.config.errors import nearest_multiples
+from megatron.config.validation.rules import Messages, needs, rule
 from megatron.parallel.pipeline import partition
 
 
 @rule("heads divide the hidden size", why="Each attention head has an equal part of the hidden states.")
-def hidden_size(run: RunConfig) -> str | None:
+def hidden_size(run: RunConfig) -> Messages:
     heads = run.model.num_attention_heads
-    return _multiple("--hidden-size", run.model.hidden_size, f"--num-attention-heads {heads}", heads)
+    yield from _multiple("--hidden-size", run.model.hidden_size, f"--num-attention-heads {heads}", heads)
 
 
 @rule("tensor-parallel ranks divide the heads", why="A rank computes whole attention heads.")
-def heads(run: RunConfig) -> str | None:
+def heads(run: RunConfig) -> Messages:
     heads, ranks = run.model.num_attention_heads, run.parallel.model_parallel_size
-    return _multiple("--num-attention-heads", heads, f"--model-parallel-size {ranks}", ranks)
+    yield from _multiple("--num-attention-heads", heads, f"--model-parallel-size {ranks}", ranks)
 
 
 @rule("tensor-parallel ranks divide the MLP", why="Each rank holds an equal share of its columns.")
-def ffn_hidden_size(run: RunConfig) -> str | None:
+def ffn_hidden_size(run: RunConfig) -> Messages:
     size, ranks = run.model.ffn_hidden_size, run.parallel.model_parallel_size
-    return _multiple("--ffn-hidden-size", size, f"--model-parallel-size {ranks}", ranks)
+    yield from _multiple("--ffn-hidden-size", size, f"--model-parallel-size {ranks}", ranks)
 
 
 @rule(
     "sequence parallelism needs tensor parallelism",
     why="It splits the sequence over the tensor-parallel ranks; a single rank has nothing to split.",
 )
-def sequence_parallel(run: RunConfig) -> str | None:
+def sequence_parallel(run: RunConfig) -> Messages:
     if run.parallel.sequence_parallel and run.parallel.model_parallel_size == 1:
-        return "--sequence-parallel has no effect with --model-parallel-size 1: use 2 or more, or remove it"
-    return None
+        yield "--sequence-parallel has no effect with --model-parallel-size 1: use 2 or more, or remove it"
 
 
 @rule("sequence-parallel ranks divide the sequence", why="Each rank holds an equal part of the sequence.")
-def sequence_length(run: RunConfig) -> str | None:
-    parallel, splits = run.parallel, []
+def sequence_length(run: RunConfig) -> Messages:
+    parallel, splits = run.parallel, {}
     if parallel.ds_sequence_parallel_size > 1:
-        splits.append(("--ds-sequence-parallel-size", parallel.ds_sequence_parallel_size))
+        splits["--ds-sequence-parallel-size"] = parallel.ds_sequence_parallel_size
     if parallel.sequence_parallel:
-        splits.append(("--sequence-parallel's --model-parallel-size", parallel.model_parallel_size))
-    product = " x ".join(f"{name} {size}" for name, size in splits)
-    return _multiple("--seq-length", run.data.seq_length, product, math.prod(size for _, size in splits))
+        splits["--sequence-parallel's --model-parallel-size"] = parallel.model_parallel_size
+    product = " x ".join(f"{name} {size}" for name, size in splits.items())
+    yield from _multiple("--seq-length", run.data.seq_length, product, math.prod(splits.values()))
 
 
 @rule(
-    "Ulysses ranks divide the heads",
-    why="Around attention they exchange their parts of the sequence for whole heads.",
+    "Ulysses ranks divide the heads", why="Around attention they exchange their parts of the sequence for whole heads."
 )
-def ulysses_heads(run: RunConfig) -> str | None:
+def ulysses_heads(run: RunConfig) -> Messages:
     heads, parallel = run.model.num_attention_heads, run.parallel
     tensor, ranks = parallel.model_parallel_size, parallel.ds_sequence_parallel_size
     if ranks == 1 or tensor < 1 or not _divides(tensor, heads):
-        return None
+        return
     product = f"--ds-sequence-parallel-size {ranks}"
     if tensor > 1:
         product += f" x --model-parallel-size {tensor}"
-    return _multiple("--num-attention-heads", heads, product, tensor * ranks)
+    yield from _multiple("--num-attention-heads", heads, product, tensor * ranks)
 
 
-@rule(
-    "Ulysses sequence parallelism needs the plain engine",
-    why="DeepSpeed's pipeline topology has no axis for it.",
-)
-def ulysses_with_pipeline(run: RunConfig) -> str | None:
+@rule("Ulysses sequence parallelism needs the plain engine", why="DeepSpeed's pipeline topology has no axis for it.")
+def ulysses_with_pipeline(run: RunConfig) -> Messages:
     if run.parallel.ds_sequence_parallel_size > 1 and run.parallel.uses_pipeline:
-        return (
+        yield (
             f"--ds-sequence-parallel-size {run.parallel.ds_sequence_parallel_size} cannot be combined with "
             f"--pipe-parallel-size {run.parallel.pipe_parallel_size}: DeepSpeed's pipeline has no axis for it; use "
             "--pipe-parallel-size 0, or --sequence-parallel with --model-parallel-size"
         )
-    return None
 
 
 @rule("positions cover the sequence", why="Each token of a sample needs a learned position.")
-def positions(run: RunConfig) -> str | None:
+def positions(run: RunConfig) -> Messages:
     tokens, positions = run.data.seq_length, run.model.max_position_embeddings
     if tokens > positions > 0:
-        return (
+        yield (
             f"--seq-length {tokens} is more than --max-position-embeddings {positions}: raise "
             "--max-position-embeddings, or lower --seq-length"
         )
-    return None
 
 
 @rule("each stage has a layer", why="A stage without layers would only pass tensors on.")
-def stages_have_layers(run: RunConfig) -> str | None:
+def stages_have_layers(run: RunConfig) -> Messages:
     """Enough layers for all model chunks. Explicit partitions are checked by ``partition_fits``."""
     layers, parallel = run.model.num_layers, run.parallel
     method = parallel.pipeline_partition
     if layers < 1 or not parallel.uses_pipeline or _method_problem(method) or partition.explicit(method):
-        return None
+        return
     # By parameters and FLOPs the head weighs as much as the vocabulary size implies, which is not known yet.
     most = sum(map(bool, partition.run_weights(run))) if method.startswith(partition.BY_TYPE) else layers + 1
     if most >= parallel.model_chunks or not most:
-        return None
+        return
     chunks = f"--pipe-parallel-size {parallel.pipe_stages}"
     if parallel.uses_dualpipev:
         chunks = f"the two model chunks per stage of {chunks} and --pipeline-schedule {parallel.pipeline_schedule}"
     fewer = most // (parallel.model_chunks // parallel.pipe_stages)
     remedy = f"use at most {fewer} stages" if fewer else "use --pipeline-schedule 1f1b"
     if most == layers:
-        return f"--num-layers {layers} is less than {chunks}: {remedy}"
-    return f"--pipeline-partition {method} has {most} parts to distribute, less than {chunks}: {remedy}"
+        yield f"--num-layers {layers} is less than {chunks}: {remedy}"
+    yield f"--pipeline-partition {method} has {most} parts to distribute, less than {chunks}: {remedy}"
 
 
 @rule(
     "the partition fits the model",
     why="Each stage has a part of the model, and all parts together are the whole model.",
 )
-def partition_fits(run: RunConfig) -> str | None:
+def partition_fits(run: RunConfig) -> Messages:
     layers, parallel = run.model.num_layers, run.parallel
     method = parallel.pipeline_partition
     flag = f"--pipeline-partition {method}"
     if problem := _method_problem(method):
-        return f"{flag}: {problem}"
+        yield f"{flag}: {problem}"
     numbers = partition.explicit(method)
     if numbers is None and layers > 0 and method.startswith(partition.BY_TYPE):
         names = partition.layer_names(run.model)
         if not any(partition.run_weights(run)):
-            return f"{flag} matches no layer: the layers are {', '.join(dict.fromkeys(names))}"
+            yield f"{flag} matches no layer: the layers are {', '.join(dict.fromkeys(names))}"
     if numbers is None or layers < 1 or not parallel.uses_pipeline:
-        return None
+        return
     if len(numbers) != parallel.model_chunks:
         dualpipev = f"two for each stage of --pipeline-schedule {parallel.pipeline_schedule} and"
         each = dualpipev if parallel.uses_dualpipev else "one for each stage of"
-        return f"{flag}: give {parallel.model_chunks} numbers, {each} --pipe-parallel-size {parallel.pipe_stages}"
+        yield f"{flag}: give {parallel.model_chunks} numbers, {each} --pipe-parallel-size {parallel.pipe_stages}"
     if sum(numbers) != layers:
-        return f"{flag} totals {sum(numbers)} layers, and --num-layers is {layers}: make them equal"
+        yield f"{flag} totals {sum(numbers)} layers, and --num-layers is {layers}: make them equal"
     if 0 in numbers[1:-1]:
-        return f"{flag} leaves a middle stage empty: only the first and the last may have no transformer layers"
-    return None
+        yield f"{flag} leaves a middle stage empty: only the first and the last may have no transformer layers"
 
 
 def _method_problem(method: str) -> str | None:
@@ -156,20 +149,23 @@ def _method_problem(method: str) -> str | None:
     "no parameters without weight decay, so that their stage has fewer groups than the others.",
     otherwise="hangs in an all-reduce",
 )
-def embeddings_alone(run: RunConfig) -> str | None:
+def embeddings_alone(run: RunConfig) -> Messages:
     numbers, parallel = partition.explicit(run.parallel.pipeline_partition), run.parallel
     alone = numbers is not None and len(numbers) > 1 and numbers[0] == 0
     if not alone or parallel.uses_dualpipev or (run.zero.zero_stage == 0 and run.precision.dtype == "fp32"):
-        return None
-    return (
+        return
+    yield (
         f"--pipeline-partition {parallel.pipeline_partition} leaves the first stage with the embeddings only, which "
         "works in fp32 at --zero-stage 0 only: give the first stage a layer"
     )
 
 
-needs("parallel.pipeline_partition", "parallel.pipe_parallel_size")
-needs("parallel.repartition_from", "parallel.pipe_parallel_size")
-needs("parallel.pipeline_schedule", "parallel.pipe_parallel_size")
+needs(
+    "parallel.pipe_parallel_size",
+    "parallel.pipeline_partition",
+    "parallel.repartition_from",
+    "parallel.pipeline_schedule",
+)
 
 
 @rule(
@@ -177,18 +173,17 @@ needs("parallel.pipeline_schedule", "parallel.pipe_parallel_size")
     why="Each stage works on both of its model chunks at a time, which takes enough micro-batches to fill them.",
     otherwise="AssertionError: DualPipeV needs gradient_accumulation_steps >= 2 * stages",
 )
-def micro_batches_for_dualpipev(run: RunConfig) -> str | None:
+def micro_batches_for_dualpipev(run: RunConfig) -> Messages:
     parallel, gas = run.parallel, run.train.gradient_accumulation_steps
     needed = 2 * parallel.pipe_stages
     if parallel.world_size % max(parallel.model_parallel_size * parallel.pipe_stages, 1):
-        return None  # the batch sizes are unknown
+        return  # the batch sizes are unknown
     if parallel.uses_dualpipev and parallel.uses_pipeline and 0 < gas < needed:
-        return (
+        yield (
             f"--pipeline-schedule {parallel.pipeline_schedule} with --pipe-parallel-size {parallel.pipe_stages} needs "
             f"{needed} micro-batches or more, and there are {gas}: use --gas {needed}, with a smaller --batch-size "
             "for the same global batch"
         )
-    return None
 
 
 @rule(
@@ -196,11 +191,11 @@ def micro_batches_for_dualpipev(run: RunConfig) -> str | None:
     why="The processes form a whole number of model replicas.",
     otherwise="AssertionError: Invalid Grid",
 )
-def world_size(run: RunConfig) -> str | None:
+def world_size(run: RunConfig) -> Messages:
     world, tensor, stages = run.parallel.world_size, run.parallel.model_parallel_size, run.parallel.pipe_stages
     ulysses, replica = run.parallel.ds_sequence_parallel_size, run.parallel.replica_size
     if replica < 1 or world % replica == 0:
-        return None
+        return
     below = world // replica * replica
     remedies = [f"{below} or {below + replica} processes" if below else f"{replica} processes"]
     heads = run.model.num_attention_heads
@@ -219,15 +214,13 @@ def world_size(run: RunConfig) -> str | None:
         grid += f" x --ds-sequence-parallel-size {ulysses}"
         remedy("--ds-sequence-parallel-size", tensor * stages, lambda n: _divides(n * tensor, heads))
     processes = "process" if world == 1 else "processes"
-    return f"{world} {processes} cannot be split into {grid}: use {', or '.join(remedies)}"
+    yield f"{world} {processes} cannot be split into {grid}: use {', or '.join(remedies)}"
 
 
-def _multiple(name: str, number: int, factors: str, factor: int) -> str | None:
+def _multiple(name: str, number: int, factors: str, factor: int) -> Messages:
     """A message unless ``number`` is a multiple of ``factor``, which ``factors`` spells out as flags."""
-    if _divides(factor, number):
-        return None
-    below = number // factor * factor
-    return f"{name} {number} is not a multiple of {factors}: use {f'{below} or {below + factor}' if below else factor}"
+    if not _divides(factor, number):
+        yield f"{name} {number} is not a multiple of {factors}: use {nearest_multiples(number, factor)}"
 
 
 def _divides(small: int, large: int) -> bool:

@@ -1,13 +1,14 @@
 """The registry of rules about which settings may be combined. Each rule is one decorated function."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, TypeAlias
 
 from megatron.config import RunConfig, flag_fields
 from megatron.config.fields import flag_name
 
-Check: TypeAlias = Callable[[RunConfig], str | None]
-"""Returns the message for a run that breaks the rule, or None. The message says what is wrong and what to do."""
+Messages: TypeAlias = Iterator[str]
+"""What is wrong with a run by one rule, and what to do. Only the first message is used."""
+Check: TypeAlias = Callable[[RunConfig], Messages]
 
 
 class Rule(NamedTuple):
@@ -15,9 +16,13 @@ class Rule(NamedTuple):
 
     name: str
     why: str
-    check: Check
+    messages: Check
     otherwise: str = ""
     """What DeepSpeed would do with a run that breaks the rule, if that is the reason for it."""
+
+    def check(self, run: RunConfig) -> str | None:
+        """The message for a run that breaks the rule, or None."""
+        return next(self.messages(run), None)
 
 
 RULES: list[Rule] = []
@@ -25,24 +30,28 @@ RULES: list[Rule] = []
 
 
 def rule(name: str, *, why: str, otherwise: str = "") -> Callable[[Check], Check]:
-    """Register the decorated check as a rule; see ``Rule`` for the arguments."""
+    """Register the decorated function, which yields messages, as a rule; see ``Rule`` for the arguments."""
 
-    def register(check: Check) -> Check:
-        RULES.append(Rule(name, why, check, otherwise))
-        return check
+    def register(messages: Check) -> Check:
+        RULES.append(Rule(name, why, messages, otherwise))
+        return messages
 
     return register
 
 
-def needs(path: str, other: str) -> None:
-    """Register a rule for a setting that has no effect unless another is set. Paths are ``"section.field"``."""
+def needs(other: str, *paths: str) -> None:
+    """Register a rule for each setting that has no effect unless ``other`` is set. Paths are ``"section.field"``."""
+    for path in paths:
+        _needs(path, other)
+
+
+def _needs(path: str, other: str) -> None:
     flag, needed = _flag(path), _flag(other)
 
     @rule(f"{flag} needs {needed}", why="It would be silently ignored otherwise.")
-    def check(run: RunConfig) -> str | None:
+    def check(run: RunConfig) -> Messages:
         if _is_set(run, path) and not _is_set(run, other):
-            return f"{flag} has no effect without {needed}: add {needed}, or remove {flag}"
-        return None
+            yield f"{flag} has no effect without {needed}: add {needed}, or remove {flag}"
 
 
 def excludes(path: str, other: str, *, why: str, otherwise: str = "") -> None:
@@ -50,10 +59,14 @@ def excludes(path: str, other: str, *, why: str, otherwise: str = "") -> None:
     flag, rival = _flag(path), _flag(other)
 
     @rule(f"{flag} excludes {rival}", why=why, otherwise=otherwise)
-    def check(run: RunConfig) -> str | None:
+    def check(run: RunConfig) -> Messages:
         if _is_set(run, path) and _is_set(run, other):
-            return f"{flag} and {rival} exclude each other: remove one"
-        return None
+            yield f"{flag} and {rival} exclude each other: remove one"
+
+
+def enabled(settings: Mapping[str, bool]) -> str:
+    """The names of the settings that are true, for a message."""
+    return " and ".join(name for name, on in settings.items() if on)
 
 
 def _flag(path: str) -> str:

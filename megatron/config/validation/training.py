@@ -5,26 +5,24 @@ from importlib.util import find_spec
 from megatron.config import RunConfig
 from megatron.config.data import read_blend
 from megatron.config.output import steps
-from megatron.config.validation.rules import excludes, needs, rule
+from megatron.config.validation.rules import Messages, enabled, excludes, needs, rule
 from megatron.model.architectures import architecture_of
 
 
 @rule("NCCL needs GPUs", why="On the CPU, gloo is the backend.")
-def backend(run: RunConfig) -> str | None:
+def backend(run: RunConfig) -> Messages:
     if run.parallel.distributed_backend == "nccl" and run.parallel.device == "cpu":
-        return "--distributed-backend nccl needs GPUs, and this host has none: use gloo, or remove it"
-    return None
+        yield "--distributed-backend nccl needs GPUs, and this host has none: use gloo, or remove it"
 
 
 @rule("--fused-kernels apex needs apex", why="Only auto falls back to torch.")
-def apex(run: RunConfig) -> str | None:
+def apex(run: RunConfig) -> Messages:
     if run.model.fused_kernels != "apex":
-        return None
+        return
     if run.parallel.device == "cpu":
-        return "--fused-kernels apex needs CUDA, and this host has no GPU: use auto or torch"
+        yield "--fused-kernels apex needs CUDA, and this host has no GPU: use auto or torch"
     if find_spec("apex") is None:
-        return "--fused-kernels apex: apex is not installed; install it, or use auto or torch"
-    return None
+        yield "--fused-kernels apex: apex is not installed; install it, or use auto or torch"
 
 
 @rule(
@@ -32,36 +30,34 @@ def apex(run: RunConfig) -> str | None:
     why="ZeRO 3 gathers the weights of each module by hooks between the operations that are compiled together.",
     otherwise="recompiles every fragment between two hooks until torch gives up",
 )
-def compiled_layers(run: RunConfig) -> str | None:
+def compiled_layers(run: RunConfig) -> Messages:
     if run.model.compile and run.zero.zero_stage == 3:
-        return "--compile does not work at --zero-stage 3: use --zero-stage 2, or remove it"
-    return None
+        yield "--compile does not work at --zero-stage 3: use --zero-stage 2, or remove it"
 
 
 @rule(
     "gradient accumulation fusion needs gradients that stay in place",
     why="It adds the gradient of a micro-batch to that of the micro-batches before it.",
 )
-def gradients_in_place(run: RunConfig) -> str | None:
+def gradients_in_place(run: RunConfig) -> Messages:
     zero = run.zero
     if run.model.gradient_accumulation_fusion and run.train.gradient_accumulation_steps == 1:
-        return (
+        yield (
             "--gradient-accumulation-fusion has no effect with one micro-batch a step: raise --gas or "
             "--global-batch-size, or remove it"
         )
-    conflicts = (
-        (zero.zero_stage > 1, "--zero-stage 1"),
-        (zero.zero_overlap_comm, "no --zero-overlap-comm"),
-        (zero.offloads_optimizer, "no --offload-optimizer"),
-        (run.precision.dtype != "fp32" and run.precision.grad_accum_dtype == "fp32", "no --grad-accum-dtype fp32"),
-    )
-    remedies = [remedy for conflict, remedy in conflicts if conflict]
-    if run.model.gradient_accumulation_fusion and remedies:
-        return (
+    half_to_fp32 = run.precision.dtype != "fp32" and run.precision.grad_accum_dtype == "fp32"
+    remedies = {
+        "--zero-stage 1": zero.zero_stage > 1,
+        "no --zero-overlap-comm": bool(zero.zero_overlap_comm),
+        "no --offload-optimizer": zero.offloads_optimizer,
+        "no --grad-accum-dtype fp32": half_to_fp32,
+    }
+    if run.model.gradient_accumulation_fusion and any(remedies.values()):
+        yield (
             "--gradient-accumulation-fusion has no effect if DeepSpeed moves gradients after each micro-batch: "
-            f"use {' and '.join(remedies)}, or remove it"
+            f"use {enabled(remedies)}, or remove it"
         )
-    return None
 
 
 excludes(
@@ -75,7 +71,7 @@ excludes(
     "the fused causal attention kernel is possible",
     why="It supports the plain causal mask only, and none of the options that change the precision of the scores.",
 )
-def fused_attention(run: RunConfig) -> str | None:
+def fused_attention(run: RunConfig) -> Messages:
     model = run.model
     settings = {
         "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
@@ -83,58 +79,52 @@ def fused_attention(run: RunConfig) -> str | None:
         "--reset-attention-mask": model.reset_attention_mask,
         f"--pre-tokens {model.pre_tokens}": model.pre_tokens < run.data.seq_length - 1,
     }
-    rivals = " and ".join(name for name, on in settings.items() if on)
-    if model.scaled_upper_triang_masked_softmax_fusion and rivals:
+    if model.scaled_upper_triang_masked_softmax_fusion and (rivals := enabled(settings)):
         flag = "--scaled-upper-triang-masked-softmax-fusion"
-        return f"{flag} cannot be combined with {rivals}: remove {flag}, or remove {rivals}"
-    return None
+        yield f"{flag} cannot be combined with {rivals}: remove {flag}, or remove {rivals}"
 
 
 @rule(
     "the micro-batch average of the loss needs a mask",
     why="Without --eod-mask-loss all micro-batches count the same number of tokens, and both averages are equal.",
 )
-def loss_normalization(run: RunConfig) -> str | None:
+def loss_normalization(run: RunConfig) -> Messages:
     masks_loss = run.data.eod_mask_loss or architecture_of(run.model).masked_lm
     if run.train.loss_normalization == "micro-batch" and not masks_loss:
-        return (
+        yield (
             "--loss-normalization micro-batch has no effect without --eod-mask-loss: add it, or remove "
             "--loss-normalization"
         )
-    return None
 
 
 @rule("--min-lr is at most --lr", why="The learning rate decays from --lr to --min-lr.")
-def min_lr(run: RunConfig) -> str | None:
+def min_lr(run: RunConfig) -> Messages:
     if run.optim.lr > 0 and run.optim.min_lr > run.optim.lr:
-        return f"--min-lr {run.optim.min_lr:g} is more than --lr {run.optim.lr:g}: lower it"
-    return None
+        yield f"--min-lr {run.optim.min_lr:g} is more than --lr {run.optim.lr:g}: lower it"
 
 
 @rule("warm-up fits into the decay", why="Both are counted in the same iterations.")
-def warmup(run: RunConfig) -> str | None:
+def warmup(run: RunConfig) -> Messages:
     optim, train = run.optim, run.train
     if train.global_batch_size < 1 or optim.decay_iters(train) < 1:
-        return None
+        return
     warmup, decay = optim.warmup_iters(train), optim.decay_iters(train)
     if warmup > decay:
-        return f"the warm-up of {warmup} iterations is longer than the decay of {decay}: shorten it"
+        yield f"the warm-up of {warmup} iterations is longer than the decay of {decay}: shorten it"
     last = optim.lr_wsd_decay_iters or 0
     if optim.lr_decay_style == "WSD" and warmup + last > decay:
-        return (
+        yield (
             f"the warm-up of {warmup} iterations and --lr-wsd-decay-iters {last} do not fit into {decay} iterations: "
             "shorten one"
         )
-    return None
 
 
 @rule("WSD needs --lr-wsd-decay-iters", why="The length of its decay phase has no default.")
-def wsd(run: RunConfig) -> str | None:
+def wsd(run: RunConfig) -> Messages:
     if run.optim.lr_decay_style == "WSD" and run.optim.lr_wsd_decay_iters is None:
-        return "--lr-decay-style WSD needs --lr-wsd-decay-iters"
+        yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
     if run.optim.lr_decay_style != "WSD" and run.optim.lr_wsd_decay_iters is not None:
-        return "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD: add it, or remove --lr-wsd-decay-iters"
-    return None
+        yield "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD: add it, or remove --lr-wsd-decay-iters"
 
 
 excludes(
@@ -148,99 +138,84 @@ excludes(
     "the tokenizer suits the model",
     why="GPT-2 needs an end-of-document token; BERT needs tokens that frame, pad and mask.",
 )
-def tokenizer(run: RunConfig) -> str | None:
+def tokenizer(run: RunConfig) -> Messages:
     model = run.model.architecture
     known = architecture_of(run.model).tokenizers
     if run.data.tokenizer_type not in known:
-        return f"--tokenizer-type {run.data.tokenizer_type} does not suit {model}: use {' or '.join(known)}"
-    return None
+        yield f"--tokenizer-type {run.data.tokenizer_type} does not suit {model}: use {' or '.join(known)}"
 
 
 @rule("BPE needs merges", why="The vocabulary alone does not determine how text is tokenized.")
-def merges(run: RunConfig) -> str | None:
+def merges(run: RunConfig) -> Messages:
     if run.data.tokenizer_type == "GPT2BPETokenizer" and run.data.merge_file is None:
-        return "--merge-file is required with --tokenizer-type GPT2BPETokenizer"
-    return None
+        yield "--merge-file is required with --tokenizer-type GPT2BPETokenizer"
 
 
 @rule("a pair of sentences fits into a sample", why="BERT's samples are pairs of sentences with three special tokens.")
-def pairs(run: RunConfig) -> str | None:
+def pairs(run: RunConfig) -> Messages:
     tokens = run.data.seq_length
     if architecture_of(run.model).masked_lm and 0 < tokens < 5:
-        return f"--seq-length {tokens} is too short for [CLS] and two tokens with a [SEP] after each: use 5 or more"
-    return None
+        yield f"--seq-length {tokens} is too short for [CLS] and two tokens with a [SEP] after each: use 5 or more"
 
 
 @rule(
     "a blend has a weight before each prefix",
     why="The share of each data set is its weight divided by the sum of all weights.",
 )
-def blends(run: RunConfig) -> str | None:
+def blends(run: RunConfig) -> Messages:
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
         try:
             if words := getattr(run.data, name):
                 read_blend(words)
         except ValueError as error:
-            return f"--{name.replace('_', '-')} {' '.join(words)}: {error}"
-    return None
+            yield f"--{name.replace('_', '-')} {' '.join(words)}: {error}"
 
 
-needs("data.valid_data_path", "data.train_data_path")
-needs("data.test_data_path", "data.train_data_path")
-needs("checkpoint.save_interval", "checkpoint.save")
-needs("checkpoint.async_save", "checkpoint.save")
-needs("checkpoint.keep_last", "checkpoint.save")
-needs("checkpoint.keep_every", "checkpoint.keep_last")
-needs("checkpoint.auto_resume", "checkpoint.save")
-needs("checkpoint.finetune", "checkpoint.load")
-needs("checkpoint.override", "checkpoint.load")
-needs("checkpoint.on_save_error", "checkpoint.save")
-needs("train.rewind_on_spike", "checkpoint.save_interval")
-needs("train.spike_factor", "train.rewind_on_spike")
-excludes(
-    "checkpoint.auto_resume",
-    "checkpoint.finetune",
-    why="A resumed run would start at iteration 0 again.",
-)
+needs("data.train_data_path", "data.valid_data_path", "data.test_data_path")
+needs("checkpoint.save", "checkpoint.save_interval", "checkpoint.async_save", "checkpoint.keep_last")
+needs("checkpoint.keep_last", "checkpoint.keep_every")
+needs("checkpoint.save", "checkpoint.auto_resume")
+needs("checkpoint.load", "checkpoint.finetune", "checkpoint.override")
+needs("checkpoint.save", "checkpoint.on_save_error")
+needs("checkpoint.save_interval", "train.rewind_on_spike")
+needs("train.rewind_on_spike", "train.spike_factor")
+excludes("checkpoint.auto_resume", "checkpoint.finetune", why="A resumed run would start at iteration 0 again.")
 
 
 @rule("--load-strict needs a checkpoint to load", why="It refuses to load a broken checkpoint.")
-def load_strict(run: RunConfig) -> str | None:
+def load_strict(run: RunConfig) -> Messages:
     if run.checkpoint.load_strict and run.checkpoint.load is None and not run.checkpoint.auto_resume:
-        return "--load-strict has no effect without --load or --auto-resume: add one, or remove --load-strict"
-    return None
+        yield "--load-strict has no effect without --load or --auto-resume: add one, or remove --load-strict"
 
 
-needs("observe.trace_steps", "observe.trace")
+needs("observe.trace", "observe.trace_steps")
 
 
 @rule("traced and profiled iterations are part of the run", why="The output would be empty otherwise.")
-def step_ranges(run: RunConfig) -> str | None:
+def step_ranges(run: RunConfig) -> Messages:
     observe, last = run.observe, run.train.train_iters
     for flag, text in (("--trace-steps", observe.trace_steps), ("--profile-steps", observe.profile_steps)):
         if text is None or (flag == "--trace-steps" and observe.trace is None):
             continue
         if not steps(text):
-            return f"{flag} {text}: give the first iteration and the last, such as 2:4"
+            yield f"{flag} {text}: give the first iteration and the last, such as 2:4"
         if last > 0 and steps(text)[0] > last:
-            return f"{flag} {text} begins after the last iteration, {last}: choose earlier ones"
+            yield f"{flag} {text} begins after the last iteration, {last}: choose earlier ones"
     if last > 0 and (observe.flops_profile_step or 0) > last:
-        return f"--flops-profile-step {observe.flops_profile_step} is after the last iteration, {last}: choose another"
-    return None
+        yield f"--flops-profile-step {observe.flops_profile_step} is after the last iteration, {last}: choose another"
 
 
 @rule("a profile needs a folder", why="Profiles are written to files only.")
-def profile_folder(run: RunConfig) -> str | None:
+def profile_folder(run: RunConfig) -> Messages:
     observe = run.observe
     if observe.profiles and observe.profile_dir is None:
         flag = "--profile-steps" if observe.profile_steps else "--flops-profile-step"
-        return f"{flag} needs a folder: add --profile-dir, or --trace"
+        yield f"{flag} needs a folder: add --profile-dir, or --trace"
     if not observe.profiles and observe.profile_dir not in (None, observe.trace):
-        return (
+        yield (
             "--profile-dir has no effect without --profile-steps or --flops-profile-step: add one, or remove "
             "--profile-dir"
         )
-    return None
 
 
 @rule(
@@ -248,28 +223,26 @@ def profile_folder(run: RunConfig) -> str | None:
     why="DeepSpeed writes the profile in a method that its pipeline engine does not call.",
     otherwise="counts operations, and writes nothing",
 )
-def flops_on_plain_engine(run: RunConfig) -> str | None:
+def flops_on_plain_engine(run: RunConfig) -> Messages:
     if run.observe.flops_profile_step is not None and run.parallel.uses_pipeline:
-        return (
+        yield (
             f"--flops-profile-step cannot be combined with --pipe-parallel-size {run.parallel.pipe_parallel_size}: use "
             "--pipe-parallel-size 0, or see the forward FLOPs of each stage that --explain prints"
         )
-    return None
 
 
-needs("logging.rank", "logging.dry_run")
+needs("logging.dry_run", "logging.rank")
 excludes("logging.explain", "logging.dry_run", why="--explain prints rules; --dry-run builds layers.")
 
 
 @rule("--rank names ranks of the run", why="Other ranks have no layers to build.")
-def dry_ranks(run: RunConfig) -> str | None:
+def dry_ranks(run: RunConfig) -> Messages:
     world = run.parallel.world_size
     try:
         ranks = run.logging.ranks or []
     except ValueError:
-        return f"--rank {run.logging.rank} is no list of numbers: give one such as 0,513"
+        yield f"--rank {run.logging.rank} is no list of numbers: give one such as 0,513"
     beyond = [rank for rank in ranks if not 0 <= rank < world]
     if beyond:
         processes = "is 1 process" if world == 1 else f"are {world} processes"
-        return f"--rank {beyond[0]}: there {processes}, counted from 0; lower it, or raise --world-size"
-    return None
+        yield f"--rank {beyond[0]}: there {processes}, counted from 0; lower it, or raise --world-size"
