@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from megatron.config import ModelConfig
 from megatron.model.kernels import residual_weight, weight
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.sequence.shards import all_to_all, sequence_parallel_dim
+from megatron.parallel.sequence import all_to_all, sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.random import get_rng_tracker
 

@@ -27,7 +27,7 @@ from megatron.model.kernels import gelu, norm_class, weight
 from megatron.model.loss import lm_loss, without_gradient_unless_finite
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.sequence.shards import first_token
+from megatron.parallel.sequence import first_token
 from megatron.parallel.tensor.layers import all_reduce_gradient, mark_sharded
 
 

@@ -14,7 +14,7 @@ from megatron.config import ModelConfig
 from megatron.model.kernels import weight
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.sequence.shards import local_shard, sequence_groups, sequence_parallel_dim
+from megatron.parallel.sequence import local_shard, sequence_groups, sequence_parallel_dim
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient
 from megatron.parallel.tensor.random import random_stream
 

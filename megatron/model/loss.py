@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.parallel.sequence.shards import local_shard
+from megatron.parallel.sequence import local_shard
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 

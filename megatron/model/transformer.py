@@ -9,7 +9,7 @@ from megatron.config import ModelConfig
 from megatron.model.attention import KeyValueCache, ParallelSelfAttention
 from megatron.model.kernels import bias_gelu, dropout_add, gelu, norm_class, residual_weight, weight
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.sequence.shards import sequence_parallel_dim
+from megatron.parallel.sequence import sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.random import random_stream
 

@@ -5,7 +5,7 @@ Every function takes its process group as an argument; what ``mpu.get_...`` answ
 """
 
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.sequence.shards import all_to_all
+from megatron.parallel.sequence import all_to_all
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.tensor.layers import (
     ColumnParallelLinear,

@@ -1,1 +1,35 @@
-"""How ranks share the work: the layout, and a package for each axis of parallelism."""
+"""How ranks share the work: the grid of ranks, and a package for each axis of parallelism. No torch here.
+
+rank = ((pipe * data size + data) * sequence size + sequence) * tensor size + tensor
+"""
+
+import itertools
+
+from megatron.config import ParallelConfig
+
+AXES = ("pipe", "data", "sequence", "tensor")
+"""From the outermost to the innermost: neighboring ranks differ in their tensor-parallel rank."""
+
+
+def axis_sizes(parallel: ParallelConfig) -> dict[str, int]:
+    """Number of ranks along each axis, outermost first."""
+    return {
+        "pipe": parallel.pipe_stages,
+        "data": parallel.data_parallel_size,
+        "sequence": parallel.ds_sequence_parallel_size,
+        "tensor": parallel.model_parallel_size,
+    }
+
+
+def groups_along(parallel: ParallelConfig, *axes: str) -> list[list[int]]:
+    """The groups of ranks whose coordinates differ along ``axes`` alone."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, coordinates in enumerate(itertools.product(*map(range, axis_sizes(parallel).values()))):
+        shared = tuple(index for axis, index in zip(AXES, coordinates, strict=True) if axis not in axes)
+        groups.setdefault(shared, []).append(rank)
+    return list(groups.values())
+
+
+def groups(parallel: ParallelConfig) -> dict[str, list[list[int]]]:
+    """The groups along each axis."""
+    return {axis: groups_along(parallel, axis) for axis in AXES}

@@ -8,12 +8,12 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, Proce
 from torch.distributed import ProcessGroup
 
 from megatron.config import ParallelConfig
-from megatron.parallel.rank_groups import REPLICAS, axis_sizes, groups_along
+from megatron.parallel import axis_sizes, groups_along
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """This rank's coordinates on the grid of ``rank_groups``, and its process group along each axis."""
+    """This rank's coordinates on the grid of ranks, and its process group along each axis."""
 
     topology: ProcessTopology
     rank: int
@@ -41,7 +41,7 @@ class ParallelLayout:
             data_group=_own_group(groups_along(parallel, "data")),
             pipe_group=_own_group(groups_along(parallel, "pipe")),
             sequence_group=_own_group(groups_along(parallel, "sequence")) if has_sequence_group else None,
-            replica_group=_own_group(groups_along(parallel, *REPLICAS)) if has_sequence_group else None,
+            replica_group=_own_group(groups_along(parallel, "data", "sequence")) if has_sequence_group else None,
             sequence_parallel=parallel.sequence_parallel,
             uses_dualpipev=parallel.uses_dualpipev,
         )

@@ -1,6 +1,6 @@
 """The loss takes some rows of the logits at a time, and lets go of them before it takes the next."""
 
-from megatron.parallel.tensor.loss_chunking import rows_at_once
+from megatron.parallel.tensor import rows_at_once
 
 COLUMNS, BLOCKS = 4096, 4
 

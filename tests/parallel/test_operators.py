@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron import mpu
-from megatron.parallel.tensor import loss_chunking as chunks
+from megatron.parallel import tensor as chunks
 
 TENSOR_PARALLEL_SIZES = [1, 2, 4]
 INIT = {"std": 0.3, "seed": 7}

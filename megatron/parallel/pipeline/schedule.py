@@ -1,4 +1,4 @@
-"""The 1F1B pipeline schedule, instruction by instruction, and its bubble. No torch here.
+"""The 1F1B pipeline schedule and its bubble. No torch here.
 
 With one forward and one backward pass at a time (1F1B) every pass takes one slot. Stage s of p, from 0 on, runs
 micro-batch k of m, from 1 on, forward in slot s + 2 (k - 1) and backward in slot 2 p - 1 - s + 2 (k - 1), so that a
@@ -45,10 +45,6 @@ class TimedPass(NamedTuple):
     end: float
 
 
-LAST = (Instruction("ReduceTiedGrads"), Instruction("ReduceGrads"), Instruction("OptimizerStep"))
-"""What each stage does after all passes."""
-
-
 def bubble_ratio(stages: int, micro_batches: int, chunks: int = 1) -> float:
     """Idle time of a pipeline over its useful time, with ``chunks`` of the model to a stage (arXiv 2104.04473, 2.2).
 
@@ -62,11 +58,6 @@ def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
 
-def slots(stages: int, micro_batches: int) -> int:
-    """Steps of the 1F1B schedule: one forward or backward pass each."""
-    return 2 * (micro_batches + stages - 1)
-
-
 def micro_batches_in_flight(stage: int, stages: int, micro_batches: int) -> int:
     """Micro-batches whose activations a stage keeps at a time, counted from 0."""
     return min(micro_batches, stages - stage)
@@ -74,18 +65,14 @@ def micro_batches_in_flight(stage: int, stages: int, micro_batches: int) -> int:
 
 def passes(stage: int, stages: int, micro_batches: int) -> list[Pass]:
     """The passes of a stage in the order of their slots."""
-    found = []
-    for number in range(micro_batches):
-        found.append(Pass(stage + 2 * number, number + 1, True))
-        found.append(Pass(2 * stages - 1 - stage + 2 * number, number + 1, False))
-    return sorted(found)
+    forward = [Pass(stage + 2 * number, number + 1, True) for number in range(micro_batches)]
+    backward = [Pass(2 * stages - 1 - stage + 2 * number, number + 1, False) for number in range(micro_batches)]
+    return sorted(forward + backward)
 
 
 def timed_passes(stages: int, micro_batches: int, forward: float, backward: float) -> list[TimedPass]:
     """All passes in time, each as early as its dependencies allow; passes take ``forward`` and ``backward``."""
-    in_slots = sorted(
-        (found.slot, stage, found) for stage in range(stages) for found in passes(stage, stages, micro_batches)
-    )
+    in_slots = sorted((one.slot, stage, one) for stage in range(stages) for one in passes(stage, stages, micro_batches))
     free = [0.0] * stages
     ends: dict[tuple[int, int, bool], float] = {}
     timed = []
@@ -95,33 +82,3 @@ def timed_passes(stages: int, micro_batches: int, forward: float, backward: floa
         free[stage] = ends[stage, number, is_forward] = begin + (forward if is_forward else backward)
         timed.append(TimedPass(stage, number, is_forward, begin, free[stage]))
     return timed
-
-
-def instructions(stage: int, stages: int, micro_batches: int) -> list[Instruction]:
-    """All that a stage does for a batch, in order.
-
-    The output of a pass is sent in the next slot, after the receive of a backward pass and before that of a forward
-    pass: of two neighbors one then sends while the other receives.
-    """
-    by_slot = {found.slot: found for found in passes(stage, stages, micro_batches)}
-    is_first, is_last = stage == 0, stage == stages - 1
-    done: list[Instruction] = []
-    for slot in range(slots(stages, micro_batches)):
-        now, before = by_slot.get(slot), by_slot.get(slot - 1)
-        sends = []
-        if before and before.is_forward and not is_last:
-            sends = [Instruction("SendActivation", before.micro_batch)]
-        if before and not before.is_forward and not is_first:
-            sends = [Instruction("SendGrad", before.micro_batch)]
-        if now is None:
-            done += sends
-        elif now.is_forward:
-            done += sends
-            done += [] if is_first else [Instruction("RecvActivation", now.micro_batch)]
-            done += [Instruction("LoadMicroBatch", now.micro_batch)] if is_first or is_last else []
-            done.append(Instruction("ForwardPass", now.micro_batch))
-        else:
-            done += [] if is_last else [Instruction("RecvGrad", now.micro_batch)]
-            done += sends
-            done.append(Instruction("BackwardPass", now.micro_batch))
-    return [*done, *LAST]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.parallel.tensor.loss_chunking import rows_at_once
+from megatron.parallel.tensor import rows_at_once
 
 
 def vocab_parallel_cross_entropy(

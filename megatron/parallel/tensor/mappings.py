@@ -8,7 +8,8 @@ section 4.2.2): all-gather and reduce-scatter, which together move as much as on
 b batch, s sequence, h hidden, t ranks of the group
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,22 +20,22 @@ from torch.distributed import ProcessGroup
 
 def copy_to_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Identity forward, all-reduce backward."""
-    return _Copy.apply(x, group) if group.size() > 1 else x
+    return mapped(x, group, _identity, all_reduce)
 
 
 def reduce_from_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """All-reduce forward, identity backward."""
-    return _Reduce.apply(x, group) if group.size() > 1 else x
+    return mapped(x, group, all_reduce, _identity)
 
 
 def scatter_to_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """Keep this rank's part of the last dimension forward, all-gather backward: [.., i] -> [.., i/t]."""
-    return _Scatter.apply(x, group, -1) if group.size() > 1 else x
+    return scatter_to_sequence_parallel_region(x, group, -1)
 
 
 def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """All-gather the last dimension forward, keep this rank's part backward: [.., o/t] -> [.., o]."""
-    return _Gather.apply(x, group, -1) if group.size() > 1 else x
+    return mapped(x, group, partial(_all_gather, dim=-1), partial(_local_shard, dim=-1))
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -42,7 +43,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int
 
     For tensors that are equal on every rank.
     """
-    return _Scatter.apply(x, group, dim) if group.size() > 1 else x
+    return mapped(x, group, partial(_local_shard, dim=dim), partial(_all_gather, dim=dim))
 
 
 def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -50,12 +51,12 @@ def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: in
 
     For the input of a tensor-parallel region, in which each rank's gradient is a partial sum.
     """
-    return _GatherSequence.apply(x, group, dim) if group.size() > 1 else x
+    return mapped(x, group, partial(_all_gather, dim=dim), partial(_reduce_scatter, dim=dim))
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Reduce-scatter the sequence forward, all-gather backward: [b, s, h] -> [b, s/t, h] for ``dim`` 1."""
-    return _ReduceScatterSequence.apply(x, group, dim) if group.size() > 1 else x
+    return mapped(x, group, partial(_reduce_scatter, dim=dim), partial(_all_gather, dim=dim))
 
 
 def broadcast_data(
@@ -85,69 +86,27 @@ def broadcast_data(
     return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(sizes), shapes, strict=True)}
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grad, ctx.group), None
+Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
 
-class _Reduce(torch.autograd.Function):
+class _Mapping(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
-        return all_reduce(x, group)
+    def forward(ctx, x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
+        ctx.group, ctx.conjugate = group, backward
+        return forward(x, group)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.conjugate(grad, ctx.group), None, None, None
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _local_shard(x, group, dim)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.group, ctx.dim), None, None
+def mapped(x: Tensor, group: ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
+    """``forward`` of ``x``, whose gradient is ``backward`` of the output's; ``x`` itself in a group of one rank."""
+    return _Mapping.apply(x, group, forward, backward) if group.size() > 1 else x
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _all_gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _local_shard(grad, ctx.group, ctx.dim), None, None
-
-
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _all_gather(x, group, dim)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _reduce_scatter(grad, ctx.group, ctx.dim), None, None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _reduce_scatter(x, group, dim)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _all_gather(grad, ctx.group, ctx.dim), None, None
+def _identity(x: Tensor, group: ProcessGroup) -> Tensor:
+    return x
 
 
 def all_reduce(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -8,7 +8,7 @@ from megatron.config.command_line import ParsedRun
 from megatron.config.errors import ConfigError, UserError
 from megatron.config.summary import describe_config, describe_stages
 from megatron.config.validation import RULES
-from megatron.parallel.rank_groups import groups
+from megatron.parallel import groups
 from megatron.training.preflight import check
 
 _SHOWN = 8

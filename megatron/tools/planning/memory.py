@@ -9,7 +9,7 @@ from megatron.config import RunConfig
 from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.partition import Stage, layer_groups, plan
 from megatron.parallel.pipeline.schedule import micro_batches_in_flight
-from megatron.parallel.tensor.loss_chunking import rows_at_once
+from megatron.parallel.tensor import rows_at_once
 from megatron.tools.planning.states import FP32, States, bytes_of, numel, stage_weights, states
 
 

@@ -12,7 +12,7 @@ from support.programs import TINY_MODEL, Programs
 from megatron.config import ParallelConfig
 from megatron.config.command_line import parse_run
 from megatron.config.validation import RULES
-from megatron.parallel.rank_groups import groups
+from megatron.parallel import groups
 
 SIZES = "--batch-size 2 --gas 4 --train-iters 10 --explain".split()
 

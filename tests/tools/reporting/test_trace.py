@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from deepspeed.runtime.pipe.schedule import BufferOpInstruction, TrainSchedule
 from support.programs import read_metrics
+from support.timelines import instructions
 from support.training import RankTraining, pretrain
 
 from megatron.model.transformer import ParallelTransformerLayer
-from megatron.parallel.pipeline.schedule import Instruction, instructions
+from megatron.parallel.pipeline.schedule import Instruction
 from megatron.tools.reporting.files import read_timeline
 from megatron.tools.reporting.measure import measure
 from megatron.tools.reporting.timeline import Timeline
