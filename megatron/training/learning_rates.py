@@ -10,13 +10,13 @@ Step n, counted from 0 by the iterations finished before it, is taken at ``learn
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import _LRScheduler
 
 from megatron.config.errors import CheckpointError, ConfigError
 
@@ -46,38 +46,68 @@ class Schedule:
     wsd_decay_style: str = "exponential"
     """Curve of the last part of WSD: a key of ``WSD_DECAYS``."""
 
-    def __post_init__(self):
-        problems = schedule_problems(self)
-        if problems:
+    def __post_init__(self) -> None:
+        if problems := list(self._problems()):
             raise ConfigError(problems)
+
+    @property
+    def is_wsd(self) -> bool:
+        """Whether the style is WSD, to which alone its two fields matter."""
+        return self.decay_style == "WSD"
 
     def learning_rate(self, iteration: int) -> float:
         """The rate of the step that follows ``iteration`` finished ones."""
         if iteration < self.warmup_iter:
             return self.start_lr * (iteration + 1) / self.warmup_iter
-        fraction = self._curve(self._progress(iteration), self)
+        curve = WSD_DECAYS[self.wsd_decay_style] if self.is_wsd else DECAYS[self.decay_style]
+        fraction = curve(self._progress(iteration), self)
         # In this form both ends of the curve are exact.
         return self.start_lr * (1 - fraction) + self.min_lr * fraction
+
+    def settings(self) -> dict[str, Any]:
+        """The fields that matter to the style, as in a checkpoint."""
+        return {name: value for name, value in asdict(self).items() if self.is_wsd or not name.startswith("wsd_")}
 
     def _progress(self, iteration: int) -> float:
         """The part of the decay that is done, 0 to 1."""
         if iteration >= self.end_iter:
             return 1.0
-        length = self.wsd_decay_iters if self.decay_style == "WSD" else self.end_iter - self.warmup_iter
+        length = self.wsd_decay_iters if self.is_wsd else self.end_iter - self.warmup_iter
         return max(0.0, 1 - (self.end_iter - iteration) / length) if length else 0.0
 
-    @property
-    def _curve(self) -> "Decay":
-        return WSD_DECAYS[self.wsd_decay_style] if self.decay_style == "WSD" else DECAYS[self.decay_style]
+    def _problems(self) -> Iterator[str]:
+        """One line for each rule that the values break."""
+        if not 0 <= self.start_lr < math.inf:
+            yield f"--lr {self.start_lr} must be a number of 0 or more"
+        elif not 0 <= self.min_lr <= self.start_lr:
+            yield f"--min-lr {self.min_lr} must be between 0 and --lr {self.start_lr}"
+        if self.end_iter < 0:
+            yield f"--lr-decay-iters {self.end_iter} must not be negative"
+        elif not 0 <= self.warmup_iter <= self.end_iter:
+            yield (
+                f"--warmup: {self.warmup_iter} iterations of warm-up must be between 0 and the {self.end_iter} of "
+                "--lr-decay-iters"
+            )
+        yield from _unknown("--lr-decay-style", self.decay_style, (*DECAYS, "WSD"))
+        if self.is_wsd:
+            length = self.end_iter - self.warmup_iter
+            if self.wsd_decay_iters is None:
+                yield "--lr-decay-style WSD needs --lr-wsd-decay-iters, the iterations of its last part"
+            elif not 0 <= self.wsd_decay_iters <= length:
+                yield (
+                    f"--lr-wsd-decay-iters {self.wsd_decay_iters} must be between 0 and the {length} iterations "
+                    "between warm-up and --lr-decay-iters"
+                )
+            yield from _unknown("--lr-wsd-decay-style", self.wsd_decay_style, WSD_DECAYS)
+
+
+def _unknown(flag: str, style: str, styles: Iterable[str]) -> Iterator[str]:
+    if style not in styles:
+        yield f"{flag} {style} is unknown: choose one of {', '.join(styles)}"
 
 
 Decay = Callable[[float, Schedule], float]
 """(progress in [0, 1], schedule) -> the fraction of the way from ``start_lr`` to ``min_lr``, 1 at progress 1."""
-
-
-def constant(progress: float, schedule: Schedule) -> float:
-    """Stays at the peak."""
-    return 0.0
 
 
 def linear(progress: float, schedule: Schedule) -> float:
@@ -112,13 +142,8 @@ def inverse_square_root(progress: float, schedule: Schedule) -> float:
     return (1 - (1 + progress * periods) ** -0.5) / (1 - (1 + periods) ** -0.5)
 
 
-def minus_sqrt(progress: float, schedule: Schedule) -> float:
-    """One minus the square root (arXiv 2405.18392): steep at first."""
-    return math.sqrt(progress)
-
-
 DECAYS: dict[str, Decay] = {
-    "constant": constant,
+    "constant": lambda progress, schedule: 0.0,
     "linear": linear,
     "cosine": cosine,
     "exponential": exponential,
@@ -130,52 +155,12 @@ WSD_DECAYS: dict[str, Decay] = {
     "linear": linear,
     "cosine": cosine,
     "exponential": exponential,
-    "minus_sqrt": minus_sqrt,
+    "minus_sqrt": lambda progress, schedule: math.sqrt(progress),  # arXiv 2405.18392: steep at first
 }
 """Curves of --lr-wsd-decay-style."""
 
 
-def schedule_problems(schedule: Schedule) -> list[str]:
-    """One line for each rule that the values break."""
-    problems = []
-    styles = (*DECAYS, "WSD")
-    if not (0 <= schedule.start_lr < math.inf):
-        problems.append(f"--lr {schedule.start_lr} must be a number of 0 or more")
-    elif not 0 <= schedule.min_lr <= schedule.start_lr:
-        problems.append(f"--min-lr {schedule.min_lr} must be between 0 and --lr {schedule.start_lr}")
-    if schedule.end_iter < 0:
-        problems.append(f"--lr-decay-iters {schedule.end_iter} must not be negative")
-    elif not 0 <= schedule.warmup_iter <= schedule.end_iter:
-        problems.append(
-            f"--warmup: {schedule.warmup_iter} iterations of warm-up must be between 0 and the "
-            f"{schedule.end_iter} of --lr-decay-iters"
-        )
-    if schedule.decay_style not in styles:
-        problems.append(f"--lr-decay-style {schedule.decay_style} is unknown: choose one of {', '.join(styles)}")
-    if schedule.decay_style == "WSD":
-        problems += wsd_problems(schedule)
-    return problems
-
-
-def wsd_problems(schedule: Schedule) -> list[str]:
-    """A line for each rule of WSD that the values break."""
-    problems = []
-    room = schedule.end_iter - schedule.warmup_iter
-    if schedule.wsd_decay_iters is None:
-        problems.append("--lr-decay-style WSD needs --lr-wsd-decay-iters, the iterations of its last part")
-    elif not 0 <= schedule.wsd_decay_iters <= room:
-        problems.append(
-            f"--lr-wsd-decay-iters {schedule.wsd_decay_iters} must be between 0 and the {room} iterations "
-            "between warm-up and --lr-decay-iters"
-        )
-    if schedule.wsd_decay_style not in WSD_DECAYS:
-        problems.append(
-            f"--lr-wsd-decay-style {schedule.wsd_decay_style} is unknown: choose one of {', '.join(WSD_DECAYS)}"
-        )
-    return problems
-
-
-class AnnealingLR(LRScheduler):
+class AnnealingLR(_LRScheduler):
     """Sets every group of an optimizer to the learning rate of a ``Schedule``.
 
     Args:
@@ -208,7 +193,7 @@ class AnnealingLR(LRScheduler):
         *,
         wsd_decay_iters: int | None = None,
         wsd_decay_style: str = "exponential",
-    ):
+    ) -> None:
         if use_checkpoint_lr_scheduler and override_lr_scheduler:
             raise ConfigError("--use-checkpoint-lr-scheduler and --override-lr-scheduler exclude each other: drop one")
         self.schedule = Schedule(
@@ -222,7 +207,7 @@ class AnnealingLR(LRScheduler):
         )
         self.use_checkpoint_lr_scheduler = use_checkpoint_lr_scheduler
         self.override_lr_scheduler = override_lr_scheduler
-        super().__init__(optimizer)
+        super().__init__(optimizer)  # moves to iteration 0
         self._move_to(max(last_iter, 0))
 
     @property
@@ -239,7 +224,7 @@ class AnnealingLR(LRScheduler):
 
     def state_dict(self) -> dict[str, Any]:
         """``num_iters`` and the schedule, under the names of Megatron-LM v1.1.5-3D_parallelism (and WSD's)."""
-        return {"num_iters": self.num_iters, **settings(self.schedule)}
+        return {"num_iters": self.num_iters, **self.schedule.settings()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue at the checkpoint's iteration, with the schedule that the constructor's two flags choose.
@@ -251,16 +236,8 @@ class AnnealingLR(LRScheduler):
         if absent:
             raise CheckpointError(f"the checkpoint's learning-rate schedule lacks {', '.join(absent)}")
         if not self.override_lr_scheduler:
-            loaded = schedule_from(state_dict)
-            if not self.use_checkpoint_lr_scheduler:
-                check_equal(self.schedule, loaded)
-            self.schedule = loaded
+            self.schedule = self._checkpoint_schedule(state_dict)
         self._move_to(state_dict["num_iters"])
-
-    def _move_to(self, iteration: int) -> None:
-        """Set the groups as after ``iteration`` iterations."""
-        self.last_epoch = iteration
-        self.apply()
 
     def apply(self) -> None:
         """Give every group the rate of the next step."""
@@ -268,34 +245,25 @@ class AnnealingLR(LRScheduler):
             group["lr"] = lr
         self._last_lr = self.get_lr()
 
+    def _move_to(self, iteration: int) -> None:
+        """Set the groups as after ``iteration`` iterations."""
+        self.last_epoch = iteration
+        self.apply()
 
-def settings(schedule: Schedule) -> dict[str, Any]:
-    """The fields that matter to a schedule of its style."""
-    return {
-        name: value
-        for name, value in asdict(schedule).items()
-        if schedule.decay_style == "WSD" or not name.startswith("wsd_")
-    }
-
-
-def schedule_from(state: Mapping[str, Any]) -> Schedule:
-    """The schedule of a checkpoint's state. Raises CheckpointError if its values make none."""
-    names = [name for name in Schedule.__dataclass_fields__ if name in state]
-    try:
-        return Schedule(**{name: state[name] for name in names})
-    except ConfigError as error:
-        raise CheckpointError(
-            f"the checkpoint's learning-rate schedule is broken: {message}" for message in error.messages
-        ) from error
-
-
-def check_equal(given: Schedule, loaded: Schedule) -> None:
-    """Raises CheckpointError, with a line for each field in which the schedules differ."""
-    ours, theirs = settings(given), settings(loaded)
-    differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    if differing:
-        raise CheckpointError(
-            f"learning-rate schedule: {name} is {ours.get(name)} on the command line but {theirs.get(name)} in the "
-            "checkpoint; give --override-lr-scheduler or --use-checkpoint-lr-scheduler to choose"
-            for name in differing
-        )
+    def _checkpoint_schedule(self, state: Mapping[str, Any]) -> Schedule:
+        """The schedule of ``state``. Raises CheckpointError if its values make none, or another one than allowed."""
+        try:
+            loaded = Schedule(**{field.name: state[field.name] for field in fields(Schedule) if field.name in state})
+        except ConfigError as error:
+            raise CheckpointError(
+                f"the checkpoint's learning-rate schedule is broken: {message}" for message in error.messages
+            ) from error
+        ours, theirs = self.schedule.settings(), loaded.settings()
+        differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        if differing and not self.use_checkpoint_lr_scheduler:
+            raise CheckpointError(
+                f"learning-rate schedule: {name} is {ours.get(name)} on the command line but {theirs.get(name)} in "
+                "the checkpoint; give --override-lr-scheduler or --use-checkpoint-lr-scheduler to choose"
+                for name in differing
+            )
+        return loaded

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import _LRScheduler
 
 from megatron.config import OptimConfig
 from megatron.config.errors import CheckpointError, ConfigError
@@ -176,10 +176,42 @@ def test_every_group_steps_at_the_schedule():
     assert sched.get_last_lr() == [FLOOR, FLOOR]
 
 
-def test_deepspeed_takes_it_for_a_scheduler_and_not_for_a_factory():
-    sched = scheduler(optimizer())
-    assert isinstance(sched, LRScheduler)
-    assert not isinstance(sched, Callable)
+def test_it_is_a_scheduler_of_torch_and_not_callable():
+    assert issubclass(AnnealingLR, _LRScheduler)
+    assert not isinstance(scheduler(optimizer()), Callable)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_deepspeed_accepts_an_instance_and_a_callable(run_ranks_once, zero_stage: int):
+    expected = [schedule("cosine").learning_rate(n) for n in range(4)]
+    assert run_ranks_once(1, _rates_of_engines, zero_stage) == [[(True, 1, expected), (True, 1, expected)]]
+
+
+def _rates_of_engines(zero_stage: int) -> list[tuple[bool, int, list[float]]]:
+    """With the scheduler as an instance and as a callable: what the engine takes it for, its groups, and its rates."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": zero_stage},
+        "bf16": {"enabled": True},
+    }
+    results = []
+    for is_instance in (True, False):
+        module = torch.nn.Linear(2, 1)
+        groups = [{"params": []}, {"params": list(module.parameters())}]  # DeepSpeed removes the empty group
+        optim = torch.optim.AdamW(groups, lr=123.0)
+        engine, _, _, sched = deepspeed.initialize(
+            model=module, optimizer=optim, config=config, lr_scheduler=scheduler(optim) if is_instance else scheduler
+        )
+        rates = []
+        for _ in range(4):
+            rates += engine.get_lr()
+            engine.backward(engine(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
+            engine.step()
+        assert sched.num_iters == 4
+        results.append((isinstance(sched, AnnealingLR), len(optim.param_groups), rates))
+    return results
 
 
 def test_a_group_may_be_removed_and_another_added():
