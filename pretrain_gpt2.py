@@ -52,10 +52,9 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.tools.reporting.tracing import requested_traces
     from megatron.training.data_iterators import DataIterators
     from megatron.training.engines import build_engine
-    from megatron.training.exit_conditions import ExitConditions
     from megatron.training.metrics import MetricsLogger
     from megatron.training.setup import initialized_ranks, log_configuration, log_start
-    from megatron.training.trainer import Trainer
+    from megatron.training.trainer import ExitConditions, Trainer
 
     exit_conditions = ExitConditions(run)  # from here on, a signal ends the run after the iteration it arrives in
     with initialized_ranks(run, callbacks) as (layout, progress):

@@ -47,7 +47,9 @@ class AnomalyDetector:
 
     def check(self, iteration: int, loss: float, status: StepStatus) -> StepResult:
         """The result of ``iteration``. The same on every rank if ``loss`` is, because ``status`` is."""
-        if math.isfinite(loss) and (status.applied or self._is_scale_adjustment(status)):
+        # A skipped step that only lowers the dynamic loss scale of fp16 is normal above the smallest scale.
+        scale_is_adjusted = self._min_scale is not None and status.loss_scale > self._min_scale
+        if math.isfinite(loss) and (status.applied or scale_is_adjusted):
             return self._check_spike(iteration, loss)
         self._bad_iterations.append(iteration)
         quantity = "gradient norm" if math.isfinite(loss) else "loss"
@@ -73,10 +75,6 @@ class AnomalyDetector:
             return StepResult(f"the loss of {loss:.4g} is a spike over {mean:.4g}", iteration, is_spike=True)
         self._recent_losses.append(loss)
         return StepResult(None, iteration)
-
-    def _is_scale_adjustment(self, status: StepStatus) -> bool:
-        """Whether a skipped step only lowers the dynamic loss scale of fp16, which is normal above its minimum."""
-        return self._min_scale is not None and status.loss_scale > self._min_scale
 
 
 def max_across_ranks(loss: Tensor, *values: float) -> list[float]:

@@ -1,6 +1,6 @@
 """Data iterators: the micro-batches of each iteration and each evaluation, on this rank."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -101,9 +101,10 @@ class DataIterators:
     def _batches(self, split: str, first_sample: int, skipped: Sequence[range] = ()) -> Iterator[Batch] | None:
         if self._datasets is None:
             return None
+        run, group = self._run, self._layout.data_group
+        data, train, masked_lm = run.data, run.train, architecture_of(run.model).masked_lm
         dataset: Samples = getattr(self._datasets, split)
-        masked_lm = architecture_of(self._run.model).masked_lm
-        data, train, group = self._run.data, self._run.train, self._layout.data_group
+        next_token = partial(next_token_batch, eod_token=run.model.eod_token, eod_mask_loss=data.eod_mask_loss)
         micro_batches = batches(
             dataset,
             first_sample=first_sample,
@@ -112,13 +113,13 @@ class DataIterators:
             data_rank=group.rank(),
             data_size=group.size(),
             num_workers=data.num_workers,
-            to_batch=TO_BATCH[masked_lm](self._run),
+            to_batch=masked_lm_batch if masked_lm else next_token,
             skipped=skipped,
         )
         if train.loss_normalization == "micro-batch":
             return on_device(weighted_by_micro_batch(micro_batches))
-        accumulated = train.gradient_accumulation_steps
-        return on_device(weighted(micro_batches, accumulated, group, masks=data.eod_mask_loss or masked_lm))
+        masks = data.eod_mask_loss or masked_lm
+        return on_device(weighted(micro_batches, train.gradient_accumulation_steps, group, masks=masks))
 
 
 def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -131,18 +132,3 @@ def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
         return tensor.pin_memory().to(device, non_blocking=True)
 
     return (Batch(copied(tokens), tuple(map(copied, targets))) for tokens, targets in micro_batches)
-
-
-def _next_tokens(run: RunConfig) -> Callable[[Tensor], Batch]:
-    return partial(next_token_batch, eod_token=run.model.eod_token, eod_mask_loss=run.data.eod_mask_loss)
-
-
-def _masked_lm(run: RunConfig) -> Callable[[Tensor], Batch]:
-    return masked_lm_batch
-
-
-TO_BATCH: dict[bool, Callable[[RunConfig], Callable[[Tensor], Batch]]] = {
-    False: _next_tokens,
-    True: _masked_lm,
-}
-"""By ``masked_lm``: what turns samples into a micro-batch."""

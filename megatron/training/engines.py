@@ -195,7 +195,6 @@ def _apex_adam(run: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Opti
         return None
     from apex.optimizers import FusedAdam
 
-    params = {
-        k: v for k, v in run.ds_config["optimizer"]["params"].items() if k in ("lr", "betas", "eps", "weight_decay")
-    }
+    names = ("lr", "betas", "eps", "weight_decay")
+    params = {name: value for name, value in run.ds_config["optimizer"]["params"].items() if name in names}
     return FusedAdam(groups, **params)

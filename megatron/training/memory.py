@@ -4,10 +4,9 @@ import gc
 import re
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -72,8 +71,8 @@ def _write_report(run: RunConfig, rank: int, message: str, plan: MemoryPlan | No
         file.parent.mkdir(parents=True, exist_ok=True)
         rows = [message, ""]
         if plan is not None:
-            rows += ["planned, GB", *_rows(plan.parts.items(), str), ""]
-        rows += ["tensors of this rank by shape and type, GB", *_rows(_live_tensors().most_common(_SHOWN), str)]
+            rows += ["planned, GB", *_rows(plan.parts.items()), ""]
+        rows += ["tensors of this rank by shape and type, GB", *_rows(_live_tensors().most_common(_SHOWN))]
         file.write_text("\n".join(rows) + "\n")
         if get_accelerator().device_name() == "cuda":
             torch.cuda.memory._dump_snapshot(str(file.with_suffix(".pickle")))
@@ -81,8 +80,8 @@ def _write_report(run: RunConfig, rank: int, message: str, plan: MemoryPlan | No
     return message
 
 
-def _rows(sizes: Iterable[tuple[Any, float]], name: Callable) -> Iterator[str]:
-    return (f"{size / _GB:10.4f}  {name(key)}" for key, size in sizes)
+def _rows(sizes: Iterable[tuple[object, float]]) -> Iterator[str]:
+    return (f"{size / _GB:10.4f}  {key}" for key, size in sizes)
 
 
 def _held() -> int:

@@ -3,10 +3,9 @@
 import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import psutil
 import torch
@@ -16,10 +15,8 @@ from torch import Tensor
 from megatron.config import RunConfig
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import hardware_flops
+from megatron.training.callbacks import warn_if_unwritable
 from megatron.training.engines import StepStatus
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 class MetricsLogger:
@@ -31,12 +28,14 @@ class MetricsLogger:
         self._losses: list[Tensor] = []
         self._since = 0.0
         self._file: TextIO | None = None
-        self._board: SummaryWriter | None = None
+        self._board: Any = None
         if is_main_rank and run.logging.metrics_file:
             Path(run.logging.metrics_file).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(run.logging.metrics_file, "a", encoding="utf-8", buffering=1)
         if is_main_rank and run.logging.tensorboard_dir:
-            self._board = _open_board(run.logging.tensorboard_dir)
+            from torch.utils.tensorboard import SummaryWriter  # slow, and most runs do not use it
+
+            self._board = SummaryWriter(run.logging.tensorboard_dir)
 
     def info(self, text: str) -> None:
         """Print ``text`` on the main rank."""
@@ -74,11 +73,9 @@ class MetricsLogger:
 
     def close(self) -> None:
         """Flush and close the files."""
-        with self._warn_if_unwritable():
-            if self._file:
-                self._file.close()
-            if self._board:
-                self._board.close()
+        with warn_if_unwritable("metrics"):
+            for output in filter(None, (self._file, self._board)):
+                output.close()
 
     def _report(self, iteration: int, learning_rate: float, status: StepStatus) -> None:
         losses = torch.stack(self._losses).float()
@@ -107,22 +104,14 @@ class MetricsLogger:
     def _record(self, iteration: int, values: dict[str, Any]) -> None:
         # JSON has neither nan nor infinity.
         values = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
-        with self._warn_if_unwritable():
-            if self._file:
-                self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")
-            if self._board:
-                for name, value in values.items():
-                    if value is not None:
-                        self._board.add_scalar(name, value, iteration)
-
-    @contextmanager
-    def _warn_if_unwritable(self) -> Iterator[None]:
-        """Continue without files if they cannot be written: metrics are not worth a run."""
-        try:
-            yield
-        except OSError as error:
-            self.info(f"  warning: metrics cannot be written ({error.strerror}); continuing without")
-            self._file = self._board = None
+        file, board, self._file, self._board = self._file, self._board, None, None  # so they stay after an error
+        with warn_if_unwritable("metrics"):
+            if file:
+                file.write(json.dumps({"iteration": iteration, **values}) + "\n")
+            for name, value in values.items() if board else ():
+                if value is not None:
+                    board.add_scalar(name, value, iteration)
+            self._file, self._board = file, board
 
 
 def _progress_line(iteration: int, last: int, values: dict[str, Any]) -> str:
@@ -136,17 +125,11 @@ def _progress_line(iteration: int, last: int, values: dict[str, Any]) -> str:
         f"{values['tokens_per_second']:,.0f} tokens/s",
         f"{values['tflops_per_device']:.3g} TFLOP/s",
         f"{values['memory_gb']:.2f} GB",
-        f"ETA {_clock((last - iteration) * values['seconds_per_iteration'])}",
+        f"ETA {timedelta(seconds=int((last - iteration) * values['seconds_per_iteration']))}",
     ]
     if values["skipped_iterations"]:
         parts.insert(5, f"skipped {values['skipped_iterations']}")
     return " | ".join(parts)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
 
 
 def _memory_gb() -> float:
@@ -155,10 +138,3 @@ def _memory_gb() -> float:
     if accelerator.device_name() != "cpu":
         return accelerator.max_memory_allocated() / 1e9
     return psutil.Process().memory_info().rss / 1e9
-
-
-def _open_board(folder: str) -> "SummaryWriter":
-    # Imported here: it is slow, and most runs do not use it.
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(folder)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.saved_run import SavedRun
@@ -27,15 +27,9 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
             the problems: a wrong configuration takes precedence over wrong data.
     """
     errors: list[UserError] = []
-    data, train = run.data, run.train
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
-    expected: dict[str, Any] = {
-        "train_iters": train.train_iters,
-        "eval_iters": train.eval_iters,
-        "masked_lm": architecture_of(run.model).masked_lm,
-    }
-    _attempt(errors, DataError, lambda: check_data(data, **expected))
-    whole = _attempt(errors, DataError, lambda: _with_hashes(_with_vocabulary(run), readable=not errors))
+    _attempt(errors, DataError, lambda: _check_data(run))
+    whole = _attempt(errors, DataError, lambda: _with_vocabulary(run, with_hashes=not errors))
     # A checkpoint is compared with the vocabulary and the data, so both must be known.
     saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None
     if errors or whole is None:
@@ -58,8 +52,15 @@ def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], 
     return None
 
 
-def _with_vocabulary(run: RunConfig) -> RunConfig:
-    vocabulary = read_vocabulary(run.data.tokenizer_type, run.data.vocab_file, run.data.merge_file)
+def _check_data(run: RunConfig) -> None:
+    masked_lm = architecture_of(run.model).masked_lm
+    check_data(run.data, train_iters=run.train.train_iters, eval_iters=run.train.eval_iters, masked_lm=masked_lm)
+
+
+def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
+    """``run`` with its vocabulary sizes, and the hashes of its data and tokenizer if a checkpoint needs them."""
+    data = run.data
+    vocabulary = read_vocabulary(data.tokenizer_type, data.vocab_file, data.merge_file)
     multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
     model = replace(
         run.model,
@@ -67,20 +68,10 @@ def _with_vocabulary(run: RunConfig) -> RunConfig:
         padded_vocab_size=padded_vocabulary(vocabulary.size, ranks, multiple),
         eod_token=vocabulary.eod,
     )
-    return replace(run, model=model)
-
-
-def _with_hashes(run: RunConfig, *, readable: bool) -> RunConfig:
-    """``run`` with the hashes of its data and tokenizer, if a checkpoint is saved or loaded."""
-    data = run.data
-    if not (readable and (run.checkpoint.save or run.checkpoint.load)):
-        return run
-    data = replace(
-        data,
-        data_hash=blend_hash(data.contents),
-        tokenizer_hash=tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file),
-    )
-    return replace(run, data=data)
+    if with_hashes and (run.checkpoint.save or run.checkpoint.load):
+        hash_of_tokenizer = tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file)
+        data = replace(data, data_hash=blend_hash(data.contents), tokenizer_hash=hash_of_tokenizer)
+    return replace(run, model=model, data=data)
 
 
 def _check_outputs(run: RunConfig) -> None:

@@ -1,11 +1,13 @@
-"""The training loop: train, evaluate, save, and react to bad steps."""
+"""The training loop: train, evaluate, save, react to bad steps, and exit early."""
 
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -18,6 +20,7 @@ from megatron.config import RunConfig
 from megatron.config.errors import NumericsError
 from megatron.data.loader import Batch
 from megatron.data.splits import has_split
+from megatron.launch.processes import ExitSignal
 from megatron.launch.progress import ProgressState
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import InstructionHook
@@ -25,8 +28,43 @@ from megatron.training.anomaly_detection import AnomalyDetector, StepResult, fin
 from megatron.training.callbacks import Callback
 from megatron.training.data_iterators import DataIterators
 from megatron.training.engines import StepStatus, eval_batch, step_status, train_batch
-from megatron.training.exit_conditions import Exit, ExitConditions, ExitRequest
 from megatron.training.metrics import MetricsLogger
+
+PREEMPTED = 75
+"""Exit code of a run that was asked to exit and has saved: EX_TEMPFAIL, start it again."""
+
+
+class Exit(NamedTuple):
+    """Why a run exits before its last iteration."""
+
+    reason: str
+    exit_code: int
+
+
+class ExitConditions:
+    """Signals, the time limit and ``--exit-interval``. From its construction on, signals are caught and time counts."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._run = run
+        self._start = time.monotonic()
+        self._signal = ExitSignal()
+
+    def local_request(self) -> tuple[int, bool]:
+        """The number of the signal that this rank has received (0 for none), and whether its time is over."""
+        minutes = self._run.train.exit_duration_in_mins
+        return self._signal.number, minutes is not None and time.monotonic() - self._start >= 60 * minutes
+
+    def due(self, iteration: int, signal_number: float, is_late: float) -> Exit | None:
+        """Whether to exit after ``iteration``. The same on every rank if given the maximum of all local requests."""
+        train, number = self._run.train, int(signal_number)
+        if number:
+            code = PREEMPTED if self._run.checkpoint.save else 128 + number
+            return Exit(f"received {signal.Signals(number).name}", code)
+        if is_late:
+            return Exit(f"--exit-duration-in-mins {train.exit_duration_in_mins} have passed", 0)
+        if _due(iteration, train.exit_interval):
+            return Exit(f"--exit-interval {train.exit_interval}", 0)
+        return None
 
 
 class Trainer:
@@ -115,7 +153,7 @@ class Trainer:
             if _due(iteration, save_interval):
                 last_saved = self.save(iteration)
             if iteration < config.train_iters:
-                early_exit = self.exit_conditions.due(iteration, ExitRequest(*request))
+                early_exit = self.exit_conditions.due(iteration, *request)
         if early_exit:
             self.log.info(f"exiting after iteration {iteration}: {early_exit.reason}")
         if last_saved != iteration:
@@ -146,10 +184,11 @@ class Trainer:
             with self._paused():
                 text += f"; {find_origin(self.engine, self.data.training(iteration - 1))}"
         self.log.info(f"  {text}")
-        if self.run.train.rewind_on_spike and (result.is_spike or result.limit_reached):
+        folder = self.run.checkpoint.save
+        if folder and self.run.train.rewind_on_spike and (result.is_spike or result.limit_reached):
             with self._paused():
                 self.checkpointer.finish()
-                if holds_checkpoint(Path(self.run.checkpoint.save)):
+                if holds_checkpoint(Path(folder)):
                     return self._rewind(range(result.first_iteration, iteration + 1))
         if result.limit_reached:
             raise NumericsError(
@@ -165,6 +204,7 @@ class Trainer:
         )
         run = replace(self.run, checkpoint=config)
         saved = select_checkpoint(run)
+        assert saved is not None, "the folder holds a checkpoint"
         self.rewinds[saved.tag] += 1
         if self.rewinds[saved.tag] > self.run.train.max_consecutive_bad_steps:
             raise NumericsError(
@@ -186,4 +226,4 @@ class Trainer:
 
 
 def _due(iteration: int, interval: int | None) -> bool:
-    return bool(interval) and iteration % interval == 0
+    return bool(interval and iteration % interval == 0)
