@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
@@ -23,8 +22,8 @@ from megatron.model.embedding import (
     to_logits,
     without_segment_ids,
 )
+from megatron.model.gpt2 import gpt2_loss, without_gradient_unless_finite
 from megatron.model.kernels import gelu, norm_class, weight
-from megatron.model.loss import lm_loss, without_gradient_unless_finite
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import first_token
@@ -109,28 +108,15 @@ def words_to_logits(embedding: PairEmbedding, outputs: tuple[Tensor, Tensor]) ->
 
 
 def bert_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
-    """Both logits, and labels [b, s], weights [b, s] and whether sentences were swapped [b] -> the loss."""
-    return partial(
-        pair_loss,
-        sequence_group=layout.sequence_group,
-        group=layout.tensor_group,
-        vocab_size=config.vocab_size,
-        in_fp32=not config.fp16_lm_cross_entropy,
-    )
+    """The weighted sum of the masked tokens' cross entropies, plus the mean cross entropy of the sentences' order.
 
+    loss(outputs, targets): both logits; and labels [b, s], weights [b, s] and whether sentences were swapped [b].
+    """
+    words_loss = gpt2_loss(config, layout)
 
-def pair_loss(
-    outputs: tuple[Tensor, Tensor],
-    targets: tuple[Tensor, Tensor, Tensor],
-    *,
-    group: ProcessGroup,
-    vocab_size: int,
-    in_fp32: bool,
-    sequence_group: ProcessGroup | None = None,
-) -> Tensor:
-    """The weighted sum of the masked tokens' cross entropies, plus the mean cross entropy of the sentences' order."""
-    (logits, order), (labels, weights, swapped) = outputs, targets
-    words = lm_loss(
-        logits, (labels, weights), group=group, vocab_size=vocab_size, in_fp32=in_fp32, sequence_group=sequence_group
-    )
-    return without_gradient_unless_finite(words + F.cross_entropy(order.float(), swapped))
+    def loss(outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, ...]) -> Tensor:
+        (logits, order), (labels, weights, swapped) = outputs, targets
+        words = words_loss(logits, (labels, weights))
+        return without_gradient_unless_finite(words + F.cross_entropy(order.float(), swapped))
+
+    return loss

@@ -3,8 +3,9 @@
 b batch, s sequence, v padded vocabulary, t tensor-parallel size
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import deepspeed
@@ -78,12 +79,14 @@ class SequentialModel(nn.Module):
 
 def run_layers(layers: Sequence[Layer], hidden_states: HiddenStates, layers_per_checkpoint: int = 0) -> HiddenStates:
     """Run the layers in order. Of each ``layers_per_checkpoint`` transformer layers only the input is kept."""
-    for group in _groups(layers, layers_per_checkpoint):
-        if layers_per_checkpoint and isinstance(group[0], ParallelTransformerLayer):
+    for is_block, neighbors in groupby(layers, lambda layer: isinstance(layer, ParallelTransformerLayer)):
+        remaining = list(neighbors)
+        if not (is_block and layers_per_checkpoint):
+            hidden_states, remaining = run_in_order(remaining, hidden_states), []
+        while remaining:
+            together, remaining = remaining[:layers_per_checkpoint], remaining[layers_per_checkpoint:]
             tensors = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-            hidden_states = deepspeed.checkpointing.checkpoint(partial(_run_group, group), *tensors)
-        else:
-            hidden_states = run_in_order(group, hidden_states)
+            hidden_states = deepspeed.checkpointing.checkpoint(partial(_run_together, together), *tensors)
     return hidden_states
 
 
@@ -94,21 +97,5 @@ def run_in_order(layers: Sequence[Layer], hidden_states: HiddenStates) -> Hidden
     return hidden_states
 
 
-def _run_group(group: Sequence[Layer], hidden: Tensor, segment_ids: Tensor | None = None) -> HiddenStates:
-    return run_in_order(group, hidden if segment_ids is None else (hidden, segment_ids))
-
-
-def _groups(layers: Sequence[Layer], size: int) -> Iterator[list[Layer]]:
-    """Transformer layers ``size`` at a time, in order; every other layer by itself."""
-    group: list[Layer] = []
-    for layer in layers:
-        alone = not isinstance(layer, ParallelTransformerLayer)
-        if group and (alone or len(group) == size):
-            yield group
-            group = []
-        if alone:
-            yield [layer]
-        else:
-            group.append(layer)
-    if group:
-        yield group
+def _run_together(layers: Sequence[Layer], hidden: Tensor, segment_ids: Tensor | None = None) -> HiddenStates:
+    return run_in_order(layers, hidden if segment_ids is None else (hidden, segment_ids))

@@ -76,10 +76,9 @@ class PositionEmbedding(nn.Module):
         self.sequence_dim = config.sequence_dim
         self.resets = config.reset_position_ids
         self.passes_segment_ids = passes_segment_ids
-        table = weight(config, "position_embeddings").draw((config.max_position_embeddings, config.hidden_size))
-        self.position_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
-        if layout.sequence_parallel:
-            all_reduce_gradient(self.position_embeddings.weight, layout.tensor_group)
+        self.position_embeddings = _replicated_table(
+            config, layout, "position_embeddings", config.max_position_embeddings
+        )
 
     def forward(self, hidden_states: HiddenStates, positions: Tensor | None = None) -> HiddenStates:
         """``positions`` [b, s] are given for generation, where tokens do not start at position 0."""
@@ -100,8 +99,7 @@ class PositionEmbedding(nn.Module):
         if self.resets:
             assert segment_ids is not None
             return positions_in_segment(segment_ids)
-        sizes: list[int] = [group.size() for group in self.sequence_groups if group]
-        parts = math.prod(sizes)
+        parts = math.prod(group.size() for group in self.sequence_groups)
         return torch.arange(hidden.size(self.sequence_dim) * parts, device=hidden.device).unsqueeze(0)
 
 
@@ -116,10 +114,7 @@ class TokenTypeEmbedding(nn.Module):
         super().__init__()
         self.sequence_groups = sequence_groups(layout)
         self.sequence_dim = config.sequence_dim
-        table = weight(config, "tokentype_embeddings").draw((2, config.hidden_size))
-        self.tokentype_embeddings = nn.Embedding.from_pretrained(table, freeze=False)
-        if layout.sequence_parallel:
-            all_reduce_gradient(self.tokentype_embeddings.weight, layout.tensor_group)
+        self.tokentype_embeddings = _replicated_table(config, layout, "tokentype_embeddings", 2)
 
     def forward(self, hidden_states: tuple[Tensor, Tensor]) -> HiddenStates:
         hidden, token_types = hidden_states
@@ -127,6 +122,13 @@ class TokenTypeEmbedding(nn.Module):
         for group in self.sequence_groups:
             types = local_shard(types, group, self.sequence_dim)
         return hidden + self.tokentype_embeddings(types), token_types.lt(0).int()
+
+
+def _replicated_table(config: ModelConfig, layout: ParallelLayout, name: str, rows: int) -> nn.Embedding:
+    table = nn.Embedding.from_pretrained(weight(config, name).draw((rows, config.hidden_size)), freeze=False)
+    if layout.sequence_parallel:
+        all_reduce_gradient(table.weight, layout.tensor_group)
+    return table
 
 
 def without_segment_ids(hidden_states: HiddenStates) -> Tensor:

@@ -5,15 +5,18 @@ b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size
 
 from functools import partial
 
+import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor
 
 from megatron.config import ActivationConfig, ModelConfig
 from megatron.model.containers import Layers, LossFn, SequentialModel
 from megatron.model.embedding import PositionEmbedding, WordEmbedding, to_logits, without_segment_ids
 from megatron.model.kernels import norm_class
-from megatron.model.loss import lm_loss
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.sequence import local_shard
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 
 def gpt2_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
@@ -32,14 +35,28 @@ def gpt2_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
 
 
 def gpt2_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
-    """logits [b, s, v/t], and labels and weights [b, s] -> the loss."""
-    return partial(
-        lm_loss,
-        sequence_group=layout.sequence_group,
-        group=layout.tensor_group,
-        vocab_size=config.vocab_size,
-        in_fp32=not config.fp16_lm_cross_entropy,
-    )
+    """The weighted sum of the tokens' cross entropies. If it is not finite, neither is any gradient.
+
+    loss(logits [b, s, v/t], (labels, weights)): labels [b, s], and weights [b, s] that add up to 1 over the tokens of
+    the global batch. With a sequence group the logits are of this rank's shard; the loss is the mean over the group.
+    """
+    sequence_group = layout.sequence_group
+
+    def loss(logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+        labels, weights = (local_shard(target, sequence_group, 1) for target in targets)
+        if sequence_group:
+            weights = weights * sequence_group.size()
+        losses = vocab_parallel_cross_entropy(
+            logits, labels, layout.tensor_group, config.vocab_size, in_fp32=not config.fp16_lm_cross_entropy
+        )
+        return without_gradient_unless_finite((losses.float() * weights).sum())
+
+    return loss
+
+
+def without_gradient_unless_finite(loss: Tensor) -> Tensor:
+    """``loss``, with gradients that are all NaN if it is not finite: an infinite loss can have finite gradients."""
+    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
 
 
 class GPT2Model(SequentialModel):

@@ -3,6 +3,7 @@
 import importlib.util
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -28,16 +29,14 @@ def norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Module]:
     apex's fused layer norm or torch's; both name their parameters alike. With sequence parallelism each rank's
     gradient is of its shard of the sequence, and is summed over the tensor group.
     """
-    norm = _local_norm_class(config)
-    return _sequence_parallel_norm(norm, layout.tensor_group) if layout.sequence_parallel else norm
-
-
-def _local_norm_class(config: ModelConfig) -> type[nn.Module]:
+    norm: type[nn.Module]
     if uses_apex(config.fused_kernels):
         from apex.normalization import FusedLayerNorm, MixedFusedLayerNorm
 
-        return MixedFusedLayerNorm if config.fp32_residual_connection else FusedLayerNorm
-    return Fp32ResidualLayerNorm if config.fp32_residual_connection else nn.LayerNorm
+        norm = MixedFusedLayerNorm if config.fp32_residual_connection else FusedLayerNorm
+    else:
+        norm = Fp32ResidualLayerNorm if config.fp32_residual_connection else nn.LayerNorm
+    return _sequence_parallel_norm(norm, layout.tensor_group) if layout.sequence_parallel else norm
 
 
 def _sequence_parallel_norm(norm: type[nn.Module], group: ProcessGroup) -> type[nn.Module]:
@@ -87,9 +86,7 @@ def _dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
     return residual + F.dropout(x, dropout)
 
 
-@cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function)
+_compiled = cache(torch.compile)
 
 
 def weight(config: ModelConfig, name: str) -> WeightInit:
@@ -101,4 +98,4 @@ def weight(config: ModelConfig, name: str) -> WeightInit:
 def residual_weight(config: ModelConfig, name: str) -> WeightInit:
     """Deviation divided by sqrt(2 x layers), for weights that write to the residual stream (GPT-2, section 2.3)."""
     whole = weight(config, name)
-    return WeightInit(whole.std / math.sqrt(2 * config.num_layers), whole.seed, name, whole.device)
+    return replace(whole, std=whole.std / math.sqrt(2 * config.num_layers))

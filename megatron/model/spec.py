@@ -5,11 +5,11 @@ pipeline stages, weight decay, the planner, the FLOPs in the metrics, resharding
 torch modules of the same layers are named by import path, and imported only when a model is built.
 """
 
-import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import Any
 
 from megatron.config import ModelConfig, RunConfig
@@ -113,11 +113,11 @@ class ArchitectureSpec:
 
     def build_layers(self, config: ModelConfig, layout: Any) -> Sequence[Any]:
         """The list of layers for DeepSpeed's containers, not yet built. Imports torch."""
-        return _imported(self.torch_layers)(config, layout)
+        return resolve_name(self.torch_layers)(config, layout)
 
     def build_loss(self, config: ModelConfig, layout: Any) -> Callable[..., Any]:
         """The loss function of the last layer's output and the targets. Imports torch."""
-        return _imported(self.torch_loss)(config, layout)
+        return resolve_name(self.torch_loss)(config, layout)
 
     def prefixed_layers(self, config: ModelConfig) -> Iterator[tuple[str, LayerSpec]]:
         """Each layer with the prefix of its parameters' names: its index, or its tied key; tied layers once."""
@@ -181,11 +181,6 @@ def hardware_flops(run: RunConfig) -> float:
 def _forward_flops(run: RunConfig, layers: Sequence[LayerSpec]) -> float:
     tokens = run.train.global_batch_size * run.data.seq_length
     return tokens * sum(layer.flops(run.data.seq_length) for layer in layers)
-
-
-def _imported(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 # Parameters of the common layers; ``h`` stands for inputs or hidden size throughout.

@@ -62,13 +62,8 @@ class ParallelMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
         super().__init__()
-        h, inner, group, name = (
-            config.hidden_size,
-            config.ffn_hidden_size,
-            layout.tensor_group,
-            f"layers.{layer_number}.mlp",
-        )
-        fused = bias_gelu(config)
+        h, inner, group = config.hidden_size, config.ffn_hidden_size, layout.tensor_group
+        name, fused = f"layers.{layer_number}.mlp", bias_gelu(config)
         dim = sequence_parallel_dim(config, layout)
         self.dense_h_to_4h = ColumnParallelLinear(
             h, inner, group=group, init=weight(config, f"{name}.dense_h_to_4h"), activation=fused, sequence_dim=dim

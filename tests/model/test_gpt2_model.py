@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.model.containers import PipelinedModel
-from megatron.model.gpt2 import GPT2Model, gpt2_layers, gpt2_loss, lm_loss
+from megatron.model.gpt2 import GPT2Model, gpt2_layers, gpt2_loss
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.parallel.pipeline.partition import partition_boundaries
@@ -249,9 +249,9 @@ def test_an_infinite_loss_leaves_no_finite_gradient(run_ranks):
 def infinite_loss_leaves_no_finite_gradient() -> None:
     """A label whose logit is minus infinity has an infinite loss; its softmax alone has a finite gradient."""
     logits = torch.zeros(1, 2, 8).index_fill_(-1, torch.tensor(3), -torch.inf).requires_grad_()
-    options = {"group": _layout().tensor_group, "vocab_size": 8, "in_fp32": True}
+    loss_fn = gpt2_loss(replace(CONFIG, vocab_size=8), _layout())
     for label, finite in ((2, True), (3, False)):
-        loss = lm_loss(logits, (torch.full((1, 2), label), torch.full((1, 2), 0.5)), **options)
+        loss = loss_fn(logits, (torch.full((1, 2), label), torch.full((1, 2), 0.5)))
         (gradient,) = torch.autograd.grad(loss, logits)
         assert loss.isfinite() == finite
         assert gradient.isfinite().all() if finite else not gradient.isfinite().any()

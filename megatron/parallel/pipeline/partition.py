@@ -186,14 +186,7 @@ def _stage(chunks: tuple[range, ...], groups: Sequence[LayerGroup]) -> Stage:
 
 def _without_repeated(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
     """``layers`` with tied ones once."""
-    tied: set[str] = set()
-    kept = []
-    for layer in layers:
-        if layer.tied not in tied:
-            kept.append(layer)
-        if layer.tied is not None:
-            tied.add(layer.tied)
-    return kept
+    return list({layer.tied or index: layer for index, layer in enumerate(layers)}.values())
 
 
 def inputs_in_flight(run: RunConfig) -> int:
