@@ -1,6 +1,8 @@
 """Write megatron/config/deepspeed_json/keys.json: the keys and types of the installed DeepSpeed's config models.
 
 The file lets a config be checked before DeepSpeed is imported. Run this after an upgrade of DeepSpeed.
+Schemas follow a small part of the JSON Schema standard. Below are those of keys that DeepSpeed reads without
+a model or default that states their type, and ranges that it does not check.
 """
 
 import json
@@ -17,6 +19,116 @@ FILE = Path(__file__).resolve().parent.parent / "megatron" / "config" / "deepspe
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
+BOOL = {"type": "boolean"}
+COUNT = {"type": "integer", "minimum": 1}
+SIZE = {"type": "integer", "minimum": 0}
+AMOUNT = {"type": "number", "minimum": 0}
+TEXT = {"type": "string"}
+TEXTS: dict[str, Any] = {"type": "array", "items": TEXT, "description": "a list of strings"}
+OBJECT = {"type": "object"}
+BETAS = {
+    "type": "array",
+    "items": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+    "minItems": 2,
+    "maxItems": 2,
+    "description": "a list of two numbers from 0 to 1, 1 excluded",
+}
+_DTYPE = {"type": "string", "enum": ["fp32", "fp16", "bf16"]}
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _section(**properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties}
+
+
+# Read by DeepSpeedConfig with dict.get, or by a class without a table of defaults.
+_WITHOUT_MODEL: dict[str, Any] = {
+    "train_batch_size": COUNT,
+    "train_micro_batch_size_per_gpu": COUNT,
+    "gradient_accumulation_steps": COUNT,
+    "managed_gradient_accumulation": BOOL,
+    "gradient_clipping": AMOUNT,
+    "optimizer": _section(type=TEXT, params=OBJECT, legacy_fusion=BOOL),
+    "torch_autocast": _section(enabled=BOOL, dtype=TEXT, lower_precision_safe_modules=TEXTS),
+    "data_types": _section(
+        grad_accum_dtype=_or_null(_DTYPE),
+        param_dtype=_or_null(TEXT),
+        buffer_dtype=_or_null(TEXT),
+        keep_in_fp32_modules={"anyOf": [{"enum": ["auto"]}, TEXTS], "description": '"auto" or a list of strings'},
+    ),
+    "communication_data_type": _or_null(_DTYPE),
+    "seq_parallel_communication_data_type": _or_null(_DTYPE),
+    "prescale_gradients": BOOL,
+    "gradient_predivide_factor": AMOUNT,
+    "gradient_allreduce_op": {"enum": ["mean", "sum"]},
+    "zero_allow_untested_optimizer": BOOL,
+    "zero_force_ds_cpu_optimizer": BOOL,
+    "checkpoint": _section(
+        tag_validation={"type": "string", "pattern": "(?i)ignore|warn|fail", "description": "Ignore, Warn or Fail"},
+        load_universal=BOOL,
+        parallel_write=_section(pipeline_stage=BOOL),
+    ),
+    # Checked by DeepSpeed's own models when it starts.
+    "compile": OBJECT,
+    "comet": OBJECT,
+    "steps_per_print": _or_null(COUNT),
+    "wall_clock_breakdown": BOOL,
+    "memory_breakdown": BOOL,
+    "dump_state": BOOL,
+    "log_level": _or_null(TEXT),
+    "disable_python_gc": BOOL,
+    "disable_allgather": BOOL,
+    "vocabulary_size": _or_null(COUNT),
+    "dataloader_drop_last": BOOL,
+    "use_data_before_expert_parallelism": BOOL,
+}
+
+# Stricter than DeepSpeed, or where its default is null.
+_STRICTER: dict[str, dict[str, Any]] = {
+    "fp16": {
+        "loss_scale": AMOUNT,
+        "initial_scale_power": SIZE,
+        "loss_scale_window": COUNT,
+        "hysteresis": COUNT,
+        "min_loss_scale": COUNT,
+    },
+    "comms_logger": {"prof_ops": TEXTS},
+    "activation_checkpointing": {"number_checkpoints": _or_null(COUNT)},
+    "aio": {"block_size": COUNT, "queue_depth": COUNT, "intra_op_parallelism": COUNT},
+    "flops_profiler": {
+        "recompute_fwd_factor": AMOUNT,
+        "profile_step": COUNT,
+        "top_modules": COUNT,
+        "output_file": _or_null(TEXT),
+    },
+    # Not among DeepSpeed's defaults, but read by its pipeline engine.
+    "pipeline": {"use_reentrant": BOOL},
+}
+
+_COMMON = {"lr": AMOUNT, "weight_decay": AMOUNT}
+_ADAM = {
+    **_COMMON,
+    "betas": BETAS,
+    "eps": AMOUNT,
+    "torch_adam": BOOL,
+    "fused": BOOL,
+    "adam_w_mode": BOOL,
+    "fp32_optimizer_states": BOOL,
+}
+_LAMB = {**_COMMON, "betas": BETAS, "eps": AMOUNT, "max_coeff": AMOUNT, "min_coeff": AMOUNT, "bias_correction": BOOL}
+
+_OPTIMIZERS = {
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "Adagrad": {**_COMMON, "eps": AMOUNT},
+    "Lamb": _LAMB,
+    "Lion": {**_COMMON, "betas": BETAS},
+    "SGD": {**_COMMON, "momentum": AMOUNT},
+}
+
 
 def main() -> None:
     """Parse the command line and write the file."""
@@ -28,7 +140,18 @@ def main() -> None:
 
 
 def deepspeed_keys() -> dict[str, Any]:
-    """A JSON schema of each section for which DeepSpeed has a pydantic model or a dictionary of defaults."""
+    """A JSON schema of each key of a config and each parameter of its optimizers, and the keys that were removed."""
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
+
+    keys = _WITHOUT_MODEL | _keys_with_model()
+    for section, properties in _STRICTER.items():
+        keys[section]["properties"] |= properties
+    removed = [*_REMOVED_TOP_LEVEL_CONFIG_KEYS, *(f"zero_optimization.{key}" for key in _REMOVED_ZERO_CONFIG_KEYS)]
+    return {"keys": keys, "optimizers": _OPTIMIZERS, "removed": removed}
+
+
+def _keys_with_model() -> dict[str, Any]:
+    """A schema of each section for which DeepSpeed has a pydantic model or a dictionary of defaults."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
     from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
@@ -92,7 +215,7 @@ def _simplified(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str
 
 
 def _schema_of_defaults(values: dict[str, Any]) -> dict[str, Any]:
-    """A type for each default; an empty schema, which keys.py completes, for null."""
+    """A type for each default; an empty schema, which _STRICTER completes, for null."""
     types = {name: _TYPES.get(type(value)) for name, value in values.items()}
     return {"type": "object", "properties": {name: {"type": kind} if kind else {} for name, kind in types.items()}}
 

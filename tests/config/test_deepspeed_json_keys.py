@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.deepspeed_json.file import REFUSED_KEYS
-from megatron.config.deepspeed_json.keys import OPTIMIZERS, TOP_KEYS, accepts, expected
+from megatron.config.deepspeed_json.file import OPTIMIZERS, REFUSED_KEYS, TOP_KEYS, accepts, expected
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +79,7 @@ def test_every_key_has_a_legal_value_in_words() -> None:
         ({"type": "integer", "enum": [0, 1]}, [0, 1.0], [2, True], "one of 0, 1"),
         (TOP_KEYS["steps_per_print"], [None, 3], [0, "3"], "a whole number from 1 on, or null"),
         (TOP_KEYS["checkpoint"]["properties"]["tag_validation"], ["WARN", "Fail"], ["off", 1], "Ignore, Warn or Fail"),
-        (OPTIMIZERS["Adam"].params["betas"], [[0, 0.9]], [[0.9], [0, 1], 0.9], "a list of two numbers from 0 to 1, 1 "),
+        (OPTIMIZERS["Adam"]["betas"], [[0, 0.9]], [[0.9], [0, 1], 0.9], "a list of two numbers from 0 to 1, 1 "),
     ],
 )
 def test_a_schema_and_its_words(schema: Any, legal: list[Any], illegal: list[Any], words: str) -> None:

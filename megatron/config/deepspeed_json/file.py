@@ -1,28 +1,29 @@
 """Reads a DeepSpeed config file and checks it key by key. Each message names the file and the line."""
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from megatron.config.deepspeed_json.keys import (
-    DEFAULT_OPTIMIZER,
-    OPTIMIZERS,
-    TOP_KEYS,
-    Schema,
-    accepts,
-    expected,
-    optimizer_name,
-)
 from megatron.config.errors import ConfigError, did_you_mean
 
-_REMOVED = "DeepSpeed no longer supports it: remove it"
+Schema: TypeAlias = Mapping[str, Any]
+"""A JSON schema of one value (a small part of the standard). An object without properties accepts any keys."""
+
+# Generated from the installed DeepSpeed by tools/write_deepspeed_keys.py, to check a config without it.
+_KEYS = json.loads(Path(__file__).with_name("keys.json").read_text())
+TOP_KEYS: Mapping[str, Schema] = _KEYS["keys"]
+OPTIMIZERS: Mapping[str, Mapping[str, Schema]] = _KEYS["optimizers"]
+"""The parameters of each optimizer that a config may name."""
+DEFAULT_OPTIMIZER = "AdamW"
+
 _WRITER = "checkpoints have their own writer: remove it; --async-save writes during training"
 _ONE_FOLDER = "a checkpoint is saved in one folder: remove it, and name a folder that all hosts share with --save"
 
-REFUSED_KEYS: dict[str, str] = {
+REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no longer supports it: remove it") | {
     "scheduler": "the learning-rate schedule is set on the command line: use --lr, --min-lr, --lr-decay-style, "
     "--lr-decay-iters and --warmup",
     "bfloat16": 'the old name of "bf16": rename it',
@@ -48,27 +49,8 @@ REFUSED_KEYS: dict[str, str] = {
     "pipeline.partition": "the partition is set on the command line: use --pipeline-partition",
     "pipeline.seed_layers": "the model seeds its own layers: remove it",
     "pipeline.activation_checkpoint_interval": "use --checkpoint-activations and --checkpoint-num-layers",
-    **dict.fromkeys(
-        (
-            "nebula",
-            "compression_training",
-            "quantize_training",
-            "sparse_gradients",
-            "eigenvalue",
-            "sparse_attention",
-            "elasticity",
-            "graph_harvesting",
-            "curriculum_learning",
-            "progressive_layer_drop",
-            "zero_optimization.mics_shard_size",
-            "zero_optimization.mics_hierarchical_params_gather",
-            "zero_optimization.zeropp_loco_param",
-        ),
-        _REMOVED,
-    ),
 }
 """Path of a key, joined by dots, to the reason why it is refused."""
-
 
 KeyPath: TypeAlias = tuple[str, ...]
 
@@ -185,8 +167,62 @@ class _Check:
             self._problem(("optimizer", "type"), f"{json.dumps(optimizer.pop('type'))} must be one of {known}")
             optimizer.pop("params", None)
         elif "params" in optimizer:
-            prefix = ("optimizer", "params")
-            optimizer["params"] = self.section(optimizer["params"], OPTIMIZERS[name].params, prefix)
+            optimizer["params"] = self.section(optimizer["params"], OPTIMIZERS[name], ("optimizer", "params"))
 
     def _problem(self, key: KeyPath, text: str) -> None:
         self.problems.append(f"{self.path}, line {self.lines[key]}: {'.'.join(key)}: {text}")
+
+
+_CHECKS: dict[str, Callable[[Any, Any], bool]] = {
+    "type": lambda value, name: _TYPES[name][1](value),
+    "anyOf": lambda value, options: any(accepts(option, value) for option in options),
+    "enum": lambda value, choices: not isinstance(value, bool) and value in choices,
+    "minimum": lambda value, limit: value >= limit,
+    "maximum": lambda value, limit: value <= limit,
+    "exclusiveMaximum": lambda value, limit: value < limit,
+    "items": lambda value, schema: all(accepts(schema, item) for item in value),
+    "minItems": lambda value, limit: len(value) >= limit,
+    "maxItems": lambda value, limit: len(value) <= limit,
+    "pattern": lambda value, pattern: re.fullmatch(pattern, value) is not None,
+}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "boolean": ("true or false", lambda value: isinstance(value, bool)),
+    # 5e8 is a usual bucket size.
+    "integer": ("a whole number", lambda value: _is_number(value) and value == int(value)),
+    "number": ("a number", _is_number),
+    "string": ("a string", lambda value: isinstance(value, str)),
+    "array": ("a list", lambda value: isinstance(value, list)),
+    "object": ("an object", lambda value: isinstance(value, dict)),
+    "null": ("null", lambda value: value is None),
+}
+"""Name of a type to its description and the check of a value."""
+
+
+def accepts(schema: Schema, value: Any) -> bool:
+    """Whether ``value`` is legal. The type comes first in each schema, so that the other checks apply to it."""
+    return all(_CHECKS[name](value, limit) for name, limit in schema.items() if name in _CHECKS)
+
+
+def expected(schema: Schema) -> str:
+    """A description of the legal values, such as ``a whole number from 1 on``."""
+    if "description" in schema:
+        return schema["description"]
+    if "anyOf" in schema:
+        return ", or ".join(map(expected, schema["anyOf"]))
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    words, _ = _TYPES[schema["type"]]
+    if "maximum" in schema:
+        return f"{words} from {schema['minimum']:g} to {schema['maximum']:g}"
+    return f"{words} from {schema['minimum']:g} on" if "minimum" in schema else words
+
+
+def optimizer_name(text: str) -> str | None:
+    """The key of OPTIMIZERS that equals ``text`` but for case, or None."""
+    return next((name for name in OPTIMIZERS if name.lower() == text.lower()), None)

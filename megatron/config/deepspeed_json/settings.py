@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
-from megatron.config.deepspeed_json.file import ConfigFile
-from megatron.config.deepspeed_json.keys import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_name
+from megatron.config.deepspeed_json.file import DEFAULT_OPTIMIZER, OPTIMIZERS, ConfigFile, optimizer_name
 from megatron.config.fields import Provided
 
 KeyPath = tuple[str | int, ...]
@@ -20,20 +19,12 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _always(run: RunConfig) -> bool:
-    return True
+def _or_default(value: Any) -> Any:
+    return value or None
 
 
-def _in_fp16(run: RunConfig) -> bool:
-    return run.precision.fp16
-
-
-def _with_zero(run: RunConfig) -> bool:
-    return run.zero.zero_stage > 0
-
-
-def _recomputing(run: RunConfig) -> bool:
-    return run.activation.checkpoint_activations
+def _size_or_default(size: float) -> int | None:
+    return int(size) or None
 
 
 class Setting(NamedTuple):
@@ -42,13 +33,11 @@ class Setting(NamedTuple):
     section: str
     field: str
     key: KeyPath
-    written: Callable[[RunConfig], bool] = _always
-    """Whether it is written to the config even if the user did not provide it."""
     read: Callable[[Any], Any] = _same
     """Converts the JSON value to the field's."""
     write: Callable[[Any], Any] = _same
     """Converts the field's value to the JSON value; None is left to DeepSpeed."""
-    allowed: Callable[[RunConfig], bool] = _always
+    allowed: Callable[[RunConfig], bool] = lambda run: True
     """Whether it may be written at all."""
 
     @property
@@ -57,43 +46,23 @@ class Setting(NamedTuple):
         return ".".join(part for part in self.key if isinstance(part, str))
 
 
-def _read_loss_scale(scale: float) -> float | None:
-    return float(scale) if scale else None
-
-
-def _power_of_two(scale: float) -> int:
-    return round(math.log2(scale))
-
-
-def _true_or_default(value: bool) -> bool | None:
-    return value or None
-
-
-def _false_or_default(value: bool) -> bool | None:
-    return None if value else False
-
-
-def _device_or_default(device: str) -> str | None:
-    return None if device == "none" else device
-
-
-def _size_or_default(size: float) -> int | None:
-    return int(size) or None
-
-
 def _offload_settings(offload: str) -> list[Setting]:
     """Settings of the section ``offload``. The two offload sections share their flags."""
-
-    def to_nvme(run: RunConfig) -> bool:
-        return getattr(run.zero, offload) == "nvme"
-
-    def enabled(run: RunConfig) -> bool:
-        return getattr(run.zero, offload) != "none"
-
     return [
-        Setting("zero", offload, (ZERO, offload, "device"), write=_device_or_default),
-        Setting("zero", "nvme_path", (ZERO, offload, "nvme_path"), allowed=to_nvme),
-        Setting("zero", "offload_pin_memory", (ZERO, offload, "pin_memory"), write=_false_or_default, allowed=enabled),
+        Setting("zero", offload, (ZERO, offload, "device"), write=lambda device: None if device == "none" else device),
+        Setting(
+            "zero",
+            "nvme_path",
+            (ZERO, offload, "nvme_path"),
+            allowed=lambda run: getattr(run.zero, offload) == "nvme",
+        ),
+        Setting(
+            "zero",
+            "offload_pin_memory",
+            (ZERO, offload, "pin_memory"),
+            write=lambda pinned: None if pinned else False,
+            allowed=lambda run: getattr(run.zero, offload) != "none",
+        ),
     ]
 
 
@@ -102,20 +71,20 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("train", "micro_batch_size", ("train_micro_batch_size_per_gpu",), read=int),
     Setting("train", "gradient_accumulation_steps", ("gradient_accumulation_steps",), read=int),
     Setting("optim", "clip_grad", ("gradient_clipping",), read=float),
-    Setting("precision", "fp16", ("fp16", "enabled"), write=_true_or_default),
-    Setting("precision", "loss_scale", ("fp16", "loss_scale"), _in_fp16, _read_loss_scale, lambda scale: scale or 0),
+    Setting("precision", "fp16", ("fp16", "enabled"), write=_or_default),
+    # A static scale of 0 asks for a dynamic one.
+    Setting("precision", "loss_scale", ("fp16", "loss_scale"), lambda x: float(x) or None, lambda x: x or 0),
     Setting(
         "precision",
         "initial_loss_scale",
         ("fp16", "initial_scale_power"),
-        _in_fp16,
-        lambda power: 2.0**power,
-        _power_of_two,
+        read=lambda power: 2.0**power,
+        write=lambda scale: round(math.log2(scale)),
     ),
-    Setting("precision", "loss_scale_window", ("fp16", "loss_scale_window"), _in_fp16, int),
-    Setting("precision", "hysteresis", ("fp16", "hysteresis"), _in_fp16, int),
-    Setting("precision", "min_scale", ("fp16", "min_loss_scale"), _in_fp16, write=int),
-    Setting("precision", "bf16", ("bf16", "enabled"), write=_true_or_default),
+    Setting("precision", "loss_scale_window", ("fp16", "loss_scale_window"), int),
+    Setting("precision", "hysteresis", ("fp16", "hysteresis"), int),
+    Setting("precision", "min_scale", ("fp16", "min_loss_scale"), write=int),
+    Setting("precision", "bf16", ("bf16", "enabled"), write=_or_default),
     Setting(
         "precision",
         "fp32_allreduce",
@@ -125,19 +94,19 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("precision", "grad_accum_dtype", ("data_types", "grad_accum_dtype")),
     Setting("zero", "zero_stage", (ZERO, "stage"), read=int),
-    Setting("zero", "zero_reduce_scatter", (ZERO, "reduce_scatter"), _with_zero),
-    Setting("zero", "zero_contiguous_gradients", (ZERO, "contiguous_gradients"), _with_zero),
-    Setting("zero", "zero_reduce_bucket_size", (ZERO, "reduce_bucket_size"), _with_zero, float, _size_or_default),
-    Setting("zero", "zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), _with_zero, float, _size_or_default),
-    Setting("zero", "zero_overlap_comm", (ZERO, "overlap_comm"), _with_zero),
-    Setting("zero", "zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=_true_or_default),
+    Setting("zero", "zero_reduce_scatter", (ZERO, "reduce_scatter")),
+    Setting("zero", "zero_contiguous_gradients", (ZERO, "contiguous_gradients")),
+    Setting("zero", "zero_reduce_bucket_size", (ZERO, "reduce_bucket_size"), float, _size_or_default),
+    Setting("zero", "zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), float, _size_or_default),
+    Setting("zero", "zero_overlap_comm", (ZERO, "overlap_comm")),
+    Setting("zero", "zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=_or_default),
     *_offload_settings("offload_optimizer"),
     *_offload_settings("offload_param"),
-    Setting("activation", "partition_activations", (RECOMPUTE, "partition_activations"), _recomputing),
-    Setting("activation", "contiguous_checkpointing", (RECOMPUTE, "contiguous_memory_optimization"), _recomputing),
-    Setting("activation", "checkpoint_in_cpu", (RECOMPUTE, "cpu_checkpointing"), _recomputing),
-    Setting("activation", "synchronize_each_layer", (RECOMPUTE, "synchronize_checkpoint_boundary"), _recomputing),
-    Setting("activation", "profile_backward", (RECOMPUTE, "profile"), _recomputing),
+    Setting("activation", "partition_activations", (RECOMPUTE, "partition_activations")),
+    Setting("activation", "contiguous_checkpointing", (RECOMPUTE, "contiguous_memory_optimization")),
+    Setting("activation", "checkpoint_in_cpu", (RECOMPUTE, "cpu_checkpointing")),
+    Setting("activation", "synchronize_each_layer", (RECOMPUTE, "synchronize_checkpoint_boundary")),
+    Setting("activation", "profile_backward", (RECOMPUTE, "profile")),
     Setting("optim", "lr", (*PARAMS, "lr"), read=float),
     Setting("optim", "adam_beta1", (*PARAMS, "betas", 0), read=float),
     Setting("optim", "adam_beta2", (*PARAMS, "betas", 1), read=float),
@@ -167,11 +136,16 @@ def read_settings(file: ConfigFile) -> dict[str, Provided]:
 
 def write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str, Provided]) -> None:
     """Add to ``tree`` the settings of ``run`` that it does not have, and that DeepSpeed needs or the user provided."""
-    params = OPTIMIZERS[optimizer_name(tree["optimizer"]["type"]) or DEFAULT_OPTIMIZER].params
+    params = OPTIMIZERS[optimizer_name(tree["optimizer"]["type"]) or DEFAULT_OPTIMIZER]
+    needed = {
+        "fp16": run.precision.fp16,
+        ZERO: run.zero.zero_stage > 0,
+        RECOMPUTE: run.activation.checkpoint_activations,
+    }
     for setting in SETTINGS:
         of_other_optimizer = setting.key[:2] == PARAMS and setting.key[2] not in params
-        needed = setting.written(run) or setting.field in provided
-        if needed and setting.allowed(run) and not of_other_optimizer and value_at(tree, setting.key) is None:
+        required = needed.get(str(setting.key[0]), True) or setting.field in (*provided, "zero_stage")
+        if required and setting.allowed(run) and not of_other_optimizer and value_at(tree, setting.key) is None:
             value = setting.write(getattr(getattr(run, setting.section), setting.field))
             if value is not None:
                 _set(tree, setting.key, value)
