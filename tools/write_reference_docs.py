@@ -8,8 +8,8 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
+from megatron.config.command_line import resolve_run
 from megatron.config.command_line.parser import build_parser, read_flags
-from megatron.config.command_line.resolve import resolve_run
 from megatron.config.validation import RULES
 from megatron.model.architectures import ARCHITECTURES
 from megatron.tools.command_line import ToolParser, run_tool

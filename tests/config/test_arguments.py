@@ -11,8 +11,7 @@ from support.command_lines import CPU, CUDA, SMALL, complaints, parse
 
 from megatron.config import flag_fields
 from megatron.config.command_line import parse_run
-from megatron.config.command_line.parser import build_parser, read_flags
-from megatron.config.command_line.refused import REFUSED, REFUSED_VALUES
+from megatron.config.command_line.parser import REFUSED, REFUSED_VALUES, build_parser, read_flags
 from megatron.config.data import Part
 from megatron.config.errors import ConfigError
 from megatron.config.fields import flag_name

@@ -1,20 +1,39 @@
-"""From a command line to a run: reads the flags and the JSON file, merges them, and checks the result."""
+"""From a command line to a run: reads the flags and the JSON file, merges them, and checks the result.
+
+All fields that are not provided follow from the others and from the environment.
+"""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import NamedTuple
 
-from megatron.config import RunConfig
+from megatron.config import (
+    ActivationConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    ZeroConfig,
+    sections,
+)
 from megatron.config.command_line.parser import CONFIG_FILE, read_flags
-from megatron.config.command_line.resolve import resolve_run
 from megatron.config.deepspeed_json import compile_config, conflicts
 from megatron.config.deepspeed_json.file import ConfigFile, read_config_file
 from megatron.config.deepspeed_json.settings import read_settings
-from megatron.config.errors import ConfigError
+from megatron.config.environment import expected_device, local_rank, world_size
+from megatron.config.errors import ConfigError, nearest_multiples
 from megatron.config.fields import Provided
 from megatron.config.validation import value_problems, violations
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
+from megatron.parallel.pipeline.partition import repartitioned
+
+GLOBAL, MICRO, ACCUMULATION = "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"
+METRICS = "metrics.jsonl"
+"""Name of the metrics file in --run-dir."""
+_BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 class ParsedRun(NamedTuple):
@@ -71,3 +90,169 @@ def _merge(flags: Mapping[str, Provided], file: Mapping[str, Provided]) -> tuple
         if name in file and flags[name].value != file[name].value
     ]
     return {**file, **flags}, contradictions
+
+
+def resolve_run(
+    provided: Mapping[str, Provided], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2
+) -> tuple[RunConfig, list[str]]:
+    """The run with the final value of every field, and a message for each field that cannot be resolved.
+
+    The vocabulary sizes and the DeepSpeed config are set later.
+    """
+    problems: list[str] = []
+    run = _with_provided(provided)
+    try:
+        run = replace(run, parallel=_parallel(run, provided, environ))
+    except ConfigError as error:
+        problems += error.messages
+    run = replace(run, activation=_activation(run.activation), logging=_logging(run))
+    run = replace(run, model=_model(run, architecture), zero=_zero(run, provided))
+    run = replace(run, observe=replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace))
+    try:
+        run = replace(run, parallel=_repartitioned(run, provided))
+    except ConfigError as error:
+        problems += error.messages
+    # The batch sizes are known only if the processes form whole replicas.
+    replica = run.parallel.replica_size
+    if not problems and replica >= 1 and run.parallel.world_size % replica == 0:
+        try:
+            run = replace(run, train=_train(run, provided))
+        except ConfigError as error:
+            problems += error.messages
+    return run, problems
+
+
+def _with_provided(provided: Mapping[str, Provided]) -> RunConfig:
+    parts = {}
+    for name, section in sections().items():
+        names = [field.name for field in fields(section) if "flag" in field.metadata and field.name in provided]
+        parts[name] = section(**{field: provided[field].value for field in names})
+    return RunConfig(**parts, ds_config={})
+
+
+def _parallel(run: RunConfig, provided: Mapping[str, Provided], environ: Mapping[str, str]) -> ParallelConfig:
+    device, parallel = expected_device(environ), run.parallel
+    pretended = "world_size" in provided
+    if pretended and not (run.logging.explain or run.logging.dry_run):
+        raise ConfigError(
+            f"{provided['world_size'].source} is for --explain and --dry-run: the launcher starts the processes of a "
+            "run"
+        )
+    return replace(
+        parallel,
+        world_size=parallel.world_size if pretended else world_size(environ),
+        device=device,
+        distributed_backend=parallel.distributed_backend or _BACKENDS.get(device),
+        local_rank=local_rank(environ) if parallel.local_rank is None else parallel.local_rank,
+    )
+
+
+def _repartitioned(run: RunConfig, provided: Mapping[str, Provided]) -> ParallelConfig:
+    parallel = run.parallel
+    if parallel.repartition_from is None or not parallel.uses_pipeline:
+        return parallel
+    if "pipeline_partition" in provided:
+        sources = f"{provided['repartition_from'].source} and {provided['pipeline_partition'].source}"
+        raise ConfigError(f"{sources} exclude each other: give one")
+    return replace(parallel, pipeline_partition=repartitioned(parallel, run.model))
+
+
+def _logging(run: RunConfig) -> LoggingConfig:
+    if run.observe.run_dir is None or run.logging.metrics_file is not None:
+        return run.logging
+    return replace(run.logging, metrics_file=str(Path(run.observe.run_dir) / METRICS))
+
+
+def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
+    model = run.model
+    return replace(
+        model,
+        architecture=architecture.name,
+        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+        max_position_embeddings=model.max_position_embeddings or run.data.seq_length,
+        reset_position_ids=run.data.reset_position_ids,
+        reset_attention_mask=run.data.reset_attention_mask,
+        dtype=run.precision.dtype,
+        seed=run.train.seed,
+        recomputes_attention=run.activation.recompute_granularity == "selective",
+    )
+
+
+def _activation(activation: ActivationConfig) -> ActivationConfig:
+    if activation.recompute_granularity:
+        return replace(activation, checkpoint_activations=True)
+    return replace(activation, recompute_granularity="full") if activation.checkpoint_activations else activation
+
+
+def _zero(run: RunConfig, provided: Mapping[str, Provided]) -> ZeroConfig:
+    if run.precision.dtype == "fp32" or "zero_stage" in provided:
+        return run.zero
+    # Without ZeRO, DeepSpeed's half-precision optimizer computes the gradient norm of one tensor-parallel
+    # rank only, and sums gradients in half precision. Stage 1 keeps both in fp32, and takes less memory.
+    return replace(run.zero, zero_stage=1)
+
+
+def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
+    batch, train = solve_batch(provided, run.parallel.data_parallel_size), run.train
+    iterations, samples = train.train_iters, train.train_samples
+    if samples is not None:
+        iterations = samples // batch.global_size
+        if iterations < 1:
+            raise ConfigError(f"--train-samples {samples} is less than one global batch of {batch.global_size}")
+    return replace(
+        train,
+        micro_batch_size=batch.micro_size,
+        gradient_accumulation_steps=batch.accumulation,
+        global_batch_size=batch.global_size,
+        train_iters=iterations,
+    )
+
+
+class Batch(NamedTuple):
+    """The three batch sizes, in samples or steps: global = micro x accumulation x data-parallel size."""
+
+    global_size: int
+    micro_size: int
+    accumulation: int
+
+
+def solve_batch(provided: Mapping[str, Provided], data_parallel_size: int) -> Batch:
+    """The three batch sizes from those that are provided. Without an accumulation or a global size, it is 1 step.
+
+    Raises:
+        ConfigError: neither a micro nor a global size is provided, or the sizes contradict each other.
+    """
+    sizes = {name: provided[name].value for name in (GLOBAL, MICRO, ACCUMULATION) if name in provided}
+    if GLOBAL not in sizes and MICRO not in sizes:
+        raise ConfigError("--batch-size is required (or --global-batch-size, or their keys in --deepspeed_config)")
+    if min(sizes.values()) < 1:
+        raise ConfigError([])  # reported already, as a value out of range
+    if GLOBAL not in sizes:
+        accumulation = sizes.get(ACCUMULATION, 1)
+        return Batch(sizes[MICRO] * accumulation * data_parallel_size, sizes[MICRO], accumulation)
+    if len(sizes) == 3:
+        return _consistent(provided, data_parallel_size)
+    known = MICRO if MICRO in sizes else ACCUMULATION
+    factor = sizes.get(known, 1) * data_parallel_size
+    if sizes[GLOBAL] % factor:
+        other = f"{provided[known].source} x " if known in provided else ""
+        raise ConfigError(
+            f"{provided[GLOBAL].source} is not a multiple of {other}data-parallel size {data_parallel_size} = {factor}:"
+            f" set a global batch of {nearest_multiples(sizes[GLOBAL], factor)}"
+        )
+    rest = sizes[GLOBAL] // factor
+    return Batch(sizes[GLOBAL], *((sizes[MICRO], rest) if known == MICRO else (rest, sizes.get(ACCUMULATION, 1))))
+
+
+def _consistent(provided: Mapping[str, Provided], data_parallel_size: int) -> Batch:
+    batch = Batch(*(provided[name].value for name in (GLOBAL, MICRO, ACCUMULATION)))
+    product = batch.micro_size * batch.accumulation * data_parallel_size
+    if batch.global_size == product:
+        return batch
+    remedy = f"set a global batch of {product}"
+    if batch.global_size % (batch.micro_size * data_parallel_size) == 0:
+        remedy += f" or an accumulation of {batch.global_size // (batch.micro_size * data_parallel_size)}"
+    raise ConfigError(
+        f"{provided[GLOBAL].source} is not {provided[MICRO].source} x {provided[ACCUMULATION].source} x "
+        f"data-parallel size {data_parallel_size} = {product}: {remedy}"
+    )

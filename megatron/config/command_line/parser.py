@@ -7,10 +7,9 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, NoReturn, TypeAlias, get_args, get_origin
 
 from megatron.config import flag_fields, sections
-from megatron.config.command_line.refused import REFUSED_VALUES, refusals
 from megatron.config.errors import ConfigError, did_you_mean, nearest
 from megatron.config.fields import Provided, flag_name
-from megatron.model.architectures import GPT2
+from megatron.model.architectures import BERT, GPT2
 from megatron.model.spec import ArchitectureSpec
 
 _Occurrence: TypeAlias = tuple[str, str, Any, bool]
@@ -18,6 +17,30 @@ _Occurrence: TypeAlias = tuple[str, str, Any, bool]
 
 CONFIG_FILE = "deepspeed_config"
 """The key of ``--deepspeed_config`` in the result of ``read_flags``; the only flag that is not a config field."""
+
+_REFUSED_BY_REASON = {
+    "weight sharing between layers is not supported": "num-unique-layers param-sharing-style",
+    "export to ONNX is not supported": "onnx-safe",
+    "attention is fused unless another flag excludes it: remove it": "scaled-masked-softmax-fusion",
+    "DeepSpeed reduces the gradients: remove it": "DDP-impl",
+    "not supported: the process groups are created once, at the start": "lazy-mpu-init",
+    "not supported (a service of NVIDIA's own cluster): use --auto-resume": "adlr-autoresume adlr-autoresume-interval",
+    "not supported by this program (retrieval models)": "ict-head-size ict-load bert-load titles-data-path "
+    "query-in-block-prob use-one-sent-docs report-topk-accuracies faiss-use-gpu block-data-path indexer-batch-size "
+    "indexer-log-interval",
+    "not supported by this program (text generation)": "temperature greedy top-p top-k out-seq-length "
+    "sample-input-file sample-output-file num-samples genfile recompute",
+    "not supported by this program (evaluation tasks)": "task epochs pretrained-checkpoint train-data valid-data "
+    "overlapping-eval strict-lambada",
+}
+REFUSED = {name: reason for reason, names in _REFUSED_BY_REASON.items() for name in names.split()}
+"""Flags of Megatron-LM v1.1.5-3D_parallelism that are not supported, without dashes, with the reason."""
+
+REFUSED_VALUES: dict[tuple[str, str], str] = {
+    ("data_impl", "lazy"): "convert the data with tools/preprocess_data.py",
+    ("data_impl", "cached"): "convert the data with tools/preprocess_data.py",
+}
+"""Field and value to the reason why that value of an accepted flag is refused."""
 
 
 def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> tuple[dict[str, Provided], list[str]]:
@@ -30,7 +53,7 @@ def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> tu
         ConfigError: a value is missing or cannot be parsed; it contains the other messages too.
     """
     parser = build_parser(architecture)
-    words, problems = _normalize_names(argv, parser, refusals(architecture))
+    words, problems = _normalize_names(argv, parser, _refusals(architecture))
     try:
         namespace, extra = parser.parse_known_args(words, argparse.Namespace(occurrences=[]))
     except ConfigError as error:
@@ -138,6 +161,18 @@ def _normalize_names(
         if meant is not None:
             words.append(meant + equals + value)
     return words, problems
+
+
+def _refusals(architecture: ArchitectureSpec) -> dict[str, str]:
+    """The flags that the program of ``architecture`` refuses: unsupported ones, and those of other models."""
+    owner = GPT2 if architecture.masked_lm else BERT
+    of_other_models = {
+        flag_name(field).removeprefix("--"): f"{architecture.program} has no such flag: it is {owner.name}'s, "
+        f"for {owner.program}"
+        for field in flag_fields().values()
+        if field.metadata["flag"]["masked_lm"] not in (None, architecture.masked_lm)
+    }
+    return REFUSED | of_other_models
 
 
 def _is_flag(word: str) -> bool:

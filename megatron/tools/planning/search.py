@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from megatron.config import RunConfig, flag_fields
-from megatron.config.command_line.resolve import resolve_run
+from megatron.config.command_line import resolve_run
 from megatron.config.fields import Provided, flag_name
 from megatron.config.model import padded_vocabulary
 from megatron.config.validation import RULES
