@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from socket import socket
@@ -34,30 +34,24 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     """
     joins = not dist.is_initialized()
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    if "RANK" not in os.environ:
-        # Only mpirun sets no port: two runs on a host need two.
-        find_rank_by_mpi(os.environ, int(os.environ.get("MASTER_PORT", "29500")))
+    if "RANK" not in os.environ:  # mpirun sets neither a rank nor a port; two runs on a host need two
+        mpi_discovery(distributed_port=int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
+        if on_one_host(os.environ):
+            os.environ["MASTER_ADDR"] = "127.0.0.1"  # no other host connects
     store = rendezvous_barrier(os.environ, timeout) if joins else None
+    # DeepSpeed's own name for CPU is ccl, which it then replaces by gloo with a warning.
+    backend = parallel.distributed_backend or ("gloo" if get_accelerator().device_name() == "cpu" else "nccl")
     with deepspeed_silenced(verbose):
-        deepspeed.init_distributed(dist_backend=_backend(parallel), timeout=timeout, verbose=verbose)
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         layout = ParallelLayout.create(parallel)
     yield layout
     if store is not None:
         dist.destroy_process_group()
-        _exit_barrier(store, os.environ)
-
-
-def _backend(parallel: ParallelConfig) -> str:
-    # DeepSpeed's own name for CPU is ccl, which it then replaces by gloo with a warning.
-    return parallel.distributed_backend or ("gloo" if get_accelerator().device_name() == "cpu" else "nccl")
-
-
-def find_rank_by_mpi(environ: MutableMapping[str, str], port: int) -> None:
-    """Let DeepSpeed ask MPI for the rank of this process and for the address of rank 0's host."""
-    mpi_discovery(distributed_port=port, verbose=False)
-    if on_one_host(environ):
-        environ["MASTER_ADDR"] = "127.0.0.1"  # no other host connects
+        with suppress(RuntimeError):  # a rank was ended meanwhile
+            store.set(f"exits/{os.environ['RANK']}", "")
+            if hosts_store(os.environ):  # keep the store until every other rank has used it for the last time
+                store.wait(_rank_keys(os.environ, "exits"), _EXIT_TIMEOUT)
 
 
 def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | None = None) -> TCPStore:
@@ -96,35 +90,19 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
-        missing = _missing(store, keys)
+        try:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError as lost:
+            raise LaunchError("rank 0 timed out waiting for other ranks and reports which") from lost
         time.sleep(_SKEW_SECONDS)  # keeps the store for ranks that time out a little later
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise LaunchError(
-            f"{len(missing)} of {len(keys)} ranks did not arrive within {minutes}: {_some(missing)}; check that they "
-            "are started, with the same MASTER_ADDR and MASTER_PORT, or correct WORLD_SIZE"
+            f"{len(missing)} of {len(keys)} ranks did not arrive within {minutes}: rank{'s' * (len(missing) > 1)} "
+            f"{', '.join(missing[:_SHOWN])}{more}; check that they are started, with the same MASTER_ADDR and "
+            "MASTER_PORT, or correct WORLD_SIZE"
         ) from error
     return store
 
 
-def _exit_barrier(store: TCPStore, environ: Mapping[str, str]) -> None:
-    """Keep the store's host until every other rank has used the store for the last time."""
-    with suppress(RuntimeError):  # a rank was ended meanwhile
-        store.set(f"exits/{environ['RANK']}", "")
-        if hosts_store(environ):
-            store.wait(_rank_keys(environ, "exits"), _EXIT_TIMEOUT)
-
-
 def _rank_keys(environ: Mapping[str, str], name: str) -> list[str]:
     return [f"{name}/{rank}" for rank in range(int(environ["WORLD_SIZE"]))]
-
-
-def _missing(store: TCPStore, keys: list[str]) -> list[int]:
-    """The ranks whose keys are not set."""
-    try:
-        return [rank for rank, key in enumerate(keys) if not store.check([key])]
-    except RuntimeError as error:
-        raise LaunchError("rank 0 timed out waiting for other ranks and reports which") from error
-
-
-def _some(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"

@@ -23,10 +23,8 @@ LISTEN = "MASTER_LISTEN"
 _LOOPBACK = Path("/sys/class/net/lo")
 _NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Names of glibc's malloc.h."""
-_KEPT_BYTES = 2**31 - 1
-_LARGEST_KEPT_BLOCK = 2**30
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
+_KEPT_BYTES, _LARGEST_KEPT_BLOCK = 2**31 - 1, 2**30
 
 
 def prepare_environment(environ: MutableMapping[str, str]) -> None:
@@ -49,7 +47,9 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     # environment, would compile everything again.
     environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
     if rank(environ) is None:
-        environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     if "LOCAL_SIZE" in environ:
         # Set by deepspeed. On the CPU it makes DeepSpeed leave 66 MiB of shared memory per rank behind, which nothing
         # in training uses.
@@ -107,8 +107,13 @@ def listen(environ: Mapping[str, str]) -> socket.socket:
         addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise LaunchError(f"{name}, where rank 0 is to listen, does not resolve: {error.strerror}") from error
+    other_hosts = ranks_on_host(environ) is not None and not on_one_host(environ)
     for family, _, _, _, address in addresses:
-        _check_reachable(environ, name, str(address[0]))
+        if other_hosts and ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            raise LaunchError(
+                f"{name} is {address[0]} on its own host, where ranks of other hosts do not reach it: set MASTER_ADDR "
+                f"to the address in the network of the run, or {LISTEN}=0.0.0.0 to listen in all"
+            )
         try:
             return socket.create_server(address, family=family)
         except OSError as error:
@@ -123,19 +128,3 @@ def listen(environ: Mapping[str, str]) -> socket.socket:
         f"{name}, where rank 0 is to listen, is not an address of its host {socket.gethostname()}: set MASTER_ADDR to "
         f"one, or, if it leads here through another host, {LISTEN}=0.0.0.0"
     )
-
-
-def _check_reachable(environ: Mapping[str, str], name: str, address: str) -> None:
-    """Raises LaunchError if ranks of other hosts cannot reach rank 0 at ``address``."""
-    single_host = ranks_on_host(environ) is None or on_one_host(environ)
-    if not single_host and ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        raise LaunchError(
-            f"{name} is {address} on its own host, where ranks of other hosts do not reach it: set MASTER_ADDR to the "
-            f"address in the network of the run, or {LISTEN}=0.0.0.0 to listen in all"
-        )
-
-
-def _free_port() -> str:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return str(server.getsockname()[1])

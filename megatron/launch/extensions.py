@@ -20,8 +20,7 @@ from megatron.config import RunConfig
 from megatron.config.errors import ResourceError, first_line
 from megatron.parallel.deepspeed_compat.output import deepspeed_silenced
 
-_MOMENT = 0.5
-"""Seconds."""
+_MOMENT = 0.5  # seconds
 
 
 def build_extensions(run: RunConfig) -> None:
@@ -34,19 +33,15 @@ def build_extensions(run: RunConfig) -> None:
         raise ResourceError(
             "offload to nvme needs libaio, which is not found: install libaio-dev (libaio-devel), or offload to cpu"
         )
-    for name in _needed(run, get_accelerator().device_name()):
-        builder = create(name)
-        if builder is not None and builder.is_compatible(verbose=False):
-            _build(builder)
-
-
-def _needed(run: RunConfig, device: str) -> list[str]:
-    names = ["ShareMemCommBuilder"] if device == "cpu" else []
+    names = ["ShareMemCommBuilder"] if get_accelerator().device_name() == "cpu" else []
     if run.zero.offloads_optimizer and not run.zero.cpu_torch_adam:
         names.append("CPUAdamBuilder")
     if run.zero.uses_nvme:
         names += ["PinMemoryBuilder", "AsyncIOBuilder"]
-    return names
+    for name in names:
+        builder = create(name)
+        if builder is not None and builder.is_compatible(verbose=False):
+            _build(builder)
 
 
 def _build(builder) -> None:
@@ -75,27 +70,20 @@ def _build(builder) -> None:
 def _is_left(path: Path) -> bool:
     """Whether ``path`` exists and no process uses it, nor did a moment ago: torch closes it, then removes it."""
     for _ in range(2):
-        if not path.exists() or _is_open(path):
+        if not path.exists() or any(str(path) in _open_files(process) for process in psutil.process_iter()):
             return False
         time.sleep(_MOMENT)
     return path.exists()
 
 
-def _is_open(path: Path) -> bool:
-    """Whether a process has ``path`` open, as torch has such a file during a build."""
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if any(file.path == str(path) for file in process.open_files()):
-                return True
-    return False
+def _open_files(process: psutil.Process) -> list[str]:
+    with suppress(psutil.Error):
+        return [file.path for file in process.open_files()]
+    return []
 
 
 def check_device(device: str, local_rank: int) -> None:
-    """Check that torch finds a ``device`` for the process ``local_rank`` of this host.
-
-    Raises:
-        ResourceError: it does not.
-    """
+    """Raises ResourceError if torch finds no ``device`` for the process ``local_rank`` of this host."""
     accelerator = get_accelerator()
     count = accelerator.device_count() if accelerator.is_available() else 0
     if device != "cpu" and local_rank >= count:

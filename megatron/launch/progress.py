@@ -4,6 +4,7 @@ import linecache
 import sys
 import threading
 import time
+import traceback
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -56,31 +57,20 @@ class ProgressState:
         main = threading.main_thread().ident
         assert main is not None, "the main thread runs"
         # On a GPU the backward pass and its collectives run in a thread of autograd's.
-        stacks = [_stack(frames[main])] + [_stack(frame) for thread, frame in frames.items() if thread != main]
-        collective = next((text for stack in stacks if (text := _collective(stack, groups))), None)
-        call = collective or _line(stacks[0][0])
+        threads = [frames.pop(main), *frames.values()]
+        collective = next((text for frame in threads if (text := _collective(frame, groups))), None)
+        call = collective or _line(threads[0])
         parts = [f"{self.phase or 'outside of training'}, iteration {self.iteration}", self._instruction, call]
         return Position(", ".join(part for part in parts if part), collective is not None)
 
 
-def _stack(frame: FrameType | None) -> list[FrameType]:
-    """The frames of a thread, the innermost first."""
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
-def _collective(stack: list[FrameType], groups: dict[tuple[int, ...], str]) -> str | None:
+def _collective(innermost: FrameType, groups: dict[tuple[int, ...], str]) -> str | None:
     """The collective that a thread is in and its ranks; None if it is in none."""
-    for frame in stack:
+    for frame, _ in traceback.walk_stack(innermost):
         if Path(frame.f_code.co_filename).name == _COLLECTIVES:
             return f"in {frame.f_code.co_name} {_ranks(frame.f_code.co_name, frame.f_locals, groups)}"
-    innermost = stack[0].f_code.co_filename, stack[0].f_lineno
-    if "deepspeed" in innermost[0] and ".wait(" in linecache.getline(*innermost):
-        return f"in wait, {_line(stack[0])}"
-    return None
+    file, line = innermost.f_code.co_filename, innermost.f_lineno
+    return f"in wait, {_line(innermost)}" if "deepspeed" in file and ".wait(" in linecache.getline(file, line) else None
 
 
 def _ranks(name: str, arguments: dict[str, Any], groups: dict[tuple[int, ...], str]) -> str:

@@ -42,7 +42,8 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
     try:
         exit_code = main() or 0
     except UserError as error:
-        joined = _has_joined()
+        distributed = sys.modules.get("torch.distributed")
+        joined = distributed is not None and distributed.is_initialized()
         prints = (rank == 0 or not error.on_every_rank) if joined else is_first_on_host
         names_itself = rank > 0 or (joined and not error.on_every_rank)
         if prints:
@@ -102,8 +103,3 @@ def _finalize_mpi() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()
-
-
-def _has_joined() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_initialized()

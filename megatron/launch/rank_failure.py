@@ -50,8 +50,7 @@ def rank_failure_monitor(progress: ProgressState) -> Iterator[None]:
     try:
         yield
         dist.barrier()
-        # All ranks are at the end; a rank that exits from here on has not failed.
-        monitor.stop()
+        monitor.stop()  # all ranks are at the end; a rank that exits from here on has not failed
         dist.barrier()  # no monitor uses the store any more, so its host may exit
     except Exception as error:
         if isinstance(error, RuntimeError) and is_connection_lost(error):
@@ -61,7 +60,8 @@ def rank_failure_monitor(progress: ProgressState) -> Iterator[None]:
                 f"in iteration {progress.iteration} another rank did not come within --distributed-timeout-minutes; "
                 "--watchdog-minutes reports which, and where each rank is"
             ) from error
-        monitor.report_own_error()
+        with suppress(RuntimeError):
+            monitor.store.set(f"{_REPORTED}/{dist.get_rank()}", "")
         raise
     finally:
         monitor.is_over = True
@@ -74,7 +74,7 @@ class _RankFailureMonitor:
         self.is_over = False
         self._rank, self._progress = dist.get_rank(), progress
         self._known = threading.Event()
-        self._store = connect(os.environ, timedelta(seconds=_GRACE_SECONDS))
+        self.store = connect(os.environ, timedelta(seconds=_GRACE_SECONDS))
         self._waiting_store = connect(os.environ, _UNLIMITED)
         namespace = _pid_namespace()
         places: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
@@ -89,13 +89,8 @@ class _RankFailureMonitor:
     def stop(self) -> None:
         """End monitoring on all ranks, each of which calls this; returns when this one no longer uses the store."""
         self.is_over = True
-        self._store.set(_FAILURE, _FINISHED.decode())
+        self.store.set(_FAILURE, _FINISHED.decode())
         self._store_thread.join(_GRACE_SECONDS)
-
-    def report_own_error(self) -> None:
-        """Let the other ranks know that this one fails with an error that it prints itself."""
-        with suppress(RuntimeError):
-            self._store.set(f"{_REPORTED}/{self._rank}", "")
 
     def exit_after_failure(self) -> NoReturn:
         """Exit because of another rank, once it is known which and the launcher has seen it.
@@ -103,9 +98,13 @@ class _RankFailureMonitor:
         Raises LaunchError: without a message if the cause has been printed.
         """
         is_known = self._known.wait(_LAUNCHER_SECONDS)
-        _await_launcher()
-        iteration = self._progress.iteration
-        raise LaunchError([] if is_known else f"lost a rank of another host in iteration {iteration}")
+        # The launcher, once it has seen a rank end, ends this one, too.
+        received: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        deadline = time.monotonic() + _LAUNCHER_SECONDS
+        while not received and time.monotonic() < deadline:
+            time.sleep(0.05)
+        raise LaunchError([] if is_known else f"lost a rank of another host in iteration {self._progress.iteration}")
 
     def _watch_host(self) -> None:
         if not hasattr(os, "pidfd_open"):
@@ -117,12 +116,11 @@ class _RankFailureMonitor:
                 file = os.pidfd_open(pid)
             except ProcessLookupError:
                 return self._handle_end(rank, pid)
-            ranks[file] = pid, rank
+            ranks[file] = rank, pid
             poll.register(file, select.POLLIN)
         if ranks:
             file, _ = poll.poll()[0]
-            pid, rank = ranks[file]
-            self._handle_end(rank, pid)
+            self._handle_end(*ranks[file])
 
     def _handle_end(self, rank: int, pid: int) -> None:
         """Report the end of a rank of this host, unless it prints its error itself, and exit."""
@@ -130,12 +128,12 @@ class _RankFailureMonitor:
             return
         cause = _cause(pid)
         with suppress(RuntimeError):
-            if cause == _UNKNOWN and self._store.check([f"{_REPORTED}/{rank}"]):
+            if cause == _UNKNOWN and self.store.check([f"{_REPORTED}/{rank}"]):
                 cause = None
         text = f"rank {rank} was killed{cause} in iteration {self._progress.iteration}" if cause is not None else ""
         try:
-            is_first = self._store.add(f"{_FAILURE}/monitors", 1) == 1
-            self._store.set(_FAILURE, text)
+            is_first = self.store.add(f"{_FAILURE}/monitors", 1) == 1
+            self.store.set(_FAILURE, text)
         except RuntimeError:  # the store ended with the rank that hosted it
             is_first = self._rank == min({self._rank, *self._neighbors.values()} - {rank})
         if is_first and text:
@@ -149,12 +147,10 @@ class _RankFailureMonitor:
         except RuntimeError:
             # Its host has ended. The ranks of that host know more.
             time.sleep(1)
-            if not self.is_over and not self._known.is_set() and self._is_first_on_host():
+            is_first_on_host = self._rank < min(self._neighbors.values(), default=dist.get_world_size())
+            if is_first_on_host and not self.is_over and not self._known.is_set():
                 print_error(f"rank {self._rank}: lost rank 0 or its host in iteration {self._progress.iteration}")
         self._exit()
-
-    def _is_first_on_host(self) -> bool:
-        return self._rank < min(self._neighbors.values(), default=dist.get_world_size())
 
     def _exit(self) -> None:
         """Give the training loop time to notice, and end the process if it has not."""
@@ -165,15 +161,6 @@ class _RankFailureMonitor:
         if not self.is_over:
             sys.stderr.flush()
             os._exit(LaunchError.exit_code)
-
-
-def _await_launcher() -> None:
-    """Until the launcher, which has seen a rank end, ends this one, too; or long enough that it must have seen it."""
-    received: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
-    deadline = time.monotonic() + _LAUNCHER_SECONDS
-    while not received and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def _pid_namespace() -> str:

@@ -44,21 +44,20 @@ def hang_watchdog(run: RunConfig, layout: ParallelLayout, progress: ProgressStat
     if run.logging.watchdog_minutes is None:
         yield
         return
-    watchdog = _Watchdog(run, layout, progress)
+    watchdog = _Watchdog(run, layout, progress, 60 * run.logging.watchdog_minutes)
     try:
         yield
     finally:
         watchdog.stop()
-    watchdog.join()
+    for thread in watchdog.threads:  # until none uses the store any more
+        thread.join(watchdog.store_seconds)
 
 
 class _Watchdog:
-    def __init__(self, run: RunConfig, layout: ParallelLayout, progress: ProgressState) -> None:
+    def __init__(self, run: RunConfig, layout: ParallelLayout, progress: ProgressState, limit: float) -> None:
         self._rank, self._size, self._progress = layout.rank, layout.topology.world_size(), progress
-        assert run.logging.watchdog_minutes is not None
-        self._limit = 60 * run.logging.watchdog_minutes
-        self._interval = min(_INTERVAL, self._limit / 4)
-        self._store_seconds = min(_STORE_SECONDS, self._limit)
+        self._limit, self._interval = limit, min(_INTERVAL, limit / 4)
+        self.store_seconds = min(_STORE_SECONDS, limit)
         self._flag = f"--watchdog-minutes {run.logging.watchdog_minutes:g}"
         self._file = Path(run.checkpoint.save or ".") / f"hang-rank{layout.rank}.txt"
         self._groups = group_names(layout.topology)
@@ -66,24 +65,17 @@ class _Watchdog:
         self._triggered = threading.Lock()
         self._alarmed = False
         """Whether this rank knows of the alarm; one that does not is reported as hung."""
-        self._store = connect(os.environ, timedelta(seconds=self._store_seconds))
+        self._store = connect(os.environ, timedelta(seconds=self.store_seconds))
         self._postpone_exit()
-        self._threads = [
-            threading.Thread(target=work, name=f"watchdog {name}", daemon=True)
-            for name, work in (("clock", self._watch_clock), ("reports", self._report_positions))
-        ]
-        for thread in self._threads:
+        works = {"clock": self._watch_clock, "reports": self._report_positions}
+        self.threads = [threading.Thread(target=w, name=f"watchdog {n}", daemon=True) for n, w in works.items()]
+        for thread in self.threads:
             thread.start()
 
     def stop(self) -> None:
         """End the watchdog of this rank."""
         self._over.set()
         faulthandler.cancel_dump_traceback_later()
-
-    def join(self) -> None:
-        """Wait until the stopped watchdog no longer uses the store."""
-        for thread in self._threads:
-            thread.join(self._store_seconds)
 
     def _watch_clock(self) -> None:
         while not self._over.wait(self._interval):
@@ -102,14 +94,12 @@ class _Watchdog:
 
     def _postpone_exit(self) -> None:
         # While a library holds Python's lock no Python thread runs; this thread is not Python's.
-        faulthandler.dump_traceback_later(self._limit + 2 * self._store_seconds, exit=True)
+        faulthandler.dump_traceback_later(self._limit + 2 * self.store_seconds, exit=True)
 
     def _report(self) -> None:
-        position = self._progress.position(self._groups)
         report = {
             "phases_entered": self._progress.phases_entered,
-            "text": position.text,
-            "in_collective": position.in_collective,
+            **self._progress.position(self._groups)._asdict(),
             "alarmed": self._alarmed,
             "host": socket.gethostname(),
         }
@@ -122,14 +112,15 @@ class _Watchdog:
                 return
             self._alarmed = True
             self._write_position()
-            store_timer = threading.Timer(_SETTLE + self._store_seconds, self._exit_without_store)
+            store_timer = threading.Timer(_SETTLE + self.store_seconds, self._exit_without_store)
             store_timer.daemon = True
             store_timer.start()
             try:
                 self._store.set(_ALARM, "")
                 self._report()
                 time.sleep(_SETTLE)
-                reports = [self._report_of(rank) for rank in range(self._size)]
+                keys = [f"hang/{rank}" for rank in range(self._size)]
+                reports = [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
             except RuntimeError:
                 self._exit_without_store()
             if self._rank == next(rank for rank, report in enumerate(reports) if report and report["alarmed"]):
@@ -139,27 +130,23 @@ class _Watchdog:
                 time.sleep(_SETTLE)  # the launcher ends all ranks with the first that exits
             self._exit()
 
-    def _report_of(self, rank: int) -> dict | None:
-        key = f"hang/{rank}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
     def _write_position(self) -> None:
         """The position of this rank and the stacks of its threads, into its file if that can be written."""
-        position = self._progress.position(self._groups)
+        text = self._progress.position(self._groups).text
         try:
             self._file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
             with open(self._file, "w", opener=lambda path, _: os.open(path, flags, 0o640)) as file:
-                print(f"rank {self._rank}, process {os.getpid()} on {socket.gethostname()}: {position.text}", file=file)
+                print(f"rank {self._rank}, process {os.getpid()} on {socket.gethostname()}: {text}", file=file)
                 print(f"{self._progress.seconds:.0f} s in this phase\n", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             print_error(f"rank {self._rank}: {self._file} cannot be written: {error.strerror}")
 
     def _exit_without_store(self) -> NoReturn:
-        position = self._progress.position(self._groups)
+        text = self._progress.position(self._groups).text
         print_error(
-            f"rank {self._rank}: longer than {self._flag} in {position.text}; and the rendezvous store does not "
+            f"rank {self._rank}: longer than {self._flag} in {text}; and the rendezvous store does not "
             "respond: its host, rank 0 or torchrun, is stopped, gone or cut off"
         )
         self._exit()
@@ -181,8 +168,7 @@ def describe_hang(reports: list[dict | None], flag: str, folder: Path) -> list[s
     hung = silent or (last if len(last) < len(reports) and not busy else busy)
     limit = f"an iteration, a save or an evaluation takes longer than {flag}; stacks are in {folder}/hang-rank*.txt"
     others = [f"rank {rank}: {_position(report)}" for rank, report in enumerate(reports) if rank not in hung]
-    if len(others) > _SHOWN:
-        others = [*others[:_SHOWN], f"and {len(others) - _SHOWN} more ranks"]
+    others[_SHOWN:] = [f"and {len(others) - _SHOWN} more ranks"] if len(others) > _SHOWN else []
     causes = [
         f"rank {rank} is hung and does not respond, last seen in {_position(reports[rank])}"
         if rank in silent
