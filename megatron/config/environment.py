@@ -22,8 +22,7 @@ _START = "start with deepspeed, torchrun or mpirun"
 def world_size(environ: Mapping[str, str]) -> int:
     """Number of processes of the run, as set by deepspeed, torchrun, mpirun or srun; 1 without a launcher.
 
-    Raises:
-        ConfigError: the variable is not a positive whole number.
+    Raises ConfigError if the variable is not a positive whole number.
     """
     for variable, companions in _SIZES:
         if variable in environ and all(name in environ for name in companions):
@@ -34,8 +33,7 @@ def world_size(environ: Mapping[str, str]) -> int:
 def rank(environ: Mapping[str, str]) -> int | None:
     """The global rank of this process; None without a launcher.
 
-    Raises:
-        ConfigError: the variable is not a whole number.
+    Raises ConfigError if the variable is not a whole number.
     """
     return _first(environ, _RANKS)
 
@@ -43,8 +41,7 @@ def rank(environ: Mapping[str, str]) -> int | None:
 def local_rank(environ: Mapping[str, str]) -> int | None:
     """The local rank of this process on its host; None if no launcher sets it.
 
-    Raises:
-        ConfigError: the variable is not a whole number.
+    Raises ConfigError if the variable is not a whole number.
     """
     return _first(environ, _LOCAL_RANKS)
 
@@ -52,8 +49,7 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
 def ranks_on_host(environ: Mapping[str, str]) -> int | None:
     """Number of processes of the run on this host; None if no launcher sets it.
 
-    Raises:
-        ConfigError: the variable is not a positive whole number.
+    Raises ConfigError if the variable is not a positive whole number.
     """
     return next((_number(environ, variable, minimum=1) for variable in _LOCAL_SIZES if variable in environ), None)
 
@@ -61,8 +57,7 @@ def ranks_on_host(environ: Mapping[str, str]) -> int | None:
 def on_one_host(environ: Mapping[str, str]) -> bool:
     """Whether all processes of the run are on this host, according to the launcher.
 
-    Raises:
-        ConfigError: a variable is not a number.
+    Raises ConfigError if a variable is not a number.
     """
     return world_size(environ) in (1, ranks_on_host(environ))
 

@@ -19,9 +19,8 @@ from megatron.config import (
     sections,
 )
 from megatron.config.command_line.parser import CONFIG_FILE, read_flags
-from megatron.config.deepspeed_json import compile_config, conflicts
+from megatron.config.deepspeed_json import compile_config, conflicts, read_settings
 from megatron.config.deepspeed_json.file import ConfigFile, read_config_file
-from megatron.config.deepspeed_json.settings import read_settings
 from megatron.config.environment import expected_device, local_rank, world_size
 from megatron.config.errors import ConfigError, nearest_multiples
 from megatron.config.fields import Provided

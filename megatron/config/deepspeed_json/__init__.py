@@ -5,16 +5,21 @@ Keys without a flag are passed on unchanged.
 """
 
 import copy
-from collections.abc import Mapping
+import json
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config import ParallelConfig, RunConfig
-from megatron.config.deepspeed_json.file import DEFAULT_OPTIMIZER, OPTIMIZERS, optimizer_name
-from megatron.config.deepspeed_json.settings import RECOMPUTE, write_settings
+from megatron.config.deepspeed_json.file import DEFAULT_OPTIMIZER, OPTIMIZERS, ConfigFile, optimizer_name
 from megatron.config.fields import Provided
 from megatron.parallel.pipeline.partition import inputs_in_flight
 
+KeyPath = tuple[str | int, ...]
+"""Where a value is in a config; a number is an index of a list."""
+
+ZERO, RECOMPUTE, PARAMS = "zero_optimization", "activation_checkpointing", ("optimizer", "params")
 _NO_REPORTS = 2**31 - 1
 """Steps between DeepSpeed's own reports to disable them; its pipeline engine does not accept null."""
 _PARTITIONED = ("pipe_partitioned", "grad_partitioned")
@@ -22,6 +27,106 @@ _UNTESTED_WITH_ZERO = ("Lamb", "SGD")
 """Optimizers that DeepSpeed runs under ZeRO with "zero_allow_untested_optimizer" only."""
 _NEED_GPU = ("Lamb", "Lion")
 """Optimizers that are CUDA kernels only, unless they are offloaded."""
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _or_default(value: Any) -> Any:
+    return value or None
+
+
+def _size_or_default(size: float) -> int | None:
+    return int(size) or None
+
+
+class Setting(NamedTuple):
+    """A setting with a flag and a key."""
+
+    section: str
+    field: str
+    key: KeyPath
+    read: Callable[[Any], Any] = _same
+    """Converts the JSON value to the field's."""
+    write: Callable[[Any], Any] = _same
+    """Converts the field's value to the JSON value; None is left to DeepSpeed."""
+    allowed: Callable[[RunConfig], bool] = lambda run: True
+    """Whether it may be written at all."""
+
+    @property
+    def name(self) -> str:
+        """The key as messages quote it."""
+        return ".".join(part for part in self.key if isinstance(part, str))
+
+
+def _offload_settings(offload: str) -> list[Setting]:
+    """Settings of the section ``offload``. The two offload sections share their flags."""
+    return [
+        Setting("zero", offload, (ZERO, offload, "device"), write=lambda device: None if device == "none" else device),
+        Setting(
+            "zero",
+            "nvme_path",
+            (ZERO, offload, "nvme_path"),
+            allowed=lambda run: getattr(run.zero, offload) == "nvme",
+        ),
+        Setting(
+            "zero",
+            "offload_pin_memory",
+            (ZERO, offload, "pin_memory"),
+            write=lambda pinned: None if pinned else False,
+            allowed=lambda run: getattr(run.zero, offload) != "none",
+        ),
+    ]
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("train", "global_batch_size", ("train_batch_size",), read=int),
+    Setting("train", "micro_batch_size", ("train_micro_batch_size_per_gpu",), read=int),
+    Setting("train", "gradient_accumulation_steps", ("gradient_accumulation_steps",), read=int),
+    Setting("optim", "clip_grad", ("gradient_clipping",), read=float),
+    Setting("precision", "fp16", ("fp16", "enabled"), write=_or_default),
+    # A static scale of 0 asks for a dynamic one.
+    Setting("precision", "loss_scale", ("fp16", "loss_scale"), lambda x: float(x) or None, lambda x: x or 0),
+    Setting(
+        "precision",
+        "initial_loss_scale",
+        ("fp16", "initial_scale_power"),
+        read=lambda power: 2.0**power,
+        write=lambda scale: round(math.log2(scale)),
+    ),
+    Setting("precision", "loss_scale_window", ("fp16", "loss_scale_window"), int),
+    Setting("precision", "hysteresis", ("fp16", "hysteresis"), int),
+    Setting("precision", "min_scale", ("fp16", "min_loss_scale"), write=int),
+    Setting("precision", "bf16", ("bf16", "enabled"), write=_or_default),
+    Setting(
+        "precision",
+        "fp32_allreduce",
+        ("communication_data_type",),
+        read=lambda dtype: dtype == "fp32",
+        write=lambda enabled: "fp32" if enabled else None,
+    ),
+    Setting("precision", "grad_accum_dtype", ("data_types", "grad_accum_dtype")),
+    Setting("zero", "zero_stage", (ZERO, "stage"), read=int),
+    Setting("zero", "zero_reduce_scatter", (ZERO, "reduce_scatter")),
+    Setting("zero", "zero_contiguous_gradients", (ZERO, "contiguous_gradients")),
+    Setting("zero", "zero_reduce_bucket_size", (ZERO, "reduce_bucket_size"), float, _size_or_default),
+    Setting("zero", "zero_allgather_bucket_size", (ZERO, "allgather_bucket_size"), float, _size_or_default),
+    Setting("zero", "zero_overlap_comm", (ZERO, "overlap_comm")),
+    Setting("zero", "zero_round_robin_gradients", (ZERO, "round_robin_gradients"), write=_or_default),
+    *_offload_settings("offload_optimizer"),
+    *_offload_settings("offload_param"),
+    Setting("activation", "partition_activations", (RECOMPUTE, "partition_activations")),
+    Setting("activation", "contiguous_checkpointing", (RECOMPUTE, "contiguous_memory_optimization")),
+    Setting("activation", "checkpoint_in_cpu", (RECOMPUTE, "cpu_checkpointing")),
+    Setting("activation", "synchronize_each_layer", (RECOMPUTE, "synchronize_checkpoint_boundary")),
+    Setting("activation", "profile_backward", (RECOMPUTE, "profile")),
+    Setting("optim", "lr", (*PARAMS, "lr"), read=float),
+    Setting("optim", "adam_beta1", (*PARAMS, "betas", 0), read=float),
+    Setting("optim", "adam_beta2", (*PARAMS, "betas", 1), read=float),
+    Setting("optim", "adam_eps", (*PARAMS, "eps"), read=float),
+    Setting("optim", "weight_decay", (*PARAMS, "weight_decay"), read=float),
+)
 
 
 def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,7 +147,7 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
     known = OPTIMIZERS[optimizer["type"]]
     if "betas" in known:
         params.setdefault("betas", [run.optim.adam_beta1, run.optim.adam_beta2])
-    write_settings(tree, run, provided)
+    _write_settings(tree, run, provided)
     if "torch_adam" in known:
         params.setdefault("torch_adam", run.zero.cpu_torch_adam or not run.zero.offloads_optimizer)
         if params["torch_adam"]:
@@ -103,3 +208,54 @@ def _whole_tensors(parallel: ParallelConfig) -> str | None:
     if parallel.uses_dualpipev:
         return f"--pipeline-schedule {parallel.pipeline_schedule}, whose engine sends whole tensors only"
     return None
+
+
+def read_settings(file: ConfigFile) -> dict[str, Provided]:
+    """The settings that ``file`` provides, by field. Of two keys with one field, the last one counts."""
+
+    def provided(name: str, value: Any, read: Callable[[Any], Any] = _same) -> Provided:
+        return Provided(read(value), f"{name} {json.dumps(value)} in {file.path}")
+
+    settings = {
+        setting.field: provided(setting.name, value, setting.read)
+        for setting in SETTINGS
+        if (value := value_at(file.tree, setting.key)) is not None
+    }
+    torch_adam = value_at(file.tree, (*PARAMS, "torch_adam"))
+    offloads = "offload_optimizer" in settings and settings["offload_optimizer"].value != "none"
+    # Without offload torch's Adam is the default; the flag is for an offloaded step only.
+    if torch_adam is False or (torch_adam and offloads):
+        settings["cpu_torch_adam"] = provided("optimizer.params.torch_adam", torch_adam)
+    return settings
+
+
+def _write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str, Provided]) -> None:
+    """Add to ``tree`` the settings of ``run`` that it does not have, and that DeepSpeed needs or the user provided."""
+    params = OPTIMIZERS[optimizer_name(tree["optimizer"]["type"]) or DEFAULT_OPTIMIZER]
+    needed = {
+        "fp16": run.precision.fp16,
+        ZERO: run.zero.zero_stage > 0,
+        RECOMPUTE: run.activation.checkpoint_activations,
+    }
+    for setting in SETTINGS:
+        of_other_optimizer = setting.key[:2] == PARAMS and setting.key[2] not in params
+        required = needed.get(str(setting.key[0]), True) or setting.field in (*provided, "zero_stage")
+        if required and setting.allowed(run) and not of_other_optimizer and value_at(tree, setting.key) is None:
+            value = setting.write(getattr(getattr(run, setting.section), setting.field))
+            if value is not None:
+                _set(tree, setting.key, value)
+
+
+def value_at(tree: Any, key: KeyPath) -> Any:
+    """The value at ``key``, or None if the tree has none."""
+    for part in key:
+        if isinstance(part, str) and part not in tree:
+            return None
+        tree = tree[part]
+    return tree
+
+
+def _set(tree: dict[str, Any], key: KeyPath, value: Any) -> None:
+    for part in key[:-1]:
+        tree = tree.setdefault(part, {})  # type: ignore[arg-type]
+    tree[key[-1]] = value  # type: ignore[index]
