@@ -194,18 +194,13 @@ def norm_parameters(name: str, h: int) -> tuple[ParameterSpec, ...]:
 
 def column_parallel(name: str, inputs: int, outputs: int) -> tuple[ParameterSpec, ...]:
     """Weight and bias of a ``ColumnParallelLinear``: both divided along the outputs."""
-    return (
-        ParameterSpec(f"{name}.weight", (outputs, inputs), shard_dim=0),
-        ParameterSpec(f"{name}.bias", (outputs,), shard_dim=0, weight_decay=False),
-    )
+    return tuple(replace(parameter, shard_dim=0) for parameter in replicated_linear(name, inputs, outputs))
 
 
 def row_parallel(name: str, inputs: int, outputs: int) -> tuple[ParameterSpec, ...]:
     """Weight and bias of a ``RowParallelLinear``: the weight divided along the inputs."""
-    return (
-        ParameterSpec(f"{name}.weight", (outputs, inputs), shard_dim=1),
-        ParameterSpec(f"{name}.bias", (outputs,), weight_decay=False),
-    )
+    weight, bias = replicated_linear(name, inputs, outputs)
+    return replace(weight, shard_dim=1), bias
 
 
 def replicated_linear(name: str, inputs: int, outputs: int) -> tuple[ParameterSpec, ...]:

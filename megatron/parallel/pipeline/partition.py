@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,18 +164,13 @@ def partition_boundaries(layers_per_chunk: Sequence[int], model: ModelConfig) ->
 
 def plan(run: RunConfig) -> list[Stage]:
     """What each stage of ``run`` holds."""
-    groups, chunks = layer_groups(run.model), _chunks(layers_per_chunk(run))
+    groups = layer_groups(run.model)
+    ends = [1 + layers for layers in accumulate(layers_per_chunk(run))]
+    chunks = [range(begin, end) for begin, end in pairwise([0, *ends[:-1], len(groups)])]
     stages = run.parallel.pipe_stages
     # With two chunks to a stage, the first half of them is the way out; the way back begins at the last stage.
     halves = (chunks[:stages], chunks[: stages - 1 : -1])[: run.parallel.model_chunks // stages]
     return [_stage(chunks_of_stage, groups) for chunks_of_stage in zip(*halves, strict=True)]
-
-
-def _chunks(layers_per_chunk: Sequence[int]) -> list[range]:
-    """The layer groups of each model chunk."""
-    ends = [1 + layers for layers in accumulate(layers_per_chunk)]
-    ends[-1] += 1
-    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _stage(chunks: tuple[range, ...], groups: Sequence[LayerGroup]) -> Stage:
@@ -216,8 +211,7 @@ def repartitioned(parallel: ParallelConfig, model: ModelConfig) -> str:
         ConfigError: The trace cannot be read, has another number of layers, or fewer layers than model chunks.
     """
     flag = f"--repartition-from {parallel.repartition_from}"
-    costs = _costs(flag, Path(str(parallel.repartition_from)))
-    front, *layers, back = costs
+    front, *layers, back = _costs(flag, Path(str(parallel.repartition_from)))
     if len(layers) != model.num_layers:
         raise ConfigError(
             f"{flag} has the times of {len(layers)} layers, and --num-layers is {model.num_layers}: trace this model"
@@ -225,13 +219,9 @@ def repartitioned(parallel: ParallelConfig, model: ModelConfig) -> str:
     if len(layers) + 1 < parallel.model_chunks:
         raise ConfigError(f"{flag}: {len(layers)} layers and the head are less than {parallel.model_chunks} pieces")
     # The embeddings stay with the first layer, and the head is no layer.
-    weights = [_nanoseconds(front + layers[0]), *map(_nanoseconds, (*layers[1:], back))]
+    weights = [round(seconds * 1e9) for seconds in (front + layers[0], *layers[1:], back)]
     *sizes, last = balanced(weights, parallel.model_chunks)
     return ",".join(map(str, (*sizes, last - 1)))
-
-
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
 
 
 def _costs(flag: str, place: Path) -> list[float]:
