@@ -32,7 +32,7 @@ from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided
 from megatron.data.splits import all_sources
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tools.audit import overlap, proof, samples, statistics
+from megatron.tools.audit import proof, samples, statistics
 from megatron.tools.audit.case import Case, check_contents, open_case
 from megatron.tools.command_line import ToolParser, run_tool
 
@@ -86,15 +86,15 @@ def _proof(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
 
 def _overlap(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
     data, tokenizer = _data_and_tokenizer(args, data_fields)
-    found = overlap.find_overlaps(all_sources(data), tokenizer.eod)
-    _print(args, found, overlap.as_text(found))
-    return not overlap.overlaps(found)
+    found = statistics.find_overlaps(all_sources(data), tokenizer.eod)
+    _print(args, found, statistics.overlaps_as_text(found))
+    return not statistics.overlaps(found)
 
 
 def _statistics(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
     data, tokenizer = _data_and_tokenizer(args, data_fields)
     found = statistics.statistics_of(all_sources(data), tokenizer)
-    _print(args, found, statistics.as_text(found))
+    _print(args, found, statistics.statistics_as_text(found))
     return True
 
 

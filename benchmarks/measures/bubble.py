@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.comparing import Quantity
 from benchmarks.measures.ranks import measured_by_ranks
 from megatron.tools.reporting.files import read_timeline
-from megatron.tools.reporting.measure import measure as measure_timeline
+from megatron.tools.reporting.timeline import measure as measure_timeline
 
 PIPELINES = ((2, 4), (2, 8), (4, 4), (4, 8), (4, 16))
 """Stages, and micro-batches."""

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron.tools.cluster.context import CheckResult, HostContext, Unknown, fact_of
+from megatron.tools.cluster.probe_hosts import CheckResult, HostContext, Unknown
 
 _SHORT = 12
 """Characters of a hash that are shown."""
@@ -120,7 +120,7 @@ def _only_here(addresses: Sequence[str]) -> bool:
 
 def check_python(host: HostContext) -> Iterator[CheckResult]:
     """The interpreter that the launcher starts exists and has the same version."""
-    here, there = fact_of(host.local, "software"), host.fact("software")
+    here, there = host.local.fact("software"), host.fact("software")
     copy = host.copy_command(sys.prefix, folder=str(Path(sys.prefix).parent))
     if there["executable"] != sys.executable:
         yield CheckResult(False, f"no {sys.executable}, only {there['executable']} {there['python']}", copy)
@@ -132,7 +132,7 @@ def check_python(host: HostContext) -> Iterator[CheckResult]:
 
 def check_versions(host: HostContext) -> Iterator[CheckResult]:
     """torch and deepspeed have the versions of this host."""
-    here, there = fact_of(host.local, "software"), host.fact("software")
+    here, there = host.local.fact("software"), host.fact("software")
     for package in ("torch", "deepspeed"):
         if there[package] == here[package]:
             yield CheckResult(True, f"{package} {there[package]}")
@@ -143,7 +143,7 @@ def check_versions(host: HostContext) -> Iterator[CheckResult]:
 
 def check_project(host: HostContext) -> Iterator[CheckResult]:
     """The same sources, in the same folder."""
-    here, there = fact_of(host.local, "project"), host.fact("project")
+    here, there = host.local.fact("project"), host.fact("project")
     sources = [f"{host.project}/megatron", f"{host.project}/pretrain_gpt2.py"]
     if there is None:
         yield CheckResult(
@@ -209,7 +209,7 @@ def check_arguments(host: HostContext) -> Iterator[CheckResult]:
     """Files named by the arguments have the same content there."""
     if host.run is None:
         return
-    here, there = fact_of(host.local, "files"), host.fact("files")
+    here, there = host.local.fact("files"), host.fact("files")
     for flag, path in host.files.items():
         if there[flag] != here[flag]:
             wrong = there[flag].get("error", "differs from here")
@@ -281,7 +281,7 @@ def check_disk(host: HostContext) -> Iterator[CheckResult]:
 def _is_shared(host: HostContext, flag: str) -> bool:
     """Whether this host and the first one that answers see the same folder."""
     first = next(report for report in host.all_reports if report.facts)
-    mine, other = host.fact("folders")[flag], fact_of(first, "folders")[flag]
+    mine, other = host.fact("folders")[flag], first.fact("folders")[flag]
     changes = {mine["changed"], other["changed"]} - {None}
     return mine["identity"] == other["identity"] and len(changes) <= 1
 

@@ -7,9 +7,16 @@ from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
 from megatron.tools.cluster.checks import check_host
-from megatron.tools.cluster.context import CheckResult, HostContext
 from megatron.tools.cluster.hostfile import Host
-from megatron.tools.cluster.probe_hosts import AllReduceResult, HostReport, all_reduce, probe_hosts, probe_local_host
+from megatron.tools.cluster.probe_hosts import (
+    AllReduceResult,
+    CheckResult,
+    HostContext,
+    HostReport,
+    all_reduce,
+    probe_hosts,
+    probe_local_host,
+)
 from megatron.tools.cluster.remote import forwarded_variables, unforwarded_variables
 
 PROJECT = Path(__file__).resolve().parents[3]

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron.checkpoint import fingerprint
+from megatron.config import RunConfig
 from megatron.launch.environment import extensions_folder
 from megatron.tools.cluster import allreduce, probe
 from megatron.tools.cluster.hostfile import Host
@@ -21,6 +22,10 @@ from megatron.tools.cluster.remote import CONNECT_SECONDS, ssh_command
 _AT_ONCE = 64
 # The launcher will start the python of this path, so that one runs the probe, if it exists.
 _PYTHON = 'if [ -x "$0" ]; then exec "$0" -; else exec python3 -; fi'
+
+
+class Unknown(Exception):
+    """A host could not collect a fact."""
 
 
 class HostReport(NamedTuple):
@@ -37,6 +42,66 @@ class HostReport(NamedTuple):
     """Until the first line of output."""
     clock: float = 0.0
     """Seconds that its clock is ahead of this host's, up to the latency of the network."""
+
+    def fact(self, name: str) -> Any:
+        """The fact ``name``. Raises Unknown if there is none."""
+        fact = self.facts.get(name, {"error": self.failure or "no answer"})
+        if "error" in fact:
+            raise Unknown(fact["error"])
+        return fact["value"]
+
+
+class CheckResult(NamedTuple):
+    """One line of the table."""
+
+    ok: bool
+    found: str
+    fix: str | None = None
+    """A command that fixes it, or shows what to fix."""
+
+
+class HostContext(NamedTuple):
+    """A host and all that it is compared with. Checks read it and nothing else."""
+
+    report: HostReport
+    local: HostReport
+    """Of the host that the run is started on, whose Python, project and data count."""
+    all_reports: Sequence[HostReport]
+    """All hosts of the run, this one among them, in the order of the hostfile."""
+    run: RunConfig | None
+    """None without training arguments."""
+    device: str
+    port: int
+    """The master port."""
+    ssh_port: int | None
+    forwarded: Mapping[str, str]
+    """What the launcher sets in the environment of the ranks there."""
+    unforwarded: Sequence[str]
+    """What is set here, has an effect, and is not sent."""
+    files: Mapping[str, str]
+    """Files that the training arguments name: flag to path."""
+    folders: Mapping[str, str]
+    """Folders that they name to be written in: flag to path."""
+    data: Sequence[str]
+    """The prefixes of the data sets."""
+    project: str
+    """The folder of this checkout."""
+
+    def fact(self, name: str) -> Any:
+        """The fact ``name`` of this host. Raises Unknown if the host could not collect it."""
+        return self.report.fact(name)
+
+    def fix(self, *words: str) -> str:
+        """The command for the user to type that runs ``words`` on this host."""
+        port = ["-p", str(self.ssh_port)] if self.ssh_port else []
+        return " ".join(["ssh", *port, self.report.host.name, shlex.quote(shlex.join(words))])
+
+    def copy_command(self, *paths: str, folder: str, flags: Sequence[str] = ()) -> str:
+        """The command that copies ``paths`` of the local host into a folder of this one."""
+        shell = ["-e", f"ssh -p {self.ssh_port}"] if self.ssh_port else []
+        name = self.report.host.name
+        target = f"[{name}]:{folder}/" if ":" in name else f"{name}:{folder}/"
+        return shlex.join(["rsync", "-a", *flags, *shell, *paths, target])
 
 
 def probe_hosts(
@@ -125,11 +190,6 @@ def _program(request: Mapping[str, Any]) -> str:
     lines = "\n".join(inspect.getsource(module) for module in (fingerprint, extensions_folder, probe)).split("\n")
     own = "\n".join(line for line in lines if not line.startswith("from megatron."))
     return f"from __future__ import annotations\n{own}\nanswer(json.loads({json.dumps(request)!r}))\n"
-
-
-def on_host(report: HostReport, port: int | None, *words: str) -> str:
-    """The command for the user to type that runs ``words`` on a host."""
-    return " ".join(["ssh", *(["-p", str(port)] if port else []), report.host.name, shlex.quote(shlex.join(words))])
 
 
 class AllReduceResult(NamedTuple):

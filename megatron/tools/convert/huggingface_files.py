@@ -155,6 +155,7 @@ class BPE:
 def read_bpe(vocab_file: str | None, merge_file: str | None) -> BPE:
     """The tokenizer in two files. Raises DataError if they are missing or broken, or do not match."""
     GPT2BPETokenizer(vocab_file, merge_file)
+    assert vocab_file is not None and merge_file is not None, "the tokenizer has checked them"
     vocabulary = read_vocab_json(vocab_file, required=(EOD,))
     return BPE(vocabulary, read_merges(merge_file, vocabulary))
 
@@ -192,10 +193,10 @@ def read_folder_bpe(folder: Path) -> BPE | None:
     try:
         model = tree["model"]
         added = {token["content"]: token["id"] for token in tree.get("added_tokens", ())}
-        merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model["merges"]]
-        bpe = BPE({**model["vocab"], **added}, merges)
-        is_bpe = model["type"] == "BPE" and all(len(merge) == 2 for merge in merges)
-    except (KeyError, TypeError, AttributeError):
+        merges = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+        bpe = BPE({**model["vocab"], **added}, [(left, right) for left, right in merges])
+        is_bpe = model["type"] == "BPE"
+    except (KeyError, TypeError, AttributeError, ValueError):
         is_bpe = False
     if not is_bpe:
         raise CheckpointError(f"{whole} is no byte-level BPE, which GPT-2's tokenizer is; move it away to go without")

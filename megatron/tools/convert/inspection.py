@@ -39,7 +39,7 @@ class Found:
         return KINDS[self.kind].words
 
     @property
-    def description(self) -> dict[str, Any] | None:
+    def description(self) -> Mapping[str, Any] | None:
         """The content of ``run.json``, if there is one; merged weights have it in their own file."""
         return self.saved.description if self.saved else None
 
@@ -181,7 +181,7 @@ _GPT2_LOADERS = {
 def facts(found: Found, description: Mapping[str, Any] | None, config: ModelConfig | None) -> dict[str, Any]:
     """The facts about a checkpoint in ``run.json``, or in the header of merged weights."""
     known: dict[str, Any] = {"path": str(found.path), "kind": found.what}
-    if found.kind == "folder":
+    if found.kind == "folder" and found.saved:
         known["newest"] = found.saved.tag
         known["tags"] = sorted(file.parent.name for file in found.path.glob(f"*/{RUN_FILE}"))
     if description is not None:
@@ -196,7 +196,7 @@ def facts(found: Found, description: Mapping[str, Any] | None, config: ModelConf
 
 def integrity(found: Found) -> str:
     """A line on whether the files are undamaged. Raises CheckpointError if they are not."""
-    if found.kind in ("tag", "folder"):
+    if found.saved and found.kind != "universal":
         return verify(found.saved.path)
     return "no manifest: what was saved is not known"
 
@@ -204,7 +204,7 @@ def integrity(found: Found) -> str:
 def loaders(found: Found, description: Mapping[str, Any] | None, architecture: ArchitectureSpec) -> list[str]:
     """The programs that load it, and how."""
     others = list((_GPT2_LOADERS if architecture is GPT2 else _LOADERS)[found.kind])
-    if found.kind not in ("folder", "tag"):
+    if description is None or found.kind not in ("folder", "tag"):
         return others
     how = "to resume" if description["has_optimizer"] else "with --finetune, for it has no optimizer"
     via = "" if found.kind == "folder" else f", where {found.path.parent / 'latest'} names it"
@@ -233,7 +233,7 @@ def read_config(found: Found, *, vocab_size: int | None = None) -> ModelConfig |
     return SavedRun(found.path.parent, found.path.name, description).whole_model_config()
 
 
-def read_description(found: Found) -> dict[str, Any] | None:
+def read_description(found: Found) -> Mapping[str, Any] | None:
     """The ``run.json`` of the training run, if this suite trained it."""
     return _kept_description(found.path) if found.kind == "safetensors" else found.description
 

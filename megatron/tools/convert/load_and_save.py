@@ -50,9 +50,9 @@ def read_weights(found: Found) -> Mapping[str, Tensor]:
 
 def read_versions(found: Found) -> dict[str, Any] | None:
     """The version of DeepSpeed that wrote it, and Megatron's checkpoint version."""
-    if found.kind not in ("tag", "folder"):
+    if found.saved is None or found.kind == "universal":
         return None
-    file = next((found.saved.path).glob("*mp_rank_00_model_states.pt"), None)
+    file = next(found.saved.path.glob("*mp_rank_00_model_states.pt"), None)
     if file is None:
         raise CheckpointError(f"{found.saved.path} has no mp_rank_00_model_states.pt; it is not whole")
     state = read_file(file)
@@ -66,6 +66,7 @@ def run_metadata(model: WholeModel) -> dict[str, str]:
 
 def _of_suite(found: Found) -> WholeModel:
     saved = found.saved
+    assert saved is not None
     config = saved.whole_model_config()
     weights = {name: copies[0] for name, copies in whole_weights(config, saved)}
     return WholeModel(config, weights, saved.description)
@@ -98,6 +99,7 @@ def _fp32(file: Path) -> Tensor:
 
 def _of_safetensors(found: Found) -> WholeModel:
     config, weights = read_config(found), read_tensors(found.path)
+    assert config is not None, "read_config raises if the header does not describe it"
     check_sizes(config, len(weights), str(found.path))
     return WholeModel(config, in_order(weights, config, str(found.path)), read_description(found))
 
@@ -161,8 +163,8 @@ def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None) ->
         train=TrainConfig(),
         data=DataConfig(
             seq_length=config.max_position_embeddings,
-            vocab_file=vocab_file and str(vocab_file),
-            merge_file=merge_file and str(merge_file),
+            vocab_file=str(vocab_file) if vocab_file else None,
+            merge_file=str(merge_file) if merge_file else None,
         ),
         checkpoint=CheckpointConfig(no_save_optim=True, no_save_rng=True),
         logging=LoggingConfig(),

@@ -104,9 +104,9 @@ def read_shards(path: Path) -> Shards:
         files = [read_foreign(file) for file in ranks]
         return _shards(folder, [_of_stages(folder, [_part(folder, file, "module")]) for file in files], files[0], 3.0)
     folders = _rank_folders(folder)
-    files = {rank: [read_foreign(file) for file in stages] for rank, stages in folders.items()}
-    states = [_of_stages(folder, [_part(folder, file, "model") for file in stages]) for stages in files.values()]
-    return _shards(folder, states, next(iter(files.values()))[0], version=0.0)
+    of_ranks = [[read_foreign(file) for file in stages] for stages in folders.values()]
+    states = [_of_stages(folder, [_part(folder, file, "model") for file in stages]) for stages in of_ranks]
+    return _shards(folder, states, of_ranks[0][0], version=0.0)
 
 
 def _shards(folder: Path, states: list[State], file: Mapping[str, Any], version: float) -> Shards:
@@ -204,7 +204,8 @@ def _of_layers(folder: Path, rank: str) -> State:
 
 def _layer_files(folder: Path, rank: str) -> Iterator[tuple[int, Path]]:
     for file in folder.glob(f"layer_*-model_{rank}-model_states.pt"):
-        yield int(_LAYER_FILE.fullmatch(file.name)[1]), file
+        if match := _LAYER_FILE.fullmatch(file.name):
+            yield int(match[1]), file
 
 
 def _check_gapless(numbers: Sequence[int], files: str) -> None:
@@ -223,8 +224,6 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tens
 
 
 def _plain_name(name: str) -> str:
-    name = name[_WRAPPER.match(name).end() :]
-    name = re.sub(r"(input|post_attention|final)_norm\.", r"\1_layernorm.", name).replace(
-        "self_attention.", "attention."
-    )
+    name = _WRAPPER.sub("", name, count=1).replace("self_attention.", "attention.")
+    name = re.sub(r"(input|post_attention|final)_norm\.", r"\1_layernorm.", name)
     return HEAD if name in _HEADS else name

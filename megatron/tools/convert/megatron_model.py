@@ -83,6 +83,7 @@ def _config(shards: Shards, args: Mapping[str, Any], given: GivenModel) -> Model
         problems.append(f"the vocabulary has {vocab_size} tokens, but {shards.folder} only {rows * size} rows")
     if problems:
         raise ConfigError(problems)
+    assert heads and vocab_size
     if layers != args.get("num_layers", layers):
         raise CheckpointError(f"{shards.folder} holds {layers} of {args['num_layers']} layers; some files are missing")
     return ModelConfig(

@@ -1,7 +1,9 @@
-"""Evaluation tasks: the samples of a file, and the metrics computed from their scores. No torch here."""
+"""Evaluation tasks: reading their data, the samples of a file, and the metrics computed from scores. No torch here."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,16 +11,115 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config.errors import ConfigError, NumericsError
+from megatron.config.errors import ConfigError, DataError, NumericsError
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer
-from megatron.tools.evaluation.reading import (
-    count_words,
-    data_errors_as_usage,
-    detokenize_wikitext,
-    read_lines,
-    read_text,
-    read_tokens,
+from megatron.tools.preprocess.corpus import FORMATS, format_of, read_chunks, uncompressed
+
+_CHUNK = 1 << 20
+
+
+class Line(NamedTuple):
+    """One text of a file, with its location for messages."""
+
+    where: str
+    text: str
+
+
+def read_text(path: Path) -> str:
+    """The content of a UTF-8 file, line ends unchanged. Raises ConfigError if it cannot be read."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a file of text") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; name a file of text") from None
+
+
+def read_lines(path: Path, key: str) -> list[Line]:
+    """The text under ``key`` of each line of a JSONL file, or row of Parquet, without blank lines.
+
+    Raises ConfigError if the file cannot be read, a line is invalid, or there is no text.
+    """
+    kind = "parquet" if format_of(path) == "parquet" else "jsonl"
+    with data_errors_as_usage():
+        lines = [
+            Line(where, text)
+            for chunk in read_chunks(path, kind, (key,), size=_CHUNK)
+            for number, line in enumerate(chunk.lines, chunk.first_line)
+            if not isinstance(line, bytes) or line.strip()
+            for where in [f"{path}:{number}"]
+            for text in FORMATS[kind].texts(where, line, (key,))
+        ]
+    if not lines:
+        raise ConfigError(f"{path}: no text in it; give a JSON object with {key!r} on each line")
+    return lines
+
+
+def read_tokens(prefix: Path, vocab_size: int) -> np.ndarray:
+    """All tokens of the data set ``PREFIX.bin`` and ``PREFIX.idx`` in a row, by memory map: integers [n].
+
+    Raises ConfigError if it is missing or broken, or holds tokens outside a vocabulary of ``vocab_size``.
+    """
+    with data_errors_as_usage():
+        dataset = IndexedDataset(prefix)
+    tokens = dataset.span(0, dataset.num_tokens)
+    if len(tokens) and not (0 <= int(tokens.min()) and int(tokens.max()) < vocab_size):
+        raise ConfigError(
+            f"{prefix}.bin: its tokens range from {int(tokens.min())} to {int(tokens.max())}, and the model's "
+            f"vocabulary has {vocab_size}; give the data set that was made with the model's tokenizer"
+        )
+    return tokens
+
+
+@contextmanager
+def data_errors_as_usage() -> Iterator[None]:
+    """Turn DataError into ConfigError: a broken file on the command line is wrong usage."""
+    try:
+        yield
+    except DataError as error:
+        raise ConfigError(error.messages) from error
+
+
+_SPACED = (
+    ("s '", "s'"),
+    # inside words and numbers
+    (" @-@ ", "-"),
+    (" @,@ ", ","),
+    (" @.@ ", "."),
+    # after a word
+    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
 )
+_ENCLOSED = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
+"""Pairs whose inner blanks are removed."""
+_REST = (
+    # headings
+    ("= = = =", "===="),
+    ("= = =", "==="),
+    ("= =", "=="),
+    (" ° ", "°"),
+    (" \n", "\n"),
+    ("\n ", "\n"),
+    (" N ", " 1 "),
+    (" 's", "'s"),
+)
+
+
+def detokenize_wikitext(text: str) -> str:
+    """``text`` without the blanks that WikiText inserts."""
+    for old, new in _SPACED:
+        text = text.replace(old, new)
+    for opening, closing in _ENCLOSED:
+        inside = rf"\s*([^{re.escape(closing)}]*?)\s*"
+        text = re.sub(f"{re.escape(opening)}{inside}{re.escape(closing)}", rf"{opening}\1{closing}", text)
+    for old, new in _REST:
+        text = text.replace(old, new)
+    return text
+
+
+def count_words(text: str) -> int:
+    """Words of WikiText's tokenized text, which normalize perplexity: split at blanks only, so line ends count."""
+    return len(text.strip().split(" "))
 
 
 class Sample(NamedTuple):
@@ -61,7 +162,6 @@ def last_inputs(tokens: Sequence[int], predicted: int, size: int) -> Sample:
 
 
 Metric = int | float | None
-_COMPRESSED = (".gz", ".zst")
 _MANY_TEXTS = (".jsonl", ".json", ".parquet")
 """Endings of files that hold many texts."""
 
@@ -156,8 +256,7 @@ def _perplexity_of_any(request: Request, tokenizer: Tokenizer) -> Task:
         if path.with_name(f"{path.name}.idx").exists():
             return _text_task(request, read_tokens(path, tokenizer.vocab_size), {})
         raise ConfigError(f"{path}: no such file, nor {path.name}.bin and {path.name}.idx; name a text or a data set")
-    name = path.with_suffix("") if path.suffix in _COMPRESSED else path
-    if name.suffix in _MANY_TEXTS:
+    if uncompressed(path).suffix in _MANY_TEXTS:
         lines = [line for line in read_lines(path, request.key) if line.text]
         ids = [id for line in lines for id in (*_tokenize(line.where, line.text, tokenizer), tokenizer.eod)]
         text = "\n".join(line.text for line in lines)

@@ -104,7 +104,7 @@ def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
     )
 
 
-def _run_tokenizer(path: Path, description: dict[str, Any], files: TokenizerFiles) -> Tokenizer:
+def _run_tokenizer(path: Path, description: Mapping[str, Any], files: TokenizerFiles) -> Tokenizer:
     """The tokenizer of a model trained by this project."""
     data = description["config"]["data"]
     kind = data["tokenizer_type"]

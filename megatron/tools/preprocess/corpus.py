@@ -266,8 +266,12 @@ _COMPRESSED = (".gz", ".zst")
 
 def format_of(path: Path) -> str:
     """The format by a file's name, whatever it is compressed by; JSONL by default."""
-    name = path.with_suffix("") if path.suffix in _COMPRESSED else path
-    return {".txt": "text", ".parquet": "parquet"}.get(name.suffix, "jsonl")
+    return {".txt": "text", ".parquet": "parquet"}.get(uncompressed(path).suffix, "jsonl")
+
+
+def uncompressed(path: Path) -> Path:
+    """The name of a file without the ending of its compression."""
+    return path.with_suffix("") if path.suffix in _COMPRESSED else path
 
 
 def text_size(paths: Sequence[Path], kind: str | None) -> int | None:

@@ -8,9 +8,8 @@ from statistics import mean, median
 from jinja2 import Environment
 
 from megatron.tools.reporting.files import Points, Record
-from megatron.tools.reporting.measure import PASSES, Measures, measure
 from megatron.tools.reporting.schedule_picture import draw
-from megatron.tools.reporting.timeline import Timeline
+from megatron.tools.reporting.timeline import PASSES, Measures, Timeline, measure
 
 KEYS = (
     "lm_loss", "validation_loss", "learning_rate", "grad_norm", "tokens_per_second", "seconds_per_iteration",

@@ -7,8 +7,7 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from megatron.parallel.pipeline.schedule import timed_passes
-from megatron.tools.reporting.measure import SHARES, Measures
-from megatron.tools.reporting.timeline import Event, Timeline
+from megatron.tools.reporting.timeline import SHARES, Event, Measures, Timeline
 
 COLORS = {
     "forward": "#5b9bd5", "backward": "#6ab187", "send": "#e0912f", "receive": "#f8e3b0", "exchange": "#f8e3b0",

@@ -20,8 +20,7 @@ from megatron.parallel.deepspeed_compat.engine import collectives_timed
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import TRACE
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
-from megatron.tools.reporting.measure import measure
-from megatron.tools.reporting.timeline import Event, Shape, Timeline, to_json, unit_seconds
+from megatron.tools.reporting.timeline import Event, Shape, Timeline, measure, to_json, unit_seconds
 from megatron.training.callbacks import Callback, warn_if_unwritable
 
 PICTURE = "schedule.svg"

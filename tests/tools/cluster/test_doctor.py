@@ -15,8 +15,8 @@ from support.local_hosts import LocalHosts, mounting_refused
 from support.ports import free_port
 from support.programs import TINY_MODEL, Programs
 
-from megatron.tools.cluster.context import CheckResult
 from megatron.tools.cluster.doctor import table
+from megatron.tools.cluster.probe_hosts import CheckResult
 
 ROOT = Path(__file__).resolve().parents[3]
 SENT = "DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=lo\n"

@@ -11,7 +11,7 @@ from support.evaluating import evaluate_on_rank
 from support.ports import free_port
 from torch import Tensor
 
-from megatron.tools.evaluation.reading import detokenize_wikitext
+from megatron.tools.evaluation.tasks import detokenize_wikitext
 
 LAYOUTS = {
     "DP1": (1, []),
