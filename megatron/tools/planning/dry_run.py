@@ -1,6 +1,6 @@
 """``--dry-run``: the layers of single ranks, built on the meta device with fake process groups."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -16,13 +16,11 @@ from megatron.model.architectures import architecture_of
 from megatron.parallel.deepspeed_compat.output import deepspeed_silenced
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries, plan
+from megatron.tools.planning.explain import ranks_as_text
 from megatron.tools.planning.memory import Memory, activations, working
 from megatron.tools.planning.output import format_bytes
 from megatron.tools.planning.states import Weight, numel, states
 from megatron.training.engines import weight_decay_groups
-
-_SHOWN = 8
-"""Ranks of a group that are printed."""
 
 
 def dry_run(run: RunConfig) -> None:
@@ -109,11 +107,6 @@ def _describe(rank: Rank) -> Iterator[str]:
     memory = rank.memory
     yield f"rank {rank.number}: stage {rank.stage} of {len(rank.groups['pipe'])}, {memory.parameters:,} parameters"
     for name, ranks in rank.groups.items():
-        yield f"  {name:8} {ranks.index(rank.number)} of {len(ranks)}: [{_shortened(ranks)}]"
+        yield f"  {name:8} {ranks.index(rank.number)} of {len(ranks)}: [{ranks_as_text(ranks)}]"
     parts = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in memory.parts().items())
     yield f"  memory   {format_bytes(memory.total)}: {parts}"
-
-
-def _shortened(ranks: Sequence[int]) -> str:
-    shown = [str(rank) for rank in ranks[:_SHOWN]]
-    return " ".join([*shown, f"... {ranks[-1]}"] if len(ranks) > _SHOWN else shown)

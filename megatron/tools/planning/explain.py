@@ -12,7 +12,7 @@ from megatron.parallel import groups
 from megatron.training.preflight import check
 
 _SHOWN = 8
-"""Groups of one axis that are printed."""
+"""Groups of one axis, and ranks of a group, that are printed."""
 
 
 def explain(reading: ParsedRun) -> None:
@@ -47,11 +47,12 @@ def _configuration(run: RunConfig) -> Iterator[str]:
 
 def _groups(ranks: Sequence[Sequence[int]]) -> str:
     """Groups of ranks such as ``2 of 2: [0 1] [2 3]``."""
-    shown = " ".join(f"[{_ranks(group)}]" for group in ranks[:_SHOWN])
+    shown = " ".join(f"[{ranks_as_text(group)}]" for group in ranks[:_SHOWN])
     return f"{len(ranks)} of {len(ranks[0])}: {shown}{' ...' if len(ranks) > _SHOWN else ''}"
 
 
-def _ranks(group: Sequence[int]) -> str:
+def ranks_as_text(group: Sequence[int]) -> str:
+    """Ranks such as ``0 1 2``; of many the first and the last."""
     shown = [*map(str, group[:_SHOWN])]
     return " ".join([*shown, f"... {group[-1]}"] if len(group) > _SHOWN else shown)
 

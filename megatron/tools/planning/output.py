@@ -64,14 +64,12 @@ _MOST_PASSES = 1200
 
 def draw_memory(memories: Sequence[Memory], room: float, file: IO[bytes]) -> None:
     """A bar of each stage's memory by purpose, and a line for the available memory; PNG into ``file``."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     step = -(-len(memories) // _MOST_BARS)
     shown = list(enumerate(memories))[::step]
-    figure, axes = pyplot.subplots(figsize=(max(5.0, 0.22 * len(shown) + 3), 4), layout="constrained")
+    figure = Figure(figsize=(max(5.0, 0.22 * len(shown) + 3), 4), layout="constrained")
+    axes = figure.subplots()
     names = [str(number) for number, _ in shown]
     bottom = [0.0] * len(shown)
     for part in memories[0].parts():
@@ -83,27 +81,24 @@ def draw_memory(memories: Sequence[Memory], room: float, file: IO[bytes]) -> Non
     axes.tick_params(axis="x", labelsize=8 if len(shown) <= 32 else 6)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(file, format="png")
-    pyplot.close(figure)
 
 
 def draw_schedule(p: int, m: int, file: IO[bytes], backward: float = 2.0) -> None:
     """A row for each stage with its passes in time, and the share of it that is idle; PNG into ``file``."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     drawn = min(m, max(_MOST_PASSES // p, p))
     drawn_passes = timed_passes(p, drawn, 1.0, backward)
     length = max(one.end for one in drawn_passes)
-    figure, axes = pyplot.subplots(figsize=(max(6.0, min(length * 0.28, 24)), 0.3 * p + 1.4), layout="constrained")
-    for is_forward, colour in ((True, "tab:blue"), (False, "tab:green")):
+    figure = Figure(figsize=(max(6.0, min(length * 0.28, 24)), 0.3 * p + 1.4), layout="constrained")
+    axes = figure.subplots()
+    for is_forward, color in ((True, "tab:blue"), (False, "tab:green")):
         own = [one for one in drawn_passes if one.is_forward is is_forward]
         axes.barh(
             [one.stage for one in own],
             [one.end - one.begin for one in own],
             left=[one.begin for one in own],
-            color=colour,
+            color=color,
             edgecolor="white",
             linewidth=0.4,
             label="forward" if is_forward else "backward",
@@ -119,7 +114,6 @@ def draw_schedule(p: int, m: int, file: IO[bytes], backward: float = 2.0) -> Non
         axes.set_yticks(range(p))
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.savefig(file, format="png")
-    pyplot.close(figure)
 
 
 _COLUMNS = (

@@ -30,7 +30,8 @@ class _Bar(NamedTuple):
 
 def draw(timeline: Timeline, measures: Measures) -> str:
     """The picture of the traced iteration that took the median time, as SVG text."""
-    iteration = _median_iteration(timeline)
+    by_duration = sorted(timeline.iterations, key=timeline.seconds)
+    iteration = by_duration[(len(by_duration) - 1) // 2]
     ranks = _shown(timeline)
     rows = [(_label(timeline, rank), _measured(timeline, rank, ranks, iteration)) for rank in ranks]
     theory = _theory(timeline, ranks, iteration) if measures.theory is not None and timeline.shape.stages > 1 else []
@@ -53,15 +54,6 @@ def draw(timeline: Timeline, measures: Measures) -> str:
         f"height='{height:g}' font-family='Helvetica, Arial, sans-serif'>\n"
         "<rect width='100%' height='100%' fill='white'/>\n" + "\n".join(parts) + "\n</svg>\n"
     )
-
-
-def _median_iteration(timeline: Timeline) -> int:
-    def seconds(iteration: int) -> float:
-        events = [e for rank in range(len(timeline.coordinates)) for e in timeline.instructions(rank, iteration)]
-        return max(e.end for e in events) - min(e.begin for e in events)
-
-    ordered = sorted(timeline.iterations, key=seconds)
-    return ordered[(len(ordered) - 1) // 2]
 
 
 def _shown(timeline: Timeline) -> list[int]:

@@ -87,6 +87,10 @@ class Timeline:
             pipelines.setdefault(key, []).append(rank)
         return [sorted(ranks, key=lambda rank: self.coordinates[rank]["pipe"]) for ranks in pipelines.values()]
 
+    def seconds(self, iteration: int) -> float:
+        """Duration of an iteration, from its first instruction to its last."""
+        return _span(_all(self, range(len(self.coordinates)), iteration))
+
     def instructions(self, rank: int, iteration: int) -> list[Event]:
         """The instructions that ``rank`` ran in ``iteration``, without the layers and collectives inside them."""
         return self._instructions[rank].get(iteration, [])
@@ -202,7 +206,7 @@ def measure(timeline: Timeline) -> Measures:
         {share: median(of_ranks[rank][share] for of_ranks in spent) for share in SHARES}
         for rank in range(len(timeline.coordinates))
     )
-    seconds = median(_span(_all(timeline, range(len(ranks)), iteration)) for iteration in iterations)
+    seconds = median(map(timeline.seconds, iterations))
     shape = timeline.shape
     busy = [[sum(ranks[rank][share] for share in PASSES) for rank in pipeline] for pipeline in pipelines]
     return Measures(
@@ -230,7 +234,7 @@ def _bubble(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> floa
 
 def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
     """Of each rank: the seconds of ``iteration`` for each of ``SHARES``."""
-    span = _span(_all(timeline, range(len(timeline.coordinates)), iteration))
+    span = timeline.seconds(iteration)
     of_ranks: list[dict[str, float]] = [{} for _ in timeline.coordinates]
     for pipeline in timeline.pipelines:
         stages = [
