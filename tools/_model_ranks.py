@@ -14,7 +14,7 @@ from megatron.config import ParallelConfig
 from megatron.config.environment import world_size
 from megatron.config.errors import ConfigError
 from megatron.tools.command_line import ToolParser
-from megatron.tools.inference.source import Source, add_model_flags, check_values, config_on, source_of
+from megatron.tools.inference.source import Source, add_model_flags, check_values, config_on, context_length, source_of
 
 if TYPE_CHECKING:
     from megatron.tools.evaluation.scoring import ForwardModel
@@ -57,9 +57,7 @@ def find_model(args: argparse.Namespace) -> tuple[Source, int]:
     """
     check_values(args, _INTERVALS)
     source = source_of(args, os.environ)
-    positions = source.config.max_position_embeddings
-    if args.seq_length and args.seq_length > positions:
-        raise ConfigError(f"--seq-length {args.seq_length} is more than the {positions} positions of {source.name}")
+    seq_length = context_length(args, source)
     layers = source.config.num_layers
     if args.pipe_parallel_size > layers:
         raise ConfigError(
@@ -72,7 +70,7 @@ def find_model(args: argparse.Namespace) -> tuple[Source, int]:
             f"start as many with deepspeed --num_gpus {tensor * stages}"
         )
     config_on(source.config, tensor, args.dtype)  # raises here, before all ranks would
-    return source, args.seq_length or positions
+    return source, seq_length
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_file
+from _atomic_file import atomic_file, check_picture_name, write_picture
 
 from megatron.config import DataConfig
 from megatron.config.command_line.parser import read_flags
@@ -36,7 +36,6 @@ from megatron.tools.audit import proof, samples, statistics
 from megatron.tools.audit.case import Case, check_contents, open_case
 from megatron.tools.command_line import ToolParser, run_tool
 
-FORMATS = ("png", "svg", "pdf")
 CHARACTERS = 200
 
 
@@ -99,12 +98,8 @@ def _statistics(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> boo
 
 
 def _picture(args: argparse.Namespace, data_fields: Mapping[str, Any]) -> bool:
-    picture_format = args.output.suffix.removeprefix(".").lower() if args.output else None
-    if picture_format not in FORMATS:
-        raise ConfigError(f"--output {args.output}: name a file that ends in .{', .'.join(FORMATS)}")
-    figure = statistics.draw(open_case(args.load, data_fields))
-    with atomic_file(args.output, "--output", binary=True) as file:
-        figure.savefig(file, format=picture_format)
+    check_picture_name(args.output, "--output")
+    write_picture(statistics.draw(open_case(args.load, data_fields)), args.output, "--output")
     _print(args, {"picture": str(args.output)}, [str(args.output)])
     return True
 

@@ -15,12 +15,11 @@ import os
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.config import ParallelConfig
 from megatron.config.environment import rank
 from megatron.config.errors import ConfigError
 from megatron.launch.environment import prepare_environment
@@ -36,7 +35,11 @@ from megatron.tools.inference.prompts import (
     read_prompts,
     tokenized,
 )
-from megatron.tools.inference.source import Source, add_model_flags, check_values, config_on, source_of, tensor_ranks
+from megatron.tools.inference.source import Source, add_model_flags, check_values, context_length, shared_source
+
+if TYPE_CHECKING:
+    from megatron.tools.inference.model import LanguageModel
+    from megatron.tools.inference.session import Session
 
 INTERVALS = {
     "num_samples": "[1, inf)",
@@ -57,35 +60,25 @@ def main() -> None:
     """Check everything that can be checked without torch, then import torch and generate."""
     args = _parser().parse_args(with_hyphens(sys.argv[1:]))
     _check(args)
-    ranks = tensor_ranks(args, os.environ)
-    source = source_of(args, os.environ)
-    config_on(source.config, ranks, args.dtype)  # raises here, before all ranks would
+    source, ranks = shared_source(args, os.environ)
     limits = _limits(args, source)
     prompts = _prompts(args, source, limits)
     prepare_environment(os.environ)
 
-    from megatron.launch.distributed import distributed
-    from megatron.parallel.deepspeed_compat.output import silence_known_warnings
+    from megatron.tools.inference.model import opened_model
     from megatron.tools.inference.session import broadcast
 
-    silence_known_warnings()
-    with distributed(ParallelConfig(model_parallel_size=ranks, world_size=ranks)) as layout:
-        _use(_session(args, source, limits, layout), args, broadcast(prompts))
+    with opened_model(source, ranks, args.dtype) as model:
+        _use(_session(args, source, limits, model), args, broadcast(prompts))
 
 
-def _session(args: argparse.Namespace, source: Source, limits: StoppingCriteria, layout: Any) -> Any:
-    """Load the model; read the settings of its use from the flags."""
-    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced
+def _session(args: argparse.Namespace, source: Source, limits: StoppingCriteria, model: "LanguageModel") -> "Session":
+    """The model, with the settings of its use from the flags."""
     from megatron.tools.inference.decoding import BeamSearch, Sampling
     from megatron.tools.inference.generator import TextGenerator
-    from megatron.tools.inference.model import LanguageModel, load_model
     from megatron.tools.inference.session import Session
 
-    with deepspeed_silenced(verbose=False):
-        module = load_model(source, layout, args.dtype)
-    generator = TextGenerator(
-        LanguageModel(module, source.config, layout.tensor_group), source.tokenizer, use_cache=not args.recompute
-    )
+    generator = TextGenerator(model, source.tokenizer, use_cache=not args.recompute)
     sampling = Sampling(
         greedy=args.greedy,
         temperature=args.temperature,
@@ -96,11 +89,17 @@ def _session(args: argparse.Namespace, source: Source, limits: StoppingCriteria,
     )
     beams = BeamSearch(args.num_beams, args.length_penalty, args.repetition_penalty) if args.num_beams > 1 else None
     return Session(
-        generator, sampling, limits, args.num_samples, beams, batch_size=args.batch_size, is_main_rank=layout.rank == 0
+        generator,
+        sampling,
+        limits,
+        args.num_samples,
+        beams,
+        batch_size=args.batch_size,
+        is_main_rank=model.tensor_group.rank() == 0,
     )
 
 
-def _use(session: Any, args: argparse.Namespace, prompts: list[Prompt] | None) -> None:
+def _use(session: "Session", args: argparse.Namespace, prompts: list[Prompt] | None) -> None:
     """Run the mode that the flags select."""
     if args.genfile:
         with _output(args.genfile, "--genfile", session) as file:
@@ -116,7 +115,7 @@ def _use(session: Any, args: argparse.Namespace, prompts: list[Prompt] | None) -
             session.show(prompt)
 
 
-def _output(path: Path, flag: str, session: Any) -> AbstractContextManager[IO[str]]:
+def _output(path: Path, flag: str, session: "Session") -> AbstractContextManager[IO[str]]:
     """The output file, written atomically by rank 0; nothing is written by other ranks."""
     return atomic_file(path, flag) if session.is_main_rank else open(os.devnull, "w")
 
@@ -153,11 +152,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _limits(args: argparse.Namespace, source: Source) -> StoppingCriteria:
-    positions = source.config.max_position_embeddings
-    if args.seq_length and args.seq_length > positions:
-        raise ConfigError(f"--seq-length {args.seq_length} is more than the {positions} positions of {source.name}")
     return StoppingCriteria(
-        context=args.seq_length or positions,
+        context=context_length(args, source),
         new_tokens=args.new_tokens,
         out_seq_length=args.out_seq_length,
         slides=args.on_long_context == "slide",

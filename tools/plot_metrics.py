@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_file
+from _atomic_file import PICTURES, check_picture_name, write_picture
 
 from megatron.config.errors import ConfigError
 from megatron.tools.command_line import ToolParser, run_tool
@@ -16,8 +16,6 @@ from megatron.tools.reporting.files import Points, read_series
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-FORMATS = ("png", "svg", "pdf")
 
 
 class Panel(NamedTuple):
@@ -50,23 +48,19 @@ def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("metrics", type=Path, nargs="+", metavar="METRICS", help="files that --metrics-file wrote")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help=f"picture to write ({', '.join(FORMATS)})"
+        "--output", type=Path, required=True, metavar="FILE", help=f"picture to write ({', '.join(PICTURES)})"
     )
     parser.add_argument(
         "--baseline", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="loss to draw as a dashed line"
     )
     parser.add_argument("--title", default="Training", help="title of the picture")
     args = parser.parse_args()
-    picture_format = args.output.suffix.removeprefix(".").lower()
-    if picture_format not in FORMATS:
-        raise ConfigError(f"--output {args.output}: the name must end in .{', .'.join(FORMATS)}")
+    check_picture_name(args.output, "--output")
     baselines = dict(map(read_baseline, args.baseline))
     runs = [
         Run(name, read_series(path, KEYS)) for name, path in zip(run_names(args.metrics), args.metrics, strict=True)
     ]
-    figure = draw(runs, baselines, args.title)
-    with atomic_file(args.output, "--output", binary=True) as file:
-        figure.savefig(file, format=picture_format)
+    write_picture(draw(runs, baselines, args.title), args.output, "--output")
     print(f"{args.output}: {summary(runs)}")
 
 

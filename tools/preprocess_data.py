@@ -9,15 +9,14 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import _project_root  # noqa: F401
 from tqdm import tqdm
 
-from megatron.config.errors import ConfigError, DataError
+from megatron.config.errors import ConfigError
 from megatron.tokenizer import TOKENIZERS
 from megatron.tools.command_line import ToolParser, run_tool
-from megatron.tools.preprocess.corpus import FORMATS, text_size
+from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, text_size
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
 
@@ -49,28 +48,8 @@ def parse_arguments() -> argparse.Namespace:
     """The command line, checked. Raises ConfigError, or DataError for absent inputs."""
     parser = ToolParser(__doc__)
     add = parser.add_argument
-    add(
-        "--input",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="text: JSONL, a document a line, or Parquet",
-    )
-    add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: by the name)")
-    add(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="keys of the JSON objects, or columns, to tokenize",
-    )
-    add(
-        "--on-error",
-        choices=("stop", "skip"),
-        default="stop",
-        help="on a bad or empty line, stop, or log and skip it",
-    )
+    add_input_flags(parser)
+    add("--on-error", choices=("stop", "skip"), default="stop", help="on a bad or empty line, stop, or log and skip it")
     add("--resume", action="store_true", help="continue the same job where it was interrupted")
     add("--tokenizer-type", choices=tuple(TOKENIZERS), default="GPT2BPETokenizer", help="kind of tokenizer")
     add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (vocab.json; vocab.txt of WordPiece)")
@@ -85,8 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if errors := [message for broken, message in _rules(args) if broken]:
         raise ConfigError(errors)
-    if missing := [f"--input {path}: no such file" for path in args.input if not path.exists() or path.is_dir()]:
-        raise DataError(missing)
+    check_inputs(args.input)
     return args
 
 

@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING
 
 import _project_root  # noqa: F401
 
-from megatron.config import ParallelConfig
 from megatron.config.environment import rank
 from megatron.config.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser, with_hyphens
-from megatron.tools.inference.source import Source, add_model_flags, check_values, config_on, source_of, tensor_ranks
+from megatron.tools.inference.source import Source, add_model_flags, check_values, shared_source
 
 if TYPE_CHECKING:
     from megatron.tools.serving.app import Service
@@ -49,27 +48,19 @@ def main() -> None:
 
     from megatron.tools.serving.access import is_loopback, listen, open_listener, read_key
 
-    ranks = tensor_ranks(args, os.environ)
     key = read_key(args.api_key_file, os.environ)
-    source = source_of(args, os.environ)
-    config_on(source.config, ranks, args.dtype)  # an error here is printed by the first rank alone
+    source, ranks = shared_source(args, os.environ)
     listener = None if rank(os.environ) else open_listener(args.host, args.port)
     prepare_environment(os.environ)
 
-    from megatron.launch.distributed import distributed
-    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
     from megatron.tools.inference.generator import TextGenerator
-    from megatron.tools.inference.model import LanguageModel, load_model
+    from megatron.tools.inference.model import opened_model
     from megatron.tools.serving.app import build_app, serve, serve_worker
     from megatron.tools.serving.request_queue import RankBroadcast, RequestQueue, completion_function
 
-    silence_known_warnings()
-    with distributed(ParallelConfig(model_parallel_size=ranks, world_size=ranks)) as layout:
-        with deepspeed_silenced(verbose=False):
-            module = load_model(source, layout, args.dtype)
-        model = LanguageModel(module, source.config, layout.tensor_group)
+    with opened_model(source, ranks, args.dtype) as model:
         complete = completion_function(TextGenerator(model, source.tokenizer))
-        rank_broadcast = RankBroadcast(layout.tensor_group)
+        rank_broadcast = RankBroadcast(model.tensor_group)
         if listener is None:
             serve_worker(complete, rank_broadcast)
             return

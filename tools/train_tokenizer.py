@@ -16,7 +16,8 @@ from megatron.config.errors import ConfigError, DataError
 from megatron.tokenizer.base import EOD
 from megatron.tokenizer.wordpiece import SEP
 from megatron.tools.command_line import ToolParser, run_tool
-from megatron.tools.preprocess.corpus import FORMATS, format_of, read_chunks, text_size
+from megatron.tools.convert.huggingface_files import BPE
+from megatron.tools.preprocess.corpus import FORMATS, add_input_flags, check_inputs, format_of, read_chunks, text_size
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe, train_whitespace, train_wordpiece
 
 CHUNK_BYTES = 1 << 20
@@ -42,24 +43,15 @@ def parse_arguments() -> argparse.Namespace:
     """The command line, checked. Raises ConfigError, or DataError for absent inputs."""
     parser = ToolParser(__doc__)
     add = parser.add_argument
-    add("--input", type=Path, nargs="+", required=True, metavar="FILE", help="JSONL, a document a line, or Parquet")
-    add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: by the name)")
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of JSON objects, or columns, to read")
+    add_input_flags(parser)
     add("--tokenizer-type", choices=tuple(TRAINERS), default="GPT2BPETokenizer", help="kind of tokenizer")
-    add(
-        "--vocab-size",
-        type=int,
-        required=True,
-        metavar="N",
-        help="size of the vocabulary, including special tokens",
-    )
+    add("--vocab-size", type=int, required=True, metavar="N", help="size of the vocabulary, including special tokens")
     add("--min-frequency", type=int, default=2, metavar="N", help="minimum count of a pair or a word to become a token")
     add("--output-dir", type=Path, required=True, metavar="DIR", help="folder to write into")
     args = parser.parse_args()
     if args.min_frequency < 1:
         raise ConfigError(f"--min-frequency {args.min_frequency} must be 1 or more")
-    if missing := [f"--input {path}: no such file" for path in args.input if not path.is_file()]:
-        raise DataError(missing)
+    check_inputs(args.input)
     return args
 
 
@@ -99,8 +91,7 @@ Trained = tuple[Vocabulary, dict[str, str]]
 def _bpe(corpus: Corpus, vocab_size: int, min_frequency: int) -> Trained:
     # The library's progress bars also write empty lines to stdout.
     vocabulary, merges = train_gpt2_bpe(corpus, vocab_size, min_frequency, show_progress=sys.stderr.isatty())
-    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
-    return vocabulary, {"vocab.json": _json(vocabulary), "merges.txt": "\n".join(lines) + "\n"}
+    return vocabulary, BPE(vocabulary, merges).files()
 
 
 def _whitespace(corpus: Corpus, vocab_size: int, min_frequency: int) -> Trained:

@@ -146,10 +146,14 @@ class BPE:
 
     def write(self, folder: Path) -> None:
         """Write ``vocab.json`` and ``merges.txt``."""
-        (folder / VOCAB).write_text(json.dumps(dict(self.vocabulary), ensure_ascii=False) + "\n", encoding="utf-8")
-        # Hugging Face ignores the first line.
-        lines = ["#version: 0.2", *(f"{left} {right}" for left, right in self.merges)]
-        (folder / MERGES).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for name, text in self.files().items():
+            (folder / name).write_text(text, encoding="utf-8")
+
+    def files(self) -> dict[str, str]:
+        """Name and content of both files."""
+        lines = ["#version: 0.2", *(f"{left} {right}" for left, right in self.merges)]  # Hugging Face ignores the first
+        vocabulary = json.dumps(dict(self.vocabulary), ensure_ascii=False)
+        return {VOCAB: vocabulary + "\n", MERGES: "\n".join(lines) + "\n"}
 
 
 def read_bpe(vocab_file: str | None, merge_file: str | None) -> BPE:

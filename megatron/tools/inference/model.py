@@ -1,12 +1,11 @@
 """A loaded model for inference, on one process or sharded over a tensor-parallel group.
 
-    source = open_source(path)                    # without torch, see source.py: config and tokenizer
-    model = load_model(source, layout, "bf16")    # this rank's shard, in eval mode, on its device
-
-Every tool that uses a model begins with these two calls.
+source = open_source(path)                             # without torch, see source.py: config and tokenizer
+with opened_model(source, ranks, "bf16") as model:     # this rank's shard, in eval mode, on its device
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
@@ -17,13 +16,15 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
-from megatron.config import ActivationConfig, ModelConfig
+from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.launch.distributed import distributed
 from megatron.model.architectures import architecture_of
 from megatron.model.attention import KeyValueCache
 from megatron.model.containers import run_in_order
 from megatron.model.embedding import without_segment_ids
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.spec import ParameterSpec
+from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.mappings import gather_from_model_parallel_region
 from megatron.tools.convert.load_and_save import read_model
@@ -74,6 +75,19 @@ class LanguageModel:
     def device(self) -> torch.device:
         """The device of its weights."""
         return next(self.module.parameters()).device
+
+
+@contextmanager
+def opened_model(source: Source, ranks: int, dtype: str) -> Iterator[LanguageModel]:
+    """The model on ``ranks`` tensor-parallel ranks, whose process group ends with the block.
+
+    Needs a prepared environment. Raises as ``load_model``.
+    """
+    silence_known_warnings()
+    with distributed(ParallelConfig(model_parallel_size=ranks, world_size=ranks)) as layout:
+        with deepspeed_silenced(verbose=False):
+            module = load_model(source, layout, dtype)
+        yield LanguageModel(module, source.config, layout.tensor_group)
 
 
 class DecodingBatch:

@@ -206,6 +206,22 @@ def tensor_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return started
 
 
+def shared_source(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Source, int]:
+    """The model that ``args`` name, and the number of processes, which share it. Raises as the functions it calls."""
+    ranks = tensor_ranks(args, environ)
+    source = source_of(args, environ)
+    config_on(source.config, ranks, args.dtype)  # an error here is printed once, not by all ranks
+    return source, ranks
+
+
+def context_length(args: argparse.Namespace, source: Source) -> int:
+    """``--seq-length``, by default the model's. Raises ConfigError if it is longer than that."""
+    positions = source.config.max_position_embeddings
+    if args.seq_length and args.seq_length > positions:
+        raise ConfigError(f"--seq-length {args.seq_length} is more than the {positions} positions of {source.name}")
+    return args.seq_length or positions
+
+
 def source_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Source:
     """The model that ``args`` name. Raises as ``open_source``, and ConfigError if flags do not match the model."""
     source = open_source(args.load, TokenizerFiles(args.vocab_file, args.merge_file))

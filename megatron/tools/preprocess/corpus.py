@@ -1,5 +1,6 @@
 """Text to be tokenized: JSONL, plain text with a document on each line, or Parquet with one in each row."""
 
+import argparse
 import codecs
 import gzip
 import io
@@ -262,6 +263,22 @@ FORMATS: dict[str, Format] = {
 
 
 _COMPRESSED = (".gz", ".zst")
+
+
+def add_input_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name files of text, their format, and the keys to read."""
+    add = parser.add_argument
+    add(
+        "--input", type=Path, nargs="+", required=True, metavar="FILE", help="JSONL, a document a line, text or Parquet"
+    )
+    add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: by the name)")
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of JSON objects, or columns, to read")
+
+
+def check_inputs(paths: Sequence[Path]) -> None:
+    """Raises DataError with a line for each path that is not a file."""
+    if missing := [f"--input {path}: no such file" for path in paths if not path.exists() or path.is_dir()]:
+        raise DataError(missing)
 
 
 def format_of(path: Path) -> str:

@@ -126,7 +126,7 @@ BAD = {
     "no metrics": ("proof --load {ck} --metrics-file {place}/none", 3, "none: cannot be read"),
     "no metrics in it": ("proof --load {ck} --metrics-file {place}/metrics", 3, "metrics is no metrics file"),
     "nothing to look at": ("overlap", 2, "give --load with a checkpoint, or --data-path"),
-    "no picture": ("picture --load {ck} --output x.txt", 2, "name a file that ends in .png, .svg, .pdf"),
+    "no picture": ("picture --load {ck} --output x.txt", 2, "the name must end in .png, .svg, .pdf"),
     "no data flag": ("overlap --load {ck} --seed 3", 2, "--seed 3 is not about data"),
     "no flag": ("overlap --load {ck} --sed 3", 2, "unknown flag --sed"),
 }
