@@ -269,7 +269,12 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that name files of text, their format, and the keys to read."""
     add = parser.add_argument
     add(
-        "--input", type=Path, nargs="+", required=True, metavar="FILE", help="JSONL, a document a line, text or Parquet"
+        "--input",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="JSONL, plain text (a document a line) or Parquet",
     )
     add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: by the name)")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of JSON objects, or columns, to read")
