@@ -6,12 +6,11 @@
         --model-parallel-size 2
 
 LAMBADA takes JSONL with a "text" key, and predicts the last token of each, or with --strict-lambada all tokens of the
-last word. WIKITEXT takes a file of WikiText as published. PPL takes plain text, JSONL (.jsonl, .json),
-Parquet, or the prefix of a data set. The result is a JSON object, printed and written to the file of --json.
+last word. WIKITEXT takes a file of WikiText as published. PPL takes plain text, JSONL (.jsonl, .json), Parquet, or the
+prefix of a data set. The result is a JSON object, printed and written to the file of --json.
 
 Processes beyond model-parallel size (1 unless it is given) x pipeline stages share the samples; the metrics are the
-same. Hyphens and underscores in flag names are
-interchangeable.
+same. Hyphens and underscores in flag names are interchangeable.
 """
 
 import argparse
@@ -96,8 +95,8 @@ def build_parser() -> ToolParser:
         "--overlapping-eval",
         type=int,
         metavar="N",
-        help="tokens from one window to the next; the other tokens of a window are context. With --seq-length windows "
-        f"do not overlap (default: {CLASSIC_STRIDE}, or the sequence length if that is less)",
+        help="tokens from one window to the next; the other tokens of a window are context. If N is the sequence length, "
+        f"windows do not overlap (default: {CLASSIC_STRIDE}, or the sequence length if that is less)",
     )
     add_rank_flags(parser)
     return parser

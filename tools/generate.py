@@ -5,9 +5,9 @@
     python tools/generate.py --load checkpoints/my --genfile out.jsonl --num-samples 10
     deepspeed --num_gpus 2 tools/generate.py --load checkpoints/my
 
-Without either, prompts are read from standard input, one a line. A .jsonl file has an object with "prompt"
-(or "text") on each line; the output then has the same and "completions". --genfile needs no prompt.
-Hyphens and underscores in flag names are interchangeable.
+Without any of these flags, prompts are read from standard input, one a line. A .jsonl file has an object with "prompt"
+(or "text") on each line; the output then has the same and "completions". --genfile needs no prompt. Hyphens and
+underscores in flag names are interchangeable.
 """
 
 import argparse

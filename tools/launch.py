@@ -23,7 +23,7 @@ RUNNER = Path(__file__).with_name("_deepspeed_runner.py")
 
 def main() -> None:
     """Check, start, wait, clean up; again if the run failed and may be restarted."""
-    launch = read_launch(sys.argv[1:])
+    launch = read_launch(sys.argv[1:], __doc__)
     command = [sys.executable, str(RUNNER), *launcher_words(launch, os.environ)]
     progress = checkpoint_watch(launch.arguments) if launch.max_restarts else lambda: None
     environ = {**os.environ, **ssh_options_for_pdsh(os.environ)}

@@ -141,7 +141,9 @@ def _parser() -> ToolParser:
         metavar="N",
         help="tokens, without a --vocab-file that exists (default: 50257, or BERT's 30522)",
     )
-    model.add_argument("--tokens", type=positive, default=300e9, metavar="N", help="tokens to train on, for the days")
+    model.add_argument(
+        "--tokens", type=positive, default=300e9, metavar="N", help="tokens to train on, for the days (%(default)g)"
+    )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", choices=DEVICES, default="a100", help="sets the defaults of the following")
     machine.add_argument("--devices", type=whole, required=True, metavar="N", help="devices")

@@ -38,11 +38,9 @@ def add_launcher_flags(parser: ToolParser) -> None:
     )
 
 
-def read_launch(argv: Sequence[str]) -> Namespace:
-    """Parse a command line of ``tools/launch.py``. Raises ConfigError."""
-    parser = ToolParser(
-        "Check hosts and arguments by a strict grammar, then start DeepSpeed's launcher with the same arguments."
-    )
+def read_launch(argv: Sequence[str], description: str = "") -> Namespace:
+    """Parse a command line of ``tools/launch.py``, whose help begins with ``description``. Raises ConfigError."""
+    parser = ToolParser(description)
     parser.usage = "%(prog)s [flags of deepspeed] pretrain_gpt2.py ARGUMENTS"
     add_launcher_flags(parser)
     parser.add_argument("--node_rank", type=int, metavar="N", help="with --no_ssh: which host this is, counted from 0")
