@@ -95,7 +95,7 @@ def build_parser() -> ToolParser:
         "--overlapping-eval",
         type=int,
         metavar="N",
-        help="tokens from one window to the next; the other tokens of a window are context. If N is the sequence length, "
+        help="tokens from one window to the next; the others of a window are context. If N is the sequence length, "
         f"windows do not overlap (default: {CLASSIC_STRIDE}, or the sequence length if that is less)",
     )
     add_rank_flags(parser)

@@ -142,7 +142,11 @@ def _parser() -> ToolParser:
         help="tokens, without a --vocab-file that exists (default: 50257, or BERT's 30522)",
     )
     model.add_argument(
-        "--tokens", type=positive, default=300e9, metavar="N", help="tokens to train on, for the days (%(default)g)"
+        "--tokens",
+        type=positive,
+        default=300e9,
+        metavar="N",
+        help="tokens to train on, for the days (default: %(default)g)",
     )
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", choices=DEVICES, default="a100", help="sets the defaults of the following")
