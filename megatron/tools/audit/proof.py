@@ -4,14 +4,13 @@ No data are read. The history has the sample indices of each start of the run; t
 overlaps. The metrics were written by the runs themselves, in every iteration.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.sample_history import Segment
-from megatron.config.errors import DataError
+from megatron.tools.reporting.files import read_metrics
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,11 @@ def prove(history: Sequence[Segment], skipped_samples: Sequence[range], metrics:
     logged = None
     repeated: list[range] = []
     if metrics is not None:
-        effective, repeated = _effective(read_consumed(metrics))
+        effective, repeated = _effective(
+            (where, record["iteration"], record["consumed_samples"])
+            for where, record in read_metrics(metrics)
+            if "consumed_samples" in record
+        )
         last = history[-1].last if history else 0
         inside = [line for line in effective if line[1] <= last]
         logged = len(inside)
@@ -74,25 +77,11 @@ def _skipped_errors(skipped_samples: Sequence[range]) -> Iterator[str]:
             yield f"samples {later.start} to {earlier.stop - 1} are skipped twice"
 
 
-Line = tuple[int, int, int]
-"""Number of a line, its iteration, and the samples consumed after it."""
+Line = tuple[str, int, int]
+"""Location of a line, its iteration, and the samples consumed after it."""
 
 
-def read_consumed(path: Path) -> Iterator[Line]:
-    """The training lines of a metrics file. Raises DataError if it cannot be read."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, text in enumerate(file, start=1):
-                record = dict(json.loads(text))
-                if "consumed_samples" in record:
-                    yield number, int(record["iteration"]), int(record["consumed_samples"])
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); give a file that --metrics-file wrote") from None
-    except (ValueError, KeyError, TypeError):
-        raise DataError(f"{path} is no metrics file: give one that --metrics-file wrote") from None
-
-
-def _effective(lines: Iterator[Line]) -> tuple[list[Line], list[range]]:
+def _effective(lines: Iterable[Line]) -> tuple[list[Line], list[range]]:
     """The lines of the iterations that led to the weights, and the iterations that were repeated."""
     kept: list[Line] = []
     repeated = []
@@ -107,11 +96,11 @@ def _effective(lines: Iterator[Line]) -> tuple[list[Line], list[range]]:
 def _metrics_errors(history: Sequence[Segment], lines: Sequence[Line], path: Path) -> Iterator[str]:
     if not lines:
         yield f"{path} has no lines of these iterations"
-    for number, iteration, consumed in lines:
+    for where, iteration, consumed in lines:
         segment = next(segment for segment in history if iteration <= segment.last)
         expected = segment.sample_indices(iteration).stop
         if segment.global_batch_size and consumed != expected:
-            yield f"{path}:{number}: {consumed} samples after iteration {iteration}, but {expected} in the checkpoint"
+            yield f"{where}: {consumed} samples after iteration {iteration}, but {expected} in the checkpoint"
 
 
 def as_dict(proof: Proof) -> dict[str, Any]:

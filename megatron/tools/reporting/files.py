@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -33,36 +33,41 @@ def read_series(path: Path, keys: Sequence[str]) -> dict[str, Points]:
     skipped. Raises DataError, with the line number, for a line that is no such object, and if the file has no loss.
     """
     series: dict[str, dict[int, float]] = {key: {} for key in keys}
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    _add_points(series, f"{path}:{number}", line)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); give a file that --metrics-file wrote") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8; give a file that --metrics-file wrote") from error
+    for where, record in read_metrics(path):
+        for key in series:
+            value = record.get(key)
+            if value is None:
+                continue
+            if type(value) not in (int, float):
+                raise DataError(f"{where}: {key} is {value!r}, which is not a number; fix or remove the line")
+            if math.isfinite(value):
+                series[key][record["iteration"]] = value
     if not (series["lm_loss"] or series["validation_loss"]):
         raise DataError(f"{path}: no lm_loss and no validation_loss to draw; give a file that --metrics-file wrote")
     return {key: dict(sorted(points.items())) for key, points in series.items()}
 
 
-def _add_points(series: Mapping[str, dict[int, float]], where: str, line: str) -> None:
-    """Add the values of one line. Raises DataError if it is not an object with an iteration and numbers."""
+def read_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Location and content of each line of a metrics file. Raises DataError as ``read_series``."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", _record_of(f"{path}:{number}", line)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); give a file that --metrics-file wrote") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8; give a file that --metrics-file wrote") from error
+
+
+def _record_of(where: str, line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno}); fix or remove the line") from error
     if not isinstance(record, dict) or type(record.get("iteration")) is not int:
         raise DataError(f"{where}: not a JSON object with an integer iteration; fix or remove the line")
-    for key in series:
-        value = record.get(key)
-        if value is None:
-            continue
-        if type(value) not in (int, float):
-            raise DataError(f"{where}: {key} is {value!r}, which is not a number; fix or remove the line")
-        if math.isfinite(value):
-            series[key][record["iteration"]] = value
+    return record
 
 
 def read_timeline(path: Path) -> Timeline:

@@ -124,7 +124,7 @@ BAD = {
     "no data": ("seen --load {ck} --data-path 0.7 {place}/none 0.3 {half}", 3, "{place}/none.bin is missing"),
     "half a blend": ("seen --load {ck} --data-path 0.7 x 0.3", 2, "3 words: give one prefix"),
     "no metrics": ("proof --load {ck} --metrics-file {place}/none", 3, "none: cannot be read"),
-    "no metrics in it": ("proof --load {ck} --metrics-file {place}/metrics", 3, "metrics is no metrics file"),
+    "no metrics in it": ("proof --load {ck} --metrics-file {place}/metrics", 3, "metrics:1: not JSON"),
     "nothing to look at": ("overlap", 2, "give --load with a checkpoint, or --data-path"),
     "no picture": ("picture --load {ck} --output x.txt", 2, "the name must end in .png, .svg, .pdf"),
     "no data flag": ("overlap --load {ck} --seed 3", 2, "--seed 3 is not about data"),
