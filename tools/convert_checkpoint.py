@@ -183,10 +183,10 @@ def _to_universal(args: argparse.Namespace) -> None:
     """
     saved = tag_at(args.path) if (args.path / RUN_FILE).exists() else newest(args.path)
 
-    from megatron.checkpoint.universal import cached, point_to
+    from megatron.checkpoint.universal import cached
 
     folder, is_new = cached(saved)
-    point_to(folder)
+    (folder.parent / "latest_universal").write_text(folder.name)  # where DeepSpeed looks without a tag
     print(f"{folder}: {'converted from' if is_new else 'exists already, of'} {saved.path}")
 
 

@@ -1,7 +1,7 @@
 """Steps whose errors are raised on all ranks: a UserError on one rank becomes the same UserError on every rank."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -32,7 +32,7 @@ def _outcome(step: Callable[[], T]) -> tuple:
         return None, type(error), error.messages
 
 
-def _result(outcome: tuple) -> T:
+def _result(outcome: tuple) -> Any:
     result, kind, messages = outcome
     if kind is not None:
         error = kind(messages)

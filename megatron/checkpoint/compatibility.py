@@ -23,8 +23,6 @@ _SHAPE_FIELDS = {
     "vocab_size": "the vocabulary's size",
 }
 """Fields of ModelConfig, and their names in messages."""
-_HASH_DIGITS = 12
-"""Digits of a hash that a message shows."""
 
 
 def loads_directly(saved: SavedRun, run: RunConfig) -> bool:
@@ -64,8 +62,7 @@ def overridden_settings(saved: SavedRun, run: RunConfig) -> list[str]:
 def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     """Check that ``run`` can load ``saved``: same model, same settings, and the state that its flags ask for.
 
-    Raises:
-        CheckpointError: with a line for each difference that is not allowed.
+    Raises CheckpointError with a line for each difference that is not allowed.
     """
     config, path = run.checkpoint, saved.path
     shape = {name: getattr(run.model, field) for field, name in _SHAPE_FIELDS.items()}
@@ -74,13 +71,20 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     if not config.override:
         advice = "give --override to continue with another value, or --finetune to start anew"
         messages += [f"{line}: {advice}" for line in overridden_settings(saved, run)]
-    if not loads_directly(saved, run) and (run.zero.uses_nvme or _uses_nvme(saved)):
+    saved_zero = saved.config.get("zero", {})
+    saved_on_nvme = "nvme" in (saved_zero.get("offload_optimizer"), saved_zero.get("offload_param"))
+    if not loads_directly(saved, run) and (run.zero.uses_nvme or saved_on_nvme):
         messages += [
             f"{line}: state on NVMe is resumed on the layout it was saved on"
             for line in _differences(SavedLayout.from_run(run).to_json(), saved.layout.to_json(), path)
         ]
     if not (config.finetune or config.no_load_optim):
-        messages += _optimizer_problems(saved, run)
+        if saved.has_optimizer:
+            optimizers = _optimizer(run.ds_config), _optimizer(saved.config.get("ds_config", {}))
+            lines = _differences(*optimizers, path)
+        else:
+            lines = [f"{path} was saved with --no-save-optim"]
+        messages += [f"{line}: add --no-load-optim or --finetune" for line in lines]
     needs_rng = has_same_ranks(saved, run) and not (config.finetune or config.no_load_rng)
     if needs_rng and not saved.has_rng:
         messages.append(f"{path} was saved with --no-save-rng: add --no-load-rng or --finetune")
@@ -88,23 +92,10 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
         raise CheckpointError(messages)
 
 
-def _optimizer_problems(saved: SavedRun, run: RunConfig) -> list[str]:
-    if not saved.has_optimizer:
-        return [f"{saved.path} was saved with --no-save-optim: add --no-load-optim or --finetune"]
-    current, previous = (_optimizer(config) for config in (run.ds_config, saved.config.get("ds_config", {})))
-    if current == previous:
-        return []
-    return [f"the optimizer is {current}, but {previous} in {saved.path}: add --no-load-optim or --finetune"]
-
-
-def _optimizer(ds_config: Mapping[str, Any]) -> str:
+def _optimizer(ds_config: Mapping[str, Any]) -> dict[str, str]:
     """An optimizer's type by its state: AdamW has the same state as Adam."""
-    return str(ds_config.get("optimizer", {}).get("type", "Adam")).lower().replace("adamw", "adam")
-
-
-def _uses_nvme(saved: SavedRun) -> bool:
-    zero = saved.config.get("zero", {})
-    return "nvme" in (zero.get("offload_optimizer"), zero.get("offload_param"))
+    kind = str(ds_config.get("optimizer", {}).get("type", "Adam"))
+    return {"the optimizer": kind.lower().replace("adamw", "adam")}
 
 
 def _differences(current: Mapping[str, Any], saved: Mapping[str, Any], path: Path) -> list[str]:
@@ -117,5 +108,4 @@ def _differences(current: Mapping[str, Any], saved: Mapping[str, Any], path: Pat
 
 
 def _shown(value: Any) -> str:
-    is_hash = isinstance(value, str) and len(value) == 64
-    return value[:_HASH_DIGITS] if is_hash else str(value)
+    return value[:12] if isinstance(value, str) and len(value) == 64 else str(value)  # a hash is shortened

@@ -8,18 +8,20 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
-from typing import IO, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from megatron.config.errors import CheckpointError, ResourceError, UserError
+from megatron.config.errors import CheckpointError, ResourceError
 from megatron.launch.files import replace_file, sync_folder
 
 FILE_MODE = 0o640
 FOLDER_MODE = 0o750
+SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
 _BLOCK = 1 << 20
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Record(NamedTuple):
@@ -40,12 +42,16 @@ class NewFile:
     def write(self, data: bytes | memoryview) -> int:
         """Write all of ``data``. An OSError is raised by ``close()``: torch would raise its own instead."""
         if self._error is None:
-            # Both release the interpreter lock, so that each can use a core.
-            with _in_thread(lambda: self._digest.update(data), is_worth_it=len(data) >= _BLOCK):
-                try:
-                    self._file.write(data)
-                except OSError as error:
-                    self._error = error
+            # Both release the interpreter lock, so that each can use a core. A small block takes less than a thread.
+            is_large = len(data) >= _BLOCK
+            hashing = Thread(target=self._digest.update, args=(data,))
+            hashing.start() if is_large else hashing.run()
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self._error = error
+            if is_large:
+                hashing.join()
             self._size += len(data)
         return len(data)
 
@@ -60,7 +66,8 @@ class NewFile:
             self._file.flush()
             os.fsync(self._file.fileno())
         finally:
-            _close_quietly(self._file)
+            with suppress(OSError):  # if the buffer cannot be written, closing tries again
+                self._file.close()
         return Record(self._size, self._digest.hexdigest())
 
 
@@ -95,60 +102,24 @@ def record_of(path: Path) -> Record:
     return Record(size, digest.hexdigest())
 
 
-@contextmanager
-def _in_thread(step: Callable[[], None], *, is_worth_it: bool) -> Iterator[None]:
-    """Run ``step`` in a thread during the block; or before it, if a thread would take longer."""
-    if is_worth_it:
-        thread = Thread(target=step)
-        thread.start()
-        yield
-        thread.join()
-    else:
-        step()
-        yield
-
-
-def _close_quietly(file: IO[bytes]) -> None:
-    """Close a file whose buffer may be impossible to write: closing tries again, with the same error."""
-    try:
-        file.close()
-    except OSError:
-        pass
-
-
-T = TypeVar("T")
-_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
-
-
 def check_disk_space(folder: Path, what: str, size: int, advice: str = SAVE_ADVICE) -> None:
     """Raises ResourceError with ``advice`` if the disk of ``folder`` has less than ``size`` bytes free for ``what``."""
     if size > shutil.disk_usage(folder).free:
         raise ResourceError(f"{_no_space(folder, what, size)}: {advice}")
 
 
-def with_disk_errors(step: Callable[[], T], folder: Path, what: str, size: int) -> Callable[[], T]:
-    """``step``, which writes ``what`` of ``size`` bytes into ``folder``, with OSError converted to a UserError."""
-
-    def guarded() -> T:
-        try:
-            return step()
-        except OSError as error:
-            raise _user_error(error, folder, what, size) from error
-
-    return guarded
-
-
-def _user_error(error: OSError, folder: Path, what: str, size: int) -> UserError:
-    if error.errno in _DISK_FULL:
-        return ResourceError(f"--save {folder}: {_no_space(folder, what, size)} ({error.strerror}): {SAVE_ADVICE}")
-    file = f"{error.filename}: " if error.filename else ""
-    return CheckpointError(
-        f"--save {folder}: {what} cannot be written ({file}{error.strerror or error}): "
-        "check the disk, or name another folder"
-    )
+@contextmanager
+def disk_errors(folder: Path, what: str, size: int) -> Iterator[None]:
+    """Convert an OSError of the block, which writes ``what`` of ``size`` bytes into ``folder``, to a UserError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _DISK_FULL:
+            problem = f"{_no_space(folder, what, size)} ({error.strerror})"
+            raise ResourceError(f"--save {folder}: {problem}: {SAVE_ADVICE}") from error
+        file = f"{error.filename}: " if error.filename else ""
+        problem = f"{what} cannot be written ({file}{error.strerror or error})"
+        raise CheckpointError(f"--save {folder}: {problem}: check the disk, or name another folder") from error
 
 
 def _no_space(folder: Path, what: str, size: int) -> str:

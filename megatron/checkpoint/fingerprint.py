@@ -1,7 +1,7 @@
 """Hashes of the content of data sets and tokenizers, whatever their paths and dates. No torch here."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 BLOCK = 1 << 16
@@ -19,7 +19,7 @@ def data_hash(prefix: str) -> str:
     digest = hashlib.sha256()
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     digest.update(f"{tokens.stat().st_size}\n".encode())
-    for path, offsets in ((index, _all(index)), (tokens, _sampled(tokens))):
+    for path, offsets in ((index, range(0, index.stat().st_size, BLOCK)), (tokens, _sampled(tokens))):
         with open(path, "rb") as file:
             for offset in offsets:
                 file.seek(offset)
@@ -44,12 +44,8 @@ def tokenizer_hash(kind: str, *files: str | None) -> str:
     return digest.hexdigest()
 
 
-def _all(path: Path) -> Iterator[int]:
-    return iter(range(0, path.stat().st_size, BLOCK))
-
-
-def _sampled(path: Path) -> Iterator[int]:
+def _sampled(path: Path) -> Sequence[int]:
     size = path.stat().st_size
     if size <= BLOCK * BLOCKS:
-        return _all(path)
-    return (part * (size - BLOCK) // (BLOCKS - 1) for part in range(BLOCKS))
+        return range(0, size, BLOCK)
+    return [part * (size - BLOCK) // (BLOCKS - 1) for part in range(BLOCKS)]

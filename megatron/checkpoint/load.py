@@ -28,11 +28,8 @@ from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manu
 def select_checkpoint(run: RunConfig) -> SavedRun | None:
     """The newest undamaged checkpoint, the same on every rank; None for a fresh start.
 
-    Every rank must call it. Each verifies its share of the files; no tensor is read.
-
-    Raises:
-        CheckpointError: on all ranks, if there is no such checkpoint, or the newest is damaged and ``--load-strict``
-            was given.
+    Every rank must call it. Each verifies its share of the files; no tensor is read. Raises CheckpointError on all
+    ranks if there is no such checkpoint, or the newest is damaged and ``--load-strict`` was given.
     """
     broken: dict[str, str] = {}
     while (saved := on_rank_0(lambda: resolve(run, broken))) is not None:
@@ -67,7 +64,7 @@ def random_states() -> dict[str, Any]:
     kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "random_rng_state": random.getstate(),
-        "np_rng_state": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "np_rng_state": (kind, torch.from_numpy(np.asarray(keys, np.int64)), position, has_gauss, gauss),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": get_accelerator().get_rng_state(),
         "rng_tracker_states": get_rng_tracker().get_states(),
@@ -103,38 +100,36 @@ FRESH = Loaded(0)
 def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> Loaded:
     """Load ``saved``, whatever layout it was saved on. Every rank must call it.
 
-    A ``Checkpointer`` must have been created for the engine before, so that DeepSpeed's loading runs no code.
-
-    Raises:
-        CheckpointError: a file is damaged.
-        ResourceError: it has to be converted, and there is not enough disk space.
+    A ``Checkpointer`` must have been created for the engine before, so that DeepSpeed's loading runs no code. Raises
+    CheckpointError if a file is damaged, ResourceError if there is no disk space to convert it.
     """
-    groups = [dict(group) for group in engine.optimizer.param_groups]
+    config, groups = run.checkpoint, [dict(group) for group in engine.optimizer.param_groups]
     remarks = [f"--override: {line}" for line in overridden_settings(saved, run)]
     if loads_directly(saved, run):
-        _load_directly(engine, run, saved)
+        # Each rank reads the files that it would write itself.
+        engine.load_checkpoint(
+            str(saved.folder),
+            tag=saved.tag,
+            load_module_only=config.finetune,
+            load_optimizer_states=not (config.finetune or config.no_load_optim),
+            load_lr_scheduler_states=not config.finetune,
+        )
     else:
         remarks.append(_load_converted(engine, run, layout, saved))
-    _keep_hyperparameters(engine, groups)
+    for group, current in zip(engine.optimizer.param_groups, groups, strict=True):
+        # Those of the command line again, after DeepSpeed restored the saved ones; they differ with --override.
+        group.update({name: value for name, value in current.items() if name not in ("params", "step")})
     # With ZeRO, DeepSpeed restores the optimizer's groups after the schedule, and the saved rates with them.
     engine.lr_scheduler.apply()
-    if run.checkpoint.finetune:
+    if config.finetune:
         return Loaded(0, tuple(remarks))
-    if not run.checkpoint.no_load_rng:
-        remarks += _load_random_states(run, layout, saved)
+    if not config.no_load_rng:
+        if has_same_ranks(saved, run):
+            restore_random_states(read_checked_file(rng_file(saved.path, dist.get_rank())))
+        else:
+            model_parallel_manual_seed(run.train.seed, layout, iteration=saved.iteration)
+            remarks.append("the ranks differ: random streams restart from --seed and the iteration")
     return Loaded(saved.iteration, tuple(remarks))
-
-
-def _load_directly(engine: DeepSpeedEngine, run: RunConfig, saved: SavedRun) -> None:
-    """Let DeepSpeed load it: each rank reads the files that it would write itself."""
-    config = run.checkpoint
-    engine.load_checkpoint(
-        str(saved.folder),
-        tag=saved.tag,
-        load_module_only=config.finetune,
-        load_optimizer_states=not (config.finetune or config.no_load_optim),
-        load_lr_scheduler_states=not config.finetune,
-    )
 
 
 def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> str:
@@ -151,18 +146,3 @@ def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     if is_new:
         return f"{saved.path}: converted from {saved.layout}, cached in {folder}"
     return f"{saved.path}: saved on {saved.layout}, read from {folder}"
-
-
-def _load_random_states(run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> list[str]:
-    """Restore each rank's states if the ranks are the same; otherwise seed new ones. Returns lines for the user."""
-    if has_same_ranks(saved, run):
-        restore_random_states(read_checked_file(rng_file(saved.path, dist.get_rank())))
-        return []
-    model_parallel_manual_seed(run.train.seed, layout, iteration=saved.iteration)
-    return ["the ranks differ: random streams restart from --seed and the iteration"]
-
-
-def _keep_hyperparameters(engine: DeepSpeedEngine, groups: list[dict[str, Any]]) -> None:
-    """Set those of the command line again after DeepSpeed restored the saved ones; they differ with ``--override``."""
-    for group, current in zip(engine.optimizer.param_groups, groups, strict=True):
-        group.update({name: value for name, value in current.items() if name not in ("params", "step")})

@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from megatron.checkpoint.saved_run import SavedLayout, SavedRun
 from megatron.checkpoint.tensor_files import read_file
-from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import parameter_prefix
@@ -33,40 +31,6 @@ Shapes = Mapping[str, torch.Size]
 """Names and shapes of the parameters of an optimizer's group, in its order."""
 
 
-def load_weights(module: nn.Module, saved: SavedRun) -> None:
-    """Load the weights of ``saved`` into ``module``, a model without tensor or pipeline parallelism.
-
-    Raises CheckpointError if a file or a weight is missing or has another shape.
-    """
-    parameters = dict(module.named_parameters())
-    for name, copies in whole_weights(saved.whole_model_config(), saved):
-        with torch.no_grad():
-            parameters[name].copy_(copies[0])
-
-
-def whole_weights(config: ModelConfig, saved: SavedRun) -> Iterator[tuple[str, list[Tensor]]]:
-    """Each weight of the model of ``config``, without its shards and padding, as ``saved`` has it.
-
-    Yields one copy of a weight that tensor parallelism shards, and a copy from each tensor-parallel rank of one that
-    is replicated. Raises CheckpointError if a file or a weight is missing or has another shape.
-    """
-    shards = [rank_weights(saved, rank) for rank in range(saved.layout.model_parallel_size)]
-    for name, parameter in architecture_of(config).named_parameters(config).items():
-        try:
-            parts = [shard[name] for shard in shards]
-        except KeyError:
-            raise CheckpointError(f"{saved.path} holds no weight {name}") from None
-        copies = parts if parameter.shard_dim is None else [torch.cat(parts, parameter.shard_dim)]
-        if parameter.is_vocabulary:
-            # The padding depends on the tensor-parallel size.
-            copies = [_with_rows(copy, parameter.shape[0]) for copy in copies]
-        if any(copy.shape != parameter.shape for copy in copies):
-            raise CheckpointError(
-                f"{saved.path}: {name} is {list(copies[0].shape)}, and the model's {list(parameter.shape)}"
-            )
-        yield name, copies
-
-
 def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
     """The weights of one tensor-parallel rank, from all stages, under their names in the plain engine."""
     if saved.layout.zero_stage == 3:
@@ -75,7 +39,7 @@ def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
         return read_file(saved.path / f"mp_rank_{tensor_rank:02d}_model_states.pt")["module"]
     config = saved.whole_model_config()
     layers = architecture_of(config).layers(config)
-    weights = {}
+    weights: dict[str, Tensor] = {}
     for file in sorted(saved.path.glob(f"layer_*-model_{tensor_rank:02d}-model_states.pt")):
         index = int(file.name.split("-")[0].removeprefix("layer_"))
         prefix = parameter_prefix(index, layers[index])
@@ -83,24 +47,12 @@ def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
     return weights
 
 
-def _with_rows(table: Tensor, rows: int) -> Tensor:
-    return F.pad(table[:rows], (0, 0) * (table.dim() - 1) + (0, max(rows - table.size(0), 0)))
-
-
-class Span(NamedTuple):
-    """Elements of a block that belong to a parameter."""
-
-    name: str
-    start: int
-    length: int
-
-
 class Block(NamedTuple):
     """A flat fp32 tensor, the optimizer's state of it, and the parameters in it."""
 
     weights: Tensor
     state: Mapping[str, Any]
-    spans: Iterable[Span]
+    spans: Mapping[str, slice]
 
 
 def model_file(folder: Path, layout: SavedLayout, mp_rank: int) -> Path:
@@ -115,14 +67,26 @@ def optimizer_file(folder: Path, layout: SavedLayout, zero_rank: int, mp_rank: i
     return folder / f"{prefix}zero_pp_rank_{zero_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 
 
+def stage_states(saved: SavedRun) -> Iterator[dict[str, list[State]]]:
+    """State of each parameter on each tensor-parallel rank, for one pipeline stage after the other.
+
+    Raises CheckpointError if a file is missing or damaged, or lacks a part.
+    """
+    layout = saved.layout
+    ranks = range(layout.model_parallel_size)
+    # In fp32 without ZeRO the optimizer updates the weights themselves, which are in other files.
+    needs_weights = not layout.has_optimizer_partitions and layout.precision == "fp32"
+    weights = [rank_weights(saved, rank) if needs_weights else None for rank in ranks]
+    for stage in range(max(layout.pipe_parallel_size, 1)):
+        shards = [rank_states(saved, stage * len(ranks) + rank, weights[rank]) for rank in ranks]
+        yield {name: [shard[name] for shard in shards] for name in shards[0]}
+
+
 def rank_states(saved: SavedRun, mp_rank: int, weights: Mapping[str, Tensor] | None = None) -> dict[str, State]:
     """The state of each parameter of model-parallel rank ``mp_rank``.
 
-    Args:
-        weights: of this tensor-parallel rank; needed in fp32 at ZeRO 0, where the optimizer has no others.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or lacks a part.
+    Without ZeRO in fp32 it needs the ``weights`` of that rank: the optimizer has no others. Raises CheckpointError if a
+    file is missing or damaged, or lacks a part.
     """
     layout = saved.layout
     model = read_file(model_file(saved.path, layout, mp_rank))
@@ -185,16 +149,17 @@ def _zero0_blocks(
             continue
         masters = optimizer["fp32_groups"][index] if "fp32_groups" in optimizer else [weights[n] for n in lengths]
         for (name, length), master in zip(lengths.items(), masters, strict=True):
-            yield Block(master, _state(base, number), [Span(name, 0, length)])
+            yield Block(master, _state(base, number), {name: slice(length)})
             number += 1
 
 
-def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | None = None) -> Iterator[Span]:
+def _consecutive_spans(lengths: Mapping[str, int], paddings: Sequence[int] | None = None) -> dict[str, slice]:
     """Spans in order, each followed by as many elements of padding as ``paddings`` has for it."""
-    start = 0
+    spans, start = {}, 0
     for (name, length), padding in zip(lengths.items(), paddings or repeat(0), strict=False):
-        yield Span(name, start, length)
+        spans[name] = slice(start, start + length)
         start += length + padding
+    return spans
 
 
 def _state(base: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -211,9 +176,9 @@ def _assemble(blocks: Iterable[Block], shapes: Shapes, folder: Path) -> dict[str
     for block in blocks:
         values = {WEIGHT: block.weights, **block.state}
         tensors = {key: value.detach().flatten() for key, value in values.items() if _is_flat(value)}
-        for name, start, length in block.spans:
+        for name, span in block.spans.items():
             for key, tensor in tensors.items():
-                parts[name][key].append(tensor[start : start + length])
+                parts[name][key].append(tensor[span])
             numbers[name] |= {key: value for key, value in values.items() if not _is_flat(value)}
     return {name: numbers[name] | _whole(name, parts[name], shape, folder) for name, shape in shapes.items()}
 

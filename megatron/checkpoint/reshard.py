@@ -5,7 +5,7 @@ parameters, of which ZeRO gives each data-parallel rank a partition.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megatron.checkpoint.parameter_state import WEIGHT, State
-from megatron.checkpoint.universal import read_optimizer, read_shared, read_state
+from megatron.checkpoint.tensor_files import read_file
+from megatron.checkpoint.universal import OPTIMIZER_FILE, SHARED_FILE, read_state
 from megatron.config.errors import CheckpointError
 
 
@@ -43,13 +44,13 @@ def load_weights_and_optimizer(
             if parameter in masters:
                 _copy_state(masters[parameter], state, engine.basic_optimizer)
     if optimizer:
-        _restore_loss_scale(engine, read_optimizer(folder))
+        _restore_loss_scale(engine, read_file(folder / OPTIMIZER_FILE))
     _call_optimizer_hook(engine, "checkpoint_event_epilogue")
 
 
 def load_progress(engine: DeepSpeedEngine, folder: Path) -> None:
     """Load the schedule and the counters of the universal checkpoint ``folder`` into ``engine``."""
-    shared = read_shared(folder)
+    shared = read_file(folder / SHARED_FILE)
     engine.lr_scheduler.load_state_dict(shared["lr_scheduler"])
     engine.global_steps = shared["global_steps"]
     engine.global_samples = shared["global_samples"]
@@ -76,22 +77,16 @@ def _copy_state(master: "MasterWeight", state: State, optimizer: torch.optim.Opt
     """Write this rank's part of a parameter's state into the optimizer."""
     tensor, start, begin, length = master
     moments = optimizer.state[tensor]
+    package = type(optimizer).__module__.split(".")[0]
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim():
             target = tensor if key == WEIGHT else moments.setdefault(key, torch.zeros_like(tensor))
             target.data.view(-1)[start : start + length].copy_(value.flatten()[begin : begin + length])
+        elif package == "apex":  # each optimizer counts the updates in a form of its own
+            for group in optimizer.param_groups:
+                group["step"] = int(value)
         else:
-            _set_step(optimizer, tensor, int(value))
-
-
-def _set_step(optimizer: torch.optim.Optimizer, master: Tensor, step: int) -> None:
-    """Set the number of updates so far, in the form that the optimizer counts them in."""
-    package = type(optimizer).__module__.split(".")[0]
-    if package == "apex":
-        for group in optimizer.param_groups:
-            group["step"] = step
-    else:
-        optimizer.state[master]["step"] = torch.tensor(float(step)) if package == "torch" else step
+            moments["step"] = torch.tensor(float(value)) if package == "torch" else int(value)
 
 
 def _restore_loss_scale(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:
@@ -129,7 +124,7 @@ def master_weights(engine: DeepSpeedEngine) -> dict[nn.Parameter, MasterWeight]:
         if hasattr(engine.optimizer, attribute):
             return dict(read(engine.optimizer))
     parameters = [parameter for group in engine.optimizer.param_groups for parameter in group["params"]]
-    return {parameter: MasterWeight(parameter, 0, 0, parameter.numel()) for parameter in parameters}
+    return dict(_flat([[parameter] for parameter in parameters], parameters))
 
 
 def _zero3(optimizer: Any) -> MasterWeights:
@@ -145,45 +140,40 @@ def _zero3(optimizer: Any) -> MasterWeights:
 
 def _zero1_and_2(optimizer: Any) -> MasterWeights:
     # Not by DeepSpeed's links between parameters and masters: with round-robin gradients they are in another order.
-    offsets = optimizer.round_robin_bit16_offsets
-    masters = optimizer.single_partition_of_fp32_groups
-    return _partitions(optimizer.round_robin_bit16_groups, offsets, masters, optimizer.real_dp_process_group)
+    groups, masters = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
+    return _flat(groups, masters, optimizer.real_dp_process_group, optimizer.round_robin_bit16_offsets)
 
 
 def _bf16(optimizer: Any) -> MasterWeights:
-    groups = optimizer.bf16_groups
-    offsets = [list(accumulate((p.numel() for p in group), initial=0))[:-1] for group in groups]
-    return _partitions(groups, offsets, optimizer.fp32_groups_flat_partition, optimizer.real_dp_process_group)
+    return _flat(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, optimizer.real_dp_process_group)
 
 
-def _partitions(
+def _fused(optimizer: Any) -> MasterWeights:
+    return _flat(optimizer.fp16_groups, optimizer.fp32_groups_flat)
+
+
+def _unfused(optimizer: Any) -> MasterWeights:
+    return _flat([[parameter] for parameter in chain(*optimizer.fp16_groups)], [*chain(*optimizer.fp32_groups)])
+
+
+def _flat(
     groups: Sequence[Sequence[nn.Parameter]],
-    offsets: Sequence[Sequence[int]],
     masters: Sequence[Tensor],
-    data_groups: Sequence[ProcessGroup],
+    data_groups: Sequence[ProcessGroup] | None = None,
+    offsets: Sequence[Sequence[int]] | None = None,
 ) -> MasterWeights:
-    """Each data-parallel rank has an equal part of a group's flat tensor, in which parameters begin at ``offsets``."""
-    for group, begins, master, ranks in zip(groups, offsets, masters, data_groups, strict=True):
-        part = dist.get_rank(ranks) * master.numel()
-        for parameter, offset in zip(group, begins, strict=True):
+    """A flat tensor for each group, of which each rank of ``data_groups`` has an equal part.
+
+    Parameters begin in it at ``offsets``, without which they are consecutive.
+    """
+    for number, (group, master) in enumerate(zip(groups, masters, strict=True)):
+        part = dist.get_rank(data_groups[number]) * master.numel() if data_groups else 0
+        begins = offsets[number] if offsets else accumulate((p.numel() for p in group), initial=0)
+        for parameter, offset in zip(group, begins, strict=False):
             begin = max(part - offset, 0)
             end = min(part + master.numel() - offset, parameter.numel())
             if begin < end:
                 yield parameter, MasterWeight(master, offset + begin - part, begin, end - begin)
-
-
-def _fused(optimizer: Any) -> MasterWeights:
-    for group, master in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
-        start = 0
-        for parameter in group:
-            yield parameter, MasterWeight(master, start, 0, parameter.numel())
-            start += parameter.numel()
-
-
-def _unfused(optimizer: Any) -> MasterWeights:
-    for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
-        for parameter, master in zip(group, masters, strict=True):
-            yield parameter, MasterWeight(master, 0, 0, parameter.numel())
 
 
 _WRAPPERS: dict[str, Callable[[Any], MasterWeights]] = {

@@ -6,7 +6,7 @@ and when all of it is on disk, rank 0 makes that folder the newest checkpoint.
 
 import copy
 import json
-from collections import OrderedDict
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
@@ -21,10 +21,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
-from megatron.checkpoint.files import check_disk_space, make_folder, replace_text, with_disk_errors
+from megatron.checkpoint.files import check_disk_space, disk_errors, make_folder, replace_text
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.sample_history import Segment
@@ -47,9 +48,7 @@ class EngineFiles(CheckpointEngine):
 
     def __init__(self, *, copies: bool):
         super().__init__()
-        self.name = "EngineFiles"
-        self._copies = copies
-        self._kept: list[StateFile] = []
+        self._copies, self._kept = copies, list[StateFile]()
 
     def save(self, state_dict: Any, path: str) -> None:
         """Keep ``state_dict`` for the file ``path``."""
@@ -65,7 +64,7 @@ class EngineFiles(CheckpointEngine):
         return read_checked_file(Path(path))
 
     def preserves_storage_sharing(self) -> bool:
-        """Whether DeepSpeed has to copy views, or their whole storage is saved. Our own copies are no views."""
+        """Whether DeepSpeed has to copy views, or their whole storage is saved. Copies made here are no views."""
         return not self._copies
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -82,28 +81,17 @@ class EngineFiles(CheckpointEngine):
 
 def in_host_memory(item: Any) -> Any:
     """A copy of ``item``, its tensors in host memory."""
-    if isinstance(item, Tensor):
-        return item.detach().to("cpu", copy=True)
-    if type(item) in (list, tuple):
-        return type(item)(map(in_host_memory, item))
-    if type(item) in (dict, OrderedDict):
-        return type(item)((key, in_host_memory(value)) for key, value in item.items())
-    return copy.deepcopy(item)
+
+    def copied(leaf: Any) -> Any:
+        return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+    return tree_map(copied, item, is_leaf=lambda part: isinstance(part, torch.Size))  # otherwise a plain tuple there
 
 
-def bytes_of(item: Any, seen: set[int] | None = None) -> int:
+def bytes_of(item: Any) -> int:
     """Bytes of the tensors in ``item`` in a file. Each storage counts once."""
-    seen = set() if seen is None else seen
-    if isinstance(item, Tensor):
-        storage = item.untyped_storage()
-        is_new = storage.data_ptr() not in seen
-        seen.add(storage.data_ptr())
-        return storage.nbytes() if is_new else 0
-    if isinstance(item, dict):
-        item = item.values()
-    elif not isinstance(item, (list, tuple)):
-        return 0
-    return sum(bytes_of(part, seen) for part in item)
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @dataclass(frozen=True)
@@ -117,7 +105,7 @@ class _Save:
     """Approximate bytes of all ranks' files."""
     stop: Event
     """Set when the writer should stop."""
-    written: "Future[Manifest]"
+    written: Future[Manifest]
     """The files of this rank."""
 
 
@@ -128,9 +116,7 @@ class Checkpointer:
     An error is raised on all ranks. With ``--on-save-error continue`` it is logged instead, and raised by
     ``finish()`` unless a later save succeeds.
 
-    Args:
-        log: called with lines for the user.
-        history: the sample history of the checkpoint that the run resumed.
+    ``log`` is called with lines for the user; ``history`` is that of the checkpoint that the run resumed.
     """
 
     def __init__(
@@ -141,26 +127,22 @@ class Checkpointer:
         history: Sequence[Segment] = (),
     ):
         self._engine, self._run, self._log, self._history = engine, run, log, history
-        self._folder = Path(run.checkpoint.save) if run.checkpoint.save else None
+        self._folder = Path(run.checkpoint.save or "")  # without --save nothing uses it
         self._files = EngineFiles(copies=run.checkpoint.async_save)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._in_flight: _Save | None = None
         self._failure: UserError | None = None
         use_checkpoint_engine(engine, self._files)
-        if self._folder is not None:
-            on_rank_0(with_disk_errors(self._prepare, self._folder, "ds_config.json", 0))
+        if run.checkpoint.save:
+            on_rank_0(disk_errors(self._folder, "ds_config.json", 0)(self._prepare))
 
     def save(self, iteration: int, skipped_samples: Sequence[range] = ()) -> None:
         """Start the checkpoint of ``iteration``, if the run has a folder; without ``--async-save`` also finish it.
 
-        Args:
-            skipped_samples: samples that training skips, in order.
-
-        Raises:
-            ResourceError: the disk is full.
-            CheckpointError: files cannot be written.
+        ``skipped_samples`` are those that training skips, in order. Raises ResourceError if the disk is full,
+        CheckpointError if files cannot be written.
         """
-        if self._folder is None:
+        if not self._run.checkpoint.save:
             return
         self._complete()
         self._guarded(iteration, lambda: self._begin(iteration, skipped_samples))
@@ -197,7 +179,7 @@ class Checkpointer:
         """Collect the state, and start the writer."""
         folder, tag, what = self._folder, tracker.tag_name(iteration), _name(iteration)
         path = tracker.unfinished(folder, tag)
-        on_rank_0(with_disk_errors(lambda: tracker.begin_tag(folder, tag), folder, what, 0))
+        on_rank_0(disk_errors(folder, what, 0)(lambda: tracker.begin_tag(folder, tag)))
         description = describe(self._run, iteration, skipped_samples, self._history)
         files = self._collect_state(description, path)
         size = sum(on_all_ranks(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files)))
@@ -234,14 +216,15 @@ class Checkpointer:
 
     def _commit(self, save: _Save) -> None:
         folder, tag, what = self._folder, tracker.tag_name(save.iteration), _name(save.iteration)
-        manifests = on_all_ranks(with_disk_errors(save.written.result, folder, what, save.size))
+        manifests = on_all_ranks(disk_errors(folder, what, save.size)(save.written.result))
 
+        @disk_errors(folder, what, save.size)
         def commit() -> None:
             records = {name: record for manifest in manifests for name, record in manifest.items()}
             tracker.commit_tag(folder, tag, save.description, records)
             tracker.remove_old_tags(folder, save.iteration, self._run.checkpoint)
 
-        on_rank_0(with_disk_errors(commit, folder, what, save.size))
+        on_rank_0(commit)
         self._failure = None
         self._log(f"  saved {folder / tag}")
 
@@ -250,7 +233,8 @@ class Checkpointer:
         try:
             step()
         except UserError as error:
-            on_rank_0(lambda: tracker.discard_tag(self._folder, tracker.tag_name(iteration)))
+            path = tracker.unfinished(self._folder, tracker.tag_name(iteration))
+            on_rank_0(lambda: shutil.rmtree(path, ignore_errors=True))  # as far as the disk allows
             if self._run.checkpoint.on_save_error == "stop":
                 raise
             self._failure = error

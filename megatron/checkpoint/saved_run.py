@@ -16,7 +16,6 @@ from megatron.model.architectures import GPT2
 from megatron.parallel.pipeline.partition import layers_per_chunk
 
 RUN_FILE = "run.json"
-_OPTIMIZER_FIELDS = ("weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
 
 
 def _saved_as(key: str, **options: Any) -> Any:
@@ -55,7 +54,7 @@ class SavedLayout:
         """The layout of checkpoints that ``run`` saves."""
         zero, parallel = run.zero, run.parallel
         zero_settings = run.ds_config.get("zero_optimization", {})
-        layout = cls(
+        return cls(
             model_parallel_size=parallel.model_parallel_size,
             pipe_parallel_size=parallel.pipe_parallel_size,
             ds_sequence_parallel_size=parallel.ds_sequence_parallel_size,
@@ -67,18 +66,15 @@ class SavedLayout:
             zero_round_robin_gradients=zero.zero_round_robin_gradients,
             parameter_alignment=zero_settings.get("parameter_alignment"),
             sub_group_size=zero_settings.get("sub_group_size"),
+            pipeline_schedule=parallel.pipeline_schedule if parallel.uses_pipeline else None,
+            partition=", ".join(map(str, layers_per_chunk(run))) if parallel.uses_pipeline else None,
         )
-        if not parallel.uses_pipeline:
-            return layout
-        partition = ", ".join(map(str, layers_per_chunk(run)))
-        return replace(layout, pipeline_schedule=parallel.pipeline_schedule, partition=partition)
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "SavedLayout":
         """The layout in a ``run.json``."""
-        keys = _layout_keys()
-        values: dict[str, Any] = {name: saved.get(key) for name, key in keys.items()}
-        return cls(**values, unknown=tuple(sorted(saved.keys() - set(keys.values()))))
+        values: dict[str, Any] = {name: saved.get(key) for name, key in _layout_keys().items()}
+        return cls(**values, unknown=tuple(sorted(saved.keys() - set(_layout_keys().values()))))
 
     def to_json(self) -> dict[str, Any]:
         """The layout for ``run.json``."""
@@ -122,43 +118,35 @@ def _layout_keys() -> dict[str, str]:
 
 def settings_of(run: RunConfig) -> dict[str, Any]:
     """The settings that decide which samples ``run`` trains on and what it computes, except the learning rate."""
-    train, data, model = run.train, run.data, run.model
+    data = run.data
     return {
         "the content of --data-path": data.data_hash,
         "the proportions of the blend": data.proportions,
         "the tokenizer's content": data.tokenizer_hash,
-        "--split": data.split,
-        "--seq-length": data.seq_length,
-        "--global-batch-size": train.global_batch_size,
-        "--seed": train.seed,
-        "--reset-position-ids": data.reset_position_ids,
-        "--reset-attention-mask": data.reset_attention_mask,
-        "--eod-mask-loss": data.eod_mask_loss,
-        "--mask-prob": data.mask_prob,
-        "--short-seq-prob": data.short_seq_prob,
-        "--loss-normalization": train.loss_normalization,
-        "--attention-dropout": model.attention_dropout,
-        "--hidden-dropout": model.hidden_dropout,
-        **{"--" + name.replace("_", "-"): getattr(run.optim, name) for name in _OPTIMIZER_FIELDS},
+        **_flags(data, "split", "seq_length"),
+        **_flags(run.train, "global_batch_size", "seed"),
+        **_flags(data, "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "mask_prob", "short_seq_prob"),
+        **_flags(run.train, "loss_normalization"),
+        **_flags(run.model, "attention_dropout", "hidden_dropout"),
+        **_flags(run.optim, "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
     }
 
 
 def schedule_of(run: RunConfig) -> dict[str, Any]:
     """The settings that decide the learning rate of each iteration."""
     optim = run.optim
-    schedule = {
-        "--lr": optim.lr,
-        "--min-lr": optim.min_lr,
-        "--lr-decay-style": optim.lr_decay_style,
+    wsd = ("lr_wsd_decay_style", "lr_wsd_decay_iters") if optim.lr_decay_style == "WSD" else ()
+    return {
+        **_flags(optim, "lr", "min_lr", "lr_decay_style"),
         "--lr-decay-iters": optim.decay_iters(run.train),
         "--lr-warmup-iters": optim.warmup_iters(run.train),
+        **_flags(optim, *wsd),
     }
-    if optim.lr_decay_style == "WSD":
-        schedule |= {
-            "--lr-wsd-decay-style": optim.lr_wsd_decay_style,
-            "--lr-wsd-decay-iters": optim.lr_wsd_decay_iters,
-        }
-    return schedule
+
+
+def _flags(config: object, *names: str) -> dict[str, Any]:
+    """Values of some fields of ``config`` by their flags."""
+    return {"--" + name.replace("_", "-"): getattr(config, name) for name in names}
 
 
 def describe(
@@ -166,9 +154,7 @@ def describe(
 ) -> dict[str, Any]:
     """The content of ``run.json`` for a checkpoint of ``run`` after ``iteration``.
 
-    Args:
-        skipped_samples: samples that training skips, in order.
-        history: the sample history of the checkpoint that the run resumed.
+    ``skipped_samples`` are in order; ``history`` is that of the checkpoint that the run resumed.
     """
     samples = run.train.consumed_samples(iteration)
     return {

@@ -20,7 +20,7 @@ _ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 def write_file(path: Path, content: Any) -> Record:
     """Write ``content`` to a new file, and flush it to disk. Raises OSError if it cannot be written."""
     file = NewFile(path)
-    torch.save(content, file)
+    torch.save(content, file)  # type: ignore[arg-type]  # which calls write() and flush() alone
     return file.close()
 
 

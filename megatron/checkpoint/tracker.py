@@ -43,18 +43,18 @@ def tag_name(iteration: int) -> str:
 
 
 def resolve(run: RunConfig, broken: Mapping[str, str] = _NONE_BROKEN) -> SavedRun | None:
-    """The checkpoint that ``run`` loads, or None for a fresh start.
+    """The checkpoint that ``run`` loads, or None for a fresh start; ``broken`` as for ``newest``.
 
-    Args:
-        broken: tags whose contents are known to be damaged, with the reason.
-
-    Raises:
-        CheckpointError: there is no checkpoint, none is complete, or it is not compatible with the run.
+    Raises CheckpointError if there is none, none is complete, or it is not compatible with the run.
     """
-    folder = _folder_to_load(run.checkpoint)
+    config = run.checkpoint
+    folder = config.save if config.auto_resume and config.save and holds_checkpoint(Path(config.save)) else config.load
     if folder is None:
         return None
-    saved = newest(folder, strict=run.checkpoint.load_strict, broken=broken)
+    is_also_save = config.save is not None and Path(folder).resolve() == Path(config.save).resolve()
+    if (is_also_save or config.auto_resume) and not holds_checkpoint(Path(folder)):
+        return None
+    saved = newest(folder, strict=config.load_strict, broken=broken)
     check_compatible(saved, run)
     return saved
 
@@ -67,13 +67,8 @@ def holds_checkpoint(folder: Path) -> bool:
 def newest(folder: str | Path, *, strict: bool = False, broken: Mapping[str, str] = _NONE_BROKEN) -> SavedRun:
     """The checkpoint that ``folder/latest`` names; if it is damaged, and not ``strict``, the newest complete one.
 
-    A checkpoint is complete if it has a manifest and every file in it, with the right size.
-
-    Args:
-        broken: tags whose contents are known to be damaged, with the reason.
-
-    Raises:
-        CheckpointError: there is none.
+    A checkpoint is complete if it has a manifest and every file in it, with the right size. ``broken`` are tags whose
+    contents are known to be damaged, with the reason. Raises CheckpointError if there is none.
     """
     folder = Path(folder)
     if not holds_checkpoint(folder):
@@ -82,31 +77,25 @@ def newest(folder: str | Path, *, strict: bool = False, broken: Mapping[str, str
         return _read(folder, _latest_tag(folder), broken)
     except CheckpointError as error:
         problem = str(error)
-    complete, problems = _complete_and_broken(folder, broken)
+    complete, problems = [], [problem]
+    for tag in _tags(folder):
+        try:
+            complete.append(_read(folder, tag, broken))
+        except CheckpointError as error:
+            problems.append(str(error))
     if not complete:
         raise CheckpointError(f"{problem}; no whole checkpoint is left in {folder}")
+    saved = max(complete, key=lambda saved: saved.iteration)
     if strict:
         raise CheckpointError(
-            f"{problem}; the newest whole checkpoint is {complete[0].tag}: to use it, leave --load-strict out"
+            f"{problem}; the newest whole checkpoint is {saved.tag}: to use it, leave --load-strict out"
         )
-    return replace(complete[0], newer_problems=(problem, *(text for text in problems if text != problem)))
+    return replace(saved, newer_problems=tuple(dict.fromkeys(problems)))
 
 
 def tag_at(path: Path) -> SavedRun:
     """The checkpoint in the folder ``path``. Raises CheckpointError if it is not complete."""
     return _read(path.parent, path.name, _NONE_BROKEN)
-
-
-def _folder_to_load(config: CheckpointConfig) -> Path | None:
-    """The folder to load a checkpoint from; None for a fresh start."""
-    if config.auto_resume and holds_checkpoint(Path(config.save)):
-        return Path(config.save)
-    if config.load is None:
-        return None
-    folder = Path(config.load)
-    is_also_save = config.save is not None and folder.resolve() == Path(config.save).resolve()
-    may_be_empty = is_also_save or config.auto_resume
-    return None if may_be_empty and not holds_checkpoint(folder) else folder
 
 
 def _tags(folder: Path) -> list[str]:
@@ -152,17 +141,6 @@ def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
     if not (all(isinstance(section, dict) for section in sections) and type(iteration) is int and iteration >= 0):
         raise CheckpointError(f"{path / RUN_FILE} does not describe a training run")
     return SavedRun(folder, tag, description)
-
-
-def _complete_and_broken(folder: Path, broken: Mapping[str, str]) -> tuple[list[SavedRun], list[str]]:
-    """The complete checkpoints, newest first, and the problems of the other ones."""
-    complete, problems = [], []
-    for tag in _tags(folder):
-        try:
-            complete.append(_read(folder, tag, broken))
-        except CheckpointError as error:
-            problems.append(str(error))
-    return sorted(complete, key=lambda saved: saved.iteration, reverse=True), problems
 
 
 def begin_tag(folder: Path, tag: str) -> Path:
@@ -214,11 +192,6 @@ def publish(folder: Path, tag: str, iteration: int) -> None:
     replace_text(folder / TRACKER, str(iteration))
 
 
-def discard_tag(folder: Path, tag: str) -> None:
-    """Remove what was written of a tag that failed, as far as the disk allows; ``begin_tag()`` removes the rest."""
-    shutil.rmtree(unfinished(folder, tag), ignore_errors=True)
-
-
 def remove_unfinished(folder: Path) -> None:
     """Remove unfinished files and tags, if ``folder`` exists."""
     for pattern in ("global_step*", ".*"):
@@ -234,15 +207,13 @@ def remove_old_tags(folder: Path, iteration: int, config: CheckpointConfig) -> N
     steps = sorted(int(match[1]) for name in names if (match := _STEP.fullmatch(name)) and int(match[1]) <= iteration)
     for step in steps[: -config.keep_last]:
         if config.keep_every is None or step % config.keep_every:
-            _remove_tag(folder, tag_name(step))
-
-
-def _remove_tag(folder: Path, tag: str) -> None:
-    """Remove a complete checkpoint: first its name, so that nothing finds half of it."""
-    os.rename(folder / tag, unfinished(folder, tag))
-    sync_folder(folder)
-    _remove(unfinished(folder, tag))
-    _remove(folder / f"{tag}{UNIVERSAL}")
+            # First the name, so that nothing finds half of the checkpoint.
+            path = folder / tag_name(step)
+            removed = unfinished(folder, path.name)
+            os.rename(path, removed)
+            sync_folder(folder)
+            _remove(removed)
+            _remove(folder / f"{path.name}{UNIVERSAL}")
 
 
 def _remove(path: Path) -> None:

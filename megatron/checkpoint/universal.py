@@ -14,7 +14,7 @@ import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from megatron.checkpoint.parameter_state import WEIGHT, State, model_file, optimizer_file, rank_states, rank_weights
+from megatron.checkpoint.parameter_state import WEIGHT, State, model_file, optimizer_file, rank_weights, stage_states
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import UNIVERSAL
@@ -32,7 +32,9 @@ from megatron.launch.files import sync, sync_folder
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import ParameterSpec
 
-SOURCE = "source.txt"
+SHARED_FILE = "mp_rank_00_model_states.pt"
+OPTIMIZER_FILE = "zero/optimizer_state.pt"
+SOURCE_FILE = "source.txt"
 
 
 def conversion_info(engine: DeepSpeedEngine, run: RunConfig) -> dict[str, Any]:
@@ -50,16 +52,13 @@ def conversion_info(engine: DeepSpeedEngine, run: RunConfig) -> dict[str, Any]:
 
 def parameter_patterns(model: ModelConfig) -> dict[str, list[str]]:
     """Regular expressions of parameter names, by which DeepSpeed's own conversion merges tensor-parallel shards."""
-    specs = architecture_of(model).named_parameters(model)
-
-    def matching(condition: Callable[[str, ParameterSpec], bool]) -> list[str]:
-        return [f"{re.escape(name)}$" for name, spec in specs.items() if condition(name, spec)]
-
+    named = architecture_of(model).named_parameters(model)
+    specs = {f"{re.escape(name)}$": spec for name, spec in named.items()}
     return {
-        "vocabulary_parameter_patterns": matching(lambda _, spec: spec.is_vocabulary),
-        "tp_replicated_parameter_patterns": matching(lambda _, spec: spec.shard_dim is None),
-        "parameter_with_row_parallelism_patterns": matching(lambda _, spec: spec.shard_dim == 1),
-        "pipeline_replicated_parameter_patterns": matching(lambda name, _: name.startswith("tied_modules.")),
+        "vocabulary_parameter_patterns": [name for name, spec in specs.items() if spec.is_vocabulary],
+        "tp_replicated_parameter_patterns": [name for name, spec in specs.items() if spec.shard_dim is None],
+        "parameter_with_row_parallelism_patterns": [name for name, spec in specs.items() if spec.shard_dim == 1],
+        "pipeline_replicated_parameter_patterns": [name for name in specs if name.startswith("tied_modules")],
     }
 
 
@@ -71,27 +70,12 @@ def _parameter_shapes(engine: DeepSpeedEngine) -> list[dict[str, torch.Size]]:
     return [{engine.param_names[parameter]: parameter.shape for parameter in group} for group in groups]
 
 
-def point_to(folder: Path) -> None:
-    """Let DeepSpeed find the universal checkpoint ``folder`` without a tag."""
-    (folder.parent / "latest_universal").write_text(folder.name)
-
-
 def read_state(folder: Path, name: str, *, optimizer: bool = True) -> State:
     """The whole state of the parameter ``name`` in the universal checkpoint ``folder``, or its weight alone."""
     parameter_folder = folder / "zero" / name
     files = sorted(parameter_folder.glob("*.pt")) if optimizer else [parameter_folder / f"{WEIGHT}.pt"]
     contents = {file.stem: read_file(file) for file in files}
     return {key: value["param"] if isinstance(value, dict) else value for key, value in contents.items()}
-
-
-def read_shared(folder: Path) -> dict[str, Any]:
-    """The state common to all ranks in the universal checkpoint ``folder``."""
-    return read_file(folder / "mp_rank_00_model_states.pt")
-
-
-def read_optimizer(folder: Path) -> dict[str, Any]:
-    """The optimizer's groups and loss scale in the universal checkpoint ``folder``."""
-    return read_file(folder / "zero" / "optimizer_state.pt")
 
 
 _SHARED = (
@@ -123,32 +107,24 @@ _OPTIMIZER = (
 def cached(saved: SavedRun) -> tuple[Path, bool]:
     """The universal form of ``saved``, next to its tag, and whether it was converted just now.
 
-    One process calls it.
-
-    Raises:
-        CheckpointError: ``saved`` is damaged.
-        ResourceError: there is not enough disk space, or no permission.
+    One process calls it. Raises CheckpointError if ``saved`` is damaged, ResourceError without space or permission.
     """
     target = saved.folder / f"{saved.tag}{UNIVERSAL}"
-    if is_universal_of(target, saved):
-        return target, False
-    convert(saved, target)
-    return target, True
-
-
-def is_universal_of(folder: Path, saved: SavedRun) -> bool:
-    """Whether ``folder`` was converted from the present files of ``saved``."""
     try:
-        return (folder / SOURCE).read_text() == _source_hash(saved)
+        is_current = (target / SOURCE_FILE).read_text() == _source_hash(saved)
     except OSError:
-        return False
+        is_current = False
+    if not is_current:
+        convert(saved, target)
+    return target, not is_current
 
 
 def convert(saved: SavedRun, target: Path) -> None:
     """Write the universal form of ``saved`` as ``target``, which appears or is replaced only when it is complete."""
     try:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        try:
+        prefix, folder = f".{target.name}.", target.parent
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as name:
+            temporary = Path(name)
             _write(saved, temporary)
             for path in temporary.rglob("*"):
                 sync_folder(path) if path.is_dir() else sync(path)
@@ -156,8 +132,6 @@ def convert(saved: SavedRun, target: Path) -> None:
             if target.exists():
                 shutil.rmtree(target)
             temporary.rename(target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
     except (OSError, RuntimeError) as error:  # if a disk is full, torch raises the latter
         reason = getattr(error, "strerror", None) or first_line(error)
         raise ResourceError(
@@ -181,31 +155,23 @@ def _write(saved: SavedRun, folder: Path) -> None:
     steps = [_write_parameter(folder / "zero" / name, specs[name], parts) for name, parts in _parameters(saved)]
     shared = read_file(model_file(saved.path, saved.layout, 0))
     common = {"module": {}, **{key: shared[key] for key in _SHARED if key in shared}, "mp_world_size": 1}
-    torch.save(common, folder / "mp_rank_00_model_states.pt")
+    torch.save(common, folder / SHARED_FILE)
     if saved.has_optimizer:
-        torch.save(_optimizer(saved, shared, steps[0]), folder / "zero" / "optimizer_state.pt")
-    (folder / SOURCE).write_text(source)
+        torch.save(_optimizer(saved, shared, steps[0]), folder / OPTIMIZER_FILE)
+    (folder / SOURCE_FILE).write_text(source)
 
 
 def _parameters(saved: SavedRun) -> Iterator[tuple[str, list[State]]]:
     """Each parameter once, with its state on each tensor-parallel rank. Holds one stage in memory at a time."""
-    layout = saved.layout
-    ranks = range(layout.model_parallel_size)
     if not saved.has_optimizer:
-        shards = [rank_weights(saved, rank) for rank in ranks]
+        shards = [rank_weights(saved, rank) for rank in range(saved.layout.model_parallel_size)]
         for name in shards[0]:
             yield name, [{WEIGHT: shard[name].float().clone()} for shard in shards]
         return
-    # In fp32 without ZeRO the optimizer updates the weights themselves, which are in other files.
-    needs_weights = not layout.has_optimizer_partitions and layout.precision == "fp32"
-    weights = [rank_weights(saved, rank) if needs_weights else None for rank in ranks]
     seen: set[str] = set()
-    for stage in range(max(layout.pipe_parallel_size, 1)):
-        shards = [rank_states(saved, stage * len(ranks) + rank, weights[rank]) for rank in ranks]
-        for name in shards[0]:
-            if name not in seen:
-                yield name, [shard[name] for shard in shards]
-        seen |= shards[0].keys()
+    for states in stage_states(saved):
+        yield from ((name, parts) for name, parts in states.items() if name not in seen)
+        seen |= states.keys()
 
 
 def _write_parameter(folder: Path, spec: ParameterSpec, parts: Sequence[State]) -> Any:

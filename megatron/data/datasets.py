@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import numpy as np
 
@@ -18,17 +18,8 @@ from megatron.data.gpt2_dataset import GPT2Dataset, Span, gpt2_error, gpt2_sampl
 from megatron.data.map_cache import cache_folder, cached, digest
 from megatron.data.splits import Source, find_sources
 
-
-class Reader(NamedTuple):
-    """How a model's samples are read from a data set."""
-
-    check: Callable[[DataConfig, str, Source], str | None]
-    """Returns an error message for a source of a split that does not hold a single sample."""
-    samples: Callable[..., GPT2Dataset | BertDataset]
-    """Called with (data, name of the split, source, samples needed), vocab_size and seed."""
-
-
-READERS = {False: Reader(gpt2_error, gpt2_samples), True: Reader(bert_error, bert_samples)}
+_CHECKS = {False: gpt2_error, True: bert_error}
+_SAMPLES: dict[bool, Callable[..., GPT2Dataset | BertDataset]] = {False: gpt2_samples, True: bert_samples}
 """By ``masked_lm``: of causal language models, and of masked ones, whose samples are pairs of sentences."""
 
 
@@ -39,7 +30,7 @@ def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm
         ConfigError: no data path, or a ``--split`` that cannot be read.
         DataError: files that are missing or damaged, or a split in use without a single sample.
     """
-    find_sources(data, check=READERS[masked_lm].check, train_iters=train_iters, eval_iters=eval_iters)
+    find_sources(data, check=_CHECKS[masked_lm], train_iters=train_iters, eval_iters=eval_iters)
 
 
 @dataclass(frozen=True)
@@ -209,16 +200,13 @@ def build_datasets(
     Raises:
         ConfigError, DataError: as ``check_data``.
     """
-    batches = {
-        "train": train_iters,
-        "valid": (train_iters // eval_interval + 1) * eval_iters,
-        "test": eval_iters,
-    }
+    evaluations = train_iters // eval_interval + 1
+    batches = {"train": train_iters, "valid": evaluations * eval_iters, "test": eval_iters}
     datasets: dict[str, Samples | None] = dict.fromkeys(SPLITS)
-    check, samples = READERS[masked_lm]
+    check = _CHECKS[masked_lm]
     sources = find_sources(data, check=check, train_iters=train_iters, eval_iters=eval_iters, warmup=data.mmap_warmup)
     for name, parts in sources.items():
-        of_source = partial(samples, data, name, vocab_size=vocab_size, seed=seed)
+        of_source = partial(_SAMPLES[masked_lm], data, name, vocab_size=vocab_size, seed=seed)
         datasets[name] = _blended(data, parts, batches[name] * global_batch_size, of_source)
     return Datasets(**datasets)
 

@@ -18,6 +18,7 @@ little-endian and packed, with S sequences and D - 1 documents:
 import glob
 import hashlib
 import os
+import shutil
 import struct
 from functools import cached_property
 from pathlib import Path
@@ -72,8 +73,9 @@ class IndexedDataset:
             _check_index(self.idx_path, self.dtype, self.sizes, self.pointers, self.doc_idx)
             self.num_tokens = int(self.sizes.sum(dtype=np.int64))
             _check_bin_size(self.bin_path, self._bin_stat.st_size, self.num_tokens, self.dtype)
-            if warmup:
-                _read_through(self.bin_path)
+            if warmup:  # the page cache holds what was read once
+                with open(self.bin_path, "rb", buffering=0) as file, open(os.devnull, "wb") as nowhere:
+                    shutil.copyfileobj(file, nowhere, 1 << 22)
             # An empty file cannot be mapped; and slices of a plain array are made in a tenth of a memmap's time.
             empty = np.empty(0, self.dtype)
             self._tokens = np.asarray(np.memmap(self.bin_path, self.dtype, "r")) if self.num_tokens else empty
@@ -209,11 +211,3 @@ def _check_bin_size(path: Path, size: int, num_tokens: int, dtype: np.dtype) -> 
             f"{path} {problem}: it has {size} bytes, its index says {num_tokens} tokens of {dtype.itemsize} bytes, "
             f"{expected} in all"
         )
-
-
-def _read_through(path: Path, chunk: int = 1 << 22) -> None:
-    """Read a file once from end to end, so that the page cache holds it."""
-    buffer = bytearray(chunk)
-    with open(path, "rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass

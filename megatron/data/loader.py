@@ -34,6 +34,11 @@ class MicroBatches(Dataset):
     Global batch n is ``global_batch_size`` samples from ``first_sample + n * global_batch_size`` on,
     not counting those ``skipped``. Rank r of D has the r-th of D equal parts of them, cut into
     micro-batches. What a global batch consists of depends on nothing else.
+
+    Args:
+        dataset: samples, int64 and all of one shape, in the order of training.
+        first_sample: sample the first global batch starts with: those a resumed run has consumed.
+        skipped: ranges of samples that are skipped, in order.
     """
 
     def __init__(
@@ -74,44 +79,18 @@ class MicroBatches(Dataset):
             return error
 
 
-def batches(
-    dataset: Samples,
-    *,
-    first_sample: int,
-    global_batch_size: int,
-    micro_batch_size: int,
-    data_rank: int,
-    data_size: int,
-    num_workers: int,
-    to_batch: Callable[[Tensor], Batch],
-    skipped: Sequence[range] = (),
-) -> Iterator[Batch]:
-    """Micro-batches of data-parallel rank ``data_rank`` of ``data_size``, until the last whole global batch.
+def batches(micro_batches: MicroBatches, *, num_workers: int, to_batch: Callable[[Tensor], Batch]) -> Iterator[Batch]:
+    """The micro-batches in order. Raises DataError as their data set does, also if a worker reads it.
 
     Args:
-        dataset: samples, int64 and all of one shape, in the order of training.
-        first_sample: sample the first global batch starts with: those a resumed run has consumed.
-        skipped: ranges of samples that are skipped, in order.
         num_workers: processes that read ahead; with 0 this process reads.
         to_batch: converts samples, int64 [b, ...], into a micro-batch.
-
-    Raises:
-        DataError: as ``dataset`` does, also if a worker reads it.
     """
-    micro_batches = MicroBatches(
-        dataset,
-        first_sample=first_sample,
-        global_batch_size=global_batch_size,
-        micro_batch_size=micro_batch_size,
-        data_rank=data_rank,
-        data_size=data_size,
-        skipped=skipped,
-    )
     loader = DataLoader(
         micro_batches,
         batch_size=None,
         sampler=range(len(micro_batches)),
-        collate_fn=_unchanged,  # type: ignore[arg-type]  # typed for lists, which batch_size=None does without
+        collate_fn=lambda rows: rows,  # the data set returns whole micro-batches
         num_workers=num_workers,
         # A forked worker shares the index maps with this process instead of a copy of them. It
         # reads files and nothing else, so what forking does to process groups and devices does not matter.
@@ -147,12 +126,6 @@ def masked_lm_batch(rows: Tensor) -> Batch:
     return Batch(rows[:, :2].contiguous(), (labels.clamp(min=0), loss_mask, labels[:, 0].contiguous()))
 
 
-def _unchanged(rows: np.ndarray | UserError) -> np.ndarray | UserError:
-    """The collate function: the data set returns whole micro-batches."""
-    return rows
-
-
 def _start_worker(parent: int, worker: int) -> None:
-    """Runs in each worker before it reads."""
     exit_with_parent(parent)
     ignore_exit_signals()

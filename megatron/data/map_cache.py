@@ -45,7 +45,9 @@ def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
             return _load(folder, name, recipe)
         arrays = recipe.build()
         with contextlib.suppress(OSError, ValueError):
-            _store(folder, name, arrays)
+            for key, array in arrays.items():
+                with replace_file(folder / f"{name}_{key}.npy") as file:
+                    np.save(file, array, allow_pickle=False)
             return _load(folder, name, recipe)
     return arrays
 
@@ -60,25 +62,14 @@ def digest(origin: object) -> str:
     return hashlib.sha256(repr(origin).encode()).hexdigest()[:16]
 
 
-def _path(folder: Path, name: str, key: str) -> Path:
-    """The file of an array."""
-    return folder / f"{name}_{key}.npy"
-
-
 def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:
     """Map the stored arrays into memory. Raises OSError if one is absent, ValueError if one is broken."""
     # Unlike numpy.load this reads nothing but arrays of numbers: no archive, no pickle.
-    arrays = {key: np.asarray(np.lib.format.open_memmap(_path(folder, name, key), mode="r")) for key in recipe.names}
+    maps = {key: np.lib.format.open_memmap(folder / f"{name}_{key}.npy", mode="r") for key in recipe.names}
+    arrays = {key: np.asarray(memory) for key, memory in maps.items()}
     if not recipe.fits(arrays):
         raise ValueError(f"arrays {name} have other shapes")
     return arrays
-
-
-def _store(folder: Path, name: str, arrays: Arrays) -> None:
-    """Write the arrays. Raises OSError if one cannot be written."""
-    for key, array in arrays.items():
-        with replace_file(_path(folder, name, key)) as file:
-            np.save(file, array, allow_pickle=False)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.config import DataConfig
@@ -37,11 +38,8 @@ def split_documents(num_documents: int, split: str) -> tuple[range, range, range
     that the last range ends with the last document.
     """
     weights = split_weights(split)
-    bounds = [0]
-    for weight in weights:
-        bounds.append(bounds[-1] + round(weight / sum(weights) * num_documents))
-    excess = bounds[-1] - num_documents
-    first, second, third = (max(bound - excess, 0) for bound in bounds[1:])
+    bounds = list(accumulate(round(weight / sum(weights) * num_documents) for weight in weights))
+    first, second, third = (max(bound - (bounds[-1] - num_documents), 0) for bound in bounds)
     return range(first), range(first, second), range(second, third)
 
 
@@ -92,31 +90,21 @@ def all_sources(data: DataConfig, *, warmup: bool = False) -> dict[str, tuple[So
     """The sources of each split that has data, even if too little for a sample. Raises as ``find_sources``."""
     if not data.prefixes:
         raise ConfigError("--data-path is missing: give the prefix of a data set made by tools/preprocess_data.py")
-    opened = _open_all(data, warmup)
-    return {
-        name: tuple(
-            Source(part.share, opened[part.prefix], _documents(data, opened[part.prefix], name))
-            for part in data.blends[name]
-        )
-        for name in SPLITS
-        if has_split(data, name)
-    }
-
-
-def _open_all(data: DataConfig, warmup: bool) -> dict[str, IndexedDataset]:
     opened: dict[str, IndexedDataset] = {}
+    documents: dict[str, dict[str, range]] = {}
     errors: list[str] = []
     for prefix in data.prefixes:
         try:
             opened[prefix] = IndexedDataset(prefix, warmup=warmup)
+            total = opened[prefix].num_documents
+            parts = split_documents(total, data.split) if data.is_split else [range(total)] * len(SPLITS)
+            documents[prefix] = dict(zip(SPLITS, parts, strict=True))
         except DataError as error:
             errors += error.messages
     if errors:
         raise DataError(errors)
-    return opened
-
-
-def _documents(data: DataConfig, indexed: IndexedDataset, name: str) -> range:
-    if not data.is_split:
-        return range(indexed.num_documents)
-    return dict(zip(SPLITS, split_documents(indexed.num_documents, data.split), strict=True))[name]
+    return {
+        name: tuple(Source(part.share, opened[part.prefix], documents[part.prefix][name]) for part in data.blends[name])
+        for name in SPLITS
+        if has_split(data, name)
+    }

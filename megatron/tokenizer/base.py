@@ -35,7 +35,8 @@ class RustTokenizer:
         try:
             return self._ids(texts)
         except TypeError:
-            check_encodable(texts)
+            for text in texts:
+                _check_encodable(text)
             raise
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -53,16 +54,13 @@ class RustTokenizer:
         return self._encoder.decode(ids, skip_special_tokens=False)
 
 
-def check_encodable(texts: Iterable[str]) -> None:
+def _check_encodable(text: str) -> None:
     """Raises DataError for a text with half of a surrogate pair, which JSON can write and UTF-8 cannot."""
-    for text in texts:
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            code = ord(text[error.start])
-            raise DataError(
-                f"character {error.start} of the text is U+{code:04X}, half of a surrogate pair; remove or replace it"
-            ) from error
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        what = f"U+{ord(text[error.start]):04X}, half of a surrogate pair"
+        raise DataError(f"character {error.start} of the text is {what}; remove or replace it") from error
 
 
 def check_known(ids: Sequence[int], vocab_size: int) -> None:
@@ -73,6 +71,13 @@ def check_known(ids: Sequence[int], vocab_size: int) -> None:
             f"token {unknown} is not in the vocabulary of {vocab_size} tokens; "
             "use the vocabulary that the tokens were made with"
         )
+
+
+def vocabulary_file(kind: str, vocab_file: str | None, merge_file: str | None) -> str:
+    """The only file of a tokenizer without merges. Raises DataError if it is absent, or if merges are given."""
+    if merge_file is not None:
+        raise DataError(f"--merge-file {merge_file}: {kind} has no merges; leave the flag out")
+    return require_files(kind, {"--vocab-file": vocab_file})[0]
 
 
 def require_files(kind: str, files: Mapping[str, str | None]) -> list[str]:

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron.config.errors import DataError
-from megatron.tokenizer.base import EOD, UNK, check_known, read_vocab_json, require_files
+from megatron.tokenizer.base import EOD, UNK, check_known, read_vocab_json, vocabulary_file
 
 
 class WhitespaceTokenizer:
@@ -15,9 +14,7 @@ class WhitespaceTokenizer:
 
     def __init__(self, vocab_file: str | None, merge_file: str | None = None):
         """Raises DataError if the vocabulary is absent or broken, or if merges are given."""
-        if merge_file is not None:
-            raise DataError(f"--merge-file {merge_file}: WhitespaceTokenizer has no merges; leave the flag out")
-        (path,) = require_files("WhitespaceTokenizer", {"--vocab-file": vocab_file})
+        path = vocabulary_file("WhitespaceTokenizer", vocab_file, merge_file)
         vocabulary = read_vocab_json(path, required=(UNK, EOD))
         self.vocab_size = len(vocabulary)
         self.eod = vocabulary[EOD]

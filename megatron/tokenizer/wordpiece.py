@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron.config.errors import DataError
-from megatron.tokenizer.base import RustTokenizer, read_text, require_files
+from megatron.tokenizer.base import RustTokenizer, read_text, vocabulary_file
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """BERT's own tokens."""
@@ -28,9 +28,7 @@ class WordPieceTokenizer(RustTokenizer):
 
     def __init__(self, vocab_file: str | None, merge_file: str | None = None, *, lower_case: bool):
         """Raises DataError if the vocabulary is absent or broken, or if merges are given."""
-        if merge_file is not None:
-            raise DataError(f"--merge-file {merge_file}: WordPiece has no merges; leave the flag out")
-        (path,) = require_files("WordPiece", {"--vocab-file": vocab_file})
+        path = vocabulary_file("WordPiece", vocab_file, merge_file)
         pieces = read_pieces(path)
         encoder = tokenizers.Tokenizer(models.WordPiece(pieces, unk_token=UNK, max_input_chars_per_word=100))
         encoder.normalizer = normalizer(lower_case)

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from megatron.config import RunConfig
 from megatron.data.datasets import Datasets, Samples, build_datasets
 from megatron.data.index_maps import sample_at, with_skipped
-from megatron.data.loader import Batch, batches, masked_lm_batch, next_token_batch
+from megatron.data.loader import Batch, MicroBatches, batches, masked_lm_batch, next_token_batch
 from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
 
@@ -105,17 +105,17 @@ class DataIterators:
         data, train, masked_lm = run.data, run.train, architecture_of(run.model).masked_lm
         dataset: Samples = getattr(self._datasets, split)
         next_token = partial(next_token_batch, eod_token=run.model.eod_token, eod_mask_loss=data.eod_mask_loss)
-        micro_batches = batches(
+        numbered = MicroBatches(
             dataset,
             first_sample=first_sample,
             global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size,
             data_rank=group.rank(),
             data_size=group.size(),
-            num_workers=data.num_workers,
-            to_batch=masked_lm_batch if masked_lm else next_token,
             skipped=skipped,
         )
+        to_batch = masked_lm_batch if masked_lm else next_token
+        micro_batches = batches(numbered, num_workers=data.num_workers, to_batch=to_batch)
         if train.loss_normalization == "micro-batch":
             return on_device(weighted_by_micro_batch(micro_batches))
         masks = data.eod_mask_loss or masked_lm

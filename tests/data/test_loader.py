@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.config.errors import DataError
-from megatron.data.loader import Batch, batches, next_token_batch
+from megatron.data.loader import Batch, MicroBatches, batches, next_token_batch
 
 SAMPLES = 64
 
@@ -42,10 +42,11 @@ def read(dataset: object = None, **changes: object) -> Iterator[Batch]:
         "micro_batch_size": 2,
         "data_rank": 0,
         "data_size": 1,
-        "num_workers": 0,
     }
+    num_workers = changes.pop("num_workers", 0)
     to_batch = partial(next_token_batch, eod_token=12, eod_mask_loss=bool(changes.pop("eod_mask_loss", False)))
-    return batches(dataset or Counting(), to_batch=to_batch, **{**settings, **changes})
+    micro_batches = MicroBatches(dataset or Counting(), **{**settings, **changes})
+    return batches(micro_batches, num_workers=num_workers, to_batch=to_batch)
 
 
 def rows(micro_batches: Iterator[Batch]) -> list[int]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 
@@ -12,7 +12,6 @@ TOKENS = torch.tensor([[3, 90, 41, 7, 0, 91, 12, 12], [60, 1, 2, 3, 4, 5, 6, 7]]
 
 def logits_and_weights(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
     """What GPT2Model makes of ``TOKENS`` with the newest checkpoint of ``folder``, and its weights."""
-    from megatron.checkpoint.parameter_state import load_weights
     from megatron.checkpoint.tracker import newest
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.model.gpt2 import GPT2Model
@@ -24,6 +23,16 @@ def logits_and_weights(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
     with torch.no_grad():
         logits = model.eval()(TOKENS)
     return logits, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def load_weights(module: nn.Module, saved) -> None:
+    """Load the weights of a checkpoint into a model without tensor or pipeline parallelism."""
+    from megatron.tools.convert.load_and_save import whole_weights
+
+    parameters = dict(module.named_parameters())
+    for name, weight in whole_weights(saved):
+        with torch.no_grad():
+            parameters[name].copy_(weight)
 
 
 def made_up_weights(config: ModelConfig, seed: int = 1) -> dict[str, Tensor]:

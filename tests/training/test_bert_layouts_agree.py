@@ -76,7 +76,8 @@ def compare_weights(one: str, other: str) -> list[str]:
 
 def whole_bert(saved):
     """All weights of a checkpoint, by name."""
-    from megatron.checkpoint.parameter_state import load_weights
+    from support.whole_models import load_weights
+
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.model.bert import bert_layers, bert_loss
     from megatron.model.containers import SequentialModel

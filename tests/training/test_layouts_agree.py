@@ -122,8 +122,8 @@ def compare_weights(one: str, other: str) -> list[str]:
     """Names of the weights that differ between two checkpoints, each brought together from its ranks."""
     import torch
     import torch.distributed as dist
+    from support.whole_models import load_weights
 
-    from megatron.checkpoint.parameter_state import load_weights
     from megatron.checkpoint.tracker import newest
     from megatron.config import ActivationConfig, ParallelConfig
     from megatron.model.gpt2 import GPT2Model

@@ -1,7 +1,7 @@
 """Read the model at a path, whatever its format; write one as a checkpoint."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.checkpoint.load import CHECKPOINT_VERSION
-from megatron.checkpoint.parameter_state import whole_weights
-from megatron.checkpoint.saved_run import describe
+from megatron.checkpoint.parameter_state import rank_weights
+from megatron.checkpoint.saved_run import SavedRun, describe
 from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import publish, write_description
 from megatron.config import (
@@ -68,8 +68,29 @@ def _of_suite(found: Found) -> WholeModel:
     saved = found.saved
     assert saved is not None
     config = saved.whole_model_config()
-    weights = {name: copies[0] for name, copies in whole_weights(config, saved)}
-    return WholeModel(config, weights, saved.description)
+    return WholeModel(config, dict(whole_weights(saved)), saved.description)
+
+
+def whole_weights(saved: SavedRun) -> Iterator[tuple[str, Tensor]]:
+    """Each weight of a checkpoint by name, without its shards and padding.
+
+    Raises CheckpointError if a file or a weight is missing or has another shape.
+    """
+    config = saved.whole_model_config()
+    shards = [rank_weights(saved, rank) for rank in range(saved.layout.model_parallel_size)]
+    for name, parameter in architecture_of(config).named_parameters(config).items():
+        try:
+            parts = [shard[name] for shard in shards]
+        except KeyError:
+            raise CheckpointError(f"{saved.path} holds no weight {name}") from None
+        weight = parts[0] if parameter.shard_dim is None else torch.cat(parts, parameter.shard_dim)
+        if parameter.is_vocabulary:
+            weight = weight[: parameter.shape[0]].clone()  # the padding depends on the tensor-parallel size
+        if weight.shape != parameter.shape:
+            raise CheckpointError(
+                f"{saved.path}: {name} is {list(weight.shape)}, and the model's {list(parameter.shape)}"
+            )
+        yield name, weight
 
 
 def _of_universal(found: Found) -> WholeModel:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.parameter_state import WEIGHT, rank_states, rank_weights
+from megatron.checkpoint.parameter_state import WEIGHT, stage_states
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import newest
 from megatron.config import OptimConfig
@@ -147,16 +147,12 @@ def _parameter_states(saved: SavedRun) -> dict[str, list[dict[str, Tensor]]]:
     A parameter that tensor parallelism cuts has one copy on each pipeline stage that holds it, any other has one on
     each tensor-parallel rank of those. The vocabulary is without its padding.
     """
-    config, layout = saved.whole_model_config(), saved.layout
+    config = saved.whole_model_config()
     specs = architecture_of(config).named_parameters(config)
-    ranks = range(layout.model_parallel_size)
-    needs_weights = not layout.has_optimizer_partitions and layout.precision == "fp32"
-    weights = [rank_weights(saved, rank) if needs_weights else None for rank in ranks]
     states: dict[str, list[dict[str, Tensor]]] = {name: [] for name in specs}
-    for stage in range(max(layout.pipe_parallel_size, 1)):
-        shards = [rank_states(saved, stage * len(ranks) + rank, weights[rank]) for rank in ranks]
-        for name in shards[0]:
-            states[name] += _whole_copies(specs[name], [shard[name] for shard in shards])
+    for states_of_stage in stage_states(saved):
+        for name, parts in states_of_stage.items():
+            states[name] += _whole_copies(specs[name], parts)
     if missing := [name for name, copies in states.items() if not copies]:
         raise CheckpointError(f"{saved.path} has no state of {', '.join(missing)}")
     return states
