@@ -48,7 +48,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.checkpoint.compatibility import at_saved_sample
     from megatron.checkpoint.load import FRESH, load_checkpoint, select_checkpoint
     from megatron.checkpoint.save import Checkpointer
-    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced
+    from megatron.parallel.deepspeed_compat import deepspeed_silenced
     from megatron.tools.reporting.tracing import requested_traces
     from megatron.training.data_iterators import DataIterators
     from megatron.training.engines import build_engine

@@ -118,7 +118,7 @@ def _measure_on_this_rank(arguments: argparse.Namespace, attention: str, kind: s
 
     from megatron.launch.distributed import distributed
     from megatron.model.gpt2 import GPT2Model
-    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
     from megatron.parallel.tensor.random import model_parallel_manual_seed
 
     activation, config = KINDS[kind], _model_config(arguments, attention, kind)

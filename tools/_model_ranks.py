@@ -80,7 +80,7 @@ def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]
     Raises CheckpointError if its weights are incomplete.
     """
     from megatron.launch.distributed import distributed
-    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
     from megatron.tools.evaluation.scoring import open_forward
 
     silence_known_warnings()

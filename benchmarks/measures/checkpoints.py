@@ -30,7 +30,7 @@ from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.launch.distributed import distributed
 from megatron.launch.files import sync
-from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.engines import build_engine, train_batch
 

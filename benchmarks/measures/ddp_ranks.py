@@ -23,7 +23,7 @@ def main() -> None:
     from benchmarks.measures.ranks import report
     from benchmarks.measures.suite import engine_step, run_of
     from megatron.launch.distributed import distributed
-    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
     from megatron.training.engines import build_module
 
     def run_with(*flags: str):

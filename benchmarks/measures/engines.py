@@ -20,7 +20,7 @@ from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape, 
 from benchmarks.measures.suite import engine_step, run_of
 from megatron.config import RunConfig
 from megatron.launch.distributed import distributed
-from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 from megatron.training.engines import build_module
 

@@ -7,7 +7,7 @@ from benchmarks.measures.peers import Shape
 from benchmarks.measures.suite import engine_step, run_of
 from benchmarks.measures.training_step import SHAPES
 from megatron.launch.distributed import distributed
-from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 
 FEW_TOKENS = Shape(layers=4, hidden=768, heads=12, sequence=128, batch=1, vocabulary=512)

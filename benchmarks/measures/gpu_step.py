@@ -24,7 +24,7 @@ from benchmarks.measures.peers import BareGPT2, Shape, plain_step, transformers_
 from benchmarks.measures.suite import engine_step, run_of
 from megatron.config.errors import ResourceError
 from megatron.launch.distributed import distributed
-from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 from megatron.tools.planning.timing import DEVICES, TERA
 

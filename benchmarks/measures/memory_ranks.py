@@ -24,7 +24,7 @@ def main() -> None:
     from benchmarks.resident import highest_since_lowered, lower_mark, resident_now
     from megatron.data.loader import Batch
     from megatron.launch.distributed import distributed
-    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
     from megatron.tools.planning.memory import stage_memory
 
     silence_known_warnings()

@@ -32,7 +32,7 @@ def main() -> None:
     from benchmarks.measures.ranks import report
     from megatron.config.command_line import parse_run
     from megatron.launch.distributed import distributed
-    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
     from megatron.tools.reporting.tracing import Tracer
     from megatron.training.engines import train_batch
 

@@ -20,7 +20,7 @@ def main() -> None:
     from benchmarks.measures.suite import engine_step, run_of
     from benchmarks.measures.two_cores import MICRO_BATCHES, SHAPE
     from megatron.launch.distributed import distributed
-    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 
     def seconds_of_all_reduce() -> float:
         hidden = torch.ones(SHAPE.batch, SHAPE.sequence, SHAPE.hidden)  # [b, s, h]

@@ -19,7 +19,7 @@ from benchmarks.measures.elsewhere import Elsewhere
 from benchmarks.measures.peers import BareGPT2, Shape, plain_step, transformers_gpt2
 from benchmarks.measures.suite import engine_step, run_of
 from megatron.launch.distributed import distributed
-from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 
 SHAPES = {

@@ -17,7 +17,7 @@ from megatron.config import ParallelConfig
 from megatron.config.environment import on_one_host
 from megatron.config.errors import LaunchError
 from megatron.launch.environment import hosts_store, listen
-from megatron.parallel.deepspeed_compat.output import deepspeed_silenced
+from megatron.parallel.deepspeed_compat import deepspeed_silenced
 from megatron.parallel.layout import ParallelLayout
 
 _SHOWN = 16

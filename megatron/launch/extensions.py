@@ -18,7 +18,7 @@ from filelock import FileLock
 
 from megatron.config import RunConfig
 from megatron.config.errors import ResourceError, first_line
-from megatron.parallel.deepspeed_compat.output import deepspeed_silenced
+from megatron.parallel.deepspeed_compat import deepspeed_silenced
 
 _MOMENT = 0.5  # seconds
 

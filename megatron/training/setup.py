@@ -19,8 +19,7 @@ from megatron.launch.extensions import build_extensions, check_device
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank_failure import rank_failure_monitor
 from megatron.launch.watchdog import hang_watchdog
-from megatron.parallel.deepspeed_compat import warn_if_untested_version
-from megatron.parallel.deepspeed_compat.output import silence_known_warnings
+from megatron.parallel.deepspeed_compat import silence_known_warnings, warn_if_untested_version
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.callbacks import Callback

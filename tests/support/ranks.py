@@ -175,7 +175,7 @@ def _start() -> None:
     import deepspeed
     import torch
 
-    from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 
     torch.set_num_threads(1)
     silence_known_warnings()

@@ -160,16 +160,26 @@ def instruction_hooks(engine: DeepSpeedEngine, hooks: Sequence[InstructionHook])
         yield
         return
     if isinstance(engine, PipelineEngine):
-        name, original = "_INSTRUCTION_MAP", engine._INSTRUCTION_MAP
-        replacement = {kind: _with_hooks(kind, execute, hooks) for kind, execute in original.items()}
+        instructions = engine._INSTRUCTION_MAP.items()
+        replacement = {"_INSTRUCTION_MAP": {kind: _with_hooks(kind, run, hooks) for kind, run in instructions}}
     else:
-        name, original = "allreduce_gradients", engine.allreduce_gradients
-        replacement = _with_hooks(ReduceGrads, lambda _, **arguments: original(**arguments), hooks).__get__(engine)
-    setattr(engine, name, replacement)  # hides the attribute of the class
+        reduce = _with_hooks(ReduceGrads, type(engine).allreduce_gradients, hooks)
+        replacement = {"allreduce_gradients": reduce.__get__(engine)}
+    with _replaced(engine, **replacement):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """While inside, ``owner`` has these attributes in place of its own, or of its class's."""
+    originals = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
     try:
         yield
     finally:
-        delattr(engine, name)
+        for name in attributes.keys() - originals:
+            del vars(owner)[name]
+        vars(owner).update(originals)
 
 
 def _with_hooks(kind: type[PipeInstruction], execute: Callable, hooks: Sequence[InstructionHook]) -> Callable:
@@ -222,14 +232,8 @@ def collectives_timed(now: Callable[[], float], record: Callable[[str, float, fl
 
         return call
 
-    originals = {name: getattr(dist, name) for name in COLLECTIVES}
-    for name, function in originals.items():
-        setattr(dist, name, timed(name, function))
-    try:
+    with _replaced(dist, **{name: timed(name, getattr(dist, name)) for name in COLLECTIVES}):
         yield
-    finally:
-        for name, function in originals.items():
-            setattr(dist, name, function)
 
 
 def use_checkpoint_engine(engine: DeepSpeedEngine, checkpoint_engine: CheckpointEngine) -> None:
@@ -250,8 +254,5 @@ def optimizer_shards_not_saved(engine: DeepSpeedEngine) -> Iterator[None]:
     DeepSpeed: runtime/engine.py, ``save_checkpoint`` has no option for it.
     Test: tests/checkpoint/test_checkpoint_files.py (``--no-save-optim``). Remove when it has one.
     """
-    saves_shards, engine.save_zero_checkpoint = engine.save_zero_checkpoint, False
-    try:
+    with _replaced(engine, save_zero_checkpoint=False):
         yield
-    finally:
-        engine.save_zero_checkpoint = saves_shards

@@ -24,7 +24,7 @@ from megatron.model.containers import run_in_order
 from megatron.model.embedding import without_segment_ids
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.spec import ParameterSpec
-from megatron.parallel.deepspeed_compat.output import deepspeed_silenced, silence_known_warnings
+from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.mappings import gather_from_model_parallel_region
 from megatron.tools.convert.load_and_save import read_model

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.config import ParallelConfig, RunConfig
 from megatron.config.summary import describe_config, describe_stages
 from megatron.model.architectures import architecture_of
-from megatron.parallel.deepspeed_compat.output import deepspeed_silenced
+from megatron.parallel.deepspeed_compat import deepspeed_silenced
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries, plan
 from megatron.tools.planning.explain import ranks_as_text
