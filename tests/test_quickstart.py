@@ -34,11 +34,11 @@ def test_the_quickstart_learns(programs: Programs, tmp_path) -> None:
     assert width >= 1000 and height >= 600 and len(picture) > 20_000
 
     assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step200"
-    continued = finished.output.partition(f"continue: {prompt}\n")[2]
+    continued = finished.output.partition(f"text generated from the prompt: {prompt}\n")[2]
     assert continued.startswith(prompt) and len(continued.partition("\n== done")[0]) > len(prompt) + 20
 
 
-def test_an_unknown_argument_shows_the_knobs(programs: Programs) -> None:
+def test_an_unknown_argument_shows_the_variables(programs: Programs) -> None:
     finished = programs.run("bash", "examples/quickstart.sh", "--slow")
     assert finished.returncode == 2
     assert "--fast" in finished.output and "OUT" in finished.output

@@ -42,7 +42,8 @@ class Job:
 
     def put(self, arrived: Piece | RequestError | None) -> None:
         """Called by the generator's thread: a piece, None after the last, or the error that ends the request."""
-        self._loop.call_soon_threadsafe(self._arrived.put_nowait, arrived)
+        if not self._loop.is_closed():  # as it is when the server has shut down before the last piece
+            self._loop.call_soon_threadsafe(self._arrived.put_nowait, arrived)
 
     def end_in(self, seconds: float, error: RequestError) -> None:
         """Answer with ``error`` after so many seconds, if the job is not finished."""
