@@ -31,11 +31,8 @@ def world_size(environ: Mapping[str, str]) -> int:
 
 
 def rank(environ: Mapping[str, str]) -> int | None:
-    """The global rank of this process; None without a launcher.
-
-    Raises ConfigError if the variable is not a whole number.
-    """
-    return _first(environ, _RANKS)
+    """The global rank of this process; None without a launcher. Raises ConfigError if it is not a whole number."""
+    return _first(environ, _RANKS, minimum=0)
 
 
 def local_rank(environ: Mapping[str, str]) -> int | None:
@@ -43,7 +40,7 @@ def local_rank(environ: Mapping[str, str]) -> int | None:
 
     Raises ConfigError if the variable is not a whole number.
     """
-    return _first(environ, _LOCAL_RANKS)
+    return _first(environ, _LOCAL_RANKS, minimum=0)
 
 
 def ranks_on_host(environ: Mapping[str, str]) -> int | None:
@@ -51,7 +48,7 @@ def ranks_on_host(environ: Mapping[str, str]) -> int | None:
 
     Raises ConfigError if the variable is not a positive whole number.
     """
-    return next((_number(environ, variable, minimum=1) for variable in _LOCAL_SIZES if variable in environ), None)
+    return _first(environ, _LOCAL_SIZES, minimum=1)
 
 
 def on_one_host(environ: Mapping[str, str]) -> bool:
@@ -85,8 +82,8 @@ def check_place(environ: Mapping[str, str]) -> None:
             raise ConfigError(f"environment variable MASTER_PORT={environ['MASTER_PORT']}: ports end at 65535")
 
 
-def _first(environ: Mapping[str, str], variables: tuple[str, ...]) -> int | None:
-    return next((_number(environ, variable, minimum=0) for variable in variables if variable in environ), None)
+def _first(environ: Mapping[str, str], variables: tuple[str, ...], *, minimum: int) -> int | None:
+    return next((_number(environ, variable, minimum=minimum) for variable in variables if variable in environ), None)
 
 
 def _number(environ: Mapping[str, str], variable: str, *, minimum: int) -> int:

@@ -4,19 +4,18 @@ from collections.abc import Sequence
 
 from megatron.config import DataConfig, RunConfig
 from megatron.config.data import Part
-from megatron.parallel.pipeline.partition import Stage, plan
+from megatron.parallel.pipeline.partition import plan
 
 
 def describe_config(run: RunConfig) -> dict[str, str]:
     """Layout, model, data, batch, schedule and precision: name to one line of text."""
     parallel, train, model = run.parallel, run.train, run.model
     engine = f"pipeline engine, {parallel.pipe_stages} stages" if parallel.uses_pipeline else "plain engine"
-    vocabulary = "unknown"
-    if model.vocab_size:
-        vocabulary = f"{model.vocab_size:,} padded to {model.padded_vocab_size:,}"
+    sequence = f" x SP {parallel.ds_sequence_parallel_size}" if parallel.ds_sequence_parallel_size > 1 else ""
+    vocabulary = f"{model.vocab_size:,} padded to {model.padded_vocab_size:,}" if model.vocab_size else "unknown"
     return {
         "layout": f"{parallel.world_size} processes = TP {parallel.model_parallel_size} x PP {parallel.pipe_stages}"
-        f"{_sequence_ranks(run)} x DP {parallel.data_parallel_size}, {engine}, ZeRO {run.zero.zero_stage}",
+        f"{sequence} x DP {parallel.data_parallel_size}, {engine}, ZeRO {run.zero.zero_stage}",
         "model": f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size},"
         f" {model.num_attention_heads} heads, sequence {run.data.seq_length}, vocabulary {vocabulary}",
         "data": _data(run.data),
@@ -33,10 +32,10 @@ def describe_stages(run: RunConfig) -> str:
     """A table of the pipeline stages: layers, parameters and share of the forward FLOPs."""
     stages = plan(run)
     of_stages = [stage.flops(run.data.seq_length) for stage in stages]
-    rows = [("stage", "holds", "parameters", "forward FLOPs")] + [
-        (str(number), _chunks(stage, run.model.num_layers), f"{stage.parameters:,}", f"{flops / sum(of_stages):.1%}")
-        for number, (stage, flops) in enumerate(zip(stages, of_stages, strict=True))
-    ]
+    rows = [("stage", "holds", "parameters", "forward FLOPs")]
+    for index, (stage, flops) in enumerate(zip(stages, of_stages, strict=True)):
+        layers = " and ".join(_chunk(chunk, run.model.num_layers) for chunk in stage.chunks)
+        rows.append((str(index), layers, f"{stage.parameters:,}", f"{flops / sum(of_stages):.1%}"))
     number, holds, parameters, share = (max(map(len, column)) for column in zip(*rows, strict=True))
     lines = [f"> {a:>{number}}  {b:{holds}}  {c:>{parameters}}  {d:>{share}}" for a, b, c, d in rows]
     imbalance = [
@@ -46,7 +45,6 @@ def describe_stages(run: RunConfig) -> str:
 
 
 def _data(data: DataConfig) -> str:
-    """The data sets with their shares."""
     blends = {name: _blend(parts) for name, parts in data.blends.items() if parts}
     if data.is_split:
         return f"{blends['train']}, split {data.split}" if blends else "none"
@@ -59,22 +57,13 @@ def _blend(parts: Sequence[Part]) -> str:
     return ", ".join(f"{float(part.share):.2%} {part.prefix}" for part in parts)
 
 
-def _chunks(stage: Stage, layers: int) -> str:
-    """The chunks of a stage as text, such as ``embeddings, layers 1-3``."""
-    return " and ".join(_chunk(chunk, layers) for chunk in stage.chunks)
-
-
 def _chunk(chunk: range, layers: int) -> str:
+    """A chunk of a stage as text, such as ``embeddings, layers 1-3``."""
     numbers = [number for number in chunk if 1 <= number <= layers]
     words = ["embeddings"] if 0 in chunk else []
     if numbers:
         words.append(f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]}-{numbers[-1]}")
     return ", ".join([*words, "head"] if layers + 1 in chunk else words)
-
-
-def _sequence_ranks(run: RunConfig) -> str:
-    size = run.parallel.ds_sequence_parallel_size
-    return f" x SP {size}" if size > 1 else ""
 
 
 def _recomputation(run: RunConfig) -> str:

@@ -105,9 +105,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     if _kind(field) is bool:
         group.add_argument(*names, action=_Record, dest=field.name, nargs=0, const=True, help=_help(field))
     else:
-        metavar = (
-            "|".join(metadata["choices"]) if metadata["choices"] else metadata["metavar"] or _METAVARS[_kind(field)]
-        )
+        metavar = "|".join(metadata["choices"] or ()) or metadata["metavar"] or _METAVARS[_kind(field)]
         nargs = "+" if get_origin(field.type) is tuple else None
         group.add_argument(*names, action=_Record, dest=field.name, nargs=nargs, metavar=metavar, help=_help(field))
     for value in dict.fromkeys(metadata["switches"].values()):
@@ -180,9 +178,9 @@ def _is_flag(word: str) -> bool:
         return False
     try:
         float(word)
+        return False
     except ValueError:
         return True
-    return False
 
 
 def _read_values(occurrences: list[_Occurrence]) -> tuple[list[tuple[str, str, Provided]], list[str]]:
