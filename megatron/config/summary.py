@@ -23,7 +23,8 @@ def describe_config(run: RunConfig) -> dict[str, str]:
         f" x accumulation {train.gradient_accumulation_steps} x DP {parallel.data_parallel_size}"
         f" = {train.global_batch_size * run.data.seq_length:,} tokens an iteration",
         "training": f"{train.train_iters:,} iterations, lr {run.optim.lr:g} to {run.optim.min_lr:g}"
-        f" ({run.optim.lr_decay_style}, {run.optim.warmup_iters(train)} to warm up), clip {run.optim.clip_grad:g}",
+        f" ({run.optim.lr_decay_style}, {run.optim.warmup_iters(train)} warm-up iterations),"
+        f" clip {run.optim.clip_grad:g}",
         "precision": f"{run.precision.dtype}, {_recomputation(run)}",
     }
 

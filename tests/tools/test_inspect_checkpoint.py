@@ -25,13 +25,13 @@ def test_facts_about_a_folder(programs: Programs, copy: Path):
     said = inspect(programs, copy).ok().output
     assert said.startswith(f"{copy}: a folder of checkpoints\n")
     for words in (
-        f"newest tag  {TAG}",
+        f"newest      {TAG}",
         "iteration   3\n  samples     12\n  tokens      384\n",
         "model parallel size 2, pipe parallel size 2",
         "layers 4, hidden 32, heads 4, inside the MLP 128, positions 32, tokens 92",
         "weights; the optimizer; random streams",
         "DeepSpeed 0.19.8, checkpoint 3",
-        "whole       yes: 2",
+        "complete    yes: 2",
         "pretrain_gpt2.py --load to resume",
     ):
         assert words in said

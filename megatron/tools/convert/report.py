@@ -47,16 +47,16 @@ def parameters(weights: Mapping[str, Tensor]) -> list[Parameter]:
 
 
 _TITLES = {
-    "newest": "newest tag",
-    "tags": "tags",
+    "newest": "newest",
+    "tags": "checkpoints",
     "iteration": "iteration",
     "consumed_samples": "samples",
     "consumed_tokens": "tokens",
     "layout": "layout",
     "model": "model",
-    "holds": "holds",
+    "holds": "contains",
     "versions": "versions",
-    "whole": "whole",
+    "whole": "complete",
     "loaded_by": "loaded by",
 }
 

@@ -46,9 +46,9 @@ def _configuration(run: RunConfig) -> Iterator[str]:
 
 
 def _groups(ranks: Sequence[Sequence[int]]) -> str:
-    """Groups of ranks such as ``2 of 2: [0 1] [2 3]``."""
+    """Groups of ranks such as ``2 groups of 2: [0 1] [2 3]``."""
     shown = " ".join(f"[{ranks_as_text(group)}]" for group in ranks[:_SHOWN])
-    return f"{len(ranks)} of {len(ranks[0])}: {shown}{' ...' if len(ranks) > _SHOWN else ''}"
+    return f"{len(ranks)} groups of {len(ranks[0])}: {shown}{' ...' if len(ranks) > _SHOWN else ''}"
 
 
 def ranks_as_text(group: Sequence[int]) -> str:

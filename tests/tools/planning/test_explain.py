@@ -41,9 +41,9 @@ def test_a_legal_run_is_explained_without_torch(programs: Programs) -> None:
     finished = programs.python("-c", without_torch, *TINY_MODEL, *programs.data_arguments, *SIZES, *words).ok()
     for line in (
         "> layout    16 processes = TP 2 x PP 4 x DP 2, pipeline engine, 4 stages, ZeRO 1",
-        "> tensor    8 of 2: [0 1] [2 3] [4 5] [6 7] [8 9] [10 11] [12 13] [14 15]",
-        "> data      8 of 2: [0 2] [1 3]",
-        "> pipe      4 of 4: [0 4 8 12] [1 5 9 13] [2 6 10 14] [3 7 11 15]",
+        "> tensor    8 groups of 2: [0 1] [2 3] [4 5] [6 7] [8 9] [10 11] [12 13] [14 15]",
+        "> data      8 groups of 2: [0 2] [1 3]",
+        "> pipe      4 groups of 4: [0 4 8 12] [1 5 9 13] [2 6 10 14] [3 7 11 15]",
         '"train_batch_size": 16',
         "kept    the pipeline runs at ZeRO 0 or 1",
         f"{len(RULES)} rules, all kept",
