@@ -53,7 +53,8 @@ def read_manifest(tag_folder: Path) -> Manifest:
         raise CheckpointError(f"{file} is not as it was written") from None
     if type(form) is int and form > FORMAT:
         raise CheckpointError(f"{file} has format {form}, but {FORMAT} is known here: use the program that saved it")
-    if text != _render(records) or not all(map(_is_inside, records)):
+    paths = map(PurePosixPath, records)
+    if text != _render(records) or any(path.is_absolute() or ".." in path.parts for path in paths):
         raise CheckpointError(f"{file} is not as it was written")
     return records
 
@@ -106,8 +107,3 @@ def _names(tag_folder: Path) -> Iterator[str]:
         name = path.relative_to(tag_folder).as_posix()
         if name != MANIFEST and not path.is_dir():
             yield name
-
-
-def _is_inside(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts

@@ -30,7 +30,8 @@ def load_weights_and_optimizer(
 
     Every rank calls it. Raises CheckpointError if a parameter is missing or has another shape.
     """
-    _call_optimizer_hook(engine, "checkpoint_event_prologue")
+    # DeepSpeed's own loading notifies the optimizers that have these methods, too.
+    getattr(engine.optimizer, "checkpoint_event_prologue", lambda: None)()
     masters = master_weights(engine)
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
@@ -45,7 +46,7 @@ def load_weights_and_optimizer(
                 _copy_state(masters[parameter], state, engine.basic_optimizer)
     if optimizer:
         _restore_loss_scale(engine, read_file(folder / OPTIMIZER_FILE))
-    _call_optimizer_hook(engine, "checkpoint_event_epilogue")
+    getattr(engine.optimizer, "checkpoint_event_epilogue", lambda: None)()
 
 
 def load_progress(engine: DeepSpeedEngine, folder: Path) -> None:
@@ -97,13 +98,6 @@ def _restore_loss_scale(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:
         for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
             if name in source and hasattr(target, name):
                 setattr(target, name, source[name])
-
-
-def _call_optimizer_hook(engine: DeepSpeedEngine, name: str) -> None:
-    """Notify the optimizer, if it has such a method, as DeepSpeed's own loading does."""
-    hook: Callable[[], None] | None = getattr(engine.optimizer, name, None)
-    if hook is not None:
-        hook()
 
 
 class MasterWeight(NamedTuple):

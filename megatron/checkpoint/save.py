@@ -209,12 +209,13 @@ class Checkpointer:
         return files
 
     def _complete(self) -> None:
-        """Wait for the writers of all ranks, and commit what they wrote as the newest checkpoint."""
+        """Wait for the checkpoint that is being written, if there is one."""
         save, self._in_flight = self._in_flight, None
         if save is not None:
             self._guarded(save.iteration, lambda: self._commit(save))
 
     def _commit(self, save: _Save) -> None:
+        """Wait for the writers of all ranks, and make what they wrote the newest checkpoint."""
         folder, tag, what = self._folder, tracker.tag_name(save.iteration), _name(save.iteration)
         manifests = on_all_ranks(disk_errors(folder, what, save.size)(save.written.result))
 

@@ -133,9 +133,7 @@ class BertDataset:
 
         Token types are 0 for [CLS] and the first span, 1 for the second, -1 for padding, each span with its [SEP].
         Labels are the tokens that were masked, -1 elsewhere, and for [CLS] whether the spans were swapped, 0 or 1.
-
-        Raises:
-            DataError: a token is not in the vocabulary.
+        Raises DataError if a token is not in the vocabulary.
         """
         first, end, target = map(int, self._maps.spans[self._maps.order[index]])
         random = np.random.RandomState([*self._seed_words, index & 0xFFFFFFFF, index >> 32])
@@ -209,13 +207,10 @@ def choose_masked(
     continues = vocabulary.continues[tokens[candidates]] & (np.diff(candidates, prepend=-1) == 1)
     words = np.split(candidates, np.flatnonzero(~continues)[1:])
     chosen: list[np.ndarray] = []
-    left = most
     for number in random.permutation(len(words)):
-        if len(words[number]) <= left:
+        if len(words[number]) <= most:
             chosen.append(words[number])
-            left -= len(words[number])
-        if not left:
-            break
+            most -= len(words[number])
     return np.concatenate([np.empty(0, np.int64), *chosen])
 
 

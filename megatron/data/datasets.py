@@ -24,26 +24,18 @@ _SAMPLES: dict[bool, Callable[..., GPT2Dataset | BertDataset]] = {False: gpt2_sa
 
 
 def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm: bool = False) -> None:
-    """Check the data sets as far as their indexes show errors, without building anything.
-
-    Raises:
-        ConfigError: no data path, or a ``--split`` that cannot be read.
-        DataError: files that are missing or damaged, or a split in use without a single sample.
-    """
+    """Check the data sets as far as their indexes show errors; nothing is built. Raises as ``find_sources``."""
     find_sources(data, check=_CHECKS[masked_lm], train_iters=train_iters, eval_iters=eval_iters)
 
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """What the order of a blend depends on.
-
-    Attributes:
-        shares: share of each data set; they add up to 1.
-        requested: samples needed.
-    """
+    """What the order of a blend depends on."""
 
     shares: tuple[Fraction, ...]
+    """Share of each data set; they add up to 1."""
     requested: int
+    """Samples needed."""
     names: ClassVar[tuple[str, ...]] = ("sources", "places")
     """Names of the arrays that ``build`` returns."""
 
@@ -129,13 +121,7 @@ def _draw(shares: Sequence[Fraction], length: int) -> Iterator[int]:
 
 
 class BlendedDataset:
-    """Samples of a blend, in the order of training.
-
-    Args:
-        parts: the data sets.
-        order: the data set of each sample.
-        samples: number of samples.
-    """
+    """``samples`` samples of the data sets ``parts``, in the ``order`` of training."""
 
     def __init__(self, parts: Sequence[GPT2Dataset | BertDataset], order: BlendOrder, samples: int) -> None:
         self.parts, self.order = parts, order
@@ -195,10 +181,7 @@ def build_datasets(
 
     Training has ``train_iters`` global batches, validation ``eval_iters`` for each evaluation (every
     ``eval_interval`` iterations, and one at the end), the test ``eval_iters``. A split whose count or
-    weight is 0 is None. Any number of processes may call this at once.
-
-    Raises:
-        ConfigError, DataError: as ``check_data``.
+    weight is 0 is None. Any number of processes may call this at once. Raises as ``find_sources``.
     """
     evaluations = train_iters // eval_interval + 1
     batches = {"train": train_iters, "valid": evaluations * eval_iters, "test": eval_iters}
@@ -223,5 +206,4 @@ def _blended(
     plan = BlendPlan(tuple(source.share for source in sources), samples)
     folder = cache_folder(data, sources[0].indexed.prefix)
     order = BlendOrder(plan, **cached(folder, f"blend_{plan.length}ns_{digest(plan.shares)}", plan))
-    parts = [of_source(source, count) for source, count in zip(sources, order.counts(samples), strict=True)]
-    return BlendedDataset(parts, order, samples)
+    return BlendedDataset(list(map(of_source, sources, order.counts(samples))), order, samples)

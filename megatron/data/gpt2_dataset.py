@@ -55,11 +55,7 @@ class GPT2Dataset:
         return self.take([index])[0]
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Tokens of some samples, int64 [n, seq_length + 1].
-
-        Raises:
-            DataError: a token is not in the vocabulary.
-        """
+        """Tokens of some samples, int64 [n, seq_length + 1]. Raises DataError if one is not in the vocabulary."""
         span, begin_of = self.indexed.span, self._starts.item
         parts = [
             span(begin_of(document) + start, stop - start)

@@ -16,8 +16,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 def split_weights(split: str) -> tuple[float, float, float]:
     """Parse ``"969, 30, 1"``: up to three weights, separated by commas, slashes or blanks; missing ones are 0.
 
-    Raises:
-        ConfigError: not one to three numbers, a negative one, or none above 0.
+    Raises ConfigError for other than one to three numbers, a negative one, or none above 0.
     """
     try:
         weights = [float(part) for part in re.split(r"\s*[,/]\s*|\s+", split.strip())]
@@ -71,8 +70,7 @@ def find_sources(
 ) -> dict[str, tuple[Source, ...]]:
     """The sources of each split that is read; with ``warmup`` all of them are read once.
 
-    Args:
-        check: returns an error message for a source of a split that does not hold a single sample, else None.
+    ``check`` returns an error message for a source of a split that does not hold a single sample, else None.
 
     Raises:
         ConfigError: no data path, or a ``--split`` that cannot be read.
