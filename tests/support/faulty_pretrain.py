@@ -41,7 +41,7 @@ MARK = 7
 iteration = 0
 kind, *words = os.environ["FAULT"].split()
 numbers = [float(word) for word in (words[:2] if kind == "command" else words) if not word.startswith("SIG")]
-real_train_batch, real_loss, real_take = training.train_batch, gpt2_model.lm_loss, GPT2Dataset.take
+real_train_batch, real_loss, real_take = training.train_batch, gpt2_model.gpt2_loss, GPT2Dataset.take
 
 
 def fail():
@@ -84,14 +84,18 @@ def weights(engine):
     return [getattr(weight, "ds_tensor", weight).detach().clone() for weight in engine.module.parameters()]
 
 
-def lm_loss(logits, targets, **options):
-    loss = real_loss(logits, targets, **options)
-    labels = targets[0]
-    if kind == "gradient" and [dist.get_rank(), iteration] == numbers and loss.requires_grad:
-        return loss * torch.nan
-    if kind == "samples" and (labels == MARK).all(dim=1).any():
-        return loss * numbers[2]
-    return loss
+def gpt2_loss(config, layout):
+    loss_fn = real_loss(config, layout)
+
+    def faulty_loss(logits, targets):
+        loss = loss_fn(logits, targets)
+        if kind == "gradient" and [dist.get_rank(), iteration] == numbers and loss.requires_grad:
+            return loss * torch.nan
+        if kind == "samples" and (targets[0] == MARK).all(dim=1).any():
+            return loss * numbers[2]
+        return loss
+
+    return faulty_loss
 
 
 def take(dataset, indices):
@@ -102,6 +106,6 @@ def take(dataset, indices):
     return rows
 
 
-training.train_batch, gpt2_model.lm_loss, GPT2Dataset.take = train_batch, lm_loss, take
+training.train_batch, gpt2_model.gpt2_loss, GPT2Dataset.take = train_batch, gpt2_loss, take
 sys.argv[0] = "pretrain_gpt2.py"
 runpy.run_path("pretrain_gpt2.py", run_name="__main__")
