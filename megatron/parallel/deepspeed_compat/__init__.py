@@ -35,7 +35,7 @@ def silence_known_warnings() -> None:
     DeepSpeed: comm/torch.py and runtime/pipe/p2p.py call deprecated functions of torch.distributed.
     Test: tests/launch/test_launchers.py. Remove when DeepSpeed no longer calls them.
     """
-    for message in (r".*all_gather_into_tensor.*", r".*c10d::broadcast_.*"):
+    for message in (r".*all_gather_into_tensor.*", r".*reduce_scatter_tensor.*", r".*c10d::broadcast_.*"):
         warnings.filterwarnings("ignore", message=message)
 
 
