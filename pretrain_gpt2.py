@@ -16,10 +16,8 @@ from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
-from megatron.tools.planning.explain import explain
 from megatron.tools.reporting.callbacks import default_callbacks
 from megatron.training.callbacks import Callback
-from megatron.training.preflight import check
 
 ARCHITECTURE = GPT2
 
@@ -32,8 +30,13 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
     parsed = read_run(sys.argv[1:], os.environ, architecture)
     is_main_rank = not rank(os.environ)
     if parsed.run.logging.explain:
+        from megatron.tools.planning.explain import explain
+
         return explain(parsed) if is_main_rank else None
-    run, _ = check(parsed.checked())
+    run = parsed.checked()
+    from megatron.training.preflight import check  # not earlier: it imports numpy, which a mistake need not wait for
+
+    run, _ = check(run)
     prepare_environment(os.environ)
     if run.logging.dry_run:
         os.environ["DS_ACCELERATOR"] = "cpu"  # whatever device the run is meant for
