@@ -242,6 +242,7 @@ def dry_ranks(run: RunConfig) -> Messages:
         ranks = run.logging.ranks or []
     except ValueError:
         yield f"--rank {run.logging.rank} is no list of numbers: give one such as 0,513"
+        return
     beyond = [rank for rank in ranks if not 0 <= rank < world]
     if beyond:
         processes = "is 1 process" if world == 1 else f"are {world} processes"
