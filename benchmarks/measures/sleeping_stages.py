@@ -4,9 +4,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from megatron.launch.environment import prepare_environment
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 FIRST = 2
 """Iteration that is the first to be traced; those before it warm up."""
@@ -15,19 +19,12 @@ FIRST = 2
 def main() -> None:
     """Train on this rank, as the JSON on the command line says."""
     settings = json.loads(sys.argv[1])
-    stages, forward, backward = settings["stages"], settings["forward"], settings["backward"]
-    last = FIRST + settings["iterations"] - 1
-    words = (
-        f"--num-layers {stages} --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 0.1 --batch-size 1 "
-        f"--train-iters {last} --data-path none --vocab-file none --merge-file none --pipe-parallel-size {stages} "
-        f"--gas {settings['micro_batches']} --trace {settings['folder']} --trace-steps {FIRST}:{last}"
-    )
     prepare_environment(os.environ)
 
+    # Imported after the environment is prepared, which torch and DeepSpeed read.
     import deepspeed
-    import torch
     from deepspeed.pipe import LayerSpec, PipelineModule
-    from torch import Tensor, nn
+    from torch.nn.functional import mse_loss
 
     from benchmarks.measures.ranks import report
     from megatron.config.command_line import parse_run
@@ -36,15 +33,49 @@ def main() -> None:
     from megatron.tools.reporting.tracing import Tracer
     from megatron.training.engines import train_batch
 
+    silence_known_warnings()
+    last = FIRST + settings["iterations"] - 1
+    run = parse_run(_arguments(settings, last), os.environ)
+    stage = sleeping_stage(settings["forward"], settings["backward"])
+    with distributed(run.parallel) as layout:
+        with deepspeed_silenced(verbose=False):
+            layers = [LayerSpec(stage) for _ in range(settings["stages"])]
+            module = PipelineModule(layers, topology=layout.topology, loss_fn=mse_loss, partition_method="uniform")
+            engine, *_ = deepspeed.initialize(
+                model=module, model_parameters=module.parameters(), config=dict(run.ds_config)
+            )
+            tracer, data = Tracer(run, layout, module), batches()
+            for number in range(1, last + 1):
+                with tracer.around_iteration(number) as hooks:
+                    train_batch(engine, data, hooks)
+        if layout.rank == 0:
+            report(last)
+
+
+def _arguments(settings: Mapping[str, Any], last: int) -> list[str]:
+    """The command line of a run of ``last`` iterations."""
+    stages = settings["stages"]
+    return (
+        f"--num-layers {stages} --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 0.1 --batch-size 1 "
+        f"--train-iters {last} --data-path none --vocab-file none --merge-file none --pipe-parallel-size {stages} "
+        f"--gas {settings['micro_batches']} --trace {settings['folder']} --trace-steps {FIRST}:{last}"
+    ).split()
+
+
+def sleeping_stage(forward_seconds: float, backward_seconds: float) -> "type[nn.Module]":
+    """A pipeline stage with one parameter, [8], whose passes sleep."""
+    import torch
+    from torch import Tensor, nn
+
     class Sleep(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x: Tensor) -> Tensor:
-            time.sleep(forward)
+            time.sleep(forward_seconds)
             return x.clone()
 
         @staticmethod
         def backward(ctx, grad: Tensor) -> Tensor:
-            time.sleep(backward)
+            time.sleep(backward_seconds)
             return grad
 
     class Stage(nn.Module):
@@ -55,26 +86,15 @@ def main() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return Sleep.apply(x * self.scale)
 
-    def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            yield torch.ones(1, 8), torch.ones(1, 8)
+    return Stage
 
-    silence_known_warnings()
-    run = parse_run(words.split(), os.environ)
-    with distributed(run.parallel) as layout:
-        with deepspeed_silenced(verbose=False):
-            layers = [LayerSpec(Stage) for _ in range(stages)]
-            loss = nn.functional.mse_loss
-            module = PipelineModule(layers, topology=layout.topology, loss_fn=loss, partition_method="uniform")
-            engine, *_ = deepspeed.initialize(
-                model=module, model_parameters=module.parameters(), config=dict(run.ds_config)
-            )
-            tracer, data = Tracer(run, layout, module), batches()
-            for number in range(1, last + 1):
-                with tracer.around_iteration(number) as hooks:
-                    train_batch(engine, data, hooks)
-        if layout.rank == 0:
-            report(last)
+
+def batches() -> "Iterator[tuple[Tensor, Tensor]]":
+    """Inputs and targets [1, 8], without end."""
+    import torch
+
+    while True:
+        yield torch.ones(1, 8), torch.ones(1, 8)
 
 
 main()
