@@ -1,13 +1,16 @@
 """Rank failure monitor: a rank that dies ends the run, and one of the others names it.
 
-The kernel reports the end of a rank to the ranks of its host, with the signal if no process has reaped it yet; the
-rendezvous store reports it to other hosts. Neither takes part in a collective, and nothing is polled.
+The kernel reports the end of a rank to the ranks of its host, with the signal (before Linux 6.15 only if no process
+has reaped it yet); the rendezvous store reports it to other hosts. Neither takes part in a collective, and nothing is
+polled.
 """
 
+import fcntl
 import os
 import select
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -115,18 +118,18 @@ class _RankFailureMonitor:
             try:
                 file = os.pidfd_open(pid)
             except ProcessLookupError:
-                return self._handle_end(rank, pid)
+                return self._handle_end(rank, _UNKNOWN)
             ranks[file] = rank, pid
             poll.register(file, select.POLLIN)
         if ranks:
             file, _ = poll.poll()[0]
-            self._handle_end(*ranks[file])
+            rank, pid = ranks[file]
+            self._handle_end(rank, _cause(pid, file))
 
-    def _handle_end(self, rank: int, pid: int) -> None:
+    def _handle_end(self, rank: int, cause: str | None) -> None:
         """Report the end of a rank of this host, unless it prints its error itself, and exit."""
         if self.is_over:
             return
-        cause = _cause(pid)
         with suppress(RuntimeError):
             if cause == _UNKNOWN and self.store.check([f"{_REPORTED}/{rank}"]):
                 cause = None
@@ -175,13 +178,34 @@ def _pid_namespace() -> str:
 _UNKNOWN = ""
 
 
-def _cause(pid: int) -> str | None:
-    """How a process ended, until its parent asks: " by SIGKILL"; _UNKNOWN after that; None if it exited by itself.
+def _cause(pid: int, file: int) -> str | None:
+    """How a process of another parent ended: " by SIGKILL"; _UNKNOWN; None if it exited by itself.
 
-    psutil has no exit status of a process that is not a child.
+    /proc has the status until the parent has reaped the process. ``file``, its pidfd, has it afterwards, from Linux
+    6.15 on. psutil has no exit status of a process that is not a child.
     """
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().split()[-1])
     except OSError:
-        return _UNKNOWN
+        reaped = _reaped_status(file)
+        if reaped is None:
+            return _UNKNOWN
+        status = reaped
     return f" by {signal.Signals(os.WTERMSIG(status)).name}" if os.WIFSIGNALED(status) else None
+
+
+_PIDFD_INFO = "QQ11Ii"
+"""struct pidfd_info of linux/pidfd.h: the mask, the cgroup, eleven ids, and the exit status as of waitpid(2)."""
+_PIDFD_GET_INFO = 3 << 30 | struct.calcsize(_PIDFD_INFO) << 16 | 0xFF << 8 | 11
+_PIDFD_INFO_EXIT = 1 << 3
+
+
+def _reaped_status(file: int) -> int | None:
+    """Exit status of the reaped process of a pidfd; None if the kernel is too old to keep it."""
+    info = bytearray(struct.pack(_PIDFD_INFO, _PIDFD_INFO_EXIT, *[0] * 13))
+    try:
+        fcntl.ioctl(file, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    mask, *_, status = struct.unpack(_PIDFD_INFO, info)
+    return status if mask & _PIDFD_INFO_EXIT else None
