@@ -44,4 +44,4 @@ def test_the_screen_is_the_users_own(programs, arguments):
     assert [begin for begin in begins if any(line.startswith(begin) for line in lines)] == list(begins), lines
     assert all(line.startswith(("> ", "iteration ")) for line in lines), lines
     assert [line[:13] for line in lines[-2:]] == ["iteration 1/2", "iteration 2/2"]
-    assert "DeepSpeed" in programs.warm(1, *arguments, "--model-parallel-size", "1", "--verbose").ok().output
+    assert "DeepSpeed" in programs.python(*arguments, "--model-parallel-size", "1", "--verbose").ok().output

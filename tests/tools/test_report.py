@@ -77,6 +77,7 @@ def test_a_page_that_needs_nothing_else(folder: Path) -> None:
     ]  # fmt: skip
     titles = ["Loss", "Learning rate", "Gradient norm", "Throughput", "Memory of rank 0"]
     assert [title for title in re.findall("<text [^>]*>([^<]*)", text) if title in titles] == titles
+    assert len(re.findall(r'<g id="axes_\d+">', text)) == len(titles), "no other curves"
     for words in (
         "0.0025 at iteration 2,000", "2.5000 at iteration 2,000", "20,000 tokens/s", "2 processes = TP 1 x PP 2 x DP 1",
         "bubble 25.0% (theory: (p-1)/(m+p-1) = 25.0%)", "<th>torch</th>", "&lt;b&gt;corpus&lt;/b&gt;",

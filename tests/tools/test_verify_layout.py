@@ -24,6 +24,16 @@ def verify(programs: Programs, *words: str | Path, **environ: str) -> Finished:
     return programs.warm(1, *command, **environ)
 
 
+FP32_BOUNDS = ["1.0e-04", "1.0e-04", "1.0e-04", "2.0e-02", "2.0e+00"]
+BF16_BOUNDS = ["1.0e-03", "1.0e-02", "1.0e-01", "5.0e-01", "2.0e+00"]
+
+
+def printed_bounds(output: str) -> list[str]:
+    """Those of loss, gradient norm, gradient and weights."""
+    (line,) = [line for line in output.splitlines() if line.startswith("bound")]
+    return line.split()[1:]
+
+
 def read_layouts(path: Path) -> list[dict]:
     return json.loads(path.read_text())["layouts"]
 
@@ -32,8 +42,7 @@ def test_layouts_agree(programs: Programs, tmp_path: Path) -> None:
     names = ["tp1-pp0-dp1", "tp1-pp2-dp1-zero1", "tp2-pp0-dp1-zero3"]
     finished = verify(programs, "--layouts", *names, "--json", tmp_path / "found.json").ok()
     assert "3 of 3 layouts agree within these bounds" in finished.output
-    (bounds,) = [line for line in finished.output.splitlines() if line.startswith("bound")]
-    assert bounds.split() == ["bound", "1.0e-04", "1.0e-04", "1.0e-04", "2.0e-02", "2.0e+00"]
+    assert printed_bounds(finished.output) == FP32_BOUNDS
     layouts = read_layouts(tmp_path / "found.json")
     assert [layout["layout"] for layout in layouts] == names
     for layout in layouts:
@@ -61,15 +70,20 @@ def large_vocabulary(programs: Programs, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize(
-    "precision, layouts",
+    "precision, layouts, bounds",
     [
-        ([], ["tp1-pp0-dp1", "tp2-pp0-dp1", "tp1-pp2-dp1"]),
-        (["--bf16"], ["tp1-pp0-dp1-zero1", "tp2-pp0-dp1-zero3-sp"]),
+        ([], ["tp1-pp0-dp1", "tp2-pp0-dp1", "tp1-pp2-dp1"], FP32_BOUNDS),
+        (["--bf16"], ["tp1-pp0-dp1-zero1", "tp2-pp0-dp1-zero3-sp"], BF16_BOUNDS),
     ],
     ids=["fp32", "bf16"],
 )
 def test_rounding_that_adam_amplifies_is_no_difference(
-    programs: Programs, large_vocabulary: list[str | Path], tmp_path: Path, precision: list[str], layouts: list[str]
+    programs: Programs,
+    large_vocabulary: list[str | Path],
+    tmp_path: Path,
+    precision: list[str],
+    layouts: list[str],
+    bounds: list[str],
 ) -> None:
     """Gradients that are rounding become steps of the size of the learning rate; nothing else differs."""
     finished = programs.warm(
@@ -78,6 +92,7 @@ def test_rounding_that_adam_amplifies_is_no_difference(
         *"--batch-size 2 --global-batch-size 8 --lr 1e-3 --num-workers 0".split(), *precision, *large_vocabulary,
     ).ok()  # fmt: skip
     assert f"{len(layouts)} of {len(layouts)} layouts agree" in finished.output
+    assert printed_bounds(finished.output) == bounds
     tensor_parallel = read_layouts(tmp_path / "found.json")[1]
     assert tensor_parallel["other_weights"] > 1e-2 > 100 * tensor_parallel["loss"]
 

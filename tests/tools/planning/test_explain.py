@@ -1,5 +1,6 @@
 """--explain: everything settled about a run is on the screen, and nothing starts."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ def test_a_legal_run_is_explained_without_torch(programs: Programs) -> None:
     ):
         assert line in finished.output
     assert "BROKEN" not in finished.output
+    config, _ = json.JSONDecoder().raw_decode(finished.output.partition("> deepspeed ")[2])
+    assert config["train_batch_size"] == 16 and config["zero_optimization"]["stage"] == 1
 
 
 def test_an_illegal_run_names_rule_cause_and_remedy(programs: Programs) -> None:

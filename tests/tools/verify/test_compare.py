@@ -73,6 +73,7 @@ def test_a_step_of_rounding_is_no_difference() -> None:
         ({"first_weights": {"0.weight": [moved(0.05)]}, "losses": (2.0, 1.1)}, "0.weight after the first step"),
         ({"losses": (2.0, 1.1), "norms": (0.5, 0.3)}, "loss of iteration 2"),
         ({"weights": {"1.weight": [moved(clear=0.05)]}}, "final 1.weight"),
+        ({"weights": {"0.weight": [WEIGHT, moved(clear=0.05)]}}, "final 0.weight"),
     ],
 )
 def test_the_first_difference_is_named_in_the_order_of_training(changes: dict, first: str) -> None:
@@ -95,6 +96,7 @@ def test_a_gradient_of_rounding_is_compared_with_the_size_of_the_others() -> Non
         {"losses": (math.nan, 1.0)},
         {"losses": (2.0,)},
         {"norms": (0.5, None)},
+        {"norms": (None, 0.25)},
         {"weights": {"0.weight": [WEIGHT * math.nan]}},
         {"gradients": {"0.weight": [GRADIENT * math.nan]}},
         {"gradients": {"0.weight": []}},
