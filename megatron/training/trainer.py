@@ -139,7 +139,7 @@ class Trainer:
         while iteration < config.train_iters and early_exit is None:
             iteration += 1
             loss, status = self._step(iteration, batches)
-            # The only collective of a step outside of the engine: all ranks agree on anomalies and on exiting.
+            # The only collective of most steps outside of the engine: all ranks agree on anomalies and on exiting.
             largest_loss, *request = max_across_ranks(loss, *self.exit_conditions.local_request())
             result = self.anomalies.check(iteration, largest_loss, status)
             if result.problem and (restart := self._handle_bad_step(iteration, result)) is not None:
@@ -148,10 +148,13 @@ class Trainer:
                 continue
             with self._paused():
                 self.checkpointer.poll()
-            if _due(iteration, config.eval_interval):
+            evaluates, saves = _due(iteration, config.eval_interval), _due(iteration, save_interval)
+            if evaluates:
                 self.evaluate(iteration)
-            if _due(iteration, save_interval):
+            if saves:
                 last_saved = self.save(iteration)
+            if evaluates or saves:  # a signal that arrived meanwhile must not wait for another iteration and save
+                _, *request = max_across_ranks(loss, *self.exit_conditions.local_request())
             if iteration < config.train_iters:
                 early_exit = self.exit_conditions.due(iteration, *request)
         if early_exit:

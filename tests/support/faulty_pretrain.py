@@ -5,6 +5,7 @@ gradient RANK ITERATION       the loss of that iteration on that rank is NaN; ea
 weights RANK LAYER ITERATION  a weight of that layer on that rank is NaN, from that iteration on
 samples FIRST LAST FACTOR     the loss of a batch with one of these samples is multiplied by the factor
 signal RANK ITERATION NAMES   that rank receives these signals at the start of that iteration
+evaluation RANK ITERATION NAMES  that rank receives them during the evaluation after that iteration
 launcher RANK ITERATION NAMES the process that started that rank receives them
 sleep RANK ITERATION          that rank hangs
 hold RANK ITERATION           that rank hangs and holds Python's lock
@@ -41,7 +42,8 @@ MARK = 7
 iteration = 0
 kind, *words = os.environ["FAULT"].split()
 numbers = [float(word) for word in (words[:2] if kind == "command" else words) if not word.startswith("SIG")]
-real_train_batch, real_loss, real_take = training.train_batch, gpt2_model.gpt2_loss, GPT2Dataset.take
+real_train_batch, real_eval_batch = training.train_batch, training.eval_batch
+real_loss, real_take = gpt2_model.gpt2_loss, GPT2Dataset.take
 
 
 def fail():
@@ -80,6 +82,13 @@ def train_batch(engine, batches, hooks):
     return loss
 
 
+def eval_batch(engine, batches, hooks):
+    if kind == "evaluation" and [dist.get_rank(), iteration] == numbers:
+        for name in words[2:]:
+            os.kill(os.getpid(), getattr(signal, name))
+    return real_eval_batch(engine, batches, hooks)
+
+
 def weights(engine):
     return [getattr(weight, "ds_tensor", weight).detach().clone() for weight in engine.module.parameters()]
 
@@ -106,6 +115,7 @@ def take(dataset, indices):
     return rows
 
 
-training.train_batch, gpt2_model.gpt2_loss, GPT2Dataset.take = train_batch, gpt2_loss, take
+training.train_batch, training.eval_batch = train_batch, eval_batch
+gpt2_model.gpt2_loss, GPT2Dataset.take = gpt2_loss, take
 sys.argv[0] = "pretrain_gpt2.py"
 runpy.run_path("pretrain_gpt2.py", run_name="__main__")

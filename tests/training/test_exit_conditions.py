@@ -21,6 +21,13 @@ def test_a_signal_to_one_rank_makes_all_save_and_exit(programs, train_in_ranks, 
     assert [[line[name] for name in names] for line in found] == [[line[name] for name in names] for line in whole]
 
 
+def test_a_signal_during_an_evaluation_does_not_wait_for_another_iteration(programs, tmp_path) -> None:
+    intervals = "--eval-iters 1 --eval-interval 2 --save-interval 2".split()
+    left = programs.faulty(2, "evaluation 1 2 SIGTERM", *SETTINGS, *intervals, "--save", tmp_path / "ck")
+    assert "exiting after iteration 2: received SIGTERM" in left.output and left.returncode == 75
+    assert [path.name for path in tmp_path.glob("ck/global_step*")] == ["global_step2"]
+
+
 @pytest.mark.parametrize(
     ("signals", "save", "code"),
     [("SIGUSR1", True, 75), ("SIGUSR1", False, 138), ("SIGTERM SIGTERM", True, 143), ("SIGUSR1 SIGTERM", True, 143)],
