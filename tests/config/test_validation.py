@@ -4,7 +4,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.command_lines import CPU, CUDA, SMALL, complaints, parse
+from support.command_lines import CPU, CUDA, SMALL, complaints, parse, read
 
 from megatron.config import flag_fields
 from megatron.config.command_line import parse_run
@@ -569,6 +569,14 @@ def test_a_broken_rule_says_what_to_do(name: str, words: str, message: str, reme
     assert said.startswith(message)
     if remedy:
         assert complaints(f"{words} {remedy}", ranks=ranks, environ=environ) == []
+
+
+@pytest.mark.parametrize("words", [words for _, words, *_ in BROKEN])
+def test_rules_can_be_read_to_the_end(words: str) -> None:
+    """A rule that goes on after its first message has no error there."""
+    environ, ranks = CUDA if words.startswith("gpu") else CPU, 8 if "parallel" in words else 1
+    run = read(words.removeprefix("gpu"), ranks=ranks, environ=environ).run
+    assert any(list(rule.messages(run)) for rule in RULES)
 
 
 def test_every_rule_is_tested_and_explained() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from megatron.config import RunConfig
-from megatron.config.command_line import parse_run
+from megatron.config.command_line import ParsedRun, read_run
 from megatron.config.errors import ConfigError
 from megatron.model.architectures import BERT, GPT2
 
@@ -23,9 +23,14 @@ SMALL_BERT = SMALL.replace(
 
 def parse(words: str = "", *, ranks: int = 1, environ: Mapping[str, str] = CPU) -> RunConfig:
     """The run of SMALL and ``words`` on so many ranks; where they begin with ``bert``, of pretrain_bert.py."""
+    return read(words, ranks=ranks, environ=environ).checked()
+
+
+def read(words: str = "", *, ranks: int = 1, environ: Mapping[str, str] = CPU) -> ParsedRun:
+    """The same, legal or not."""
     small, architecture = (SMALL_BERT, BERT) if words.split()[:1] == ["bert"] else (SMALL, GPT2)
     line = f"{small} {words.removeprefix('bert')}"
-    return parse_run(line.split(), {**environ, "WORLD_SIZE": str(ranks)}, architecture)
+    return read_run(line.split(), {**environ, "WORLD_SIZE": str(ranks)}, architecture)
 
 
 def complaints(words: str = "", *, ranks: int = 1, environ: Mapping[str, str] = CPU) -> list[str]:

@@ -100,7 +100,8 @@ def stages_have_layers(run: RunConfig) -> Messages:
     remedy = f"use at most {fewer} stages" if fewer else "use --pipeline-schedule 1f1b"
     if most == layers:
         yield f"--num-layers {layers} is less than {chunks}: {remedy}"
-    yield f"--pipeline-partition {method} has {most} parts to distribute, less than {chunks}: {remedy}"
+    else:
+        yield f"--pipeline-partition {method} has {most} parts to distribute, less than {chunks}: {remedy}"
 
 
 @rule(
@@ -113,6 +114,7 @@ def partition_fits(run: RunConfig) -> Messages:
     flag = f"--pipeline-partition {method}"
     if problem := _method_problem(method):
         yield f"{flag}: {problem}"
+        return
     numbers = partition.explicit(method)
     if numbers is None and layers > 0 and method.startswith(partition.BY_TYPE):
         names = partition.layer_names(run.model)

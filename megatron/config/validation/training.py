@@ -199,7 +199,7 @@ def step_ranges(run: RunConfig) -> Messages:
             continue
         if not steps(text):
             yield f"{flag} {text}: give the first iteration and the last, such as 2:4"
-        if last > 0 and steps(text)[0] > last:
+        elif 0 < last < steps(text)[0]:
             yield f"{flag} {text} begins after the last iteration, {last}: choose earlier ones"
     if last > 0 and (observe.flops_profile_step or 0) > last:
         yield f"--flops-profile-step {observe.flops_profile_step} is after the last iteration, {last}: choose another"
