@@ -90,7 +90,7 @@ _WITHOUT_MODEL: dict[str, Any] = {
 _STRICTER: dict[str, dict[str, Any]] = {
     "fp16": {
         "loss_scale": AMOUNT,
-        "initial_scale_power": SIZE,
+        "initial_scale_power": {**SIZE, "maximum": 127},  # of fp32
         "loss_scale_window": COUNT,
         "hysteresis": COUNT,
         "min_loss_scale": COUNT,

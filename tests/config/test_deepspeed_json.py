@@ -352,6 +352,10 @@ def test_another_optimizer_gets_the_parameters_it_takes(config_file, errors) -> 
         ('{"zero_optimization": {"stage": true}}', "line 1: zero_optimization.stage: true must be one of 0, 1, 2, 3"),
         ('{"zero_optimization": true}', "line 1: zero_optimization: true must be an object"),
         ('{"train_batch_size": -8}', "line 1: train_batch_size: -8 must be a whole number from 1 on"),
+        (
+            '{"fp16": {"initial_scale_power": 128}}',
+            "line 1: fp16.initial_scale_power: 128 must be a whole number from 0 to 127",
+        ),
         ('{"fp16": {"enabled": 1}}', "line 1: fp16.enabled: 1 must be true or false"),
         (
             '{"gradient_clipping": 1,\n\n "gradient_clipping": 1}',
