@@ -28,7 +28,7 @@ from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import ResourceError, first_line
-from megatron.launch.files import sync, sync_folder
+from megatron.launch.files import UNFINISHED, sync, sync_folder
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import ParameterSpec
 
@@ -122,8 +122,10 @@ def cached(saved: SavedRun) -> tuple[Path, bool]:
 def convert(saved: SavedRun, target: Path) -> None:
     """Write the universal form of ``saved`` as ``target``, which appears or is replaced only when it is complete."""
     try:
-        prefix, folder = f".{target.name}.", target.parent
-        with tempfile.TemporaryDirectory(prefix=prefix, dir=folder, ignore_cleanup_errors=True) as name:
+        # If this is killed, the next save into the folder removes what is unfinished.
+        with tempfile.TemporaryDirectory(
+            suffix=UNFINISHED, prefix=f".{target.name}.", dir=target.parent, ignore_cleanup_errors=True
+        ) as name:
             temporary = Path(name)
             _write(saved, temporary)
             for path in temporary.rglob("*"):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from support.programs import Programs
 
-from megatron.checkpoint.tracker import newest
+from megatron.checkpoint import universal
+from megatron.checkpoint.tracker import newest, remove_unfinished
 from megatron.checkpoint.universal import cached, convert, read_state
 from megatron.config.errors import ResourceError
 
@@ -159,4 +160,19 @@ def test_a_folder_that_cannot_be_written(saved_on, tmp_path: Path):
 
     with pytest.raises(ResourceError, match="cannot be written .* has to be converted: make room"):
         convert(saved, tmp_path / "missing" / "global_step3_universal")
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_a_killed_conversion_leaves_is_removed(saved_on, tmp_path: Path, monkeypatch):
+    saved, names = newest(saved_on("one")), []
+
+    def stopped(_, folder: Path) -> None:
+        names.append(folder.name)
+        raise OSError
+
+    monkeypatch.setattr(universal, "_write", stopped)
+    with pytest.raises(ResourceError):
+        convert(saved, tmp_path / "global_step3_universal")
+    (tmp_path / names[0]).mkdir()
+    remove_unfinished(tmp_path)
     assert not any(tmp_path.iterdir())
