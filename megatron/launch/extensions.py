@@ -47,7 +47,7 @@ def build_extensions(run: RunConfig) -> None:
 def _build(builder) -> None:
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve() / builder.name
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "build.flock"):
+    with FileLock(folder / "build.flock", fallback_to_soft=False):  # a soft lock would outlive a killed build
         stale = folder / "lock"
         if _is_left(stale):
             print(f"> removing {stale}, left by a build that was killed", file=sys.stderr, flush=True)
