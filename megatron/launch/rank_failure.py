@@ -56,7 +56,7 @@ def rank_failure_monitor(progress: ProgressState) -> Iterator[None]:
         monitor.stop()  # all ranks are at the end; a rank that exits from here on has not failed
         dist.barrier()  # no monitor uses the store any more, so its host may exit
     except Exception as error:
-        if isinstance(error, RuntimeError) and is_connection_lost(error):
+        if is_connection_lost(error):
             monitor.exit_after_failure()
         if isinstance(error, RuntimeError) and "Timed out" in str(error):
             raise LaunchError(

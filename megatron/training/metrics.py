@@ -104,14 +104,14 @@ class MetricsLogger:
     def _record(self, iteration: int, values: dict[str, Any]) -> None:
         # JSON has neither nan nor infinity.
         values = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
-        file, board, self._file, self._board = self._file, self._board, None, None  # so they stay after an error
         with warn_if_unwritable("metrics"):
-            if file:
-                file.write(json.dumps({"iteration": iteration, **values}) + "\n")
-            for name, value in values.items() if board else ():
+            if self._file:
+                self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")
+            for name, value in values.items() if self._board else ():
                 if value is not None:
-                    board.add_scalar(name, value, iteration)
-            self._file, self._board = file, board
+                    self._board.add_scalar(name, value, iteration)
+            return
+        self._file = self._board = None  # one warning is enough
 
 
 def _progress_line(iteration: int, last: int, values: dict[str, Any]) -> str:

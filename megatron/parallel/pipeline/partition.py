@@ -217,7 +217,9 @@ def repartitioned(parallel: ParallelConfig, model: ModelConfig) -> str:
             f"{flag} has the times of {len(layers)} layers, and --num-layers is {model.num_layers}: trace this model"
         )
     if len(layers) + 1 < parallel.model_chunks:
-        raise ConfigError(f"{flag}: {len(layers)} layers and the head are less than {parallel.model_chunks} pieces")
+        raise ConfigError(
+            f"{flag}: {len(layers)} layers and the head are less than {parallel.model_chunks} model chunks"
+        )
     # The embeddings stay with the first layer, and the head is no layer.
     weights = [round(seconds * 1e9) for seconds in (front + layers[0], *layers[1:], back)]
     *sizes, last = balanced(weights, parallel.model_chunks)
@@ -228,13 +230,13 @@ def _costs(flag: str, place: Path) -> list[float]:
     """Seconds of a micro-batch in each layer group, forward and backward: embeddings, layers, head."""
     path = place / TRACE if place.is_dir() else place
     try:
-        found = json.loads(path.read_bytes())
+        trace = json.loads(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{flag}: {path} cannot be read ({error.strerror}); name a folder of --trace") from error
     except ValueError as error:
         raise ConfigError(f"{flag}: {path} is not JSON; name a folder of --trace") from error
-    about = found.get("otherData") if isinstance(found, dict) else None
-    costs = about.get("unit_seconds") if isinstance(about, dict) else None
+    metadata = trace.get("otherData") if isinstance(trace, dict) else None
+    costs = metadata.get("unit_seconds") if isinstance(metadata, dict) else None
     if not isinstance(costs, list) or len(costs) < 3 or not all(map(_is_time, costs)):
         raise ConfigError(f"{flag}: {path} holds no times of layers; name a folder that --trace wrote")
     return costs
