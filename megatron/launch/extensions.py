@@ -26,7 +26,7 @@ _MOMENT = 0.5  # seconds
 def build_extensions(run: RunConfig) -> None:
     """Build what ``run`` needs, unless it is built already.
 
-    Raises ResourceError if a compiler, or a library that the run requires, is missing.
+    Raises ResourceError if a compiler, or a library that the run requires, is missing, or the folder cannot be written.
     """
     create = get_accelerator().create_op_builder
     if run.zero.uses_nvme and not create("AsyncIOBuilder").is_compatible(verbose=False):
@@ -46,8 +46,15 @@ def build_extensions(run: RunConfig) -> None:
 
 def _build(builder) -> None:
     folder = Path(os.environ["TORCH_EXTENSIONS_DIR"]).resolve() / builder.name
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / "build.flock", fallback_to_soft=False):  # a soft lock would outlive a killed build
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A soft lock would outlive a killed build.
+        lock = FileLock(folder / "build.flock", fallback_to_soft=False).acquire()
+    except OSError as error:
+        raise ResourceError(
+            f"{folder}: cannot be written ({error.strerror}); set TORCH_EXTENSIONS_DIR to another folder"
+        ) from error
+    with lock:
         stale = folder / "lock"
         if _is_left(stale):
             print(f"> removing {stale}, left by a build that was killed", file=sys.stderr, flush=True)

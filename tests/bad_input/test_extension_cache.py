@@ -83,3 +83,9 @@ def test_two_environments_have_two_caches(programs: Programs, built: Path, tmp_p
     )
     said = programs.run(tmp_path / "venv" / "bin" / "python", "-c", program).ok().output.strip()
     assert Path(said).parent == built.parent and Path(said) != built
+
+
+def test_a_folder_that_cannot_be_written(programs) -> None:
+    ended = programs.pretrain(1, *BRIEF, TORCH_EXTENSIONS_DIR="/proc/extensions")
+    assert ended.returncode == 7 and "Traceback" not in ended.output
+    assert "/proc/extensions/" in ended.output and "set TORCH_EXTENSIONS_DIR to another folder" in ended.output

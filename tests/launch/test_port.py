@@ -36,6 +36,7 @@ def test_it_listens_at(environ, address) -> None:
         (place("198.51.100.1"), "198.51.100.1, where rank 0 is to listen, is not an address of its host"),
         (place("127.0.1.1", here=1), "127.0.1.1 is 127.0.1.1 on its own host, where ranks of other hosts do not reach"),
         (place("no-such-host.invalid"), "no-such-host.invalid, where rank 0 is to listen, does not resolve"),
+        (place("a" * 64), f"{'a' * 64}, where rank 0 is to listen, does not resolve"),
     ],
 )
 def test_an_invalid_address_is_refused_before_torch(environ, reason) -> None:
