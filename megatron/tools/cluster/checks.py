@@ -83,15 +83,15 @@ def check_interface(host: HostContext) -> Iterator[CheckResult]:
     """The interface that gloo or NCCL is set to use exists; without one, gloo finds one that other hosts reach."""
     network = host.fact("network")
     variable = "GLOO_SOCKET_IFNAME" if host.device == "cpu" else "NCCL_SOCKET_IFNAME"
-    wanted = host.forwarded.get(variable)
+    setting = host.forwarded.get(variable)
     show = f"{host.fix('ip', '-br', 'address')}  # then set {variable} in .deepspeed_env"
-    if wanted:
-        lost = _not_there(wanted, network["interfaces"], exactly=variable.startswith("GLOO"))
-        if lost:
-            there = ", ".join(network["interfaces"])
-            yield CheckResult(False, f"{variable}={wanted}: no {', '.join(lost)}, only {there}", show)
+    if setting:
+        missing = _missing_interfaces(setting, network["interfaces"], exactly=variable.startswith("GLOO"))
+        if missing:
+            known = ", ".join(network["interfaces"])
+            yield CheckResult(False, f"{variable}={setting}: no {', '.join(missing)}, only {known}", show)
         else:
-            yield CheckResult(True, f"{variable}={wanted}")
+            yield CheckResult(True, f"{variable}={setting}")
     elif host.device == "cpu" and len(host.all_reports) > 1 and _only_here(network["own_addresses"]):
         own = ", ".join(network["own_addresses"]) or "no address"
         yield CheckResult(
@@ -103,15 +103,15 @@ def check_interface(host: HostContext) -> Iterator[CheckResult]:
         yield CheckResult(True, "found automatically")
 
 
-def _not_there(wanted: str, interfaces: Sequence[str], *, exactly: bool) -> list[str]:
+def _missing_interfaces(setting: str, interfaces: Sequence[str], *, exactly: bool) -> list[str]:
     """The interfaces of a list that do not exist. NCCL takes prefixes of names, and ^ for all but these."""
-    if wanted.startswith("^"):
+    if setting.startswith("^"):
         return []
-    exactly = exactly or wanted.startswith("=")
-    names = [name.partition(":")[0] for name in wanted.removeprefix("=").split(",") if name]
+    exactly = exactly or setting.startswith("=")
+    names = [name.partition(":")[0] for name in setting.removeprefix("=").split(",") if name]
     if exactly:
         return [name for name in names if name not in interfaces]
-    return [name for name in names if not any(there.startswith(name) for there in interfaces)]
+    return [name for name in names if not any(interface.startswith(name) for interface in interfaces)]
 
 
 def _only_here(addresses: Sequence[str]) -> bool:
@@ -120,61 +120,61 @@ def _only_here(addresses: Sequence[str]) -> bool:
 
 def check_python(host: HostContext) -> Iterator[CheckResult]:
     """The interpreter that the launcher starts exists and has the same version."""
-    here, there = host.local.fact("software"), host.fact("software")
+    local, remote = host.local.fact("software"), host.fact("software")
     copy = host.copy_command(sys.prefix, folder=str(Path(sys.prefix).parent))
-    if there["executable"] != sys.executable:
-        yield CheckResult(False, f"no {sys.executable}, only {there['executable']} {there['python']}", copy)
-    elif there["python"] != here["python"]:
-        yield CheckResult(False, f"{there['python']}, here {here['python']}", copy)
+    if remote["executable"] != sys.executable:
+        yield CheckResult(False, f"no {sys.executable}, only {remote['executable']} {remote['python']}", copy)
+    elif remote["python"] != local["python"]:
+        yield CheckResult(False, f"{remote['python']}, here {local['python']}", copy)
     else:
-        yield CheckResult(True, there["python"])
+        yield CheckResult(True, remote["python"])
 
 
 def check_versions(host: HostContext) -> Iterator[CheckResult]:
     """torch and deepspeed have the versions of this host."""
-    here, there = host.local.fact("software"), host.fact("software")
+    local, remote = host.local.fact("software"), host.fact("software")
     for package in ("torch", "deepspeed"):
-        if there[package] == here[package]:
-            yield CheckResult(True, f"{package} {there[package]}")
+        if remote[package] == local[package]:
+            yield CheckResult(True, f"{package} {remote[package]}")
         else:
-            install = host.fix(there["executable"], "-m", "pip", "install", f"{package}=={here[package]}")
-            yield CheckResult(False, f"{package} {there[package] or 'is missing'}, here {here[package]}", install)
+            install = host.fix(remote["executable"], "-m", "pip", "install", f"{package}=={local[package]}")
+            yield CheckResult(False, f"{package} {remote[package] or 'is missing'}, here {local[package]}", install)
 
 
 def check_project(host: HostContext) -> Iterator[CheckResult]:
     """The same sources, in the same folder."""
-    here, there = host.local.fact("project"), host.fact("project")
+    local, remote = host.local.fact("project"), host.fact("project")
     sources = [f"{host.project}/megatron", f"{host.project}/pretrain_gpt2.py"]
-    if there is None:
+    if remote is None:
         yield CheckResult(
             False,
             f"no pretrain_gpt2.py in {host.project}",
             f"{host.fix('mkdir', '-p', host.project)} && {host.copy_command(*sources, folder=host.project)}",
         )
-    elif there["sources"] != here["sources"]:
-        commits = f"commit {there['commit']}, here {here['commit']}"
-        changed = "other sources" + (f" ({commits})" if there["commit"] != here["commit"] else ", of the same commit")
+    elif remote["sources"] != local["sources"]:
+        commits = f"commit {remote['commit']}, here {local['commit']}"
+        changed = "other sources" + (f" ({commits})" if remote["commit"] != local["commit"] else ", of the same commit")
         yield CheckResult(False, changed, host.copy_command(*sources, folder=host.project, flags=["--delete"]))
     else:
-        yield CheckResult(True, f"commit {there['commit']}" if there["commit"] else there["sources"][:_SHORT])
+        yield CheckResult(True, f"commit {remote['commit']}" if remote["commit"] else remote["sources"][:_SHORT])
 
 
 def check_devices(host: HostContext) -> Iterator[CheckResult]:
     """A device for each slot. On the CPU any number of ranks share the cores."""
-    found, slots = host.fact("devices"), host.report.host.slots
+    devices, slots = host.fact("devices"), host.report.host.slots
     if host.device == "cpu":
-        yield CheckResult(True, f"{len(slots)} ranks on {found['cpu']} CPU cores")
+        yield CheckResult(True, f"{len(slots)} ranks on {devices['cpu']} CPU cores")
     elif host.device != "cuda":
         yield CheckResult(True, f"{len(slots)} ranks; devices of kind {host.device} cannot be counted from here")
-    elif max(slots) >= found["cuda"]:
-        count = found["cuda"]
+    elif max(slots) >= devices["cuda"]:
+        count = devices["cuda"]
         yield CheckResult(
             False,
             f"{count} GPUs, and slot {max(slots)} is asked for",
             f"{host.fix('nvidia-smi', '-L')}  # then in the hostfile: slots={count}, or, without a GPU, no such line",
         )
     else:
-        yield CheckResult(True, f"{len(slots)} ranks on {found['cuda']} GPUs")
+        yield CheckResult(True, f"{len(slots)} ranks on {devices['cuda']} GPUs")
 
 
 def check_locks(host: HostContext) -> Iterator[CheckResult]:
@@ -209,13 +209,13 @@ def check_arguments(host: HostContext) -> Iterator[CheckResult]:
     """Files named by the arguments have the same content there."""
     if host.run is None:
         return
-    here, there = host.local.fact("files"), host.fact("files")
+    local, remote = host.local.fact("files"), host.fact("files")
     for flag, path in host.files.items():
-        if there[flag] != here[flag]:
-            wrong = there[flag].get("error", "differs from here")
+        if remote[flag] != local[flag]:
+            wrong = remote[flag].get("error", "differs from here")
             yield CheckResult(False, f"{flag} {path}: {wrong}", _copy(host, path))
-    if there == here:
-        digest = hashlib.sha256(json.dumps([host.run.ds_config, there], sort_keys=True, default=str).encode())
+    if remote == local:
+        digest = hashlib.sha256(json.dumps([host.run.ds_config, remote], sort_keys=True, default=str).encode())
         yield CheckResult(True, f"hash {digest.hexdigest()[:_SHORT]}")
 
 
@@ -232,17 +232,17 @@ def check_data(host: HostContext) -> Iterator[CheckResult]:
 def _data_problem(host: HostContext, prefix: str) -> tuple[str | None, str]:
     """The problem of a data set there, if there is one, and its hash."""
     try:
-        there = host.fact("data")[prefix]
+        remote = host.fact("data")[prefix]
     except Unknown as error:
         return f": {error}", ""
-    if "error" in there:
-        return f": {there['error']}", ""
+    if "error" in remote:
+        return f": {remote['error']}", ""
     for report in (host.local, *host.all_reports):
         fact = report.facts.get("data", {}).get("value", {}).get(prefix, {})
         if "value" in fact:
-            is_other = fact != there
-            return (f" differs from {report.host.name}" if is_other else None), there["value"]
-    return None, there["value"]
+            is_other = fact != remote
+            return (f" differs from {report.host.name}" if is_other else None), remote["value"]
+    return None, remote["value"]
 
 
 def check_folders(host: HostContext) -> Iterator[CheckResult]:
@@ -273,9 +273,9 @@ def check_disk(host: HostContext) -> Iterator[CheckResult]:
     for flag, path in host.folders.items():
         folder = host.fact("folders")[flag]
         free = folder["free"]
-        said = f"{flag} {path}: {free / (1 << 30):.1f} GiB free"
+        text = f"{flag} {path}: {free / (1 << 30):.1f} GiB free"
         fix = None if free >= _LEAST_FREE else host.fix("df", "-h", folder["place"])
-        yield CheckResult(free >= _LEAST_FREE, said, fix)
+        yield CheckResult(free >= _LEAST_FREE, text, fix)
 
 
 def _is_shared(host: HostContext, flag: str) -> bool:

@@ -137,7 +137,7 @@ def run_driver(jobs: "queue.SimpleQueue[Job | None]", complete: Complete, ranks:
     while (job := _next(jobs, ranks)) is not None:
         try:
             _do(job, complete, ranks)
-        except Exception:
+        except Exception:  # of whatever kind: the next request may be fine
             job.put(RequestError("the server failed on this request: see its log", status=500))
             if ranks.has_workers:
                 raise
