@@ -8,7 +8,7 @@ SECRET = "hunter2-hunter2"
 SETTINGS = "--train-iters 2 --batch-size 2 --global-batch-size 4 --eval-iters 0 --verbose".split()
 
 
-def test_a_run_tells_nobody_what_is_in_its_environment(programs: Programs, tmp_path: Path) -> None:
+def test_environment_variables_are_not_disclosed(programs: Programs, tmp_path: Path) -> None:
     """Not the screen with --verbose, the metrics, TensorBoard's files or the checkpoint."""
     flags = ("--save", "--tensorboard-dir", "--metrics-file")
     places = [word for flag in flags for word in (flag, tmp_path / flag.strip("-"))]

@@ -175,7 +175,7 @@ MATCHING_VARIABLES = {
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_config_goes_with_the_variables_that_say_the_same(config) -> None:
+def test_config_is_compatible_with_matching_variables(config) -> None:
     script = PIPE if config == "3d.json" else PLAIN
     file = ROOT / "ds_configs" / config
     run = run_of(script, "--deepspeed_config", str(file), **CUDA, **MATCHING_VARIABLES[config])
@@ -183,7 +183,7 @@ def test_a_config_goes_with_the_variables_that_say_the_same(config) -> None:
         assert section.items() <= run.ds_config[name].items()
 
 
-def test_a_config_that_says_otherwise_is_refused() -> None:
+def test_config_that_contradicts_the_variables_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--zero-stage 2 and zero_optimization.stage 3 in .*zero3.json"):
         run_of(PLAIN, "--deepspeed_config", str(ROOT / "ds_configs" / "zero3.json"), **CUDA)
 
@@ -196,7 +196,7 @@ def test_a_config_that_says_otherwise_is_refused() -> None:
         *("tests/support/slurm/srun", "tests/support/slurm/scontrol"),
     ],
 )
-def test_shellcheck_has_no_complaint(script) -> None:
+def test_shellcheck_passes(script) -> None:
     checker = Path(sys.executable).parent / "shellcheck"
     words = [str(checker), "--external-sources", script]
     finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
@@ -252,7 +252,7 @@ def test_the_script_of_bert_trains(programs: Programs, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("code", "queued_again"), [(0, False), (2, False), (75, True)])
-def test_a_job_that_had_to_leave_is_queued_again(tmp_path, code, queued_again) -> None:
+def test_interrupted_job_is_requeued(tmp_path, code, queued_again) -> None:
     (tmp_path / "python").write_text(f"#!/bin/sh\necho rank $RANK of $WORLD_SIZE meets at $MASTER_ADDR\nexit {code}\n")
     (tmp_path / "python").chmod(0o755)
     environ = {"PATH": f"{tmp_path}:{FAKE_SLURM}:/usr/bin:/bin", "SLURM_NTASKS": "2", **SLURM_JOB}
@@ -335,7 +335,7 @@ def test_an_image_is_made_of_pinned_parts_for_an_ordinary_user(name) -> None:
     assert "/etc/ssh/ssh_host_*" in text, "host keys are made at the first start, none is part of the image"
 
 
-def test_hadolint_has_no_complaint() -> None:
+def test_hadolint_passes() -> None:
     words = [str(Path(sys.executable).parent / "hadolint"), "--no-color", "--failure-threshold", "warning"]
     finished = subprocess.run([*words, *DOCKERFILES], cwd=ROOT / "docker", capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout

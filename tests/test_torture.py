@@ -7,7 +7,7 @@ from support.programs import Programs
 from support.torture import Victim, torture
 
 
-def test_killed_training_ends_as_if_it_had_not_been(programs: Programs, tmp_path: Path) -> None:
+def test_killed_training_has_the_losses_of_an_undisturbed_run(programs: Programs, tmp_path: Path) -> None:
     """Four kills, two of them while a checkpoint is written; then each loss is the same, to the last bit."""
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()

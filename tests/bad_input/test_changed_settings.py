@@ -63,7 +63,7 @@ def test_a_tokenizer_of_the_same_size(place: Path) -> None:
     assert code == 4 and line.startswith("the tokenizer's content is ") and line.endswith(ADVICE)
 
 
-def test_other_ranks_and_settings_at_once(place: Path) -> None:
+def test_layout_and_settings_may_change_together(place: Path) -> None:
     """The layout may be another; what is computed may not."""
     words = f"{SAME} --model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1 --seed 99"
     line = f"--seed is 99, but 1234 in ck/global_step2: {ADVICE}"

@@ -51,7 +51,7 @@ def compiled(tmp_path: Path) -> list[str]:
     return sorted(record.read_text().split()) if record.exists() else []
 
 
-def test_two_processes_build_it_once_and_later_ones_never(programs: Programs, compiler: Path, tmp_path: Path) -> None:
+def test_extension_is_built_once(programs: Programs, compiler: Path, tmp_path: Path) -> None:
     environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), "CXX": str(compiler)}
     first = programs.pretrain(2, *BRIEF, **environ).ok()
     pieces = sorted(["shm.o", "shm_interface.o", f"{NAME}.so"])
@@ -67,7 +67,7 @@ def test_two_processes_build_it_once_and_later_ones_never(programs: Programs, co
     assert "> compil" not in again.output
 
 
-def test_what_a_killed_build_left_is_not_waited_for(programs: Programs, built: Path, tmp_path: Path) -> None:
+def test_lock_of_a_killed_build_is_ignored(programs: Programs, built: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(built, tmp_path / "cache") / NAME
     (folder / "lock").touch()
     ended = programs.pretrain(1, *BRIEF, TORCH_EXTENSIONS_DIR=str(folder.parent)).ok()
@@ -75,7 +75,7 @@ def test_what_a_killed_build_left_is_not_waited_for(programs: Programs, built: P
     assert not (folder / "lock").exists()
 
 
-def test_two_environments_have_two_caches(programs: Programs, built: Path, tmp_path: Path) -> None:
+def test_each_environment_has_its_own_cache(programs: Programs, built: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     program = (
         "import os; from megatron.launch.environment import prepare_environment; "

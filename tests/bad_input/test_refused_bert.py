@@ -69,5 +69,5 @@ def place(programs: Programs, tmp_path: Path) -> Path:
         ("--mask-prob 1", 2, ["--mask-prob 1 must be from 0 to 1, 1 excluded"]),
     ],
 )
-def test_a_line_for_each_thing(place: Path, words: str, code: int, messages: list[str]):
+def test_every_error_is_reported_on_its_own_line(place: Path, words: str, code: int, messages: list[str]):
     assert refusal(place, words, program="pretrain_bert.py", command=COMMAND) == (code, messages)

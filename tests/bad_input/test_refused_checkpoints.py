@@ -167,7 +167,7 @@ def test_another_vocabulary(place: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [SAME, "--auto-resume --save ck"])
-def test_where_nothing_is_whole_nothing_starts_afresh(place: Path, words: str) -> None:
+def test_run_does_not_start_over_without_a_valid_checkpoint(place: Path, words: str) -> None:
     for weights in place.glob(f"ck/*/{WEIGHTS}"):
         weights.write_bytes(weights.read_bytes()[:-1])
     size = len(weights.read_bytes())
@@ -175,7 +175,7 @@ def test_where_nothing_is_whole_nothing_starts_afresh(place: Path, words: str) -
     assert refusal(place, words) == (4, [line])
 
 
-def test_the_newest_whole_checkpoint_stands_in(programs: Programs, place: Path) -> None:
+def test_falls_back_to_the_newest_valid_checkpoint(programs: Programs, place: Path) -> None:
     """What strict loading refuses; also against tests that would pass because nothing is accepted."""
     (place / "ck" / "global_step2" / "run.json").unlink()
     command = [programs.root / "pretrain_gpt2.py", *COMMAND, *SAME.split()]

@@ -230,7 +230,7 @@ def test_outputs_are_refused(place: Path, case: str) -> None:
     assert refusal(place, words) == (2, [line.format(place=place) for line in lines])
 
 
-def test_wrong_settings_go_before_wrong_data_and_checkpoints(place: Path) -> None:
+def test_settings_are_checked_before_data_and_checkpoints(place: Path) -> None:
     (place / "vocab.json").write_text("{}")
     code, lines = refusal(place, f"--save {BIN} --data-path none --load none", launched(0, 2))
     assert code == 2

@@ -302,14 +302,14 @@ def test_a_config_file_is_refused(place: Path, case: str) -> None:
     assert refusal(place, f"--deepspeed_config ds.json {words}") == (2, lines)
 
 
-def test_the_first_rank_of_each_host_speaks(place: Path) -> None:
+def test_first_rank_of_each_host_reports_errors(place: Path) -> None:
     words = "--hidden-size 33"
     (line,) = refusal(place, words, launched(0, 2))[1]
     assert refusal(place, words, launched(1, 2)) == (2, [])
     assert refusal(place, words, {**launched(1, 2), "LOCAL_RANK": "0"}) == (2, [f"rank 1: {line}"])
 
 
-def test_two_processes_say_it_once(programs: Programs) -> None:
+def test_errors_are_printed_once(programs: Programs) -> None:
     ended = programs.pretrain(2, "--batch-size", "2", "--train-iters", "1", "--model-parallel-size", "4")
     said = [line for line in ended.output.splitlines() if line.startswith(PREFIX)]
     assert said == [

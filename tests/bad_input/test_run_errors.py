@@ -35,7 +35,7 @@ def test_a_token_outside_the_vocabulary(programs: Programs, tmp_path: Path, layo
     assert not list(tmp_path.glob("ck/global_step*"))
 
 
-def test_a_device_that_is_not_there(programs: Programs) -> None:
+def test_missing_device_is_refused(programs: Programs) -> None:
     words = ("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *BRIEF)
     ended = programs.python(*words, DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES="")
     assert ended.returncode == 7
@@ -45,7 +45,7 @@ def test_a_device_that_is_not_there(programs: Programs) -> None:
     ]
 
 
-def test_a_normal_end_is_one_every_time(programs: Programs) -> None:
+def test_exit_code_is_0_every_time(programs: Programs) -> None:
     """Gloo sometimes aborts if a process exits without destroying its process group."""
     for _ in range(5):
         ended = programs.pretrain(2, "--batch-size", "2", "--train-iters", "1", "--eval-iters", "0").ok()

@@ -18,7 +18,7 @@ def test_recomputation_takes_less_memory(programs: Programs, tmp_path: Path) -> 
     assert "explicit attention" in output and "100%" in output
 
 
-def test_a_kind_that_does_not_exist_is_named(programs: Programs) -> None:
+def test_unknown_kind_is_refused(programs: Programs) -> None:
     ended = programs.python("benchmarks/activation_memory.py", "--kinds", "half")
     assert ended.returncode == 2
     assert "invalid choice: 'half'" in ended.output and "Traceback" not in ended.output

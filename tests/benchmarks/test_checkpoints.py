@@ -7,7 +7,7 @@ from benchmarks.measures.peers import Shape
 TINY = Shape(layers=1, hidden=32, heads=2, sequence=16, batch=1, vocabulary=128)
 
 
-def test_every_way_is_measured(run_ranks_once, tmp_path: Path) -> None:
+def test_every_variant_is_measured(run_ranks_once, tmp_path: Path) -> None:
     (peers,) = run_ranks_once(1, measure_tiny, str(tmp_path))
     assert peers == {
         "save": {"raw bytes and fsync", "safetensors and fsync", "torch.save and fsync"},

@@ -1,7 +1,7 @@
 """The measurement of generation runs every way, and finds that all write the same."""
 
 
-def test_every_way_is_measured(run_ranks_once) -> None:
+def test_every_variant_is_measured(run_ranks_once) -> None:
     (found,) = run_ranks_once(1, measure_tiny)
     assert [peer for peer, _ in found] == ["transformers", "the suite with --recompute"]
     assert all(ratio > 0 for _, ratio in found)

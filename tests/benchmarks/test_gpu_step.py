@@ -26,7 +26,7 @@ def test_a_python_without_torch_is_reported(programs: Programs, tmp_path: Path) 
     assert ended.output.startswith("gpu.sh: error: torch is not installed") and ended.output.count("\n") == 1
 
 
-def test_every_way_takes_steps(run_ranks_once) -> None:
+def test_every_variant_takes_steps(run_ranks_once) -> None:
     """In its tiny form, on the CPU."""
     ((speeds, peaks),) = run_ranks_once(1, measure_tiny)
     assert {peer for _, peer, _ in speeds} == {"bare torch", "transformers sdpa"} == {peer for _, peer in peaks}

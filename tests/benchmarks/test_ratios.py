@@ -18,7 +18,7 @@ SOONER = Quantity("search: all", "a second", [0.25, 0.75], [1.0, 1.0], "s", most
 TO_BE_READ = Quantity("search: all", "import torch", [0.5], [2.0], "s")
 
 
-def test_ways_take_turns() -> None:
+def test_variants_take_turns() -> None:
     said: list[str] = []
     times = alternate(
         {name: lambda name=name: said.append(name) for name in "abc"}, 3, warm_up=1, settle=lambda: said.append("|")
@@ -48,7 +48,7 @@ def test_a_table_has_a_line_for_each_result() -> None:
     assert lines[3] == "| search: all | a second | 500 ms | 1 s | **0.50** (0.25 to 0.75) |  | at most 1.00 |"
 
 
-def test_goals_stand_together_by_peer() -> None:
+def test_goals_are_grouped_by_peer() -> None:
     rows = [row(result) for result in (FASTER, FASTER, SMALLER, TO_BE_READ)]
     assert goals("x", rows) == [
         "| x | bare torch | at least 1.05 | step A **1.00**; step A **1.00** | 0 of 2 |",
@@ -80,7 +80,7 @@ behind
 """
 
 
-def test_figures_find_their_places_in_the_documentation() -> None:
+def test_figures_replace_their_marks_in_the_documentation() -> None:
     text = with_figures(MARKED, {"planner": ("a machine", [row(SOONER)])})
     assert "old" not in text and "search **2.00**" not in text
     assert "<!-- planner -->\nMeasured on: a machine.\n\n| workload |" in text

@@ -163,7 +163,7 @@ def test_a_file_that_would_run_code_is_refused(
     assert marker.exists(), "the attack is a real one"
 
 
-def test_every_file_of_a_run_is_harmless(saved: Path) -> None:
+def test_files_of_a_run_pass_the_pickle_check(saved: Path) -> None:
     files = sorted(saved.glob("*/*.pt"))
     assert len(files) == 2 * (7 + 2 + 2 + 2)
     for file in files:

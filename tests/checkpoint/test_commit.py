@@ -87,7 +87,7 @@ def save_killed_at(change: int, folder: Path, iteration: int) -> int:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["a new tag", "the only tag, saved again"])
-def test_killed_before_any_change_it_is_old_or_new(tmp_path: Path, again: bool) -> None:
+def test_killed_save_leaves_the_old_or_the_new_checkpoint(tmp_path: Path, again: bool) -> None:
     """Rank 0 dies between any two system calls of a save, the removal of the old tag included."""
     save(tmp_path / "before", 1)
     iteration = 1 if again else 2
@@ -175,7 +175,7 @@ def test_a_run_that_rewinds_keeps_what_it_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o640), (0o022, 0o640), (0o027, 0o640), (0o077, 0o600)])
-def test_modes_are_640_and_750_less_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
+def test_file_modes_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> None:
     assert in_child(lambda: (os.umask(umask), save(tmp_path / "new" / "ck", 1))) == 0
     for path in (tmp_path / "new", *(tmp_path / "new").rglob("*")):
         expected = mode | (mode >> 2 & 0o111) if path.is_dir() else mode

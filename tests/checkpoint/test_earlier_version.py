@@ -45,7 +45,9 @@ def earlier(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(("name", "processes", "flags"), RESUMED)
-def test_a_run_resumes_it(earlier, run_ranks_once, tmp_path: Path, name: str, processes: int, flags: str):
+def test_run_resumes_an_earlier_checkpoint(
+    earlier, run_ranks_once, tmp_path: Path, name: str, processes: int, flags: str
+):
     data = ("--data-path", tmp_path / "tiny_text_document", "--vocab-file", tmp_path / "vocab.json")
     files = ("--load", earlier(name), "--metrics-file", tmp_path / "metrics")
     words = [str(word) for word in (*SETTINGS, *flags.split(), *data, *files)]
@@ -59,7 +61,7 @@ def test_a_run_resumes_it(earlier, run_ranks_once, tmp_path: Path, name: str, pr
 
 
 @pytest.mark.parametrize("name", ["pipeline", "zero3"])
-def test_the_tools_read_it(earlier, programs: Programs, tmp_path: Path, name: str):
+def test_tools_read_an_earlier_checkpoint(earlier, programs: Programs, tmp_path: Path, name: str):
     folder, output = earlier(name), tmp_path / "hf"
     report = programs.warm(1, "tools/inspect_checkpoint.py", folder, "--json").ok().output
     report = json.loads(report[report.index("{") :])

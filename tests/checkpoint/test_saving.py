@@ -86,7 +86,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk_is_seen_before_anything_is_written(programs: Programs, small_disk: Path) -> None:
+def test_full_disk_is_detected_before_writing(programs: Programs, small_disk: Path) -> None:
     """There is disk space for one checkpoint, not for two."""
     ended = programs.pretrain(1, *SETTINGS, "--train-iters", "3", "--save", small_disk)
     assert ended.returncode == 7

@@ -59,7 +59,7 @@ def test_moments_of_one_process_are_its_optimizers(universal_of, saved_on):
             assert torch.equal(found[key], whole[:92] if "word" in name else whole)
 
 
-def test_it_is_what_deepspeed_makes(programs: Programs, universal_of, saved_on, tmp_path: Path):
+def test_universal_checkpoint_equals_deepspeeds(programs: Programs, universal_of, saved_on, tmp_path: Path):
     source = saved_on("tp2-pp2-zero1") / "global_step3"
     words = ("-m", "deepspeed.checkpoint.ds_to_universal", "--num_merge_workers", "1", "--num_extract_workers", "1")
     programs.python(*words, "--input_folder", source, "--output_folder", tmp_path / "theirs").ok()
@@ -73,7 +73,7 @@ def test_it_is_what_deepspeed_makes(programs: Programs, universal_of, saved_on, 
         assert torch.equal(*(torch.load(folder / "zero" / name / "step.pt") for folder in (ours, theirs)))
 
 
-def test_deepspeed_reads_it(run_ranks, universal_of):
+def test_deepspeed_loads_the_universal_checkpoint(run_ranks, universal_of):
     run_ranks(1, deepspeed_reads, str(universal_of("tp2-pp2-zero1")))
 
 
@@ -150,7 +150,7 @@ def test_the_tool_converts_once(programs: Programs, saved_on):
     assert "global_step3_universal: converted from" in programs.python(*tool, folder).ok().output
 
 
-def test_the_tool_refuses_what_is_no_checkpoint(programs: Programs, tmp_path: Path):
+def test_tool_refuses_folders_without_a_checkpoint(programs: Programs, tmp_path: Path):
     finished = programs.python("tools/convert_checkpoint.py", "to-universal", tmp_path)
     assert finished.returncode == 4 and "no checkpoint there" in finished.output
 

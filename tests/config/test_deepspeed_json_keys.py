@@ -61,7 +61,7 @@ def test_keys_that_deepspeed_removed_are_refused() -> None:
     assert {f"zero_optimization.{key}" for key in unknown} <= set(REFUSED_KEYS), "deprecated fields have a remedy"
 
 
-def test_every_key_has_a_legal_value_in_words() -> None:
+def test_every_key_describes_its_legal_values() -> None:
     def schemas(properties: dict[str, Any]) -> list[Any]:
         inner = [schemas(schema["properties"]) for schema in properties.values() if "properties" in schema]
         return [*(schema for schema in properties.values() if "properties" not in schema), *sum(inner, [])]
@@ -82,7 +82,7 @@ def test_every_key_has_a_legal_value_in_words() -> None:
         (OPTIMIZERS["Adam"]["betas"], [[0, 0.9]], [[0.9], [0, 1], 0.9], "a list of two numbers from 0 to 1, 1 "),
     ],
 )
-def test_a_schema_and_its_words(schema: Any, legal: list[Any], illegal: list[Any], words: str) -> None:
+def test_schema_accepts_and_describes_values(schema: Any, legal: list[Any], illegal: list[Any], words: str) -> None:
     assert [accepts(schema, value) for value in (*legal, *illegal)] == [True] * len(legal) + [False] * len(illegal)
     assert expected(schema).startswith(words)
 

@@ -99,7 +99,7 @@ def test_a_sample_depends_on_seed_and_number_alone(build):
     assert not np.array_equal(more[0], more[again[0]]), "the next epoch masks other words"
 
 
-def test_words_are_hidden_whole_and_in_proportion(vocab_file: Path):
+def test_whole_words_are_masked_in_proportion(vocab_file: Path):
     known = WordPieceTokenizer(str(vocab_file), lower_case=True)
     random = np.random.RandomState(0)
     hidden, fates = 0, np.zeros(3)
@@ -124,7 +124,7 @@ def test_half_of_the_pairs_are_swapped(build):
     assert np.mean([dataset[n][2, 0] for n in range(600)]) == pytest.approx(0.5, abs=0.07)
 
 
-def test_short_samples_come_as_often_as_asked_for(build):
+def test_short_samples_have_the_given_probability(build):
     full = sum(build(400, short_seq_prob=0.0)._maps.spans[:, 2] == 37)
     assert full == len(build(400, short_seq_prob=0.0)._maps.spans)
     targets = build(400, short_seq_prob=0.5)._maps.spans[:, 2]

@@ -38,7 +38,7 @@ BLENDS = [
 
 
 @pytest.mark.parametrize("shares", BLENDS, ids=[str(number) for number in range(len(BLENDS))])
-def test_each_has_its_share_at_every_point(shares: tuple[Fraction, ...]) -> None:
+def test_blend_has_the_weights_at_every_point(shares: tuple[Fraction, ...]) -> None:
     requested = 1000
     order = order_of(shares, requested)
     taken = [0] * len(shares)
@@ -50,7 +50,7 @@ def test_each_has_its_share_at_every_point(shares: tuple[Fraction, ...]) -> None
         assert order.counts(sample + 1) == taken
 
 
-def test_a_longer_run_goes_on_with_the_same_order() -> None:
+def test_longer_run_continues_the_same_order() -> None:
     shares = shares_of(3, 5, 17)
     long = order_of(shares, 400)
     for requested in (7, 24, 25, 26, 300):
@@ -58,7 +58,7 @@ def test_a_longer_run_goes_on_with_the_same_order() -> None:
         assert [short[sample] for sample in range(requested)] == [long[sample] for sample in range(requested)]
 
 
-def test_what_is_kept_of_simple_weights_is_small(tmp_path: Path) -> None:
+def test_cache_of_simple_weights_is_small(tmp_path: Path) -> None:
     plan = BlendPlan(shares_of("0.3", "0.7"), 10**12)
     order = BlendOrder(plan, **cached(tmp_path, "x", plan))
     assert order.counts(10**12) == [3 * 10**11, 7 * 10**11]

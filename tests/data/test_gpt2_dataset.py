@@ -30,7 +30,7 @@ def all_samples(dataset: GPT2Dataset) -> list[list[int]]:
     return [dataset[n].tolist() for n in range(len(dataset))]
 
 
-def test_samples_are_all_runs_of_the_shuffled_documents(data: DataConfig) -> None:
+def test_samples_cover_the_shuffled_documents(data: DataConfig) -> None:
     """A split's first epoch, put in order again, is a sequence of whole documents of the split."""
     dataset = build_datasets(data, **SIZES).train
     tokens = sum(len(document) for document in DOCUMENTS[:40])
@@ -56,7 +56,7 @@ def test_a_sample_is_int64(data: DataConfig) -> None:
     assert sample.shape == (17,)
 
 
-def test_samples_may_be_taken_together(data: DataConfig) -> None:
+def test_take_returns_several_samples(data: DataConfig) -> None:
     """As one array of them: samples of few documents and of many, in any order, one of them twice."""
     dataset = build_datasets(data, **SIZES).train
     numbers = [7, 0, 3, 7, 1, 19, 2]
@@ -75,7 +75,7 @@ def test_splits_have_their_own_documents(data: DataConfig) -> None:
     assert used == [set(range(40)), set(range(40, 50)), set(range(50, 60))]
 
 
-def test_there_are_as_many_samples_as_the_run_takes(data: DataConfig) -> None:
+def test_data_set_has_as_many_samples_as_the_run_needs(data: DataConfig) -> None:
     datasets = build_datasets(data, **SIZES)
     assert len(datasets.train) >= 20 * 4
     assert len(datasets.valid) >= 3 * 2 * 4
@@ -94,7 +94,7 @@ def test_seed_and_sequence_length_change_the_samples(data: DataConfig) -> None:
     assert len(build_datasets(replace(data, seq_length=8), **SIZES).train[0]) == 9
 
 
-def test_the_cache_is_beside_the_data_and_knows_what_it_holds(data: DataConfig) -> None:
+def test_cache_is_next_to_the_data_and_keyed_by_content(data: DataConfig) -> None:
     folder = Path(data.data_path[0]).parent / "index-cache"
 
     def names(config: DataConfig, **sizes: int) -> set[str]:
@@ -122,7 +122,7 @@ def test_the_cache_may_be_elsewhere(data: DataConfig, tmp_path: Path) -> None:
     assert len(list((tmp_path / "a" / "b").glob("*.npy"))) == 9
 
 
-def test_what_is_not_read_is_none(data: DataConfig) -> None:
+def test_unused_splits_are_none(data: DataConfig) -> None:
     assert build_datasets(replace(data, split="1"), **SIZES).valid is None
     assert build_datasets(replace(data, split="1"), **SIZES).test is None
     nothing_evaluated = build_datasets(data, **{**SIZES, "eval_iters": 0})
@@ -178,7 +178,7 @@ def test_a_split_without_a_sample_is_refused_with_the_arithmetic(data: DataConfi
     check_data(long, train_iters=1, eval_iters=0)
 
 
-def test_every_split_at_fault_is_named(write_dataset: Callable[..., str]) -> None:
+def test_every_invalid_split_is_named(write_dataset: Callable[..., str]) -> None:
     data = DataConfig(data_path=(write_dataset([]),), seq_length=4)
     with pytest.raises(DataError) as caught:
         check_data(data, train_iters=1, eval_iters=1)

@@ -28,7 +28,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("lengths", "seq_length", "requested"), CASES)
-def test_samples_start_where_a_walk_finds_them(lengths: list[int], seq_length: int, requested: int) -> None:
+def test_samples_equal_a_sequential_scan(lengths: list[int], seq_length: int, requested: int) -> None:
     maps = IndexMaps(**stream(lengths, seq_length=seq_length, requested=requested).build())
     samples = len(maps.shuffle)
     assert samples >= requested

@@ -64,7 +64,7 @@ def test_reads_the_golden_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "i8", "u2"])
-def test_every_integer_type_goes_there_and_back(write_dataset: Callable[..., str], dtype: str) -> None:
+def test_every_integer_type_is_written_and_read(write_dataset: Callable[..., str], dtype: str) -> None:
     limits = np.iinfo(dtype)
     documents = [[limits.min, limits.max, 7], [], [0]]
     dataset = IndexedDataset(write_dataset(documents, dtype))
@@ -91,7 +91,7 @@ def test_a_data_set_without_documents_can_be_read(write_dataset: Callable[..., s
     assert (len(dataset), dataset.num_documents, dataset.num_tokens) == (0, 0, 0)
 
 
-def test_modes_behind_the_index_are_tolerated(write_dataset: Callable[..., str]) -> None:
+def test_modes_after_the_index_are_ignored(write_dataset: Callable[..., str]) -> None:
     prefix = write_dataset(GOLDEN_DOCUMENTS)
     with open(f"{prefix}.idx", "ab") as file:
         file.write(b"\x00\x01")
@@ -106,7 +106,7 @@ def test_tokens_are_views_of_the_file(write_dataset: Callable[..., str]) -> None
 
 
 @pytest.mark.parametrize("where", [(2, 0, None), (0, 0, 4), (0, 4, None), (0, -1, 1), (1, 1, -1)])
-def test_nothing_outside_of_a_sequence_is_given(write_dataset: Callable[..., str], where: tuple) -> None:
+def test_reads_outside_of_a_sequence_are_refused(write_dataset: Callable[..., str], where: tuple) -> None:
     with pytest.raises(IndexError):
         IndexedDataset(write_dataset(GOLDEN_DOCUMENTS)).get(*where)
 
@@ -191,14 +191,14 @@ def test_the_content_hash_follows_the_contents(write_dataset: Callable[..., str]
     assert IndexedDataset(prefix).content_hash() != touched
 
 
-def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
+def test_exception_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(KeyError), IndexedDatasetBuilder(tmp_path / "data", "u2") as builder:
         builder.add_sequence([1])
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_exception_leaves_the_data_set_that_was_there(write_dataset: Callable[..., str]) -> None:
+def test_exception_keeps_the_existing_data_set(write_dataset: Callable[..., str]) -> None:
     prefix = write_dataset(GOLDEN_DOCUMENTS)
     with pytest.raises(KeyError), IndexedDatasetBuilder(prefix, "u2") as builder:
         builder.add_sequence([7])
@@ -215,7 +215,7 @@ def test_two_writers_do_not_disturb_each_other(tmp_path: Path) -> None:
     assert IndexedDataset(tmp_path / "data").num_tokens == 1
 
 
-def write_for_ever(prefix: str) -> None:
+def write_endlessly(prefix: str) -> None:
     """A writer that never ends."""
     with IndexedDatasetBuilder(prefix, "u2") as builder:
         while True:
@@ -223,8 +223,8 @@ def write_for_ever(prefix: str) -> None:
             builder.end_document()
 
 
-def test_what_a_killed_writer_left_is_overwritten(tmp_path: Path, write_dataset: Callable[..., str]) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=write_for_ever, args=(str(tmp_path / "data"),))
+def test_files_of_a_killed_writer_are_overwritten(tmp_path: Path, write_dataset: Callable[..., str]) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=write_endlessly, args=(str(tmp_path / "data"),))
     process.start()
     partial = tmp_path / "data.bin.partial"
     while not partial.exists() or partial.stat().st_size == 0:
@@ -237,7 +237,7 @@ def test_what_a_killed_writer_left_is_overwritten(tmp_path: Path, write_dataset:
     assert {path.name for path in tmp_path.iterdir()} == {"data.bin", "data.idx"}
 
 
-def test_a_writer_goes_on_where_another_was(tmp_path: Path) -> None:
+def test_writer_continues_from_an_earlier_state(tmp_path: Path) -> None:
     documents = [list(range(n % 7 + 1)) for n in range(100)]
     with IndexedDatasetBuilder(tmp_path / "whole", "u2") as builder:
         for document in documents:

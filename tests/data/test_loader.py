@@ -73,12 +73,12 @@ def test_global_batches_are_the_same_for_every_layout(data_size: int, micro_batc
         assert [row for part in parts for row in part] == list(range(8 * number, 8 * number + 8))
 
 
-def test_micro_batches_have_the_asked_size() -> None:
+def test_micro_batches_have_the_given_size() -> None:
     assert [batch.tokens.shape for batch in read(micro_batch_size=4)] == [(4, 4)] * (SAMPLES // 4)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_resumed_reader_goes_on_exactly(num_workers: int) -> None:
+def test_resumed_reader_continues_exactly(num_workers: int) -> None:
     at_once = rows(read(data_rank=1, data_size=2))
     resumed = rows(read(first_sample=24, data_rank=1, data_size=2, num_workers=num_workers))
     assert at_once[12:] == resumed
@@ -89,7 +89,7 @@ def test_the_batch_may_grow_on_resume() -> None:
 
 
 @pytest.mark.parametrize("first_sample", [57, 64, 100])
-def test_it_ends_with_the_last_whole_global_batch(first_sample: int) -> None:
+def test_loader_ends_with_the_last_complete_global_batch(first_sample: int) -> None:
     assert rows(read(first_sample=first_sample)) == []
 
 
@@ -102,7 +102,7 @@ def test_labels_are_the_next_tokens() -> None:
     assert tokens.is_contiguous() and labels.is_contiguous()
 
 
-def test_the_mask_is_on_the_token_that_goes_in() -> None:
+def test_mask_applies_to_the_input_token() -> None:
     _, (_, loss_mask) = next(read(eod_mask_loss=True))
     assert loss_mask.tolist() == [[1.0] * 4, [1.0, 1.0, 0.0, 1.0]]
     assert loss_mask.dtype == torch.float32
@@ -127,7 +127,7 @@ def test_a_data_error_keeps_its_message(num_workers: int) -> None:
     assert caught.value.messages == ["x.bin holds token 9 in document 3"]
 
 
-def test_workers_leave_with_the_reader() -> None:
+def test_workers_exit_with_the_reader() -> None:
     before = child_processes()
     reader = read(num_workers=2)
     next(reader)

@@ -89,7 +89,7 @@ def build_at_once(pipe: Connection, folder: Path) -> None:
     pipe.send([getattr(maps, name).tobytes() for name in ("documents", "samples", "shuffle")])
 
 
-def test_processes_that_race_have_one_result(tmp_path: Path) -> None:
+def test_concurrent_processes_have_the_same_maps(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for _ in range(4):

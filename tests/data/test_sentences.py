@@ -17,7 +17,7 @@ from megatron.tools.preprocess.preprocess import split_sentences
         ["Élan vital.", "Über alles."],
     ],
 )
-def test_sentences_are_found_again(sentences: list[str]):
+def test_split_sentences(sentences: list[str]):
     assert split_sentences(" ".join(sentences)) == sentences
 
 
@@ -25,16 +25,16 @@ def test_an_empty_line_ends_a_sentence():
     assert split_sentences("A title\n \n- an item.\nmore of it") == ["A title", "- an item.\nmore of it"]
 
 
-def test_marks_of_other_scripts_need_no_blank():
+def test_marks_of_other_scripts_need_no_space():
     sentences = ["例えば。", "次です！", "はい。"]
     assert split_sentences("".join(sentences)) == sentences
 
 
-def test_words_are_all_kept():
+def test_no_word_is_lost():
     text = "  A b c.  D.E.F. is g!\n\n\nH i.\n"
     assert " ".join(split_sentences(text)).split() == text.split()
 
 
 @pytest.mark.parametrize("text", ["", " \n\n ", "\n"])
-def test_nothing_has_no_sentences(text: str):
+def test_empty_text_has_no_sentences(text: str):
     assert split_sentences(text) == []

@@ -23,7 +23,7 @@ from megatron.data.splits import split_documents
         (3, "0,1,1", (0, 1, 3)),  # the same, at the lower end
     ],
 )
-def test_documents_go_by_weight(documents: int, split: str, bounds: tuple[int, int, int]) -> None:
+def test_documents_are_split_by_weight(documents: int, split: str, bounds: tuple[int, int, int]) -> None:
     first, second, third = bounds
     assert split_documents(documents, split) == (range(first), range(first, second), range(second, third))
 

@@ -22,7 +22,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.parametrize(
     "variables, kept", [({}, True), ({"MALLOC_TOP_PAD_": "0", "THP_MEM_ALLOC_ENABLE": "0"}, False)]
 )
-def test_a_block_of_the_same_size_is_not_mapped_anew(variables: dict[str, str], kept: bool):
+def test_freed_block_is_reused(variables: dict[str, str], kept: bool):
     """64 MiB are 16,384 pages, each a fault where the block is new; a user's own setting stands."""
     done = subprocess.run(
         [sys.executable, "-c", FAULTS_OF_A_STEP], env={"PATH": "", **variables}, capture_output=True, text=True

@@ -109,7 +109,7 @@ def test_containers_reach_each_other(inside) -> None:
     inside(*json.loads(check.replace("/home/trainer", "~"))).ok()
 
 
-def test_nobody_else_gets_in(inside, hosts, folder) -> None:
+def test_sshd_refuses_other_users_and_keys(inside, hosts, folder) -> None:
     """Not root, not by a password, not with another key; and no host is believed that has another key."""
     assert "Permission denied (publickey)" in inside("ssh", "root@host-2", "true").output
     assert "Permission denied (publickey)" in inside("ssh", "-o", "PubkeyAuthentication=no", "host-2", "true").output
@@ -137,7 +137,7 @@ def test_deepspeed_trains_over_containers(inside, hosts, folder, train_in_ranks,
     assert len(found) == 2 and found == expected
 
 
-def test_secrets_are_the_users_own(hosts) -> None:
+def test_secrets_are_readable_by_the_user_only(hosts) -> None:
     """And a container that starts once more keeps its host key; nothing of the shared key is written anywhere."""
     for path in (hosts.folder / "host-2" / "home" / ".ssh").iterdir():
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -163,14 +163,14 @@ def test_a_command_has_an_sshd_beside_it(inside, hosts) -> None:
         ({}, USER + 1, f"there is no user {USER + 1}: build the image with --build-arg USER_ID={USER + 1}"),
     ],
 )
-def test_what_cannot_be_is_refused(programs, hosts, folder, environ, user, words) -> None:
+def test_wrong_container_settings_are_refused(programs, hosts, folder, environ, user, words) -> None:
     become = ["setpriv", f"--reuid={user}", "--clear-groups"]
     refused = programs.run(*hosts.on("host-2"), *become, *environment(folder, **environ), *ENTRYPOINT, "true")
     assert refused.returncode == 2
     assert refused.output.splitlines()[-1].startswith(f"entrypoint.sh: error: {words}")
 
 
-def test_without_a_key_it_is_the_command_alone(programs, hosts, folder) -> None:
+def test_command_runs_without_sshd_without_a_key(programs, hosts, folder) -> None:
     words = [*environment(folder, SSH_KEY="/run/secrets/ssh_key"), *ENTRYPOINT, "ps", "-C", "sshd", "--no-headers"]
     unshared = ["unshare", "--pid", "--fork", "--mount-proc"]
     assert programs.run(*unshared, *AS_USER, *words).output == ""

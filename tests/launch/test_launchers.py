@@ -28,7 +28,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("launcher", COMMANDS)
-def test_equal_losses_under(programs, arguments, under_torchrun, tmp_path, launcher):
+def test_losses_are_equal_under_every_launcher(programs, arguments, under_torchrun, tmp_path, launcher):
     metrics = ("--metrics-file", tmp_path / "metrics")
     finished = programs.run(*COMMANDS[launcher], *arguments, *metrics, MASTER_PORT=str(free_port())).ok()
     found = read_metrics(tmp_path / "metrics")
@@ -37,7 +37,7 @@ def test_equal_losses_under(programs, arguments, under_torchrun, tmp_path, launc
     assert finished.output.count("> layout") == 1, "one rank prints"
 
 
-def test_the_screen_is_the_users_own(programs, arguments):
+def test_output_has_only_the_summary_and_progress(programs, arguments):
     """Nothing of DeepSpeed's, torch's or gloo's chatter: only the summary and a line for each iteration."""
     lines = programs.python(*arguments, "--model-parallel-size", "1").ok().output.splitlines()
     begins = ("> layout", "> model", "> batch", "> training", "> device", "> deepspeed", "> stage", "> parameters")

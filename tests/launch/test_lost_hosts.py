@@ -85,7 +85,7 @@ def test_a_lost_host_ends_the_run_which_is_restarted(launch, whole, tmp_path) ->
     assert losses(tmp_path / "metrics") == whole
 
 
-def test_nothing_listens_but_at_the_address_that_was_named(programs, hosts, tmp_path) -> None:
+def test_ranks_listen_at_the_given_address_only(programs, hosts, tmp_path) -> None:
     ready, seen = tmp_path / "ready", tmp_path / "seen"
     wait = f"touch {ready}; until [ -e {seen} ]; do sleep 0.1; done"
     ranks = BareRanks(programs, tmp_path / "log", f"command 0 2 {wait}", *SETTINGS, size=2, hosts=hosts)
@@ -99,7 +99,7 @@ def test_nothing_listens_but_at_the_address_that_was_named(programs, hosts, tmp_
     assert len(found["host-1"]) > len(found["host-2"]) > 0, "rank 0 hosts the store"
 
 
-def test_nothing_of_a_run_on_one_host_listens_to_others(programs, hosts, tmp_path) -> None:
+def test_run_on_one_host_listens_on_loopback_only(programs, hosts, tmp_path) -> None:
     """Nor is anything kept in shared memory, which would outlive it."""
     fault = f"command 0 2 ss -Hltn > {tmp_path}/listeners; ls /dev/shm > {tmp_path}/shared"
     words = ["tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS]

@@ -25,7 +25,7 @@ def place(address: str, *, ranks: int = 2, here: int = 2, **others: str) -> dict
         (place("198.51.100.1", here=1, MASTER_LISTEN="0.0.0.0"), "0.0.0.0"),
     ],
 )
-def test_it_listens_at(environ, address) -> None:
+def test_rank_0_listens_at_the_rendezvous_address(environ, address) -> None:
     with listen(environ) as server:
         assert server.getsockname() == (address, int(environ["MASTER_PORT"]))
 

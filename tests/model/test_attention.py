@@ -87,7 +87,7 @@ def a_token_sees_its_window(pre_tokens: int, documents: bool, explicit: bool):
     assert torch.allclose(output, everything) != (shut or documents)
 
 
-def test_no_token_sees_ahead_whatever_next_tokens_says(run_ranks):
+def test_attention_is_causal_for_any_next_tokens(run_ranks):
     run_ranks(1, no_token_sees_ahead)
 
 
@@ -164,7 +164,7 @@ def _counted(function, calls: list):
     return run
 
 
-def test_selective_recomputation_keeps_less(run_ranks):
+def test_selective_recomputation_saves_memory(run_ranks):
     """Bytes that autograd holds behind the explicit core: the scores are gone, query, key and value stay."""
     (kept,), (recomputed,) = (run_ranks(1, bytes_kept, recomputes) for recomputes in (False, True))
     scores = B * HEADS * S * S * 4

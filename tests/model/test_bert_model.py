@@ -114,7 +114,7 @@ def renamed(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
     }
 
 
-def test_padding_is_not_seen_and_the_future_is(run_ranks):
+def test_bert_attends_to_the_future_but_not_to_padding(run_ranks):
     run_ranks(1, padding_is_not_seen)
 
 
@@ -134,7 +134,7 @@ def padding_is_not_seen():
         assert_close(others[1], logits[1])
 
 
-def test_biases_and_norms_are_spared_weight_decay(run_ranks):
+def test_biases_and_norms_have_no_weight_decay(run_ranks):
     run_ranks(1, weight_decay)
 
 
@@ -143,7 +143,7 @@ def weight_decay():
     assert {p.dim() for p in decayed["params"]} == {2} and {p.dim() for p in spared["params"]} == {1}
 
 
-def test_the_loss_is_of_both_tasks_and_nothing_else(run_ranks):
+def test_loss_is_the_sum_of_both_tasks(run_ranks):
     run_ranks(1, both_losses)
 
 

@@ -73,7 +73,7 @@ def plain_gpt2(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig) 
     return norm(x, str(config.num_layers + 3)) @ table.T
 
 
-def test_equals_the_plain_account(run_ranks):
+def test_logits_equal_a_reference_implementation(run_ranks):
     run_ranks(1, equals_the_plain_account)
 
 
@@ -139,7 +139,7 @@ def initial_weights() -> dict[str, tuple[Tensor, int | None]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_documents_do_not_see_each_other(run_ranks, size):
+def test_attention_does_not_cross_documents(run_ranks, size):
     run_ranks(size, documents_do_not_see_each_other)
 
 
@@ -221,7 +221,7 @@ def evaluation():
     assert_close(model(TOKENS), _model()(TOKENS))
 
 
-def test_weight_decay_spares_biases_and_norms(run_ranks):
+def test_biases_and_norms_have_no_weight_decay(run_ranks):
     run_ranks(1, weight_decay)
 
 
@@ -233,7 +233,7 @@ def weight_decay():
     assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
 
 
-def test_the_list_is_numbered_as_checkpoint_files_are(run_ranks):
+def test_layer_numbers_match_checkpoint_files(run_ranks):
     assert run_ranks(1, layer_names) == [["WordEmbedding", "PositionEmbedding", *["ParallelTransformerLayer"] * 3,
         "without_segment_ids", "LayerNorm", "WordEmbedding"]]  # fmt: skip
 

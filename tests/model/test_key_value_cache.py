@@ -51,5 +51,5 @@ def difference(settings: dict) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_kept_changes_nothing(kind, run_ranks):
+def test_cached_generation_equals_uncached(kind, run_ranks):
     assert run_ranks(1, difference, KINDS[kind])[0] < 1e-4

@@ -41,7 +41,7 @@ def _model(config: ModelConfig, layout: ParallelLayout, activation: ActivationCo
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_equals_the_whole_sequence(run_ranks, size):
+def test_sequence_parallel_equals_the_full_sequence(run_ranks, size):
     run_ranks(size, equals_the_whole_sequence)
 
 
@@ -68,7 +68,7 @@ def equals_the_whole_sequence():
             assert_close(other.grad, one.grad, msg=lambda text, name=name, why=changes: f"{why} {name}: {text}")
 
 
-def test_each_rank_holds_and_drops_a_part_of_its_own(run_ranks):
+def test_each_rank_has_its_own_shard_and_dropout(run_ranks):
     whole, *others = run_ranks(2, hidden_states, False)
     assert torch.equal(whole, others[0]) and whole.shape == (3, 2, 12, 16)
     parts = run_ranks(2, hidden_states, True)
@@ -114,11 +114,11 @@ def recomputation():
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_exchanging_sequence_for_heads_equals_the_whole(run_ranks, size):
-    run_ranks(size, exchanging_sequence_for_heads)
+def test_all_to_all_of_heads_equals_full_attention(run_ranks, size):
+    run_ranks(size, all_to_all_of_heads)
 
 
-def exchanging_sequence_for_heads():
+def all_to_all_of_heads():
     """The mean over the ranks of the loss, and of each weight's gradient, is that of one rank; alone and under TP 2."""
     world, group = dist.get_world_size(), dist.group.WORLD
     for changes in VARIANTS:

@@ -76,7 +76,7 @@ def test_the_vocabulary_is_the_padded_dimension() -> None:
             assert others[name].shape[0] == (256 if spec.is_vocabulary else spec.shape[0])
 
 
-def test_an_unknown_architecture_is_a_line() -> None:
+def test_unknown_architecture_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"the model T6 is unknown here \(known: GPT-2, BERT.*: name its entry script"
     ):

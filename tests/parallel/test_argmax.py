@@ -17,6 +17,6 @@ def argmax_of_parts(vocab_size: int) -> None:
     torch.testing.assert_close(vocab_parallel_argmax(own, group, vocab_size), expected)
 
 
-def test_the_first_of_the_largest(run_ranks):
+def test_argmax_returns_the_first_of_equal_maxima(run_ranks):
     for vocab_size in (8, 7, 4, 3):  # from 4 on down, the second rank has padding alone
         run_ranks(2, argmax_of_parts, vocab_size)

@@ -68,7 +68,7 @@ def _train_with_version(words: list[str], version: str) -> str:
         (DeepSpeedZeroOptimizer_Stage3, "get_grad_norm_direct"),
     ],
 )
-def test_what_is_replaced_exists(owner: type, name: str) -> None:
+def test_replaced_attributes_exist(owner: type, name: str) -> None:
     assert hasattr(owner, name)
 
 

@@ -29,11 +29,11 @@ def _part(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
 
 
-def test_crossings(run_ranks, size):
-    run_ranks(size, crossings)
+def test_tensor_parallel_mappings(run_ranks, size):
+    run_ranks(size, tensor_parallel_mappings)
 
 
-def crossings():
+def tensor_parallel_mappings():
     """Forward by its definition; backward is the conjugate crossing of the gradient."""
     group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     x, scale = _input(2, 3, 8), rank + 1.0
@@ -59,11 +59,11 @@ def crossings():
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_sequence_crossings(run_ranks, size, dim):
-    run_ranks(size, sequence_crossings, dim)
+def test_sequence_parallel_mappings(run_ranks, size, dim):
+    run_ranks(size, sequence_parallel_mappings, dim)
 
 
-def sequence_crossings(dim: int):
+def sequence_parallel_mappings(dim: int):
     """Forward by its definition along ``dim``; backward is the conjugate crossing of the gradient."""
     group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
     x, weight, scale = _input(4, 8, 3), torch.arange(96.0).view(4, 8, 3), rank + 1.0
@@ -86,7 +86,7 @@ def sequence_crossings(dim: int):
     assert_close(grad, weight * scale)
 
 
-def test_linears(run_ranks, size):
+def test_parallel_linear_layers(run_ranks, size):
     run_ranks(size, linears)
 
 
@@ -123,7 +123,7 @@ def linears():
     assert_close(fused(x), _part(F.gelu(F.linear(x, serial[0].weight)), -1))
 
 
-def test_exchange(run_ranks, size):
+def test_all_to_all(run_ranks, size):
     run_ranks(size, exchange)
 
 
@@ -139,11 +139,11 @@ def exchange():
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_layers_between_parts_of_the_sequence(run_ranks, size, dim):
-    run_ranks(size, layers_between_parts_of_the_sequence, dim)
+def test_linear_layers_with_sequence_parallelism(run_ranks, size, dim):
+    run_ranks(size, linear_layers_with_sequence_parallelism, dim)
 
 
-def layers_between_parts_of_the_sequence(dim: int):
+def linear_layers_with_sequence_parallelism(dim: int):
     """Embedding, column, row and logits on parts of the sequence equal the same layers on the whole of it."""
     group, inits = dist.group.WORLD, [mpu.WeightInit(**INIT, name=name) for name in ("table", "first", "second")]
 

@@ -29,7 +29,7 @@ def best_by_trial(weights: list[int], parts: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 @pytest.mark.parametrize("weights", [[1] * 7, [0, 1, 1, 1, 1, 1, 0], [9, 2, 2, 2, 2, 2, 14], [0, 5, 5, 5, 5, 5, 31]])
-def test_no_other_cut_is_better(weights: list[int], parts: int) -> None:
+def test_partition_is_optimal(weights: list[int], parts: int) -> None:
     lengths = balanced(weights, parts)
     assert len(lengths) == parts and sum(lengths) == len(weights) and min(lengths) > 0
     ends = [sum(lengths[:n]) for n in range(parts + 1)]
@@ -57,7 +57,7 @@ def test_layers_of_stages(words: str, stages: int, layers: tuple[int, ...]) -> N
     assert layers_per_chunk(parse(f"--pipe-parallel-size {stages} {words}", ranks=stages)) == layers
 
 
-def test_a_large_vocabulary_weighs_on_both_ends_or_on_the_last() -> None:
+def test_large_vocabulary_changes_the_partition() -> None:
     """Parameters are at both ends, since each has the table; operations are the head's."""
     run = parse("--pipe-parallel-size 4 --num-layers 12", ranks=4)
     model = replace(run.model, vocab_size=3000, padded_vocab_size=3000)
@@ -76,7 +76,7 @@ def test_the_plan_of_stages() -> None:
     assert [stage.chunks for stage in plan(run)] == [(range(0, 2),), (range(2, 6),)]
 
 
-def test_kept_inputs_have_room() -> None:
+def test_kept_inputs_have_enough_buffers() -> None:
     """DeepSpeed's one buffer has a slot for each transformer layer that was run forward before the first backward."""
     for words, slots in [("", 4), ("--pipeline-partition 3,1", 6), ("--pipeline-partition 1,3", 3)]:
         assert inputs_in_flight(parse(f"--pipe-parallel-size 2 {words}", ranks=2)) == slots
@@ -101,7 +101,7 @@ def tiny(schedule: str, partition: str, program: str = "") -> RunConfig:
     [("1f1b", "flops"), ("1f1b", "3,1"), ("dualpipev", "parameters"), ("dualpipev", "0,1,1,2")],
 )
 @pytest.mark.parametrize("program", ["", "bert"])
-def test_the_plan_is_what_is_built(run_ranks, schedule: str, partition: str, program: str) -> None:
+def test_built_stages_equal_the_plan(run_ranks, schedule: str, partition: str, program: str) -> None:
     planned = [(stage.chunks, stage.parameters) for stage in plan(tiny(schedule, partition, program))]
     assert run_ranks(2, built_stage, schedule, partition, program) == planned
 
@@ -144,7 +144,7 @@ def names_of_layers(program: str) -> list[str]:
     return [getattr(layer, "typename", layer).__name__ for layer in layers]
 
 
-def test_operations_are_those_that_are_counted(run_ranks) -> None:
+def test_flops_equal_those_of_the_flop_counter(run_ranks) -> None:
     """By torch's own counter, which knows matrix products and attention."""
     (counted,) = run_ranks(1, counted_operations)
     run = tiny("1f1b", "uniform")

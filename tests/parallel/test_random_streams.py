@@ -7,7 +7,7 @@ from megatron import mpu
 from megatron.config import ParallelConfig
 
 
-def test_streams_by_place(run_ranks):
+def test_random_streams_depend_on_the_rank(run_ranks):
     draws = run_ranks(4, draw, 2)  # ranks 0 and 1 are one tensor group, 2 and 3 another
     shared, own = zip(*draws, strict=True)
     assert shared[0] == shared[1] != shared[2] == shared[3]

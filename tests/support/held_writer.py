@@ -35,12 +35,12 @@ def _hold(go: Path) -> None:
 
     write = saving.write_file
 
-    def write_when_told(path: Path, content: Any) -> Any:
+    def write_when_released(path: Path, content: Any) -> Any:
         while path.parent.name != "global_step1.partial" and not go.exists():
             time.sleep(0.05)
         return write(path, content)
 
-    saving.write_file = write_when_told
+    saving.write_file = write_when_released
 
 
 if __name__ == "__main__":

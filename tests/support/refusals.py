@@ -55,7 +55,7 @@ def refusal(
         capture_output=True,
         text=True,
         timeout=240,
-        preexec_fn=_obey_permissions,
+        preexec_fn=_drop_capabilities,
     )
     modules, said = set(), []
     for line in finished.stderr.splitlines():
@@ -80,7 +80,7 @@ def _contents(place: Path) -> dict[str, tuple]:
     return found
 
 
-def _obey_permissions() -> None:
+def _drop_capabilities() -> None:
     """Take from root, where the tests run as root, what lets it read and write anything. Others have not got it."""
     for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
         ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP

@@ -51,11 +51,11 @@ def tokenizer(files: tuple[Path, Path]) -> GPT2BPETokenizer:
 
 
 @pytest.mark.parametrize("text", ODD_TEXTS)
-def test_any_text_comes_back_unchanged(tokenizer: GPT2BPETokenizer, text: str):
+def test_detokenize_restores_any_text(tokenizer: GPT2BPETokenizer, text: str):
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
-def test_words_that_were_seen_before_are_those_of_the_library(files: tuple[Path, Path]) -> None:
+def test_cached_words_equal_those_of_the_library(files: tuple[Path, Path]) -> None:
     """Texts made of all characters at which the cut into words could go wrong."""
     vocabulary, merges = (path.read_text(encoding="utf-8") for path in files)
     pairs = [tuple(line.split(" ")) for line in merges.splitlines()[1:]]
@@ -90,7 +90,7 @@ def test_a_batch_equals_its_texts_one_by_one(tokenizer: GPT2BPETokenizer):
     assert tokenizer.tokenize_batch([]) == []
 
 
-def test_half_a_character_is_shown_as_such(tokenizer: GPT2BPETokenizer):
+def test_incomplete_character_is_replaced(tokenizer: GPT2BPETokenizer):
     first_byte = tokenizer.tokenize("\U0010ffff")[:1]
     assert tokenizer.detokenize(first_byte) == "\ufffd"
 
@@ -157,7 +157,7 @@ def test_a_broken_vocabulary_is_one_line(files: tuple[Path, Path], fault: str):
         ("zz z", r"merges\.txt:3: merge 'zz z' needs the token 'zz'"),
     ],
 )
-def test_a_merge_that_does_not_fit_is_named_with_its_line(files: tuple[Path, Path], line: str, expected: str):
+def test_invalid_merge_is_named_with_its_line(files: tuple[Path, Path], line: str, expected: str):
     merges = files[1].read_text(encoding="utf-8").splitlines()
     files[1].write_text("\n".join([*merges[:2], line, *merges[3:]]), encoding="utf-8")
     with pytest.raises(DataError, match=expected):

@@ -21,7 +21,7 @@ def vocab_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_words_between_blanks_and_unknown_words(vocab_file: str):
+def test_words_are_separated_by_whitespace(vocab_file: str):
     tokenizer = WhitespaceTokenizer(vocab_file)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.unk) == (5, 4, 0)
     assert tokenizer.tokenize(" the\tcat\n日本  dog <unk> ") == [1, 2, 3, 0, 0]

@@ -42,7 +42,7 @@ def test_the_same_ids_as_transformers(kind: str, vocab_file: Path):
     assert not {ours.mask, ours.sep, ours.cls, ours.pad} & {id for ids in ours.tokenize_batch(TEXTS) for id in ids}
 
 
-def test_words_come_back(vocab_file: Path, kind: str):
+def test_detokenize_restores_words(vocab_file: Path, kind: str):
     tokenizer = build_tokenizer(kind, str(vocab_file), None)
     text = tokenizer.detokenize(tokenizer.tokenize("the cat sat on the mat"))
     assert text == "the cat sat on the mat"
@@ -50,7 +50,7 @@ def test_words_come_back(vocab_file: Path, kind: str):
         tokenizer.detokenize([1000])
 
 
-def test_training_makes_words_of_the_text_and_knows_all_of_it(kind: str, vocab_file: Path):
+def test_trained_wordpieces_cover_the_text(kind: str, vocab_file: Path):
     tokenizer = build_tokenizer(kind, str(vocab_file), None)
     pieces = vocab_file.read_text().splitlines()
     assert tuple(pieces[:5]) == SPECIAL and 70 < len(pieces) == tokenizer.vocab_size <= 90

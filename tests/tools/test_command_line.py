@@ -27,7 +27,7 @@ def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
         ("raise KeyboardInterrupt", 130, ""),
     ],
 )
-def test_every_end_has_its_code(body: str, code: int, stderr: str) -> None:
+def test_each_error_has_its_exit_code(body: str, code: int, stderr: str) -> None:
     finished = run(body)
     assert (finished.returncode, finished.stderr) == (code, stderr)
 
@@ -38,7 +38,7 @@ def test_a_bug_keeps_its_traceback() -> None:
     assert "ZeroDivisionError" in finished.stderr
 
 
-def test_a_reader_that_went_away_is_no_error() -> None:
+def test_closed_pipe_is_not_an_error() -> None:
     head = subprocess.Popen(["true"], stdin=subprocess.PIPE)
     head.wait()
     finished = run("print('x' * 1000000)", stdout=head.stdin)

@@ -52,7 +52,7 @@ def exported(programs: Programs, trained: Path, tmp_path_factory: pytest.TempPat
     return folder
 
 
-def test_what_was_cut_computes_the_same_at_hugging_face(trained: Path, exported: Path, run_ranks):
+def test_exported_shards_have_the_same_logits_in_transformers(trained: Path, exported: Path, run_ranks):
     ((ours, _),) = run_ranks(1, logits_and_weights, trained)
     theirs = huggingface_logits(exported)
     assert theirs.shape == (2, 8, 92) and theirs.std() > 0.01
@@ -80,7 +80,7 @@ def test_from_hugging_face_to_training_and_back(programs: Programs, foreign: Pat
     assert all(0 < distance < 1.1e-3 for distance in moved.values()), "one step of Adam, from those very weights"
 
 
-def test_the_tokenizer_comes_along(programs: Programs, tmp_path: Path):
+def test_tokenizer_is_converted(programs: Programs, tmp_path: Path):
     """Out of tokenizer.json and into GPT-2's two files; the rows that pad the table stay behind."""
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
@@ -162,7 +162,7 @@ def test_mistakes(
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_that_are_not_those_that_were_saved(programs: Programs, copy: Path, tmp_path: Path):
+def test_changed_weights_are_refused(programs: Programs, copy: Path, tmp_path: Path):
     file = copy / "global_step3" / "layer_03-model_01-model_states.pt"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -85,7 +85,7 @@ def test_nothing_fits(programs):
         ("--emit /dev/null/files", "--emit /dev/null/files: "),
     ],
 )
-def test_bad_words_are_one_line(programs, words, message):
+def test_bad_arguments_are_one_line_errors(programs, words, message):
     finished = programs.python("tools/plan.py", *SMALL, *words.split())
     assert finished.returncode == 2
     (line,) = (line for line in finished.output.splitlines() if line.startswith("plan.py: error: "))

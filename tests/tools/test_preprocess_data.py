@@ -202,14 +202,14 @@ def test_all_keys_or_none(tmp_path: Path, command: Callable[..., list[str]]) -> 
     assert outputs(tmp_path) == set()
 
 
-def test_a_full_disk_leaves_nothing(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+def test_full_disk_leaves_no_files(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     corpus = write_jsonl(tmp_path / "corpus.jsonl", [{"text": "a b c d " * 1000}] * 100)
     finished = run(["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command([corpus])])
     assert "cannot write" in one_error(finished, 7)
     assert outputs(tmp_path) == set()
 
 
-def test_killed_it_leaves_no_data_set_and_can_be_run_again(tmp_path: Path, command: Callable[..., list[str]]) -> None:
+def test_killed_tool_leaves_no_data_set_and_can_run_again(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     pipe = tmp_path / "endless"
     os.mkfifo(pipe)
     process = subprocess.Popen(command([pipe], "--workers", "2"), stderr=subprocess.DEVNULL)
@@ -230,7 +230,7 @@ def test_killed_it_leaves_no_data_set_and_can_be_run_again(tmp_path: Path, comma
     assert outputs(tmp_path) == {"out_text_document.bin", "out_text_document.idx"}
 
 
-def test_help_tells_every_flag() -> None:
+def test_help_lists_every_flag() -> None:
     finished = run([sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--help"])
     assert finished.returncode == 0
     for flag in (

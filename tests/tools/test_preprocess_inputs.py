@@ -59,7 +59,7 @@ def content(tmp_path: Path, output: str) -> list[bytes]:
     return [(tmp_path / f"{output}_text_document.{end}").read_bytes() for end in ("bin", "idx")]
 
 
-def test_every_kind_of_input_gives_the_same(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+def test_every_input_format_gives_the_same_data(tmp_path: Path, convert: Callable[..., Summary]) -> None:
     plain = jsonl(TEXTS)
     (tmp_path / "plain.jsonl").write_bytes(plain)
     # Compressed in two pieces, as parallel compressors do, and told by content where the name is silent.
@@ -78,7 +78,7 @@ def test_every_kind_of_input_gives_the_same(tmp_path: Path, convert: Callable[..
         assert summary.documents == len(TEXTS)
 
 
-def test_compressed_plain_text_is_known_by_its_name(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+def test_compressed_plain_text_is_recognized_by_name(tmp_path: Path, convert: Callable[..., Summary]) -> None:
     (tmp_path / "corpus.txt.gz").write_bytes(gzip.compress(b"a b\n\nc\n"))
     summary = convert(tmp_path / "corpus.txt.gz")
     assert (summary.documents, summary.blank) == (2, 1)
@@ -103,7 +103,7 @@ def test_a_broken_file_is_refused(tmp_path: Path, convert: Callable[..., Summary
     assert not any((tmp_path / f"out_text_document.{end}").exists() for end in ("bin", "idx"))
 
 
-def test_rows_of_parquet_are_judged_like_lines(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+def test_rows_of_parquet_are_checked_like_lines(tmp_path: Path, convert: Callable[..., Summary]) -> None:
     cells = pyarrow.array([b"a", None, b"", b"\xff", b"b"], pyarrow.binary()).view(pyarrow.string())
     path = write_parquet(tmp_path / "rows.parquet", cells)
     with pytest.raises(DataError, match=rf'{path}:2: "text" is a null, where a string is needed'):
@@ -118,7 +118,7 @@ def test_rows_of_parquet_are_judged_like_lines(tmp_path: Path, convert: Callable
 
 
 @pytest.mark.parametrize(("name", "package"), [("x.parquet", "pyarrow"), ("x.jsonl.zst", "zstandard")])
-def test_a_package_that_is_not_there(
+def test_missing_package_is_reported(
     tmp_path: Path, convert: Callable[..., Summary], monkeypatch: pytest.MonkeyPatch, name: str, package: str
 ) -> None:
     (tmp_path / name).write_bytes(zstandard.ZstdCompressor().compress(jsonl(TEXTS)))
@@ -135,7 +135,7 @@ def command(tmp_path: Path, vocabulary: Path, path: Path, *flags: str) -> list[s
 
 
 @pytest.mark.parametrize("kind", ["jsonl.zst", "parquet"])
-def test_killed_it_goes_on_to_the_same_bytes(
+def test_killed_conversion_resumes_to_the_same_bytes(
     tmp_path: Path, vocabulary: Path, convert: Callable[..., Summary], kind: str
 ) -> None:
     texts = ["a b c d " * (n % 100 + 1) for n in range(30_000)]
@@ -169,7 +169,7 @@ def test_killed_it_goes_on_to_the_same_bytes(
     assert {file.name for file in tmp_path.glob("out*")} == {"out_text_document.bin", "out_text_document.idx"}
 
 
-def test_without_anything_to_go_on_with_it_begins(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+def test_resume_without_earlier_files_starts_over(tmp_path: Path, convert: Callable[..., Summary]) -> None:
     (tmp_path / "corpus.jsonl").write_bytes(jsonl(TEXTS))
     assert convert(tmp_path / "corpus.jsonl", resume=True).resumed_at == 0
     (tmp_path / "out.progress").write_text("[]")

@@ -66,7 +66,7 @@ class _Page(HTMLParser):
             self.headings.append(data)
 
 
-def test_a_page_that_needs_nothing_else(folder: Path) -> None:
+def test_report_is_self_contained(folder: Path) -> None:
     finished = report(folder)
     assert finished.returncode == 0, finished.stderr
     text = (folder / "report.html").read_text()
@@ -91,7 +91,7 @@ def test_a_page_that_needs_nothing_else(folder: Path) -> None:
     assert 0 < float(planned["seconds of an iteration"][0]) < 1 and planned["seconds of an iteration"][1] == "0.25"
 
 
-def test_what_is_not_there_is_said(folder: Path, tmp_path: Path) -> None:
+def test_missing_files_are_noted(folder: Path, tmp_path: Path) -> None:
     (folder / "trace.json").unlink()
     (folder / "run.json").unlink()
     finished = report(folder / "metrics.jsonl", "--output", tmp_path / "sub" / "page.html")
@@ -110,7 +110,7 @@ def test_what_is_not_there_is_said(folder: Path, tmp_path: Path) -> None:
         ("trace.json", "no", "trace.json: not JSON"),
     ],
 )
-def test_what_cannot_be_read_is_one_line(folder: Path, file: str, content: str | None, message: str) -> None:
+def test_unreadable_file_is_a_one_line_error(folder: Path, file: str, content: str | None, message: str) -> None:
     (folder / file).unlink()
     if content is not None:
         (folder / file).write_text(content)
@@ -120,7 +120,7 @@ def test_what_cannot_be_read_is_one_line(folder: Path, file: str, content: str |
     assert finished.stderr.count("\n") == 1 and not (folder / "report.html").exists()
 
 
-def test_a_run_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_run_is_refused(tmp_path: Path) -> None:
     finished = report(tmp_path / "none", "--output", tmp_path / "page.html")
     assert (finished.returncode, finished.stderr.count("\n")) == (2, 1)
     assert "none: no such file or folder; name a folder that --run-dir wrote" in finished.stderr

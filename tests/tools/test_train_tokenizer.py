@@ -26,7 +26,7 @@ def corpus(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_bpe_that_its_tokenizer_reads(corpus: Path, tmp_path: Path):
+def test_trained_bpe_is_read_by_the_tokenizer(corpus: Path, tmp_path: Path):
     flags = ("--vocab-size", 280, "--min-frequency", 1, "--output-dir", tmp_path / "made" / "here")
     result = train("--input", corpus, *flags)
     assert result.returncode == 0, result.stderr
@@ -53,7 +53,7 @@ def test_equal_text_makes_equal_files_from_any_format(corpus: Path, tmp_path: Pa
         assert len({(tmp_path / folder / name).read_bytes() for folder in "abc"}) == 1
 
 
-def test_a_small_corpus_makes_a_small_vocabulary_and_says_so(corpus: Path, tmp_path: Path):
+def test_small_corpus_gives_a_small_vocabulary_and_a_note(corpus: Path, tmp_path: Path):
     result = train("--input", corpus, "--vocab-size", 5000, "--min-frequency", 3, "--output-dir", tmp_path)
     vocabulary = json.loads((tmp_path / "vocab.json").read_text(encoding="utf-8"))
     assert 257 < len(vocabulary) < 300
@@ -61,7 +61,7 @@ def test_a_small_corpus_makes_a_small_vocabulary_and_says_so(corpus: Path, tmp_p
     assert f"{len(vocabulary)} tokens (the text yields no more; 5000 were requested)" in result.stdout
 
 
-def test_the_words_of_a_whitespace_vocabulary_go_by_frequency(corpus: Path, tmp_path: Path):
+def test_whitespace_vocabulary_is_sorted_by_frequency(corpus: Path, tmp_path: Path):
     flags = ("--tokenizer-type", "WhitespaceTokenizer", "--min-frequency", 2, "--json-keys", "title", "text")
     result = train("--input", corpus, "--vocab-size", 6, "--output-dir", tmp_path, *flags)
     assert result.returncode == 0, result.stderr

@@ -114,7 +114,7 @@ def test_bert_is_verified_by_its_program(programs: Programs) -> None:
     assert "3 of 3 layouts agree" in finished.output
 
 
-def test_an_architecture_of_ones_own_is_verified_by_its_program(programs: Programs) -> None:
+def test_custom_architecture_is_verified_by_its_program(programs: Programs) -> None:
     layouts = ["tp1-pp0-dp1", "tp2-pp0-dp1", "tp1-pp2-dp1-zero1"]
     finished = verify(programs, "--program", "tests/support/toy_pretrain.py", "--layouts", *layouts).ok()
     assert "3 of 3 layouts agree" in finished.output

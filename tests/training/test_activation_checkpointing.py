@@ -43,10 +43,10 @@ def kept(losses) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_changes_nothing(losses, kept, engine, kind) -> None:
+def test_activation_checkpointing_keeps_losses(losses, kept, engine, kind) -> None:
     assert len(kept[engine]) == 4 + 4 + 2 + 1
     assert losses(engine, KINDS[kind]) == kept[engine]
 
 
-def test_dropout_has_a_say(losses, kept) -> None:
+def test_dropout_changes_losses(losses, kept) -> None:
     assert losses("plain", "--attention-dropout 0")[0] != kept["plain"][0]

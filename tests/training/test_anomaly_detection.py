@@ -102,13 +102,13 @@ def results(run, *steps: tuple[float, bool, float]) -> list[str]:
     return found
 
 
-def test_an_overflow_of_fp16_counts_where_its_scale_can_fall_no_further() -> None:
+def test_fp16_overflow_counts_at_the_minimum_scale() -> None:
     run = parse("--fp16 --min-scale 4 --max-consecutive-bad-steps 2", environ=CUDA)
     steps = [(2.0, False, 16.0), (2.0, False, 8.0), (2.0, False, 4.0), (2.0, True, 4.0), (2.0, False, 4.0)]
     assert results(run, *steps, (2.0, False, 4.0)) == ["good", "good", "bad", "good", "bad", "stop"]
 
 
-def test_a_spike_stands_out_from_the_steps_before_it() -> None:
+def test_spike_is_relative_to_previous_steps() -> None:
     run = parse("--rewind-on-spike --spike-factor 1.5 --save ck --save-interval 5")
     steps = [(loss, True, 1.0) for loss in (9.0, 3.0, 3.0, 6.0, 8.0, 3.0)]
     assert results(run, *steps) == ["good", "good", "good", "good", "spike", "good"]

@@ -90,7 +90,7 @@ def whole_bert(saved):
     return dict(model.named_parameters())
 
 
-def test_goes_on_from_a_checkpoint_of_another_layout(train_bert_in_ranks: RankTraining, one_process, tmp_path):
+def test_bert_resumes_from_a_checkpoint_of_another_layout(train_bert_in_ranks: RankTraining, one_process, tmp_path):
     """The vocabulary is padded to another size, and so is the bias of its words."""
     saved = ("--model-parallel-size", "2", "--exit-interval", "3", "--save", tmp_path / "checkpoint")
     train_bert_in_ranks(2, *SETTINGS, *saved)
@@ -102,7 +102,7 @@ def test_goes_on_from_a_checkpoint_of_another_layout(train_bert_in_ranks: RankTr
     assert found == pytest.approx(expected[3:], rel=1e-5)
 
 
-def test_a_checkpoint_of_bert_is_known_for_one(programs: Programs, one_process, tmp_path):
+def test_tools_recognize_a_checkpoint_of_bert(programs: Programs, one_process, tmp_path):
     folder = one_process / "checkpoint"
     refused = programs.pretrain(1, "--train-iters", "9", "--batch-size", "2", "--load", folder)
     assert refused.returncode == 4

@@ -8,7 +8,7 @@ from megatron.parallel.deepspeed_compat.engine import block_norms
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("elements", [1, 65_537, 30_000_000])
-def test_blocks_have_the_norm_of_the_whole(dtype: torch.dtype, elements: int):
+def test_norm_of_blocks_equals_the_full_norm(dtype: torch.dtype, elements: int):
     """A single sum of 30 million squares in fp32 is wrong by a thousandth."""
     torch.manual_seed(1)
     gradient = (torch.randn(elements) * 1e-3).to(dtype)
@@ -18,14 +18,14 @@ def test_blocks_have_the_norm_of_the_whole(dtype: torch.dtype, elements: int):
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
-def test_what_is_not_finite_stays_so(value: float):
+def test_norm_of_non_finite_gradients_is_not_finite(value: float):
     """A step is skipped by this."""
     gradient = torch.ones(100_000)
     gradient[70_000] = value
     assert not block_norms(gradient).norm().isfinite()
 
 
-def test_a_matrix_that_is_not_contiguous():
+def test_norm_of_a_non_contiguous_matrix():
     """Gradients of a matrix product are transposed now and then."""
     gradient = torch.randn(300, 400).t()
     assert block_norms(gradient).norm().item() == pytest.approx(gradient.double().norm().item(), rel=1e-6)

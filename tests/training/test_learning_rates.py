@@ -80,7 +80,7 @@ def test_no_curve_rises_and_all_end_at_the_minimum(style: str, minimum: float):
     assert rates[-1] == (PEAK if style == "constant" else minimum)
 
 
-def test_an_exponential_decay_to_zero_aims_at_its_floor():
+def test_exponential_decay_to_zero_ends_at_its_floor():
     rate = schedule("exponential", min_lr=0.0).learning_rate
     halfway = (math.sqrt(EXPONENTIAL_FLOOR) - EXPONENTIAL_FLOOR) / (1 - EXPONENTIAL_FLOOR)
     assert rate(70) == pytest.approx(PEAK * halfway, rel=1e-9)
@@ -134,7 +134,7 @@ def test_without_a_warm_up_the_inverse_square_root_counts_from_one():
         ),
     ],
 )
-def test_values_that_make_no_schedule_name_every_flag(changes: dict[str, Any], expected: list[str]):
+def test_errors_of_a_schedule_name_every_flag(changes: dict[str, Any], expected: list[str]):
     with pytest.raises(ConfigError) as caught:
         schedule("linear", **changes)
     assert len(caught.value.messages) == len(expected)

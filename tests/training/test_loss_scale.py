@@ -34,17 +34,17 @@ def follow_scale(ds_config: dict, steps: str) -> list[float]:
     return found
 
 
-def test_it_begins_at_the_initial_scale(scales) -> None:
+def test_scale_starts_at_the_initial_scale(scales) -> None:
     assert scales("", "") == [2.0**16]
     assert scales("--initial-loss-scale 4096", "") == [4096]
 
 
-def test_it_doubles_after_each_window_without_overflow(scales) -> None:
+def test_scale_doubles_after_each_window_without_overflow(scales) -> None:
     assert scales("--loss-scale-window 3 --initial-loss-scale 4", "......") == [4, 4, 4, 4, 8, 8, 8]
     assert scales("--loss-scale-window 2 --initial-loss-scale 4", "......") == [4, 4, 4, 8, 8, 16, 16]
 
 
-def test_an_overflow_halves_it_and_begins_the_window_anew(scales) -> None:
+def test_overflow_halves_the_scale_and_restarts_the_window(scales) -> None:
     words = "--loss-scale-window 3 --initial-loss-scale 8 --hysteresis 1"
     assert scales(words, "..!....") == [8, 8, 8, 4, 4, 4, 4, 8]
 
@@ -61,7 +61,7 @@ def test_a_whole_window_refills_the_hysteresis(scales) -> None:
     assert scales(words, "!...!!") == [16, 16, 16, 16, 32, 32, 16]
 
 
-def test_it_does_not_fall_below_the_smallest_and_then_gives_up(scales) -> None:
+def test_overflow_at_the_minimum_scale_is_an_error(scales) -> None:
     words = "--min-scale 4 --initial-loss-scale 16 --hysteresis 1"
     assert scales(words, "!!") == [16, 8, 4]
     with pytest.raises(
@@ -71,5 +71,5 @@ def test_it_does_not_fall_below_the_smallest_and_then_gives_up(scales) -> None:
         scales(words, "!!!")
 
 
-def test_a_static_scale_stays(scales) -> None:
+def test_static_scale_is_constant(scales) -> None:
     assert scales("--loss-scale 128", "!.!") == [128] * 4

@@ -37,7 +37,7 @@ def loss_of(normalization: str, size: int, ranks: int) -> float:
     return loss.item() / ranks
 
 
-def mean_of_means(size: int) -> Tensor:
+def micro_batch_average(size: int) -> Tensor:
     """The classic loss by its definition."""
     means = [
         (losses * mask).sum() / max(mask.sum(), 1)
@@ -50,22 +50,22 @@ SPLITS = [(1, 1), (2, 1), (8, 1), (1, 2), (4, 2)]
 
 
 @pytest.mark.parametrize("size, ranks", SPLITS)
-def test_the_mean_over_the_global_batch_knows_no_split(run_ranks, size: int, ranks: int) -> None:
+def test_global_batch_mean_does_not_depend_on_the_split(run_ranks, size: int, ranks: int) -> None:
     expected = (LOSSES * MASK).sum() / MASK.sum()
     for loss in run_ranks(2, loss_of, "global-batch", size, ranks)[:ranks]:
         assert_close(torch.tensor(loss), expected)
 
 
-def test_the_mean_of_means_is_as_defined_and_knows_the_split(run_ranks) -> None:
+def test_micro_batch_mean_depends_on_the_split(run_ranks) -> None:
     found = {}
     for size, ranks in SPLITS:
         for loss in run_ranks(2, loss_of, "micro-batch", size, ranks)[:ranks]:
-            assert_close(torch.tensor(loss), mean_of_means(size))
+            assert_close(torch.tensor(loss), micro_batch_average(size))
         found[size] = loss
     assert len({round(loss, 4) for loss in found.values()}) == len(found)
 
 
-def test_without_a_mask_both_are_the_plain_mean(run_ranks) -> None:
+def test_both_losses_are_the_mean_without_a_mask(run_ranks) -> None:
     assert_close(*(torch.tensor(loss) for loss in run_ranks(1, both_without_mask)[0]))
 
 

@@ -10,7 +10,7 @@ from megatron.tools.planning.memory import stage_memory
 from megatron.tools.reporting.callbacks import smallest_change
 
 
-def test_the_end_of_the_memory_is_one_line(programs, tmp_path: Path) -> None:
+def test_out_of_memory_is_a_one_line_error(programs, tmp_path: Path) -> None:
     """Linux refuses the process what it requests, and torch's allocator raises."""
     words = "--train-iters 3 --batch-size 256 --eval-iters 0 --save-interval 1 --hidden-dropout 0".split()
     finished = programs.faulty(1, "memory 0 1 40", *words, "--save", tmp_path)

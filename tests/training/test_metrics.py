@@ -58,7 +58,7 @@ def test_a_log_interval_is_averaged(train_in_ranks, tmp_path):
     assert some == pytest.approx({2: sum(each[:2]) / 2, 4: sum(each[2:4]) / 2, 5: each[4]})
 
 
-def test_a_full_disk_ends_no_run(programs, tmp_path):
+def test_full_disk_does_not_end_the_run(programs, tmp_path):
     settings = "--train-iters 20 --batch-size 2 --eval-iters 0".split()
     command = (sys.executable, "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings)
     finished = programs.run(

@@ -17,7 +17,7 @@ def _has_libaio() -> bool:
     return get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False)
 
 
-def test_without_libaio_nvme_is_refused(programs: Programs, tmp_path, has_libaio: bool) -> None:
+def test_nvme_without_libaio_is_refused(programs: Programs, tmp_path, has_libaio: bool) -> None:
     if has_libaio:
         pytest.skip("libaio is installed here")
     finished = programs.pretrain(1, *SETTINGS, "--offload-optimizer", "nvme", "--nvme-path", tmp_path)
@@ -26,7 +26,7 @@ def test_without_libaio_nvme_is_refused(programs: Programs, tmp_path, has_libaio
 
 
 @pytest.mark.parametrize("kinds", ["--offload-optimizer nvme", "--offload-optimizer nvme --offload-param nvme"])
-def test_with_libaio_nvme_trains_alike(programs: Programs, tmp_path, has_libaio: bool, kinds: str) -> None:
+def test_nvme_with_libaio_keeps_losses(programs: Programs, tmp_path, has_libaio: bool, kinds: str) -> None:
     if not has_libaio:
         pytest.skip("libaio is not installed here")
     flags = {"kept": [], "offloaded": [*kinds.split(), "--nvme-path", tmp_path]}
@@ -37,7 +37,7 @@ def test_with_libaio_nvme_trains_alike(programs: Programs, tmp_path, has_libaio:
     assert losses["offloaded"] == pytest.approx(losses["kept"], rel=1e-4)
 
 
-def test_the_folder_must_be_there(programs: Programs, tmp_path) -> None:
+def test_nvme_folder_must_exist(programs: Programs, tmp_path) -> None:
     missing = tmp_path / "missing"
     finished = programs.pretrain(1, *SETTINGS, "--offload-param", "nvme", "--nvme-path", missing)
     assert finished.returncode == 2

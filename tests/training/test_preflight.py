@@ -89,7 +89,7 @@ def test_a_metrics_file_that_is_a_folder(corpus: Path) -> None:
     ]
 
 
-def test_places_without_permission() -> None:
+def test_folders_without_permission_are_refused() -> None:
     program = (
         "import os, sys; from pathlib import Path; "
         "from megatron.training.preflight import _file_problem, _folder_problem; "
@@ -127,7 +127,7 @@ def save(run: RunConfig, folder: Path, iteration: int) -> Path:
     return tag
 
 
-def test_one_command_line_begins_and_goes_on(corpus: Path) -> None:
+def test_auto_resume_starts_and_resumes(corpus: Path) -> None:
     """``--auto-resume`` takes what is in --save, then what is in --load, then a fresh start; never what is broken."""
     own, other = corpus / "own", corpus / "other"
     run = run_of(corpus, f"--auto-resume --save {own} --load {other}")
@@ -174,7 +174,7 @@ def test_the_schedule_has_flags_of_its_own(corpus: Path) -> None:
     assert "--seed is 7" in str(refusal(run_of(corpus, f"{words} --override-lr-scheduler --seed 7")))
 
 
-def test_the_gravest_error_gives_its_class(corpus: Path) -> None:
+def test_most_severe_error_sets_the_class(corpus: Path) -> None:
     (corpus / "text.bin").unlink()
     error = refusal(run_of(corpus, f"--load {corpus}/none --save {corpus}/vocab.json"))
     assert isinstance(error, ConfigError) and len(error.messages) == 3

@@ -44,7 +44,7 @@ def test_samples_skipped_twice_are_reported() -> None:
 
 
 @pytest.mark.parametrize("content", ["nonsense", '{"consumed_samples": 4}', '["iteration"]', "3"])
-def test_what_is_no_metrics_file_is_refused(tmp_path: Path, content: str) -> None:
+def test_invalid_metrics_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "metrics").write_text(content)
     with pytest.raises(DataError, match="metrics:1: not "):
         prove((FIRST,), (), tmp_path / "metrics")

@@ -48,7 +48,7 @@ def test_another_blend_is_refused(restarted: Restarted, programs: Programs) -> N
     assert swapped.returncode == 4 and "the content of --data-path is" in swapped.output
 
 
-def test_the_proof(restarted: Restarted, case: Case, tmp_path: Path) -> None:
+def test_proof_of_a_restarted_run(restarted: Restarted, case: Case, tmp_path: Path) -> None:
     found = prove(case.history, case.saved.skipped_samples, restarted.metrics)
     assert found.errors == [] and found.logged == 6 and found.repeated == [range(3, 5)]
     assert [(part.finished, part.last, part.first_place, part.end_place) for part in found.segments] == [
@@ -83,7 +83,7 @@ def test_a_batch_is_that_of_the_loader(case: Case, iteration: int, rank: int, da
 
 
 @pytest.mark.parametrize(("iteration", "skipped"), [(1, []), (6, []), (5, [[3, 5], [9, 10]])])
-def test_what_was_seen_is_what_the_batches_had(case: Case, iteration: int, skipped: list[list[int]]) -> None:
+def test_seen_samples_equal_those_of_the_batches(case: Case, iteration: int, skipped: list[list[int]]) -> None:
     saved = replace(case.saved, description={**case.saved.description, "left_out_samples": skipped})
     case = replace(case, saved=saved)
     numbers = [row["sample"] for made in range(1, iteration + 1) for row in batch_of(case, made, None)["samples"]]

@@ -83,7 +83,7 @@ def training(folder: Path) -> list[str]:
     ]  # fmt: skip
 
 
-def test_hosts_in_order_are_ready_and_their_bandwidth_is_shown(local_hosts: LocalHosts, folder: Path) -> None:
+def test_healthy_hosts_are_ready_with_their_bandwidth(local_hosts: LocalHosts, folder: Path) -> None:
     place = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     code, said = start(local_hosts, folder, "host-a host-b", *place, "pretrain_gpt2.py", *training(folder))
@@ -254,7 +254,7 @@ def test_more_slots_than_devices(ask: Ask, folder: Path) -> None:
     assert code == 6 and key == ("host-a", "devices") and "slot 98 is asked for" in found and "slots=" in fix
 
 
-def test_an_all_reduce_that_fails_is_red(local_hosts: LocalHosts, folder: Path) -> None:
+def test_failed_all_reduce_is_reported(local_hosts: LocalHosts, folder: Path) -> None:
     """The ranks are sent to an address where nobody is."""
     place = ["--master_addr", "198.51.100.1", "--master_port", str(free_port()), "--time-limit", "5"]
     code, said = start(local_hosts, folder, "host-a", *place)
@@ -273,7 +273,7 @@ def test_an_all_reduce_that_fails_is_red(local_hosts: LocalHosts, folder: Path) 
         ("a slots=1\n", ["--unknown"], "--unknown"),
     ],
 )
-def test_wrong_usage_asks_nobody(tmp_path: Path, text: str, words: list[str], reason: str) -> None:
+def test_wrong_usage_contacts_no_host(tmp_path: Path, text: str, words: list[str], reason: str) -> None:
     (tmp_path / "hostfile").write_text(text)
     tool = [sys.executable, str(ROOT / "tools" / "doctor.py"), "--hostfile", "hostfile", *words]
     environ = {**os.environ, "HOME": str(tmp_path), "DS_ACCELERATOR": "cpu"}

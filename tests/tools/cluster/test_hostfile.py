@@ -53,13 +53,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("text", BROKEN)
-def test_a_broken_line_is_named_by_line_and_column(tmp_path: Path, text: str) -> None:
+def test_malformed_line_is_named_by_line_and_column(tmp_path: Path, text: str) -> None:
     (message,) = complaints(tmp_path, text)
     place, reason = BROKEN[text]
     assert message.startswith(place) and reason in message and "\n" not in message
 
 
-def test_every_broken_line_is_named(tmp_path: Path) -> None:
+def test_every_malformed_line_is_named(tmp_path: Path) -> None:
     assert [message.split(": ")[0] for message in complaints(tmp_path, "a\nb slots=1\nc slots=0\n;\n")] == [
         ":1:2", ":3:3", ":4:1",
     ]  # fmt: skip
@@ -73,7 +73,7 @@ def test_every_broken_line_is_named(tmp_path: Path) -> None:
         "a\nslots=1",
     ],
 )  # fmt: skip
-def test_nothing_that_a_shell_or_ssh_obeys_is_a_host(tmp_path: Path, name: str) -> None:
+def test_hosts_that_a_shell_or_ssh_would_interpret_are_refused(tmp_path: Path, name: str) -> None:
     assert complaints(tmp_path, f"{name} slots=1")
 
 
@@ -116,7 +116,7 @@ def test_filters_leave_the_same_as_deepspeeds(include: str, exclude: str, left: 
         ("", "a@b@c", ["leaves no host"]),
     ],
 )
-def test_a_filter_that_makes_no_sense(include: str, exclude: str, words: list[str]) -> None:
+def test_contradictory_filter_is_refused(include: str, exclude: str, words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         select(HOSTS, include, exclude)
     assert all(word in str(caught.value) for word in words), caught.value

@@ -39,7 +39,7 @@ def refusals(hostfile: Path, *words: str, environ: dict[str, str] | None = None)
     return caught.value.messages
 
 
-def test_ssh_asks_nobody_and_takes_no_host_for_an_option() -> None:
+def test_ssh_never_prompts_and_hosts_are_not_options() -> None:
     command = ssh_command("worker-1", ["ls", "a b; touch marker"], port=2222)
     assert command[-2:] == ["worker-1", "ls 'a b; touch marker'"] and command[-3] == "--"
     assert "BatchMode=yes" in command and "ConnectTimeout=5" in command and command[command.index("-p") + 1] == "2222"
@@ -47,7 +47,7 @@ def test_ssh_asks_nobody_and_takes_no_host_for_an_option() -> None:
 
 
 @pytest.mark.parametrize("argument", HOSTILE)
-def test_what_deepspeed_and_a_shell_make_of_a_quoted_argument(tmp_path: Path, argument: str) -> None:
+def test_quoted_arguments_survive_deepspeed_and_a_shell(tmp_path: Path, argument: str) -> None:
     """DeepSpeed's part is its own, a shell's too; of pdsh, whose part is %, the next test has the real one."""
     from deepspeed.launcher.multinode_runner import PDSHRunner
 
@@ -104,7 +104,7 @@ def test_a_hostile_hostfile_runs_nothing(programs: Programs, tmp_path: Path, lin
         (["--include=host-a;x"], "the hostfile has no"),
     ],
 )
-def test_a_flag_that_a_remote_shell_would_obey_is_refused(hostfile: Path, words: list[str], reason: str) -> None:
+def test_flag_that_a_remote_shell_would_interpret_is_refused(hostfile: Path, words: list[str], reason: str) -> None:
     (message,) = refusals(hostfile, *words)
     assert reason in message and words[0].split("=")[0] in message
 
@@ -112,13 +112,13 @@ def test_a_flag_that_a_remote_shell_would_obey_is_refused(hostfile: Path, words:
 @pytest.mark.parametrize(
     "words", [["--ssh_port", "22;x"], ["--master_port", "0"], ["--unknown"], ["--launcher", "x"], ["--num_gpus", "0"]]
 )
-def test_a_flag_that_makes_no_sense_is_refused(words: list[str]) -> None:
+def test_unsupported_flag_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
         read_launch([*words, "x.py"])
 
 
 @pytest.mark.parametrize("value", ["x; touch m", "x $(touch m)", "`m`", 'a"b', "a\\b", "%h", "a\nb"])
-def test_a_variable_that_a_remote_shell_would_obey_is_refused_without_its_value(hostfile: Path, value: str) -> None:
+def test_variable_that_a_remote_shell_would_interpret_is_refused_without_its_value(hostfile: Path, value: str) -> None:
     refused = refusals(hostfile, environ={"DS_ACCELERATOR": "cpu", "UCX_X": value}) if value != "x; touch m" else []
     assert all("UCX_X" in message and value not in message for message in refused)
     assert len(refused) == (value != "x; touch m")  # which DeepSpeed does put between double quotes
@@ -129,7 +129,7 @@ def test_a_variable_that_a_remote_shell_would_obey_is_refused_without_its_value(
     [("A=1\nB=$(touch m)\n", ":2:3: "), ("# A=1\n", ":1:1: "), ("\nA=1\n", ":1:1: "), ("export A=1\n", ":1:1: "),
      ("A;touch m=1\n", ":1:1: ")],
 )  # fmt: skip
-def test_an_environment_file_that_deepspeed_or_a_shell_would_stumble_over(
+def test_malformed_environment_file_is_refused(
     hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, place: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -138,7 +138,7 @@ def test_an_environment_file_that_deepspeed_or_a_shell_would_stumble_over(
     assert message.startswith(f"{tmp_path}/.deepspeed_env{place}")
 
 
-def test_a_folder_that_a_remote_shell_would_obey_is_refused(
+def test_folder_that_a_remote_shell_would_interpret_is_refused(
     hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "a;touch marker"
@@ -164,7 +164,7 @@ def test_numbers_of_hosts_and_processes(hostfile: Path) -> None:
     assert "do not go with" in refusals(hostfile, "--num_gpus", "1", "-i", "host-a")[0]
 
 
-def test_on_one_host_words_stay_as_they_are(hostfile: Path) -> None:
+def test_arguments_are_unchanged_on_one_host(hostfile: Path) -> None:
     words = ["--hostfile", str(hostfile), "-i", "host-a", "--master_port", "29501", "x y.py", *HOSTILE]
     command = launcher_words(read_launch(words), {"DS_ACCELERATOR": "cpu", "UCX_X": "$x"})
     assert command[-len(HOSTILE) - 1 :] == ["x y.py", *HOSTILE]

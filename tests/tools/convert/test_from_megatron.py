@@ -169,7 +169,7 @@ def logits(run_ranks, tmp_path: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_the_same_model_comes_out_of_each(run_ranks, logits: Tensor, tmp_path: Path, writer: str):
+def test_every_format_gives_the_same_model(run_ranks, logits: Tensor, tmp_path: Path, writer: str):
     WRITERS[writer](tmp_path / "theirs")
     model = whole_model(read_shards(tmp_path / "theirs"), SAID)
     (tmp_path / "ours").mkdir()
@@ -255,7 +255,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_is_reported(tmp_path: Path, fault: str):
+def test_errors_of_a_checkpoint_are_reported(tmp_path: Path, fault: str):
     write_megatron_deepspeed(tmp_path, size=2)
     spoil, message = FAULTS[fault]
     spoil(tmp_path)
@@ -285,7 +285,7 @@ def test_an_empty_file_of_megatron_lm_is_one_line(programs: Programs, tmp_path: 
         (GivenModel(heads=HEADS, vocab_size=97), "the vocabulary has 97 tokens"),
     ],
 )
-def test_what_must_be_given(tmp_path: Path, said: GivenModel, message: str):
+def test_missing_values_are_requested(tmp_path: Path, said: GivenModel, message: str):
     write_ancestor(tmp_path, size=2)
     with pytest.raises(ConfigError) as caught:
         whole_model(read_shards(tmp_path), said)
@@ -310,7 +310,7 @@ def test_a_pickle_runs_no_code(tmp_path: Path, file: str):
 
 
 @pytest.mark.parametrize("held", ["weights", "harm"])
-def test_files_of_the_time_before_zip(tmp_path: Path, held: str):
+def test_files_of_torch_before_zip(tmp_path: Path, held: str):
     write_megatron_deepspeed(tmp_path, size=1)
     file = tmp_path / "global_step7" / "mp_rank_00_model_states.pt"
     value = {"args": ARGS, "more": Harm(tmp_path / "marker") if held == "harm" else None}
@@ -323,7 +323,7 @@ def test_files_of_the_time_before_zip(tmp_path: Path, held: str):
     assert not (tmp_path / "marker").exists()
 
 
-def test_a_checkpoint_of_ours_is_none_of_theirs(tmp_path: Path):
+def test_checkpoint_of_this_project_is_refused(tmp_path: Path):
     write_checkpoint(tmp_path, WholeModel(CONFIG, WEIGHTS), vocab_file=None, merge_file=None)
     with pytest.raises(CheckpointError, match="is a checkpoint of this suite"):
         read_shards(tmp_path)

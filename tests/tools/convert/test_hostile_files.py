@@ -42,7 +42,7 @@ HOSTILE = {
 }
 
 
-def test_the_file_they_are_made_from_is_read(tmp_path: Path):
+def test_undamaged_file_is_read(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(WHOLE)
     assert {name: tensor.tolist() for name, tensor in read_tensors(tmp_path).items()} == {"a": [0, 0], "b": [0, 0]}
 
@@ -67,7 +67,7 @@ def test_a_hostile_header_is_refused(tmp_path: Path, case: str):
         ({}, "has no weight_map"),
     ],
 )
-def test_an_index_names_what_is_beside_it(tmp_path: Path, weight_map: object, message: str):
+def test_index_names_only_files_in_its_folder(tmp_path: Path, weight_map: object, message: str):
     for place in (tmp_path, tmp_path / "folder", tmp_path / "folder" / "part"):
         place.mkdir(exist_ok=True)
         (place / "model-1.safetensors").write_bytes(WHOLE)
@@ -122,7 +122,7 @@ def test_older_files_hold_masks_and_a_head_too(tmp_path: Path):
 
 
 @pytest.mark.parametrize("size", ["n_layer", "n_embd", "n_positions", "n_inner", "vocab_size"])
-def test_a_size_beyond_all_bounds_makes_nothing_large(tmp_path: Path, size: str):
+def test_huge_size_allocates_nothing(tmp_path: Path, size: str):
     (tmp_path / "config.json").write_text(json.dumps(GPT2 | {size: 1 << 60}))
     save_file(weights(), tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="holds 16 tensors, which cannot be the model of"):
@@ -178,7 +178,7 @@ def test_a_config_of_another_model(changes: dict, message: str):
         ({"pre_tokens": 2}, "--pre-tokens 2, so its attention sees less than its 4 positions"),
     ],
 )
-def test_what_hugging_face_cannot_say(changes: dict, message: str):
+def test_unsupported_settings_of_hugging_face_are_refused(changes: dict, message: str):
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 32}
     config = ModelConfig(**sizes, max_position_embeddings=4, vocab_size=10, padded_vocab_size=10)
     assert from_huggingface(to_huggingface(config, "float32"), Path("config.json")) == ModelConfig(

@@ -96,7 +96,7 @@ def test_metrics_are_those_of_transformers(run_ranks, place: Path, theirs, layou
             assert ours == run_ranks(1, evaluate_on_rank, [*words, "--load", str(place / "hf")])[0], "to the last bit"
 
 
-def test_started_as_users_do(programs, place: Path, tmp_path: Path):
+def test_command_line_of_the_tool(programs, place: Path, tmp_path: Path):
     """The classic flags under deepspeed; the file holds what the screen shows."""
     words = [word.format(place) for word in TASKS["LAMBADA strict"]]
     finished = programs.run(

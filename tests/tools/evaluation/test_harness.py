@@ -118,7 +118,7 @@ def test_results_are_those_of_transformers(run_ranks, place: Path, tasks, tmp_pa
             assert told["results"][task][f"{metric},none"] == pytest.approx(value, rel=1e-5), name
 
 
-def test_by_name_as_users_do(programs, place: Path, tasks, tmp_path: Path):
+def test_harness_finds_the_model_by_name(programs, place: Path, tasks, tmp_path: Path):
     environ = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     programs.warm(
         1, "tools/lm_eval_adapter.py", "--load", place / "hf", "--tasks", "own_last_word", "--include_path", tasks[0],

@@ -65,7 +65,7 @@ def wrong(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("GLUE {place}/plain.txt", "--task"),
     ],
 )
-def test_refused_in_one_line(place: Path, wrong: Path, words: str, message: str):
+def test_mistakes_are_one_line_errors(place: Path, wrong: Path, words: str, message: str):
     tool = load_tool("evaluate")
     task, data, *flags = words.format(place=place, wrong=wrong).split()
     with pytest.raises(UserError) as refused:

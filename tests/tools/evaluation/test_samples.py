@@ -8,7 +8,7 @@ from megatron.tools.evaluation.tasks import Windows, last_inputs
 
 @pytest.mark.parametrize("length", [2, 3, 8, 9, 10, 17, 40, 41])
 @pytest.mark.parametrize(("size", "stride"), [(8, 1), (8, 3), (8, 8), (1, 1)])
-def test_every_token_is_predicted_once_with_context_enough(length: int, size: int, stride: int):
+def test_every_token_is_predicted_once_with_enough_context(length: int, size: int, stride: int):
     windows = Windows(np.arange(length), size=size, stride=stride)
     predicted = []
     for number, window in enumerate(windows):
@@ -26,6 +26,6 @@ def test_nothing_to_predict(length: int):
     assert len(Windows(np.arange(length), size=4, stride=2)) == 0
 
 
-def test_a_text_that_is_too_long_is_cut_in_front():
+def test_long_text_is_truncated_at_its_start():
     assert list(last_inputs([1, 2, 3, 4, 5, 6], 2, 3).tokens) == [3, 4, 5, 6]
     assert list(last_inputs([1, 2, 3], 2, 8).tokens) == [1, 2, 3]

@@ -32,7 +32,7 @@ def test_the_whole_last_word_or_its_last_token(tmp_path: Path, tokenizer: Tokeni
     assert tokenizer.detokenize(sample.tokens) == text
 
 
-def test_a_passage_that_is_too_long_loses_its_beginning(tmp_path: Path, tokenizer: Tokenizer):
+def test_long_passage_is_truncated_at_its_start(tmp_path: Path, tokenizer: Tokenizer):
     task = lambada(tmp_path, tokenizer, "the ship " * 20 + "sea", strict=True, seq_length=5)
     (sample,) = task.samples
     assert len(sample.tokens) == 6
@@ -56,14 +56,14 @@ def test_metrics_of_a_text(tmp_path: Path, tokenizer: Tokenizer):
     assert metrics["byte_perplexity"] == pytest.approx(np.exp(8 / 7))
 
 
-def test_a_perplexity_beyond_all_numbers(tmp_path: Path, tokenizer: Tokenizer):
+def test_overflowing_perplexity_is_none(tmp_path: Path, tokenizer: Tokenizer):
     (tmp_path / "a.txt").write_text("q" * 300)
     task = make_task("PPL", Request(tmp_path / "a.txt", 48, 32), tokenizer)
     metrics = task.metrics(Scores(np.array([900.0]), np.array([False])))
     assert metrics["word_perplexity"] is None and metrics["perplexity"] > 1
 
 
-def test_a_loss_that_is_no_number(tmp_path: Path, tokenizer: Tokenizer):
+def test_non_finite_loss_is_an_error(tmp_path: Path, tokenizer: Tokenizer):
     task = lambada(tmp_path, tokenizer, "the sea", strict=True)
     with pytest.raises(NumericsError, match="sample 1 has the loss nan"):
         task.metrics(Scores(np.array([1.0, np.nan]), np.array([True, False])))

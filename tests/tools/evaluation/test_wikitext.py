@@ -36,7 +36,7 @@ def test_words_are_those_of_the_original():
     assert count_words(" = A b = \n \n c d . \n") == 9
 
 
-def test_as_the_harness_has_it():
+def test_detokenizer_equals_that_of_the_harness():
     """The EleutherAI harness applies the same published rules."""
     spec = importlib.util.find_spec("lm_eval")
     file = Path(spec.submodule_search_locations[0], "tasks", "wikitext", "preprocess_wikitext.py")

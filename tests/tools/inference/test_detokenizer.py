@@ -37,7 +37,7 @@ def test_half_a_character_at_the_end_is_replaced(tokenizer):
     assert stream.finish() == tokenizer.detokenize(half)
 
 
-def test_bytes_that_never_become_a_character_hold_nothing_up(tokenizer):
+def test_invalid_bytes_do_not_delay_the_text(tokenizer):
     stream = Detokenizer(tokenizer, [])
     tokens = [*tokenizer.tokenize("🙂")[:-1], *tokenizer.tokenize("ab")]
     text = "".join(stream.push(token) for token in tokens)
@@ -53,18 +53,18 @@ def test_bytes_that_never_become_a_character_hold_nothing_up(tokenizer):
         (("naïve",), ""),
     ],
 )
-def test_a_stop_string_is_never_said(tokenizer, stop, left):
+def test_stop_string_is_never_part_of_the_text(tokenizer, stop, left):
     pieces = _pieces(tokenizer, SAID, stop)
     assert "".join(pieces) == left
 
 
-def test_what_may_become_a_stop_string_waits(tokenizer):
+def test_possible_stop_string_is_delayed(tokenizer):
     stream = Detokenizer(tokenizer, [], ("abc",))
     said = [stream.push(token) for token in tokenizer.tokenize("xab")]
     assert "".join(said) == "x"
     assert "".join(stream.push(token) for token in tokenizer.tokenize("d")) == "abd"
 
 
-def test_words_keep_the_blank_before_them(programs):
+def test_words_keep_their_leading_space(programs):
     tokenizer = build_tokenizer("WhitespaceTokenizer", programs.data_arguments[3], None)
     assert "".join(_pieces(tokenizer, "w1 w2 w3", prompt="w5")) == " w1 w2 w3"

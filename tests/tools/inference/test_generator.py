@@ -102,7 +102,7 @@ def on_one_and_two(foreign: Path, _rank_pools) -> dict[int, list[dict[str, Any]]
     return {size: _rank_pools.run(size, all_ways, foreign) for size in (1, 2)}
 
 
-def test_greedy_text_of_a_cut_checkpoint_is_that_of_transformers(cut: Path, exported: Path, run_ranks):
+def test_greedy_text_of_a_sharded_checkpoint_equals_transformers(cut: Path, exported: Path, run_ranks):
     (one,) = run_ranks(1, greedy_with_ours, cut)
     two = run_ranks(2, greedy_with_ours, cut)
     expected = [theirs(exported, prompt, LENGTH)[0] for prompt in PROMPTS]
@@ -112,7 +112,7 @@ def test_greedy_text_of_a_cut_checkpoint_is_that_of_transformers(cut: Path, expo
     assert two == [one, one]
 
 
-def test_two_ranks_write_what_one_does(on_one_and_two):
+def test_two_ranks_generate_the_same_text(on_one_and_two):
     (one,) = on_one_and_two[1]
     assert on_one_and_two[2] == [one, one]
 
@@ -124,7 +124,7 @@ def test_samples(on_one_and_two):
     assert ways["another seed"] not in ways["samples"]
 
 
-def test_pieces_make_up_the_text(on_one_and_two):
+def test_streamed_pieces_add_up_to_the_text(on_one_and_two):
     (ways,) = on_one_and_two[1]
     assert ways["in pieces"] == ways["samples"][1]
     assert "length" in ways["reasons"] and set(ways["reasons"]) <= {"length", "stop"}
@@ -138,7 +138,7 @@ def test_a_stop_string_ends_the_text(on_one_and_two):
     assert 0 < len(stopped.tokens) < 30
 
 
-def test_a_window_that_slides(on_one_and_two):
+def test_sliding_window(on_one_and_two):
     (ways,) = on_one_and_two[1]
     assert ways["slid"] == ways["slid anew"] and max(map(len, ways["slid"])) == 60
 

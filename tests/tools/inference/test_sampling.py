@@ -13,7 +13,7 @@ def _chosen(sampling: Sampling, draws: int = 400, seen: tuple[int, ...] = ()) ->
     return {choose(LOGITS, sampling, generator, seen) for _ in range(draws)}
 
 
-def test_choosing_among_some():
+def test_top_k_and_top_p():
     assert _chosen(Sampling(greedy=True)) == {1}
     assert _chosen(Sampling(temperature=5.0)) == {0, 1, 2, 3, 4}
     assert _chosen(Sampling(temperature=5.0, top_k=2)) == {1, 3}
@@ -30,14 +30,14 @@ def test_frequencies_are_the_probabilities():
     torch.testing.assert_close(shares, LOGITS.softmax(0), atol=0.03, rtol=0)
 
 
-def test_what_was_said_is_less_likely():
+def test_repetition_penalty():
     assert penalized(LOGITS, (1, 4, 4), 2.0).tolist() == [0.0, 1.5, 1.0, 2.0, -2.0]
     assert _chosen(Sampling(greedy=True, repetition_penalty=2.0), seen=(1,)) == {3}
     assert LOGITS[1] == 3.0, "the model's own are left as they are"
 
 
 @pytest.mark.parametrize("other", [(2, [5, 6], 0), (1, [5, 7], 0), (1, [5, 6], 1)], ids=["seed", "prompt", "sample"])
-def test_random_numbers_depend_on(other):
+def test_random_numbers_depend_on_seed_prompt_and_sample(other):
     first, again, another = (sample_generator(*key) for key in ((1, [5, 6], 0), (1, [5, 6], 0), other))
     drawn = [torch.rand(4, generator=stream).tolist() for stream in (first, again, another)]
     assert drawn[0] == drawn[1] != drawn[2]

@@ -54,7 +54,7 @@ def test_every_kind_of_path_is_opened(kinds, run_ranks):
     assert run_ranks(1, weights_agree, ours) == [list(ours)]
 
 
-def test_a_broken_checkpoint_is_stood_in_for(cut: Path, tmp_path: Path):
+def test_falls_back_from_a_damaged_checkpoint(cut: Path, tmp_path: Path):
     folder = tmp_path / "ck"
     shutil.copytree(cut, folder)
     shutil.copytree(folder / "global_step2", folder / "global_step9")
@@ -99,7 +99,7 @@ def test_a_folder_without_a_tokenizer(exported: Path, foreign: Path, tmp_path: P
         open_source(exported, TokenizerFiles(str(foreign / "vocab.json"), str(foreign / "merges.txt")))
 
 
-def test_what_holds_no_model(tmp_path: Path):
+def test_folders_without_a_model_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="nowhere: no such file or folder"):
         open_source(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="is no checkpoint"):

@@ -34,6 +34,6 @@ def test_the_nearest_limit_counts(settings, prompt, longest):
         ({"out_seq_length": 50, "slides": True}, 51, "--out-seq-length 50 leaves none"),
     ],
 )
-def test_what_does_not_fit_is_refused(settings, prompt, words):
+def test_too_long_prompts_are_refused(settings, prompt, words):
     with pytest.raises(ConfigError, match=words):
         checked_length([1] * prompt, StoppingCriteria(context=100, **settings))

@@ -39,12 +39,12 @@ def settled_bert(words: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("words", LAYOUTS)
-def test_layers_hold_what_the_planner_counts(words, programs):
+def test_built_layers_have_the_planned_memory(words, programs):
     check_ranks(settled(words, programs, 48))
 
 
 @pytest.mark.parametrize("words", ["--model-parallel-size 2", "--pipe-parallel-size 2 --bf16"])
-def test_layers_of_bert_hold_what_the_planner_counts(words):
+def test_built_layers_of_bert_have_the_planned_memory(words):
     check_ranks(settled_bert(words))
 
 
@@ -68,7 +68,7 @@ def check_ranks(run: RunConfig) -> None:
             assert exact.memory == stage_memory(run, owner)[number]
 
 
-def test_some_ranks_of_a_thousand(programs):
+def test_dry_run_of_some_ranks_of_a_thousand(programs):
     words = "--model-parallel-size 2 --pipe-parallel-size 4 --zero-stage 1 --batch-size 1 --gas 8 --train-iters 1"
     finished = programs.python(
         "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, "--split", "1,0,0", "--eval-iters", "0",
@@ -97,7 +97,7 @@ def test_some_ranks_of_a_thousand(programs):
         ("--dry-run --load nowhere", 4, "nowhere"),
     ],
 )
-def test_what_a_run_refuses_is_refused(programs, words, exit_code, message):
+def test_dry_run_refuses_what_a_run_refuses(programs, words, exit_code, message):
     finished = programs.python(
         "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *"--batch-size 2 --train-iters 4".split(),
         *words.split(),

@@ -79,7 +79,7 @@ def test_one_of_several_ranks_explains(programs: Programs, rank: str) -> None:
     assert rank == "0" or finished.output == ""
 
 
-def test_what_is_missing_on_this_host_comes_behind_the_explanation(programs: Programs) -> None:
+def test_missing_files_are_reported_after_the_explanation(programs: Programs) -> None:
     words = ["--data-path", "nowhere"]
     finished = programs.python("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SIZES, *words)
     assert finished.returncode == 3

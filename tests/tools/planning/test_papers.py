@@ -38,7 +38,7 @@ def test_parameters_are_those_of_gpt2(layers, hidden, heads):
 
 
 @pytest.mark.parametrize("t", [1, 2, 8])
-def test_a_layer_keeps_what_the_paper_says(t):
+def test_activations_of_a_layer_equal_the_paper(t):
     """But for numbers of four bytes: mean and deviation of the norms, and one of each row of attention."""
     run = run_of(f"{GPT3} --zero-stage 1 --model-parallel-size {t}")
     small = 4 * (4 * 2048 + 96 // t * 2048)
@@ -48,7 +48,7 @@ def test_a_layer_keeps_what_the_paper_says(t):
     assert activations(whole).kept_input == formulas.layer_activations(2048, 1, 12288, 96, t, recompute="full")
 
 
-def test_a_cut_sequence_cuts_all_but_the_inputs_of_linears():
+def test_sequence_parallelism_shards_all_but_inputs_of_linears():
     """The paper gathers those again in the backward pass: four of its 34 bytes."""
     run = run_of(f"{GPT3} --zero-stage 1 --model-parallel-size 8 --sequence-parallel")
     paper = formulas.layer_activations(2048, 1, 12288, 96, 8, sequence_parallel=True, recompute="selective")

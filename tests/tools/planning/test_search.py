@@ -41,7 +41,7 @@ def test_every_layout_is_listed_or_counted_with_its_reason():
     assert reasons["sequence parallelism needs tensor parallelism"] > 0
 
 
-def test_what_is_listed_parses_and_what_it_takes_adds_up():
+def test_listed_layouts_are_legal_and_memory_adds_up():
     plan = search(request_of(devices=4))
     for one in plan.fitting[:: max(len(plan.fitting) // 12, 1)]:
         run = parse_run(one.command, one.request.environ)
@@ -54,7 +54,7 @@ def test_what_is_listed_parses_and_what_it_takes_adds_up():
     assert totals == sorted(totals)
 
 
-def test_what_the_user_settles_stays():
+def test_flags_of_the_user_are_kept():
     plan = search(request_of("--model-parallel-size", "2", "--zero-stage", "1", "--batch-size", "2"))
     found = [*plan.fitting, *plan.too_large]
     assert found
@@ -64,14 +64,14 @@ def test_what_the_user_settles_stays():
         assert one.run.train.micro_batch_size == 2
 
 
-def test_a_model_that_does_not_fit_is_told_by_how_much():
+def test_missing_memory_is_reported():
     plan = search(request_of(model="175b"))
     assert not plan.fitting
     assert plan.too_large[0].memory.total == min(one.memory.total for one in plan.too_large)
     assert plan.too_large[0].memory.total > plan.too_large[0].request.room
 
 
-def test_a_batch_that_does_not_divide_is_a_reason():
+def test_indivisible_batch_is_a_reason():
     plan = search(request_of("--global-batch-size", "12", devices=8))
     reasons = {rejection.reason: rejection.example for rejection in plan.rejections}
     assert "data-parallel size 8" in reasons["the global batch falls into equal parts"]
@@ -90,7 +90,7 @@ def test_the_largest_model_fits_as_it_was_trained():
     assert {one.run.activation.recompute_granularity for one in plan.fitting} == {None, "selective", "full"}
 
 
-def test_micro_batches_are_many_enough_for_a_schedule_of_two_ways():
+def test_dualpipev_has_enough_micro_batches():
     plan = search(request_of("--pipeline-schedule", "dualpipev", devices=4))
     found = [*plan.fitting, *plan.too_large]
     assert found
@@ -98,7 +98,7 @@ def test_micro_batches_are_many_enough_for_a_schedule_of_two_ways():
         assert one.run.train.gradient_accumulation_steps >= 2 * one.run.parallel.pipe_stages
 
 
-def test_the_search_takes_no_torch():
+def test_search_imports_no_torch():
     program = (
         "import sys; sys.modules['torch'] = None; sys.argv[:] = ['plan.py', '--model', '345m', '--devices', '4', "
         "'--global-batch-size', '8']; sys.path.insert(0, 'tools'); import runpy; "

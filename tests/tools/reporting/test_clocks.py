@@ -14,7 +14,7 @@ def differences() -> tuple[float, float]:
     return apart, seconds_ahead(time.perf_counter, machine())
 
 
-def test_clocks_that_differ_are_brought_together(run_ranks) -> None:
+def test_clock_offsets_are_estimated(run_ranks) -> None:
     (first, same), (second, also_same) = run_ranks(2, differences)
     assert (first, same, also_same) == (0, 0, 0)
     assert abs(second - 1000) < 10

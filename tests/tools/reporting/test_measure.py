@@ -15,7 +15,7 @@ from megatron.tools.reporting.timeline import Event, measure, to_json, unit_seco
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(1, 2), (2, 1), (2, 3), (4, 8)])
-def test_a_pipeline_that_keeps_to_theory(stages: int, micro_batches: int) -> None:
+def test_measures_of_an_ideal_pipeline(stages: int, micro_batches: int) -> None:
     measures = measure(by_theory(stages, micro_batches))
     assert measures.theory == bubble(stages, micro_batches) == (stages - 1) / (micro_batches + stages - 1)
     assert measures.bubble == pytest.approx(measures.theory)
@@ -27,7 +27,7 @@ def test_a_pipeline_that_keeps_to_theory(stages: int, micro_batches: int) -> Non
         assert sum(rank.values()) == pytest.approx(measures.seconds)
 
 
-def test_communication_is_what_both_ends_are_there_for() -> None:
+def test_communication_starts_when_both_ranks_are_ready() -> None:
     timeline = by_theory(2, 1)  # ends at 7, the first pass at 1, the second begins then
     sent = Event("SendActivation", 1.0, 1.5, 5, 1)
     received = Event("RecvActivation", 0.0, 1.5, 5, 1)  # a second of it is waiting
@@ -39,7 +39,7 @@ def test_communication_is_what_both_ends_are_there_for() -> None:
     assert measure(timeline).communication == pytest.approx((0.5 + 0.75) / 2 / 7)
 
 
-def test_what_units_cost() -> None:
+def test_seconds_of_each_layer() -> None:
     layer = (FORWARD + BACKWARD) / 2
     assert unit_seconds(by_theory(2, 3)) == pytest.approx([0, layer, layer, layer, layer, 0])
     timeline = by_theory(2, 3)
@@ -55,7 +55,7 @@ def test_what_units_cost() -> None:
     assert costs[3] == pytest.approx(2 * layer), "a pass that is made again counts"
 
 
-def test_a_timeline_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_timeline_is_written_and_read(tmp_path: Path) -> None:
     timeline = by_theory()
     (tmp_path / "trace.json").write_text(to_json(timeline, range(2)))
     assert read_timeline(tmp_path) == read_timeline(tmp_path / "trace.json") == timeline
@@ -77,14 +77,14 @@ def test_a_timeline_comes_back_from_its_file(tmp_path: Path) -> None:
         (to_json(by_theory(), range(2)).replace('"dur": 1000000.0', '"dur": "x"'), "not a trace of this suite"),
     ],
 )
-def test_a_file_that_is_no_timeline(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_timeline_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "trace.json").write_text(text)
     with pytest.raises(ConfigError, match=f"{tmp_path}/trace.json: {message}") as caught:
         read_timeline(tmp_path)
     assert caught.value.exit_code == 2 and len(caught.value.messages) == 1
 
 
-def test_the_picture_has_every_pass_and_the_figures() -> None:
+def test_picture_has_every_pass_and_the_measures() -> None:
     timeline = by_theory(2, 3)
     drawn = draw(timeline, measure(timeline))
     for words in ("rank 1, stage 1", "ForwardPass of micro-batch 3: 1000.00 ms", "forward of micro-batch 3",

@@ -48,7 +48,7 @@ def slow_run(_rank_pools, programs, tmp_path_factory) -> tuple[RankTraining, Pat
     return train, folder
 
 
-def test_theory_is_what_deepspeed_plans() -> None:
+def test_instructions_equal_deepspeeds_schedule() -> None:
     for stages, micro_batches in itertools.product(range(1, 6), range(1, 8)):
         for stage in range(stages):
             counts: dict[str, int] = {}
@@ -60,11 +60,11 @@ def test_theory_is_what_deepspeed_plans() -> None:
             assert planned == instructions(stage, stages, micro_batches)
 
 
-def test_two_stages_do_what_theory_draws(slow_run: tuple[RankTraining, Path]) -> None:
+def test_trace_of_two_stages_follows_the_schedule(slow_run: tuple[RankTraining, Path]) -> None:
     _assert_theory(read_timeline(slow_run[1]), stages=2, micro_batches=3)
 
 
-def test_four_stages_do_what_theory_draws(train_in_ranks, tmp_path: Path) -> None:
+def test_trace_of_four_stages_follows_the_schedule(train_in_ranks, tmp_path: Path) -> None:
     train_in_ranks(4, *SETTINGS, "--gas", 6, "--pipe-parallel-size", 4, "--trace", tmp_path)
     _assert_theory(read_timeline(tmp_path), stages=4, micro_batches=6)
 
@@ -91,7 +91,7 @@ def _instruction(event: Any) -> Instruction:
     return Instruction(event.name, event.micro_batch, event.phase)
 
 
-def test_a_slow_layer_gets_a_stage_to_itself(slow_run: tuple[RankTraining, Path], tmp_path: Path) -> None:
+def test_slow_layer_has_its_own_stage(slow_run: tuple[RankTraining, Path], tmp_path: Path) -> None:
     """And the losses are what they were."""
     train, folder = slow_run
     words = ("--gas", 3, "--pipe-parallel-size", 2, "--trace", tmp_path, "--metrics-file", tmp_path / "metrics")
@@ -134,7 +134,7 @@ def test_the_plain_engine_with_tensor_parallelism_and_recomputation(train_in_ran
     assert all(rank["collectives"] > 0 for rank in measure(timeline).ranks)
 
 
-def test_two_pieces_to_a_stage(train_in_ranks, tmp_path: Path) -> None:
+def test_trace_of_two_model_chunks_per_stage(train_in_ranks, tmp_path: Path) -> None:
     words = ("--gas", 4, "--pipe-parallel-size", 2, "--pipeline-schedule", "dualpipev", "--trace", tmp_path)
     train_in_ranks(2, *SETTINGS, *words)
     timeline = read_timeline(tmp_path)

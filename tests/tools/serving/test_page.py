@@ -31,7 +31,7 @@ def page(server: Served) -> Iterator:
         browser.close()
 
 
-def test_a_prompt_is_continued_while_one_looks_on(server, page):
+def test_page_streams_a_completion(server, page):
     from playwright.sync_api import expect
 
     expect.set_options(timeout=60_000)

@@ -40,7 +40,7 @@ def _with_a_driver(queue, talk) -> None:
         thread.join()
 
 
-def test_requests_are_answered_in_order_and_failures_are_theirs_alone(capsys):
+def test_requests_are_answered_in_order_and_fail_independently(capsys):
     async def talk():
         answers = [_text(queue, request) for request in (2, "bad", 3)]
         first, bad, last = await asyncio.gather(*answers, return_exceptions=True)
@@ -53,7 +53,7 @@ def test_requests_are_answered_in_order_and_failures_are_theirs_alone(capsys):
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
-def test_time_runs_out_for_the_one_in_work_and_for_those_that_wait():
+def test_timeout_of_running_and_waiting_requests():
     async def talk():
         endless = [_text(queue, "endless"), _text(queue, "endless")]
         for error in await asyncio.gather(*endless, return_exceptions=True):

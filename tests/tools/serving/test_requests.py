@@ -28,14 +28,14 @@ def read(body):
     return read_completion(body if isinstance(body, bytes) else json.dumps(body).encode(), "my", Words(), LIMITS)
 
 
-def test_what_is_left_out_is_as_at_openai():
+def test_defaults_are_those_of_openai():
     asked = read({"model": "my", "prompt": "once upon"})
     assert (asked.prompts, asked.texts, asked.n, asked.max_tokens) == (((4, 4),), ("once upon",), 1, 16)
     assert (asked.temperature, asked.top_p, asked.stop, asked.echo, asked.stream) == (1, 1, (), False, False)
     assert asked.seed != read({"prompt": "once upon"}).seed  # drawn anew
 
 
-def test_null_and_what_clients_send_unasked_are_as_left_out():
+def test_null_and_neutral_values_equal_the_defaults():
     neutral = {"best_of": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "suffix": ""}
     absent = {"max_tokens": None, "stop": None, "logprobs": None, "stream_options": None, "user": "me"}
     assert read({"prompt": "a", "seed": 1, **neutral, **absent}) == read({"prompt": "a", "seed": 1})

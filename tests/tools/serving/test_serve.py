@@ -41,7 +41,7 @@ def test_a_stop_string_ends_a_text_and_is_no_part_of_it(server):
     assert choice["text"] == text[: text.index(text[4:6])] and choice["finish_reason"] == "stop"
 
 
-def test_a_stream_brings_the_same_bit_by_bit(server):
+def test_streamed_pieces_equal_the_completion(server):
     response = server.open(**HELLO, n=2, stream=True, stream_options={"include_usage": True}, echo=True)
     assert response.getheader("Content-Type").startswith("text/event-stream")
     *bits, last = events(response)
@@ -56,7 +56,7 @@ def test_a_stream_brings_the_same_bit_by_bit(server):
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 24
 
 
-def test_openai_s_own_client_is_content(server):
+def test_openai_client_is_compatible(server):
     import openai
 
     with openai.OpenAI(base_url=f"{server.url}v1", api_key=server.key, max_retries=0) as client:
@@ -87,27 +87,27 @@ def test_openai_s_own_client_is_content(server):
         ("POST", "/v1/completions", b"{}", {"Content-Type": "text/plain"}, 415, "application/json"),
     ],
 )  # fmt: skip
-def test_what_is_refused_is_refused_in_openai_s_shape(server, method, path, body, headers, status, message):
+def test_errors_have_the_format_of_openai(server, method, path, body, headers, status, message):
     response = server.request(method, path, body, **headers)
     error = json.loads(response.read())["error"]
     assert response.status == status and message in error["message"]
     assert set(error) == {"message", "type", "param", "code"}
 
 
-def test_health_and_page_ask_for_no_key(server):
+def test_health_and_page_need_no_key(server):
     assert json.loads(server.request("GET", "/health", Authorization="").read()) == {"status": "ok", "requests": 0}
     page = server.request("GET", "/", Authorization="")
     assert page.status == 200 and "default-src 'none'" in page.getheader("Content-Security-Policy")
 
 
-def test_nobody_else_can_reach_it(server):
+def test_server_listens_on_loopback_only(server):
     """Neither the server nor what its ranks talk through listens to another host."""
     connections = psutil.Process(server.process.pid).net_connections("tcp")
     listening = {connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN}
     assert ("127.0.0.1", server.port) in listening and {address.ip for address in listening} == {"127.0.0.1"}
 
 
-def test_a_client_that_leaves_makes_room(server):
+def test_disconnected_client_frees_its_place(server):
     """Both requests would take minutes, the one in work and the one that waits."""
     first = server.open(**ENDLESS, stream=True)
     next(events(first))

@@ -18,7 +18,7 @@ from megatron.config.errors import UserError
 SAMPLED = {"prompt": ["Hello", "World!"], "n": 2, "max_tokens": 12, "seed": 5, "temperature": 1.2}
 
 
-def test_two_ranks_generate_what_one_generates_and_exit_together(programs, endless, server, tmp_path):
+def test_two_ranks_generate_the_same_and_exit_together(programs, endless, server, tmp_path):
     words = "--model-parallel-size 2 --max-tokens 200000 --grace-seconds 1".split()
     launcher = (BIN / "deepspeed", "--num_gpus", "2", "--master_port", str(free_port()))
     command = (*launcher, "tools/serve.py", "--load", endless, *words)
@@ -48,7 +48,7 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_a_server_that_cannot_be_says_why_in_one_line(programs, endless, taken, tmp_path):
+def test_server_that_cannot_start_prints_one_line(programs, endless, taken, tmp_path):
     for words, code, message in (
         (["--load", tmp_path / "none"], 2, "none: no such file or folder"),
         (["--load", endless, "--port", str(taken)], 6, f"127.0.0.1:{taken} is not available (Address already in use)"),
@@ -90,7 +90,7 @@ def test_mistakes(refusal, flags, code, messages):
     assert all(map(str.startswith, error.messages, messages))
 
 
-def test_a_key_is_one_word_that_others_cannot_read(refusal, tmp_path, monkeypatch):
+def test_key_file_has_one_word_and_is_private(refusal, tmp_path, monkeypatch):
     file = tmp_path / "key"
     for text, mode, message in (
         ("sesame\n", 0o644, f"others may read it; run chmod 600 {file}"),
@@ -105,7 +105,7 @@ def test_a_key_is_one_word_that_others_cannot_read(refusal, tmp_path, monkeypatc
     assert "the variable SERVE_API_KEY must hold one word" in str(refusal())
 
 
-def test_what_is_not_installed_is_named(refusal, monkeypatch):
+def test_missing_packages_are_named(refusal, monkeypatch):
     """As in an environment that only trains."""
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert str(refusal()) == "the server needs packages that are not installed: pip install uvicorn"
