@@ -1,4 +1,4 @@
-"""What many tests need: ranks that run a function together, and programs started as a user starts them."""
+"""Shared fixtures: ranks that run a function together, and programs started as a user starts them."""
 
 import os
 import sys
@@ -30,14 +30,14 @@ def run_ranks(_rank_pools: RankPools) -> Callable[..., list[Any]]:
     """``run_ranks(n, function, *args)``: call ``function(*args)`` on n gloo ranks; their results, in order.
 
     The workers live on for the next test. A rank that raises fails the test with its traceback; ranks
-    that do not come back in time fail it with the stack of each.
+    that do not return in time fail it with the stack of each.
     """
     return _rank_pools.run
 
 
 @pytest.fixture
 def run_ranks_once(_rank_pools: RankPools) -> Callable[..., list[Any]]:
-    """The same on ranks that end with it: for what leaves groups, engines or settings behind."""
+    """The same on ranks that exit afterwards: for functions that do not clean up groups, engines or settings."""
     return _rank_pools.run_once
 
 

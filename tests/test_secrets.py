@@ -1,4 +1,4 @@
-"""What the environment holds is nobody's business: neither the screen's nor a file's."""
+"""Environment variables are neither printed nor written to a file."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The files a user starts from work as they are shipped: scripts, DeepSpeed configs, hostfile, pins, containers."""
+"""Example scripts, DeepSpeed configs and the example hostfile work as they are shipped."""
 
 import json
 import math
@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from support.command_lines import CPU, CUDA
 from support.ports import free_port
 from support.programs import BIN, Programs, read_metrics
@@ -27,8 +26,6 @@ BERT_SCRIPT = "pretrain_bert_distributed.sh"
 SCRIPTS = (PLAIN, PIPE, TORCHRUN, BERT_SCRIPT)
 SCRIPTS_FOR_HOSTS = (MULTINODE, SLURM)
 CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").iterdir())
-DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
-VERSION = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
 
 def command_of(script: str, *arguments: str, **variables: str) -> list[str]:
@@ -309,82 +306,3 @@ def test_deepspeed_reads_the_hostfile() -> None:
     from deepspeed.launcher.runner import fetch_hostfile
 
     assert fetch_hostfile(str(ROOT / "hostfile.example")) == {"worker-1": 8, "worker-2": 8}
-
-
-@pytest.mark.parametrize("name", ["requirements.txt", "requirements-docs.txt", "requirements-test.txt"])
-def test_every_package_is_pinned(name) -> None:
-    lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
-    packages = [line for line in lines if line and not line.startswith("-r requirements")]
-    assert packages and all(re.fullmatch(r"[\w-]+==\d+(\.\d+)+", package) for package in packages)
-
-
-@pytest.mark.parametrize("name", DOCKERFILES)
-def test_an_image_is_made_of_pinned_parts_for_an_ordinary_user(name) -> None:
-    text = (ROOT / "docker" / name).read_text().replace("\\\n", " ")
-    steps = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
-    tag = next(step[1] for step in steps if step[0] == "FROM").partition(":")[2]
-    assert re.search(r"\d+\.\d+", tag)
-    users = [step[1] for step in steps if step[0] == "USER"]
-    assert users == ["trainer"] and 'useradd --create-home --shell /bin/bash --uid "$USER_ID" trainer' in text
-    sources = [source for step in steps if step[0] == "COPY" for source in step[1:-1]]
-    assert {"requirements.txt", "pretrain_gpt2.py", "megatron"} <= set(sources)
-    assert [source for source in sources if not (ROOT / source).exists()] == []
-    entrypoint = next(json.loads(" ".join(step[1:])) for step in steps if step[0] == "ENTRYPOINT")
-    assert entrypoint == ["bash", "/opt/megatron-deepspeed/docker/entrypoint.sh"]
-    assert "docker/entrypoint.sh" in sources and any(step[0] == "HEALTHCHECK" for step in steps)
-    assert "/etc/ssh/ssh_host_*" in text, "host keys are made at the first start, none is part of the image"
-
-
-def test_hadolint_passes() -> None:
-    words = [str(Path(sys.executable).parent / "hadolint"), "--no-color", "--failure-threshold", "warning"]
-    finished = subprocess.run([*words, *DOCKERFILES], cwd=ROOT / "docker", capture_output=True, text=True)
-    assert finished.returncode == 0, finished.stdout
-
-
-def test_two_containers_are_two_hosts() -> None:
-    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
-    from deepspeed.launcher.runner import fetch_hostfile
-
-    assert list(compose["services"]) == list(fetch_hostfile(str(ROOT / "docker" / "hostfile.compose")))
-    for name, service in compose["services"].items():
-        assert service["hostname"] == name and service["image"] == f"megatron-deepspeed:{VERSION}-cpu"
-        assert service["secrets"] == ["ssh_key"] and "ports" not in service and service["cap_drop"] == ["ALL"]
-        assert (ROOT / "docker" / service["build"]["context"] / service["build"]["dockerfile"]).exists()
-    assert compose["networks"] == {"cluster": {"internal": True}}
-    assert compose["secrets"]["ssh_key"]["file"].startswith("${SSH_KEY:?")
-
-
-def test_the_gpu_image_keeps_its_own_torch(tmp_path) -> None:
-    """The step that makes pip's list leaves torch and its kin without a version, so that pip finds them installed."""
-    program = re.search(r"RUN (sed .*?) >", (ROOT / "docker" / "Dockerfile").read_text())[1]
-    finished = subprocess.run(["bash", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    wanted = {line.partition("#")[0].strip() for line in finished.stdout.splitlines()}
-    assert {"torch", "numpy", "setuptools"} <= wanted
-    assert {name.partition("==")[0] for name in wanted if "==" in name} == {"deepspeed", "mpi4py", "tokenizers"}
-
-
-def test_the_container_gets_the_hosts_gpus_network_and_folders(tmp_path) -> None:
-    def docker(**variables: str) -> list[str]:
-        environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "DATA_DIR": str(tmp_path / "my data"), **variables}
-        words = ["bash", "docker/run.sh", "bash", "examples/ds_pretrain_gpt2.sh", "--seed", "7"]
-        finished = subprocess.run(
-            words, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True
-        )
-        return shlex.split(finished.stdout.splitlines()[-1])
-
-    words = docker()
-    inside = re.search(r"^WORKDIR (.*)", (ROOT / "docker" / "Dockerfile").read_text(), re.MULTILINE)[1]
-    assert words[:2] == ["docker", "run"]
-    assert words[-5:] == [f"megatron-deepspeed:{VERSION}", "bash", "examples/ds_pretrain_gpt2.sh", "--seed", "7"]
-    assert f"type=bind,source={tmp_path}/my data,target={inside}/data" in words
-    assert f"type=bind,source={ROOT}/checkpoints,target={inside}/checkpoints" in words
-    for flag in ("--gpus all", "--ulimit memlock=-1", "--network host", "--ipc=host"):
-        assert f" {flag} " in " ".join(words)
-    assert "--gpus" not in docker(GPUS="") and "ssh_key" not in " ".join(words)
-    over_ssh = docker(SSH_KEY="pyproject.toml", SSH_ADDRESS="10.0.0.1", GLOO_SOCKET_IFNAME="ib0")
-    assert f"type=bind,source={ROOT}/pyproject.toml,target=/run/secrets/ssh_key,readonly" in over_ssh
-    for flag in ("--env SSH_ADDRESS=10.0.0.1", "--env SSH_PORT=2222", "--env GLOO_SOCKET_IFNAME"):
-        assert f" {flag} " in " ".join(over_ssh)
-    with pytest.raises(subprocess.CalledProcessError):
-        docker(SSH_KEY="pyproject.toml")
-    assert not (tmp_path / "my data").exists(), "a dry run makes nothing"

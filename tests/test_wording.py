@@ -58,7 +58,7 @@ WORDING = {
 
 ALLOWED = (
     r"^behind$|per rank behind|processes behind",  # of a clock; left behind
-    r"[-_]contigious[-_]|contigious_",  # the flag's classic spelling
+    r"[-_]contigious[-_]|contigious_|contigious-checkpointing",  # the flag's classic spelling
     r'"ledger"|^(?:ledger|stretches)$|`ledger`|\bledger\b.*\brun\.json\b',  # a key of run.json
 )
 """What a line may contain none the less: it is removed before the patterns are applied."""
@@ -79,8 +79,9 @@ CODE = [
     *("pretrain_gpt2.py", "pretrain_bert.py"),
     *sorted(
         str(path.relative_to(ROOT))
-        for folder in ("megatron", "tools", "benchmarks")
+        for folder in ("megatron", "tools", "benchmarks", "tests")
         for path in (ROOT / folder).rglob("*.py")
+        if path != Path(__file__)
     ),
 ]
 
@@ -99,10 +100,12 @@ def findings(name: str, lines: Iterator[tuple[int, str]]) -> list[str]:
 
 
 def strings_and_comments(source: str) -> Iterator[tuple[int, str]]:
-    """The text of a module that people read: docstrings, string literals and comments, by line."""
+    """The text of a module that people read, by line: docstrings, string literals, comments, names of functions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from enumerate(node.value.splitlines(), node.lineno)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.lineno, node.name.replace("_", " ")
     for number, line in enumerate(source.splitlines(), 1):
         if comment := re.search(r"(?:^|\s)# (.*)", line):
             yield number, comment[1]
@@ -125,7 +128,7 @@ def test_help_texts_use_plain_terms(name) -> None:
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_docstrings_and_messages_use_plain_terms(name) -> None:
+def test_code_uses_plain_terms(name) -> None:
     found = findings(name, strings_and_comments((ROOT / name).read_text()))
     assert not found, "\n" + "\n".join(sorted(set(found)))
 

@@ -1,11 +1,11 @@
-"""Kill a training run at random instants, again and again, and see that it loses nothing.
+"""Kill a training run at random times, again and again, and check that it loses nothing.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python tests/torture.py --kills 50
 
-Two ranks train with a checkpoint behind each iteration. A third of the kills (SIGKILL) come at any time, a third while
-a checkpoint is written, and a third hit one rank up to half a second before the other. Behind each of them the newest
-checkpoint must be whole, bit by bit, and no older than before; in the end each loss must be that of a run that nobody
-killed, to the last bit.
+Two ranks train with a checkpoint after each iteration. A third of the kills (SIGKILL) come at any time, a third while
+a checkpoint is written, and a third hit one rank up to half a second before the other. After each of them the newest
+checkpoint must be whole, bit by bit, and no older than before; in the end each loss must be that of an undisturbed
+run, to the last bit.
 """
 
 import random

@@ -46,11 +46,11 @@ def main() -> None:
     if missing:
         raise ConfigError(f"the server needs packages that are not installed: pip install {' '.join(missing)}")
 
-    from megatron.tools.serving.access import is_loopback, listen, open_listener, read_key
+    from megatron.tools.serving.access import bound_socket, is_loopback, listen, read_key
 
     key = read_key(args.api_key_file, os.environ)
     source, ranks = shared_source(args, os.environ)
-    listener = None if rank(os.environ) else open_listener(args.host, args.port)
+    listener = None if rank(os.environ) else bound_socket(args.host, args.port)
     prepare_environment(os.environ)
 
     from megatron.tools.inference.generator import TextGenerator

@@ -1,4 +1,4 @@
-"""A folder with all that a run needs, for a test to break."""
+"""A folder with all files of a run, for a test to damage."""
 
 import shutil
 from pathlib import Path
@@ -20,5 +20,5 @@ def _whole(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def place(_whole: Path, tmp_path: Path) -> Path:
-    """A copy of that folder, to be started in."""
+    """A copy of that folder, in which the test starts its run."""
     return shutil.copytree(_whole, tmp_path / "place")

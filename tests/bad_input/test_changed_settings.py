@@ -11,7 +11,7 @@ from support.refusals import COMMAND, launched, refusal
 SAME = "--load ck --save ck"
 ADVICE = "give --override to continue with another value, or --finetune to start anew"
 
-# What is another: flags, and for each line the setting with its value and the checkpoint's.
+# Changed setting: flags, and for each line the setting with its value and the checkpoint's.
 CHANGED: dict[str, tuple[str, list[tuple[str, object, object]]]] = {
     "seed": ("--seed 99", [("--seed", 99, 1234)]),
     "batch": ("--batch-size 4", [("--global-batch-size", 4, 2)]),
@@ -64,7 +64,7 @@ def test_a_tokenizer_of_the_same_size(place: Path) -> None:
 
 
 def test_layout_and_settings_may_change_together(place: Path) -> None:
-    """The layout may be another; what is computed may not."""
+    """The layout may change, but the model and the optimization may not."""
     words = f"{SAME} --model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1 --seed 99"
     line = f"--seed is 99, but 1234 in ck/global_step2: {ADVICE}"
     assert refusal(place, words, launched(0, 4)) == (4, [line])
@@ -89,7 +89,7 @@ def test_moved_data_are_the_same(programs: Programs, place: Path) -> None:
 
 
 def test_override_takes_all_of_the_command_line(programs: Programs, place: Path) -> None:
-    """Samples go on where they were, though the batch is another; the new rate and decay count."""
+    """Samples continue at the same position with another batch size; the new learning rate and decay are used."""
     words = "--override --batch-size 4 --lr 5e-3 --weight-decay 0.5 --exit-interval 3 --metrics-file metrics"
     said = _start(programs, place, f"{SAME} {words}")
     assert "> --override: --global-batch-size is 4, but 2 in ck/global_step2" in said

@@ -1,4 +1,4 @@
-"""The cache of compiled extensions: an environment's own, built once, and never waited for in vain."""
+"""The cache of compiled extensions: one for each environment, built once, without waiting for dead processes."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ def built(programs: Programs) -> Path:
 
 @pytest.fixture
 def compiler(built: Path, tmp_path: Path) -> Path:
-    """A compiler that takes what is built already for its work, writes a line about each piece, and needs no time."""
+    """A fake compiler that copies the built extension and logs a line for each file."""
     script = tmp_path / "c++"
     script.write_text(f"""#!/bin/bash
         output= depends=

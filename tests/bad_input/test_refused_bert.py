@@ -1,4 +1,4 @@
-"""What pretrain_bert.py is given and cannot use: a line each, before torch is imported."""
+"""Invalid arguments of pretrain_bert.py: one line each, before torch is imported."""
 
 import json
 from pathlib import Path

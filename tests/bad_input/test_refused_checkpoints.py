@@ -1,4 +1,4 @@
-"""Checkpoints that are missing, broken or of another run: a line each before torch is there, never a fresh start."""
+"""Checkpoints that are missing, broken or of another run: one line each before torch is imported; no fresh start."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ def latest(content: bytes) -> Callable[[Path], Any]:
 
 
 def changed(name: str, old: str, new: str) -> Callable[[Path], Any]:
-    """Something in a file of the newest tag is another."""
+    """Change a value in a file of the newest tag."""
 
     def change(ck: Path) -> None:
         file = ck / "global_step2" / name
@@ -37,7 +37,7 @@ def changed(name: str, old: str, new: str) -> Callable[[Path], Any]:
 
 
 def described(**changes: object) -> Callable[[Path], Any]:
-    """The newest tag's run.json says something else, and its manifest agrees."""
+    """Change run.json of the newest tag, and its manifest to match."""
 
     def change(ck: Path) -> None:
         tag = ck / "global_step2"
@@ -49,7 +49,7 @@ def described(**changes: object) -> Callable[[Path], Any]:
     return change
 
 
-# What is wrong: what is done to the folder of checkpoints, and the line.
+# Problem: the change to the checkpoint folder, and the expected line.
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "latest missing": (lambda ck: (ck / "latest").unlink(), f"ck/latest is missing{TWO}"),
     "latest empty": (latest(b""), f"ck/latest holds '', which is no name of a checkpoint{TWO}"),
@@ -131,7 +131,7 @@ def test_a_broken_checkpoint_is_refused(place: Path, case: str) -> None:
     assert refusal(place, STRICT) == (4, [line])
 
 
-# What is wrong: flags and the lines.
+# Problem: flags and the expected lines.
 OTHER_RUNS: dict[str, tuple[str, list[str]]] = {
     "no checkpoint": (
         "--load none",
@@ -176,7 +176,7 @@ def test_run_does_not_start_over_without_a_valid_checkpoint(place: Path, words: 
 
 
 def test_falls_back_to_the_newest_valid_checkpoint(programs: Programs, place: Path) -> None:
-    """What strict loading refuses; also against tests that would pass because nothing is accepted."""
+    """Strict loading refuses what is accepted without it: not everything is refused."""
     (place / "ck" / "global_step2" / "run.json").unlink()
     command = [programs.root / "pretrain_gpt2.py", *COMMAND, *SAME.split()]
     finished = programs.run("env", "-C", place, "python", *command).ok()

@@ -1,4 +1,4 @@
-"""Data, vocabularies and outputs that are missing, damaged or out of reach: a line each, before torch is imported."""
+"""Data, vocabularies and outputs that are missing, damaged or not accessible: one line each before torch is used."""
 
 import json
 import os
@@ -13,7 +13,7 @@ IDX, BIN, VOCAB = "tiny_text_document.idx", "tiny_text_document.bin", "vocab.jso
 
 
 def whole(place: Path) -> None:
-    """Nothing is broken."""
+    """No damage."""
 
 
 def removed(name: str) -> Damage:

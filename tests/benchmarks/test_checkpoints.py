@@ -1,4 +1,4 @@
-"""The measurement of checkpoints compares every way, and leaves nothing behind."""
+"""The measurement of checkpoints compares every variant, and leaves no files."""
 
 from pathlib import Path
 

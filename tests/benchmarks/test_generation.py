@@ -1,4 +1,4 @@
-"""The measurement of generation runs every way, and finds that all write the same."""
+"""The measurement of generation runs every variant, and all generate the same text."""
 
 
 def test_every_variant_is_measured(run_ranks_once) -> None:

@@ -1,4 +1,4 @@
-"""The measurement of a GPU: its code runs on a CPU, and where there is no GPU it says so."""
+"""The measurement of a GPU: its code runs on a CPU, and a missing GPU is reported."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ways take turns, and what comes out of known times is right, in tables, in JSON and in the documentation."""
+"""Variants take turns, and ratios of known times are right in tables, in JSON and in the documentation."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""benchmarks/run.py measures, keeps figures, and says what it does not know."""
+"""benchmarks/run.py measures, writes its figures, and reports unknown names."""
 
 import json
 import re

@@ -14,7 +14,7 @@ SHIPPED = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.js
 
 @pytest.fixture
 def config_file(tmp_path: Path):
-    """Write a config, as text or as an object; the words that name it on a command line."""
+    """Write a config, as text or as an object; the flag that names it."""
 
     def write(content: Any) -> str:
         file = tmp_path / "ds.json"

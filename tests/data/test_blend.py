@@ -71,7 +71,7 @@ def test_cache_of_simple_weights_is_small(tmp_path: Path) -> None:
 
 @pytest.fixture
 def prefixes(write_dataset: Callable[..., str]) -> list[str]:
-    """Three data sets, whose tokens tell which (ten thousands) and the document (hundreds)."""
+    """Three data sets, whose tokens encode the data set (ten thousands) and the document (hundreds)."""
     documents = ([[10000 * part + 100 * n + 7] * (5 + n % 11) for n in range(60)] for part in range(3))
     return [write_dataset(texts, name=f"part{part}") for part, texts in enumerate(documents)]
 

@@ -1,4 +1,4 @@
-"""Samples against the token stream they are cut from; what a data set too small says."""
+"""Samples compared with the token stream they are cut from; errors of a data set that is too small."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 DOCUMENTS = [list(range(100 * n, 100 * n + 1 + 7 * n % 23)) for n in range(60)]
-"""Tokens that tell the document (hundreds) and the place in it."""
+"""Tokens that encode the document (hundreds) and the position in it."""
 
 SIZES = {"vocab_size": 6000, "global_batch_size": 4, "train_iters": 20, "eval_interval": 7, "eval_iters": 2, "seed": 5}
 

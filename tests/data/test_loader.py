@@ -1,4 +1,4 @@
-"""Global batches do not depend on who reads them; a resumed reader goes on exactly."""
+"""Global batches do not depend on the layout; a resumed reader continues exactly."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The maps on disk: whole or not there, rebuilt when broken, one result for all processes."""
+"""The maps on disk: complete or absent, rebuilt if damaged, equal for all processes."""
 
 import multiprocessing
 import os
@@ -35,7 +35,7 @@ def test_maps_are_stored_and_read_back(tmp_path: Path) -> None:
 
 
 class Trap:
-    """Makes a file where it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

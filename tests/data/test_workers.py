@@ -1,4 +1,4 @@
-"""Helper processes do not outlive the one they work for."""
+"""Worker processes do not outlive their parent."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ if os.fork() == 0:
 
 
 def is_running(pid: int) -> bool:
-    """Whether the process exists and is more than an entry nobody has collected."""
+    """Whether the process exists and is not a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] != "Z"

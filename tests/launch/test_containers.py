@@ -110,7 +110,7 @@ def test_containers_reach_each_other(inside) -> None:
 
 
 def test_sshd_refuses_other_users_and_keys(inside, hosts, folder) -> None:
-    """Not root, not by a password, not with another key; and no host is believed that has another key."""
+    """Not root, not with a password, not with another key; and a host with an unknown key is refused."""
     assert "Permission denied (publickey)" in inside("ssh", "root@host-2", "true").output
     assert "Permission denied (publickey)" in inside("ssh", "-o", "PubkeyAuthentication=no", "host-2", "true").output
     other = folder / "hosts" / "host-1" / "home" / "other_key"
@@ -146,7 +146,7 @@ def test_secrets_are_readable_by_the_user_only(hosts) -> None:
 
 
 def test_a_command_has_an_sshd_beside_it(inside, hosts) -> None:
-    """Where the container is not only there for others; its host key is that of its first start."""
+    """If the container runs a command of its own; its host key is that of its first start."""
     key = hosts.folder / "host-1" / "home" / ".ssh" / "host_key"
     before = key.read_bytes()
     said = inside(*ENTRYPOINT, "ssh", "this-container", "echo $SSH_CONNECTION", SSH_PORT="2223").ok().output

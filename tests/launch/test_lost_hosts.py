@@ -90,7 +90,7 @@ def test_ranks_listen_at_the_given_address_only(programs, hosts, tmp_path) -> No
     wait = f"touch {ready}; until [ -e {seen} ]; do sleep 0.1; done"
     ranks = BareRanks(programs, tmp_path / "log", f"command 0 2 {wait}", *SETTINGS, size=2, hosts=hosts)
     ranks.await_file(ready)
-    found = {name: listeners(hosts, name) for name in hosts.names}
+    found = {name: listening_sockets(hosts, name) for name in hosts.names}
     seen.touch()
     assert ranks.ended() == [0, 0], ranks.output
     assert {name: {address for address, _ in found[name]} for name in found} == {
@@ -101,15 +101,15 @@ def test_ranks_listen_at_the_given_address_only(programs, hosts, tmp_path) -> No
 
 def test_run_on_one_host_listens_on_loopback_only(programs, hosts, tmp_path) -> None:
     """Nor is anything kept in shared memory, which would outlive it."""
-    fault = f"command 0 2 ss -Hltn > {tmp_path}/listeners; ls /dev/shm > {tmp_path}/shared"
+    fault = f"command 0 2 ss -Hltn > {tmp_path}/sockets; ls /dev/shm > {tmp_path}/shared"
     words = ["tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS]
     programs.run(*hosts.on("host-1"), "deepspeed", "--num_gpus", "2", *words, FAULT=fault).ok()
-    found = parse((tmp_path / "listeners").read_text())
+    found = parse((tmp_path / "sockets").read_text())
     assert {address for address, _ in found} == {"127.0.0.1"} and "29500" in {port for _, port in found}
     assert "deepspeed" not in (tmp_path / "shared").read_text()
 
 
-def listeners(hosts: Hosts, name: str) -> set[tuple[str, str]]:
+def listening_sockets(hosts: Hosts, name: str) -> set[tuple[str, str]]:
     """Address and port of each socket that listens on a host, but for its sshd."""
     command = [*hosts.on(name), "ss", "-Hltn"]
     return parse(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

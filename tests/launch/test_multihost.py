@@ -63,21 +63,21 @@ def on_each(programs: Programs, hosts: Hosts, *commands: list, **environ: str) -
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "variables",
     [
         {"LAUNCHER": "pdsh", "INCLUDE": "host-1:0,1@host-2:1@host-3:0"},
         {"LAUNCHER": "openmpi", "INTERFACE": INTERFACE, **AS_ROOT},
     ],
     ids=["pdsh on three hosts", "openmpi"],
 )
-def test_deepspeed_over_ssh(programs, hosts, settings, on_one_host, tmp_path, knobs) -> None:
-    files = {"HOSTFILE": str(hosts.hostfile(2, 3 if "INCLUDE" in knobs else 2)), "SAVE": str(tmp_path / "saved")}
+def test_deepspeed_over_ssh(programs, hosts, settings, on_one_host, tmp_path, variables) -> None:
+    files = {"HOSTFILE": str(hosts.hostfile(2, 3 if "INCLUDE" in variables else 2)), "SAVE": str(tmp_path / "saved")}
     finished = programs.run(
         *hosts.on("host-1"), *SCRIPT, *settings, "--metrics-file", tmp_path / "metrics",
-        DS_ENV_FILE=str(hosts.folder / "deepspeed_env"), **files, **knobs,
+        DS_ENV_FILE=str(hosts.folder / "deepspeed_env"), **files, **variables,
     ).ok()  # fmt: skip
     assert losses(tmp_path / "metrics") == on_one_host
-    assert finished.output.count("> layout") == 1, "one rank of all hosts speaks"
+    assert finished.output.count("> layout") == 1, "one rank of all hosts prints"
     assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
 
 

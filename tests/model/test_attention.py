@@ -165,7 +165,7 @@ def _counted(function, calls: list):
 
 
 def test_selective_recomputation_saves_memory(run_ranks):
-    """Bytes that autograd holds behind the explicit core: the scores are gone, query, key and value stay."""
+    """Bytes that autograd keeps after the explicit core: the scores are gone, query, key and value stay."""
     (kept,), (recomputed,) = (run_ranks(1, bytes_kept, recomputes) for recomputes in (False, True))
     scores = B * HEADS * S * S * 4
     assert kept - recomputed > 3 * scores

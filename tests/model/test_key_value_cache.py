@@ -17,7 +17,7 @@ KINDS = {
     "a window": {"pre_tokens": 3},
     "softmax in fp32": {"attention_softmax_in_fp32": True},
     "scaled scores": {"apply_query_key_layer_scaling": True},
-    "residual behind the norm": {"apply_residual_connection_post_layernorm": True},
+    "residual after the norm": {"apply_residual_connection_post_layernorm": True},
     "documents apart": {"reset_attention_mask": True, "reset_position_ids": True},
     "positions of documents": {"reset_position_ids": True},
 }
@@ -37,7 +37,7 @@ def difference(settings: dict) -> float:
     cache = KeyValueCache(config, begins, 12, heads=4, dtype=torch.float32, device=torch.device("cpu"))
     with torch.no_grad():
         for step in (5, 1, 3, 1, 2):
-            if done == 6:  # row 2 goes on twice, and row 1 no more
+            if done == 6:  # row 2 is continued twice, and row 1 is dropped
                 rows = torch.tensor([2, 0, 2])
                 cache.select(rows)
                 tokens, begins = tokens[rows], begins[rows]

@@ -1,4 +1,4 @@
-"""The likeliest token of logits that are cut by vocabulary, against torch's own."""
+"""The argmax of vocabulary-parallel logits, compared with torch's."""
 
 import torch
 import torch.distributed as dist

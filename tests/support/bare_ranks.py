@@ -1,4 +1,4 @@
-"""Ranks without a launcher: nobody ends the others when one has ended, and each has an exit code of its own."""
+"""Ranks without a launcher: none is killed when another has ended, and each has its own exit code."""
 
 import os
 import signal
@@ -89,7 +89,7 @@ def _start_cold(command: list[str], environ: dict[str, str], folder: Path, log: 
 
 
 def _has_ended(process: subprocess.Popen | BaseProcess) -> bool:
-    """Without asking how, after which nobody else could."""
+    """Without reaping the process, so that others can still read its exit status."""
     if isinstance(process, BaseProcess):
         return not process.is_alive()
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None

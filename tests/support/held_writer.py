@@ -1,4 +1,4 @@
-"""pretrain_gpt2.py, one of whose ranks does not write its files before it is told to.
+"""pretrain_gpt2.py, one rank of which does not write its files before it is released.
 
     python held_writer.py RANK GO ARGUMENTS OF pretrain_gpt2.py
 

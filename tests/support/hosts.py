@@ -35,9 +35,9 @@ ip link set lo up
 "$@" </dev/null &
 wait $!
 """
-"""How a host begins; behind it comes the command that it is there for. All ends with this shell.
+"""The start of a host, followed by its command. All processes end with this shell.
 
-The command is not run in place of it: one that becomes another user would forget whose death is its own.
+The command is not run in place of it: one that becomes another user would lose PR_SET_PDEATHSIG.
 """
 
 SSHD_CONFIG = """
@@ -173,7 +173,7 @@ class Hosts:
             script = ["bash", "-c", 'echo made; exec "$@" </dev/null', "switch", *command]
         with open(self.folder / name / "log", "w") as log:
             process = subprocess.Popen(
-                # Whoever is killed with this process's death takes the namespace along.
+                # The process that is killed when this one exits ends the namespace, too.
                 ["setpriv", "--pdeathsig", "KILL", *unshare, *script],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

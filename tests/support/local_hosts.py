@@ -93,7 +93,7 @@ class LocalHosts:
             file.write(f"Host {name}\n" + "".join(f"  {key} {value}\n" for key, value in settings.items()))
 
     def lock(self, name: str, key: str) -> None:
-        """Let ssh knock at ``name`` with a key of which nobody knows there."""
+        """Let ssh connect to ``name`` with an unknown key."""
         config = self.folder / "ssh_config"
         before, host, after = config.read_text().partition(f"Host {name}\n")
         config.write_text(before + host + after.replace(f"{self.folder}/client", f"{self.folder}/{key}", 1))

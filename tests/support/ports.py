@@ -1,11 +1,11 @@
-"""Ports for programs that have to be told one."""
+"""Free ports for programs that need a port number."""
 
 import random
 import socket
 
 
 def free_port() -> int:
-    """A port of this host that nobody listens on.
+    """A port of this host on which no process listens.
 
     Not one of those that the system gives to outgoing connections: it would give it away before it is used.
     """

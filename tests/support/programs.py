@@ -65,7 +65,7 @@ class Programs:
 
     @contextmanager
     def started(self, log: Path, *command: str | Path, **environ: str) -> Iterator[subprocess.Popen]:
-        """``command`` while it runs, with its output in ``log``; its process group dies behind the block."""
+        """``command`` while it runs, with its output in ``log``; its process group is killed after the block."""
         with open(log, "w") as file:
             process = subprocess.Popen(
                 [str(part) for part in command],

@@ -44,7 +44,7 @@ class RankPools:
         return results
 
     def run_once(self, world_size: int, function: Callable, *args: Any, time_limit: float = TIME_LIMIT) -> list[Any]:
-        """The same on ranks that end with it: for what leaves groups, engines or settings behind."""
+        """The same on ranks that exit afterwards: for functions that do not clean up groups, engines or settings."""
         pool = _Pool(world_size)
         try:
             return pool.run(function, args, time_limit)
@@ -58,7 +58,7 @@ class RankPools:
 
 
 MOST_THREADS = 32
-"""Every group that a check makes leaves gloo threads behind, which wake a hundred times a second even where nothing
+"""Every group that a check makes leaves gloo threads, which wake a hundred times a second even where nothing
 runs: a thousand of them take a whole core from the other tests."""
 
 

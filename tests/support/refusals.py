@@ -22,7 +22,7 @@ COMMAND = (
 
 
 def launched(rank: int, processes: int) -> dict[str, str]:
-    """What torchrun tells a process of its place."""
+    """The environment that torchrun sets for a process."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -81,6 +81,6 @@ def _contents(place: Path) -> dict[str, tuple]:
 
 
 def _drop_capabilities() -> None:
-    """Take from root, where the tests run as root, what lets it read and write anything. Others have not got it."""
+    """Drop root's capabilities to read and write any file. Other users do not have them."""
     for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
         ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP

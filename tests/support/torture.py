@@ -33,7 +33,7 @@ class Found:
     kills: Counter = field(default_factory=Counter)
     """By the kind of instant."""
     resumed_at: list[int] = field(default_factory=list)
-    """The iteration of the checkpoint behind each kill; 0 where there was none yet."""
+    """The iteration of the checkpoint after each kill; 0 if there was none yet."""
     left_unfinished: int = 0
     """Kills that left half a checkpoint."""
     differing: list[int] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Victim:
 
 
 def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) -> Found:
-    """Kill ``victim`` so many times, let it end, and compare its losses with those of ``whole``, which was let be."""
+    """Kill ``victim`` so many times, let it end, and compare its losses with those of the undisturbed ``whole``."""
     found = Found()
     for _ in range(kills):
         instant = INSTANTS[sum(found.kills.values()) % len(INSTANTS)]
@@ -117,7 +117,7 @@ def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) ->
 
 
 def _await(victim: Victim, instant: str, chance: random.Random, most: float) -> None:
-    """Let it go on to the instant of a kill, any one in ``most`` seconds from its start, or to its end."""
+    """Let it continue to the time of a kill, at random in ``most`` seconds from its start, or to its end."""
     if instant == "at any time":
         deadline = time.monotonic() + chance.uniform(0, most)
         while victim.is_training() and time.monotonic() < deadline:

@@ -28,6 +28,11 @@ class RankTraining:
         assert all(code == 0 for code, _ in outputs), outputs
         return outputs[0][1]
 
+    def into_folder(self, folder: Path, processes: int, *arguments: str | Path) -> Path:
+        """Train with ``folder/metrics`` and ``folder/checkpoint`` as output; the folder."""
+        self(processes, *arguments, "--metrics-file", folder / "metrics", "--save", folder / "checkpoint")
+        return folder
+
 
 def pretrain(words: list[str], architecture: str = "GPT-2") -> tuple[int, str]:
     """Exit code and output of a run with these arguments, on this rank."""

@@ -21,7 +21,7 @@ from megatron.launch.processes import die_with_parent
 
 Words = Sequence[str | Path]
 _LOOKS = 0.2
-"""Seconds behind the end of a rank in which the others can still see how it ended, as launchers look now and then."""
+"""Seconds after the end of a rank in which the others can still read its exit status, as launchers poll."""
 
 
 def start(words: Words, environ: Mapping[str, str], folder: Path, log: Path) -> BaseProcess:

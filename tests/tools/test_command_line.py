@@ -1,4 +1,4 @@
-"""How a tool ends: its exit code, and what it leaves on the screen."""
+"""Exit codes of a tool, and what it prints."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""tools/convert_checkpoint.py merge, to-hf and from-hf, with Hugging Face's own programs at the other end."""
+"""tools/convert_checkpoint.py merge, to-hf and from-hf, checked with Hugging Face's own libraries."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_from_hugging_face_to_training_and_back(programs: Programs, foreign: Pat
 
 
 def test_tokenizer_is_converted(programs: Programs, tmp_path: Path):
-    """Out of tokenizer.json and into GPT-2's two files; the rows that pad the table stay behind."""
+    """From tokenizer.json to GPT-2's two files; the padding rows of the table are removed."""
     from transformers import GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
     from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer

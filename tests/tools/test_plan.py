@@ -1,4 +1,4 @@
-"""tools/plan.py: what it prints and writes is what the runs would be."""
+"""tools/plan.py: its output and files describe the runs exactly."""
 
 import json
 import shlex

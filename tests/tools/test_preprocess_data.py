@@ -1,4 +1,4 @@
-"""The tool as a user runs it: what it writes, and what it says to bad input."""
+"""tools/preprocess_data.py as a user runs it: its files, and errors for bad input."""
 
 import json
 import os

@@ -62,7 +62,7 @@ def content(tmp_path: Path, output: str) -> list[bytes]:
 def test_every_input_format_gives_the_same_data(tmp_path: Path, convert: Callable[..., Summary]) -> None:
     plain = jsonl(TEXTS)
     (tmp_path / "plain.jsonl").write_bytes(plain)
-    # Compressed in two pieces, as parallel compressors do, and told by content where the name is silent.
+    # Compressed in two pieces, as parallel compressors do, and recognized by content if the name has no ending.
     halves = plain[:5000], plain[5000:]
     (tmp_path / "zipped.jsonl.gz").write_bytes(b"".join(map(gzip.compress, halves)))
     (tmp_path / "squeezed").write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, halves)))

@@ -1,4 +1,4 @@
-"""tools/report.py: one page that needs nothing else; what it cannot read is one line and exit code 2."""
+"""tools/report.py: a self-contained page; an unreadable file is one line and exit code 2."""
 
 import json
 import re

@@ -1,5 +1,6 @@
-"""The ruling test for BERT: every layout gives the same losses, gradient norms and weights."""
+"""The central test for BERT: every layout gives the same losses, gradient norms and weights."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,16 +32,11 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def train(train_bert_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory):
-    """Train on so many processes with these flags; where its metrics and its checkpoint are."""
-
-    def run(processes: int, flags: str) -> Path:
-        folder = tmp_path_factory.mktemp("layout")
-        places = ("--metrics-file", folder / "metrics", "--save", folder / "checkpoint")
-        train_bert_in_ranks(processes, *SETTINGS, *flags.split(), *places)
-        return folder
-
-    return run
+def train(train_bert_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
+    """``train(processes, flags)``: a new folder with the metrics and the checkpoint of a run."""
+    return lambda processes, flags: train_bert_in_ranks.into_folder(
+        tmp_path_factory.mktemp("layout"), processes, *SETTINGS, *flags.split()
+    )
 
 
 @pytest.fixture(scope="module")

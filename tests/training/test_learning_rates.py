@@ -188,7 +188,7 @@ def test_deepspeed_accepts_an_instance_and_a_callable(run_ranks_once, zero_stage
 
 
 def _rates_of_engines(zero_stage: int) -> list[tuple[bool, int, list[float]]]:
-    """With the scheduler as an instance and as a callable: what the engine takes it for, its groups, and its rates."""
+    """With an instance and with a callable: whether the engine returns an AnnealingLR, its groups and rates."""
     import deepspeed
 
     config = {

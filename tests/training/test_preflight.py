@@ -1,4 +1,4 @@
-"""What is seen before the start: files that are missing, folders that cannot be written, all at once."""
+"""Checks before the start: missing files and folders that cannot be written, all reported at once."""
 
 import json
 import subprocess

@@ -16,7 +16,7 @@ from megatron.tools.serving.request import RequestError
 KEY_VARIABLE = "SERVE_API_KEY"
 
 
-def open_listener(host: str, port: int) -> socket.socket:
+def bound_socket(host: str, port: int) -> socket.socket:
     """A socket bound to ``host`` and ``port`` (0 is any free one), not yet listening.
 
     Raises ConfigError if the host does not exist, LaunchError if the address is not available.

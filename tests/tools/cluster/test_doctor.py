@@ -255,7 +255,7 @@ def test_more_slots_than_devices(ask: Ask, folder: Path) -> None:
 
 
 def test_failed_all_reduce_is_reported(local_hosts: LocalHosts, folder: Path) -> None:
-    """The ranks are sent to an address where nobody is."""
+    """The ranks are sent to an unused address."""
     place = ["--master_addr", "198.51.100.1", "--master_port", str(free_port()), "--time-limit", "5"]
     code, said = start(local_hosts, folder, "host-a", *place)
     assert code == 6 and "BAD  all-reduce   host-a: " in said, said

@@ -48,7 +48,7 @@ BROKEN = {
     f"{'a' * 254} slots=2": (":1:1: ", "254 characters"),
     "a\x0bb slots=1": (":1:1: ", "no host name"),
     "": (" names no host", "worker-1 slots=8"),
-    "# nobody\n": (" names no host", "worker-1 slots=8"),
+    "# no host\n": (" names no host", "worker-1 slots=8"),
 }
 
 

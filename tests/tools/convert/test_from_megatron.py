@@ -123,7 +123,7 @@ def write_ancestor(folder: Path, *, size: int) -> None:
 
 
 def write_megatron_deepspeed(folder: Path, *, size: int) -> None:
-    """Megatron-DeepSpeed with a pipeline: embeddings 01, self_attention, norm at L+2, the table once more behind it."""
+    """Megatron-DeepSpeed with a pipeline: embeddings 01, self_attention, norm at L+2, the table once more after it."""
     for rank in range(size):
         words, positions, norm = ends(rank, size)
         embeddings = {"word_embeddings.weight": words["weight"], "position_embeddings.weight": positions["weight"]}

@@ -35,7 +35,7 @@ HOSTILE = {
     "a negative shape": safetensors_bytes({"a": entry(0, 16, [-4])}),
     "a shape that is not the data's": safetensors_bytes({"a": entry(0, 16, [1 << 40])}),
     "an unknown type": safetensors_bytes({"a": entry(0, 16, [4], "F7")}),
-    "data behind the end": safetensors_bytes({"a": entry(0, 1 << 40, [1 << 38])}),
+    "data after the end": safetensors_bytes({"a": entry(0, 1 << 40, [1 << 38])}),
     "no JSON": struct.pack("<Q", 8) + b"{{{{{{{{",
     "half of a file": WHOLE[:-6],
     "nothing": b"",

@@ -54,7 +54,7 @@ def theirs(place: Path) -> dict[str, dict[str, Any]]:
 
 
 def _log_probabilities(model: torch.nn.Module, tokens: list[int]) -> Tensor:
-    """Of what stands behind each of the tokens [s, v]."""
+    """Log probabilities of the token after each position, [s, v]."""
     with torch.no_grad():
         return model(torch.tensor([tokens])).logits[0].double().log_softmax(-1)
 

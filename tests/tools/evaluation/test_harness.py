@@ -83,7 +83,7 @@ def tasks(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 
 
 def _parts(ids: list[int]) -> list[tuple[list[int], int]]:
-    """A text behind an end of document, in pieces that the model sees at once, and how much of each is new."""
+    """A text after an end of document, in windows of the model's context, and the number of new tokens of each."""
     tokens = [300, *ids]
     parts = [(tokens[:49], len(tokens[:49]) - 1)]
     for begin in range(48, len(ids), 48):

@@ -67,7 +67,7 @@ def test_texts_without_a_prompt(programs: Programs, foreign: Path, tmp_path: Pat
 
 
 def test_a_conversation(programs: Programs, foreign: Path, piped: tuple[str, str]):
-    """At a terminal: a line is continued, a mistake is told and forgotten, the end of input ends it."""
+    """At a terminal: a line is continued, a mistake is reported, and the end of input ends the program."""
     ours, theirs = os.openpty()
     process = subprocess.Popen(
         [sys.executable, TOOL, "--load", foreign, *GREEDY],

@@ -15,7 +15,7 @@ BEAMS = {"length_penalty": 0.5, "repetition_penalty": 1.2}
 
 
 def greedy_with_ours(path: Path) -> dict[str, Any]:
-    """The likeliest tokens behind each prompt, computed in three ways, on the ranks that this is called on."""
+    """The most likely tokens after each prompt, computed in three ways, on the ranks that this is called on."""
     from megatron.tools.inference.decoding import Sampling
     from megatron.tools.inference.prompts import StoppingCriteria
 
@@ -86,7 +86,7 @@ def _told(completions) -> list[list[int]]:
 
 
 def theirs(folder: Path, prompt: list[int], new_tokens: int, **settings: Any) -> list[list[int]]:
-    """What transformers puts behind a prompt, without the end of document."""
+    """The continuation of a prompt by transformers, without the end of document."""
     from transformers import GPT2LMHeadModel
 
     model = GPT2LMHeadModel.from_pretrained(folder).eval()

@@ -1,4 +1,4 @@
-"""--explain: everything settled about a run is on the screen, and nothing starts."""
+"""--explain: the whole configuration of a run is printed, and nothing starts."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What the planner works out for a run is what the papers' formulas say, where both count the same."""
+"""The planner's numbers for a run equal the papers' formulas, where both count the same."""
 
 from dataclasses import replace
 

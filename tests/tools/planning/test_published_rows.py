@@ -1,4 +1,4 @@
-"""The planner's formulas give the figures that the papers and the other systems print."""
+"""The planner's formulas give the published figures of papers and other systems."""
 
 import pytest
 from support import formulas

@@ -1,4 +1,4 @@
-"""Ranks whose clocks differ get one."""
+"""Events of ranks whose clocks differ are put on one clock."""
 
 import time
 

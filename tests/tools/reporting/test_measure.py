@@ -1,4 +1,4 @@
-"""What a timeline comes to, where one can say beforehand."""
+"""Measures of a timeline for which they are known."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The profilers of torch and DeepSpeed look at the iterations that were asked for."""
+"""The profilers of torch and DeepSpeed record the requested iterations."""
 
 import json
 from pathlib import Path

@@ -12,7 +12,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @pytest.fixture
 def page(server: Served) -> Iterator:
-    """The page as it opens, before anybody has given the key."""
+    """The page as it opens, before a key is entered."""
     if CHROMIUM is None:
         pytest.skip("no Chromium here: apt-get install chromium")
     from playwright.sync_api import sync_playwright

@@ -1,4 +1,4 @@
-"""What a body may say, and what is said of one that may not."""
+"""Valid bodies of requests, and the errors of invalid ones."""
 
 import json
 

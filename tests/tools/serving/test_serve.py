@@ -1,4 +1,4 @@
-"""tools/serve.py as its clients see it: OpenAI's shape, limits, and who may ask."""
+"""tools/serve.py from a client: OpenAI's format, limits and authentication."""
 
 import json
 import socket
@@ -48,7 +48,7 @@ def test_streamed_pieces_equal_the_completion(server):
     texts = ["", ""]
     for bit in bits:
         (choice,) = bit["choices"]
-        assert texts[choice["index"]] is not None, "something behind the end"
+        assert texts[choice["index"]] is not None, "text after the end"
         texts[choice["index"]] += choice["text"]
         assert bit["id"] == last["id"]
     assert texts == server.texts(**HELLO, n=2, echo=True) and len(bits) > 10
@@ -101,7 +101,7 @@ def test_health_and_page_need_no_key(server):
 
 
 def test_server_listens_on_loopback_only(server):
-    """Neither the server nor what its ranks talk through listens to another host."""
+    """Neither the server nor the rendezvous of its ranks listens on another address."""
     connections = psutil.Process(server.process.pid).net_connections("tcp")
     listening = {connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN}
     assert ("127.0.0.1", server.port) in listening and {address.ip for address in listening} == {"127.0.0.1"}

@@ -1,4 +1,4 @@
-"""How a server ends, on several ranks too, and why it does not start."""
+"""Shutdown of a server, also on several ranks, and the errors of its start."""
 
 import runpy
 import signal
