@@ -120,16 +120,17 @@ class DataConfig:
     @property
     def contents(self) -> tuple[tuple[str, ...], ...]:
         """The prefixes of the one blend that is divided, or of the blend of each split."""
-        blends = list(self.blends.values())
-        return tuple(tuple(part.prefix for part in parts) for parts in (blends[:1] if self.is_split else blends))
+        return tuple(tuple(part.prefix for part in parts) for parts in self._provided_blends)
 
     @property
     def proportions(self) -> str:
         """The shares of the data sets in ``contents``, as text."""
+        return "; ".join(" ".join(str(part.share) for part in parts) for parts in self._provided_blends)
+
+    @property
+    def _provided_blends(self) -> list[tuple[Part, ...]]:
         blends = list(self.blends.values())
-        return "; ".join(
-            " ".join(str(part.share) for part in parts) for parts in (blends[:1] if self.is_split else blends)
-        )
+        return blends[:1] if self.is_split else blends
 
     @property
     def prefixes(self) -> tuple[str, ...]:

@@ -79,9 +79,7 @@ class ZeroConfig:
     offload_pin_memory: bool = flag(
         True, "Offload to page-locked memory; enabled by default.", switches={"no-offload-pin-memory": False}
     )
-    cpu_torch_adam: bool = flag(
-        False, "With --offload-optimizer: use torch's Adam instead of DeepSpeedCPUAdam.", name="cpu_torch_adam"
-    )
+    cpu_torch_adam: bool = flag(False, "With --offload-optimizer: use torch's Adam instead of DeepSpeedCPUAdam.")
 
     @property
     def offloads_optimizer(self) -> bool:

@@ -62,7 +62,7 @@ class ParallelConfig:
         30.0, "Timeout in minutes of collectives and of the start.", within="(0, inf)"
     )
     local_rank: int | None = flag(
-        None, "Set by the launcher: the local rank of this process on its host.", name="local_rank", within="[0, inf)"
+        None, "Set by the launcher: the local rank of this process on its host.", within="[0, inf)"
     )
     world_size: int = flag(
         1,

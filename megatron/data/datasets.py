@@ -30,7 +30,7 @@ def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm
 
 @dataclass(frozen=True)
 class BlendPlan:
-    """What the order of a blend depends on."""
+    """Shares and length of a blend, from which its order is computed."""
 
     shares: tuple[Fraction, ...]
     """Share of each data set; they add up to 1."""
