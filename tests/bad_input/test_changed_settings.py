@@ -84,16 +84,16 @@ def test_moved_data_are_the_same(programs: Programs, place: Path) -> None:
     (place / "elsewhere").mkdir()
     for ending in ("bin", "idx"):
         shutil.move(place / f"tiny_text_document.{ending}", place / "elsewhere" / f"text.{ending}")
-    said = _start(programs, place, f"{SAME} --data-path elsewhere/text --exit-interval 3")
-    assert "resuming after iteration 2" in said and "--override" not in said
+    output = _start(programs, place, f"{SAME} --data-path elsewhere/text --exit-interval 3")
+    assert "resuming after iteration 2" in output and "--override" not in output
 
 
 def test_override_takes_all_of_the_command_line(programs: Programs, place: Path) -> None:
     """Samples continue at the same position with another batch size; the new learning rate and decay are used."""
     words = "--override --batch-size 4 --lr 5e-3 --weight-decay 0.5 --exit-interval 3 --metrics-file metrics"
-    said = _start(programs, place, f"{SAME} {words}")
-    assert "> --override: --global-batch-size is 4, but 2 in ck/global_step2" in said
-    assert "> --override: --lr is 0.005, but 0.001 in ck/global_step2" in said
+    output = _start(programs, place, f"{SAME} {words}")
+    assert "> --override: --global-batch-size is 4, but 2 in ck/global_step2" in output
+    assert "> --override: --lr is 0.005, but 0.001 in ck/global_step2" in output
     third = next(line for line in read_metrics(place / "metrics") if "lm_loss" in line)
     assert (third["iteration"], third["consumed_samples"]) == (3, 2 * 2 + 4)
     assert third["learning_rate"] > 1e-3

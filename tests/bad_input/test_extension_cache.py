@@ -81,8 +81,8 @@ def test_each_environment_has_its_own_cache(programs: Programs, built: Path, tmp
         "import os; from megatron.launch.environment import prepare_environment; "
         "prepare_environment(os.environ); print(os.environ['TORCH_EXTENSIONS_DIR'])"
     )
-    said = programs.run(tmp_path / "venv" / "bin" / "python", "-c", program).ok().output.strip()
-    assert Path(said).parent == built.parent and Path(said) != built
+    printed = programs.run(tmp_path / "venv" / "bin" / "python", "-c", program).ok().output.strip()
+    assert Path(printed).parent == built.parent and Path(printed) != built
 
 
 def test_a_folder_that_cannot_be_written(programs) -> None:

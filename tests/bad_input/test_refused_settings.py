@@ -208,8 +208,8 @@ def test_first_rank_of_each_host_reports_errors(place: Path) -> None:
 
 def test_errors_are_printed_once(programs: Programs) -> None:
     ended = programs.pretrain(2, "--batch-size", "2", "--train-iters", "1", "--model-parallel-size", "4")
-    said = [line for line in ended.output.splitlines() if line.startswith(PREFIX)]
-    assert said == [
+    printed = [line for line in ended.output.splitlines() if line.startswith(PREFIX)]
+    assert printed == [
         f"{PREFIX}2 processes cannot be split into --model-parallel-size 4: use 4 processes, or "
         "--model-parallel-size 1 or 2"
     ]

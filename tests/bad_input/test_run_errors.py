@@ -25,9 +25,9 @@ def test_a_token_outside_the_vocabulary(programs: Programs, tmp_path: Path, layo
     (tmp_path / "small.json").write_text(json.dumps({word: number for number, word in enumerate(words)}))
     flags = [*flags.split(), "--vocab-file", str(tmp_path / "small.json"), "--save", str(tmp_path / "ck")]
     ended = programs.pretrain(processes, *BRIEF, *flags)
-    said = [line for line in ended.output.splitlines() if line.startswith("pretrain_gpt2.py: error: ")]
-    causes = [line for line in said if "another rank failed first" not in line]
-    assert causes and len(said) <= processes
+    lines = [line for line in ended.output.splitlines() if line.startswith("pretrain_gpt2.py: error: ")]
+    causes = [line for line in lines if "another rank failed first" not in line]
+    assert causes and len(lines) <= processes
     for line in causes:
         assert "tiny_text_document.bin holds token " in line and " in document " in line and " at offset " in line
         assert "but the vocabulary ends at 51: name the vocabulary that the data set was made with" in line

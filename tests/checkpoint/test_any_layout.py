@@ -32,10 +32,10 @@ def resume(train_in_ranks: RankTraining, saved_on: Callable[[str], Path], tmp_pa
     def run(source: str, layout: str, *flags: str) -> tuple[str, list[dict]]:
         processes, words = LAYOUTS[layout]
         metrics = tmp_path / "-".join((source, layout, *flags))
-        said = train_in_ranks(
+        printed = train_in_ranks(
             processes, *SETTINGS, *words.split(), *flags, "--load", saved_on(source), "--metrics-file", metrics
         )
-        return said, read_metrics(metrics)
+        return printed, read_metrics(metrics)
 
     return run
 
@@ -48,8 +48,8 @@ def expected(uninterrupted: Path) -> list[dict]:
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_the_next_losses_are_those_of_the_uninterrupted_run(resume, expected, source: str, target: str):
-    said, found = resume(source, target)
-    assert "resuming after iteration 3" in said
+    printed, found = resume(source, target)
+    assert "resuming after iteration 3" in printed
     for name in ("iteration", "consumed_samples", "learning_rate"):
         assert [line[name] for line in found] == [line[name] for line in expected]
     for name in ("lm_loss", "grad_norm"):
@@ -70,13 +70,13 @@ def test_samples_of_a_second_epoch_follow(programs: Programs, expected):
 def test_a_conversion_is_logged_once(resume, saved_on):
     place = saved_on("one") / "global_step3"
     resume("one", "one", "--zero-stage", "1")
-    said, _ = resume("one", "one", "--zero-stage", "2")
-    assert f"{place}: saved on TP 1, PP 0, DP 1, ZeRO 0, fp32, read from {place}_universal" in said
-    assert "random streams" not in said, "the ranks are the same"
+    printed, _ = resume("one", "one", "--zero-stage", "2")
+    assert f"{place}: saved on TP 1, PP 0, DP 1, ZeRO 0, fp32, read from {place}_universal" in printed
+    assert "random streams" not in printed, "the ranks are the same"
     next((place).glob("*.pt")).touch()
-    said, _ = resume("one", "tp2-zero1")
-    assert f"{place}: converted from TP 1, PP 0, DP 1, ZeRO 0, fp32, cached in {place}_universal" in said
-    assert said.count("random streams restart from --seed and the iteration") == 1
+    printed, _ = resume("one", "tp2-zero1")
+    assert f"{place}: converted from TP 1, PP 0, DP 1, ZeRO 0, fp32, cached in {place}_universal" in printed
+    assert printed.count("random streams restart from --seed and the iteration") == 1
 
 
 def test_another_precision(resume, expected):

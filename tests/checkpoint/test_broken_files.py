@@ -179,8 +179,8 @@ def test_a_program_refuses_or_falls_back_on_all_ranks(programs: Programs, folder
     write_manifest(tag, {})
     words = [*SETTINGS, *LAYOUT, "--load", folder]
     refused = programs.pretrain(2, *words, "--load-strict")
-    said = [line for line in refused.output.splitlines() if line.startswith("pretrain_gpt2.py: ")]
-    assert said == [
+    lines = [line for line in refused.output.splitlines() if line.startswith("pretrain_gpt2.py: ")]
+    assert lines == [
         f"pretrain_gpt2.py: error: {file} asks for posix.mkdir, which no checkpoint needs: it was made to run code, "
         "and is not read; the newest whole checkpoint is global_step1: to use it, leave --load-strict out"
     ]

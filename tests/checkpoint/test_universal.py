@@ -143,8 +143,8 @@ def test_the_tool_converts_once(programs: Programs, saved_on):
     place = folder / "global_step3"
     cached(newest(folder))
     tool = ("tools/convert_checkpoint.py", "to-universal")
-    said = programs.python(*tool, place).ok().output
-    assert said == f"{place}_universal: exists already, of {place}\n"
+    output = programs.python(*tool, place).ok().output
+    assert output == f"{place}_universal: exists already, of {place}\n"
     assert (folder / "latest_universal").read_text() == "global_step3_universal"
     (place / "run.json").touch()
     assert "global_step3_universal: converted from" in programs.python(*tool, folder).ok().output

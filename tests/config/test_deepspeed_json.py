@@ -179,8 +179,8 @@ def test_the_flops_profiler_is_set_in_one_place(errors) -> None:
     words = "--flops-profile-step 3 --profile-dir out"
     expected = {"enabled": True, "profile_step": 2, "output_file": "out/flops-profile.txt"}
     assert parse(words).ds_config["flops_profiler"] == expected, "DeepSpeed counts from 0 on"
-    (said,) = errors({"flops_profiler": {"enabled": True}}, words)
-    assert said == "--flops-profile-step and flops_profiler in the JSON exclude each other: remove one"
+    (printed,) = errors({"flops_profiler": {"enabled": True}}, words)
+    assert printed == "--flops-profile-step and flops_profiler in the JSON exclude each other: remove one"
 
 
 def test_defaults_contradict_nothing(config_file) -> None:
@@ -255,12 +255,12 @@ def test_deepspeed_reports_with_verbose_only() -> None:
 
 def test_half_precision_defaults_to_stage_1(config_file) -> None:
     assert parse("--bf16").zero.zero_stage == parse("--bf16").ds_config["zero_optimization"]["stage"] == 1
-    said, pipeline = (
+    zero, pipeline = (
         config_file({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}),
         "--pipe-parallel-size 1",
     )
     assert parse(f"--bf16 --zero-stage 0 {pipeline}").zero.zero_stage == 0
-    assert parse(f"{said} {pipeline}").zero.zero_stage == 0
+    assert parse(f"{zero} {pipeline}").zero.zero_stage == 0
 
 
 ZERO_KEYS = [
@@ -373,8 +373,8 @@ def test_another_optimizer_gets_the_parameters_it_takes(config_file, errors) -> 
 )
 def test_errors_of_a_file_name_the_line(text: str, message: str, errors) -> None:
     separator = ", " if message.startswith("line") else ": "
-    (said,) = errors(text)
-    assert said.startswith(f"ds.json{separator}{message}")
+    (printed,) = errors(text)
+    assert printed.startswith(f"ds.json{separator}{message}")
 
 
 def test_a_list_of_objects_has_no_duplicates(config_file) -> None:
@@ -396,8 +396,8 @@ def test_shipped_configs_load_and_satisfy_deepspeed(file: Path) -> None:
 
     run = parse(f"--deepspeed_config {file}", environ=CUDA)
     assert DeepSpeedConfig(dict(run.ds_config)).zero_optimization_stage == run.zero.zero_stage
-    said = json.loads(file.read_text())
-    assert run.precision.dtype == next((name for name in ("fp16", "bf16") if name in said), "fp32")
+    config = json.loads(file.read_text())
+    assert run.precision.dtype == next((name for name in ("fp16", "bf16") if name in config), "fp32")
 
 
 def test_shipped_configs_are_all_there() -> None:

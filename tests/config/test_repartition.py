@@ -37,8 +37,8 @@ def test_two_model_chunks_per_stage(tmp_path: Path) -> None:
 
 def test_two_partitions_are_refused(tmp_path: Path) -> None:
     words = f"{WORDS} {_trace(tmp_path, 0, 1, 1, 1, 1, 0)} --pipeline-partition 2,2"
-    said = f"--repartition-from {tmp_path} and --pipeline-partition 2,2 exclude each other: give one"
-    assert complaints(words, ranks=2) == [said]
+    expected = f"--repartition-from {tmp_path} and --pipeline-partition 2,2 exclude each other: give one"
+    assert complaints(words, ranks=2) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -55,5 +55,5 @@ def test_two_partitions_are_refused(tmp_path: Path) -> None:
 def test_a_wrong_trace_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
         (tmp_path / "trace.json").write_text(text)
-    (said,) = complaints(f"{WORDS} {tmp_path}/trace.json", ranks=2)
-    assert said.startswith("--repartition-from ") and message in said
+    (printed,) = complaints(f"{WORDS} {tmp_path}/trace.json", ranks=2)
+    assert printed.startswith("--repartition-from ") and message in printed

@@ -565,8 +565,8 @@ def test_a_broken_rule_says_what_to_do(name: str, words: str, message: str, reme
     environ = CUDA if words.startswith("gpu") else CPU
     words = words.removeprefix("gpu")
     ranks = 8 if "parallel" in words else 1
-    (said,) = complaints(words, ranks=ranks, environ=environ)
-    assert said.startswith(message)
+    (printed,) = complaints(words, ranks=ranks, environ=environ)
+    assert printed.startswith(message)
     if remedy:
         assert complaints(f"{words} {remedy}", ranks=ranks, environ=environ) == []
 
@@ -597,8 +597,8 @@ def test_a_legal_run_breaks_no_rule() -> None:
 
 @pytest.mark.parametrize("flag", ["--contiguous-checkpointing", "--checkpoint-in-cpu"])
 def test_settings_of_recomputation_need_recomputation(flag: str) -> None:
-    said = complaints(f"{flag} --partition-activations")
-    assert [message.split(":")[0] for message in said] == [
+    printed = complaints(f"{flag} --partition-activations")
+    assert [message.split(":")[0] for message in printed] == [
         "--partition-activations has no effect without --checkpoint-activations",
         f"{flag} has no effect without --checkpoint-activations",
     ]

@@ -103,8 +103,8 @@ def inside(programs: Programs, hosts: Hosts, folder: Path) -> Callable[..., Fini
 
 def test_containers_reach_each_other(inside) -> None:
     """By name, without a question, with the environment of the image; and so does the health check."""
-    said = inside("ssh", "host-2", 'hostname; id -un; echo "$DS_ODD"; echo "$GLOO_SOCKET_IFNAME"').ok().output
-    assert said.splitlines() == ["host-2", "trainer", 'a  "b" $c', INTERFACE]
+    output = inside("ssh", "host-2", 'hostname; id -un; echo "$DS_ODD"; echo "$GLOO_SOCKET_IFNAME"').ok().output
+    assert output.splitlines() == ["host-2", "trainer", 'a  "b" $c', INTERFACE]
     check = re.search(r"CMD (\[.*\])", (ROOT / "docker" / "Dockerfile").read_text())[1]
     inside(*json.loads(check.replace("/home/trainer", "~"))).ok()
 
@@ -149,8 +149,8 @@ def test_a_command_has_an_sshd_beside_it(inside, hosts) -> None:
     """If the container runs a command of its own; its host key is that of its first start."""
     key = hosts.folder / "host-1" / "home" / ".ssh" / "host_key"
     before = key.read_bytes()
-    said = inside(*ENTRYPOINT, "ssh", "this-container", "echo $SSH_CONNECTION", SSH_PORT="2223").ok().output
-    assert said.split()[-1] == "2223" and key.read_bytes() == before
+    output = inside(*ENTRYPOINT, "ssh", "this-container", "echo $SSH_CONNECTION", SSH_PORT="2223").ok().output
+    assert output.split()[-1] == "2223" and key.read_bytes() == before
 
 
 @pytest.mark.parametrize(

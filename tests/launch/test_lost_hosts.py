@@ -115,6 +115,6 @@ def listening_sockets(hosts: Hosts, name: str) -> set[tuple[str, str]]:
     return parse(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
-def parse(said: str) -> set[tuple[str, str]]:
-    places = re.findall(r"^LISTEN +\d+ +\d+ +(\S+):(\d+) ", said, re.MULTILINE)
+def parse(output: str) -> set[tuple[str, str]]:
+    places = re.findall(r"^LISTEN +\d+ +\d+ +(\S+):(\d+) ", output, re.MULTILINE)
     return {(address, port) for address, port in places if port != SSHD}

@@ -52,9 +52,9 @@ def test_other_ranks_do_not_listen(number: str, agent: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("here", "said", "interface"), [(2, {}, "lo"), (2, {"GLOO_SOCKET_IFNAME": "eth1"}, "eth1"), (1, {}, None)]
+    ("here", "variables", "interface"), [(2, {}, "lo"), (2, {"GLOO_SOCKET_IFNAME": "eth1"}, "eth1"), (1, {}, None)]
 )
-def test_ranks_of_one_host_communicate_over_loopback(here, said, interface) -> None:
-    environ = place(socket.gethostbyname("localhost"), here=here, RANK="1", **said)
+def test_ranks_of_one_host_communicate_over_loopback(here, variables, interface) -> None:
+    environ = place(socket.gethostbyname("localhost"), here=here, RANK="1", **variables)
     prepare_environment(environ)
     assert environ.get("GLOO_SOCKET_IFNAME") == interface

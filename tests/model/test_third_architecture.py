@@ -48,8 +48,8 @@ def test_layouts_agree_and_a_checkpoint_changes_layout(programs: Programs, tmp_p
     finished = programs.python(
         "tools/inspect_checkpoint.py", "--program", PROGRAM, tmp_path / "checkpoint", "--json"
     ).ok()
-    told = json.loads(finished.output)
-    assert "toy_pretrain.py --load to resume" in told["loaded_by"] and "output" in finished.output
+    report = json.loads(finished.output)
+    assert "toy_pretrain.py --load to resume" in report["loaded_by"] and "output" in finished.output
 
 
 def settled(toy, words: str) -> RunConfig:

@@ -65,7 +65,7 @@ def test_cached_words_equal_those_of_the_library(files: tuple[Path, Path]) -> No
     characters = [*map(chr, range(128)), *CUT_HERE * 3, *ODD_BLANKS, *"é“”一ªſ²½Ⅷ٣\u0301\u200d😀\xad"]
     for _ in range(300):
         texts = ["".join(draw.choices(characters, k=draw.randint(0, 15))) for _ in range(40)]
-        # With texts said again and again few words are new; they are looked up then.
+        # With texts that are repeated few words are new; they are looked up then.
         texts = [text * times for text in texts for times in (1, 1, 3, 7)]
         expected = [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
         assert tokenizer.tokenize_batch(texts) == expected

@@ -156,8 +156,8 @@ def test_mistakes(
 ):
     words = [word.format(trained=trained, foreign=foreign, out=tmp_path / "out") for word in words.split()]
     finished = programs.python("-X", "importtime", TOOL, *words)
-    said = [line for line in finished.output.splitlines() if not line.startswith("import time:")]
-    assert finished.returncode == code and len(said) == 1 and message in said[0], said
+    lines = [line for line in finished.output.splitlines() if not line.startswith("import time:")]
+    assert finished.returncode == code and len(lines) == 1 and message in lines[0], lines
     assert not any(line.rpartition("|")[2].strip() == "torch" for line in finished.output.splitlines())
     assert not list(tmp_path.iterdir())
 

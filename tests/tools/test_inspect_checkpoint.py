@@ -22,8 +22,8 @@ def inspect(programs: Programs, *words: str | Path) -> Finished:
 
 
 def test_facts_about_a_folder(programs: Programs, copy: Path):
-    said = inspect(programs, copy).ok().output
-    assert said.startswith(f"{copy}: a folder of checkpoints\n")
+    output = inspect(programs, copy).ok().output
+    assert output.startswith(f"{copy}: a folder of checkpoints\n")
     for words in (
         f"newest      {TAG}",
         "iteration   3\n  samples     12\n  tokens      384\n",
@@ -34,8 +34,8 @@ def test_facts_about_a_folder(programs: Programs, copy: Path):
         "complete    yes: 2",
         "pretrain_gpt2.py --load to resume",
     ):
-        assert words in said
-    rows = [line.split("  ") for line in said.splitlines()]
+        assert words in output
+    rows = [line.split("  ") for line in output.splitlines()]
     assert ["", "attention.query_key_value.weight", "96 x 32", "float32"] in [
         [part.strip() for part in row if part.strip() or part == row[0]][:4] for row in rows
     ]
@@ -43,16 +43,16 @@ def test_facts_about_a_folder(programs: Programs, copy: Path):
 
 def test_every_parameter_is_measured(programs: Programs, trained: Path, merged: Path):
     weights = load_file(merged)
-    told = json.loads(inspect(programs, trained / TAG, "--json").ok().output)
-    assert told["iteration"] == 3 and told["layout"]["--pipe-parallel-size"] == 2
-    assert [parameter["name"] for parameter in told["parameters"]][:2] == [
+    report = json.loads(inspect(programs, trained / TAG, "--json").ok().output)
+    assert report["iteration"] == 3 and report["layout"]["--pipe-parallel-size"] == 2
+    assert [parameter["name"] for parameter in report["parameters"]][:2] == [
         "tied_modules.embed.word_embeddings.weight",
         "1.position_embeddings.weight",
     ]
-    assert {parameter["name"]: parameter["shape"] for parameter in told["parameters"]} == {
+    assert {parameter["name"]: parameter["shape"] for parameter in report["parameters"]} == {
         name: list(tensor.shape) for name, tensor in weights.items()
     }
-    for parameter in told["parameters"]:
+    for parameter in report["parameters"]:
         assert parameter["norm"] == pytest.approx(weights[parameter["name"]].double().norm().item(), rel=1e-12)
 
 
@@ -99,9 +99,9 @@ def test_two_checkpoints_of_different_kinds_are_compared(
     save_file(weights, tmp_path / "changed.safetensors", metadata)
     finished = inspect(programs, "--diff", trained, tmp_path / "changed.safetensors", "--json")
     assert finished.returncode == 1, finished.output
-    told = json.loads(finished.output)
-    differing = [tensor for tensor in told["tensors"] if tensor["absolute"]]
-    assert [tensor["name"] for tensor in differing] == [name] and len(told["tensors"]) == 52
+    report = json.loads(finished.output)
+    differing = [tensor for tensor in report["tensors"] if tensor["absolute"]]
+    assert [tensor["name"] for tensor in differing] == [name] and len(report["tensors"]) == 52
     largest = load_file(merged)[name].abs().max().item()
     assert differing[0]["absolute"] == pytest.approx(0.5, rel=1e-6)
     assert differing[0]["relative"] == pytest.approx(0.5 / largest, rel=1e-6)

@@ -154,9 +154,9 @@ def test_bad_lines_can_be_skipped(tmp_path: Path, command: Callable[..., list[st
     finished = run(command([corpus], "--on-error", "skip", "--workers", "2"))
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.endswith("; 8 bad lines skipped; 2 empty documents skipped\n")
-    told = [line for line in finished.stderr.splitlines() if "skipped" in line]
-    assert len(told) == len(BAD_LINES)
-    for number, ((_, message), line) in enumerate(zip(BAD_LINES, told, strict=True), start=2):
+    report = [line for line in finished.stderr.splitlines() if "skipped" in line]
+    assert len(report) == len(BAD_LINES)
+    for number, ((_, message), line) in enumerate(zip(BAD_LINES, report, strict=True), start=2):
         assert f"> skipped {corpus}:{number}: {message}" in line
     assert documents(tmp_path / "out_text_document") == [[0], [1]]
 

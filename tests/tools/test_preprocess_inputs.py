@@ -33,15 +33,15 @@ def vocabulary(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def convert(tmp_path: Path, vocabulary: Path) -> Callable[..., Summary]:
-    """``convert(path, output, **settings)``: preprocess a file in small chunks; the lines it skips in ``told``."""
+    """``convert(path, output, **settings)``: preprocess a file in small chunks; skipped lines in ``messages``."""
 
     def run(path: Path, output: str = "out", resume: bool = False, **settings) -> Summary:
         settings = {"chunk_bytes": 1000, **settings}
         tokenizer = {"tokenizer_type": "WhitespaceTokenizer", "vocab_file": str(vocabulary)}
         job = Job(inputs=(path,), output_prefix=str(tmp_path / output), **tokenizer, **settings)
-        return preprocess(job, lambda summary: None, run.told.append, resume=resume)
+        return preprocess(job, lambda summary: None, run.messages.append, resume=resume)
 
-    run.told = []
+    run.messages = []
     return run
 
 
@@ -110,7 +110,7 @@ def test_rows_of_parquet_are_checked_like_lines(tmp_path: Path, convert: Callabl
         convert(path)
     summary = convert(path, skip_errors=True)
     assert (summary.documents, summary.bad_lines, summary.empty) == (2, 2, 1)
-    assert [message.split(": ")[0] for message in convert.told] == [f"{path}:{number}" for number in (2, 3, 4)]
+    assert [message.split(": ")[0] for message in convert.messages] == [f"{path}:{number}" for number in (2, 3, 4)]
     with pytest.raises(DataError, match=r'no column "body" \(choose columns with --json-keys; there are id, text\)'):
         convert(path, json_keys=("body",), skip_errors=True)
     with pytest.raises(DataError, match='column "id" holds int64, where strings are needed'):
@@ -188,8 +188,10 @@ print(status, usage.ru_maxrss * 1024)
 
 def peak_memory(words: list[str]) -> int:
     """Bytes that a program had at most."""
-    said = subprocess.run([sys.executable, "-c", PEAK, *words], capture_output=True, text=True, check=True, timeout=240)
-    status, peak = map(int, said.stdout.split())
+    printed = subprocess.run(
+        [sys.executable, "-c", PEAK, *words], capture_output=True, text=True, check=True, timeout=240
+    )
+    status, peak = map(int, printed.stdout.split())
     assert status == 0
     return peak
 

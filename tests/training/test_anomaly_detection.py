@@ -34,8 +34,8 @@ def test_a_bad_step_changes_no_weight(programs, tmp_path, layout: str) -> None:
     assert "iteration 2: the" in finished.output and "is not finite, the step was skipped" in finished.output
     assert "a repeated forward pass is finite" in finished.output
     for rank, iteration in itertools.product((0, 1), (1, 2, 3)):
-        said = re.search(rf"rank {rank} iteration {iteration} kept (\d+) of (\d+) weights", finished.output)
-        kept, held = map(int, said.groups())
+        match = re.search(rf"rank {rank} iteration {iteration} kept (\d+) of (\d+) weights", finished.output)
+        kept, held = map(int, match.groups())
         # What an update adds to a norm's weight of 1 may be less than the precision of bf16.
         assert kept == held > 10 if iteration == 2 else kept < held / 2
     first, second, third = read_metrics(tmp_path / "metrics")

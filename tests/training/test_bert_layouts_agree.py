@@ -91,8 +91,8 @@ def test_bert_resumes_from_a_checkpoint_of_another_layout(train_bert_in_ranks: R
     saved = ("--model-parallel-size", "2", "--exit-interval", "3", "--save", tmp_path / "checkpoint")
     train_bert_in_ranks(2, *SETTINGS, *saved)
     resumed = ("--pipe-parallel-size", "2", "--load", tmp_path / "checkpoint", "--metrics-file", tmp_path / "metrics")
-    said = train_bert_in_ranks(2, *SETTINGS, *resumed)
-    assert "resuming after iteration 3" in said and "converted from TP 2" in said
+    output = train_bert_in_ranks(2, *SETTINGS, *resumed)
+    assert "resuming after iteration 3" in output and "converted from TP 2" in output
     expected, found = (read_metrics(folder / "metrics") for folder in (one_process, tmp_path))
     expected, found = ([line["lm_loss"] for line in lines if "lm_loss" in line] for lines in (expected, found))
     assert found == pytest.approx(expected[3:], rel=1e-5)
@@ -112,8 +112,8 @@ def test_tools_recognize_a_checkpoint_of_bert(programs: Programs, one_process, t
     assert refused.returncode == 2 and "is a BERT: only samples of GPT-2 can be listed" in refused.output
     convert, file = "tools/convert_checkpoint.py", tmp_path / "one.safetensors"
     programs.warm(1, convert, "merge", folder, "--output", file).ok()
-    told = programs.warm(1, "tools/inspect_checkpoint.py", file).ok().output
-    assert "word_bias" in told and "loaded by   safetensors.torch.load_file\n" in told
+    report = programs.warm(1, "tools/inspect_checkpoint.py", file).ok().output
+    assert "word_bias" in report and "loaded by   safetensors.torch.load_file\n" in report
     refused = programs.warm(1, convert, "to-hf", file, "--output", tmp_path / "hf")
     assert refused.returncode == 2
     assert refused.output.splitlines()[-1].endswith("the model is BERT, and to-hf is for GPT-2; merge can keep it")

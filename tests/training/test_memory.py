@@ -16,14 +16,14 @@ def test_out_of_memory_is_a_one_line_error(programs, tmp_path: Path) -> None:
     finished = programs.faulty(1, "memory 0 1 40", *words, "--save", tmp_path)
     assert finished.returncode == 7, finished.output[-3000:]
     assert "Traceback" not in finished.output
-    (said,) = (line for line in finished.output.splitlines() if "error:" in line)
+    (message,) = (line for line in finished.output.splitlines() if "error:" in line)
     pattern = (
         r"pretrain_gpt2.py: error: rank 0: out of memory in training, iteration 1: \S+ GB were requested, "
         r"\S+ GB are free; "
         r"this rank holds (\S+) GB, and was planned to hold (\S+) GB at its peak; (--\S.*) would take (\S+) GB; "
         r"see (\S+)"
     )
-    held, planned, change, needed, file = re.fullmatch(pattern, said).groups()
+    held, planned, change, needed, file = re.fullmatch(pattern, message).groups()
     assert 0 < float(held) < 4 * float(planned) and float(needed) < float(planned)
     assert change.startswith("--batch-size ") and file == str(tmp_path / "memory-rank0.txt")
     snapshot = Path(file).read_text()

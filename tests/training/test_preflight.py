@@ -105,9 +105,9 @@ def test_folders_without_permission_are_refused() -> None:
         (folder / "kept").touch(mode=0o444)
         folder.chmod(0o555)
         words = [sys.executable, "-c", program, str(folder)]
-        said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        output = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
         folder.chmod(0o755)
-    assert said == [
+    assert output == [
         f"--save {folder}/new: no permission to write in {folder}; name another folder, or change its permissions",
         f"--metrics-file {folder}/kept: no permission to write it; name another file, or change its permissions",
     ]

@@ -33,33 +33,33 @@ def audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Cal
 
 def test_each_command(audit: Callable, restarted: Restarted, tmp_path: Path) -> None:
     load = ("--load", restarted.checkpoints)
-    code, said, _ = audit("batch", *load, "--iteration", 2, "--rank", 1, "--characters", 20)
-    lines = said.splitlines()
+    code, output, _ = audit("batch", *load, "--iteration", 2, "--rank", 1, "--characters", 20)
+    lines = output.splitlines()
     assert code == 0 and lines[0] == "iteration 2: 4 samples on PP 1, DP 2, SP 1, TP 1, those of rank 1"
     assert [line for line in lines if line.startswith("sample")] == [
         f"sample {number}, data-parallel rank 1" for number in (6, 7)
     ]
     assert all("_text_document document " in line and len(line.split(": ")[1]) < 30 for line in lines if line[0] == " ")
-    code, said, _ = audit("batch", *load, "--iteration", 5, "--json")
-    batch = json.loads(said)
+    code, output, _ = audit("batch", *load, "--iteration", 5, "--json")
+    batch = json.loads(output)
     assert code == 0 and [row["sample"] for row in batch["samples"]] == [16, 17, 18, 19]
     pieces = [piece["tokens"] for row in batch["samples"] for piece in row["pieces"]]
     assert sum(stop - start for start, stop in pieces) == 4 * 33
 
-    code, said, _ = audit("seen", *load, "--output", tmp_path / "seen.tsv")
-    assert code == 0 and "epochs up to iteration 6" in said and "more than once" in said
+    code, output, _ = audit("seen", *load, "--output", tmp_path / "seen.tsv")
+    assert code == 0 and "epochs up to iteration 6" in output and "more than once" in output
     rows = [line.split("\t") for line in (tmp_path / "seen.tsv").read_text().splitlines()]
     assert rows[0] == ["data", "document", "tokens", "seen"] and len(rows) == 1 + 160 + 80
     assert sum(int(row[2]) * float(row[3]) for row in rows[1:]) == pytest.approx(6 * 4 * 32, rel=1e-4)
 
-    code, said, _ = audit("proof", *load, "--metrics-file", restarted.metrics)
-    assert code == 0 and said.endswith("proven: no sample was repeated, none was skipped\n")
-    assert "repeated after a restart or a spike: iterations 3 to 4" in said
-    code, said, _ = audit("proof", *load, "--metrics-file", restarted.metrics, "--json")
-    assert json.loads(said)["proven"] is True
+    code, output, _ = audit("proof", *load, "--metrics-file", restarted.metrics)
+    assert code == 0 and output.endswith("proven: no sample was repeated, none was skipped\n")
+    assert "repeated after a restart or a spike: iterations 3 to 4" in output
+    code, output, _ = audit("proof", *load, "--metrics-file", restarted.metrics, "--json")
+    assert json.loads(output)["proven"] is True
 
-    code, said, _ = audit("overlap", *load, "--json")
-    found = json.loads(said)
+    code, output, _ = audit("overlap", *load, "--json")
+    found = json.loads(output)
     # The second data set is the first half of the first one, backwards.
     assert code == 1 and [row["splits"] for row in found["between"]] == [
         ["train", "valid"], ["train", "test"], ["valid", "test"],
@@ -69,20 +69,20 @@ def test_each_command(audit: Callable, restarted: Restarted, tmp_path: Path) -> 
     assert found["between"][1]["examples"][0] == [f"{second} document 90", f"{first} document 9"]
     assert [row["documents"] - row["different"] for row in found["within"]] == [80, 0, 0]
 
-    code, said, _ = audit("statistics", *load)
-    assert code == 0 and f"training, 70.00%: {first}" in said and "160 documents (0 empty)" in said
-    assert "of 92 tokens of the vocabulary" in said
-    code, said, _ = audit("picture", *load, "--output", tmp_path / "data.png")
+    code, output, _ = audit("statistics", *load)
+    assert code == 0 and f"training, 70.00%: {first}" in output and "160 documents (0 empty)" in output
+    assert "of 92 tokens of the vocabulary" in output
+    code, output, _ = audit("picture", *load, "--output", tmp_path / "data.png")
     assert code == 0 and (tmp_path / "data.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_data_without_a_checkpoint(audit: Callable, programs: Programs, restarted: Restarted) -> None:
     vocabulary = programs.data_arguments[2:6]
     own = ("--train-data-path", restarted.blend[2], "--valid-data-path", restarted.blend[4])
-    code, said, _ = audit("overlap", *own, *vocabulary)
-    assert code == 1 and "validation in training: 100 of 100 documents" in said
-    code, said, _ = audit("statistics", "--data-path", restarted.blend[2], "--split", "1", *vocabulary, "--json")
-    (row,) = json.loads(said)
+    code, output, _ = audit("overlap", *own, *vocabulary)
+    assert code == 1 and "validation in training: 100 of 100 documents" in output
+    code, output, _ = audit("statistics", "--data-path", restarted.blend[2], "--split", "1", *vocabulary, "--json")
+    (row,) = json.loads(output)
     assert code == 0 and row["documents"] == row["ends_of_documents"] == 200 and row["beyond_vocabulary"] == 0
 
 
@@ -138,7 +138,7 @@ def test_bad_input_is_one_line(audit: Callable, place: Path, restarted: Restarte
         part.format(place=place, ck=place / "ck", half=restarted.blend[4]) if isinstance(part, str) else part
         for part in BAD[name]
     )
-    code, said, error = audit(*words.split())
-    assert (code, said) == (expected, "")
+    code, output, error = audit(*words.split())
+    assert (code, output) == (expected, "")
     lines = error.splitlines()
     assert len(lines) == 1 and message in lines[0]

@@ -71,8 +71,8 @@ def test_a_batch_is_that_of_the_loader(case: Case, iteration: int, rank: int, da
         data_size=ranks,
     )  # fmt: skip
     read = [loader[n][0].tolist() for n in range(4 // ranks * (iteration - 1), 4 // ranks * iteration)]
-    told = [" ".join(piece["text"] for piece in row["pieces"]) for row in batch["samples"]]
-    assert [case.tokenizer.tokenize(text.replace("<|endoftext|>", "")) for text in told] == [
+    report = [" ".join(piece["text"] for piece in row["pieces"]) for row in batch["samples"]]
+    assert [case.tokenizer.tokenize(text.replace("<|endoftext|>", "")) for text in report] == [
         [token for token in tokens if token != case.tokenizer.eod] for tokens in read
     ]
     assert [row["sample"] for row in batch["samples"]] == list(
@@ -97,13 +97,13 @@ def test_seen_samples_equal_those_of_the_batches(case: Case, iteration: int, ski
         for span in (*others, last._replace(stop=last.stop - 1)):
             counted[span.indexed.prefix, span.document] += span.stop - span.start
     found = seen_up_to(case, iteration)
-    told = {
+    report = {
         (seen.prefix, seen.first_document + number): int(tokens)
         for seen in found
         for number, tokens in enumerate(seen.tokens)
         if tokens
     }
-    assert told == {key: tokens for key, tokens in counted.items() if tokens}
+    assert report == {key: tokens for key, tokens in counted.items() if tokens}
     assert sum(seen.tokens.sum() for seen in found) == 4 * iteration * 32
 
 

@@ -86,10 +86,10 @@ def training(folder: Path) -> list[str]:
 def test_healthy_hosts_are_ready_with_their_bandwidth(local_hosts: LocalHosts, folder: Path) -> None:
     place = ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    code, said = start(local_hosts, folder, "host-a host-b", *place, "pretrain_gpt2.py", *training(folder))
-    assert code == 0, said
-    assert "GB/s" in said and said.endswith("2 hosts, 2 ranks: ready\n") and "\033" not in said
-    checks = {line.split()[1] for line in said.splitlines() if line.startswith("  ok ")}
+    code, printed = start(local_hosts, folder, "host-a host-b", *place, "pretrain_gpt2.py", *training(folder))
+    assert code == 0, printed
+    assert "GB/s" in printed and printed.endswith("2 hosts, 2 ranks: ready\n") and "\033" not in printed
+    checks = {line.split()[1] for line in printed.splitlines() if line.startswith("  ok ")}
     assert checks == {
         "name", "ssh", "python", "versions", "project", "arguments", "devices", "data", "folders", "disk", "clock",
         "port", "interface", "extensions", "environment", "all-reduce",
@@ -257,8 +257,8 @@ def test_more_slots_than_devices(ask: Ask, folder: Path) -> None:
 def test_failed_all_reduce_is_reported(local_hosts: LocalHosts, folder: Path) -> None:
     """The ranks are sent to an unused address."""
     place = ["--master_addr", "198.51.100.1", "--master_port", str(free_port()), "--time-limit", "5"]
-    code, said = start(local_hosts, folder, "host-a", *place)
-    assert code == 6 and "BAD  all-reduce   host-a: " in said, said
+    code, printed = start(local_hosts, folder, "host-a", *place)
+    assert code == 6 and "BAD  all-reduce   host-a: " in printed, printed
 
 
 @pytest.mark.parametrize(

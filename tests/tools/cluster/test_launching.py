@@ -56,10 +56,10 @@ def test_quoted_arguments_survive_deepspeed_and_a_shell(tmp_path: Path, argument
             self.args = type("Arguments", (), {"user_args": words})
 
     (word,) = Runner([quote_for_pdsh(argument)]).parse_user_args()
-    said = subprocess.run(
+    output = subprocess.run(
         ["sh", "-c", f"printf '[%s]' {word.replace('%%', '%')}"], cwd=tmp_path, capture_output=True, text=True
     )
-    assert said.stdout == f"[{argument}]" and not list(tmp_path.iterdir())
+    assert output.stdout == f"[{argument}]" and not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh (apt-get install pdsh)")

@@ -278,17 +278,17 @@ def test_an_empty_file_of_megatron_lm_is_one_line(programs: Programs, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("given", "message"),
     [
         (GivenModel(vocab_size=TOKENS), "does not contain the number of heads: give --num-attention-heads"),
         (GivenModel(heads=3, vocab_size=TOKENS), "3 heads do not divide hidden size 16 over 2 ranks"),
         (GivenModel(heads=HEADS, vocab_size=97), "the vocabulary has 97 tokens"),
     ],
 )
-def test_missing_values_are_requested(tmp_path: Path, said: GivenModel, message: str):
+def test_missing_values_are_requested(tmp_path: Path, given: GivenModel, message: str):
     write_ancestor(tmp_path, size=2)
     with pytest.raises(ConfigError) as caught:
-        whole_model(read_shards(tmp_path), said)
+        whole_model(read_shards(tmp_path), given)
     assert message in str(caught.value)
 
 

@@ -110,12 +110,12 @@ def test_results_are_those_of_transformers(run_ranks, place: Path, tasks, tmp_pa
     folder, expected = tasks
     files = [str(folder / f"{name}.yaml") for name in asked]
     words = ["--load", str(place / "hf"), "--tasks", *files, "--batch-size", "4", *flags]
-    told, *others = run_ranks(processes, ask_on_rank, words, str(tmp_path))
+    report, *others = run_ranks(processes, ask_on_rank, words, str(tmp_path))
     assert others == [None]
     for name, value in expected.items():
         task, metric = name.split()
         if "continued" in asked or task != "own_continued":
-            assert told["results"][task][f"{metric},none"] == pytest.approx(value, rel=1e-5), name
+            assert report["results"][task][f"{metric},none"] == pytest.approx(value, rel=1e-5), name
 
 
 def test_harness_finds_the_model_by_name(programs, place: Path, tasks, tmp_path: Path):

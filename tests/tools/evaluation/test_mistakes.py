@@ -109,7 +109,7 @@ def test_tokens_of_another_vocabulary(programs: Programs, place: Path, wrong: Pa
 def test_on_the_screen(programs: Programs, place: Path, wrong: Path, command: str, message: str):
     tool, *words = command.format(place=place, wrong=wrong).split()
     finished = programs.python("-X", "importtime", f"tools/{tool}", *words)
-    said = [line for line in finished.output.splitlines() if not line.startswith("import time:")]
+    lines = [line for line in finished.output.splitlines() if not line.startswith("import time:")]
     assert finished.returncode == 2
-    assert len(said) == 1 and said[0].startswith(f"{tool}: error: ") and message in said[0], said
+    assert len(lines) == 1 and lines[0].startswith(f"{tool}: error: ") and message in lines[0], lines
     assert "| torch\n" not in finished.output

@@ -13,10 +13,10 @@ def tokenizer(foreign):
     return build_tokenizer("GPT2BPETokenizer", str(foreign / "vocab.json"), str(foreign / "merges.txt"))
 
 
-def _pieces(tokenizer, said: str, stop: tuple[str, ...] = (), prompt: str = "Also: ") -> list[str]:
+def _pieces(tokenizer, text: str, stop: tuple[str, ...] = (), prompt: str = "Also: ") -> list[str]:
     stream = Detokenizer(tokenizer, tokenizer.tokenize(prompt), stop)
     pieces = []
-    for token in tokenizer.tokenize(said):
+    for token in tokenizer.tokenize(text):
         pieces.append(stream.push(token))
         if stream.stopped:
             break
@@ -27,7 +27,7 @@ def test_pieces_are_whole_characters(tokenizer):
     pieces = _pieces(tokenizer, SAID)
     assert "".join(pieces) == SAID
     assert "" in pieces and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces)
-    assert "🙂" in pieces, "said as soon as its last byte is there"
+    assert "🙂" in pieces, "complete as soon as its last byte is there"
 
 
 def test_half_a_character_at_the_end_is_replaced(tokenizer):
@@ -60,8 +60,8 @@ def test_stop_string_is_never_part_of_the_text(tokenizer, stop, left):
 
 def test_possible_stop_string_is_delayed(tokenizer):
     stream = Detokenizer(tokenizer, [], ("abc",))
-    said = [stream.push(token) for token in tokenizer.tokenize("xab")]
-    assert "".join(said) == "x"
+    lines = [stream.push(token) for token in tokenizer.tokenize("xab")]
+    assert "".join(lines) == "x"
     assert "".join(stream.push(token) for token in tokenizer.tokenize("d")) == "abd"
 
 

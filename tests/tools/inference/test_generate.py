@@ -116,8 +116,8 @@ def test_mistakes(words: str, message: str, foreign: Path, tmp_path: Path):
         cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True,
     )  # fmt: skip
     lines = finished.stderr.splitlines()
-    said = [line for line in lines if not line.startswith("import time:")]
-    assert finished.returncode == 2 and len(said) == 1, said
-    assert said[0].startswith("generate.py: error: ") and message in said[0]
+    printed = [line for line in lines if not line.startswith("import time:")]
+    assert finished.returncode == 2 and len(printed) == 1, printed
+    assert printed[0].startswith("generate.py: error: ") and message in printed[0]
     assert not any(line.rpartition("|")[2].strip() == "torch" for line in lines), "found before torch comes in"
     assert sorted(tmp_path.iterdir()) == before
