@@ -12,7 +12,7 @@ from _atomic_file import atomic_file
 
 from megatron.config import ParallelConfig
 from megatron.config.environment import world_size
-from megatron.config.errors import ConfigError
+from megatron.config.errors import ConfigError, counted
 from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.source import Source, add_model_flags, check_values, config_on, context_length, source_of
 
@@ -66,8 +66,8 @@ def find_model(args: argparse.Namespace) -> tuple[Source, int]:
     tensor, stages, started = args.model_parallel_size or 1, max(args.pipe_parallel_size, 1), world_size(os.environ)
     if started % (tensor * stages):
         raise ConfigError(
-            f"{started} processes are no multiple of --model-parallel-size {tensor} x --pipe-parallel-size {stages}: "
-            f"start as many with deepspeed --num_gpus {tensor * stages}"
+            f"{counted(started, 'process')} cannot be split into --model-parallel-size {tensor} x "
+            f"--pipe-parallel-size {stages}: start as many with deepspeed --num_gpus {tensor * stages}"
         )
     config_on(source.config, tensor, args.dtype)  # raises here, before all ranks would
     return source, seq_length

@@ -16,7 +16,7 @@ import _project_root  # noqa: F401
 
 from megatron.config.command_line import parse_run
 from megatron.config.command_line.parser import CONFIG_FILE, read_flags
-from megatron.config.errors import ConfigError, LaunchError
+from megatron.config.errors import ConfigError, LaunchError, counted
 from megatron.tools.cluster.doctor import (
     Examination,
     all_reduce_lines,
@@ -48,7 +48,8 @@ def main() -> None:
     else:
         if all_reduce is not None:
             print(all_reduce_lines(all_reduce, ranks, color=color))
-        print(f"{len(results)} hosts, {ranks} ranks: {f'{count} to fix' if count else 'ready'}")
+        state = f"{counted(count, 'check')} failed" if count else "ready"
+        print(f"{counted(len(results), 'host')}, {counted(ranks, 'rank')}: {state}")
     if not is_ready(results, all_reduce):
         sys.exit(LaunchError.exit_code)
 

@@ -175,7 +175,9 @@ def _prompts(args: argparse.Namespace, source: Source, limits: StoppingCriteria)
     else:
         lines = [(place, text, {}) for place, text in numbered("standard input", sys.stdin.read())]
         if not lines:
-            raise ConfigError("standard input is empty: give --prompt or --sample-input-file, or write a prompt a line")
+            raise ConfigError(
+                "standard input is empty: give --prompt or --sample-input-file, or write one prompt per line"
+            )
     return tokenized(lines, source.tokenizer, limits)
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.config.errors import ConfigError, DataError
+from megatron.config.errors import ConfigError, DataError, counted
 from megatron.tools.command_line import ToolParser, run_tool
 
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages"}
@@ -51,7 +51,7 @@ def main() -> None:
             documents, written = documents + 1, written + size
         if not documents:
             raise DataError(no_documents(args.max_megabytes))
-    print(f"{args.output}: {documents} documents, {written / 1e6:.2f} MB")
+    print(f"{args.output}: {counted(documents, 'document')}, {written / 1e6:.2f} MB")
 
 
 def topic_sources() -> list[Source]:

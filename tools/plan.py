@@ -20,7 +20,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.config.errors import ConfigError
+from megatron.config.errors import ConfigError, counted
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.command_line import ToolParser, read_architecture, run_tool
 from megatron.tools.planning.memory import Memory, stage_memory
@@ -42,7 +42,7 @@ def main() -> None:
     request = _request(args, words)
     plan = search(request)
     if args.choose > max(len(plan.fitting), 1):
-        raise ConfigError(f"--choose {args.choose}: {len(plan.fitting)} layouts fit; choose one of them")
+        raise ConfigError(f"--choose {args.choose}: {counted(len(plan.fitting), 'layout')} fit; choose one of them")
     print("\n".join(describe_plan(plan, request, args.top)), flush=True)
     if args.json:
         with atomic_file(args.json, "--json") as file:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import _project_root  # noqa: F401
 from tqdm import tqdm
 
-from megatron.config.errors import ConfigError
+from megatron.config.errors import ConfigError, counted
 from megatron.tokenizer import TOKENIZERS
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, text_size
@@ -114,8 +114,8 @@ def describe(job: Job, summary: Summary) -> str:
     """The summary in one line."""
     files = ", ".join(f"{prefix}.bin and .idx" for prefix in job.prefixes.values())
     line = (
-        f"{files}: {summary.documents:,} documents, {summary.tokens:,} tokens, {summary.output_bytes:,} bytes "
-        f"from {summary.input_bytes:,} bytes of text"
+        f"{files}: {counted(summary.documents, 'document')}, {counted(summary.tokens, 'token')}, "
+        f"{summary.output_bytes:,} bytes from {summary.input_bytes:,} bytes of text"
     )
     counts = {
         "bad lines skipped": summary.bad_lines,

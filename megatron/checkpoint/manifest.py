@@ -45,17 +45,20 @@ def read_manifest(tag_folder: Path) -> Manifest:
         records = {name: Record(entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
     except FileNotFoundError:
         raise CheckpointError(
-            f"{tag_folder} has no {MANIFEST}, which is written last: the save was cut short, or another program's"
+            f"{tag_folder} has no {MANIFEST}, which is written last: the save was interrupted, or another program "
+            "wrote the files"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(f"{file} is not as it was written") from None
+        raise CheckpointError(f"{file} is damaged") from None
     if type(form) is int and form > FORMAT:
-        raise CheckpointError(f"{file} has format {form}, but {FORMAT} is known here: use the program that saved it")
+        raise CheckpointError(
+            f"{file} has format {form}, but this version reads format {FORMAT}: use the version that saved it"
+        )
     paths = map(PurePosixPath, records)
     if text != _render(records) or any(path.is_absolute() or ".." in path.parts for path in paths):
-        raise CheckpointError(f"{file} is not as it was written")
+        raise CheckpointError(f"{file} is damaged")
     return records
 
 
@@ -66,7 +69,7 @@ def check_sizes(tag_folder: Path, manifest: Manifest) -> None:
     for name in _names(tag_folder):
         # DeepSpeed looks for its files by pattern, and would take this for one of them.
         if name.endswith(".pt") and name not in manifest:
-            raise CheckpointError(f"{tag_folder / name} was not saved with the others")
+            raise CheckpointError(f"{tag_folder / name} is not in the manifest: it was not saved with this checkpoint")
 
 
 def check_content(file: Path, record: Record) -> None:
@@ -77,7 +80,7 @@ def check_content(file: Path, record: Record) -> None:
     except OSError as error:
         raise CheckpointError(_unreadable(file, error)) from None
     if found != record:
-        raise CheckpointError(f"{file} is not what was saved: its SHA-256 is not the one in {MANIFEST}")
+        raise CheckpointError(f"{file} is damaged: its SHA-256 differs from the one saved in {MANIFEST}")
 
 
 def _check_size(file: Path, record: Record) -> None:
@@ -86,7 +89,7 @@ def _check_size(file: Path, record: Record) -> None:
     except OSError as error:
         raise CheckpointError(_unreadable(file, error)) from None
     if size != record.size:
-        raise CheckpointError(f"{file} has {size:,} bytes, and {record.size:,} were saved")
+        raise CheckpointError(f"{file} has {size:,} bytes, but {record.size:,} were saved")
 
 
 def _unreadable(file: Path, error: OSError) -> str:

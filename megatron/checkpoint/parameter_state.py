@@ -93,7 +93,7 @@ def rank_states(saved: SavedRun, mp_rank: int, weights: Mapping[str, Tensor] | N
     groups = model.get("param_shapes")
     if not groups:
         raise CheckpointError(
-            f"{saved.path} does not say which parameters its optimizer has: resume on the layout it has"
+            f"{saved.path} does not record which parameters its optimizer has: resume on the layout that saved it"
         )
     # One partition at a time is in memory at ZeRO 3.
     partitions = (
@@ -190,5 +190,5 @@ def _is_flat(value: Any) -> bool:
 def _whole(name: str, parts: Mapping[str, list[Tensor]], shape: torch.Size, folder: Path) -> dict[str, Tensor]:
     whole = {key: torch.cat(tensors)[: shape.numel()].float() for key, tensors in parts.items()}
     if WEIGHT not in whole or any(tensor.numel() < shape.numel() for tensor in whole.values()):
-        raise CheckpointError(f"{folder} holds a part of {name} alone: save the checkpoint once more")
+        raise CheckpointError(f"{folder} contains only a part of {name}: save the checkpoint again")
     return {key: tensor.view(shape) for key, tensor in whole.items()}

@@ -48,15 +48,15 @@ def read_checked_file(path: Path) -> Any:
 
 
 def check_harmless(path: Path) -> None:
-    """Raises CheckpointError if ``path`` is no file of tensors, or asks for code. Reads no tensor."""
+    """Raises CheckpointError if ``path`` is not a file of tensors, or asks for code. Reads no tensor."""
     try:
         with torch.serialization.safe_globals(_ALLOWED):
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
-        raise CheckpointError(f"{path} is no file of tensors ({first_line(error)})") from None
+        raise CheckpointError(f"{path} is not a file of tensors ({first_line(error)})") from None
     if unsafe:
         raise CheckpointError(_asks_for_code(path, ", ".join(sorted(unsafe))))
 
 
 def _asks_for_code(path: Path, names: str) -> str:
-    return f"{path} asks for {names}, which no checkpoint needs: it was made to run code, and is not read"
+    return f"{path} asks for {names}, which could run code; it is not loaded"

@@ -72,7 +72,7 @@ def newest(folder: str | Path, *, strict: bool = False, broken: Mapping[str, str
     """
     folder = Path(folder)
     if not holds_checkpoint(folder):
-        raise CheckpointError(f"--load {folder}: no checkpoint there; name a folder that holds one")
+        raise CheckpointError(f"--load {folder}: no checkpoint there; name a folder that contains one")
     try:
         return _read(folder, _latest_tag(folder), broken)
     except CheckpointError as error:
@@ -84,11 +84,11 @@ def newest(folder: str | Path, *, strict: bool = False, broken: Mapping[str, str
         except CheckpointError as error:
             problems.append(str(error))
     if not complete:
-        raise CheckpointError(f"{problem}; no whole checkpoint is left in {folder}")
+        raise CheckpointError(f"{problem}; no complete checkpoint is left in {folder}")
     saved = max(complete, key=lambda saved: saved.iteration)
     if strict:
         raise CheckpointError(
-            f"{problem}; the newest whole checkpoint is {saved.tag}: to use it, leave --load-strict out"
+            f"{problem}; the newest complete checkpoint is {saved.tag}: to use it, remove --load-strict"
         )
     return replace(saved, newer_problems=tuple(dict.fromkeys(problems)))
 
@@ -114,9 +114,9 @@ def _latest_tag(folder: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{pointer} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
-        raise CheckpointError(f"{pointer} holds bytes that are no text") from None
+        raise CheckpointError(f"{pointer} is not UTF-8 text") from None
     if not _TAG.fullmatch(tag):
-        raise CheckpointError(f"{pointer} holds {tag[:40]!r}, which is no name of a checkpoint")
+        raise CheckpointError(f"{pointer} contains {tag[:40]!r}, which is not the name of a checkpoint")
     if not (folder / tag).is_dir():
         raise CheckpointError(f"{pointer} names {tag}, which is not in {folder}")
     return tag
@@ -130,7 +130,7 @@ def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     if RUN_FILE not in manifest:
-        raise CheckpointError(f"{path} has no {RUN_FILE}: it is no checkpoint of a training run")
+        raise CheckpointError(f"{path} has no {RUN_FILE}: it is not a checkpoint of a training run")
     check_content(path / RUN_FILE, manifest[RUN_FILE])
     try:
         description = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))

@@ -138,7 +138,7 @@ def convert(saved: SavedRun, target: Path) -> None:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise ResourceError(
             f"{target}: cannot be written ({reason}); {saved.path} was saved on another layout "
-            "and has to be converted: make room or give permission there, or copy the checkpoint elsewhere"
+            "and has to be converted: free disk space or grant write permission there, or copy the checkpoint elsewhere"
         ) from error
 
 

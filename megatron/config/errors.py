@@ -68,6 +68,12 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return matches[0] if matches else None
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, in singular or plural: ``1 process``, ``2,048 processes``."""
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}{ending}"
+
+
 def nearest_multiples(number: int, factor: int) -> str:
     """The positive multiples of ``factor`` below and above ``number``, such as ``6 or 8``."""
     below = number // factor * factor

@@ -70,7 +70,7 @@ class LoggingConfig:
 
     @property
     def ranks(self) -> list[int] | None:
-        """The numbers in ``rank``. Raises ValueError if it is no list of numbers."""
+        """The numbers in ``rank``. Raises ValueError if it is not a list of numbers."""
         return None if self.rank is None else [int(number) for number in self.rank.split(",")]
 
 

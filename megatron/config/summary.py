@@ -4,26 +4,28 @@ from collections.abc import Sequence
 
 from megatron.config import DataConfig, RunConfig
 from megatron.config.data import Part
+from megatron.config.errors import counted
 from megatron.parallel.pipeline.partition import plan
 
 
 def describe_config(run: RunConfig) -> dict[str, str]:
     """Layout, model, data, batch, schedule and precision: name to one line of text."""
     parallel, train, model = run.parallel, run.train, run.model
-    engine = f"pipeline engine, {parallel.pipe_stages} stages" if parallel.uses_pipeline else "plain engine"
+    engine = f"pipeline engine, {counted(parallel.pipe_stages, 'stage')}" if parallel.uses_pipeline else "plain engine"
     sequence = f" x SP {parallel.ds_sequence_parallel_size}" if parallel.ds_sequence_parallel_size > 1 else ""
     vocabulary = f"{model.vocab_size:,} padded to {model.padded_vocab_size:,}" if model.vocab_size else "unknown"
     return {
-        "layout": f"{parallel.world_size} processes = TP {parallel.model_parallel_size} x PP {parallel.pipe_stages}"
-        f"{sequence} x DP {parallel.data_parallel_size}, {engine}, ZeRO {run.zero.zero_stage}",
-        "model": f"{model.architecture}, {model.num_layers} layers, hidden {model.hidden_size},"
-        f" {model.num_attention_heads} heads, sequence {run.data.seq_length}, vocabulary {vocabulary}",
+        "layout": f"{counted(parallel.world_size, 'process')} = TP {parallel.model_parallel_size}"
+        f" x PP {parallel.pipe_stages}{sequence} x DP {parallel.data_parallel_size},"
+        f" {engine}, ZeRO {run.zero.zero_stage}",
+        "model": f"{model.architecture}, {counted(model.num_layers, 'layer')}, hidden {model.hidden_size},"
+        f" {counted(model.num_attention_heads, 'head')}, sequence {run.data.seq_length}, vocabulary {vocabulary}",
         "data": _data(run.data),
-        "batch": f"{train.global_batch_size} samples = micro {train.micro_batch_size}"
+        "batch": f"{counted(train.global_batch_size, 'sample')} = micro {train.micro_batch_size}"
         f" x accumulation {train.gradient_accumulation_steps} x DP {parallel.data_parallel_size}"
-        f" = {train.global_batch_size * run.data.seq_length:,} tokens an iteration",
-        "training": f"{train.train_iters:,} iterations, lr {run.optim.lr:g} to {run.optim.min_lr:g}"
-        f" ({run.optim.lr_decay_style}, {run.optim.warmup_iters(train)} warm-up iterations),"
+        f" = {train.global_batch_size * run.data.seq_length:,} tokens per iteration",
+        "training": f"{counted(train.train_iters, 'iteration')}, lr {run.optim.lr:g} to {run.optim.min_lr:g}"
+        f" ({run.optim.lr_decay_style}, {counted(run.optim.warmup_iters(train), 'warm-up iteration')}),"
         f" clip {run.optim.clip_grad:g}",
         "precision": f"{run.precision.dtype}, {_recomputation(run)}",
     }
@@ -72,4 +74,5 @@ def _recomputation(run: RunConfig) -> str:
         return "activations kept"
     if run.activation.recompute_granularity == "selective":
         return "attention cores recomputed"
-    return f"activations recomputed every {run.activation.checkpoint_num_layers} layer(s)"
+    layers = run.activation.checkpoint_num_layers
+    return f"activations recomputed every {'layer' if layers == 1 else f'{layers} layers'}"

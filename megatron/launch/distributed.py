@@ -97,7 +97,7 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
         time.sleep(_SKEW_SECONDS)  # keeps the store for ranks that time out a little later
         more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise LaunchError(
-            f"{len(missing)} of {len(keys)} ranks did not arrive within {minutes}: rank{'s' * (len(missing) > 1)} "
+            f"{len(missing)} of {len(keys)} ranks did not connect within {minutes}: rank{'s' * (len(missing) > 1)} "
             f"{', '.join(missing[:_SHOWN])}{more}; check that they are started, with the same MASTER_ADDR and "
             "MASTER_PORT, or correct WORLD_SIZE"
         ) from error

@@ -60,7 +60,7 @@ def rank_failure_monitor(progress: ProgressState) -> Iterator[None]:
             monitor.exit_after_failure()
         if isinstance(error, RuntimeError) and "Timed out" in str(error):
             raise LaunchError(
-                f"in iteration {progress.iteration} another rank did not come within --distributed-timeout-minutes; "
+                f"in iteration {progress.iteration} another rank did not respond within --distributed-timeout-minutes; "
                 "--watchdog-minutes reports which, and where each rank is"
             ) from error
         with suppress(RuntimeError):

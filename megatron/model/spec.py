@@ -158,7 +158,7 @@ def architecture_of(config: ModelConfig) -> ArchitectureSpec:
     if config.architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(
-            f"the model {config.architecture} is unknown here (known: {known}): name its entry script with --program"
+            f"the model {config.architecture} is unknown (known: {known}): name its entry script with --program"
         )
     return ARCHITECTURES[config.architecture]
 

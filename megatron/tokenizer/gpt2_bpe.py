@@ -105,7 +105,7 @@ def read_merges(path: str, vocabulary: dict[str, int]) -> list[tuple[str, str]]:
             continue
         left, _, right = line.partition(" ")
         if not left or not right or " " in right:
-            raise DataError(f"{path}:{number}: {line!r} is no merge, which is two tokens with one blank between them")
+            raise DataError(f"{path}:{number}: {line!r} is not a merge: two tokens separated by one space")
         for token in (left, right, left + right):
             if token not in vocabulary:
                 raise DataError(

@@ -195,7 +195,9 @@ class AnnealingLR(_LRScheduler):
         wsd_decay_style: str = "exponential",
     ) -> None:
         if use_checkpoint_lr_scheduler and override_lr_scheduler:
-            raise ConfigError("--use-checkpoint-lr-scheduler and --override-lr-scheduler exclude each other: drop one")
+            raise ConfigError(
+                "--use-checkpoint-lr-scheduler and --override-lr-scheduler exclude each other: remove one"
+            )
         self.schedule = Schedule(
             start_lr=start_lr,
             warmup_iter=warmup_iter,

@@ -14,9 +14,9 @@ from megatron.checkpoint.manifest import write_manifest
 
 SAME = "--load ck --save ck"
 STRICT = f"{SAME} --load-strict"
-TWO = "; the newest whole checkpoint is global_step2: to use it, leave --load-strict out"
-ONE = "; the newest whole checkpoint is global_step1: to use it, leave --load-strict out"
-NONE = "; no whole checkpoint is left in ck"
+TWO = "; the newest complete checkpoint is global_step2: to use it, remove --load-strict"
+ONE = "; the newest complete checkpoint is global_step1: to use it, remove --load-strict"
+NONE = "; no complete checkpoint is left in ck"
 WEIGHTS = "mp_rank_00_model_states.pt"
 
 
@@ -52,18 +52,18 @@ def described(**changes: object) -> Callable[[Path], Any]:
 # Problem: the change to the checkpoint folder, and the expected line.
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "latest missing": (lambda ck: (ck / "latest").unlink(), f"ck/latest is missing{TWO}"),
-    "latest empty": (latest(b""), f"ck/latest holds '', which is no name of a checkpoint{TWO}"),
+    "latest empty": (latest(b""), f"ck/latest contains '', which is not the name of a checkpoint{TWO}"),
     "latest dangling": (latest(b"global_step9"), f"ck/latest names global_step9, which is not in ck{TWO}"),
     "latest garbage": (
         latest(b"\0\1 what?"),
-        rf"ck/latest holds '\x00\x01 what?', which is no name of a checkpoint{TWO}",
+        rf"ck/latest contains '\x00\x01 what?', which is not the name of a checkpoint{TWO}",
     ),
-    "latest not UTF-8": (latest(b"\xff\xfe"), f"ck/latest holds bytes that are no text{TWO}"),
+    "latest not UTF-8": (latest(b"\xff\xfe"), f"ck/latest is not UTF-8 text{TWO}"),
     "latest leads elsewhere": (
         latest(b"../../x"),
-        f"ck/latest holds '../../x', which is no name of a checkpoint{TWO}",
+        f"ck/latest contains '../../x', which is not the name of a checkpoint{TWO}",
     ),
-    "latest is absolute": (latest(b"/etc"), f"ck/latest holds '/etc', which is no name of a checkpoint{TWO}"),
+    "latest is absolute": (latest(b"/etc"), f"ck/latest contains '/etc', which is not the name of a checkpoint{TWO}"),
     "latest is a folder": (
         lambda ck: ((ck / "latest").unlink(), (ck / "latest").mkdir()),
         f"ck/latest cannot be read (Is a directory){TWO}",
@@ -86,16 +86,18 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "no manifest, as another program would leave it": (
         lambda ck: (ck / "global_step2" / "manifest.json").unlink(),
-        "ck/global_step2 has no manifest.json, which is written last: the save was cut short, or another program's"
+        "ck/global_step2 has no manifest.json, which is written last: the save was interrupted, or another program "
+        "wrote the files"
         f"{ONE}",
     ),
     "manifest changed": (
         changed("manifest.json", '"size": ', '"size":  '),
-        f"ck/global_step2/manifest.json is not as it was written{ONE}",
+        f"ck/global_step2/manifest.json is damaged{ONE}",
     ),
     "manifest of a later version": (
         changed("manifest.json", '"format": 1', '"format": 2'),
-        f"ck/global_step2/manifest.json has format 2, but 1 is known here: use the program that saved it{ONE}",
+        "ck/global_step2/manifest.json has format 2, but this version reads format 1: use the version that saved it"
+        f"{ONE}",
     ),
     "weights missing": (
         lambda ck: (ck / "global_step2" / WEIGHTS).unlink(),
@@ -103,7 +105,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a file too many": (
         lambda ck: (ck / "global_step2" / "mp_rank_01_model_states.pt").touch(),
-        f"ck/global_step2/mp_rank_01_model_states.pt was not saved with the others{ONE}",
+        "ck/global_step2/mp_rank_01_model_states.pt is not in the manifest: it was not saved with this checkpoint"
+        f"{ONE}",
     ),
     "run.json missing": (
         lambda ck: (ck / "global_step2" / "run.json").unlink(),
@@ -111,7 +114,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "run.json changed": (
         changed("run.json", '"iteration": 2', '"iteration": 3'),
-        f"ck/global_step2/run.json is not what was saved: its SHA-256 is not the one in manifest.json{ONE}",
+        f"ck/global_step2/run.json is damaged: its SHA-256 differs from the one saved in manifest.json{ONE}",
     ),
     "run.json of other types": (
         described(layout=[1], iteration="two"),
@@ -135,11 +138,11 @@ def test_a_broken_checkpoint_is_refused(place: Path, case: str) -> None:
 OTHER_RUNS: dict[str, tuple[str, list[str]]] = {
     "no checkpoint": (
         "--load none",
-        ["--load none: no checkpoint there; name a folder that holds one"],
+        ["--load none: no checkpoint there; name a folder that contains one"],
     ),
     "no checkpoint, and saved elsewhere": (
         "--load none --save other",
-        ["--load none: no checkpoint there; name a folder that holds one"],
+        ["--load none: no checkpoint there; name a folder that contains one"],
     ),
     "another model": (
         f"{SAME} --num-layers 2 --hidden-size 64",
@@ -171,7 +174,7 @@ def test_run_does_not_start_over_without_a_valid_checkpoint(place: Path, words: 
     for weights in place.glob(f"ck/*/{WEIGHTS}"):
         weights.write_bytes(weights.read_bytes()[:-1])
     size = len(weights.read_bytes())
-    line = f"ck/global_step2/{WEIGHTS} has {size:,} bytes, and {size + 1:,} were saved{NONE}"
+    line = f"ck/global_step2/{WEIGHTS} has {size:,} bytes, but {size + 1:,} were saved{NONE}"
     assert refusal(place, words) == (4, [line])
 
 

@@ -24,7 +24,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "fewer layers than stages": (
         "--pipe-parallel-size 2 --num-layers 1",
         TWO,
-        ["--num-layers 1 is less than --pipe-parallel-size 2: use at most 1 stages"],
+        ["--num-layers 1 is less than --pipe-parallel-size 2: use at most 1 stage"],
     ),
     "processes do not make a grid": (
         "--model-parallel-size 2 --pipe-parallel-size 2",

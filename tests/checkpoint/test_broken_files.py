@@ -104,10 +104,8 @@ def test_a_damaged_file_is_detected(folder: Path, choose: Callable, kind: str, d
     chosen, (problem,) = choose(folder)
     assert chosen == "global_step1"
     if (kind, damage) == ("manifest", "missing"):
-        assert (
-            problem
-            == f"{tag} has no manifest.json, which is written last: the save was cut short, or another program's"
-        )
+        reason = "the save was interrupted, or another program wrote the files"
+        assert problem == f"{tag} has no manifest.json, which is written last: {reason}"
     elif (kind, damage) == ("manifest", "replaced by another's"):
         assert problem.startswith(f"{tag}/") and "saved" in problem  # any file of the checkpoint may be named
     else:
@@ -122,8 +120,8 @@ def test_contents_are_compared_where_sizes_agree(folder: Path, choose: Callable)
     for step in (2, 1):
         _flip(folder / f"global_step{step}" / "rng_state_00000.pt", folder)
     tag, messages = choose(folder)
-    assert tag == "" and "global_step2/rng_state_00000.pt is not what was saved" in messages[0]
-    assert messages[0].endswith(f"; no whole checkpoint is left in {folder}")
+    assert tag == "" and "global_step2/rng_state_00000.pt is damaged" in messages[0]
+    assert messages[0].endswith(f"; no complete checkpoint is left in {folder}")
 
 
 class Attack:
@@ -154,9 +152,9 @@ def test_a_file_that_would_run_code_is_refused(
     with pytest.raises(CheckpointError) as refusal:
         read_file(file)
     if legacy:
-        assert problem.startswith(f"{file} is no file of tensors")
+        assert problem.startswith(f"{file} is not a file of tensors")
     else:
-        expected = f"{file} asks for posix.mkdir, which no checkpoint needs: it was made to run code, and is not read"
+        expected = f"{file} asks for posix.mkdir, which could run code; it is not loaded"
         assert problem == str(refusal.value) == expected
     assert not marker.exists()
     torch.load(file, weights_only=False)
@@ -181,8 +179,8 @@ def test_a_program_refuses_or_falls_back_on_all_ranks(programs: Programs, folder
     refused = programs.pretrain(2, *words, "--load-strict")
     lines = [line for line in refused.output.splitlines() if line.startswith("pretrain_gpt2.py: ")]
     assert lines == [
-        f"pretrain_gpt2.py: error: {file} asks for posix.mkdir, which no checkpoint needs: it was made to run code, "
-        "and is not read; the newest whole checkpoint is global_step1: to use it, leave --load-strict out"
+        f"pretrain_gpt2.py: error: {file} asks for posix.mkdir, which could run code; it is not loaded; "
+        "the newest complete checkpoint is global_step1: to use it, remove --load-strict"
     ]
     assert refused.returncode == 4 and "Traceback" not in refused.output
     resumed = programs.pretrain(2, *words).ok()

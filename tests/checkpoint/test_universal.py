@@ -158,7 +158,7 @@ def test_tool_refuses_folders_without_a_checkpoint(programs: Programs, tmp_path:
 def test_a_folder_that_cannot_be_written(saved_on, tmp_path: Path):
     saved = newest(saved_on("one"))
 
-    with pytest.raises(ResourceError, match="cannot be written .* has to be converted: make room"):
+    with pytest.raises(ResourceError, match="cannot be written .* has to be converted: free disk space"):
         convert(saved, tmp_path / "missing" / "global_step3_universal")
     assert not any(tmp_path.iterdir())
 

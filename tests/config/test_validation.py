@@ -539,7 +539,7 @@ BROKEN = [
     (
         "--rank names ranks of the run",
         "--dry-run --rank 0-5",
-        "--rank 0-5 is no list of numbers",
+        "--rank 0-5 is not a list of numbers",
         "--rank 0",
     ),
     (
@@ -573,7 +573,7 @@ def test_a_broken_rule_says_what_to_do(name: str, words: str, message: str, reme
 
 @pytest.mark.parametrize("words", [words for _, words, *_ in BROKEN])
 def test_rules_can_be_read_to_the_end(words: str) -> None:
-    """A rule that goes on after its first message has no error there."""
+    """A rule with more than one message raises no error while it is read to the end."""
     environ, ranks = CUDA if words.startswith("gpu") else CPU, 8 if "parallel" in words else 1
     run = read(words.removeprefix("gpu"), ranks=ranks, environ=environ).run
     assert any(list(rule.messages(run)) for rule in RULES)

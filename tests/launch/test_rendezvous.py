@@ -25,6 +25,6 @@ def test_ranks_that_never_arrive(programs, tmp_path: Path) -> None:
     alone = BareRanks(programs, tmp_path / "alone", "none 0 0", *words, size=2, ranks=(1,))
     assert [some.ended(), alone.ended()] == [[6, 6], [6]]
     assert (
-        "2 of 4 ranks did not arrive within 0.1 minutes (--distributed-timeout-minutes): ranks 1, 3" in some.errors[-1]
+        "2 of 4 ranks did not connect within 0.1 minutes (--distributed-timeout-minutes): ranks 1, 3" in some.errors[-1]
     )
     assert "no answer at 127.0.0.1:" in alone.errors[-1] and "check that rank 0 is started" in alone.errors[-1]

@@ -77,7 +77,5 @@ def test_the_vocabulary_is_the_padded_dimension() -> None:
 
 
 def test_unknown_architecture_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"the model T6 is unknown here \(known: GPT-2, BERT.*: name its entry script"
-    ):
+    with pytest.raises(ConfigError, match=r"the model T6 is unknown \(known: GPT-2, BERT.*: name its entry script"):
         architecture_of(replace(settled("").model, architecture="T6"))

@@ -150,9 +150,9 @@ def test_a_broken_vocabulary_is_one_line(files: tuple[Path, Path], fault: str):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("the", r"merges\.txt:3: 'the' is no merge"),
-        ("t h e", r"merges\.txt:3: 't h e' is no merge"),
-        ("the ", r"merges\.txt:3: 'the ' is no merge"),
+        ("the", r"merges\.txt:3: 'the' is not a merge"),
+        ("t h e", r"merges\.txt:3: 't h e' is not a merge"),
+        ("the ", r"merges\.txt:3: 'the ' is not a merge"),
         ("z z", r"merges\.txt:3: merge 'z z' needs the token 'zz'"),
         ("zz z", r"merges\.txt:3: merge 'zz z' needs the token 'zz'"),
     ],

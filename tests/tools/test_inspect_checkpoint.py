@@ -83,7 +83,7 @@ def test_a_damaged_file_is_named_without_a_manifest(programs: Programs, merged: 
     broken.write_bytes(merged.read_bytes()[:-100])
     finished = inspect(programs, broken)
     assert finished.returncode == 4 and finished.output.count("\n") == 1, finished.output
-    assert f"{broken} is no whole safetensors file" in finished.output
+    assert f"{broken} is not a complete safetensors file" in finished.output
 
 
 def test_two_checkpoints_of_different_kinds_are_compared(
@@ -113,7 +113,7 @@ def test_two_checkpoints_of_different_kinds_are_compared(
         ([], "give one PATH, or --diff with two", 2),
         (["{}", "--diff", "{}", "{}"], "give one PATH, or --diff with two", 2),
         (["nowhere"], "nowhere: no such file or folder", 4),
-        (["docs"], "docs is no checkpoint", 4),
+        (["docs"], "docs is not a checkpoint", 4),
         (["--diff", "{}"], "expected 2 arguments", 2),
     ],
 )
@@ -135,7 +135,7 @@ def test_differences_that_are_not_finite():
     assert [difference.note for difference in found] == [
         "",
         "[3] and [4]",
-        "values that are no numbers",
+        "values that are not finite",
         "",
         "only in the second",
     ]

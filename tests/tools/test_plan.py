@@ -75,7 +75,7 @@ def test_nothing_fits(programs):
     ("words", "message"),
     [
         ("--device a1000", "invalid choice: 'a1000'"),
-        ("--memory much", "'much' is no size: write one such as 80GB"),
+        ("--memory much", "'much' is not a size: write one such as 80GB"),
         ("--devices 0", "'0' must be a number above 0"),
         ("--devices 1.5", "'1.5' must be a whole number"),
         ("--headroom 1", "'1' must be a number from 0 to 1, 1 excluded"),

@@ -173,7 +173,7 @@ def test_resume_without_earlier_files_starts_over(tmp_path: Path, convert: Calla
     (tmp_path / "corpus.jsonl").write_bytes(jsonl(TEXTS))
     assert convert(tmp_path / "corpus.jsonl", resume=True).resumed_at == 0
     (tmp_path / "out.progress").write_text("[]")
-    with pytest.raises(DataError, match="out.progress is no journal: run without --resume"):
+    with pytest.raises(DataError, match="out.progress is not a journal: run without --resume"):
         convert(tmp_path / "corpus.jsonl", resume=True)
 
 

@@ -107,7 +107,7 @@ def test_tools_recognize_a_checkpoint_of_bert(programs: Programs, one_process, t
     )
     refused = programs.warm(1, "tools/generate.py", "--load", folder, "--prompt", "Baka")
     assert refused.returncode == 2 and len(refused.output.splitlines()) == 1
-    assert f"{folder} is a BERT, which continues no text: name a GPT-2" in refused.output
+    assert f"{folder} is a BERT model, which cannot generate text: name a GPT-2 model" in refused.output
     refused = programs.python("tools/audit_data.py", "batch", "--load", folder, "--iteration", "2")
     assert refused.returncode == 2 and "is a BERT: only samples of GPT-2 can be listed" in refused.output
     convert, file = "tools/convert_checkpoint.py", tmp_path / "one.safetensors"
@@ -116,4 +116,4 @@ def test_tools_recognize_a_checkpoint_of_bert(programs: Programs, one_process, t
     assert "word_bias" in report and "loaded by   safetensors.torch.load_file\n" in report
     refused = programs.warm(1, convert, "to-hf", file, "--output", tmp_path / "hf")
     assert refused.returncode == 2
-    assert refused.output.splitlines()[-1].endswith("the model is BERT, and to-hf is for GPT-2; merge can keep it")
+    assert refused.output.splitlines()[-1].endswith("the model is BERT, and to-hf supports GPT-2 only; use merge")

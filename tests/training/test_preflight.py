@@ -144,7 +144,7 @@ def test_auto_resume_starts_and_resumes(corpus: Path) -> None:
     (tags[0] / "run.json").unlink()
     error = refusal(run)
     assert isinstance(error, CheckpointError)
-    assert error.messages == [f"{tags[1]}/run.json is missing; no whole checkpoint is left in {own}"]
+    assert error.messages == [f"{tags[1]}/run.json is missing; no complete checkpoint is left in {own}"]
 
 
 def test_a_checkpoint_of_other_ranks_and_stages(corpus: Path) -> None:

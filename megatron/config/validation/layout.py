@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 
 from megatron.config import RunConfig
-from megatron.config.errors import nearest_multiples
+from megatron.config.errors import counted, nearest_multiples
 from megatron.config.validation.rules import Messages, needs, rule
 from megatron.parallel.pipeline import partition
 
@@ -97,7 +97,7 @@ def stages_have_layers(run: RunConfig) -> Messages:
     if parallel.uses_dualpipev:
         chunks = f"the two model chunks per stage of {chunks} and --pipeline-schedule {parallel.pipeline_schedule}"
     fewer = most // (parallel.model_chunks // parallel.pipe_stages)
-    remedy = f"use at most {fewer} stages" if fewer else "use --pipeline-schedule 1f1b"
+    remedy = f"use at most {counted(fewer, 'stage')}" if fewer else "use --pipeline-schedule 1f1b"
     if most == layers:
         yield f"--num-layers {layers} is less than {chunks}: {remedy}"
     else:
@@ -199,7 +199,7 @@ def world_size(run: RunConfig) -> Messages:
     if replica < 1 or world % replica == 0:
         return
     below = world // replica * replica
-    remedies = [f"{below} or {below + replica} processes" if below else f"{replica} processes"]
+    remedies = [f"{below} or {below + replica} processes" if below else counted(replica, "process")]
     heads = run.model.num_attention_heads
 
     def remedy(flag: str, others: int, fits: Callable[[int], bool]) -> None:
@@ -215,8 +215,7 @@ def world_size(run: RunConfig) -> Messages:
     if ulysses > 1:
         grid += f" x --ds-sequence-parallel-size {ulysses}"
         remedy("--ds-sequence-parallel-size", tensor * stages, lambda n: _divides(n * tensor, heads))
-    processes = "process" if world == 1 else "processes"
-    yield f"{world} {processes} cannot be split into {grid}: use {', or '.join(remedies)}"
+    yield f"{counted(world, 'process')} cannot be split into {grid}: use {', or '.join(remedies)}"
 
 
 def _multiple(name: str, number: int, factors: str, factor: int) -> Messages:

@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from megatron.config import RunConfig
 from megatron.config.data import read_blend
+from megatron.config.errors import counted
 from megatron.config.output import steps
 from megatron.config.validation.rules import Messages, enabled, excludes, needs, rule
 from megatron.model.architectures import architecture_of
@@ -241,9 +242,9 @@ def dry_ranks(run: RunConfig) -> Messages:
     try:
         ranks = run.logging.ranks or []
     except ValueError:
-        yield f"--rank {run.logging.rank} is no list of numbers: give one such as 0,513"
+        yield f"--rank {run.logging.rank} is not a list of numbers: give one such as 0,513"
         return
     beyond = [rank for rank in ranks if not 0 <= rank < world]
     if beyond:
-        processes = "is 1 process" if world == 1 else f"are {world} processes"
+        processes = f"{'is' if world == 1 else 'are'} {counted(world, 'process')}"
         yield f"--rank {beyond[0]}: there {processes}, counted from 0; lower it, or raise --world-size"

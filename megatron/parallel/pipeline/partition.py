@@ -218,7 +218,7 @@ def repartitioned(parallel: ParallelConfig, model: ModelConfig) -> str:
         )
     if len(layers) + 1 < parallel.model_chunks:
         raise ConfigError(
-            f"{flag}: {len(layers)} layers and the head are less than {parallel.model_chunks} model chunks"
+            f"{flag}: {len(layers)} layers and the head are fewer than the {parallel.model_chunks} model chunks"
         )
     # The embeddings stay with the first layer, and the head is no layer.
     weights = [round(seconds * 1e9) for seconds in (front + layers[0], *layers[1:], back)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.sample_history import Segment
+from megatron.config.errors import counted
 from megatron.tools.reporting.files import read_metrics
 
 
@@ -119,7 +120,7 @@ def as_dict(proof: Proof) -> dict[str, Any]:
 
 def as_text(proof: Proof, checkpoint: Path) -> Iterator[str]:
     """In lines."""
-    yield f"{checkpoint}: {proof.iterations:,} iterations, {proof.samples:,} samples"
+    yield f"{checkpoint}: {counted(proof.iterations, 'iteration')}, {counted(proof.samples, 'sample')}"
     yield f"  {'iterations':>15}  {'samples':>21}  {'batch':>6}  layout"
     for segment in proof.segments:
         iterations = f"{segment.finished + 1:,}-{segment.last:,}"
@@ -129,7 +130,7 @@ def as_text(proof: Proof, checkpoint: Path) -> Iterator[str]:
     for span in proof.skipped_samples:
         yield f"skipped after a spike: samples {span.start:,} to {span.stop - 1:,}"
     if proof.logged is not None:
-        yield f"metrics: {proof.logged:,} lines about these iterations"
+        yield f"metrics: {counted(proof.logged, 'line')} about these iterations"
     for span in proof.repeated:
         yield f"repeated after a restart or a spike: iterations {span.start:,} to {span.stop - 1:,}"
     yield from (f"WRONG: {error}" for error in proof.errors)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron.checkpoint.sample_history import Segment
-from megatron.config.errors import ConfigError, DataError
+from megatron.config.errors import ConfigError, DataError, counted
 from megatron.data.bert_dataset import BertDataset
 from megatron.data.datasets import BlendedDataset
 from megatron.data.gpt2_dataset import GPT2Dataset
@@ -67,7 +67,7 @@ def batch_as_text(batch: dict[str, Any], characters: int) -> Iterator[str]:
     """The batch in lines, with at most ``characters`` of each text; 0 for all of it."""
     sizes = ", ".join(f"{axis} {size}" for axis, size in batch["layout"].items())
     of_rank = "" if batch["rank"] is None else f", those of rank {batch['rank']}"
-    yield f"iteration {batch['iteration']}: {batch['global_batch_size']} samples on {sizes}{of_rank}"
+    yield f"iteration {batch['iteration']}: {counted(batch['global_batch_size'], 'sample')} on {sizes}{of_rank}"
     for row in batch["samples"]:
         yield f"sample {row['sample']}, data-parallel rank {row['data_rank']}"
         for piece in row["pieces"]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron.config.errors import counted
 from megatron.tools.cluster.probe_hosts import CheckResult, HostContext, Unknown
 
 _SHORT = 12
@@ -163,18 +164,20 @@ def check_devices(host: HostContext) -> Iterator[CheckResult]:
     """A device for each slot. On the CPU any number of ranks share the cores."""
     devices, slots = host.fact("devices"), host.report.host.slots
     if host.device == "cpu":
-        yield CheckResult(True, f"{len(slots)} ranks on {devices['cpu']} CPU cores")
+        yield CheckResult(True, f"{counted(len(slots), 'rank')} on {counted(devices['cpu'], 'CPU core')}")
     elif host.device != "cuda":
-        yield CheckResult(True, f"{len(slots)} ranks; devices of kind {host.device} cannot be counted from here")
+        yield CheckResult(
+            True, f"{counted(len(slots), 'rank')}; devices of kind {host.device} cannot be counted from here"
+        )
     elif max(slots) >= devices["cuda"]:
         count = devices["cuda"]
         yield CheckResult(
             False,
-            f"{count} GPUs, and slot {max(slots)} is asked for",
+            f"{counted(count, 'GPU')}, but the hostfile or the flags ask for slot {max(slots)}",
             f"{host.fix('nvidia-smi', '-L')}  # then in the hostfile: slots={count}, or, without a GPU, no such line",
         )
     else:
-        yield CheckResult(True, f"{len(slots)} ranks on {devices['cuda']} GPUs")
+        yield CheckResult(True, f"{counted(len(slots), 'rank')} on {counted(devices['cuda'], 'GPU')}")
 
 
 def check_locks(host: HostContext) -> Iterator[CheckResult]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
+from megatron.config.errors import counted
 from megatron.tools.cluster.checks import check_host
 from megatron.tools.cluster.hostfile import Host
 from megatron.tools.cluster.probe_hosts import (
@@ -124,7 +125,7 @@ def all_reduce_lines(result: AllReduceResult, ranks: int, *, color: bool) -> str
     """The bandwidth of the all-reduce, or the hosts that failed."""
     if result.bytes_per_second is not None:
         speed = f"{result.bytes_per_second / 1e9:.2f} GB/s"
-        return _line(CheckResult(True, f"over {ranks} ranks: {speed}"), "all-reduce", color)
+        return _line(CheckResult(True, f"over {counted(ranks, 'rank')}: {speed}"), "all-reduce", color)
     failed = [
         _line(CheckResult(False, f"{host}: {error}"), "all-reduce", color) for host, error in result.failures.items()
     ]

@@ -36,7 +36,7 @@ def name_problem(name: str) -> str | None:
     if _NAME.fullmatch(name) or _is_ipv6(name):
         return None
     wrong = next((character for character in name if not re.match(r"[A-Za-z0-9.-]", character)), name[:1])
-    return f"{name!r} is no host name because of {wrong!r}; use letters, digits, dots and hyphens, or an IP address"
+    return f"{name!r} is not a host name because of {wrong!r}; use letters, digits, dots and hyphens, or an IP address"
 
 
 def read_hostfile(path: Path) -> list[Host]:
@@ -101,7 +101,7 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
         if slots:
             chosen.append(Host(host.name, slots))
     if not chosen:
-        raise ConfigError(f"{flag} {text} leaves no host: name less")
+        raise ConfigError(f"{flag} {text} excludes every host: name fewer")
     return chosen
 
 
@@ -152,7 +152,7 @@ def _read_filter(flag: str, text: str, hosts: dict[str, Host]) -> dict[str, froz
             continue
         words = numbers.split(",") if has_slots else [str(slot) for slot in hosts[name].slots]
         if wrong := [word for word in words if not re.fullmatch(r"[0-9]{1,6}", word)]:
-            problems.append(f"{flag} {text}: {wrong[0]!r} is no slot of {name}; write {name}:0,1")
+            problems.append(f"{flag} {text}: {wrong[0]!r} is not a slot of {name}; write {name}:0,1")
             continue
         slots = frozenset(map(int, words))
         if missing := sorted(slots - set(hosts[name].slots)):

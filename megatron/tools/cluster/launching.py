@@ -104,7 +104,7 @@ def chosen_hosts(launch: Namespace) -> list[Host]:
 def count(text: str) -> int:
     """A whole number from 1 on. Raises ValueError."""
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
-        raise ValueError(f"{text} is no number from 1 on")
+        raise ValueError(f"{text} is not a whole number of 1 or more")
     return int(text)
 
 
@@ -116,7 +116,7 @@ def restarts(text: str) -> int:
 def port(text: str) -> int:
     """A port's number. Raises ValueError."""
     if not re.fullmatch(r"[0-9]{1,5}", text) or not 0 < int(text) < 65536:
-        raise ValueError(f"{text} is no port")
+        raise ValueError(f"{text} is not a port")
     return int(text)
 
 

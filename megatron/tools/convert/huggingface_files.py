@@ -49,7 +49,7 @@ def to_huggingface(config: ModelConfig, dtype: str) -> dict[str, Any]:
     Raises ConfigError with a line for each setting that Hugging Face's GPT-2 does not have.
     """
     if config.architecture != GPT2.name:
-        raise ConfigError(f"the model is {config.architecture}, and to-hf is for {GPT2.name}; merge can keep it")
+        raise ConfigError(f"the model is {config.architecture}, and to-hf supports {GPT2.name} only; use merge")
     problems = []
     if config.apply_residual_connection_post_layernorm:
         problems.append("--apply-residual-connection-post-layernorm, so its residual is taken after the norm")
@@ -110,7 +110,7 @@ def from_huggingface(tree: Mapping[str, Any], path: Path, *, vocab_size: int | N
             f"{path}: activation_function is {values['activation_function']!r}, and can be {' or '.join(GELU_KINDS)}"
         )
     if not problems and values["n_embd"] % values["n_head"]:
-        problems.append(f"{path}: n_embd {values['n_embd']} is no multiple of n_head {values['n_head']}")
+        problems.append(f"{path}: n_embd {values['n_embd']} is not a multiple of n_head {values['n_head']}")
     if not problems and vocab_size is not None and vocab_size > values["vocab_size"]:
         problems.append(f"{path}: vocab_size is {values['vocab_size']}, and its tokenizer has {vocab_size} tokens")
     if problems:
@@ -203,7 +203,9 @@ def read_folder_bpe(folder: Path) -> BPE | None:
     except (KeyError, TypeError, AttributeError, ValueError):
         is_bpe = False
     if not is_bpe:
-        raise CheckpointError(f"{whole} is no byte-level BPE, which GPT-2's tokenizer is; move it away to go without")
+        raise CheckpointError(
+            f"{whole} is not a byte-level BPE, which GPT-2 uses; move the file away to convert without it"
+        )
     check_ids(str(whole), bpe.vocabulary)
     return bpe
 
@@ -227,7 +229,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, and of too many nested brackets
-        raise CheckpointError(f"{path} is not JSON ({error}); is it whole?") from None
+        raise CheckpointError(f"{path} is not JSON ({error}); is the file complete?") from None
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} is a JSON {type(tree).__name__}, and should be an object")
     return tree

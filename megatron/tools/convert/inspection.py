@@ -14,7 +14,7 @@ from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
 from megatron.checkpoint.saved_run import RUN_FILE, SavedRun
 from megatron.checkpoint.tracker import LATEST, TRACKER, newest, tag_at
 from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError, first_line
+from megatron.config.errors import CheckpointError, counted, first_line
 from megatron.model.architectures import GPT2, architecture_of
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.convert.huggingface_files import HF_CONFIG, from_huggingface, read_json
@@ -95,7 +95,7 @@ def find(path: Path) -> Found:
     if path.is_dir() and any(path.glob("*_model_states.pt")):
         tag_at(path)  # raises with what is missing
     raise CheckpointError(
-        f"{path} is no checkpoint: it has neither {LATEST} nor {RUN_FILE}, {HF_CONFIG}, {SAFETENSORS} or zero/"
+        f"{path} is not a checkpoint: it has neither {LATEST} nor {RUN_FILE}, {HF_CONFIG}, {SAFETENSORS} or zero/"
     )
 
 
@@ -115,18 +115,18 @@ def shards_of(index: Path) -> list[Path]:
     """The files that an index names, which must be in its folder."""
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{index} has no weight_map, which says what is in which file")
+        raise CheckpointError(f"{index} has no weight_map, which maps each tensor to its file")
     files = []
     for name in dict.fromkeys(map(str, names.values())):
         if Path(name).name != name or not (index.parent / name).is_file():
-            raise CheckpointError(f"{index} names the file {name!r}, which is not beside it")
+            raise CheckpointError(f"{index} names the file {name!r}, which is not in the same folder")
         files.append(index.parent / name)
     return files
 
 
 def broken(path: Path, error: Exception) -> CheckpointError:
     """The error for a file that the library cannot read."""
-    return CheckpointError(f"{path} is no whole safetensors file ({first_line(error)}); copy it once more")
+    return CheckpointError(f"{path} is not a complete safetensors file ({first_line(error)}); copy it again")
 
 
 def verify_weights(saved: SavedRun) -> None:
@@ -151,7 +151,7 @@ def verify(tag_folder: Path, pattern: str = "*") -> str:
             progress.update(record.size)
     if problems:
         raise CheckpointError(problems)
-    return f"yes: {len(manifest)} files, {total:,} bytes, as {MANIFEST} says"
+    return f"yes: {counted(len(manifest), 'file')}, {total:,} bytes, as {MANIFEST} says"
 
 
 _SIZES = {
@@ -244,6 +244,6 @@ def _kept_description(path: Path) -> dict[str, Any]:
         {**description["config"]["model"], **description["layout"]}
     except (KeyError, ValueError, TypeError, AttributeError):
         raise CheckpointError(
-            f"{path} does not say what model it is; merge writes files that do, from-hf reads a folder with config.json"
+            f"{path} does not describe its model; files of merge do, and from-hf reads a folder with config.json"
         ) from None
     return description

@@ -54,7 +54,7 @@ def read_versions(found: Found) -> dict[str, Any] | None:
         return None
     file = next(found.saved.path.glob("*mp_rank_00_model_states.pt"), None)
     if file is None:
-        raise CheckpointError(f"{found.saved.path} has no mp_rank_00_model_states.pt; it is not whole")
+        raise CheckpointError(f"{found.saved.path} has no mp_rank_00_model_states.pt; it is incomplete")
     state = read_file(file)
     return {"DeepSpeed": state.get("ds_version"), "checkpoint": state.get("checkpoint_version")}
 

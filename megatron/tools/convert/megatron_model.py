@@ -46,7 +46,7 @@ def whole_model(shards: Shards, given: GivenModel) -> WholeModel:
     """
     args = {name: value for name, value in vars(shards.args).items() if isinstance(value, int | float)}
     if wrong := [name for name in _OTHER_MODELS if args.get(name)]:
-        raise CheckpointError(f"{shards.folder} was trained with {wrong[0]}, and is no GPT-2")
+        raise CheckpointError(f"{shards.folder} was trained with {wrong[0]}, so it is not a GPT-2")
     config = _config(shards, args, given)
     names = _names(config)
     words = gpt2_names(config).words

@@ -149,7 +149,7 @@ def _difference(name: str, a: Tensor, b: Tensor | None) -> Difference:
     absolute = (b.double() - a.double()).abs().max().item()
     scale = a.double().abs().max().item()
     if not math.isfinite(absolute):
-        return Difference(name, math.inf, math.inf, "values that are no numbers")
+        return Difference(name, math.inf, math.inf, "values that are not finite")
     return Difference(name, absolute, absolute / scale if scale else absolute)
 
 

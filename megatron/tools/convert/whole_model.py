@@ -180,7 +180,7 @@ def _read_one(path: Path) -> dict[str, Tensor]:
         if not isinstance(tensors, dict) or not all(
             isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
         ):
-            raise CheckpointError(f"{path} holds more than named tensors; give the weights alone")
+            raise CheckpointError(f"{path} contains more than named tensors; give a file of weights only")
         return tensors
     try:
         return load_file(path)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config.errors import ConfigError, DataError, NumericsError
+from megatron.config.errors import ConfigError, DataError, NumericsError, counted
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer
 from megatron.tools.preprocess.corpus import FORMATS, format_of, read_chunks, uncompressed
@@ -269,7 +269,9 @@ def _perplexity_of_any(request: Request, tokenizer: Tokenizer) -> Task:
 def _text_task(request: Request, tokens: np.ndarray, units: Mapping[str, int]) -> Task:
     windows = Windows(tokens, size=request.seq_length, stride=request.stride)
     if not len(windows):
-        raise ConfigError(f"{request.path}: {len(tokens)} tokens, from which nothing can be predicted; give a text")
+        raise ConfigError(
+            f"{request.path}: {counted(len(tokens), 'token')}, from which nothing can be predicted; give a longer text"
+        )
     return Task(windows, partial(_text_metrics, windows, {unit: count for unit, count in units.items() if count}))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import ConfigError, UserError
+from megatron.config.errors import ConfigError, UserError, counted
 from megatron.tokenizer import Tokenizer
 
 NEW_TOKENS = 64
@@ -41,12 +41,13 @@ class StoppingCriteria:
         total = min(ends)
         if total <= prompt:
             raise ConfigError(
-                f"the prompt has {prompt} tokens, and --out-seq-length {self.out_seq_length} leaves none for new tokens"
+                f"the prompt has {counted(prompt, 'token')}, and --out-seq-length {self.out_seq_length} leaves none "
+                "for new tokens"
             )
         if total > self.context and not self.slides:
             raise ConfigError(
-                f"a prompt of {prompt} tokens and {total - prompt} new ones are more than the {self.context} of the "
-                "model's context; shorten the prompt, ask for fewer, or let --on-long-context slide"
+                f"a prompt of {counted(prompt, 'token')} and {total - prompt} new ones exceed the {self.context} "
+                "of the model's context; shorten the prompt, ask for fewer, or let --on-long-context slide"
             )
         return total
 

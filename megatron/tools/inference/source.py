@@ -72,7 +72,9 @@ def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
         config, tokenizer = read_config(found), _run_tokenizer(path, description, files)
     assert config is not None, "both kinds of source describe their model"
     if config.architecture != GPT2.name:
-        raise ConfigError(f"{path} is a {config.architecture}, which continues no text: name a {GPT2.name}")
+        raise ConfigError(
+            f"{path} is a {config.architecture} model, which cannot generate text: name a {GPT2.name} model"
+        )
     if tokenizer.vocab_size != config.vocab_size:
         raise ConfigError(
             f"{path} is a model of {config.vocab_size} tokens, and the vocabulary has {tokenizer.vocab_size}; give the "

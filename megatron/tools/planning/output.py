@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from megatron.config.command_line import parse_run
+from megatron.config.errors import counted
 from megatron.parallel.pipeline.schedule import bubble, timed_passes
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.request import Request
@@ -107,7 +108,7 @@ def draw_schedule(p: int, m: int, file: IO[bytes], backward: float = 2.0) -> Non
         for one in drawn_passes:
             axes.text((one.begin + one.end) / 2, one.stage, str(one.micro_batch), ha="center", va="center", fontsize=6)
     some = f", {drawn} of them drawn" if drawn < m else ""
-    title = f"{p} stages, {m} micro-batches{some}: {bubble(p, m):.1%} of the time idle"
+    title = f"{counted(p, 'stage')}, {counted(m, 'micro-batch')}{some}: {bubble(p, m):.1%} of the time idle"
     axes.invert_yaxis()
     axes.set(xlabel="time, in forward passes of a micro-batch", ylabel="stage", title=title)
     if p <= 32:
@@ -126,7 +127,7 @@ def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
     """The lines of the ranked table, and of the reasons against the other layouts."""
     yield describe_request(request)
     yield (
-        f"{plan.looked_at:,} layouts: {len(plan.fitting):,} fit, {len(plan.too_large):,} take more memory, "
+        f"{counted(plan.looked_at, 'layout')}: {len(plan.fitting):,} fit, {len(plan.too_large):,} take more memory, "
         f"{sum(rejection.layouts for rejection in plan.rejections):,} break a rule"
     )
     shown = plan.fitting[:top] or plan.too_large[:1]
@@ -142,7 +143,7 @@ def describe_candidate(one: Candidate, memories: Sequence[Memory]) -> Iterator[s
     """One layout's memory by stage, its time and its traffic."""
     yield "memory of a rank of each stage"
     yield from stage_table(memories)
-    yield f"\nof {one.timing.total:.3g} s a step: {_shares(one)}"
+    yield f"\nof {one.timing.total:.3g} s per step: {_shares(one)}"
     yield f"a rank sends at most, each step: {_sent(one)}"
 
 
@@ -151,7 +152,7 @@ def describe_request(request: Request) -> str:
     device = request.machine.device
     per_node, intra, inter = request.machine.per_node, device.intra_bandwidth / GB, device.inter_bandwidth / GB
     return (
-        f"{request.devices:,} devices, {per_node} a host: {format_bytes(device.memory)} each, of which "
+        f"{counted(request.devices, 'device')}, {per_node} per host: {format_bytes(device.memory)} each, of which "
         f"{format_bytes(request.room)} are used, {device.peak_flops / TERA:g} TFLOP/s in 16-bit, "
         f"{intra:g} GB/s on a host, {inter:g} GB/s between hosts; {request.tokens:.3g} tokens"
     )

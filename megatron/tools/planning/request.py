@@ -173,7 +173,7 @@ def bytes_of_text(text: str) -> float:
     """A number of bytes with its unit, such as 80GB or 141 GiB."""
     match = _BYTES.fullmatch(text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write one such as 80GB or 75GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write one such as 80GB or 75GiB")
     return positive(match[1]) * _UNITS[(match[2] or "").upper()]
 
 

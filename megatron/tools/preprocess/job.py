@@ -46,7 +46,7 @@ class Journal:
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{self.path} is no journal: run without --resume to start over") from None
+            raise DataError(f"{self.path} is not a journal: run without --resume to start over") from None
         if changed := [name for name in self._job if job.get(name) != self._job[name]]:
             raise DataError(
                 f"{self.path} is of a job with another {' and '.join(changed)}: use the same settings, or run "

@@ -6,6 +6,7 @@ from html import escape
 from statistics import mean, median
 from typing import NamedTuple
 
+from megatron.config.errors import counted
 from megatron.parallel.pipeline.schedule import timed_passes
 from megatron.tools.reporting.timeline import SHARES, Event, Measures, Timeline
 
@@ -116,8 +117,8 @@ def _figures(timeline: Timeline, measures: Measures) -> Iterator[str]:
     shape = timeline.shape
     yield text(
         20, 58,
-        f"{_count(shape.stages, 'stage')}, {_count(shape.micro_batches, 'micro-batch')}, {shape.schedule}; medians of "
-        f"{_count(len(timeline.iterations), 'iteration')}: {measures.seconds * 1000:.1f} ms each",
+        f"{counted(shape.stages, 'stage')}, {counted(shape.micro_batches, 'micro-batch')}, {shape.schedule}; medians "
+        f"of {counted(len(timeline.iterations), 'iteration')}: {measures.seconds * 1000:.1f} ms each",
         size=14,
     )  # fmt: skip
     theory = ""
@@ -129,10 +130,6 @@ def _figures(timeline: Timeline, measures: Measures) -> Iterator[str]:
         f"communication {measures.communication:.1%}",
         size=14,
     )  # fmt: skip
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def _legend(y: float) -> Iterator[str]:

@@ -84,7 +84,7 @@ def read_key(path: Path | None, environ: Mapping[str, str]) -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{place} cannot be read ({getattr(error, 'strerror', 'not ASCII')})") from error
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise ConfigError(f"{place}: others may read it; run chmod 600 {path}")
+            raise ConfigError(f"{place}: other users can read it; run chmod 600 {path}")
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{place} must hold one word of ASCII characters")
     return key

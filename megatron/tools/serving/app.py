@@ -215,7 +215,7 @@ async def _read_body(request: Request, most_bytes: int) -> bytes:
     try:
         return await asyncio.wait_for(read(), _BODY_SECONDS)
     except asyncio.TimeoutError as error:
-        raise RequestError(f"the body did not come within {_BODY_SECONDS:g} s", status=408) from error
+        raise RequestError(f"the body was not received within {_BODY_SECONDS:g} s", status=408) from error
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[_T]) -> _T:

@@ -104,7 +104,7 @@ def place(restarted: Restarted, programs: Programs, tmp_path: Path) -> Path:
 BAD = {
     "no such command": ("count --load {ck}", 2, "argument COMMAND: invalid choice: 'count'"),
     "no checkpoint": ("batch --iteration 1 --load {place}/none", 4, "no such file or folder; name a checkpoint"),
-    "no run": ("proof --load {place}", 4, "is no checkpoint"),
+    "no run": ("proof --load {place}", 4, "is not a checkpoint"),
     "no iteration": ("batch --load {ck}", 2, "the following arguments are required: --iteration"),
     "an iteration to come": ("batch --load {ck} --iteration 7", 2, "global_step6 has iterations 1 to 6"),
     "iteration 0": ("seen --load {ck} --iteration 0", 2, "global_step6 has iterations 1 to 6"),

@@ -53,15 +53,15 @@ def test_a_hostile_header_is_refused(tmp_path: Path, case: str):
     file.write_bytes(HOSTILE[case])
     with pytest.raises(CheckpointError) as caught:
         read_tensors(tmp_path)
-    assert str(caught.value).startswith(f"{file} is no whole safetensors file") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{file} is not a complete safetensors file") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("weight_map", "message"),
     [
-        ({"a": "../model-1.safetensors"}, "names the file '../model-1.safetensors', which is not beside it"),
-        ({"a": "model-2.safetensors"}, "names the file 'model-2.safetensors', which is not beside it"),
-        ({"a": "part/model-1.safetensors", "b": 3}, "which is not beside it"),
+        ({"a": "../model-1.safetensors"}, "names the file '../model-1.safetensors', which is not in the same folder"),
+        ({"a": "model-2.safetensors"}, "names the file 'model-2.safetensors', which is not in the same folder"),
+        ({"a": "part/model-1.safetensors", "b": 3}, "which is not in the same folder"),
         ({"a": "model-1.safetensors", "c": "model-1.safetensors"}, "names c, which no file holds"),
         ([], "has no weight_map"),
         ({}, "has no weight_map"),
@@ -161,7 +161,7 @@ def test_weights_that_are_not_those_of_the_model(tmp_path: Path, changes: dict, 
         ({"activation_function": ["gelu"]}, "activation_function is ['gelu'], and can be gelu or gelu_new"),
         ({"n_layer": 1e9}, "n_layer is 1000000000.0, and should be a whole number above 0"),
         ({"n_embd": -8}, "n_embd is -8, and should be a whole number above 0"),
-        ({"n_head": 3}, "n_embd 8 is no multiple of n_head 3"),
+        ({"n_head": 3}, "n_embd 8 is not a multiple of n_head 3"),
         ({"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small', and should be a number"),
     ],
 )

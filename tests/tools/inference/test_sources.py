@@ -102,5 +102,5 @@ def test_a_folder_without_a_tokenizer(exported: Path, foreign: Path, tmp_path: P
 def test_folders_without_a_model_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="nowhere: no such file or folder"):
         open_source(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         open_source(tmp_path)

@@ -75,7 +75,7 @@ def test_dry_run_of_some_ranks_of_a_thousand(programs):
         *words.split(), *"--dry-run --world-size 1024 --rank 0,513".split(),
     ).ok()  # fmt: skip
     for line in (
-        "> layout    1024 processes = TP 2 x PP 4 x DP 128, pipeline engine, 4 stages, ZeRO 1",
+        "> layout    1,024 processes = TP 2 x PP 4 x DP 128, pipeline engine, 4 stages, ZeRO 1",
         "rank 0: stage 0 of 4, ",
         "rank 513: stage 2 of 4, ",
         "  tensor   1 of 2: [512 513]",
@@ -91,7 +91,7 @@ def test_dry_run_of_some_ranks_of_a_thousand(programs):
     [
         ("--dry-run --world-size 6 --model-parallel-size 4", 2, "6 processes cannot be split"),
         ("--dry-run --world-size 4 --rank 4", 2, "--rank 4: there are 4 processes, counted from 0"),
-        ("--dry-run --rank first", 2, "--rank first is no list of numbers"),
+        ("--dry-run --rank first", 2, "--rank first is not a list of numbers"),
         ("--rank 0", 2, "--rank has no effect without --dry-run"),
         ("--dry-run --data-path nowhere", 3, "nowhere"),
         ("--dry-run --load nowhere", 4, "nowhere"),

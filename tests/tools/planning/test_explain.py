@@ -83,7 +83,7 @@ def test_missing_files_are_reported_after_the_explanation(programs: Programs) ->
     words = ["--data-path", "nowhere"]
     finished = programs.python("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SIZES, *words)
     assert finished.returncode == 3
-    assert "> layout    1 processes" in finished.output and "no data set at nowhere" in finished.output
+    assert "> layout    1 process" in finished.output and "no data set at nowhere" in finished.output
 
 
 def test_layouts_are_explained_by_their_tool(programs: Programs) -> None:
