@@ -7,7 +7,7 @@
     python tools/audit_data.py statistics --load checkpoints/my
     python tools/audit_data.py picture --load checkpoints/my --output data.png
 
-If the data or the vocabulary have moved, give their present paths with the flags of pretrain_gpt2.py: --data-path and
+If the data or the vocabulary have moved, give their current paths with the flags of pretrain_gpt2.py: --data-path and
 the like, --vocab-file, --merge-file. With these flags, overlap and statistics need no checkpoint.
 
 Exit code 0: success; 1: not proven, or splits overlap; 2: wrong usage, another vocabulary; 3: wrong data; 4: wrong
@@ -149,7 +149,8 @@ def _parser() -> ToolParser:
     parser.usage = "%(prog)s COMMAND [--load CHECKPOINT] [flags] [flags of pretrain_gpt2.py about data]"
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=ToolParser)
     for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, description=command.help, help=command.help)
+        prog = f"{parser.prog} {name}"
+        sub = commands.add_parser(name, prog=prog, description=command.help, help=command.help)
         sub.add_argument("--json", action="store_true", help="print JSON")
         for flag in command.flags:
             sub.add_argument(flag.removesuffix("!"), required=flag.endswith("!"), **_FLAGS[flag.removesuffix("!")])
@@ -160,7 +161,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--load": {"type": Path, "metavar": "CHECKPOINT", "help": "a folder of checkpoints, or one of them"},
     "--iteration": {"type": int, "metavar": "N", "help": "iteration, from 1"},
     "--rank": {"type": int, "metavar": "R", "help": "only the samples of this rank (default: all ranks)"},
-    "--characters": {"type": int, "default": CHARACTERS, "metavar": "N", "help": "of each text to show; 0: all"},
+    "--characters": {
+        "type": int,
+        "default": CHARACTERS,
+        "metavar": "N",
+        "help": "characters per text; 0: all",
+    },
     "--metrics-file": {"type": Path, "metavar": "FILE", "help": "the file that --metrics-file of the run wrote"},
     "--output": {"type": Path, "metavar": "FILE", "help": "file to write"},
 }

@@ -1,11 +1,11 @@
-"""Check every host of a hostfile for what a run would fail on; each failure shows the command that fixes it.
+"""Check every host of a hostfile for problems that would make a run fail; each failure shows the command that fixes it.
 
     python tools/doctor.py --hostfile hostfile [-i host:0,1@host2] [--quick] [ARGUMENTS OF pretrain_gpt2.py]
 
 All hosts are probed at once, over ssh and without a password. Without training arguments the data, the checkpoints and
 what else they name are not checked. --quick skips the all-reduce over all ranks, which comes last.
 
-Exit code 0: ready; 2: the hostfile or the arguments are wrong; 6: something is to be fixed.
+Exit code 0: ready; 2: the hostfile or the arguments are wrong; 6: a check failed.
 """
 
 import os

@@ -5,9 +5,9 @@
     python tools/generate.py --load checkpoints/my --genfile out.jsonl --num-samples 10
     deepspeed --num_gpus 2 tools/generate.py --load checkpoints/my
 
-Without any of these flags, prompts are read from standard input, one a line. A .jsonl file has an object with "prompt"
-(or "text") on each line; the output then has the same and "completions". --genfile needs no prompt. Hyphens and
-underscores in flag names are interchangeable.
+Without any of these flags, prompts are read from standard input, one per line. A .jsonl file has an object with
+"prompt" (or "text") on each line; the output then has the same and "completions". --genfile needs no prompt. Hyphens
+and underscores in flag names are interchangeable.
 """
 
 import argparse
@@ -185,13 +185,13 @@ def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
     add_model_flags(parser)
     _add_text_flags(parser.add_argument_group("texts"))
-    _add_choice_flags(parser.add_argument_group("choice of tokens"))
+    _add_choice_flags(parser.add_argument_group("sampling"))
     return parser
 
 
 def _add_text_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; may be given several times")
-    group.add_argument("--sample-input-file", type=Path, metavar="FILE", help="prompts, one a line")
+    group.add_argument("--sample-input-file", type=Path, metavar="FILE", help="prompts, one per line")
     group.add_argument(
         "--sample-output-file", type=Path, metavar="FILE", help="output file (default: the input's name and .out)"
     )

@@ -1,7 +1,7 @@
-"""Make a corpus of English from what every Python install carries.
+"""Make an English corpus from the documentation that every Python installation contains.
 
 One document for each help topic of pydoc, and one for each module of the standard library with its
-docstrings. The modules are read, not imported. Writes JSONL, {"text": ...} a line, in an order that
+docstrings. The modules are read, not imported. Writes JSONL, one {"text": ...} per line, in an order that
 is shuffled, but the same in each run.
 """
 

@@ -5,7 +5,7 @@
     python tools/plan.py --program pretrain_bert.py --model bert-large --devices 16 --global-batch-size 256
 
 Sizes that no --model gives, and everything else that the layouts share, are arguments of the entry script --program.
-One that belongs to a layout, such as --model-parallel-size or --zero-stage, settles that part of it. Nothing is
+One that belongs to a layout, such as --model-parallel-size or --zero-stage, fixes that part of the search. Nothing is
 started, and no GPU and no torch are needed; --exact builds the chosen layout's stages on the meta device, with torch.
 
 Exit code 0: a layout fits; 1: none does; 2: wrong usage.
@@ -151,12 +151,12 @@ def _parser() -> ToolParser:
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", choices=DEVICES, default="a100", help="sets the defaults of the following")
     machine.add_argument("--devices", type=whole, required=True, metavar="N", help="devices")
-    machine.add_argument("--devices-per-node", type=whole, metavar="N", help="devices on a host")
+    machine.add_argument("--devices-per-node", type=whole, metavar="N", help="devices per host")
     machine.add_argument("--memory", type=bytes_of_text, metavar="SIZE", help="memory of a device, such as 80GB")
     machine.add_argument("--headroom", type=share, default=0.06, metavar="X", help="share of it that stays free")
     machine.add_argument("--peak-tflops", type=positive, metavar="X", help="dense 16-bit TFLOP/s of a device")
-    machine.add_argument("--intra-bandwidth", type=positive, metavar="X", help="GB/s, one way, on a host")
-    machine.add_argument("--inter-bandwidth", type=positive, metavar="X", help="GB/s, one way, to another")
+    machine.add_argument("--intra-bandwidth", type=positive, metavar="X", help="GB/s, one way, within a host")
+    machine.add_argument("--inter-bandwidth", type=positive, metavar="X", help="GB/s, one way, between hosts")
     machine.add_argument(
         "--precision",
         choices=("bf16", "fp16", "fp32"),
@@ -165,9 +165,9 @@ def _parser() -> ToolParser:
     result = parser.add_argument_group("result")
     result.add_argument("--top", type=whole, default=10, metavar="N", help="rows of the table")
     result.add_argument("--choose", type=whole, default=1, metavar="N", help="row of the table for the following")
-    result.add_argument("--emit", type=Path, metavar="DIR", help="write script, DeepSpeed JSON and hostfile there")
-    result.add_argument("--plot", type=Path, metavar="DIR", help="draw memory and pipeline schedule there, as PNG")
-    result.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    result.add_argument("--emit", type=Path, metavar="DIR", help="folder for script, DeepSpeed JSON and hostfile")
+    result.add_argument("--plot", type=Path, metavar="DIR", help="folder for plots of memory and schedule")
+    result.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     result.add_argument("--exact", action="store_true", help="count parameters on the built layers")
     return parser
 

@@ -1,7 +1,7 @@
 """Write one HTML page about a run: curves, layout, plan against measurement, schedule, environment, configuration.
 
-RUN is a folder that --run-dir wrote, or a file that --metrics-file wrote. The page holds all it shows, and opens
-without a network.
+RUN is a folder that --run-dir wrote, or a file that --metrics-file wrote. The page is a single file and needs
+no network.
 """
 
 from pathlib import Path

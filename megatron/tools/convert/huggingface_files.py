@@ -60,7 +60,7 @@ def to_huggingface(config: ModelConfig, dtype: str) -> dict[str, Any]:
         )
     if problems:
         raise ConfigError(
-            f"the model was trained with {problem}; Hugging Face's GPT-2 does not support that, merge can keep it"
+            f"the model was trained with {problem}; Hugging Face's GPT-2 does not support that; use merge"
             for problem in problems
         )
     return {

@@ -274,7 +274,7 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help="JSONL, plain text (a document a line) or Parquet",
+        help="JSONL, plain text (one document per line) or Parquet",
     )
     add("--input-format", choices=tuple(FORMATS), help="format of all inputs (default: by the name)")
     add("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of JSON objects, or columns, to read")

@@ -52,7 +52,7 @@ def wrong(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("PPL nowhere", "nowhere: no such file, nor nowhere.bin and nowhere.idx"),
         ("PPL {wrong}/cut", "cut.idx"),
         ("PPL {wrong}/empty.txt", "0 tokens, from which nothing can be predicted"),
-        ("PPL {wrong}/letter.txt", "1 tokens, from which nothing can be predicted"),
+        ("PPL {wrong}/letter.txt", "1 token, from which nothing can be predicted"),
         ("PPL {place}/plain.txt --seq-length 49", "--seq-length 49 is more than the 48 positions"),
         ("PPL {place}/plain.txt --seq-length 8 --overlapping-eval 9", "--overlapping-eval 9: windows of 8 tokens"),
         ("PPL {place}/plain.txt --batch-size 0", "--batch-size 0 must be"),
