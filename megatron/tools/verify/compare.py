@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.checkpoint.parameter_state import WEIGHT, stage_states
 from megatron.checkpoint.saved_run import SavedRun
-from megatron.checkpoint.tracker import newest
+from megatron.checkpoint.tracker import newest, tag_at, tag_name
 from megatron.config import OptimConfig
 from megatron.config.errors import CheckpointError
 from megatron.model.architectures import architecture_of
@@ -100,14 +100,14 @@ class Differences:
 
 
 def read_result(long: Path, short: Path, optim: OptimConfig) -> Result:
-    """Read what a run and the same run up to its first step saved in the folders ``long`` and ``short``.
+    """Read what a run saved in the folder ``long``, and its checkpoint after its first step, in ``short`` or there.
 
     Raises CheckpointError if a checkpoint is incomplete or no step was made.
     """
     lines = [json.loads(line) for line in metrics_file(long).read_text(encoding="utf-8").splitlines()]
     norms = [line["grad_norm"] for line in lines]
     step = first_step(long)
-    states = _parameter_states(newest(checkpoint_folder(short)))
+    states = _parameter_states(tag_at(checkpoint_folder(short) / tag_name(step + 1)))
     moment = next((key for key in _MOMENTS if all(key in copies[0] for copies in states.values())), None)
     clipped = min(1.0, optim.clip_grad / (norms[step] + 1e-6)) if optim.clip_grad else 1.0
     scale = 1 / clipped / (1 - optim.adam_beta1 if moment == "exp_avg" else 1)

@@ -136,10 +136,11 @@ class Request:
         environ = {**self.environ, "WORLD_SIZE": str(layout.processes)}
         return read_run([*self.words, *layout.flags], environ, self.architecture)
 
-    def command(self, layout: Layout, folder: Path, iterations: int) -> list[str]:
-        """The command that trains on ``layout`` and writes metrics and a checkpoint to ``folder``."""
+    def command(self, layout: Layout, folder: Path, iterations: int, save_interval: int) -> list[str]:
+        """The command that trains on ``layout`` and writes metrics and checkpoints to ``folder``."""
         outputs = ["--metrics-file", str(metrics_file(folder)), "--save", str(checkpoint_folder(folder))]
-        return [str(self.program), *self.words, *layout.flags, "--exit-interval", str(iterations), *outputs]
+        intervals = ["--exit-interval", str(iterations), "--save-interval", str(save_interval)]
+        return [str(self.program), *self.words, *layout.flags, *intervals, *outputs]
 
 
 def metrics_file(folder: Path) -> Path:

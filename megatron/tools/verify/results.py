@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,9 @@ from megatron.launch.environment import prepare_environment
 from megatron.tools.verify.compare import Bounds, Differences, Result, compare, first_step, read_result
 from megatron.tools.verify.ranks import rank_context, run_ranks
 from megatron.tools.verify.request import Layout, Request
+
+_SAVED_ITERATIONS = 5
+"""Up to so many, a checkpoint after each iteration takes less time than to start a second run."""
 
 
 @dataclass(frozen=True)
@@ -70,25 +72,27 @@ class _Trainer:
     def train(self, layout: Layout) -> tuple[Result | None, str | None]:
         """What ``layout`` computes, or why its run failed.
 
-        It trains twice: to the last iteration, and anew to the first step, whose gradients the checkpoint then holds.
+        The gradients of the first step are in the checkpoint after it. A run of few iterations saves after each; a
+        longer one saves at its end, and a second run ends with the first step.
         """
         with tempfile.TemporaryDirectory(prefix="verify_layout.", ignore_cleanup_errors=True) as root:
-            long, short = Path(root) / "all", Path(root) / "first"
+            run = short = Path(root) / "run"
+            saves_all = self._request.iterations <= _SAVED_ITERATIONS
             try:
-                if failure := self._run(layout, long, self._request.iterations):
+                if failure := self._run(layout, run, self._request.iterations, 1 if saves_all else None):
                     return None, failure
-                step = first_step(long)
-                if step + 1 == self._request.iterations:
-                    shutil.copytree(long, short)
-                elif failure := self._run(layout, short, step + 1):
-                    return None, failure
-                return read_result(long, short, self._optim), None
+                step = first_step(run)
+                if not saves_all and step + 1 < self._request.iterations:
+                    short = Path(root) / "first"
+                    if failure := self._run(layout, short, step + 1):
+                        return None, failure
+                return read_result(run, short, self._optim), None
             except CheckpointError as error:
                 return None, str(error)
 
-    def _run(self, layout: Layout, folder: Path, iterations: int) -> str | None:
+    def _run(self, layout: Layout, folder: Path, iterations: int, save_interval: int | None = None) -> str | None:
         folder.mkdir()
-        command = self._request.command(layout, folder, iterations)
+        command = self._request.command(layout, folder, iterations, save_interval or iterations)
         log = folder / "log.txt"
         return run_ranks(self._context, layout.processes, command, self._request.environ, log, self._time_limit)
 
