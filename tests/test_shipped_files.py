@@ -25,6 +25,7 @@ MULTINODE, SLURM = "ds_pretrain_gpt2_multinode.sh", "ds_pretrain_gpt2.sbatch"
 BERT_SCRIPT = "pretrain_bert_distributed.sh"
 SCRIPTS = (PLAIN, PIPE, TORCHRUN, BERT_SCRIPT)
 SCRIPTS_FOR_HOSTS = (MULTINODE, SLURM)
+EVALUATION = "evaluate_lambada.sh"  # tests/tools/evaluation/test_evaluate.py runs it
 CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").iterdir())
 
 
@@ -56,7 +57,12 @@ def run_of(script: str, *arguments: str, **variables: str) -> RunConfig:
 
 
 def test_no_script_goes_untested() -> None:
-    assert {path.name for path in (ROOT / "examples").iterdir()} == {*SCRIPTS, *SCRIPTS_FOR_HOSTS, "quickstart.sh"}
+    assert {path.name for path in (ROOT / "examples").iterdir()} == {
+        *SCRIPTS,
+        *SCRIPTS_FOR_HOSTS,
+        EVALUATION,
+        "quickstart.sh",
+    }
 
 
 @pytest.mark.parametrize(
@@ -97,7 +103,7 @@ REQUIRED = {
     ("script", "variable"),
     [
         (script, variable)
-        for script in (*SCRIPTS, *SCRIPTS_FOR_HOSTS)
+        for script in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, EVALUATION)
         for variable in variables_of(script)
         if (script, variable) != (SLURM, "MASTER_PORT")  # goes to the ranks by their environment
     ],
@@ -188,7 +194,7 @@ def test_config_that_contradicts_the_variables_is_refused() -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        *(f"examples/{name}" for name in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, "quickstart.sh")),
+        *(f"examples/{name}" for name in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, EVALUATION, "quickstart.sh")),
         *("docker/run.sh", "docker/entrypoint.sh", "tools/environment.sh", "run_tests.sh", ".ci/run"),
         *("tests/support/slurm/srun", "tests/support/slurm/scontrol"),
     ],

@@ -45,7 +45,8 @@ def add_rank_flags(parser: ToolParser) -> None:
     # Scripts for Megatron-LM's tasks pass these; here they have no effect.
     for flag in ("--checkpoint-activations", "--no-load-optim", "--no-load-rng"):
         group.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    group.add_argument("--log-interval", help=argparse.SUPPRESS)
+    for flag in ("--log-interval", "--checkpoint-num-layers", "--activations-checkpoint-method"):
+        group.add_argument(flag, help=argparse.SUPPRESS)
     group.add_argument("--json", type=Path, metavar="FILE", help="file to write the result to, too")
     group.add_argument("--seq-length", type=int, metavar="N", help="context length in tokens (default: the model's)")
 

@@ -32,6 +32,7 @@ from megatron.tools.inference.source import Source
 
 CLASSIC_STRIDE = 32
 CLASSIC_NAMES = {"WIKITEXT103": "WIKITEXT"}
+"""Names of tasks in Megatron-LM's tasks/main.py that differ from those of ``TASKS``."""
 
 
 def main() -> None:
@@ -87,7 +88,7 @@ def build_parser() -> ToolParser:
     """The flags."""
     parser = ToolParser(__doc__)
     add = parser.add_argument
-    add("--task", type=_task_name, choices=tuple(TASKS), required=True, help="evaluation task")
+    add("--task", type=_task_name, choices=tuple(TASKS), required=True, help="task; WIKITEXT103 is WIKITEXT")
     add("--valid-data", type=Path, required=True, metavar="FILE", help="data to evaluate on")
     add("--strict-lambada", action="store_true", help="predict the whole last word, not its last token")
     add("--json-keys", default="text", metavar="KEY", help="key of the text in JSONL")

@@ -61,7 +61,9 @@ def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
         for name, text in files(chosen).items():
             with atomic_file(args.emit / name, "--emit") as file:
                 file.write(text)
-        (args.emit / SCRIPT).chmod(0o755)
+        script = args.emit / SCRIPT
+        mode = script.stat().st_mode
+        script.chmod(mode | mode >> 2 & 0o111)  # whoever may read it may run it
         print(f"\nwrote {args.emit}/: {', '.join(files(chosen))}")
     if args.plot:
         _make_folder(args.plot, "--plot")

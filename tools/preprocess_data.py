@@ -1,7 +1,7 @@
 """Tokenize text into the indexed data sets that pretrain_gpt2.py and, with --split-sentences, pretrain_bert.py read.
 
 Writes PREFIX_KEY_document.bin and .idx for each key, or PREFIX_KEY_sentence. Give it as --data-path. Inputs are JSONL
-or plain text, as they are or compressed by gzip or Zstandard, or Parquet.
+or plain text, as they are or compressed by gzip, bzip2 or Zstandard, or Parquet.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import _project_root  # noqa: F401
 from tqdm import tqdm
 
 from megatron.config.errors import ConfigError, counted
-from megatron.tokenizer import TOKENIZERS
+from megatron.tokenizer import TOKENIZERS, note_unused_merges, used_merges
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, text_size
 from megatron.tools.preprocess.job import Job, Summary
@@ -33,12 +33,15 @@ def main() -> None:
         json_keys=tuple(dict.fromkeys(args.json_keys)),
         tokenizer_type=args.tokenizer_type,
         vocab_file=args.vocab_file,
-        merge_file=args.merge_file,
+        merge_file=used_merges(args.tokenizer_type, args.merge_file),
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,
+        keep_newlines=args.keep_newlines,
         workers=args.workers,
         skip_errors=args.on_error == "skip",
     )
+    for note in note_unused_merges(args.tokenizer_type, args.merge_file):
+        print(f"> {note}")
     with progress_bar(job, args.log_interval) as report:
         summary = preprocess(job, report, log_skipped, resume=args.resume)
     print(describe(job, summary))
@@ -56,11 +59,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--merge-file", metavar="FILE", help="merges of the BPE (merges.txt)")
     add("--append-eod", action="store_true", help="end each document with the token <|endoftext|>")
     add("--split-sentences", action="store_true", help="make each sentence a sequence, as BERT needs it")
+    add(
+        "--keep-newlines",
+        action="store_true",
+        help="with --split-sentences, keep the line breaks between sentences; in whole documents they are always kept",
+    )
     add("--output-prefix", required=True, metavar="PREFIX", help="where to write: folder and first part of the names")
     add("--dataset-impl", default="mmap", metavar="mmap", help="format to write; mmap is the only one")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize")
     add("--log-interval", type=int, default=100, metavar="N", help="documents between updates of the progress bar")
-    add("--keep-newlines", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if errors := [message for broken, message in _rules(args) if broken]:
         raise ConfigError(errors)
@@ -72,12 +79,8 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
     """Rules: whether each is broken, and the message."""
     return [
         (
-            args.split_sentences and args.append_eod,
+            args.split_sentences and args.append_eod and args.tokenizer_type.startswith("BertWordPiece"),
             "--append-eod and --split-sentences exclude each other: BERT's samples end with [SEP]",
-        ),
-        (
-            args.keep_newlines,
-            "--keep-newlines is not supported: newlines are always kept; WordPiece ignores those between sentences",
         ),
         (
             args.dataset_impl != "mmap",
@@ -118,6 +121,7 @@ def describe(job: Job, summary: Summary) -> str:
         f"{summary.output_bytes:,} bytes from {summary.input_bytes:,} bytes of text"
     )
     counts = {
+        "words not in the vocabulary": summary.unknown,
         "bad lines skipped": summary.bad_lines,
         "empty documents skipped": summary.empty,
         "blank lines": summary.blank,

@@ -17,7 +17,14 @@ from megatron.tokenizer.base import EOD
 from megatron.tokenizer.wordpiece import SEP
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.convert.huggingface_files import BPE
-from megatron.tools.preprocess.corpus import FORMATS, add_input_flags, check_inputs, format_of, read_chunks, text_size
+from megatron.tools.preprocess.corpus import (
+    add_input_flags,
+    check_inputs,
+    format_of,
+    line_texts,
+    read_chunks,
+    text_size,
+)
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe, train_whitespace, train_wordpiece
 
 CHUNK_BYTES = 1 << 20
@@ -76,7 +83,7 @@ class Corpus:
                 keys = self.keys[:1] if kind == "text" else self.keys
                 for chunk in read_chunks(path, kind, keys, size=CHUNK_BYTES):
                     for number, line in enumerate(chunk.lines, start=chunk.first_line):
-                        texts = [text for text in FORMATS[kind].texts(f"{path}:{number}", line, keys) if text]
+                        texts = [text for text in line_texts(path, self.kind, number, line, keys) if text]
                         self.documents += len(texts)
                         yield from texts
                     self.bytes += chunk.size

@@ -1,7 +1,7 @@
 """New files that are on disk when they are closed, with their SHA-256; and disk space. No torch here.
 
-Files are created, never opened: an existing name, even a symbolic link, is an error. Permissions are 0640, and 0750
-for folders, less the umask.
+Files are created, never opened: an existing name, even a symbolic link, is an error. Permissions are those of
+``megatron.launch.files``.
 """
 
 import errno
@@ -15,10 +15,8 @@ from threading import Thread
 from typing import NamedTuple
 
 from megatron.config.errors import CheckpointError, ResourceError
-from megatron.launch.files import replace_file, sync_folder
+from megatron.launch.files import file_mode, folder_mode, replace_file, sync_folder
 
-FILE_MODE = 0o640
-FOLDER_MODE = 0o750
 SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
 _BLOCK = 1 << 20
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -35,7 +33,7 @@ class NewFile:
     """A file to write from beginning to end, for ``torch.save``."""
 
     def __init__(self, path: Path):
-        self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE), "wb", buffering=_BLOCK)
+        self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode()), "wb", buffering=_BLOCK)
         self._digest, self._size = hashlib.sha256(), 0
         self._error: OSError | None = None
 
@@ -80,7 +78,7 @@ def write_text(path: Path, text: str) -> Record:
 
 def replace_text(path: Path, text: str) -> None:
     """Replace the content of ``path`` atomically. A symbolic link is replaced, not its target."""
-    with replace_file(path, FILE_MODE, text=True) as file:
+    with replace_file(path, text=True) as file:
         file.write(text)
 
 
@@ -88,7 +86,7 @@ def make_folder(path: Path) -> None:
     """Create ``path`` and its missing parents."""
     if not path.is_dir():
         make_folder(path.parent)
-        path.mkdir(FOLDER_MODE, exist_ok=True)
+        path.mkdir(folder_mode(), exist_ok=True)
         sync_folder(path.parent)
 
 

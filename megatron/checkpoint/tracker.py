@@ -20,12 +20,12 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron.checkpoint.compatibility import check_compatible
-from megatron.checkpoint.files import FOLDER_MODE, make_folder, replace_text, write_text
+from megatron.checkpoint.files import make_folder, replace_text, write_text
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_content, check_sizes, read_manifest, write_manifest
 from megatron.checkpoint.saved_run import RUN_FILE, SavedRun
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.config.errors import CheckpointError
-from megatron.launch.files import UNFINISHED, sync_folder
+from megatron.launch.files import UNFINISHED, folder_mode, sync_folder
 
 LATEST = "latest"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -151,7 +151,7 @@ def begin_tag(folder: Path, tag: str) -> Path:
         if not os.path.lexists(replaced.with_suffix("")):
             os.rename(replaced, replaced.with_suffix(""))
     path = unfinished(folder, tag)
-    path.mkdir(FOLDER_MODE)
+    path.mkdir(folder_mode())
     return path
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 from megatron.config.environment import check_place, local_rank
 from megatron.config.environment import rank as rank_of
 from megatron.config.errors import ConfigError, LaunchError, UserError
+from megatron.launch.files import restrict_new_files
 from megatron.launch.processes import exit_with_launcher
 
 EXIT_CODE_FOLDER = "RANK_EXIT_CODES"
@@ -40,6 +41,7 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
 def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool) -> int:
     """The exit code of ``main``; what it raises is printed."""
     try:
+        restrict_new_files(os.environ)
         exit_code = main() or 0
     except UserError as error:
         distributed = sys.modules.get("torch.distributed")

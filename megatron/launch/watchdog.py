@@ -23,6 +23,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.config import RunConfig
 from megatron.config.errors import LaunchError
 from megatron.launch.distributed import connect
+from megatron.launch.files import file_mode, folder_mode
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank import print_error
 from megatron.parallel.layout import ParallelLayout
@@ -134,9 +135,9 @@ class _Watchdog:
         """The position of this rank and the stacks of its threads, into its file if that can be written."""
         text = self._progress.position(self._groups).text
         try:
-            self._file.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+            self._file.parent.mkdir(mode=folder_mode(), parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
-            with open(self._file, "w", opener=lambda path, _: os.open(path, flags, 0o640)) as file:
+            with open(self._file, "w", opener=lambda path, _: os.open(path, flags, file_mode())) as file:
                 print(f"rank {self._rank}, process {os.getpid()} on {socket.gethostname()}: {text}", file=file)
                 print(f"{self._progress.seconds:.0f} s in this phase\n", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)

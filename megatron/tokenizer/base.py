@@ -23,6 +23,9 @@ class RustTokenizer:
         vocab_size: ids are below it.
     """
 
+    unk: int | None = None
+    """Id of every word that is not in the vocabulary; None if any text can be tokenized."""
+
     def __init__(self, encoder: tokenizers.Tokenizer, vocab_size: int) -> None:
         self._encoder, self.vocab_size = encoder, vocab_size
 
@@ -104,11 +107,10 @@ def read_text(path: str) -> str:
         raise DataError(f"{path}: byte {error.start} is not UTF-8; is this the right file?") from error
 
 
-def read_vocab_json(path: str, required: Iterable[str]) -> dict[str, int]:
+def read_vocab_json(path: str) -> dict[str, int]:
     """The token -> id table of a ``vocab.json``.
 
-    Raises DataError if the file is not such a table, if its ids are not 0 to n-1, each once, or if a
-    token of ``required`` is missing.
+    Raises DataError if the file is not such a table, or if its ids are not 0 to n-1, each once.
     """
     try:
         vocabulary = json.loads(read_text(path))
@@ -119,10 +121,17 @@ def read_vocab_json(path: str, required: Iterable[str]) -> dict[str, int]:
     if not isinstance(vocabulary, dict):
         raise DataError(f"{path}: a JSON {type(vocabulary).__name__}; a vocabulary is one object of token: id")
     check_ids(path, vocabulary)
-    for token in required:
-        if token not in vocabulary:
-            raise DataError(f"{path}: the vocabulary lacks {token}; add it with the id {len(vocabulary)}")
     return vocabulary
+
+
+def require_tokens(path: str, vocabulary: Mapping[str, int], required: Iterable[str]) -> None:
+    """Raises DataError with a line for each token of ``required`` that ``vocabulary`` lacks."""
+    missing = [token for token in required if token not in vocabulary]
+    if missing:
+        raise DataError(
+            f"{path}: the vocabulary lacks {token}; add it with the id {id}"
+            for id, token in enumerate(missing, start=len(vocabulary))
+        )
 
 
 def check_ids(path: str, vocabulary: Mapping[str, Any]) -> None:

@@ -3,12 +3,13 @@
 import re
 from collections.abc import Callable, Sequence
 from itertools import chain
+from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.config.errors import DataError
-from megatron.tokenizer.base import EOD, RustTokenizer, read_text, read_vocab_json, require_files
+from megatron.tokenizer.base import EOD, RustTokenizer, read_text, read_vocab_json, require_files, require_tokens
 
 _BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _BEYOND = r"\x80-\U0010ffff"
@@ -68,9 +69,10 @@ class GPT2BPETokenizer(RustTokenizer):
     def __init__(self, vocab_file: str | None, merge_file: str | None):
         """Raises DataError if a file is absent or broken, or if the two do not fit each other."""
         files = {"--vocab-file": vocab_file, "--merge-file": merge_file}
+        if merge_file is None and vocab_file is not None and Path(vocab_file).is_file():
+            read_byte_vocabulary(vocab_file)  # if it holds whole words, merges are not what is missing
         vocab_path, merge_path = require_files("GPT2BPETokenizer", files)
-        vocabulary = read_vocab_json(vocab_path, required=(EOD,))
-        check_byte_symbols(vocab_path, vocabulary)
+        vocabulary = read_byte_vocabulary(vocab_path)
         merges = read_merges(merge_path, vocabulary)
         encoder = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
         encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -83,13 +85,22 @@ class GPT2BPETokenizer(RustTokenizer):
         return self._words.tokenize(texts, super()._ids)
 
 
+def read_byte_vocabulary(path: str) -> dict[str, int]:
+    """The token -> id table of a ``vocab.json`` of bytes. Raises DataError if it is broken, or a byte has no token."""
+    vocabulary = read_vocab_json(path)
+    check_byte_symbols(path, vocabulary)
+    require_tokens(path, vocabulary, (EOD,))
+    return vocabulary
+
+
 def check_byte_symbols(path: str, vocabulary: dict[str, int]) -> None:
     """Raises DataError if some byte has no token: BPE would drop it from texts silently."""
     absent = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - vocabulary.keys())
     if absent:
         raise DataError(
             f"{path}: {len(absent)} of the 256 byte symbols have no token, {absent[0]!r} among them; "
-            "this is not the vocabulary of a byte-level BPE"
+            "this is not the vocabulary of a byte-level BPE; for one of whole words add --tokenizer-type "
+            "WhitespaceTokenizer"
         )
 
 

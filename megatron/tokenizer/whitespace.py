@@ -2,20 +2,25 @@
 
 from collections.abc import Sequence
 
-from megatron.tokenizer.base import EOD, UNK, check_known, read_vocab_json, vocabulary_file
+from megatron.tokenizer.base import EOD, UNK, check_known, read_vocab_json, require_files, require_tokens
 
 
 class WhitespaceTokenizer:
     """One token a word, where words are what ``str.split`` finds; words outside the vocabulary are ``<unk>``.
 
     The vocabulary is a ``vocab.json`` with ``<unk>`` and ``<|endoftext|>``. A text that contains
-    ``<|endoftext|>`` has an unknown word there, not an end of document.
+    ``<|endoftext|>`` has an unknown word there, not an end of document. There are no merges; a file of them is not
+    read, because command lines for Megatron-LM name one whatever the tokenizer.
+
+    Attributes:
+        unk: id of the words that are not in the vocabulary.
     """
 
     def __init__(self, vocab_file: str | None, merge_file: str | None = None):
-        """Raises DataError if the vocabulary is absent or broken, or if merges are given."""
-        path = vocabulary_file("WhitespaceTokenizer", vocab_file, merge_file)
-        vocabulary = read_vocab_json(path, required=(UNK, EOD))
+        """Raises DataError if the vocabulary is absent or broken."""
+        path = require_files("WhitespaceTokenizer", {"--vocab-file": vocab_file})[0]
+        vocabulary = read_vocab_json(path)
+        require_tokens(path, vocabulary, (UNK, EOD))
         self.vocab_size = len(vocabulary)
         self.eod = vocabulary[EOD]
         self.unk = vocabulary[UNK]

@@ -36,7 +36,7 @@ class WordPieceTokenizer(RustTokenizer):
         encoder.decoder = decoders.WordPiece(prefix=CONTINUES)
         super().__init__(encoder, len(pieces))
         self.pad, self.cls, self.sep, self.mask = (pieces[token] for token in (PAD, CLS, SEP, MASK))
-        self.eod = self.sep
+        self.eod, self.unk = self.sep, pieces[UNK]
         self.continues = np.array([piece.startswith(CONTINUES) and piece != CONTINUES for piece in pieces])
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.config.errors import ConfigError, UserError
+from megatron.launch.files import restrict_new_files
 from megatron.model.spec import ArchitectureSpec
 
 
@@ -39,10 +40,13 @@ class ToolParser(argparse.ArgumentParser):
 def run_tool(main: Callable[[], None]) -> NoReturn:
     """Run ``main`` and exit: with 0 when it returns, with the error's exit code after a ``UserError``.
 
+    Other users get no access to new files, unless the environment grants it, see ``megatron.launch.files``.
+
     Each message of a ``UserError`` is one line on stderr. After Ctrl-C the exit code is 130, after the reader of
     stdout has closed it 141, without a message, as a shell reports these signals.
     """
     try:
+        restrict_new_files(os.environ)
         main()
         sys.stdout.flush()
     except UserError as error:

@@ -10,11 +10,12 @@ from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import resolve
 from megatron.config import RunConfig
+from megatron.config.environment import rank
 from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.config.model import padded_vocabulary
 from megatron.data.datasets import check_data
 from megatron.model.architectures import architecture_of
-from megatron.tokenizer import read_vocabulary
+from megatron.tokenizer import note_unused_merges, read_vocabulary, used_merges
 
 T = TypeVar("T")
 
@@ -30,6 +31,8 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
     _attempt(errors, DataError, lambda: _check_data(run))
     whole = _attempt(errors, DataError, lambda: _with_vocabulary(run, with_hashes=not errors))
+    for note in [] if rank(os.environ) else note_unused_merges(run.data.tokenizer_type, run.data.merge_file):
+        print(f"> {note}", flush=True)
     # A checkpoint is compared with the vocabulary and the data, so both must be known.
     saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None
     if errors or whole is None:
@@ -59,7 +62,7 @@ def _check_data(run: RunConfig) -> None:
 
 def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     """``run`` with its vocabulary sizes, and the hashes of its data and tokenizer if a checkpoint needs them."""
-    data = run.data
+    data = replace(run.data, merge_file=used_merges(run.data.tokenizer_type, run.data.merge_file))
     vocabulary = read_vocabulary(data.tokenizer_type, data.vocab_file, data.merge_file)
     multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
     model = replace(

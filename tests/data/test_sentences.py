@@ -35,6 +35,16 @@ def test_no_word_is_lost():
     assert " ".join(split_sentences(text)).split() == text.split()
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["  A b c.  D.E.F. is g!\n\n\nH i.\n", "\n \nA title\n \n\n- an item.\nMore.", "例えば。\n\n次です！はい。 ", "a"],
+)
+def test_white_space_between_sentences_is_kept_on_request(text: str):
+    sentences = split_sentences(text, keep_newlines=True)
+    assert "".join(sentences) == text
+    assert [sentence.strip() for sentence in sentences] == split_sentences(text) and all(map(str.strip, sentences))
+
+
 @pytest.mark.parametrize("text", ["", " \n\n ", "\n"])
 def test_empty_text_has_no_sentences(text: str):
-    assert split_sentences(text) == []
+    assert split_sentences(text) == split_sentences(text, keep_newlines=True) == []

@@ -71,7 +71,8 @@ def test_jsonl(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     assert documents(prefix) == [[0, 1, 2, EOD], [3, 4, EOD], [2, EOD]]
     assert IndexedDataset(prefix).dtype.name == "uint16"
     size = first.stat().st_size + second.stat().st_size
-    assert finished.stdout == (f"{prefix}.bin and .idx: 3 documents, 9 tokens, 18 bytes from {size} bytes of text\n")
+    summary = f"{prefix}.bin and .idx: 3 documents, 9 tokens, 18 bytes from {size} bytes of text"
+    assert finished.stdout == f"{summary}; 1 words not in the vocabulary\n"
     assert "documents/s" in finished.stderr
     assert "B/s" in finished.stderr
 
@@ -79,7 +80,7 @@ def test_jsonl(tmp_path: Path, command: Callable[..., list[str]]) -> None:
 def test_plain_text(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     (tmp_path / "corpus.txt").write_bytes(b"\xef\xbb\xbfa b\r\n\r\n  \nc \x00 d")
     finished = run(command([tmp_path / "corpus.txt"]))
-    assert finished.returncode == 0 and finished.stdout.endswith("; 2 blank lines\n")
+    assert finished.returncode == 0 and finished.stdout.endswith("; 1 words not in the vocabulary; 2 blank lines\n")
     assert documents(tmp_path / "out_text_document") == [[0, 1], [2, 4, 3]]
     (tmp_path / "corpus.md").write_text("d d\n")
     assert run(command([tmp_path / "corpus.md"], "--input-format", "text")).returncode == 0
@@ -170,8 +171,11 @@ def test_a_very_long_line_is_one_document(tmp_path: Path, command: Callable[...,
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
-        (["--split-sentences", "--append-eod"], 2, "--append-eod and --split-sentences exclude each other"),
-        (["--keep-newlines"], 2, "--keep-newlines is not supported: newlines are always kept"),
+        (
+            ["--split-sentences", "--append-eod", "--tokenizer-type", "BertWordPieceCase"],
+            2,
+            "--append-eod and --split-sentences exclude each other",
+        ),
         (["--dataset-impl", "lazy"], 2, "--dataset-impl lazy is not supported"),
         (["--workers", "0"], 2, "--workers 0 must be 1 or more"),
         (["--worker", "2"], 2, "unrecognized arguments: --worker 2"),

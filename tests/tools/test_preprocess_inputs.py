@@ -1,5 +1,6 @@
 """Inputs of other kinds than plain files of lines, interruptions, and memory."""
 
+import bz2
 import gzip
 import json
 import signal
@@ -65,6 +66,7 @@ def test_every_input_format_gives_the_same_data(tmp_path: Path, convert: Callabl
     # Compressed in two pieces, as parallel compressors do, and recognized by content if the name has no ending.
     halves = plain[:5000], plain[5000:]
     (tmp_path / "zipped.jsonl.gz").write_bytes(b"".join(map(gzip.compress, halves)))
+    (tmp_path / "packed").write_bytes(b"".join(map(bz2.compress, halves)))
     (tmp_path / "squeezed").write_bytes(b"".join(map(zstandard.ZstdCompressor().compress, halves)))
     write_parquet(tmp_path / "rows.parquet", TEXTS)
     write_parquet(tmp_path / "words.parquet", TEXTS, pyarrow.dictionary(pyarrow.int32(), pyarrow.string()))
@@ -72,7 +74,7 @@ def test_every_input_format_gives_the_same_data(tmp_path: Path, convert: Callabl
     convert(tmp_path / "plain.jsonl", "plain")
     expected = content(tmp_path, "plain")
     assert len(IndexedDataset(tmp_path / "plain_text_document")) == len(TEXTS)
-    for name in ("zipped.jsonl.gz", "squeezed", "rows.parquet", "words.parquet", "large.parquet"):
+    for name in ("zipped.jsonl.gz", "packed", "squeezed", "rows.parquet", "words.parquet", "large.parquet"):
         summary = convert(tmp_path / name, "other")
         assert content(tmp_path, "other") == expected, name
         assert summary.documents == len(TEXTS)
@@ -90,11 +92,11 @@ def damaged(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[: len(content) * 2 // 3], damaged], ids=["cut", "bits"])
-@pytest.mark.parametrize("kind", ["gz", "zst", "parquet"])
+@pytest.mark.parametrize("kind", ["gz", "bz2", "zst", "parquet"])
 def test_a_broken_file_is_refused(tmp_path: Path, convert: Callable[..., Summary], kind: str, damage: Callable) -> None:
     path = tmp_path / f"corpus.{kind}"
     texts = [f"a {n * 7919 % 100003} b" for n in range(3000)]
-    compress = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor(write_checksum=True).compress}
+    compress = {"gz": gzip.compress, "bz2": bz2.compress, "zst": zstandard.ZstdCompressor(write_checksum=True).compress}
     whole = write_parquet(path, texts).read_bytes() if kind == "parquet" else compress[kind](jsonl(texts))
     path.write_bytes(damage(whole))
     with pytest.raises(DataError, match=rf"cannot read {path}") as caught:

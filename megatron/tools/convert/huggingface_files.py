@@ -9,8 +9,8 @@ from typing import Any
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError, DataError
 from megatron.model.architectures import GPT2
-from megatron.tokenizer.base import EOD, check_ids, read_vocab_json
-from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_merges
+from megatron.tokenizer.base import EOD, check_ids
+from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_byte_vocabulary, read_merges
 
 HF_CONFIG = "config.json"
 GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
@@ -160,7 +160,7 @@ def read_bpe(vocab_file: str | None, merge_file: str | None) -> BPE:
     """The tokenizer in two files. Raises DataError if they are missing or broken, or do not match."""
     GPT2BPETokenizer(vocab_file, merge_file)
     assert vocab_file is not None and merge_file is not None, "the tokenizer has checked them"
-    vocabulary = read_vocab_json(vocab_file, required=(EOD,))
+    vocabulary = read_byte_vocabulary(vocab_file)
     return BPE(vocabulary, read_merges(merge_file, vocabulary))
 
 

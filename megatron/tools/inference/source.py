@@ -14,7 +14,7 @@ from megatron.config.environment import check_place, rank, world_size
 from megatron.config.errors import ConfigError
 from megatron.config.fields import inside, interval_as_text
 from megatron.model.architectures import GPT2
-from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
+from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, note_unused_merges, used_merges
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tools.convert.huggingface_files import BPE, read_bpe, read_folder_bpe
 from megatron.tools.convert.inspection import Found, find, read_config, read_description
@@ -110,7 +110,10 @@ def _run_tokenizer(path: Path, description: Mapping[str, Any], files: TokenizerF
     """The tokenizer of a model trained by this project."""
     data = description["config"]["data"]
     kind = data["tokenizer_type"]
-    chosen = (files.vocab_file or data["vocab_file"], files.merge_file or data["merge_file"])
+    chosen = (
+        files.vocab_file or data["vocab_file"],
+        used_merges(kind, files.merge_file or data["merge_file"]),
+    )
     for flag, file in zip(("--vocab-file", "--merge-file"), chosen, strict=True):
         if file is not None and not Path(file).is_file():
             raise ConfigError(f"{flag} {file}: no such file; name the one that {path} was trained with")
@@ -153,6 +156,8 @@ def _tokenizer_of(bpe: BPE) -> Tokenizer:
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 """Model flags of training scripts. The checkpoint knows them, so they are only compared."""
+_OVERRIDES = ("pre_tokens", "next_tokens", "shape_order")
+"""Model flags that replace the checkpoint's values: no weight depends on them."""
 
 
 def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all that are started") -> None:
@@ -182,6 +187,13 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
         group.add_argument(
             f"--{name.replace('_', '-')}", type=int, metavar="N", help="accepted if it matches the model"
         )
+    group.add_argument(
+        "--pre-tokens", type=int, metavar="N", help="preceding tokens that each token attends to (default: the model's)"
+    )
+    group.add_argument("--next-tokens", type=int, metavar="N", help="following tokens; has no effect on a causal model")
+    group.add_argument(
+        "--shape-order", choices=("BSH", "SBH"), help="dimension order of hidden states (default: the model's)"
+    )
     group.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # the launcher's
 
 
@@ -225,7 +237,11 @@ def context_length(args: argparse.Namespace, source: Source) -> int:
 
 
 def source_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Source:
-    """The model that ``args`` name. Raises as ``open_source``, and ConfigError if flags do not match the model."""
+    """The model that ``args`` name, with the attention window that they choose, if they do.
+
+    Raises as ``open_source``, and ConfigError if flags do not match the model.
+    """
+    check_values(args, {"pre_tokens": "[0, inf)", "next_tokens": "[0, inf)"})
     source = open_source(args.load, TokenizerFiles(args.vocab_file, args.merge_file))
     sizes = {name: getattr(args, name) for name in _SIZES}
     problems = [
@@ -237,7 +253,14 @@ def source_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Source:
         problems.append(f"--tokenizer-type {args.tokenizer_type} is not that of {source.name}: leave it out")
     if problems:
         raise ConfigError(problems)
+    chosen = {name: value for name in _OVERRIDES if (value := getattr(args, name)) is not None}
+    changes = [
+        f"--{name.replace('_', '-')} {value} replaces {getattr(source.config, name)} of {source.name}"
+        for name, value in chosen.items()
+        if value != getattr(source.config, name)
+    ]
+    unused = note_unused_merges(type(source.tokenizer).__name__, args.merge_file)
     if not rank(environ):
-        for warning in source.warnings:
+        for warning in [*source.warnings, *changes, *unused]:
             print(f"{Path(sys.argv[0]).name}: warning: {warning}", file=sys.stderr)
-    return source
+    return replace(source, config=replace(source.config, **chosen))

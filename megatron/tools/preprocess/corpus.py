@@ -1,6 +1,7 @@
 """Text to be tokenized: JSONL, plain text with a document on each line, or Parquet with one in each row."""
 
 import argparse
+import bz2
 import codecs
 import gzip
 import io
@@ -19,13 +20,13 @@ _LARGEST_WINDOW = 1 << 31
 
 
 def open_lines(path: Path) -> io.BufferedIOBase:
-    """Open a file for reading, decompressed if it begins like gzip or Zstandard.
+    """Open a file for reading, decompressed if it begins like gzip, bzip2 or Zstandard.
 
     Reading it raises OSError, EOFError if it is truncated, or ValueError if it is damaged. Raises ConfigError if a
     package is missing.
     """
     file = open(path, "rb")
-    start = file.peek(4)
+    start = file.peek(10)
     for magic, opener in _OPENERS.items():
         if start.startswith(magic):
             return opener(file)
@@ -87,6 +88,8 @@ class _Frames(io.RawIOBase):
 _OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file, mode="rb"),
     b"\x28\xb5\x2f\xfd": _open_zstandard,
+    # Of bzip2 also the beginning of its first block: a text may well begin with "BZh".
+    **{b"BZh%d1AY&SY" % level: lambda file: bz2.BZ2File(file) for level in range(1, 10)},
 }
 """How compressed files are opened, by their first bytes."""
 
@@ -254,6 +257,23 @@ def _decoded(where: str, text: bytes) -> str:
         raise DataError(f"{where}: byte {error.start + 1} of the line is not UTF-8") from error
 
 
+def line_texts(path: Path, kind: str | None, number: int, line: Line, keys: Sequence[str]) -> list[str]:
+    """The text of each key of line ``number`` of a file of one of ``FORMATS``, by default that of its name.
+
+    Raises DataError for a line that has none. If the file may be plain text, the message also names the flag for that.
+    """
+    try:
+        return FORMATS[kind or format_of(path)].texts(f"{path}:{number}", line, keys)
+    except DataError as error:
+        is_named = kind is not None or uncompressed(path).suffix in _FORMATS_BY_ENDING
+        if is_named or not isinstance(line, bytes) or line.lstrip().startswith(b"{"):
+            raise
+        raise DataError(
+            f"{error}; if {path.name} is plain text, one document per line, add --input-format text, and for a "
+            "vocabulary of whole words --tokenizer-type WhitespaceTokenizer"
+        ) from None
+
+
 FORMATS: dict[str, Format] = {
     "jsonl": Format(_file_lines, _json_texts),
     "text": Format(_file_lines, _plain_texts, allows_blank_lines=True),
@@ -261,8 +281,8 @@ FORMATS: dict[str, Format] = {
 }
 """Kinds of input, by name."""
 
-
-_COMPRESSED = (".gz", ".zst")
+_FORMATS_BY_ENDING = {".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".parquet": "parquet"}
+_COMPRESSED = (".gz", ".bz2", ".zst")
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
@@ -288,7 +308,7 @@ def check_inputs(paths: Sequence[Path]) -> None:
 
 def format_of(path: Path) -> str:
     """The format by a file's name, whatever it is compressed by; JSONL by default."""
-    return {".txt": "text", ".parquet": "parquet"}.get(uncompressed(path).suffix, "jsonl")
+    return _FORMATS_BY_ENDING.get(uncompressed(path).suffix, "jsonl")
 
 
 def uncompressed(path: Path) -> Path:

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from megatron.config.errors import DataError
 from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION
-from megatron.launch.files import sync_folder
+from megatron.launch.files import file_mode, sync_folder
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BLOCK = 1 << 16
@@ -191,7 +191,7 @@ def _partial(path: Path) -> Path:
 def _open_partial(path: Path, size: int | None) -> BinaryIO:
     """Open and lock the temporary file of ``path``, emptied, or truncated to ``size`` bytes."""
     partial = _partial(path)
-    file = os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
+    file = os.fdopen(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, file_mode()), "r+b")
     # A writer that has just finished may have renamed the file that is locked here.
     if not (_lock(file) and partial.exists() and os.path.samestat(partial.stat(), os.fstat(file.fileno()))):
         file.close()

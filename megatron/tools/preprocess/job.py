@@ -81,6 +81,8 @@ class Job:
     append_eod: bool = False
     split_sentences: bool = False
     """Whether each sentence of a document becomes a sequence, as BERT's samples need it."""
+    keep_newlines: bool = False
+    """Whether a sentence includes the white space that follows it."""
     workers: int = 1
     skip_errors: bool = False
     chunk_bytes: int = 1 << 18
@@ -108,6 +110,7 @@ class Job:
             "--merge-file": self.merge_file and _version(Path(self.merge_file)),
             "--append-eod": self.append_eod,
             "--split-sentences": self.split_sentences,
+            "--keep-newlines": self.keep_newlines,
             "size of a chunk": self.chunk_bytes,
         }
         return Journal(Path(f"{self.output_prefix}.progress"), job)
@@ -127,6 +130,8 @@ class Summary:
     """Blank lines between the documents of plain text."""
     empty: int = 0
     bad_lines: int = 0
+    unknown: int = 0
+    """Words that are not in the vocabulary."""
     resumed_at: int = 0
     """Documents written before the job was resumed."""
     finished: bool = False

@@ -21,7 +21,7 @@ import numpy as np
 from megatron.config.errors import DataError, ResourceError
 from megatron.launch.processes import exit_with_parent
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tools.preprocess.corpus import FORMATS, Chunk, read_chunks
+from megatron.tools.preprocess.corpus import FORMATS, Chunk, line_texts, read_chunks
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 from megatron.tools.preprocess.job import Job, Journal, Milestone, Summary
 
@@ -33,7 +33,7 @@ ABBREVIATIONS = frozenset(
 )
 """Words before a stop that does not end a sentence, in lower case and without their last stop."""
 
-_PARAGRAPH = re.compile(r"\n\s*\n")
+_BLANK_LINES = re.compile(r"(\n\s*\n)")
 _END = re.compile(
     r"""[.!?\u2026]+["'\u2019\u201d\u00bb)\]]*\s+(?=["'\u2018\u201c\u00ab(\[]*[^\W_a-z]|["'\u2018\u201c\u00ab(\[]*[^\w\s])"""
     r"""|[\u3002\uff01\uff1f]+["'\u2019\u201d\u300d\u300f)\]]*\s*"""
@@ -41,17 +41,32 @@ _END = re.compile(
 _LAST_WORD = re.compile(r"[^\s(\[\"'\u2018\u201c]+$")
 
 
-def split_sentences(text: str) -> list[str]:
-    """The sentences of ``text`` in order, without the blanks around them; together they are all of its words."""
-    sentences = []
-    for paragraph in _PARAGRAPH.split(text):
+def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
+    """The sentences of ``text`` in order; together they are all of its words.
+
+    White space around a sentence is removed, or kept at its end with ``keep_newlines``: then they are all of the text.
+    """
+    if not text.strip():
+        return []
+    sentences = [""]
+    for piece in _pieces(text):
+        if piece.strip() and sentences[-1].strip():
+            sentences.append(piece)
+        else:
+            sentences[-1] += piece
+    return sentences if keep_newlines else [sentence.strip() for sentence in sentences]
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """``text`` cut after each sentence and the white space that follows it; some pieces are white space alone."""
+    paragraphs, blank_lines = (parts := _BLANK_LINES.split(text))[::2], [*parts[1::2], ""]
+    for paragraph, blank in zip(paragraphs, blank_lines, strict=True):
         start = 0
         for end in _END.finditer(paragraph):
             if not _is_abbreviation(paragraph[start : end.start()], end.group()):
-                sentences.append(paragraph[start : end.end()].strip())
+                yield paragraph[start : end.end()]
                 start = end.end()
-        sentences.append(paragraph[start:].strip())
-    return [sentence for sentence in sentences if sentence]
+        yield paragraph[start:] + blank
 
 
 def _is_abbreviation(before: str, mark: str) -> bool:
@@ -84,6 +99,8 @@ class Tokenized(NamedTuple):
     sizes: dict[str, list[list[int]]]
     """For each key: number of tokens of each sequence of each document."""
     blank: int
+    unknown: int
+    """Tokens of words that are not in the vocabulary."""
     errors: list[LineError]
     text_bytes: int
     position: tuple[int, int]
@@ -101,8 +118,8 @@ def preprocess(
         resume: continue where the same job was interrupted, if it was.
 
     Raises:
-        DataError: a file or line that cannot be read (unless lines are to be skipped), a bad
-            vocabulary, no document at all, or unfinished output of another job.
+        DataError: a file or line that cannot be read (unless lines are to be skipped), a bad vocabulary or one
+            without any of the words, no document at all, or unfinished output of another job.
         ConfigError: a package to read an input is missing.
         ResourceError: the output cannot be written, or a worker was killed.
     """
@@ -130,6 +147,7 @@ def preprocess(
                     _set_milestone(journal, builders, tokenized.position, summary)
             if not summary.documents:
                 raise DataError(f"no document in {', '.join(map(str, job.inputs))}: nothing to write")
+            _check_vocabulary(job, summary)
             for builder in builders.values():
                 builder.finish()
         journal.remove()
@@ -153,17 +171,18 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     errors: list[LineError] = []
     for number, line in enumerate(chunk.lines, chunk.first_line):
         try:
-            line_texts = kind.texts(f"{chunk.path}:{number}", line, job.json_keys)
+            texts_of_line = line_texts(chunk.path, job.input_format, number, line, job.json_keys)
         except DataError as error:
             errors.append(LineError(number, str(error), is_empty=False))
             continue
         numbers.append(number)
-        for key, text in zip(job.json_keys, line_texts, strict=True):
+        for key, text in zip(job.json_keys, texts_of_line, strict=True):
             texts[key].append(text)
     tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
     end = [tokenizer.eod] if job.append_eod else []
     tokens, sizes = {}, {}
-    blank, split = 0, split_sentences if job.split_sentences else _whole
+    split = partial(split_sentences, keep_newlines=job.keep_newlines) if job.split_sentences else _whole
+    blank = unknown = 0
     for key in job.json_keys:
         tokenized = _tokenized(tokenizer, [split(text) for text in texts[key]])
         without = [number for number, document in zip(numbers, tokenized, strict=True) if not document]
@@ -176,8 +195,9 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
         documents = [[*document[:-1], document[-1] + end] for document in tokenized if document]
         ids = chain.from_iterable(chain.from_iterable(documents))
         tokens[key] = np.fromiter(ids, best_dtype(tokenizer.vocab_size))
+        unknown += 0 if tokenizer.unk is None else int(np.count_nonzero(tokens[key] == tokenizer.unk))
         sizes[key] = [[len(ids) for ids in document] for document in documents]
-    return Tokenized(tokens, sizes, blank, sorted(errors), chunk.size, chunk.position)
+    return Tokenized(tokens, sizes, blank, unknown, sorted(errors), chunk.size, chunk.position)
 
 
 def _whole(text: str) -> list[str]:
@@ -245,7 +265,18 @@ def _add(builders: Mapping[str, IndexedDatasetBuilder], tokenized: Tokenized, su
         builder.add_documents(tokenized.tokens[key], tokenized.sizes[key])
         summary.documents += len(tokenized.sizes[key])
         summary.tokens += len(tokenized.tokens[key])
+    summary.unknown += tokenized.unknown
     summary.input_bytes += tokenized.text_bytes
+
+
+def _check_vocabulary(job: Job, summary: Summary) -> None:
+    """Raises DataError if no word of the text is in the vocabulary."""
+    words = summary.tokens - (summary.documents if job.append_eod else 0)
+    if summary.unknown == words:
+        raise DataError(
+            f"none of the {words:,} words of {', '.join(map(str, job.inputs))} is in --vocab-file {job.vocab_file}: "
+            "give the vocabulary that was made for this text (tools/train_tokenizer.py makes one)"
+        )
 
 
 def _set_milestone(

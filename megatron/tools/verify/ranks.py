@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
+from megatron.launch.files import file_mode
 from megatron.launch.processes import die_with_parent
 
 _PRELOADED = [
@@ -112,7 +113,7 @@ def _free_port() -> int:
 def _run_program(command: list[str], environ: dict[str, str], log: str) -> None:
     """Become the program, on one rank."""
     die_with_parent()
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, file_mode())
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.clear()

@@ -96,16 +96,16 @@ def test_metrics_are_those_of_transformers(run_ranks, place: Path, theirs, layou
             assert ours == run_ranks(1, evaluate_on_rank, [*words, "--load", str(place / "hf")])[0], "to the last bit"
 
 
-def test_command_line_of_the_tool(programs, place: Path, tmp_path: Path):
-    """The classic flags under deepspeed; the file holds what the screen shows."""
-    words = [word.format(place) for word in TASKS["LAMBADA strict"]]
+def test_the_example_script_and_the_classic_flags(programs, place: Path, theirs, tmp_path: Path):
+    """Under deepspeed; the file holds what the screen shows."""
+    variables = {"VALID_DATA": f"{place}/lambada.jsonl", "LOAD": f"{place}/hf", "BATCH": "4", "GPUS": "2", "TP": "2"}
     finished = programs.run(
-        "deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), "tools/evaluate.py", *words, "--batch_size",
-        "4", "--load", place / "hf", "--model-parallel-size", "2", "--json", tmp_path / "out.json", "--log-interval",
-        "10", "--checkpoint-activations", "--no-load-optim", "--no-load-rng", "--hidden-size", "32",
+        "bash", "examples/evaluate_lambada.sh", "--json", tmp_path / "out.json", "--hidden_size", "32",
+        "--activations-checkpoint-method", "uniform", **variables, MASTER_PORT=str(free_port()), DS_ACCELERATOR="cpu",
     ).ok()  # fmt: skip
     shown = finished.output[finished.output.index("{\n") : finished.output.rindex("}") + 1]
     assert json.loads(shown) == json.loads((tmp_path / "out.json").read_text())
+    assert json.loads(shown)["accuracy"] == pytest.approx(theirs["LAMBADA strict"]["accuracy"])
 
 
 def test_a_data_set_reads_as_the_text_it_was_made_of(run_ranks, programs, place: Path, tmp_path: Path):
@@ -126,7 +126,7 @@ def test_a_data_set_reads_as_the_text_it_was_made_of(run_ranks, programs, place:
 def test_a_checkpoint_of_this_suite_with_documents_apart(run_ranks, train_in_ranks, programs, tmp_path: Path):
     """Attention that stops at the end of a document, and hidden states with the sequence first, between stages, too."""
     settings = "--train-iters 2 --batch-size 4 --eval-iters 0 --shape-order SBH --reset-attention-mask".split()
-    train_in_ranks(1, *settings, "--reset-position-ids", "--save", tmp_path / "ck")
+    train_in_ranks(1, *settings, "--reset-position-ids", "--pre-tokens", "9", "--save", tmp_path / "ck")
     data = programs.data_arguments[1]
     words = ["--task", "PPL", "--valid-data", data, "--load", str(tmp_path / "ck"), "--overlapping-eval", "32"]
     alone, apart = (
@@ -134,3 +134,9 @@ def test_a_checkpoint_of_this_suite_with_documents_apart(run_ranks, train_in_ran
     )
     assert alone["tokens"] > 5000
     assert apart["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+    given, wider = (
+        run_ranks(1, evaluate_on_rank, [*words, "--shape-order", "BSH", "--pre-tokens", window])[0]["loss"]
+        for window in ("9", "31")
+    )
+    assert given == pytest.approx(alone["loss"], rel=1e-6), "the window is that of the checkpoint"
+    assert abs(wider - given) > 1e-5 * given, "unless another is given"
