@@ -103,8 +103,9 @@ def test_dropout_is_off_and_the_schedule_stays() -> None:
     run = request("--attention-dropout 0.5 --eval-iters 7").run(ONE_PROCESS)
     assert (run.model.attention_dropout, run.model.hidden_dropout, run.train.eval_iters) == (0, 0, 0)
     assert run.train.train_iters == 100
-    command = request().command(ONE_PROCESS, Path("folder"), 5)
+    command = request().command(ONE_PROCESS, Path("folder"), 5, save_interval=1)
     assert command[command.index("--exit-interval") + 1] == "5"
+    assert command[command.index("--save-interval") + 1] == "1"
     without = [word for word in SMALL_WORDS if word not in ("--train-iters", "100")]
     assert make_request(without, 5, ONE_PROCESS, CPU).run(ONE_PROCESS).train.train_iters == 5
 
