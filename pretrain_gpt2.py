@@ -13,7 +13,7 @@ from megatron.config import RunConfig
 from megatron.config.command_line import read_run
 from megatron.config.environment import rank
 from megatron.launch.environment import prepare_environment
-from megatron.launch.rank import run_rank
+from megatron.launch.rank import print_warning, run_rank
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.reporting.callbacks import default_callbacks
@@ -34,6 +34,8 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
 
         return explain(parsed) if is_main_rank else None
     run = parsed.checked()
+    for warning in parsed.warnings if is_main_rank else ():
+        print_warning(warning)
     from megatron.training.preflight import check  # not earlier: it imports numpy, which a mistake need not wait for
 
     run, _ = check(run)

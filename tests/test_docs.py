@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.command_line.classic_flags import OUTCOMES
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON = ("python", "python3")
@@ -24,6 +26,8 @@ OF_OTHER_PROGRAMS = {
     *("--rank", "--launcher_args", "--nodes", "--hostfile", "--mca", "--strict"),  # Slurm, mpirun, mkdocs
     *("--json-out", "--rounds", "--kills"),  # benchmarks and the torture test, checked below as commands
 }
+CLASSIC_FLAGS = {f"--{name.partition('=')[0].rstrip('*')}" for name in OUTCOMES}
+"""Flags of other suites that the training programs accept, or refuse with a reason."""
 
 
 def test_the_site_builds_without_warnings(tmp_path) -> None:
@@ -109,7 +113,8 @@ def check(words: list[str]) -> Iterator[str]:
         passes_on = "pretrain_" in source
         known = flags_of(TRAINING) | set(re.findall(r"--[\w-]+", source)) if passes_on else None
     else:
-        known = flags_of(name) | (flags_of(TRAINING) if name in PASSES_ON or "pretrain" in name else set())
+        trains = name in PASSES_ON or "pretrain" in name
+        known = flags_of(name) | (flags_of(TRAINING) | CLASSIC_FLAGS if trains else set())
         known |= launcher_flags("deepspeed") if name == "tools/launch.py" else set()
     if known is not None:
         yield from (f"{name} has no flag {flag}" for flag in _flags(words[script + 1 :]) if flag not in known)
@@ -155,4 +160,4 @@ def all_flags() -> frozenset[str]:
     scripts += [f"tools/{path.name}" for path in (ROOT / "tools").glob("[a-z]*.py")]
     known = frozenset().union(*(flags_of(script) for script in scripts), *(launcher_flags(name) for name in LAUNCHERS))
     shell = "".join(path.read_text() for path in (ROOT / "examples").iterdir())
-    return known | OF_OTHER_PROGRAMS | frozenset(re.findall(r"--[a-z][\w-]+", shell))
+    return known | OF_OTHER_PROGRAMS | CLASSIC_FLAGS | frozenset(re.findall(r"--[a-z][\w-]+", shell))

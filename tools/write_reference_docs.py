@@ -1,15 +1,19 @@
-"""Write the generated pages: docs/layouts.md from the rules, docs/command-line.md from the flags."""
+"""Write the generated pages in docs/: layouts.md, command-line.md and classic-flags.md, from the rules and flags."""
 
 import argparse
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
+from megatron.config import flag_fields
 from megatron.config.command_line import resolve_run
+from megatron.config.command_line.classic_flags import OUTCOMES, UNCHANGED
 from megatron.config.command_line.parser import build_parser, read_flags
+from megatron.config.fields import flag_name
 from megatron.config.validation import RULES
 from megatron.model.architectures import ARCHITECTURES
 from megatron.tools.command_line import ToolParser, run_tool
@@ -20,7 +24,8 @@ LAYOUTS = """\
 # Which layouts are legal
 
 This page is generated from the rules by `python tools/write_reference_docs.py`. A run that breaks a rule is refused
-before it starts, with a message that names the nearest legal settings; all broken rules are reported at once.
+before it starts, with a message that names the nearest legal settings; all broken rules are reported at once. A rule
+marked as a warning does not stop the run, since the setting is harmless: the run starts with one line about it.
 `--explain` on any command line prints the layout, the rank groups, the DeepSpeed config and the result of each rule,
 and exits; with it, `--world-size N` replaces the launcher. [tools/verify_layout.py](verify.md) checks that legal
 layouts compute the same results with your own model.
@@ -45,6 +50,22 @@ This page is generated from the flags by `python tools/write_reference_docs.py`.
 `python pretrain_bert.py --help` print the same texts. Flags may be written with hyphens or underscores. Names after the
 first one are aliases. `N` is a whole number and `X` any number.
 """
+
+CLASSIC_FLAGS = """\
+# Flags of Megatron-LM and Megatron-DeepSpeed
+
+This page is generated from the flags by `python tools/write_reference_docs.py`. It lists the flags of Megatron-LM,
+Megatron-DeepSpeed, DeepSpeed's 3D-parallelism example (Megatron-LM v1.1.5) and Megatron for Ascend NPUs, and what
+becomes of each. `name=value` is one value of a flag, and `*` a family of flags. For whole commands see
+[Coming from Megatron-LM](coming-from-megatron.md).
+"""
+
+OUTCOME_TABLES = {
+    "replaced": "Replaced\n\n| flag | read as |",
+    "fulfilled": "Accepted: what they ask for happens in any case\n\n| flag | what happens |",
+    "ignored": "Accepted with a warning: they have no effect\n\n| flag | what happens instead |",
+    "refused": "Refused\n\n| flag | reason, and what to use |",
+}
 
 TOOLS = """
 ## Tools
@@ -108,7 +129,8 @@ def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "docs", metavar="DIR", help="folder of the pages")
     args = parser.parse_args()
-    for name, text in {"layouts.md": layouts(), "command-line.md": command_line()}.items():
+    pages = {"layouts.md": layouts(), "command-line.md": command_line(), "classic-flags.md": classic_flags()}
+    for name, text in pages.items():
         with atomic_file(args.output / name, "--output") as file:
             file.write(text)
 
@@ -134,12 +156,15 @@ def broken_rules(words: str) -> list[int]:
     assert not problems, problems
     run, unresolved = resolve_run(provided, {"DS_ACCELERATOR": device, "WORLD_SIZE": "8"})
     assert not unresolved, unresolved
-    return [number for number, rule in enumerate(RULES, start=1) if rule.check(run) is not None]
+    return [number for number, rule in enumerate(RULES, start=1) if not rule.only_warns and rule.check(run) is not None]
 
 
 def rules() -> list[str]:
     """A row for each rule."""
-    return [f"| {number} | {rule.name} | {rule.why} | {rule.otherwise} |\n" for number, rule in enumerate(RULES, 1)]
+    return [
+        f"| {number} | {rule.name}{' (a warning)' * rule.only_warns} | {rule.why} | {rule.otherwise} |\n"
+        for number, rule in enumerate(RULES, 1)
+    ]
 
 
 def command_line() -> str:
@@ -166,6 +191,42 @@ def flag_row(action: argparse.Action) -> str:
     values = "" if action.nargs == 0 else ", ".join(f"`{value}`" for value in str(action.metavar).split("|"))
     names = ", ".join(f"`{name}`" for name in action.option_strings)
     return f"| {names} | {values} | {(action.help or '').replace('%%', '%')}"
+
+
+def classic_flags() -> str:
+    """The page of the classic suites' flags."""
+    meanings = {name: meaning_of(name) for name in UNCHANGED}
+    unchanged = ", ".join(f"`--{name}`" for name, meaning in meanings.items() if meaning == f"--{name}")
+    others = "".join(f"| `--{name}` | `{text}` |\n" for name, text in meanings.items() if text != f"--{name}")
+    text = (
+        f"{CLASSIC_FLAGS}\n## The same here\n\n{unchanged}\n\n## Other names\n\n| flag | same as |\n|---|---|\n{others}"
+    )
+    for kind, heading in OUTCOME_TABLES.items():
+        text += f"\n## {heading}\n|---|---|\n" + "".join(outcome_rows(kind))
+    return text
+
+
+def meaning_of(name: str) -> str:
+    """The flag that the classic flag ``name`` is here, with the value that it sets."""
+    actions = [action for spec in ARCHITECTURES.values() for action in build_parser(spec)._actions]
+    action = next(action for action in actions if f"--{name}" in action.option_strings)
+    if action.dest not in flag_fields():
+        return action.option_strings[0]
+    flag = flag_name(flag_fields()[action.dest])
+    if action.nargs != 0 or action.const is True:
+        return flag
+    return f"--{name}" if action.const is False else f"{flag} {action.const}"
+
+
+def outcome_rows(kind: str) -> Iterator[str]:
+    """A row for each text of the outcomes of a kind, with all flags that it applies to."""
+    names: dict[str, list[str]] = {}
+    for name, outcome in OUTCOMES.items():
+        if outcome.kind == kind:
+            names.setdefault(outcome.text, []).append(f"`--{name}`")
+    for text, flags in names.items():
+        marked = re.sub(r"--[a-zA-Z][\w-]*", r"`\g<0>`", text)
+        yield f"| {', '.join(flags)} | {marked} |\n"
 
 
 def tools() -> Iterator[str]:

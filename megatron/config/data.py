@@ -73,7 +73,9 @@ class DataConfig:
     split: str = flag("969, 30, 1", "Proportions of the documents for training, validation and test.")
     data_cache_path: str | None = flag(None, "Folder for index maps (default: next to the data).", metavar="DIR")
     no_shared_disk: bool = flag(
-        False, "Hosts share no disk: the first rank of each host builds index maps, instead of rank 0 only."
+        False,
+        "Hosts share no disk: the first rank of each host builds index maps, instead of rank 0 only.",
+        aliases=("no-shared-storage",),
     )
     data_impl: str = flag("infer", "Format of the data set.", choices=("mmap", "infer"))
     mmap_warmup: bool = flag(False, "Read the data set once at the start to warm the page cache.")
@@ -81,7 +83,7 @@ class DataConfig:
     seq_length: int = flag(0, "Sequence length in tokens.", within="[1, inf)", required=True)
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
-        "Type of tokenizer.",
+        "Type of tokenizer (default: GPT2BPETokenizer for GPT-2, BertWordPieceLowerCase for BERT).",
         choices=("GPT2BPETokenizer", "WhitespaceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
     )
     vocab_file: str | None = flag(

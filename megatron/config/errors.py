@@ -62,9 +62,9 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` that is most similar to ``name``, or None if none is similar."""
-    matches = difflib.get_close_matches(name, list(names), n=1)
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The one of ``names`` that is most similar to ``name``, or None if none is similar by ``cutoff``, from 0 to 1."""
+    matches = difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 
@@ -80,7 +80,7 @@ def nearest_multiples(number: int, factor: int) -> str:
     return f"{below} or {below + factor}" if below else str(factor)
 
 
-def did_you_mean(name: str, names: Iterable[str], *, otherwise: str) -> str:
+def did_you_mean(name: str, names: Iterable[str], *, otherwise: str, cutoff: float = 0.6) -> str:
     """The second half of a message about an unknown ``name``: the nearest of ``names``, or what to do ``otherwise``."""
-    guess = nearest(name, names)
+    guess = nearest(name, names, cutoff)
     return f"did you mean {guess}?" if guess else otherwise

@@ -17,12 +17,15 @@ class PrecisionConfig:
         1000, "Iterations without overflow after which the loss scale doubles.", within="[1, inf)"
     )
     hysteresis: int = flag(2, "Overflows after which the loss scale halves.", within="[1, inf)")
-    min_scale: float = flag(1, "Minimum dynamic loss scale, a whole number.", within="[1, inf)")
+    min_scale: float = flag(
+        1, "Minimum dynamic loss scale, a whole number.", aliases=("min-loss-scale",), within="[1, inf)"
+    )
     fp32_allreduce: bool = flag(False, "All-reduce gradients in fp32.")
     grad_accum_dtype: str | None = flag(
         None,
         "Type in which half-precision gradients are accumulated over micro-batches (default: that of the weights).",
         choices=("fp32", "bf16"),
+        switches={"accumulate-allreduce-grads-in-fp32": "fp32"},
     )
 
     @property
@@ -39,6 +42,7 @@ class ZeroConfig:
         0,
         "ZeRO stage: 0 disables ZeRO, 1 shards optimizer state, 2 also gradients, 3 also weights. Stages 2 and 3 need "
         "the plain engine (default: 0, or 1 with --bf16 or --fp16).",
+        switches={"use-distributed-optimizer": 1},
         within="[0, 3]",
     )
     zero_reduce_scatter: bool = flag(
@@ -53,7 +57,10 @@ class ZeroConfig:
         switches={"no-zero-contiguous-gradients": False, "no-zero-contigious-gradients": False},
     )
     zero_reduce_bucket_size: float = flag(
-        0.0, "Number of elements reduced at a time; 0 uses DeepSpeed's default.", within="[0, inf)"
+        0.0,
+        "Number of elements reduced at a time; 0 uses DeepSpeed's default.",
+        aliases=("ddp-bucket-size",),
+        within="[0, inf)",
     )
     zero_allgather_bucket_size: float = flag(
         0.0, "Number of elements all-gathered at a time; 0 uses DeepSpeed's default.", within="[0, inf)"
@@ -70,16 +77,23 @@ class ZeroConfig:
         "none",
         "Offload optimizer state to the CPU or NVMe, and run the optimizer on the CPU. nvme needs ZeRO 3.",
         choices=("none", "cpu", "nvme"),
-        switches={"cpu-optimizer": "cpu"},
+        switches={"cpu-optimizer": "cpu", "optimizer-cpu-offload": "cpu"},
     )
     offload_param: str = flag(
-        "none", "Offload weights that are not in use to the CPU or NVMe (ZeRO 3).", choices=("none", "cpu", "nvme")
+        "none",
+        "Offload weights that are not in use to the CPU or NVMe (ZeRO 3).",
+        aliases=("remote-device",),
+        choices=("none", "cpu", "nvme"),
     )
     nvme_path: str | None = flag(None, "Folder on the NVMe device for offloaded state.", metavar="DIR")
     offload_pin_memory: bool = flag(
         True, "Offload to page-locked memory; enabled by default.", switches={"no-offload-pin-memory": False}
     )
-    cpu_torch_adam: bool = flag(False, "With --offload-optimizer: use torch's Adam instead of DeepSpeedCPUAdam.")
+    cpu_torch_adam: bool = flag(
+        False,
+        "With --offload-optimizer: use torch's Adam instead of DeepSpeedCPUAdam.",
+        aliases=("use-torch-optimizer-for-cpu-offload",),
+    )
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -108,11 +122,16 @@ class ActivationConfig:
         choices=("full", "selective"),
         switches={"recompute-activations": "selective"},
     )
-    checkpoint_num_layers: int = flag(1, "Number of layers per activation checkpoint.", within="[1, inf)")
+    checkpoint_num_layers: int = flag(
+        1,
+        "Number of layers per activation checkpoint.",
+        aliases=("recompute-num-layers", "activations-checkpoint-num-layers"),
+        within="[1, inf)",
+    )
     partition_activations: bool = flag(
         False,
         "Partition checkpointed activations over the tensor-parallel ranks.",
-        aliases=("distribute-checkpointed-activations",),
+        aliases=("distribute-checkpointed-activations", "distribute-saved-activations"),
     )
     contiguous_checkpointing: bool = flag(
         False,

@@ -19,18 +19,28 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = flag(
         128, "Pad the vocabulary size to a multiple of this value times the tensor-parallel size.", within="[1, inf)"
     )
-    layernorm_epsilon: float = flag(1e-5, "Epsilon of the layer norms.", within="(0, inf)")
+    layernorm_epsilon: float = flag(1e-5, "Epsilon of the layer norms.", aliases=("norm-epsilon",), within="(0, inf)")
     apply_residual_connection_post_layernorm: bool = flag(
         False, "Use the output of the layer norm for the residual connection, instead of its input."
     )
     openai_gelu: bool = flag(False, "Use OpenAI's GELU, the tanh approximation.")
-    bias_gelu_fusion: bool = flag(False, "Fuse bias and GELU of the MLP into one kernel (torch.compile).")
-    bias_dropout_fusion: bool = flag(False, "Fuse bias, dropout and residual addition into one kernel (torch.compile).")
+    bias_gelu_fusion: bool = flag(
+        False,
+        "Fuse bias and GELU of the MLP into one kernel (torch.compile).",
+        switches={"no-bias-gelu-fusion": False},
+    )
+    bias_dropout_fusion: bool = flag(
+        False,
+        "Fuse bias, dropout and residual addition into one kernel (torch.compile).",
+        switches={"no-bias-dropout-fusion": False},
+    )
     compile: bool = flag(
         False, "Compile each transformer layer (torch.compile), which takes up to a minute at the start."
     )
     gradient_accumulation_fusion: bool = flag(
-        False, "Accumulate weight gradients over micro-batches inside the matrix multiplication that computes them."
+        False,
+        "Accumulate weight gradients over micro-batches inside the matrix multiplication that computes them.",
+        switches={"no-gradient-accumulation-fusion": False},
     )
     scaled_upper_triang_masked_softmax_fusion: bool = flag(
         False, "Require the fused causal attention kernel; an error if another flag excludes it.", masked_lm=False
@@ -44,7 +54,9 @@ class ModelConfig:
     hidden_dropout: float = flag(0.1, "Dropout probability of the hidden states.", within="[0, 1)")
     init_method_std: float = flag(0.02, "Standard deviation of the initial weights.", within="(0, inf)")
     apply_query_key_layer_scaling: bool = flag(
-        False, "Scale attention scores by 1 / layer number, and undo it in fp32, to avoid fp16 overflow."
+        False,
+        "Scale attention scores by 1 / layer number, and undo it in fp32, to avoid fp16 overflow.",
+        switches={"no-query-key-layer-scaling": False},
     )
     attention_softmax_in_fp32: bool = flag(False, "Compute attention scores and their softmax in fp32.")
     fp16_lm_cross_entropy: bool = flag(
@@ -57,11 +69,16 @@ class ModelConfig:
         "BSH", "Dimension order of hidden states between layers: B batch, S sequence, H hidden.", choices=("BSH", "SBH")
     )
     pre_tokens: int = flag(
-        65536, "Number of preceding tokens that each token attends to.", within="[0, inf)", masked_lm=False
+        65536,
+        "Number of preceding tokens that each token attends to.",
+        aliases=("pre-tockens",),
+        within="[0, inf)",
+        masked_lm=False,
     )
     next_tokens: int = flag(
         65536,
         "Number of following tokens that each token may attend to; has no effect on a causal model.",
+        aliases=("next-tockens",),
         within="[0, inf)",
         masked_lm=False,
     )

@@ -12,7 +12,10 @@ class CheckpointConfig:
 
     save: str | None = flag(None, "Folder to save checkpoints to.", metavar="DIR")
     save_interval: int | None = flag(
-        None, "Number of iterations between checkpoints (default: only at the end).", within="[1, inf)"
+        None,
+        "Number of iterations between checkpoints (default: only at the end).",
+        aliases=("persistent-save-interval",),
+        within="[1, inf)",
     )
     no_save_optim: bool = flag(False, "Do not save optimizer state.")
     no_save_rng: bool = flag(False, "Do not save random number generator states.")

@@ -89,6 +89,11 @@ def print_error(message: str) -> None:
     print(f"{_program()}: error: {message}", file=sys.stderr, flush=True)
 
 
+def print_warning(message: str) -> None:
+    """Print a warning of the program to stderr."""
+    print(f"{_program()}: warning: {message}", file=sys.stderr, flush=True)
+
+
 def _program() -> str:
     return Path(sys.argv[0]).name
 

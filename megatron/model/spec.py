@@ -101,7 +101,7 @@ class ArchitectureSpec:
     program: str
     """The entry script that trains it."""
     tokenizers: tuple[str, ...]
-    """The kinds of tokenizer whose vocabulary has the tokens that it needs."""
+    """The kinds of tokenizer whose vocabulary has the tokens that it needs; the first one is the default."""
     layers: Callable[[ModelConfig], Sequence[LayerSpec]]
     """The layers of a model of these sizes, in order: those before the blocks, the blocks, those after them."""
     torch_layers: str

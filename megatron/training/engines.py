@@ -48,7 +48,8 @@ class StepStatus:
 def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     """The engine that ``run.parallel`` requires, with the model, its optimizer and its learning-rate schedule."""
     ds_config = dict(run.ds_config)
-    deepspeed.checkpointing.configure(layout, deepspeed_config=ds_config)
+    if run.activation.checkpoint_activations:
+        deepspeed.checkpointing.configure(layout, deepspeed_config=ds_config)
     module = build_module(run, layout)
     if run.model.gradient_accumulation_fusion:
         for weight in module.parameters():

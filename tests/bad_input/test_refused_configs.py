@@ -81,7 +81,10 @@ CONFIGS: dict[str, tuple[str, str, list[str]]] = {
     "another value than the flag's": (
         '{"gradient_clipping": 2.0}',
         "--clip-grad 1.0",
-        ["--clip-grad 1.0 and gradient_clipping 2.0 in ds.json contradict each other: remove one"],
+        [
+            "--clip-grad 1.0 and gradient_clipping 2.0 in ds.json contradict each other: delete gradient_clipping from "
+            "the file to use the flag, or delete the flag"
+        ],
     ),
     "fp16 on the CPU": (
         '{"fp16": {"enabled": true}}',

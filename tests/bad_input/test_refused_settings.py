@@ -92,7 +92,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
     "an argument of another program": (
         "--top-k 5",
         {},
-        ["--top-k: not supported by this program (text generation)"],
+        ["--top-k: it is for text generation: use tools/generate.py"],
     ),
     "a value after a switch": ("--bf16 true", {}, ["unexpected argument 'true': every value follows its flag"]),
     "a value tied to a switch": ("--bf16=true", {}, ["--bf16: takes no value: remove 'true'"]),
@@ -167,7 +167,8 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         ["environment variable DS_ACCELERATOR=gpu: choose from cuda, cpu, xpu, npu, mps, hpu, mlu, sdaa, supa, klxpu"],
     ),
     "all at once": (
-        "--hidden-size 33 --zero-stage 3 --pipe-parallel-size 3 --fp16 --adam-beta1 1 --checkpoint-in-cpu --tok-k 3",
+        "--hidden-size 33 --zero-stage 3 --pipe-parallel-size 3 --fp16 --adam-beta1 1 --checkpoint-activations "
+        "--checkpoint-in-cpu --tok-k 3",
         TWO,
         [
             "unknown flag --tok-k: see --help",
@@ -179,8 +180,6 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
             "micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
             "--pipe-parallel-size 0",
             "--fp16 does not work on the CPU: use --bf16, or neither for fp32",
-            "--checkpoint-in-cpu has no effect without --checkpoint-activations: add --checkpoint-activations, or "
-            "remove --checkpoint-in-cpu",
             "--checkpoint-in-cpu cannot work without --partition-activations: add it",
         ],
     ),

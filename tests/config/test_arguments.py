@@ -11,7 +11,8 @@ from support.command_lines import CPU, CUDA, SMALL, complaints, parse
 
 from megatron.config import flag_fields
 from megatron.config.command_line import parse_run
-from megatron.config.command_line.parser import REFUSED, REFUSED_VALUES, build_parser, read_flags
+from megatron.config.command_line.classic_flags import outcome_of
+from megatron.config.command_line.parser import REFUSED_VALUES, build_parser, read_flags
 from megatron.config.data import Part
 from megatron.config.errors import ConfigError
 from megatron.config.fields import flag_name
@@ -231,19 +232,25 @@ def test_a_wrong_blend_is_refused(words: str, message: str) -> None:
     assert complaints(f"--data-path {words}") == [f"--data-path {words}: {message}"]
 
 
-def test_classic_arguments_are_flags_or_refused_with_a_reason() -> None:
+REFUSED = {
+    name: outcome.text
+    for name in (classic.replace("_", "-") for classic in CLASSIC)
+    if (outcome := outcome_of(name, [])) and outcome.kind == "refused"
+}
+
+
+def test_classic_arguments_are_flags_or_have_an_outcome() -> None:
     assert len(CLASSIC) == len(set(CLASSIC)) == 106
     programs = [build_parser(architecture) for architecture in ARCHITECTURES.values()]
     flags = {name for parser in programs for action in parser._actions for name in action.option_strings}
     for name in CLASSIC:
         name = name.replace("_", "-")
-        assert ("--" + name in flags) != (name in REFUSED), name
+        assert ("--" + name in flags) != (outcome_of(name, ["local"]) is not None), name
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused_arguments_give_their_reason(name: str) -> None:
-    assert complaints(f"--{name} value") == [f"--{name}: {REFUSED[name]}"]
-    assert complaints(f"--{name.replace('-', '_')}") == [f"--{name}: {REFUSED[name]}"]
+    assert complaints(f"--{name} value") == complaints(f"--{name.replace('-', '_')}") == [f"--{name}: {REFUSED[name]}"]
 
 
 @pytest.mark.parametrize("field, value", sorted(REFUSED_VALUES))
@@ -334,7 +341,7 @@ def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
             "bert --reset-position-ids",
             "--reset-position-ids: pretrain_bert.py has no such flag: it is GPT-2's, for pretrain_gpt2.py",
         ),
-        ("bert --top-k 3", "--top-k: not supported by this program (text generation)"),
+        ("bert --top-k 3", "--top-k: it is for text generation: use tools/generate.py"),
         ("--fp16 --bf16 yes", "unexpected argument 'yes': every value follows its flag"),
         (
             "--batch-size 2 --micro-batch-size 3",
@@ -350,9 +357,10 @@ def test_the_last_value_of_a_repeated_flag_counts() -> None:
     assert parse("--lr 0.5 --lr 0.25").optim.lr == 0.25
 
 
-def test_a_misspelt_flag_hides_no_error_and_causes_no_other() -> None:
+def test_a_misspelt_flag_hides_no_error_and_is_not_read_as_another() -> None:
     assert complaints("--zero-stag 1 --cpu-optimizer --min-lr 1") == [
         "unknown flag --zero-stag: did you mean --zero-stage?",
+        "--offload-optimizer cpu needs ZeRO, which partitions what is offloaded: add --zero-stage 1",
         "--min-lr 1 is more than --lr 0.001: lower it",
     ]
 

@@ -172,7 +172,9 @@ def test_flag_and_key_make_equal_runs(words: str, tree: dict, config_file) -> No
     ],
 )
 def test_a_contradiction_names_both_sides(words: str, tree: dict, message: str, errors) -> None:
-    assert f"{message} in ds.json contradict each other: remove one" in errors(tree, words)
+    key = message.partition(" and ")[2].split()[0]
+    remedy = f"delete {key} from the file to use the flag, or delete the flag"
+    assert f"{message} in ds.json contradict each other: {remedy}" in errors(tree, words)
 
 
 def test_the_flops_profiler_is_set_in_one_place(errors) -> None:

@@ -209,7 +209,6 @@ BROKEN = [
         "--hysteresis 3 has no effect at --zero-stage 0",
         "--zero-stage 1",
     ),
-    ("--loss-scale needs --fp16", "gpu --loss-scale 8", "--loss-scale has no effect without --fp16", "--fp16"),
     (
         "a half-precision loss needs half precision",
         "--fp16-lm-cross-entropy",
@@ -353,8 +352,8 @@ BROKEN = [
     ),
     (
         "gradients accumulate in fp32 or in the weights' type",
-        "--grad-accum-dtype fp32",
-        "--grad-accum-dtype fp32 is for half precision, and weights are fp32: add --bf16",
+        "--grad-accum-dtype bf16",
+        "--grad-accum-dtype bf16 is for half precision, and weights are fp32: add --bf16",
         "--bf16",
     ),
     (
@@ -368,25 +367,6 @@ BROKEN = [
         "gpu --grad-accum-dtype bf16 --fp16",
         "--grad-accum-dtype bf16 cannot be combined with --fp16: use --grad-accum-dtype fp32",
         "--grad-accum-dtype fp32",
-    ),
-    *(
-        (
-            f"{flag} needs --checkpoint-activations",
-            f"{flag} {company}",
-            f"{flag} has no effect without --checkpoint-activations",
-            "--checkpoint-activations",
-        )
-        for flag, company in [
-            ("--partition-activations", ""),
-            ("--synchronize-each-layer", ""),
-            ("--profile-backward", ""),
-        ]
-    ),
-    (
-        "--checkpoint-num-layers needs --checkpoint-activations",
-        "--checkpoint-num-layers 2",
-        "--checkpoint-num-layers has no effect without",
-        "--checkpoint-activations",
     ),
     *(
         (
@@ -438,7 +418,6 @@ BROKEN = [
         "--override-lr-scheduler and --use-checkpoint-lr-scheduler exclude each other",
         None,
     ),
-    ("--save-interval needs --save", "--save-interval 5", "--save-interval has no effect without --save", "--save out"),
     (
         "--rewind-on-spike needs --save-interval",
         "--rewind-on-spike --save out",
@@ -560,6 +539,35 @@ if find_spec("apex") is None:
     )
 
 
+# The same, of rules that only warn.
+WARNED = [
+    ("--loss-scale needs --fp16", "gpu --loss-scale 8", "--loss-scale has no effect without --fp16", "--fp16"),
+    ("--save-interval needs --save", "--save-interval 5", "--save-interval has no effect without --save", "--save out"),
+    (
+        "fp32 accumulation needs half precision",
+        "--accumulate-allreduce-grads-in-fp32",
+        "--grad-accum-dtype fp32 has no effect in fp32: add --bf16",
+        "--bf16",
+    ),
+    *(
+        (
+            f"{flag.split()[0]} needs --checkpoint-activations",
+            flag,
+            f"{flag.split()[0]} has no effect without --checkpoint-activations",
+            f"--checkpoint-activations {company}",
+        )
+        for flag, company in [
+            ("--partition-activations", ""),
+            ("--contiguous-checkpointing", "--partition-activations"),
+            ("--checkpoint-in-cpu", "--partition-activations"),
+            ("--synchronize-each-layer", ""),
+            ("--profile-backward", ""),
+            ("--checkpoint-num-layers 2", ""),
+        ]
+    ),
+]
+
+
 @pytest.mark.parametrize("name, words, message, remedy", BROKEN, ids=[row[1] for row in BROKEN])
 def test_a_broken_rule_says_what_to_do(name: str, words: str, message: str, remedy: str | None) -> None:
     environ = CUDA if words.startswith("gpu") else CPU
@@ -571,6 +579,14 @@ def test_a_broken_rule_says_what_to_do(name: str, words: str, message: str, reme
         assert complaints(f"{words} {remedy}", ranks=ranks, environ=environ) == []
 
 
+@pytest.mark.parametrize("name, words, message, remedy", WARNED, ids=[row[1] for row in WARNED])
+def test_a_harmless_setting_is_a_warning(name: str, words: str, message: str, remedy: str) -> None:
+    environ = CUDA if words.startswith("gpu") else CPU
+    parsed, fixed = (read(line.removeprefix("gpu"), environ=environ) for line in (words, f"{words} {remedy}"))
+    assert (parsed.problems, fixed.problems, fixed.warnings) == ([], [], [])
+    assert len(parsed.warnings) == 1 and parsed.warnings[0].startswith(message)
+
+
 @pytest.mark.parametrize("words", [words for _, words, *_ in BROKEN])
 def test_rules_can_be_read_to_the_end(words: str) -> None:
     """A rule with more than one message raises no error while it is read to the end."""
@@ -580,28 +596,17 @@ def test_rules_can_be_read_to_the_end(words: str) -> None:
 
 
 def test_every_rule_is_tested_and_explained() -> None:
-    tested = {name for name, *_ in BROKEN} | {
-        "processes = TP x PP x SP x DP",
-        "BPE needs merges",
-        "--contiguous-checkpointing needs --checkpoint-activations",
-        "--checkpoint-in-cpu needs --checkpoint-activations",
-    }
-    assert {rule.name for rule in RULES} == tested
+    errors = {name for name, *_ in BROKEN} | {"processes = TP x PP x SP x DP", "BPE needs merges"}
+    warned = {name for name, *_ in WARNED}
+    tested = errors | warned
+    assert {rule.name for rule in RULES if not rule.only_warns} == errors
+    assert {rule.name for rule in RULES if rule.only_warns} == warned
     assert len(tested) == len(RULES)
     assert all(rule.why.endswith(".") for rule in RULES)
 
 
 def test_a_legal_run_breaks_no_rule() -> None:
     assert violations(parse()) == []
-
-
-@pytest.mark.parametrize("flag", ["--contiguous-checkpointing", "--checkpoint-in-cpu"])
-def test_settings_of_recomputation_need_recomputation(flag: str) -> None:
-    printed = complaints(f"{flag} --partition-activations")
-    assert [message.split(":")[0] for message in printed] == [
-        "--partition-activations has no effect without --checkpoint-activations",
-        f"{flag} has no effect without --checkpoint-activations",
-    ]
 
 
 @pytest.mark.parametrize(

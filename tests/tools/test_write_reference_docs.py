@@ -11,11 +11,12 @@ from megatron.config.validation import RULES
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = ROOT / "docs" / "layouts.md"
 COMMAND_LINE = ROOT / "docs" / "command-line.md"
+CLASSIC_FLAGS = ROOT / "docs" / "classic-flags.md"
 
 
 def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "tools" / "write_reference_docs.py", "--output", tmp_path], check=True)
-    for page in (LAYOUTS, COMMAND_LINE):
+    for page in (LAYOUTS, COMMAND_LINE, CLASSIC_FLAGS):
         written = (tmp_path / page.name).read_text()
         assert page.read_text() == written, "run python tools/write_reference_docs.py"
 
@@ -23,7 +24,8 @@ def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
 def test_every_rule_is_on_the_page() -> None:
     lines = LAYOUTS.read_text().splitlines()
     assert [line for line in lines if line[2:3].isdigit()] == [
-        f"| {number} | {rule.name} | {rule.why} | {rule.otherwise} |" for number, rule in enumerate(RULES, start=1)
+        f"| {number} | {rule.name}{' (a warning)' * rule.only_warns} | {rule.why} | {rule.otherwise} |"
+        for number, rule in enumerate(RULES, start=1)
     ]
 
 

@@ -18,13 +18,13 @@ from megatron.config import (
     ZeroConfig,
     sections,
 )
-from megatron.config.command_line.parser import CONFIG_FILE, read_flags
+from megatron.config.command_line.parser import CONFIG_FILE, ignored_flags, read_flags
 from megatron.config.deepspeed_json import compile_config, conflicts, read_settings
 from megatron.config.deepspeed_json.file import ConfigFile, read_config_file
 from megatron.config.environment import expected_device, local_rank, world_size
 from megatron.config.errors import ConfigError, nearest_multiples
 from megatron.config.fields import Provided
-from megatron.config.validation import value_problems, violations
+from megatron.config.validation import value_problems, violations, warnings
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.parallel.pipeline.partition import repartitioned
@@ -41,6 +41,8 @@ class ParsedRun(NamedTuple):
     run: RunConfig
     """Without its DeepSpeed config if there are problems."""
     problems: list[str]
+    warnings: list[str]
+    """Provided settings that have no effect; the run starts all the same."""
 
     def checked(self) -> RunConfig:
         """The run. Raises ConfigError with one line for each problem."""
@@ -78,13 +80,14 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
     problems += violations(run) + conflicts(run, file.tree, provided)
     if not problems:
         run = replace(run, ds_config=compile_config(run, provided, file.tree))
-    return ParsedRun(run, problems)
+    return ParsedRun(run, problems, ignored_flags(argv, architecture) + warnings(run, provided))
 
 
 def _merge(flags: Mapping[str, Provided], file: Mapping[str, Provided]) -> tuple[dict[str, Provided], list[str]]:
     """The values of both sources, and a message for each field on which they differ."""
     contradictions = [
-        f"{flags[name].source} and {file[name].source} contradict each other: remove one"
+        f"{flags[name].source} and {file[name].source} contradict each other: delete {file[name].words[0]} from the "
+        "file to use the flag, or delete the flag"
         for name in flags
         if name in file and flags[name].value != file[name].value
     ]
@@ -105,6 +108,8 @@ def resolve_run(
     except ConfigError as error:
         problems += error.messages
     run = replace(run, activation=_activation(run.activation), logging=_logging(run))
+    if "tokenizer_type" not in provided:
+        run = replace(run, data=replace(run.data, tokenizer_type=architecture.tokenizers[0]))
     run = replace(run, model=_model(run, architecture), zero=_zero(run, provided))
     run = replace(run, observe=replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace))
     try:

@@ -2,12 +2,13 @@
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, NoReturn, TypeAlias, get_args, get_origin
+from typing import Any, NamedTuple, NoReturn, TypeAlias, get_args, get_origin
 
 from megatron.config import flag_fields, sections
-from megatron.config.errors import ConfigError, did_you_mean, nearest
+from megatron.config.command_line.classic_flags import Outcome, outcome_of
+from megatron.config.errors import ConfigError, did_you_mean
 from megatron.config.fields import Provided, flag_name
 from megatron.model.architectures import BERT, GPT2
 from megatron.model.spec import ArchitectureSpec
@@ -18,23 +19,8 @@ _Occurrence: TypeAlias = tuple[str, str, Any, bool]
 CONFIG_FILE = "deepspeed_config"
 """The key of ``--deepspeed_config`` in the result of ``read_flags``; the only flag that is not a config field."""
 
-_REFUSED_BY_REASON = {
-    "weight sharing between layers is not supported": "num-unique-layers param-sharing-style",
-    "export to ONNX is not supported": "onnx-safe",
-    "attention is fused unless another flag excludes it: remove it": "scaled-masked-softmax-fusion",
-    "DeepSpeed reduces the gradients: remove it": "DDP-impl",
-    "not supported: the process groups are created once, at the start": "lazy-mpu-init",
-    "not supported (a service of NVIDIA's own cluster): use --auto-resume": "adlr-autoresume adlr-autoresume-interval",
-    "not supported by this program (retrieval models)": "ict-head-size ict-load bert-load titles-data-path "
-    "query-in-block-prob use-one-sent-docs report-topk-accuracies faiss-use-gpu block-data-path indexer-batch-size "
-    "indexer-log-interval",
-    "not supported by this program (text generation)": "temperature greedy top-p top-k out-seq-length "
-    "sample-input-file sample-output-file num-samples genfile recompute",
-    "not supported by this program (evaluation tasks)": "task epochs pretrained-checkpoint train-data valid-data "
-    "overlapping-eval strict-lambada",
-}
-REFUSED = {name: reason for reason, names in _REFUSED_BY_REASON.items() for name in names.split()}
-"""Flags of Megatron-LM v1.1.5-3D_parallelism that are not supported, without dashes, with the reason."""
+_NEAR = 0.8
+"""Similarity from which on a known flag is suggested for an unknown one."""
 
 REFUSED_VALUES: dict[tuple[str, str], str] = {
     ("data_impl", "lazy"): "convert the data with tools/preprocess_data.py",
@@ -46,14 +32,13 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
 def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> tuple[dict[str, Provided], list[str]]:
     """The values in ``argv`` by field, and a message for each flag that is unknown or refused.
 
-    The flags are those of the program that trains ``architecture``. An unknown flag is read as the most similar
-    known one, so that follow-up errors of its absence are not reported. ``--help`` prints the help and exits.
+    The flags are those of the program that trains ``architecture``. ``--help`` prints the help and exits.
 
     Raises:
         ConfigError: a value is missing or cannot be parsed; it contains the other messages too.
     """
     parser = build_parser(architecture)
-    words, problems = _normalize_names(argv, parser, _refusals(architecture))
+    words, problems, _ = _normalize_names(argv, parser, architecture)
     try:
         namespace, extra = parser.parse_known_args(words, argparse.Namespace(occurrences=[]))
     except ConfigError as error:
@@ -63,6 +48,11 @@ def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> tu
     if unreadable:
         raise ConfigError([*problems, *unreadable])
     return _drop_repetitions(provided, problems), problems
+
+
+def ignored_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> list[str]:
+    """A warning for each flag in ``argv`` that a classic suite has and that has no effect here."""
+    return _normalize_names(argv, build_parser(architecture), architecture).warnings
 
 
 def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentParser:
@@ -101,7 +91,7 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
 
 def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     metadata = field.metadata["flag"]
-    names = [flag_name(field), *("--" + alias.replace("_", "-") for alias in metadata["aliases"])]
+    names = _names(field)
     if _kind(field) is bool:
         group.add_argument(*names, action=_Record, dest=field.name, nargs=0, const=True, help=_help(field))
     else:
@@ -112,6 +102,11 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
         names_of_value = [f"--{name}" for name in metadata["switches"] if metadata["switches"][name] == value]
         text = f"Same as {names[0]} {value}." if _kind(field) is not bool else f"Disable {names[0]}."
         group.add_argument(*names_of_value, action=_Record, dest=field.name, nargs=0, const=value, help=text)
+
+
+def _names(field: Field) -> list[str]:
+    """The flag of a field and its aliases."""
+    return [flag_name(field), *("--" + alias.replace("_", "-") for alias in field.metadata["flag"]["aliases"])]
 
 
 def _help(field: Field) -> str:
@@ -131,46 +126,68 @@ def _kind(field: Field) -> Any:
     return next((kind for kind in get_args(field.type) if kind is not type(None)), field.type)
 
 
-def _normalize_names(
-    argv: Sequence[str], parser: argparse.ArgumentParser, refused: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
-    """``argv`` with all flags as the parser knows them, and a message for each unknown or refused flag.
+class _Words(NamedTuple):
+    """The arguments with all flags as the parser knows them, and a message for each flag that it does not know."""
 
-    Refused flags are removed with their values.
-    """
+    words: list[str]
+    problems: list[str]
+    warnings: list[str]
+
+
+def _normalize_names(argv: Sequence[str], parser: argparse.ArgumentParser, architecture: ArchitectureSpec) -> _Words:
+    """``argv`` for ``parser``. Unknown and unsupported flags are removed with their values."""
     known = {name for action in parser._actions for name in action.option_strings}
-    words: list[str] = []
-    problems: list[str] = []
-    dropping = False
-    for word in argv:
-        if not _is_flag(word):
-            if not dropping:
-                words.append(word)
-            continue
+    others = _flags_of_other_models(architecture)
+    result = _Words([], [], [])
+    for word, *values in _grouped(argv):
         name, equals, value = word.partition("=")
         name = name.replace("_", "-")
-        meant = name if name in known else None
-        if meant is None and name.removeprefix("--") in refused:
-            problems.append(f"{name}: {refused[name.removeprefix('--')]}")
-        elif meant is None:
-            meant = nearest(name, known)
-            problems.append(f"unknown flag {name}: {did_you_mean(name, known, otherwise='see --help')}")
-        dropping = meant is None
-        if meant is not None:
-            words.append(meant + equals + value)
-    return words, problems
+        values = [value, *values] if equals else values
+        if not _is_flag(word):
+            result.words.extend([word, *values])
+        elif name in known:
+            result.words.extend([f"{name}={values[0]}", *values[1:]] if equals else [name, *values])
+        elif name in others:
+            result.problems.append(f"{name}: {others[name]}")
+        elif outcome := outcome_of(name.removeprefix("--"), values):
+            _apply(outcome, name, values, result)
+        else:
+            guess = did_you_mean(name, known, otherwise="see --help", cutoff=_NEAR)
+            result.problems.append(f"unknown flag {name}: {guess}")
+    return result
 
 
-def _refusals(architecture: ArchitectureSpec) -> dict[str, str]:
-    """The flags that the program of ``architecture`` refuses: unsupported ones, and those of other models."""
+def _grouped(argv: Sequence[str]) -> list[list[str]]:
+    """Each flag with the words that follow it up to the next flag; the words before the first flag are a group, too."""
+    groups: list[list[str]] = []
+    for word in argv:
+        if _is_flag(word) or not groups:
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    return groups
+
+
+def _apply(outcome: Outcome, name: str, values: Sequence[str], result: _Words) -> None:
+    """Add to ``result`` what becomes of the classic flag ``name`` with ``values``."""
+    if outcome.kind == "replaced":
+        result.words.extend(outcome.text.split())
+    elif outcome.kind == "ignored":
+        result.warnings.append(f"{' '.join([name, *values])} has no effect: {outcome.text}")
+    elif outcome.kind == "refused":
+        result.problems.append(f"{name}: {outcome.text}")
+
+
+def _flags_of_other_models(architecture: ArchitectureSpec) -> dict[str, str]:
+    """The flags that the program of ``architecture`` refuses since they are those of other models, with the message."""
     owner = GPT2 if architecture.masked_lm else BERT
-    of_other_models = {
-        flag_name(field).removeprefix("--"): f"{architecture.program} has no such flag: it is {owner.name}'s, "
-        f"for {owner.program}"
+    message = f"{architecture.program} has no such flag: it is {owner.name}'s, for {owner.program}"
+    fields_of_others = [
+        field
         for field in flag_fields().values()
         if field.metadata["flag"]["masked_lm"] not in (None, architecture.masked_lm)
-    }
-    return REFUSED | of_other_models
+    ]
+    return {name: message for field in fields_of_others for name in _names(field)}
 
 
 def _is_flag(word: str) -> bool:

@@ -12,7 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config import ParallelConfig, RunConfig
-from megatron.config.deepspeed_json.file import DEFAULT_OPTIMIZER, OPTIMIZERS, ConfigFile, optimizer_name
+from megatron.config.deepspeed_json.file import (
+    DEFAULT_OPTIMIZER,
+    MAX_GRAD_NORM,
+    OPTIMIZERS,
+    ConfigFile,
+    optimizer_name,
+)
 from megatron.config.fields import Provided
 from megatron.parallel.pipeline.partition import inputs_in_flight
 
@@ -84,6 +90,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("train", "global_batch_size", ("train_batch_size",), read=int),
     Setting("train", "micro_batch_size", ("train_micro_batch_size_per_gpu",), read=int),
     Setting("train", "gradient_accumulation_steps", ("gradient_accumulation_steps",), read=int),
+    Setting("optim", "clip_grad", (*PARAMS, MAX_GRAD_NORM), read=float, allowed=lambda run: False),
     Setting("optim", "clip_grad", ("gradient_clipping",), read=float),
     Setting("precision", "fp16", ("fp16", "enabled"), write=_or_default),
     # A static scale of 0 asks for a dynamic one.
@@ -144,6 +151,7 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
     optimizer = tree.setdefault("optimizer", {})
     optimizer["type"] = optimizer_name(optimizer.get("type", DEFAULT_OPTIMIZER))
     params = optimizer.setdefault("params", {})
+    params.pop(MAX_GRAD_NORM, None)  # written as "gradient_clipping"
     known = OPTIMIZERS[optimizer["type"]]
     if "betas" in known:
         params.setdefault("betas", [run.optim.adam_beta1, run.optim.adam_beta2])
@@ -172,6 +180,12 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
 def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Provided]) -> list[str]:
     """A message for each key of a config file that does not fit the run."""
     problems = _optimizer_conflicts(run, file, provided)
+    old, new = value_at(file, (*PARAMS, MAX_GRAD_NORM)), file.get("gradient_clipping")
+    if None not in (old, new) and old != new:
+        problems.append(
+            f"optimizer.params.{MAX_GRAD_NORM} {old} and gradient_clipping {new} contradict each other: delete the "
+            "former, which is the early name of the latter"
+        )
     cause, section = _whole_tensors(run.parallel), file.get("pipeline", {})
     problems += [
         f"pipeline.{key} true cannot be combined with {cause}: set it to false, or remove it"

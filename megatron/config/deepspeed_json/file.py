@@ -19,6 +19,8 @@ TOP_KEYS: Mapping[str, Schema] = _KEYS["keys"]
 OPTIMIZERS: Mapping[str, Mapping[str, Schema]] = _KEYS["optimizers"]
 """The parameters of each optimizer that a config may name."""
 DEFAULT_OPTIMIZER = "AdamW"
+MAX_GRAD_NORM = "max_grad_norm"
+"""The early name of "gradient_clipping", among the parameters of the optimizer."""
 
 _WRITER = "checkpoints have their own writer: remove it; --async-save writes during training"
 _ONE_FOLDER = "a checkpoint is saved in one folder: remove it, and name a folder that all hosts share with --save"
@@ -40,7 +42,6 @@ REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no lon
     "zero_optimization.cpu_offload_use_pin_memory": 'outdated: write "pin_memory" inside "offload_optimizer"',
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": 'outdated: write "stage3_gather_16bit_weights_on'
     '_model_save"',
-    "optimizer.params.max_grad_norm": 'DeepSpeed does not support it: use "gradient_clipping" or --clip-grad',
     "checkpoint.writer": _WRITER,
     "checkpoint.checkpoint_serialization": _WRITER,
     "checkpoint.use_node_local_storage": _ONE_FOLDER,
@@ -167,7 +168,8 @@ class _Check:
             self._problem(("optimizer", "type"), f"{json.dumps(optimizer.pop('type'))} must be one of {known}")
             optimizer.pop("params", None)
         elif "params" in optimizer:
-            optimizer["params"] = self.section(optimizer["params"], OPTIMIZERS[name], ("optimizer", "params"))
+            keys = {**OPTIMIZERS[name], MAX_GRAD_NORM: TOP_KEYS["gradient_clipping"]}
+            optimizer["params"] = self.section(optimizer["params"], keys, ("optimizer", "params"))
 
     def _problem(self, key: KeyPath, text: str) -> None:
         self.problems.append(f"{self.path}, line {self.lines[key]}: {'.'.join(key)}: {text}")

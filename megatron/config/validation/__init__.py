@@ -11,7 +11,7 @@ from megatron.config.fields import Provided, flag_name, inside, interval_as_text
 from megatron.config.validation import layout, memory, training  # noqa: F401  # in the order of RULES
 from megatron.config.validation.rules import RULES, Rule
 
-__all__ = ["RULES", "Rule", "value_problems", "violations"]
+__all__ = ["RULES", "Rule", "value_problems", "violations", "warnings"]
 
 EXCLUSIVE = (
     ("train_iters", "train_samples"),
@@ -22,10 +22,30 @@ EXCLUSIVE = (
 )
 """Fields with the same meaning, of which only one per row may be provided."""
 
+ZERO_ONLY = (
+    "zero_reduce_scatter",
+    "zero_contiguous_gradients",
+    "zero_reduce_bucket_size",
+    "zero_allgather_bucket_size",
+)
+"""Fields without effect at ZeRO 0, which are no error there: the classic scripts provide them at every stage."""
+
 
 def violations(run: RunConfig) -> list[str]:
-    """A message for each rule that ``run`` breaks."""
-    return [message for rule in RULES if (message := rule.check(run)) is not None]
+    """A message for each rule that ``run`` breaks and that is an error."""
+    return [message for rule in RULES if not rule.only_warns and (message := rule.check(run)) is not None]
+
+
+def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
+    """A message for each rule that ``run`` breaks without harm, and one for all ZeRO settings at stage 0."""
+    messages = [message for rule in RULES if rule.only_warns and (message := rule.check(run)) is not None]
+    settings = [provided[name].source for name in ZERO_ONLY if name in provided]
+    if settings and run.zero.zero_stage == 0:
+        verb, them = ("has", "it") if len(settings) == 1 else ("have", "them")
+        messages.append(
+            f"{', '.join(settings)} {verb} no effect at --zero-stage 0: remove {them}, or use --zero-stage 1 or more"
+        )
+    return messages
 
 
 def value_problems(provided: Mapping[str, Provided]) -> list[str]:

@@ -91,7 +91,7 @@ def hysteresis(run: RunConfig) -> Messages:
         )
 
 
-needs("precision.fp16", "precision.loss_scale")
+needs("precision.fp16", "precision.loss_scale", only_warns=True)
 
 
 @rule("a half-precision loss needs half precision", why="In fp32 the loss is computed in fp32 anyway.")
@@ -106,6 +106,12 @@ def half_precision_residual(run: RunConfig) -> Messages:
         yield "--fp32-residual-connection has no effect in fp32: add --bf16 or --fp16, or remove it"
 
 
+@rule("fp32 accumulation needs half precision", why="Gradients of fp32 weights are fp32 already.", only_warns=True)
+def fp32_accumulation(run: RunConfig) -> Messages:
+    if run.precision.grad_accum_dtype == run.precision.dtype == "fp32":
+        yield "--grad-accum-dtype fp32 has no effect in fp32: add --bf16 or --fp16, or remove it"
+
+
 @rule(
     "gradients accumulate in fp32 or in the weights' type",
     why="DeepSpeed supports no other combination, and none without ZeRO.",
@@ -113,7 +119,7 @@ def half_precision_residual(run: RunConfig) -> Messages:
 )
 def grad_accum_dtype(run: RunConfig) -> Messages:
     accumulated, dtype = run.precision.grad_accum_dtype, run.precision.dtype
-    if accumulated is None:
+    if accumulated in (None, dtype):
         return
     if dtype == "fp32":
         yield f"--grad-accum-dtype {accumulated} is for half precision, and weights are fp32: add --bf16, or remove it"
@@ -203,6 +209,7 @@ needs(
     "activation.synchronize_each_layer",
     "activation.profile_backward",
     "activation.checkpoint_num_layers",
+    only_warns=True,
 )
 
 
@@ -241,5 +248,5 @@ def partitioned_activations(run: RunConfig) -> Messages:
     activation = run.activation
     in_buffer, in_cpu = activation.contiguous_checkpointing, activation.checkpoint_in_cpu
     options = enabled({"--contiguous-checkpointing": in_buffer, "--checkpoint-in-cpu": in_cpu})
-    if options and not activation.partition_activations:
+    if options and activation.checkpoint_activations and not activation.partition_activations:
         yield f"{options} cannot work without --partition-activations: add it"

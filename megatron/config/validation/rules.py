@@ -19,6 +19,8 @@ class Rule(NamedTuple):
     messages: Check
     otherwise: str = ""
     """What DeepSpeed would do with a run that breaks the rule, if that is the reason for it."""
+    only_warns: bool = False
+    """Whether a run that breaks the rule starts with a warning, since the setting is harmless and has no effect."""
 
     def check(self, run: RunConfig) -> str | None:
         """The message for a run that breaks the rule, or None."""
@@ -29,26 +31,30 @@ RULES: list[Rule] = []
 """All rules, in the order of their definition, which is the order of messages, ``--explain`` and docs/layouts.md."""
 
 
-def rule(name: str, *, why: str, otherwise: str = "") -> Callable[[Check], Check]:
+def rule(name: str, *, why: str, otherwise: str = "", only_warns: bool = False) -> Callable[[Check], Check]:
     """Register the decorated function, which yields messages, as a rule; see ``Rule`` for the arguments."""
 
     def register(messages: Check) -> Check:
-        RULES.append(Rule(name, why, messages, otherwise))
+        RULES.append(Rule(name, why, messages, otherwise, only_warns))
         return messages
 
     return register
 
 
-def needs(other: str, *paths: str) -> None:
-    """Register a rule for each setting that has no effect unless ``other`` is set. Paths are ``"section.field"``."""
+def needs(other: str, *paths: str, only_warns: bool = False) -> None:
+    """Register a rule for each setting that has no effect unless ``other`` is set. Paths are ``"section.field"``.
+
+    With ``only_warns``, a run without ``other`` starts with a warning: for settings that the scripts of Megatron-LM
+    provide in any case.
+    """
     for path in paths:
-        _needs(path, other)
+        _needs(path, other, only_warns)
 
 
-def _needs(path: str, other: str) -> None:
+def _needs(path: str, other: str, only_warns: bool) -> None:
     flag, needed = _flag(path), _flag(other)
 
-    @rule(f"{flag} needs {needed}", why="It would be silently ignored otherwise.")
+    @rule(f"{flag} needs {needed}", why="It would be silently ignored otherwise.", only_warns=only_warns)
     def check(run: RunConfig) -> Messages:
         if _is_set(run, path) and not _is_set(run, other):
             yield f"{flag} has no effect without {needed}: add {needed}, or remove {flag}"

@@ -173,7 +173,8 @@ def blends(run: RunConfig) -> Messages:
 
 
 needs("data.train_data_path", "data.valid_data_path", "data.test_data_path")
-needs("checkpoint.save", "checkpoint.save_interval", "checkpoint.async_save", "checkpoint.keep_last")
+needs("checkpoint.save", "checkpoint.save_interval", only_warns=True)
+needs("checkpoint.save", "checkpoint.async_save", "checkpoint.keep_last")
 needs("checkpoint.keep_last", "checkpoint.keep_every")
 needs("checkpoint.save", "checkpoint.auto_resume")
 needs("checkpoint.load", "checkpoint.finetune", "checkpoint.override")

@@ -21,8 +21,10 @@ def explain(reading: ParsedRun) -> None:
     Raises:
         UserError: The error that the run itself would end with, after the explanation.
     """
-    run, problems = reading
-    print("\n".join(_rules(run, broken=problems != [])))
+    run, problems, warnings = reading
+    print("\n".join(_rules(run, broken=problems != [] or warnings != [])))
+    for warning in warnings:
+        print(f"warning: {warning}")
     if problems:
         raise ConfigError(problems)
     failure = None
@@ -61,8 +63,8 @@ def _rules(run: RunConfig, *, broken: bool) -> Iterator[str]:
     """A line for each rule; for broken ones the message, the reason, and what DeepSpeed would do."""
     for rule in RULES:
         message = rule.check(run)
-        if message is None:
-            yield f"kept    {rule.name}"
+        if message is None or rule.only_warns:
+            yield f"{'kept' if message is None else 'warning':7} {rule.name}"
             continue
         yield f"BROKEN  {rule.name}"
         yield f"          found: {message}"

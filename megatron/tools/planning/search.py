@@ -171,7 +171,7 @@ def _candidates(request: Request, shape: Mapping[str, Provided], rejected: dict[
 
 def _broken(run: RunConfig) -> tuple[str, str] | None:
     """The first rule that ``run`` breaks, and its message."""
-    checked = ((rule.name, rule.check(run)) for rule in RULES)
+    checked = ((rule.name, rule.check(run)) for rule in RULES if not rule.only_warns)
     return next(((name, message) for name, message in checked if message is not None), None)
 
 

@@ -1,0 +1,346 @@
+"""What becomes of the flags of the classic suites, which a script written for one of them may contain. No torch here.
+
+The suites are Megatron-LM, Megatron-DeepSpeed, DeepSpeed's 3D-parallelism example (Megatron-LM v1.1.5) and Megatron for
+Ascend NPUs. Most of their flags are flags here, under the same name or as an alias in ``megatron/config``: see
+``UNCHANGED``. The tables below have the others: those that ask for what happens in any case (fulfilled), those without
+effect (ignored, with a warning), and those that are refused. docs/classic-flags.md is generated from them. A name may
+end with ``*`` for a family of flags, or with ``=value`` for one value of a flag; the most specific name counts.
+"""
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+
+class Outcome(NamedTuple):
+    """What becomes of a classic flag."""
+
+    kind: str
+    """``replaced``, ``fulfilled``, ``ignored`` or ``refused``."""
+    text: str
+    """The flag that replaces it; what happens in any case, or instead; why it is refused, and what to use."""
+
+
+UNCHANGED = """
+num-layers hidden-size ffn-hidden-size num-attention-heads max-position-embeddings make-vocab-size-divisible-by
+layernorm-epsilon norm-epsilon apply-residual-connection-post-layernorm openai-gelu bias-gelu-fusion
+no-bias-gelu-fusion bias-dropout-fusion no-bias-dropout-fusion gradient-accumulation-fusion
+no-gradient-accumulation-fusion scaled-upper-triang-masked-softmax-fusion attention-dropout hidden-dropout
+init-method-std apply-query-key-layer-scaling no-query-key-layer-scaling attention-softmax-in-fp32
+fp16-lm-cross-entropy fp32-residual-connection use-cpu-initialization shape-order pre-tockens next-tockens lr min-lr
+lr-decay-style lr-decay-iters lr-decay-samples warmup lr-warmup-fraction lr-warmup-iters lr-warmup-samples
+lr-wsd-decay-style lr-wsd-decay-iters weight-decay clip-grad adam-beta1 adam-beta2 adam-eps override-lr-scheduler
+use-checkpoint-lr-scheduler override-opt-param-scheduler use-checkpoint-opt-param-scheduler batch-size
+micro-batch-size gas global-batch-size train-iters train-samples exit-interval exit-duration-in-mins eval-iters
+eval-interval seed fp16 bf16 loss-scale initial-loss-scale loss-scale-window hysteresis min-scale min-loss-scale
+fp32-allreduce accumulate-allreduce-grads-in-fp32 zero-stage use-distributed-optimizer zero-reduce-scatter
+zero-contigious-gradients zero-reduce-bucket-size ddp-bucket-size zero-allgather-bucket-size cpu-optimizer
+optimizer-cpu-offload cpu-torch-adam use-torch-optimizer-for-cpu-offload remote-device checkpoint-activations
+deepspeed-activation-checkpointing recompute-activations recompute-granularity checkpoint-num-layers
+recompute-num-layers activations-checkpoint-num-layers partition-activations distribute-checkpointed-activations
+distribute-saved-activations contigious-checkpointing checkpoint-in-cpu synchronize-each-layer profile-backward
+model-parallel-size tensor-model-parallel-size pipe-parallel-size pipeline-model-parallel-size no-pipeline-parallel
+sequence-parallel ds-sequence-parallel-size distributed-backend distributed-timeout-minutes local-rank deepspeed
+deepspeed-config deepscale deepscale-config data-path train-data-path valid-data-path test-data-path split
+data-cache-path no-shared-storage data-impl mmap-warmup num-workers seq-length tokenizer-type vocab-file merge-file
+reset-position-ids reset-attention-mask eod-mask-loss mask-prob short-seq-prob save save-interval
+persistent-save-interval no-save-optim no-save-rng async-save load no-load-optim no-load-rng finetune log-interval
+tensorboard-dir
+""".split()
+"""Flags of the classic suites that are flags here, or aliases of one."""
+
+_REPLACED = {
+    "--checkpoint-activations": "activations-checkpoint-method=uniform",
+}
+
+_FULFILLED = {
+    "a signal always saves and ends the run": "exit-signal-handler",
+    "the layers that are recomputed together are counted from the first one on": "recompute-method=uniform",
+    "each epoch is read once, in an order of its own": "dataloader-type=single",
+    "the loss is averaged over all tokens of the global batch": "calculate-per-token-loss",
+    "throughput is always logged": "log-throughput",
+    "offloaded state is page-locked by default": "use-pin-memory",
+    "memory is never emptied": "empty-unused-memory-level=0",
+    "processes of mpirun are recognized": "deepspeed-mpi",
+    "this is the default of both models": (
+        "normalization=LayerNorm normalization=layernorm softmax-type=vanilla "
+        "position-embedding-type=learned_absolute transformer-impl=local weight-decay-incr-style=constant"
+    ),
+    "this is the size without this kind of parallelism or layer": (
+        "context-parallel-size=1 num-experts=1 expert-model-parallel-size=1 expert-tensor-parallel-size=1 "
+        "moe-expert-parallel-size=1 vocab-extra-ids=0"
+    ),
+}
+
+_IGNORED = {
+    "attention is torch's fused kernel (FlashAttention on CUDA) unless another flag excludes it; "
+    "--scaled-upper-triang-masked-softmax-fusion requires it": (
+        "use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder "
+        "attention-backend=flash attention-backend=fused attention-backend=auto scaled-masked-softmax-fusion "
+        "no-masked-softmax-fusion"
+    ),
+    "the attention mask follows from --pre-tokens and --reset-attention-mask": (
+        "sparse-mode=0 sparse-mode=2 sparse-mode=3 sparse-mode=4 attention-mask-type=causal "
+        "attention-mask-on-cpu no-create-attention-mask-in-dataloader"
+    ),
+    "kernels are chosen by --fused-kernels, --bias-gelu-fusion, --bias-dropout-fusion and --compile": (
+        "transformer-impl=transformer_engine use-mcore-models use-legacy-models no-persist-layer-norm "
+        "no-bias-swiglu-fusion no-rope-fusion disable-mem-efficient-ln use-te-activation-func "
+        "cross-entropy-loss-fusion cross-entropy-fusion-impl no-clone-scatter-output-in-embedding"
+    ),
+    "the optimizer is AdamW, torch's or apex's by --fused-kernels, or the one in --deepspeed_config": (
+        "optimizer=adam torch-adam ds-fused-adam"
+    ),
+    "DeepSpeed reduces gradients, in buckets of --zero-reduce-bucket-size": (
+        "DDP-impl=local DDP-impl=torch use-contiguous-buffers-in-local-ddp no-contiguous-buffers-in-local-ddp "
+        "ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-average-in-collective "
+        "no-gradient-reduce-div-fusion no-align-grad-reduce no-align-param-gather delay-grad-reduce "
+        "no-delay-grad-reduce delay-param-gather no-delay-param-gather"
+    ),
+    "--zero-overlap-comm overlaps communication with computation": (
+        "overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-step "
+        "overlap-cpu-optimizer-d2h-h2d"
+    ),
+    "DeepSpeed's pipeline engine decides how tensors are sent between stages": (
+        "no-scatter-gather-tensors-in-pipeline overlap-p2p-communication no-overlap-p2p-communication "
+        "overlap-p2p-communication-warmup-flush use-ring-exchange-p2p "
+        "microbatch-group-size-per-virtual-pipeline-stage"
+    ),
+    "tensor-parallel communication is not overlapped": (
+        "no-async-tensor-model-parallel-allreduce tp-comm-* disable-tp-comm-* use-ascend-coc use-ascend-mc2 coc-*"
+    ),
+    "process groups and backends are those of the parallel layout": (
+        "disable-gloo-process-groups disable-gloo-group high-priority-stream-groups "
+        "nccl-communicator-config-path hccl-slice-size use-nccl-ub use-sharp sharp-enabled-group "
+        "disable-symmetric-registration distributed-timeout-seconds-after-init"
+    ),
+    "ZeRO shards the fp32 copy of the weights: see --zero-stage": "reuse-fp32-param",
+    "the allocator keeps freed memory; against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": (
+        "empty-unused-memory-level"
+    ),
+    "each epoch is read once, in an order of its own": "dataloader-type=cyclic repeated-dataloader",
+    "data sets are memory-mapped, and built by one thread": (
+        "no-mmap-bin-files num-dataset-builder-threads mid-level-dataset-surplus"
+    ),
+    "Python decides when garbage is collected": "manual-gc manual-gc-interval no-manual-gc-eval",
+    "TensorBoard gets every metric of every logged iteration: see --log-interval": (
+        "tensorboard-log-interval tensorboard-queue-size log-batch-size-to-tensorboard "
+        "no-log-learnig-rate-to-tensorboard no-log-learning-rate-to-tensorboard "
+        "no-log-loss-scale-to-tensorboard log-validation-ppl-to-tensorboard log-memory-to-tensorboard "
+        "log-world-size-to-tensorboard"
+    ),
+    "--metrics-file and --run-dir have the progress and the configuration of a run": (
+        "log-progress logging-level config-logger-dir"
+    ),
+    "--trace shows the time of each rank": "log-straggler disable-straggler-on-startup straggler-*",
+    "--rewind-on-spike handles spikes": "check-for-spiky-loss check-for-large-grads",
+    "losses and gradient norms are always checked: see --max-consecutive-bad-steps": (
+        "no-check-for-nan-in-loss-and-grad rerun-mode result-rejected-tracker-filename"
+    ),
+    "checkpoints have DeepSpeed's format, and any layout can load them": (
+        "ckpt-format use-dist-ckpt dist-ckpt-* auto-detect-ckpt-format ckpt-fully-parallel-save "
+        "no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure "
+        "use-persistent-ckpt-worker universal-checkpoint distrib-optim-fully-reshardable-mem-efficient "
+        "no-strict-fsdp-dtensor-load checkpoint-io-buffer-size checkpoint-data-parallel "
+        "checkpoint-writer-decoupled aio-intra-op-parallelism"
+    ),
+    "a --load folder without a checkpoint ends the run, unless it is the --save folder": "exit-on-missing-checkpoint",
+    "weights are initialized before a checkpoint is loaded": "no-initialization init-model-with-meta-device",
+    "it is for text generation: see tools/generate.py": (
+        "inference-batch-times-seqlen-threshold max-tokens-to-oom flash-decode"
+    ),
+    "it is a service of NVIDIA's own cluster": "no-one-logger one-logger-* app-tag-*",
+}
+
+_REFUSED = {
+    # Architectures other than GPT-2 and BERT.
+    "the models are GPT-2 and BERT, not Llama: remove it": (
+        "normalization swiglu quick-geglu glu-linear-offset activation-func-clamp-value num-key-value-heads "
+        "num-query-groups group-query-attention position-embedding-type use-rotary-position-embeddings "
+        "rotary-* rope-* no-rope-freq use-rope-scaling mrope-section untie-embeddings-and-output-weights "
+        "qk-layernorm qk-l2-norm add-qkv-bias add-dense-bias skip-bias-add disable-bias-linear "
+        "use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb"
+    ),
+    "not a part of GPT-2 or BERT: remove it": (
+        "squared-relu no-position-embedding relative-attention-* apply-layernorm-1p softmax-type "
+        "embedding-init-method-std square-alibi-mask fill-neg-inf transformer-impl"
+    ),
+    "the size of a head is --hidden-size / --num-attention-heads: remove it": "kv-channels",
+    "the attention window is set by --pre-tokens: use it": "window-size window-attn-skip-freq sliding-window",
+    "there are no mixture-of-experts models: remove it": (
+        "num-experts moe-* disable-moe-* topk mlp-type expert-interval expert-model-parallel-size "
+        "expert-tensor-parallel-size enable-expert-tensor-parallelism num-experts-switch "
+        "create-moe-param-group use-tutel overlap-moe-expert-parallel-comm delay-wgrad-compute "
+        "n-shared-experts noisy-gate-policy use-pipe-experts use-fused-moe-token-permute-and-unpermute "
+        "use-fused-weighted-squared-relu no-use-rts enable-token-rearrange-opt"
+    ),
+    "there are no encoder-decoder models such as T5: remove it": (
+        "pipeline-model-parallel-split-rank vocab-extra-ids encoder-num-layers decoder-num-layers "
+        "encoder-seq-length decoder-seq-length"
+    ),
+    "there is no multi-latent attention, multi-token prediction or state-space layer: remove it": (
+        "multi-latent-attention multi-head-latent-attention q-lora-rank kv-lora-rank qk-* v-head-dim mscale "
+        "mscale-all-dim cache-mla-latents mtp-* mamba-* hybrid-* is-hybrid-model disable-mamba-mem-eff-path "
+        "heterogeneous-* spec"
+    ),
+    "there are no retrieval models: remove it": (
+        "ict-head-size ict-load bert-load titles-data-path query-in-block-prob use-one-sent-docs "
+        "report-topk-accuracies faiss-use-gpu block-data-path indexer-batch-size indexer-log-interval "
+        "biencoder-* evidence-data-path embedding-path retriever-* retro-*"
+    ),
+    "there are no vision models: remove it": (
+        "num-classes img-h img-w num-channels patch-dim classes-fraction data-per-class-fraction "
+        "no-data-sharding head-lr-mult vision-* swin-backbone-type mask-type mask-factor iter-per-epoch "
+        "dino-*"
+    ),
+    "BERT is trained with its sentence-order head: remove it": (
+        "bert-no-binary-head output-bert-embeddings bert-embedder-type"
+    ),
+    "weight sharing between layers is not supported: remove it": "num-unique-layers param-sharing-style",
+    "distillation is not supported: remove it": "mos kd kd-* *-teacher reset-iteration",
+    "reinforcement learning and instruction tuning are not supported: remove it": (
+        "perform-rl-step rl-* grpo-* langrl-* sft sft-*"
+    ),
+    # Parallelism, memory and precision.
+    "context parallelism is not supported: use --ds-sequence-parallel-size (DeepSpeed-Ulysses)": (
+        "context-parallel-size context-parallel-algo cp-* hierarchical-context-parallel-sizes "
+        "ulysses-degree-in-cp use-cp-* adaptive-cp-* use-fused-ring-attention-update "
+        "ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-* force-ds-sequence-parallel"
+    ),
+    "the interleaved schedule is not supported: use --pipeline-schedule dualpipev, with two model chunks per stage": (
+        "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank enable-zbh1-pipeline "
+        "enable-zbh1-exact-semantics use-nanopipe use-nanopipe-swap"
+    ),
+    "the layers of each stage are chosen by --pipeline-partition: use it": (
+        "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout "
+        "standalone-embedding-stage account-for-embedding-in-pipeline-split "
+        "account-for-loss-in-pipeline-split"
+    ),
+    "all layers are recomputed or none: use --recompute-granularity full or selective, and --checkpoint-num-layers": (
+        "recompute-method recompute-modules activations-checkpoint-method adaptive-recompute-* "
+        "optimize-recomp-communication-level split-transformers cpu-offloading-num-layers"
+    ),
+    "ZeRO shards the weights: use --zero-stage 3": (
+        "DDP-impl use-torch-fsdp2 use-megatron-fsdp torch-fsdp2-* fsdp-* data-parallel-sharding-strategy "
+        "suggested-communication-unit-size enable-full-sharding-in-hsdp keep-fp8-transpose-cache "
+        "num-distributed-optimizer-instances memory-centric-tiled-linear tile-factor scattered-embeddings"
+    ),
+    "the optimizer is offloaded as a whole: use --offload-optimizer cpu, and --no-offload-pin-memory if it is to "
+    "be pageable": ("optimizer-offload-fraction no-pin-cpu-grads no-pin-cpu-params"),
+    "the optimizer's state is fp32: use --grad-accum-dtype for the type of gradients": (
+        "grad-reduce-in-bf16 ddp-reduce-scatter-with-fp32-accumulation use-precision-aware-optimizer "
+        "main-grads-dtype main-params-dtype exp-avg-dtype exp-avg-sq-dtype"
+    ),
+    "not supported: --fp32-residual-connection keeps hidden states in fp32": (
+        "embedding-weights-in-fp32 disable-bf16-reduced-precision-matmul"
+    ),
+    "fp8 and fp4 are not supported: use --bf16": (
+        "fp8-* no-fp8-wgrad fp4-* first-last-layers-bf16 num-layers-at-start-in-bf16 "
+        "num-layers-at-end-in-bf16 reuse-grad-buf-for-mxfp8-param-ag kitchen-*"
+    ),
+    "CUDA graphs are not supported: --compile compiles each layer": (
+        "enable-cuda-graph external-cuda-graph cuda-graph-* te-rng-tracker"
+    ),
+    "weight gradients are not deferred: remove it": "defer-embedding-wgrad-compute wgrad-deferral-limit",
+    "use --gradient-accumulation-fusion": "gemm-gradient-accumulation-fusion",
+    "attention is fused unless another flag excludes it, such as --attention-softmax-in-fp32: remove it": (
+        "attention-backend"
+    ),
+    "the attention mask follows from --pre-tokens and --reset-attention-mask: use them": (
+        "sparse-mode attention-mask-type"
+    ),
+    "not supported: the process groups are created once, at the start": (
+        "lazy-mpu-init use-tp-pp-dp-mapping pipeline-model-parallel-comm-backend"
+    ),
+    "all samples have --seq-length tokens: remove it": "variable-seq-lengths",
+    "weights are the same on all data-parallel ranks: remove it": (
+        "data-parallel-random-init check-weight-hash-across-dp-replicas-interval"
+    ),
+    # Optimizer, learning rate and training.
+    'another optimizer is named in "optimizer" of --deepspeed_config: use it': (
+        "optimizer sgd-momentum muon-* dump-param-to-param-group-map"
+    ),
+    "weight decay is constant: use --weight-decay": "start-weight-decay end-weight-decay weight-decay-incr-style",
+    "schedules are counted in iterations or samples: use --train-samples, --lr-decay-samples and --lr-warmup-samples": (
+        "train-tokens lr-decay-tokens lr-warmup-tokens"
+    ),
+    "the decay phase of WSD is counted in iterations: use --lr-wsd-decay-iters": "lr-wsd-decay-samples",
+    "the warm-up begins at 0: remove it": "lr-warmup-init",
+    "all weights have one learning rate: use --lr and --min-lr": "decoupled-lr decoupled-min-lr",
+    "weights are drawn from a normal distribution: use --init-method-std": "init-method-xavier-uniform",
+    "not supported: remove it": (
+        "random-ltd curriculum-learning-legacy data-efficiency-curriculum-learning iterations-to-skip "
+        "train-sync-interval decrease-batch-size-if-needed deterministic-mode enable-experimental"
+    ),
+    # Data and tokenizers.
+    "tokenizers are read from --vocab-file and --merge-file: use --tokenizer-type with them": (
+        "tokenizer-model tokenizer-metadata tokenizer-name-or-path tokenizer-not-use-fast tiktoken-* "
+        "legacy-tokenizer trust-remote-code vocab-size padded-vocab-size allow-ambiguous-pad-tokens"
+    ),
+    "data sets are named on the command line: use --data-path, or --train-data-path and its companions": (
+        "data-args-path per-split-data-args-path aml-data-download-path train-idx-path train-desc-path "
+        "train-doc-idx-path train-sample-idx-path train-shuffle-idx-path train-data-exact-num-epochs "
+        "return-data-index use-dataset-only object-storage-cache-path disable-msc sample-rate"
+    ),
+    "there is one order of samples, shuffled for each epoch: use --dataloader-type single": "dataloader-type",
+    # Checkpoints, logs and tools.
+    "settings are read from the command line: tools/inspect_checkpoint.py prints those of a checkpoint": (
+        "use-checkpoint-args use-mp-args-from-checkpoint-args no-use-tokenizer-model-from-checkpoint-args"
+    ),
+    "the newest complete checkpoint of --load is loaded: remove it": "ckpt-step load-tag",
+    "use --override-lr-scheduler": "no-load-lr-state",
+    "checkpoints are converted by tools/convert_checkpoint.py": "ckpt-convert-* load-main-params-from-ckpt",
+    "checkpoints are saved in one folder: use --save-interval, --keep-last and --keep-every": (
+        "non-persistent-* save-retain-interval replication replication-*"
+    ),
+    "an evaluation takes --eval-iters batches, and tools/evaluate.py evaluates a checkpoint": (
+        "full-validation multiple-validation-sets skip-train test-mode"
+    ),
+    "use --profile-steps A:B with --profile-dir": (
+        "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler record-memory-history "
+        "memory-snapshot-path profile-level profile-with-* profile-record-shapes profile-save-path"
+    ),
+    "metrics are written to --metrics-file and --tensorboard-dir": (
+        "wandb-* log-energy log-optimizer-states-to-tensorboard"
+    ),
+    "runs are restarted by the launcher: use --auto-resume": (
+        "inprocess-* enable-ft-package calc-ft-timeouts enable-high-availability "
+        "enable-optimizer-state-local-copy enable-hbmfault-repair enable-worker-reboot "
+        "run-workload-inspector-server error-injection-*"
+    ),
+    "not supported: send SIGTERM to save and end a run": "kill-switch-file",
+    "not supported (a service of NVIDIA's own cluster): use --auto-resume": "adlr-autoresume adlr-autoresume-interval",
+    "export to ONNX is not supported": "onnx-safe",
+    "settings are flags, and the JSON of --deepspeed_config": "yaml-cfg",
+    "it is for text generation: use tools/generate.py": (
+        "temperature greedy top-p top-k out-seq-length sample-input-file sample-output-file num-samples "
+        "genfile recompute ds-inference inference inference-* use-legacy-static-engine "
+        "decode-only-cuda-graphs symmetric-ar-type nccl-all-reduce-for-prefill mlp-chunks-for-prefill "
+        "disable-chunked-prefill"
+    ),
+    "it is for evaluation tasks: use tools/evaluate.py": (
+        "task epochs train-data valid-data overlapping-eval strict-lambada"
+    ),
+    "it is for fine-tuning on tasks: use --load with --finetune": "pretrained-checkpoint",
+}
+
+
+def _by_name(kind: str, names_by_text: Mapping[str, str]) -> dict[str, Outcome]:
+    return {name: Outcome(kind, text) for text, names in names_by_text.items() for name in names.split()}
+
+
+OUTCOMES: dict[str, Outcome] = {
+    **_by_name("refused", _REFUSED),
+    **_by_name("ignored", _IGNORED),
+    **_by_name("fulfilled", _FULFILLED),
+    **_by_name("replaced", _REPLACED),
+}
+"""Name of a flag without dashes, of one of its values (``name=value``) or of a family (``name-*``) to its outcome."""
+
+
+def outcome_of(name: str, values: Sequence[str]) -> Outcome | None:
+    """The outcome of the flag ``name``, without dashes, with ``values``; None if no classic suite has it."""
+    for key in (f"{name}={' '.join(values)}", name):
+        if key in OUTCOMES:
+            return OUTCOMES[key]
+    return next((outcome for key, outcome in OUTCOMES.items() if "*" in key and fnmatchcase(name, key)), None)
