@@ -35,7 +35,7 @@ def run_ranks(_rank_pools: RankPools) -> Callable[..., list[Any]]:
     return _rank_pools.run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run_ranks_once(_rank_pools: RankPools) -> Callable[..., list[Any]]:
     """The same on ranks that exit afterwards: for functions that do not clean up groups, engines or settings."""
     return _rank_pools.run_once

@@ -28,11 +28,9 @@ _SHAPE_FIELDS = {
 def loads_directly(saved: SavedRun, run: RunConfig) -> bool:
     """Whether DeepSpeed can load ``saved`` without conversion: each rank of ``run`` finds the files it would write."""
     stage, config = run.zero.zero_stage, run.checkpoint
-    # In bf16 without ZeRO the pipeline engine looks for the optimizer's partitions in a file that has none.
-    is_lost = run.precision.bf16 and stage == 0 and run.parallel.uses_pipeline
     # At ZeRO 3 it loads weights without optimizer from the tag in ``latest``, by a pickle that may run code.
     is_unsafe = stage == 3 and (config.finetune or config.no_load_optim)
-    return saved.layout == SavedLayout.from_run(run) and not (is_lost or is_unsafe)
+    return saved.layout == SavedLayout.from_run(run) and not is_unsafe
 
 
 def has_same_ranks(saved: SavedRun, run: RunConfig) -> bool:

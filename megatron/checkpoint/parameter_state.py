@@ -139,8 +139,11 @@ def _zero1_and_2_blocks(partitions: Sequence[Mapping[str, Any]], groups: Iterabl
 def _zero0_blocks(
     optimizer: Mapping[str, Any], groups: Iterable[Shapes], weights: Mapping[str, Tensor]
 ) -> Iterator[Block]:
-    """A block for each parameter or, if DeepSpeed's fused wrapper flattened it, for each group."""
-    base = optimizer.get("optimizer_state_dict", optimizer)  # in half precision there is a wrapper around it
+    """A block for each parameter or, if DeepSpeed's fused wrapper flattened it, for each group.
+
+    There is a wrapper in half precision, which earlier versions ran at ZeRO 0.
+    """
+    base = optimizer.get("optimizer_state_dict", optimizer)
     number = 0
     for index, shapes in enumerate(groups):
         lengths = {name: shape.numel() for name, shape in shapes.items()}

@@ -5,7 +5,7 @@ parameters, of which ZeRO gives each data-parallel rank a partition.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -93,11 +93,10 @@ def _copy_state(master: "MasterWeight", state: State, optimizer: torch.optim.Opt
 def _restore_loss_scale(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:
     """Restore the loss scale if both runs have a dynamic one; otherwise it starts as the flags specify."""
     source = vars(saved["loss_scaler"]) if "loss_scaler" in saved else saved
-    target = getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)
     if saved.get("dynamic_loss_scale") and getattr(engine.optimizer, "dynamic_loss_scale", False):
         for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"):
-            if name in source and hasattr(target, name):
-                setattr(target, name, source[name])
+            if name in source:
+                setattr(engine.optimizer.loss_scaler, name, source[name])
 
 
 class MasterWeight(NamedTuple):
@@ -142,14 +141,6 @@ def _bf16(optimizer: Any) -> MasterWeights:
     return _flat(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, optimizer.real_dp_process_group)
 
 
-def _fused(optimizer: Any) -> MasterWeights:
-    return _flat(optimizer.fp16_groups, optimizer.fp32_groups_flat)
-
-
-def _unfused(optimizer: Any) -> MasterWeights:
-    return _flat([[parameter] for parameter in chain(*optimizer.fp16_groups)], [*chain(*optimizer.fp32_groups)])
-
-
 def _flat(
     groups: Sequence[Sequence[nn.Parameter]],
     masters: Sequence[Tensor],
@@ -174,7 +165,5 @@ _WRAPPERS: dict[str, Callable[[Any], MasterWeights]] = {
     "fp32_partitioned_groups_flat": _zero3,
     "single_partition_of_fp32_groups": _zero1_and_2,
     "fp32_groups_flat_partition": _bf16,
-    "fp32_groups_flat": _fused,
-    "fp32_groups": _unfused,
 }
 """DeepSpeed's optimizer wrappers by an attribute that only each of them has. In fp32 without ZeRO there is none."""

@@ -91,7 +91,7 @@ class SavedLayout:
     @property
     def has_optimizer_partitions(self) -> bool:
         """Whether the optimizer's state is in separate files, one for each data-parallel rank."""
-        # In bf16 the pipeline engine partitions it at ZeRO 0, too.
+        # Earlier versions ran bf16 at ZeRO 0 as that, where the pipeline engine partitions it, too.
         return self.zero_stage > 0 or (self.precision == "bf16" and self.pipe_parallel_size > 0)
 
     @property

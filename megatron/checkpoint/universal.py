@@ -64,9 +64,7 @@ def parameter_patterns(model: ModelConfig) -> dict[str, list[str]]:
 
 def _parameter_shapes(engine: DeepSpeedEngine) -> list[dict[str, torch.Size]]:
     """Name and shape of the parameters in each of the optimizer's groups, in its order; without ZeRO."""
-    optimizer = engine.optimizer
-    wrapped = getattr(optimizer, "fp16_groups", None) or getattr(optimizer, "bf16_groups", None)
-    groups = wrapped or [group["params"] for group in optimizer.param_groups]
+    groups = [group["params"] for group in engine.optimizer.param_groups]
     return [{engine.param_names[parameter]: parameter.shape for parameter in group} for group in groups]
 
 

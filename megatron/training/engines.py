@@ -18,12 +18,16 @@ from megatron.model.architectures import architecture_of
 from megatron.model.containers import DualPipeVModel, PipelinedModel, SequentialModel
 from megatron.model.kernels import uses_apex
 from megatron.parallel.deepspeed_compat.engine import (
-    clip_by_model_norm,
     inside_hooks,
     instruction_hooks,
+    reduce_fp32_sums_of_tied_weights,
+    skip_reduction_of_one_rank,
+)
+from megatron.parallel.deepspeed_compat.gradients import (
+    clip_by_model_norm,
+    keep_loss_scale_within_step,
     loss_scale_limit_reported,
     measure_norm_by_blocks,
-    skip_reduction_of_one_rank,
 )
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries
@@ -64,10 +68,12 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
         mpu=None if run.parallel.uses_pipeline else layout,  # the pipeline engine makes its own
     )
     skip_reduction_of_one_rank(engine, layout.get_sequence_data_parallel_group().size())
-    if run.precision.dtype == "fp32" and run.zero.zero_stage == 0:
+    reduce_fp32_sums_of_tied_weights(engine)
+    if run.zero.zero_stage == 0:
         clip_by_model_norm(engine, layout)
     else:
         measure_norm_by_blocks(engine.optimizer)
+        keep_loss_scale_within_step(engine.optimizer)
     return engine
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_lines import CUDA, SMALL, complaints, parse
+from support.command_lines import CUDA, SMALL, complaints, parse, read
 
 from megatron.config.command_line import parse_run
 
@@ -255,14 +255,20 @@ def test_deepspeed_reports_with_verbose_only() -> None:
     assert parse("--verbose --log-interval 7").ds_config["steps_per_print"] == 7
 
 
-def test_half_precision_defaults_to_stage_1(config_file) -> None:
-    assert parse("--bf16").zero.zero_stage == parse("--bf16").ds_config["zero_optimization"]["stage"] == 1
-    zero, pipeline = (
-        config_file({"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}),
-        "--pipe-parallel-size 1",
-    )
-    assert parse(f"--bf16 --zero-stage 0 {pipeline}").zero.zero_stage == 0
-    assert parse(f"{zero} {pipeline}").zero.zero_stage == 0
+@pytest.mark.parametrize("engine", ["", "--model-parallel-size 2", "--pipe-parallel-size 2"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_half_precision_at_stage_0_is_stage_1(config_file, precision: str, engine: str) -> None:
+    """By default, by the flag and by the file: the same run in every respect."""
+    settings = {"zero_optimization": {"stage": 0}, precision: {"enabled": True}}
+    by_file = config_file(settings)
+    lines = {"--zero-stage 0": 1, "": 0, by_file: 1, f"--zero-stage 0 {by_file}": 1}
+    expected = parse(f"--{precision} --zero-stage 1 {engine}", ranks=2, environ=CUDA)
+    assert expected.zero.zero_stage == expected.ds_config["zero_optimization"]["stage"] == 1
+    for words, warned in lines.items():
+        parsed = read(f"--{precision} {words} {engine}", ranks=2, environ=CUDA)
+        assert parsed.checked() == expected
+        assert [f"in {precision} runs as --zero-stage 1" in line for line in parsed.warnings] == [True] * warned
+    assert parse("--zero-stage 0").zero.zero_stage == 0
 
 
 ZERO_KEYS = [

@@ -182,18 +182,6 @@ BROKEN = [
         "micro-batches",
         "--zero-stage 1",
     ),
-    (
-        "half precision with tensor parallelism needs ZeRO",
-        "--bf16 --zero-stage 0 --model-parallel-size 2",
-        "--bf16 with --model-parallel-size 2 at --zero-stage 0",
-        "--zero-stage 1",
-    ),
-    (
-        "bf16 weights have an fp32 copy",
-        "--bf16 --zero-stage 0",
-        "--bf16 at --zero-stage 0 would keep no fp32 copy of the weights: use --zero-stage 1",
-        "--zero-stage 1",
-    ),
     ("fp16 needs a GPU", "--fp16", "--fp16 does not work on the CPU: use --bf16", None),
     ("--fp16 excludes --bf16", "gpu --fp16 --bf16", "--fp16 and --bf16 exclude each other", None),
     (
@@ -203,12 +191,6 @@ BROKEN = [
         "--initial-loss-scale 1024",
     ),
     ("the smallest loss scale is a whole number", "--min-scale 1.5", "--min-scale 1.5 is not a whole", "--min-scale 2"),
-    (
-        "hysteresis of the loss scale needs ZeRO",
-        "gpu --fp16 --zero-stage 0 --hysteresis 3",
-        "--hysteresis 3 has no effect at --zero-stage 0",
-        "--zero-stage 1",
-    ),
     (
         "a half-precision loss needs half precision",
         "--fp16-lm-cross-entropy",
@@ -355,12 +337,6 @@ BROKEN = [
         "--grad-accum-dtype bf16",
         "--grad-accum-dtype bf16 is for half precision, and weights are fp32: add --bf16",
         "--bf16",
-    ),
-    (
-        "gradients accumulate in fp32 or in the weights' type",
-        "--grad-accum-dtype fp32 --bf16 --zero-stage 0 --pipe-parallel-size 1",
-        "--grad-accum-dtype fp32 needs ZeRO, which keeps the sum: use --zero-stage 1",
-        "--zero-stage 1",
     ),
     (
         "gradients accumulate in fp32 or in the weights' type",

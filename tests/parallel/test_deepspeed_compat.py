@@ -65,7 +65,10 @@ def _train_with_version(words: list[str], version: str) -> str:
         (DeepSpeedEngine, "clip_fp32_gradients"),
         (DeepSpeedEngine, "_copy_recovery_script"),
         (DeepSpeedZeroOptimizer, "get_grad_norm_direct"),
+        (DeepSpeedZeroOptimizer, "_update_scale"),
+        (DeepSpeedZeroOptimizer, "get_gradient_for_reduction"),
         (DeepSpeedZeroOptimizer_Stage3, "get_grad_norm_direct"),
+        (DeepSpeedZeroOptimizer_Stage3, "_update_scale"),
     ],
 )
 def test_replaced_attributes_exist(owner: type, name: str) -> None:

@@ -44,9 +44,9 @@ def doubled_gradient():
 
 
 def wrong_norm():
-    from megatron.parallel.deepspeed_compat import engine
+    from megatron.parallel.deepspeed_compat import gradients
 
-    engine.is_model_parallel_parameter = lambda parameter: True
+    gradients.is_model_parallel_parameter = lambda parameter: True
 
 
 def swapped_shards():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.parallel.deepspeed_compat.engine import block_norms
+from megatron.parallel.deepspeed_compat.gradients import block_norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

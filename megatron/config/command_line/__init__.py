@@ -110,7 +110,7 @@ def resolve_run(
     run = replace(run, activation=_activation(run.activation), logging=_logging(run))
     if "tokenizer_type" not in provided:
         run = replace(run, data=replace(run.data, tokenizer_type=architecture.tokenizers[0]))
-    run = replace(run, model=_model(run, architecture), zero=_zero(run, provided))
+    run = replace(run, model=_model(run, architecture), zero=_zero(run))
     run = replace(run, observe=replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace))
     try:
         run = replace(run, parallel=_repartitioned(run, provided))
@@ -188,11 +188,14 @@ def _activation(activation: ActivationConfig) -> ActivationConfig:
     return replace(activation, recompute_granularity="full") if activation.checkpoint_activations else activation
 
 
-def _zero(run: RunConfig, provided: Mapping[str, Provided]) -> ZeroConfig:
-    if run.precision.dtype == "fp32" or "zero_stage" in provided:
+def _zero(run: RunConfig) -> ZeroConfig:
+    """Half precision at stage 0, by default or provided, is stage 1, which computes what stage 0 should.
+
+    DeepSpeed 0.19.8 without ZeRO clips by the gradient norm of one tensor-parallel rank; in fp16 it does not scale
+    the loss, but divides the gradient by the scale; in bf16 on the plain engine it keeps no fp32 weights.
+    """
+    if run.precision.dtype == "fp32" or run.zero.zero_stage > 0:
         return run.zero
-    # Without ZeRO, DeepSpeed's half-precision optimizer computes the gradient norm of one tensor-parallel
-    # rank only, and sums gradients in half precision. Stage 1 keeps both in fp32, and takes less memory.
     return replace(run.zero, zero_stage=1)
 
 

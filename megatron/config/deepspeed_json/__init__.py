@@ -201,9 +201,9 @@ def _optimizer_conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapp
     name = optimizer_name(file.get("optimizer", {}).get("type", DEFAULT_OPTIMIZER)) or DEFAULT_OPTIMIZER
     problems = []
     if run.zero.zero_stage > 0 and name in _UNTESTED_WITH_ZERO and not file.get("zero_allow_untested_optimizer"):
+        without = "--zero-stage 0" if run.precision.dtype == "fp32" else "fp32 at --zero-stage 0"
         problems.append(
-            f"optimizer {name} is untested with ZeRO: use AdamW, --zero-stage 0, "
-            'or "zero_allow_untested_optimizer": true'
+            f'optimizer {name} is untested with ZeRO: use AdamW, {without}, or "zero_allow_untested_optimizer": true'
         )
     if name in _NEED_GPU and run.parallel.device == "cpu" and not run.zero.offloads_optimizer:
         problems.append(f"optimizer {name} needs a GPU, and this host has none: use AdamW")
@@ -254,7 +254,9 @@ def _write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str,
     for setting in SETTINGS:
         of_other_optimizer = setting.key[:2] == PARAMS and setting.key[2] not in params
         required = needed.get(str(setting.key[0]), True) or setting.field in (*provided, "zero_stage")
-        if required and setting.allowed(run) and not of_other_optimizer and value_at(tree, setting.key) is None:
+        # In half precision the file's stage 0 becomes 1; everything else that it has is the run's value.
+        missing = value_at(tree, setting.key) is None or setting.field == "zero_stage"
+        if required and setting.allowed(run) and not of_other_optimizer and missing:
             value = setting.write(getattr(getattr(run, setting.section), setting.field))
             if value is not None:
                 _set(tree, setting.key, value)

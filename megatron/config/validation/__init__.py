@@ -37,13 +37,19 @@ def violations(run: RunConfig) -> list[str]:
 
 
 def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
-    """A message for each rule that ``run`` breaks without harm, and one for all ZeRO settings at stage 0."""
+    """A message for each rule that ``run`` breaks without harm, one for all ZeRO settings at stage 0, and one for a
+    stage 0 that runs as stage 1."""
     messages = [message for rule in RULES if rule.only_warns and (message := rule.check(run)) is not None]
     settings = [provided[name].source for name in ZERO_ONLY if name in provided]
     if settings and run.zero.zero_stage == 0:
         verb, them = ("has", "it") if len(settings) == 1 else ("have", "them")
         messages.append(
             f"{', '.join(settings)} {verb} no effect at --zero-stage 0: remove {them}, or use --zero-stage 1 or more"
+        )
+    if "zero_stage" in provided and provided["zero_stage"].value == 0 < run.zero.zero_stage:
+        messages.append(
+            f"{provided['zero_stage'].source} in {run.precision.dtype} runs as --zero-stage 1, which makes the updates "
+            "of a correct stage 0: DeepSpeed's clips by a wrong norm, or scales wrongly"
         )
     return messages
 

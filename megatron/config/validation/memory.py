@@ -22,31 +22,6 @@ def zero_with_pipeline(run: RunConfig) -> Messages:
 
 
 @rule(
-    "half precision with tensor parallelism needs ZeRO",
-    why="At stage 0 DeepSpeed omits the other tensor-parallel ranks from the gradient norm, so that clipping is wrong.",
-    otherwise="clips by a wrong norm, or raises: stack expects a non-empty TensorList",
-)
-def half_precision_norm(run: RunConfig) -> Messages:
-    if run.precision.dtype != "fp32" and run.zero.zero_stage == 0 and run.parallel.model_parallel_size > 1:
-        yield (
-            f"--{run.precision.dtype} with --model-parallel-size {run.parallel.model_parallel_size} at --zero-stage 0 "
-            "would clip by the gradient norm of one rank: use --zero-stage 1"
-        )
-
-
-@rule(
-    "bf16 weights have an fp32 copy",
-    why="An update is often smaller than the precision of a bf16 weight, and would be rounded away.",
-    otherwise="silently updates the bf16 weights themselves",
-)
-def bf16_master_weights(run: RunConfig) -> Messages:
-    parallel, precision = run.parallel, run.precision
-    plain = not parallel.uses_pipeline and parallel.model_parallel_size == 1  # half_precision_norm covers the rest
-    if precision.bf16 and not precision.fp16 and run.zero.zero_stage == 0 and plain:
-        yield "--bf16 at --zero-stage 0 would keep no fp32 copy of the weights: use --zero-stage 1"
-
-
-@rule(
     "fp16 needs a GPU",
     why="DeepSpeed does not support fp16 on the CPU, where bf16 works without a loss scale.",
     otherwise="ValueError: Type fp16 is not supported on your device.",
@@ -78,19 +53,6 @@ def min_scale(run: RunConfig) -> Messages:
         yield f"--min-scale {run.precision.min_scale:g} is not a whole number: use {round(run.precision.min_scale)}"
 
 
-@rule(
-    "hysteresis of the loss scale needs ZeRO",
-    why="Without ZeRO DeepSpeed uses another optimizer wrapper, whose loss scale halves at the first overflow.",
-)
-def hysteresis(run: RunConfig) -> Messages:
-    precision, stage = run.precision, run.zero.zero_stage
-    if precision.fp16 and stage == 0 and precision.hysteresis > 2:
-        yield (
-            f"--hysteresis {precision.hysteresis} has no effect at --zero-stage 0, where each overflow halves the loss "
-            "scale: use --zero-stage 1, or remove it"
-        )
-
-
 needs("precision.fp16", "precision.loss_scale", only_warns=True)
 
 
@@ -114,7 +76,7 @@ def fp32_accumulation(run: RunConfig) -> Messages:
 
 @rule(
     "gradients accumulate in fp32 or in the weights' type",
-    why="DeepSpeed supports no other combination, and none without ZeRO.",
+    why="DeepSpeed supports no other combination.",
     otherwise="NotImplementedError: unsupported mix of model_dtype and grad_accum_dtype",
 )
 def grad_accum_dtype(run: RunConfig) -> Messages:
@@ -125,8 +87,6 @@ def grad_accum_dtype(run: RunConfig) -> Messages:
         yield f"--grad-accum-dtype {accumulated} is for half precision, and weights are fp32: add --bf16, or remove it"
     if accumulated not in ("fp32", dtype):
         yield f"--grad-accum-dtype {accumulated} cannot be combined with --{dtype}: use --grad-accum-dtype fp32"
-    if accumulated == "fp32" and run.zero.zero_stage == 0:
-        yield "--grad-accum-dtype fp32 needs ZeRO, which keeps the sum: use --zero-stage 1"
 
 
 @rule(

@@ -1,23 +1,17 @@
-"""Parts of DeepSpeed's engines that are replaced: pipeline module, gradient norm, step, instructions, checkpoints."""
+"""Parts of DeepSpeed's engines that are replaced: pipeline module, reduction, instructions, checkpoints."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import BufferOpInstruction, PipeInstruction, ReduceGrads
-from deepspeed.runtime.utils import is_model_parallel_parameter
-from torch import Tensor, nn
+from deepspeed.runtime.pipe.schedule import BufferOpInstruction, PipeInstruction, ReduceGrads, ReduceTiedGrads
 
-from megatron.config.errors import NumericsError
-from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 
 
@@ -50,102 +44,22 @@ def skip_reduction_of_one_rank(engine: DeepSpeedEngine, group_size: int) -> None
         engine.buffered_allreduce_fallback = lambda grads=None, elements_per_buffer=0: None
 
 
-def clip_by_model_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:
-    """In fp32 at ZeRO 0: clip by the norm of the whole model's gradient, store it, skip steps that are not finite.
+def reduce_fp32_sums_of_tied_weights(engine: DeepSpeedEngine) -> None:
+    """In a pipeline at ZeRO 1: sum a tied weight's gradient over its stages where it is, in ``grad_accum``.
 
-    DeepSpeed: runtime/engine.py, ``clip_fp32_gradients`` counts a tied weight once for each stage that holds it, omits
-    norms and row-parallel biases of all stages but the first, and discards the norm, so that the update depends on
-    the layout. ``_take_model_step`` applies any gradient, even if it is not finite.
-    Tests: tests/training/test_layouts_agree.py, test_anomaly_detection.py. Remove when fp32 uses the norm of ZeRO.
+    DeepSpeed: runtime/pipe/engine.py, ``_exec_reduce_tied_grads`` sums ``weight.grad``, which is None if gradients are
+    accumulated in fp32 beside it, so that each stage updates its copy of the weight by its own part of the gradient.
+    Test: tests/training/test_fp16.py. Remove when it sums what the optimizer reduces.
     """
-    optimizer, step = engine.optimizer, engine.optimizer.step
+    if not (isinstance(engine, PipelineEngine) and getattr(engine.optimizer, "use_grad_accum_attribute", False)):
+        return
 
-    def clip_and_step(closure: None = None) -> None:
-        parameters = [p for p in engine.module.parameters() if p.grad is not None]
-        norm = gradient_norm(parameters, layout)
-        engine._global_grad_norm = norm.item()
-        optimizer.overflow = not math.isfinite(engine._global_grad_norm)  # what DeepSpeed calls a skipped step
-        if not optimizer.overflow:
-            torch.nn.utils.clip_grads_with_norm_(parameters, engine.gradient_clipping() or math.inf, norm)
-            step()
+    def reduce_sums(engine: PipelineEngine) -> None:
+        for weight, group in engine.module.get_tied_weights_and_groups():
+            if weight.grad_accum is not None:
+                dist.all_reduce(weight.grad_accum, group=group)
 
-    engine.clip_fp32_gradients = lambda: None
-    clip_and_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # without this mark torch's scheduler warns
-    optimizer.step = clip_and_step
-
-
-def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Tensor:
-    """2-norm of the gradient of the whole model, each weight counted once, on every rank."""
-    norms = [
-        block_norms(p.grad)
-        for p in parameters
-        if p.grad is not None
-        and not getattr(p, "ds_pipe_replicated", False)  # a tied weight is counted by the first stage that holds it
-        and (is_model_parallel_parameter(p) or layout.tensor_group.rank() == 0)
-    ]
-    square = torch.cat([torch.zeros(1, device=parameters[0].device), *norms]).square().sum()
-    dist.all_reduce(square, group=layout.tensor_group)
-    dist.all_reduce(square, group=layout.pipe_group)
-    return square.sqrt()
-
-
-_BLOCK = 1 << 16
-"""Elements of a block: small enough for a core's cache, and for an accurate sum of squares in fp32."""
-
-
-def block_norms(tensor: Tensor) -> Tensor:
-    """2-norms in fp32 of blocks of ``tensor``. The norm of the result is the norm of the tensor.
-
-    torch on CPU adds squares in fp32 one by one: for 40 million elements the third digit of the norm is wrong.
-    """
-    if tensor.device.type != "cpu":  # other devices add in a tree
-        return torch.linalg.vector_norm(tensor, dtype=torch.float32).view(1)
-    return torch.stack([torch.linalg.vector_norm(block.float()) for block in tensor.flatten().split(_BLOCK)])
-
-
-def measure_norm_by_blocks(optimizer: Any) -> None:
-    """Let DeepSpeed's optimizers of ZeRO 1, 2, 3 and of bf16 compute the gradient norm from ``block_norms``.
-
-    DeepSpeed: runtime/zero/stage_1_and_2.py and stage3.py, ``get_grad_norm_direct`` casts each gradient to fp64, up to
-    a fifth of a step; runtime/bf16_optimizer.py adds squares as torch does, inaccurately.
-    Test: tests/training/test_gradient_norm.py. Remove when the norm is accurate without a copy in fp64.
-    """
-    if hasattr(optimizer, "get_grad_norm_direct"):
-        total_norm = optimizer.get_grad_norm_direct
-
-        def norm_of_blocks(gradients: list[Tensor], params: list[nn.Parameter], norm_type: int = 2) -> Tensor:
-            # The padding of a partition has no parameter; DeepSpeed marks it, and skips it likewise.
-            unpadded = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
-            return total_norm([block_norms(gradient) for gradient in unpadded], params, norm_type)
-
-        optimizer.get_grad_norm_direct = norm_of_blocks
-    elif hasattr(optimizer, "get_grads_for_norm"):
-        all_gradients = optimizer.get_grads_for_norm
-
-        def gradients_or_norms(for_clipping: bool = False) -> Any:
-            if for_clipping:
-                return all_gradients(for_clipping=True)
-            shared, of_experts = all_gradients()
-            return [block_norms(gradient) for gradient in shared], of_experts
-
-        optimizer.get_grads_for_norm = gradients_or_norms
-
-
-@contextmanager
-def loss_scale_limit_reported() -> Iterator[None]:
-    """Raise NumericsError, the same on all ranks, if gradients overflow at the smallest loss scale of fp16.
-
-    DeepSpeed: runtime/fp16/loss_scaler.py, ``update_scale`` raises a bare Exception, known by its text alone.
-    Test: tests/training/test_loss_scale.py. Remove when it has a class of its own.
-    """
-    try:
-        yield
-    except Exception as error:
-        if "loss scale already at minimum" not in str(error):
-            raise
-        raise NumericsError(
-            "gradients overflow even at the smallest loss scale, --min-scale: lower --lr, or use --bf16"
-        ) from error
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: reduce_sums}
 
 
 @contextmanager

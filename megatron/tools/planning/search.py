@@ -125,8 +125,9 @@ def _shapes(request: Request) -> Iterator[dict[str, Provided]]:
 def _choices(request: Request) -> Iterator[dict[str, Provided]]:
     """The settings of each layout of a grid, without the micro-batch."""
     recompute = (None,) if "checkpoint_activations" in request.given else RECOMPUTE
+    half_precision = any(request.given[name].value for name in ("fp16", "bf16") if name in request.given)
     axes = {
-        "zero_stage": _axis(request, "zero_stage", range(4)),
+        "zero_stage": _axis(request, "zero_stage", range(1 if half_precision else 0, 4)),  # there 0 runs as 1
         "sequence_parallel": _axis(request, "sequence_parallel", (None, True)),
         "recompute_granularity": _axis(request, "recompute_granularity", recompute),
     }

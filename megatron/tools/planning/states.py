@@ -1,7 +1,8 @@
 """Weights, gradients and optimizer of one rank, in bytes, as DeepSpeed lays them out.
 
-At ZeRO 1 and 2, the weights that decay and those that do not are one flat tensor each, padded so that all data-parallel
-ranks (owners) have partitions of equal size. At ZeRO 3 every weight is padded by itself.
+At ZeRO 0, which is fp32, the optimizer updates the weights themselves. At ZeRO 1 and 2, the weights that decay and
+those that do not are one flat tensor each, padded so that all data-parallel ranks (owners) have partitions of equal
+size. At ZeRO 3 every weight is padded by itself.
 """
 
 from collections.abc import Sequence
@@ -95,7 +96,7 @@ def _weights(run: RunConfig, weights: Sequence[Weight]) -> int:
         whole = sum(weight.numel for weight in weights if weight.numel <= _persistent(run))
         shards = 0 if run.zero.offload_param != "none" else _shards(run, weights)
         return (shards + whole) * element
-    if not _is_flat(run) or _steps_all(run):
+    if run.zero.zero_stage == 0:
         return numel(weights) * element
     return sum(_part(run, group) * owners(run) for group in _groups(weights)) * element
 
@@ -103,8 +104,7 @@ def _weights(run: RunConfig, weights: Sequence[Weight]) -> int:
 def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
     element = bytes_of(run)
     if _sums_in_fp32(run):
-        # Besides the sum, those of the last micro-batch; at ZeRO 0 each is freed once it has been added.
-        return numel(weights) * (FP32 + (element if run.zero.zero_stage else 0))
+        return numel(weights) * (FP32 + element)  # the sum, and those of the last micro-batch
     if run.zero.zero_stage < 2:
         return numel(weights) * element
     if run.zero.offloads_optimizer:
@@ -118,10 +118,10 @@ def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> 
 
 
 def _optimizer(run: RunConfig, weights: Sequence[Weight]) -> int:
-    """Adam's two moments, and fp32 master weights unless it updates the model's own."""
+    """Adam's two moments, and fp32 master weights unless it updates the model's own, as at ZeRO 0."""
     if run.zero.offloads_optimizer:
         return 0
-    if not _is_flat(run):
+    if run.zero.zero_stage == 0:
         return 2 * numel(weights) * FP32 + len(weights) * _COUNTER
     groups = [group for group in _groups(weights) if group]
     part = _shards(run, weights) if run.zero.zero_stage == 3 else sum(_part(run, group) for group in groups)
@@ -145,7 +145,7 @@ def _step(run: RunConfig, weights: Sequence[Weight]) -> int:
 
     Adam steps in place, and norms are those of blocks.
     """
-    if not _is_flat(run) or run.zero.offloads_optimizer:
+    if run.zero.zero_stage == 0 or run.zero.offloads_optimizer:
         return 0
     parts = sum(_part(run, group) for group in _groups(weights))
     if run.zero.zero_stage == 3:
@@ -154,20 +154,9 @@ def _step(run: RunConfig, weights: Sequence[Weight]) -> int:
     return parts * (bytes_of(run) + (FP32 if copies_again else 0))
 
 
-def _is_flat(run: RunConfig) -> bool:
-    """Whether the optimizer updates flat copies; in fp32 at ZeRO 0 it updates the weights themselves."""
-    return run.zero.zero_stage > 0 or run.precision.dtype != "fp32"
-
-
-def _steps_all(run: RunConfig) -> bool:
-    """Whether every rank steps an fp32 copy of all weights; in bf16 DeepSpeed partitions them even at ZeRO 0."""
-    return run.precision.fp16 and run.zero.zero_stage == 0
-
-
 def _sums_in_fp32(run: RunConfig) -> bool:
     """Whether every rank adds gradients up in an fp32 copy of all of them."""
-    stage = run.zero.zero_stage
-    return run.precision.bf16 and (stage == 0 or (stage == 1 and run.precision.grad_accum_dtype == "fp32"))
+    return run.precision.bf16 and run.zero.zero_stage == 1 and run.precision.grad_accum_dtype == "fp32"
 
 
 def _groups(weights: Sequence[Weight]) -> list[int]:
@@ -177,8 +166,6 @@ def _groups(weights: Sequence[Weight]) -> list[int]:
 
 def _part(run: RunConfig, group: int) -> int:
     """Elements of a group that one owner updates."""
-    if _steps_all(run):
-        return group
     return ceil(group / (_ALIGNMENT * owners(run))) * _ALIGNMENT
 
 

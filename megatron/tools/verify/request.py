@@ -58,7 +58,7 @@ class Layout:
 
 ONE_PROCESS = Layout(1, 0, 1)
 ONE_PROCESS_WITH_ZERO = Layout(1, 0, 1, zero=1)
-"""The reference in half precision, where ZeRO 0 keeps no fp32 weights that could be compared."""
+"""The reference of runs that have ZeRO on every layout, such as those in half precision."""
 
 
 def parse_layout(name: str) -> Layout:
@@ -184,7 +184,7 @@ def make_request(
     batch = values["global_batch_size"].source.split(" ", 1) if "global_batch_size" in values else []
     request = Request((*words, *batch), iterations, environ, program=program.resolve(), architecture=architecture)
     if first is None:
-        first = ONE_PROCESS if not _problems(request, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
+        first = ONE_PROCESS if _is_legal(request, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
     run = request.run(first)
     if run.train.train_iters < iterations:
         raise ConfigError(f"--iterations {iterations} is more than the {run.train.train_iters} of the run: lower it")
@@ -206,9 +206,15 @@ def illegal(request: Request, layouts: Sequence[Layout]) -> list[str]:
 
 
 def legal_layouts(request: Request, processes: int) -> list[Layout]:
-    """The first layout, and every layout of so many processes that breaks no rule."""
-    legal = [layout for layout in grids(processes) if not _problems(request, layout)]
+    """The first layout, and every layout of so many processes that breaks no rule and runs as its name says."""
+    legal = [layout for layout in grids(processes) if _is_legal(request, layout)]
     return [request.first, *(layout for layout in legal if layout != request.first)]
+
+
+def _is_legal(request: Request, layout: Layout) -> bool:
+    """Whether ``layout`` breaks no rule, and has the ZeRO stage of its name: half precision runs 0 as 1."""
+    parsed = request.parsed(layout)
+    return not parsed.problems and parsed.run.zero.zero_stage == layout.zero
 
 
 def _problems(request: Request, layout: Layout) -> list[str]:

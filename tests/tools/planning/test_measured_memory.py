@@ -39,7 +39,7 @@ ON_TWO = [
     f"{STILL} --model-parallel-size 2 --sequence-parallel",
     f"{STILL} --pipe-parallel-size 2",
     f"{STILL} --pipe-parallel-size 2 --bf16 --zero-stage 1 {BUCKET}",
-    f"{STILL} --pipe-parallel-size 2 --bf16 --zero-stage 0",
+    f"{STILL} --pipe-parallel-size 2 --bf16 --zero-stage 0 {BUCKET}",
     f"{STILL} --pipe-parallel-size 2 --bf16 --zero-stage 1 --grad-accum-dtype fp32 --checkpoint-activations {BUCKET}",
     f"{STILL} --bf16 --zero-stage 3 {BUCKET}",
     f"{STILL} --zero-stage 3 {BUCKET}",

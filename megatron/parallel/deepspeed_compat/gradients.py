@@ -1,0 +1,136 @@
+"""What DeepSpeed's optimizers do with gradients, where it is replaced: norm, clipping, loss scale."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import Tensor, nn
+
+from megatron.config.errors import NumericsError
+from megatron.parallel.layout import ParallelLayout
+
+
+def clip_by_model_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:
+    """In fp32 at ZeRO 0: clip by the norm of the whole model's gradient, store it, skip steps that are not finite.
+
+    DeepSpeed: runtime/engine.py, ``clip_fp32_gradients`` counts a tied weight once for each stage that holds it, omits
+    norms and row-parallel biases of all stages but the first, and discards the norm, so that the update depends on
+    the layout. ``_take_model_step`` applies any gradient, even if it is not finite.
+    Tests: tests/training/test_layouts_agree.py, test_anomaly_detection.py. Remove when fp32 uses the norm of ZeRO.
+    """
+    optimizer, step = engine.optimizer, engine.optimizer.step
+
+    def clip_and_step(closure: None = None) -> None:
+        parameters = [p for p in engine.module.parameters() if p.grad is not None]
+        norm = gradient_norm(parameters, layout)
+        engine._global_grad_norm = norm.item()
+        optimizer.overflow = not math.isfinite(engine._global_grad_norm)  # what DeepSpeed calls a skipped step
+        if not optimizer.overflow:
+            torch.nn.utils.clip_grads_with_norm_(parameters, engine.gradient_clipping() or math.inf, norm)
+            step()
+
+    engine.clip_fp32_gradients = lambda: None
+    clip_and_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # without this mark torch's scheduler warns
+    optimizer.step = clip_and_step
+
+
+def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Tensor:
+    """2-norm of the gradient of the whole model, each weight counted once, on every rank."""
+    norms = [
+        block_norms(p.grad)
+        for p in parameters
+        if p.grad is not None
+        and not getattr(p, "ds_pipe_replicated", False)  # a tied weight is counted by the first stage that holds it
+        and (is_model_parallel_parameter(p) or layout.tensor_group.rank() == 0)
+    ]
+    square = torch.cat([torch.zeros(1, device=parameters[0].device), *norms]).square().sum()
+    dist.all_reduce(square, group=layout.tensor_group)
+    dist.all_reduce(square, group=layout.pipe_group)
+    return square.sqrt()
+
+
+_BLOCK = 1 << 16
+"""Elements of a block: small enough for a core's cache, and for an accurate sum of squares in fp32."""
+
+
+def block_norms(tensor: Tensor) -> Tensor:
+    """2-norms in fp32 of blocks of ``tensor``. The norm of the result is the norm of the tensor.
+
+    torch on CPU adds squares in fp32 one by one: for 40 million elements the third digit of the norm is wrong.
+    """
+    if tensor.device.type != "cpu":  # other devices add in a tree
+        return torch.linalg.vector_norm(tensor, dtype=torch.float32).view(1)
+    return torch.stack([torch.linalg.vector_norm(block.float()) for block in tensor.flatten().split(_BLOCK)])
+
+
+def measure_norm_by_blocks(optimizer: Any) -> None:
+    """Let DeepSpeed's optimizers of ZeRO 1, 2, 3 and of bf16 compute the gradient norm from ``block_norms``.
+
+    DeepSpeed: runtime/zero/stage_1_and_2.py and stage3.py, ``get_grad_norm_direct`` casts each gradient to fp64, up to
+    a fifth of a step; runtime/bf16_optimizer.py adds squares as torch does, inaccurately.
+    Test: tests/training/test_gradient_norm.py. Remove when the norm is accurate without a copy in fp64.
+    """
+    if hasattr(optimizer, "get_grad_norm_direct"):
+        total_norm = optimizer.get_grad_norm_direct
+
+        def norm_of_blocks(gradients: list[Tensor], params: list[nn.Parameter], norm_type: int = 2) -> Tensor:
+            # The padding of a partition has no parameter; DeepSpeed marks it, and skips it likewise.
+            unpadded = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+            return total_norm([block_norms(gradient) for gradient in unpadded], params, norm_type)
+
+        optimizer.get_grad_norm_direct = norm_of_blocks
+    elif hasattr(optimizer, "get_grads_for_norm"):
+        all_gradients = optimizer.get_grads_for_norm
+
+        def gradients_or_norms(for_clipping: bool = False) -> Any:
+            if for_clipping:
+                return all_gradients(for_clipping=True)
+            shared, of_experts = all_gradients()
+            return [block_norms(gradient) for gradient in shared], of_experts
+
+        optimizer.get_grads_for_norm = gradients_or_norms
+
+
+def keep_loss_scale_within_step(optimizer: Any) -> None:
+    """In fp16: divide the gradient by the loss scale that it was computed with; a scale that doubles does so after.
+
+    DeepSpeed: runtime/zero/stage_1_and_2.py and stage3.py, ``step`` updates the scale first and divides by the new one,
+    so that the gradient of every step in which the scale doubles is halved, and at ZeRO 3 its norm as well.
+    Test: tests/training/test_fp16.py. Remove when the gradient is divided by the scale before the update.
+    """
+    if not getattr(optimizer, "dynamic_loss_scale", False):
+        return
+    update_scale, step = optimizer._update_scale, optimizer.step
+
+    def update_on_overflow(has_overflow: bool = False) -> None:
+        if has_overflow:
+            update_scale(True)
+
+    def step_and_update(closure: None = None) -> None:
+        step()
+        if not optimizer.overflow:
+            update_scale(False)
+
+    optimizer._update_scale, optimizer.step = update_on_overflow, step_and_update
+
+
+@contextmanager
+def loss_scale_limit_reported() -> Iterator[None]:
+    """Raise NumericsError, the same on all ranks, if gradients overflow at the smallest loss scale of fp16.
+
+    DeepSpeed: runtime/fp16/loss_scaler.py, ``update_scale`` raises a bare Exception, known by its text alone.
+    Test: tests/training/test_loss_scale.py. Remove when it has a class of its own.
+    """
+    try:
+        yield
+    except Exception as error:
+        if "loss scale already at minimum" not in str(error):
+            raise
+        raise NumericsError(
+            "gradients overflow even at the smallest loss scale, --min-scale: lower --lr, or use --bf16"
+        ) from error
