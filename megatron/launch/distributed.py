@@ -23,7 +23,8 @@ from megatron.parallel.layout import ParallelLayout
 _SHOWN = 16
 _SKEW_SECONDS = 2.0
 """How much later than this rank others may time out."""
-_EXIT_TIMEOUT = timedelta(seconds=10)
+_EXIT_TIMEOUT = timedelta(seconds=60)
+"""For the slowest rank to end its process groups, once all ranks have reached the end."""
 
 
 @contextmanager
@@ -48,10 +49,7 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     yield layout
     if store is not None:
         dist.destroy_process_group()
-        with suppress(RuntimeError):  # a rank was ended meanwhile
-            store.set(f"exits/{os.environ['RANK']}", "")
-            if hosts_store(os.environ):  # keep the store until every other rank has used it for the last time
-                store.wait(_rank_keys(os.environ, "exits"), _EXIT_TIMEOUT)
+        leave_store(store, os.environ)
 
 
 def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | None = None) -> TCPStore:
@@ -102,6 +100,18 @@ def rendezvous_barrier(environ: Mapping[str, str], timeout: timedelta) -> TCPSto
             "MASTER_PORT, or correct WORLD_SIZE"
         ) from error
     return store
+
+
+def leave_store(store: TCPStore, environ: Mapping[str, str], timeout: timedelta = _EXIT_TIMEOUT) -> None:
+    """Use the store for the last time. The rank that hosts it returns last: after all ranks, or after ``timeout``.
+
+    If it ended earlier, ranks that still wait for a key, in any thread, would lose their connection: an error, and on
+    screen a page of C++ stack frames.
+    """
+    with suppress(RuntimeError):  # a rank was ended meanwhile
+        store.set(f"exits/{environ['RANK']}", "")
+        if hosts_store(environ):
+            store.wait(_rank_keys(environ, "exits"), timeout)
 
 
 def _rank_keys(environ: Mapping[str, str], name: str) -> list[str]:
