@@ -6,12 +6,15 @@ import shlex
 from pathlib import Path
 
 import pytest
-from support.command_lines import CPU, CUDA, SMALL, complaints, parse, read
+from support.command_lines import CUDA, complaints, parse, read
 
-from megatron.config.command_line import ParsedRun, parse_run, read_run
+from megatron.config.command_line import ParsedRun, read_run
 from megatron.config.command_line.classic_flags import OUTCOMES, UNCHANGED, outcome_of
 from megatron.config.command_line.parser import build_parser
+from megatron.config.errors import DataError
+from megatron.config.validation import RULES
 from megatron.model.architectures import ARCHITECTURES, BERT, GPT2
+from megatron.tools.planning.explain import explain
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-megatron.md"
 PROCESSES = r"--(?:num_gpus|nproc_per_node) (\d+)"
@@ -157,6 +160,12 @@ def test_max_grad_norm_is_gradient_clipping(tmp_path: Path) -> None:
     ]
 
 
-def test_warnings_do_not_stop_a_run() -> None:
-    words = [*SMALL.split(), "--use-flash-attn"]
-    assert parse_run(words, CPU) == parse_run(SMALL.split(), CPU)
+def test_warnings_are_explained(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(DataError):  # there is no corpus
+        explain(read("--use-flash-attn --save-interval 5"))
+    printed = capsys.readouterr().out.splitlines()
+    assert "warning --save-interval needs --save" in printed and f"{len(RULES)} rules" in printed
+    assert [line.split(":")[1] for line in printed if line.startswith("warning: ")] == [
+        " --use-flash-attn has no effect",
+        " --save-interval has no effect without --save",
+    ]

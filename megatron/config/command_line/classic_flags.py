@@ -132,6 +132,9 @@ _IGNORED = {
     "--metrics-file and --run-dir have the progress and the configuration of a run": (
         "log-progress logging-level config-logger-dir"
     ),
+    "metrics are written to --metrics-file and --tensorboard-dir": (
+        "wandb-* log-energy log-optimizer-states-to-tensorboard"
+    ),
     "--trace shows the time of each rank": "log-straggler disable-straggler-on-startup straggler-*",
     "--rewind-on-spike handles spikes": "check-for-spiky-loss check-for-large-grads",
     "losses and gradient norms are always checked: see --max-consecutive-bad-steps": (
@@ -299,9 +302,6 @@ _REFUSED = {
     "use --profile-steps A:B with --profile-dir": (
         "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler record-memory-history "
         "memory-snapshot-path profile-level profile-with-* profile-record-shapes profile-save-path"
-    ),
-    "metrics are written to --metrics-file and --tensorboard-dir": (
-        "wandb-* log-energy log-optimizer-states-to-tensorboard"
     ),
     "runs are restarted by the launcher: use --auto-resume": (
         "inprocess-* enable-ft-package calc-ft-timeouts enable-high-availability "
