@@ -13,8 +13,10 @@ from contextlib import contextmanager
 import _project_root  # noqa: F401
 from tqdm import tqdm
 
+from megatron.config.data import unused_merges, used_merges
 from megatron.config.errors import ConfigError, counted
-from megatron.tokenizer import TOKENIZERS, note_unused_merges, used_merges
+from megatron.launch.rank import print_warning
+from megatron.tokenizer import TOKENIZERS
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, text_size
 from megatron.tools.preprocess.job import Job, Summary
@@ -40,8 +42,8 @@ def main() -> None:
         workers=args.workers,
         skip_errors=args.on_error == "skip",
     )
-    for note in note_unused_merges(args.tokenizer_type, args.merge_file):
-        print(f"> {note}")
+    for warning in unused_merges(args.tokenizer_type, args.merge_file):
+        print_warning(warning)
     with progress_bar(job, args.log_interval) as report:
         summary = preprocess(job, report, log_skipped, resume=args.resume)
     print(describe(job, summary))

@@ -46,6 +46,18 @@ def _read_weight(text: str, prefix: str) -> Fraction:
     return Fraction(text)
 
 
+def used_merges(tokenizer_type: str, merge_file: str | None) -> str | None:
+    """The file of merges that a tokenizer reads: ``merge_file``, or None for WhitespaceTokenizer, which has none."""
+    return None if tokenizer_type == "WhitespaceTokenizer" else merge_file
+
+
+def unused_merges(tokenizer_type: str, merge_file: str | None) -> list[str]:
+    """A warning about a file of merges that is given but not read; empty if there is none."""
+    if merge_file == used_merges(tokenizer_type, merge_file):
+        return []
+    return [f"--merge-file {merge_file} is not used: {tokenizer_type} has no merges"]
+
+
 SPLITS = ("train", "valid", "test")
 """The splits of the data."""
 _BLEND = "[WEIGHT] PREFIX ..."

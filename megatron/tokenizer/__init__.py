@@ -54,18 +54,6 @@ TOKENIZERS: dict[str, Callable[[str | None, str | None], Tokenizer]] = {
 """Kinds of tokenizer, each built from (vocab_file, merge_file)."""
 
 
-def used_merges(kind: str, merge_file: str | None) -> str | None:
-    """The file of merges that a tokenizer reads: ``merge_file``, or None for WhitespaceTokenizer, which has none."""
-    return None if kind == "WhitespaceTokenizer" else merge_file
-
-
-def note_unused_merges(kind: str, merge_file: str | None) -> list[str]:
-    """A line about a file of merges that is given but not read; empty if there is none."""
-    if merge_file == used_merges(kind, merge_file):
-        return []
-    return [f"--merge-file {merge_file} is not used: {kind} has no merges"]
-
-
 def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
     """A tokenizer of a kind of ``TOKENIZERS``, from its files.
 

@@ -10,12 +10,12 @@ from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import resolve
 from megatron.config import RunConfig
-from megatron.config.environment import rank
+from megatron.config.data import used_merges
 from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.config.model import padded_vocabulary
 from megatron.data.datasets import check_data
 from megatron.model.architectures import architecture_of
-from megatron.tokenizer import note_unused_merges, read_vocabulary, used_merges
+from megatron.tokenizer import read_vocabulary
 
 T = TypeVar("T")
 
@@ -31,8 +31,6 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     _attempt(errors, ConfigError, lambda: _check_outputs(run))
     _attempt(errors, DataError, lambda: _check_data(run))
     whole = _attempt(errors, DataError, lambda: _with_vocabulary(run, with_hashes=not errors))
-    for note in [] if rank(os.environ) else note_unused_merges(run.data.tokenizer_type, run.data.merge_file):
-        print(f"> {note}", flush=True)
     # A checkpoint is compared with the vocabulary and the data, so both must be known.
     saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None
     if errors or whole is None:

@@ -525,6 +525,12 @@ WARNED = [
         "--grad-accum-dtype fp32 has no effect in fp32: add --bf16",
         "--bf16",
     ),
+    (
+        "a vocabulary of whole words has no merges",
+        "--tokenizer-type WhitespaceTokenizer",
+        "--merge-file merges.txt is not used: WhitespaceTokenizer has no merges",
+        "--tokenizer-type GPT2BPETokenizer",
+    ),
     *(
         (
             f"{flag.split()[0]} needs --checkpoint-activations",

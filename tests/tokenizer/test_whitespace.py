@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.data import unused_merges, used_merges
 from megatron.config.errors import ConfigError, DataError
-from megatron.tokenizer import Vocabulary, build_tokenizer, note_unused_merges, read_vocabulary, used_merges
+from megatron.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
 from megatron.tokenizer.whitespace import WhitespaceTokenizer
 
 WORDS = {"<unk>": 0, "the": 1, "cat": 2, "日本": 3, "<|endoftext|>": 4}
@@ -50,8 +51,8 @@ def test_the_two_special_tokens_are_needed(tmp_path: Path, token: str):
 def test_merges_are_not_read_and_a_line_says_so(vocab_file: str):
     assert build_tokenizer("WhitespaceTokenizer", vocab_file, "m.txt").tokenize("cat the") == [2, 1]
     note = "--merge-file m.txt is not used: WhitespaceTokenizer has no merges"
-    assert note_unused_merges("WhitespaceTokenizer", "m.txt") == [note]
-    assert note_unused_merges("WhitespaceTokenizer", None) == note_unused_merges("GPT2BPETokenizer", "m.txt") == []
+    assert unused_merges("WhitespaceTokenizer", "m.txt") == [note]
+    assert unused_merges("WhitespaceTokenizer", None) == unused_merges("GPT2BPETokenizer", "m.txt") == []
     assert (used_merges("WhitespaceTokenizer", "m.txt"), used_merges("GPT2BPETokenizer", "m.txt")) == (None, "m.txt")
 
 

@@ -31,7 +31,7 @@ def test_a_text_without_an_ending_trains_by_the_classic_commands(programs: Progr
     corpus.write_bytes(bz2.compress("".join(" ".join(words) + " .\n" for words in sentences).encode()))
     vocabulary = write_vocabulary(tmp_path / "vocab.json", [*WORDS, ".", "<unk>", "<|endoftext|>"])
     tokenizer = ["--tokenizer-type", "WhitespaceTokenizer", "--merge-file", tmp_path / "merges.txt"]
-    note = f"> --merge-file {tmp_path}/merges.txt is not used: WhitespaceTokenizer has no merges\n"
+    note = f".py: warning: --merge-file {tmp_path}/merges.txt is not used: WhitespaceTokenizer has no merges\n"
     made = programs.python(
         "tools/preprocess_data.py", "--input", corpus, "--input-format", "text", "--output-prefix", tmp_path / "own",
         "--vocab", vocabulary, "--dataset-impl", "mmap", *tokenizer, "--append-eod", "--keep-newlines",

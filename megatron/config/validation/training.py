@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 from megatron.config import RunConfig
-from megatron.config.data import read_blend
+from megatron.config.data import read_blend, unused_merges
 from megatron.config.errors import counted
 from megatron.config.output import steps
 from megatron.config.validation.rules import Messages, enabled, excludes, needs, rule
@@ -149,7 +149,19 @@ def tokenizer(run: RunConfig) -> Messages:
 @rule("BPE needs merges", why="The vocabulary alone does not determine how text is tokenized.")
 def merges(run: RunConfig) -> Messages:
     if run.data.tokenizer_type == "GPT2BPETokenizer" and run.data.merge_file is None:
-        yield "--merge-file is required with --tokenizer-type GPT2BPETokenizer"
+        suits = "WhitespaceTokenizer" in architecture_of(run.model).tokenizers
+        other = "; for a vocabulary of whole words use --tokenizer-type WhitespaceTokenizer" if suits else ""
+        yield f"--merge-file is required with --tokenizer-type GPT2BPETokenizer{other}"
+
+
+@rule(
+    "a vocabulary of whole words has no merges",
+    why="Command lines for Megatron-LM name a file of merges whatever the tokenizer.",
+    otherwise="reads the file, which may not exist",
+    only_warns=True,
+)
+def merges_of_words(run: RunConfig) -> Messages:
+    yield from unused_merges(run.data.tokenizer_type, run.data.merge_file)
 
 
 @rule("a pair of sentences fits into a sample", why="BERT's samples are pairs of sentences with three special tokens.")

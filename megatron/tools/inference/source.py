@@ -10,11 +10,12 @@ from typing import Any
 
 from megatron.checkpoint.fingerprint import tokenizer_hash
 from megatron.config import ModelConfig
+from megatron.config.data import unused_merges, used_merges
 from megatron.config.environment import check_place, rank, world_size
 from megatron.config.errors import ConfigError
 from megatron.config.fields import inside, interval_as_text
 from megatron.model.architectures import GPT2
-from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer, note_unused_merges, used_merges
+from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tools.convert.huggingface_files import BPE, read_bpe, read_folder_bpe
 from megatron.tools.convert.inspection import Found, find, read_config, read_description
@@ -188,9 +189,19 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
             f"--{name.replace('_', '-')}", type=int, metavar="N", help="accepted if it matches the model"
         )
     group.add_argument(
-        "--pre-tokens", type=int, metavar="N", help="preceding tokens that each token attends to (default: the model's)"
+        "--pre-tokens",
+        "--pre-tockens",
+        type=int,
+        metavar="N",
+        help="preceding tokens that each token attends to (default: the model's)",
     )
-    group.add_argument("--next-tokens", type=int, metavar="N", help="following tokens; has no effect on a causal model")
+    group.add_argument(
+        "--next-tokens",
+        "--next-tockens",
+        type=int,
+        metavar="N",
+        help="following tokens; has no effect on a causal model",
+    )
     group.add_argument(
         "--shape-order", choices=("BSH", "SBH"), help="dimension order of hidden states (default: the model's)"
     )
@@ -259,7 +270,7 @@ def source_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Source:
         for name, value in chosen.items()
         if value != getattr(source.config, name)
     ]
-    unused = note_unused_merges(type(source.tokenizer).__name__, args.merge_file)
+    unused = unused_merges(type(source.tokenizer).__name__, args.merge_file)
     if not rank(environ):
         for warning in [*source.warnings, *changes, *unused]:
             print(f"{Path(sys.argv[0]).name}: warning: {warning}", file=sys.stderr)

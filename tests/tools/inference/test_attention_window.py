@@ -51,7 +51,7 @@ def windowed_logits(folder: Path, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cached", "recomputed"])
 def test_generation_with_a_window_equals_transformers_with_its_mask(run_ranks, foreign: Path, use_cache: bool) -> None:
-    words = ["--pre-tokens", str(WINDOW), "--next-tokens", "0", "--shape-order", "SBH"]
+    words = ["--pre-tokens", str(WINDOW), "--next-tockens", "0", "--shape-order", "SBH"]
     (steps,) = run_ranks(1, greedy_steps, foreign, words, use_cache)
     for sequences, logits in steps[:: STEPS - 1]:
         for tokens, ours in zip(sequences, logits, strict=True):
