@@ -251,7 +251,7 @@ def test_more_slots_than_devices(ask: Ask, folder: Path) -> None:
     (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cuda\n")
     code, bad = ask("host-a", "--quick", slots=99, DS_ACCELERATOR="cuda")
     ((key, (found, fix)),) = bad.items()
-    assert code == 6 and key == ("host-a", "devices") and "slot 98 is asked for" in found and "slots=" in fix
+    assert code == 6 and key == ("host-a", "devices") and "ask for slot 98" in found and "slots=" in fix
 
 
 def test_failed_all_reduce_is_reported(local_hosts: LocalHosts, folder: Path) -> None:
