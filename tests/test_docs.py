@@ -16,9 +16,12 @@ from megatron.config.command_line.classic_flags import OUTCOMES
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON = ("python", "python3")
-LAUNCHERS = ("deepspeed", "torchrun")
+LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
 TRAINING = "pretrain_gpt2.py"
-PASSES_ON = ("tools/verify_layout.py", "tools/plan.py", "tools/doctor.py", "tools/launch.py", "tools/audit_data.py")
+PASSES_ON = (
+    *("tools/verify_layout.py", "tools/plan.py", "tools/doctor.py", "tools/launch.py", "tools/audit_data.py"),
+    "tasks/main.py",
+)
 """Tools that also take the flags of ``pretrain_gpt2.py``."""
 SEPARATORS = ("&&", "|", ";", ">", "<", "<<")
 OF_OTHER_PROGRAMS = {
@@ -82,7 +85,7 @@ def test_flags_in_pages_exist(page) -> None:
 
 def commands_of(text: str) -> Iterator[list[str]]:
     """The words of each command in the ```bash blocks of a page and, in code style, in its text."""
-    inline = re.findall(r"`((?:python|bash|deepspeed|torchrun|sbatch) [^`\n]+)`", _without_fences(text))
+    inline = re.findall(r"`((?:python|bash|deepspeed|torchrun|accelerate|sbatch) [^`\n]+)`", _without_fences(text))
     for block in (*re.findall(r"^ *```bash\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE), *inline):
         for line in re.sub(r"\\\n", " ", block).splitlines():
             words = shlex.split(line, comments=True)
@@ -150,13 +153,15 @@ def flags_of(script: str) -> frozenset[str]:
 
 @cache
 def launcher_flags(launcher: str) -> frozenset[str]:
-    text = _help(str(Path(sys.executable).parent / launcher))
+    command = ["launch"] if launcher == "accelerate" else []
+    text = _help(str(Path(sys.executable).parent / launcher), *command)
     return frozenset(flag.replace("_", "-") for flag in re.findall(r"--[a-zA-Z][\w-]*", text))
 
 
 @cache
 def all_flags() -> frozenset[str]:
-    scripts = [TRAINING, "pretrain_bert.py", "benchmarks/run.py", "benchmarks/write_figures.py", "tests/torture.py"]
+    scripts = [TRAINING, "pretrain_bert.py", "tasks/main.py", "benchmarks/run.py", "benchmarks/write_figures.py"]
+    scripts.append("tests/torture.py")
     scripts += [f"tools/{path.name}" for path in (ROOT / "tools").glob("[a-z]*.py")]
     known = frozenset().union(*(flags_of(script) for script in scripts), *(launcher_flags(name) for name in LAUNCHERS))
     shell = "".join(path.read_text() for path in (ROOT / "examples").iterdir())

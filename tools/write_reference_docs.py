@@ -17,6 +17,7 @@ from megatron.config.fields import flag_name
 from megatron.config.validation import RULES
 from megatron.model.architectures import ARCHITECTURES
 from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.finetuning.request import build_parser as build_task_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,6 +67,15 @@ OUTCOME_TABLES = {
     "ignored": "Accepted with a warning: they have no effect\n\n| flag | what happens instead |",
     "refused": "Refused\n\n| flag | reason, and what to use |",
 }
+
+TASKS = """
+## Fine-tuning
+
+Flags of `tasks/main.py` ([Fine-tuning](finetuning.md)), besides those above that are not for pretraining.
+
+| flag | value | description |
+|---|---|---|
+"""
 
 TOOLS = """
 ## Tools
@@ -169,13 +179,14 @@ def rules() -> list[str]:
 
 def command_line() -> str:
     """The page of flags and tools."""
-    return COMMAND_LINE + "".join(flag_tables()) + TOOLS + "".join(tools())
+    return COMMAND_LINE + "".join(flag_tables()) + TASKS + "".join(task_flags()) + TOOLS + "".join(tools())
 
 
 def flag_tables() -> Iterator[str]:
     """A table of each section of the flags of both training programs."""
     models: dict[str, dict[str, list[str]]] = {}
-    for architecture in ARCHITECTURES.values():
+    pretrained = [architecture for architecture in ARCHITECTURES.values() if architecture.is_language_model]
+    for architecture in pretrained:
         for group in build_parser(architecture)._action_groups[2:]:  # without argparse's own two
             rows = models.setdefault(str(group.title), {})
             for action in group._group_actions:
@@ -183,7 +194,7 @@ def flag_tables() -> Iterator[str]:
     for title, rows in models.items():
         yield f"\n## {title}\n\n| flag | value | description |\n|---|---|---|\n"
         for row, names in rows.items():
-            yield f"{row}{'' if len(names) == len(ARCHITECTURES) else f' {names[0]} only.'} |\n"
+            yield f"{row}{'' if len(names) == len(pretrained) else f' {names[0]} only.'} |\n"
 
 
 def flag_row(action: argparse.Action) -> str:
@@ -227,6 +238,14 @@ def outcome_rows(kind: str) -> Iterator[str]:
     for text, flags in names.items():
         marked = re.sub(r"--[a-zA-Z][\w-]*", r"`\g<0>`", text)
         yield f"| {', '.join(flags)} | {marked} |\n"
+
+
+def task_flags() -> Iterator[str]:
+    """A row for each flag of a task."""
+    for group in build_task_parser("")._action_groups:
+        for action in group._group_actions:
+            if action.option_strings != ["-h", "--help"]:
+                yield f"{flag_row(action)} |\n"
 
 
 def tools() -> Iterator[str]:

@@ -21,6 +21,7 @@ _SHAPE_FIELDS = {
     "num_attention_heads": "--num-attention-heads",
     "max_position_embeddings": "--max-position-embeddings",
     "vocab_size": "the vocabulary's size",
+    "classes": "the list of classes",
 }
 """Fields of ModelConfig, and their names in messages."""
 

@@ -21,6 +21,7 @@ from megatron.checkpoint.tracker import resolve
 from megatron.checkpoint.universal import cached
 from megatron.config import RunConfig
 from megatron.config.errors import CheckpointError
+from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manual_seed
 
@@ -135,14 +136,37 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
 def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> str:
     """Load by way of the universal format. Returns a line about it for the user."""
     config = run.checkpoint
-    folder, is_new = on_rank_0(lambda: cached(saved))
-    # Where hosts share a disk, it exists already.
-    is_local_rank_0 = os.environ.get("LOCAL_RANK", "0") == "0"
-    on_all_ranks(lambda: cached(saved) if is_local_rank_0 else None)
+    folder, is_new = _universal(saved)
     with_optimizer = not (config.finetune or config.no_load_optim)
     load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=with_optimizer)
     if not config.finetune:
         load_progress(engine, folder)
+    return _source(saved, folder, is_new)
+
+
+def load_pretrained(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> str:
+    """Load those weights of ``saved`` that the model of ``run`` has, too. The others, such as a new head, are kept.
+
+    Every rank must call it. Returns a line about it for the user. Raises as ``load_checkpoint``.
+    """
+    folder, is_new = _universal(saved)
+    config = saved.whole_model_config()
+    pretrained = architecture_of(config).named_parameters(config)
+    load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=False, only=pretrained)
+    new = architecture_of(run.model).named_parameters(run.model).keys() - pretrained.keys()
+    return f"{_source(saved, folder, is_new)}; not in it, and so initialized: {', '.join(sorted(new)) or 'nothing'}"
+
+
+def _universal(saved: SavedRun) -> tuple[Path, bool]:
+    """The universal form of ``saved`` on this host, and whether it was converted just now."""
+    folder, is_new = on_rank_0(lambda: cached(saved))
+    # Where hosts share a disk, it exists already.
+    is_local_rank_0 = os.environ.get("LOCAL_RANK", "0") == "0"
+    on_all_ranks(lambda: cached(saved) if is_local_rank_0 else None)
+    return folder, is_new
+
+
+def _source(saved: SavedRun, folder: Path, is_new: bool) -> str:
     if is_new:
         return f"{saved.path}: converted from {saved.layout}, cached in {folder}"
     return f"{saved.path}: saved on {saved.layout}, read from {folder}"

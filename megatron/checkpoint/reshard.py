@@ -4,7 +4,7 @@ The base optimizer updates *fp32 master weights*: the parameters themselves, cop
 parameters, of which ZeRO gives each data-parallel rank a partition.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,17 +24,25 @@ from megatron.config.errors import CheckpointError
 
 
 def load_weights_and_optimizer(
-    engine: DeepSpeedEngine, folder: Path, tensor_group: ProcessGroup, *, optimizer: bool
+    engine: DeepSpeedEngine,
+    folder: Path,
+    tensor_group: ProcessGroup,
+    *,
+    optimizer: bool,
+    only: Container[str] | None = None,
 ) -> None:
     """Load the weights of the universal checkpoint ``folder`` into ``engine``, and with ``optimizer`` the moments.
 
-    Every rank calls it. Raises CheckpointError if a parameter is missing or has another shape.
+    With ``only``, parameters of other names keep their values. Every rank calls it. Raises CheckpointError if a
+    parameter is missing or has another shape.
     """
     # DeepSpeed's own loading notifies the optimizers that have these methods, too.
     getattr(engine.optimizer, "checkpoint_event_prologue", lambda: None)()
     masters = master_weights(engine)
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
+            if only is not None and name not in only:
+                continue
             whole = read_state(folder, name, optimizer=optimizer)
             state = {
                 key: _local_shard(value, parameter, tensor_group, folder / "zero" / name)

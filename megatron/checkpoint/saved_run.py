@@ -216,7 +216,8 @@ class SavedRun:
     @property
     def model(self) -> dict[str, Any]:
         """The fields of the run's ModelConfig. Without an architecture it is GPT-2, which was once the only one."""
-        return {"architecture": GPT2.name, **self.config["model"]}
+        saved = self.config["model"]
+        return {"architecture": GPT2.name, **saved, "classes": tuple(saved.get("classes", ()))}
 
     @property
     def skipped_samples(self) -> tuple[range, ...]:
@@ -231,7 +232,7 @@ class SavedRun:
     def whole_model_config(self) -> ModelConfig:
         """The configuration of the saved model without parallelism and padding, in fp32."""
         try:
-            config = ModelConfig(**self.config["model"])
+            config = ModelConfig(**self.model)
         except TypeError as error:
             raise CheckpointError(f"{self.path} was saved by another version: {error}") from None
         return replace(config, padded_vocab_size=config.vocab_size, dtype="fp32")

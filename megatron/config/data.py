@@ -72,26 +72,33 @@ class DataConfig:
         "Prefix of the data set (PREFIX.bin and PREFIX.idx), which is divided by --split; or a blend of data sets, "
         "WEIGHT PREFIX for each, which are sampled in proportion to their weights.",
         metavar=_BLEND,
+        pretraining=True,
     )
     train_data_path: tuple[str, ...] = flag(
-        (), "Data set or blend for training only, instead of --data-path and --split.", metavar=_BLEND
+        (),
+        "Data set or blend for training only, instead of --data-path and --split.",
+        metavar=_BLEND,
+        pretraining=True,
     )
     valid_data_path: tuple[str, ...] = flag(
-        (), "Data set or blend for validation; needs --train-data-path.", metavar=_BLEND
+        (), "Data set or blend for validation; needs --train-data-path.", metavar=_BLEND, pretraining=True
     )
     test_data_path: tuple[str, ...] = flag(
-        (), "Data set or blend for the test; needs --train-data-path.", metavar=_BLEND
+        (), "Data set or blend for the test; needs --train-data-path.", metavar=_BLEND, pretraining=True
     )
-    split: str = flag("969, 30, 1", "Proportions of the documents for training, validation and test.")
-    data_cache_path: str | None = flag(None, "Folder for index maps (default: next to the data).", metavar="DIR")
+    split: str = flag("969, 30, 1", "Proportions of the documents for training, validation and test.", pretraining=True)
+    data_cache_path: str | None = flag(
+        None, "Folder for index maps (default: next to the data).", metavar="DIR", pretraining=True
+    )
     no_shared_disk: bool = flag(
         False,
         "Hosts share no disk: the first rank of each host builds index maps, instead of rank 0 only.",
         aliases=("no-shared-storage",),
+        pretraining=True,
     )
-    data_impl: str = flag("infer", "Format of the data set.", choices=("mmap", "infer"))
-    mmap_warmup: bool = flag(False, "Read the data set once at the start to warm the page cache.")
-    num_workers: int = flag(2, "Number of data loader processes per rank.", within="[0, inf)")
+    data_impl: str = flag("infer", "Format of the data set.", choices=("mmap", "infer"), pretraining=True)
+    mmap_warmup: bool = flag(False, "Read the data set once at the start to warm the page cache.", pretraining=True)
+    num_workers: int = flag(2, "Number of data loader processes per rank.", within="[0, inf)", pretraining=True)
     seq_length: int = flag(0, "Sequence length in tokens.", within="[1, inf)", required=True)
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
@@ -114,7 +121,7 @@ class DataConfig:
         0.1, "Probability of a sample shorter than --seq-length.", within="[0, 1]", masked_lm=True
     )
     data_hash: str = derived("")
-    """Hash of the data set's content; empty if no checkpoint is saved or loaded."""
+    """Hash of the content of the data; empty if no checkpoint is saved or loaded."""
     tokenizer_hash: str = derived("")
     """Hash of the tokenizer's files, likewise."""
 

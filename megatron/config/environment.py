@@ -63,10 +63,15 @@ def check_place(environ: Mapping[str, str]) -> None:
     """Check that the launcher's variables are consistent, and complete if there are several processes.
 
     Raises:
-        ConfigError: a world size without a rank, a rank beyond the last one, or a rank without the
-            rendezvous address.
+        ConfigError: a world size without a rank, a rank beyond the last one, a rank without the rendezvous address,
+            or one process in place of the several that ``accelerate launch`` was asked for.
     """
     size, number = world_size(environ), rank(environ)
+    if number is None and "MASTER_ADDR" in environ and _on_cpu_by_accelerate(environ):
+        raise ConfigError(
+            "accelerate launch --cpu starts several processes only with --mpirun_hostfile: use --use_deepspeed, which "
+            "needs no GPU, or --num_processes 1"
+        )
     if number is None and size > 1:
         raise ConfigError(
             f"the environment sets {size} processes, but not the rank of this one (RANK): {_START}, or unset WORLD_SIZE"
@@ -93,6 +98,11 @@ def _number(environ: Mapping[str, str], variable: str, *, minimum: int) -> int:
     return int(text)
 
 
+def _on_cpu_by_accelerate(environ: Mapping[str, str]) -> bool:
+    """Whether ``accelerate launch --cpu`` has started this process."""
+    return environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+
+
 ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
 """Names of DeepSpeed's accelerators."""
 
@@ -111,7 +121,7 @@ def expected_device(environ: Mapping[str, str], dev: Path = Path("/dev")) -> str
         if name not in ACCELERATORS:
             raise ConfigError(f"environment variable DS_ACCELERATOR={name}: choose from {', '.join(ACCELERATORS)}")
         return name
-    if environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+    if _on_cpu_by_accelerate(environ) or environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return "cpu"
     if (dev / "kfd").exists() or any(dev.glob("nvidia[0-9]*")):
         return "cuda"

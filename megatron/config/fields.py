@@ -19,12 +19,13 @@ def flag(
     required: bool = False,
     metavar: str | None = None,
     masked_lm: bool | None = None,
+    pretraining: bool = False,
 ) -> Any:
     """A field with a command-line flag named after it, or ``name``, and ``aliases``.
 
     ``switches`` are further flags without a value, each with the value it sets; ``within`` is the
     interval of legal numbers in mathematical notation, such as ``"[0, 1)"`` or ``"[1, inf)"``; ``masked_lm``
-    restricts the flag to masked (True) or causal (False) language models.
+    restricts the flag to masked (True) or causal (False) language models, ``pretraining`` to both.
     """
     metadata = {
         "help": help,
@@ -36,6 +37,7 @@ def flag(
         "required": required,
         "metavar": metavar,
         "masked_lm": masked_lm,
+        "pretraining": pretraining or masked_lm is not None,
     }
     return field(default=default, metadata={"flag": metadata})
 

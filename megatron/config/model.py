@@ -100,6 +100,8 @@ class ModelConfig:
     recomputes_attention: bool = derived(False)
     """Whether the backward pass recomputes the attention core alone."""
     seed: int = derived(1234)
+    classes: tuple[str, ...] = derived(())
+    """Names of the classes of a classifier, in the order of its outputs."""
 
     @property
     def sequence_dim(self) -> int:

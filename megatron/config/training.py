@@ -93,6 +93,7 @@ class TrainConfig:
         "With --eod-mask-loss: average the loss over all unmasked tokens of the global batch, which is independent of "
         "how the batch is split, or average the averages of the micro-batches, as the classic code does.",
         choices=("global-batch", "micro-batch"),
+        pretraining=True,
     )
     train_samples: int | None = flag(None, "Number of training samples, instead of iterations.", within="[1, inf)")
     exit_interval: int | None = flag(

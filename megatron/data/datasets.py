@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, partial
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -154,7 +154,14 @@ class BlendedDataset:
         return part.spans(place)
 
 
-Samples = GPT2Dataset | BertDataset | BlendedDataset
+class Samples(Protocol):
+    """The samples of a split, in the order of training."""
+
+    def __len__(self) -> int:
+        """Samples that can be taken."""
+
+    def take(self, indices: Sequence[int]) -> np.ndarray:
+        """Some samples, int64 [n, ...]. Raises DataError if they cannot be read."""
 
 
 @dataclass(frozen=True)

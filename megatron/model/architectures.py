@@ -1,4 +1,4 @@
-"""The specs of GPT-2 and BERT. No torch here.
+"""The specs of GPT-2, BERT and BERT with a classifier as its head. No torch here.
 
 h hidden, f inside the MLP, v padded vocabulary
 """
@@ -20,7 +20,7 @@ from megatron.model.spec import (
     row_parallel,
 )
 
-__all__ = ["ARCHITECTURES", "BERT", "GPT2", "architecture_of"]
+__all__ = ["ARCHITECTURES", "BERT", "CLASSIFIER", "GPT2", "architecture_of"]
 
 EMBED = "embed"
 """Key of the layers that share the word embedding: the first, and the head."""
@@ -85,19 +85,25 @@ def _gpt2(config: ModelConfig) -> list[LayerSpec]:
 
 
 def _bert(config: ModelConfig) -> list[LayerSpec]:
-    h = config.hidden_size
-    token_types = LayerSpec("TokenTypeEmbedding", (ParameterSpec("tokentype_embeddings.weight", (2, h)),))
     bias = ParameterSpec("word_bias", (config.padded_vocab_size,), 0, weight_decay=False, is_vocabulary=True)
     return [
+        *_encoder(config),
+        _pair_head(config),
+        word_logits(config, "PairEmbedding"),
+        LayerSpec("WordBias", (bias,)),
+    ]
+
+
+def _encoder(config: ModelConfig) -> list[LayerSpec]:
+    """BERT without its head."""
+    table = ParameterSpec("tokentype_embeddings.weight", (2, config.hidden_size))
+    return [
         word_embedding(config, "PairEmbedding"),
-        token_types,
+        LayerSpec("TokenTypeEmbedding", (table,)),
         position_embedding(config),
         *[transformer_layer(config)] * config.num_layers,
         WITHOUT_SEGMENT_IDS,
         final_norm(config),
-        _pair_head(config),
-        word_logits(config, "PairEmbedding"),
-        LayerSpec("WordBias", (bias,)),
     ]
 
 
@@ -111,6 +117,13 @@ def _pair_head(config: ModelConfig) -> LayerSpec:
         *replicated_linear("order", h, 2),
     )
     return LayerSpec("PairHead", parameters, 2 * h * h, kept=KeptActivations(local=3 * h, statistics=2))
+
+
+def _classifier(config: ModelConfig) -> list[LayerSpec]:
+    """BERT's layers with another head, whose pooler has the place and the name of the pretrained one."""
+    h = config.hidden_size
+    parameters = (*replicated_linear("pooler", h, h), *replicated_linear("classifier", h, len(config.classes)))
+    return [*_encoder(config), LayerSpec("ClassifierHead", parameters)]
 
 
 GPT2 = register(
@@ -132,5 +145,16 @@ BERT = register(
         torch_layers="megatron.model.bert:bert_layers",
         torch_loss="megatron.model.bert:bert_loss",
         masked_lm=True,
+    )
+)
+CLASSIFIER = register(
+    ArchitectureSpec(
+        "BERT classifier",
+        "tasks/main.py",
+        BERT.tokenizers,
+        _classifier,
+        torch_layers="megatron.model.classifier:classifier_layers",
+        torch_loss="megatron.model.classifier:classifier_loss",
+        masked_lm=None,
     )
 )

@@ -7,6 +7,7 @@ b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -80,25 +81,34 @@ class ReplicatedLinear(nn.Module):
 
 
 def bert_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
-    """The layers of BERT in order, not yet built; the same list as in its spec.
+    """The layers of BERT in order, not yet built; the same list as in its spec."""
+    return [
+        *encoder_layers(config, layout),
+        LayerSpec(PairHead, config, layout),  # hidden -> hidden for the masked LM, logits of the order [b, 2]
+        pair_embedding(config, layout, forward_fn=words_to_logits),  # -> logits [b, s, v/t], logits of the order [b, 2]
+        LayerSpec(WordBias, config, layout),
+    ]
+
+
+def encoder_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
+    """BERT without its head: tokens and token types [b, 2, s] -> hidden [b, s, h].
 
     Padding is a segment of its own, so the sentences do not attend to it.
     """
-    embedding = partial(
-        TiedLayerSpec, "embed", PairEmbedding, config, layout, tied_weight_attr="word_embeddings.weight"
-    )
     layer = partial(LayerSpec, ParallelTransformerLayer, config, layout, causal=False)
     return [
-        embedding(),  # tokens and token types [b, 2, s] -> hidden [b, s, h], token types [b, s]
+        pair_embedding(config, layout),  # -> hidden [b, s, h], token types [b, s]
         LayerSpec(TokenTypeEmbedding, config, layout),  # -> hidden, segment ids [b, s]
         LayerSpec(PositionEmbedding, config, layout, passes_segment_ids=True),
         *(layer(layer_number=n + 1) for n in range(config.num_layers)),
         without_segment_ids,
         LayerSpec(norm_class(config, layout), config.hidden_size, eps=config.layernorm_epsilon),
-        LayerSpec(PairHead, config, layout),  # hidden -> hidden for the masked LM, logits of the order [b, 2]
-        embedding(forward_fn=words_to_logits),  # -> logits [b, s, v/t], logits of the order [b, 2]
-        LayerSpec(WordBias, config, layout),
     ]
+
+
+def pair_embedding(config: ModelConfig, layout: ParallelLayout, **options: Any) -> TiedLayerSpec:
+    """The word embedding, not yet built; with ``forward_fn`` another use of it."""
+    return TiedLayerSpec("embed", PairEmbedding, config, layout, tied_weight_attr="word_embeddings.weight", **options)
 
 
 def words_to_logits(embedding: PairEmbedding, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

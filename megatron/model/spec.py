@@ -108,8 +108,14 @@ class ArchitectureSpec:
     """``module:function`` of (config, layout) that returns the same list as DeepSpeed ``LayerSpec``s and functions."""
     torch_loss: str
     """``module:function`` of (config, layout) that returns loss(output of the last layer, targets)."""
-    masked_lm: bool = False
-    """Whether samples are pairs of sentences with masked tokens (BERT), instead of runs of tokens."""
+    masked_lm: bool | None = False
+    """Whether samples are pairs of sentences with masked tokens (BERT), instead of runs of tokens. None for a model
+    that is no language model: its samples are rows of a table, each with a class."""
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether it is pretrained, on indexed data sets."""
+        return self.masked_lm is not None
 
     def build_layers(self, config: ModelConfig, layout: Any) -> Sequence[Any]:
         """The list of layers for DeepSpeed's containers, not yet built. Imports torch."""

@@ -1,7 +1,6 @@
 """Data iterators: the micro-batches of each iteration and each evaluation, on this rank."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import islice
 
 import torch
@@ -14,12 +13,13 @@ from megatron.config import RunConfig
 from megatron.data.datasets import Datasets, Samples, build_datasets
 from megatron.data.index_maps import sample_at, with_skipped
 from megatron.data.loader import Batch, MicroBatches, batches, masked_lm_batch, next_token_batch
+from megatron.data.splits import has_split
 from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
 
 
 def weighted(micro_batches: Iterator[Batch], accumulated: int, group: ProcessGroup, *, masks: bool) -> Iterator[Batch]:
-    """``micro_batches`` with their loss masks [b, s] scaled to weights.
+    """``micro_batches`` with their loss masks [b, s] scaled to weights; [b] if each sample has one label.
 
     DeepSpeed averages over the ``accumulated`` micro-batches of an iteration and over the data ranks of ``group``.
     If ``masks`` is true, micro-batches count different numbers of tokens, and the average of their means is not the
@@ -49,13 +49,20 @@ def weighted_by_micro_batch(micro_batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 class DataIterators:
-    """The data sets of a run and this rank's micro-batches. Only the first and the last pipeline stage read data."""
+    """The data sets of a run and this rank's micro-batches. Only the first and the last pipeline stage read data.
+
+    A subclass that reads other data overrides ``has``, ``_open`` and ``_to_batch``.
+    """
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, skipped_samples: Sequence[range] = ()):
         self._run, self._layout = run, layout
         self._reads = layout.is_first_stage or layout.is_last_stage
         self.skipped_samples = skipped_samples
         self._datasets = self._build()
+
+    def has(self, split: str) -> bool:
+        """Whether ``valid`` or ``test`` has any data."""
+        return has_split(self._run.data, split)
 
     def training(self, finished: int) -> Iterator[Batch] | None:
         """Micro-batches of the iterations after ``finished``; None if this rank reads no data."""
@@ -89,7 +96,7 @@ class DataIterators:
         last_sample = train.consumed_samples(train.train_iters) + sum(map(len, self.skipped_samples))
         return build_datasets(
             run.data,
-            masked_lm=architecture_of(run.model).masked_lm,
+            masked_lm=bool(architecture_of(run.model).masked_lm),
             vocab_size=run.model.vocab_size,
             global_batch_size=train.global_batch_size,
             train_iters=max(train.train_iters, -(-last_sample // train.global_batch_size)),
@@ -101,10 +108,16 @@ class DataIterators:
     def _batches(self, split: str, first_sample: int, skipped: Sequence[range] = ()) -> Iterator[Batch] | None:
         if self._datasets is None:
             return None
-        run, group = self._run, self._layout.data_group
-        data, train, masked_lm = run.data, run.train, architecture_of(run.model).masked_lm
-        dataset: Samples = getattr(self._datasets, split)
-        next_token = partial(next_token_batch, eod_token=run.model.eod_token, eod_mask_loss=data.eod_mask_loss)
+        train, group = self._run.train, self._layout.data_group
+        micro_batches = self._micro_batches(getattr(self._datasets, split), first_sample, skipped)
+        if train.loss_normalization == "micro-batch":
+            return on_device(weighted_by_micro_batch(micro_batches))
+        masks = self._run.data.eod_mask_loss or architecture_of(self._run.model).masked_lm is not False
+        return on_device(weighted(micro_batches, train.gradient_accumulation_steps, group, masks=masks))
+
+    def _micro_batches(self, dataset: Samples, first_sample: int, skipped: Sequence[range] = ()) -> Iterator[Batch]:
+        """This rank's micro-batches of ``dataset``, with masks that are not scaled yet."""
+        train, group = self._run.train, self._layout.data_group
         numbered = MicroBatches(
             dataset,
             first_sample=first_sample,
@@ -114,12 +127,14 @@ class DataIterators:
             data_size=group.size(),
             skipped=skipped,
         )
-        to_batch = masked_lm_batch if masked_lm else next_token
-        micro_batches = batches(numbered, num_workers=data.num_workers, to_batch=to_batch)
-        if train.loss_normalization == "micro-batch":
-            return on_device(weighted_by_micro_batch(micro_batches))
-        masks = data.eod_mask_loss or masked_lm
-        return on_device(weighted(micro_batches, train.gradient_accumulation_steps, group, masks=masks))
+        return batches(numbered, num_workers=self._run.data.num_workers, to_batch=self._to_batch)
+
+    def _to_batch(self, rows: Tensor) -> Batch:
+        """Samples as a micro-batch."""
+        run = self._run
+        if architecture_of(run.model).masked_lm:
+            return masked_lm_batch(rows)
+        return next_token_batch(rows, eod_token=run.model.eod_token, eod_mask_loss=run.data.eod_mask_loss)
 
 
 def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:

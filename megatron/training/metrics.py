@@ -57,11 +57,11 @@ class MetricsLogger:
         """Log the loss of an evaluation on the split ``valid`` or ``test``."""
         kind = {"valid": "validation", "test": "test"}[split]
         text, values = f"  {kind} after iteration {iteration} | loss {loss:.4f}", {f"{kind}_loss": loss}
-        if not architecture_of(self._run.model).masked_lm:  # its loss is not of tokens alone
+        if architecture_of(self._run.model).masked_lm is False:  # other losses are not of tokens alone
             values[f"{kind}_ppl"] = math.exp(min(loss, 20.0))
             text += f" | perplexity {values[f'{kind}_ppl']:.3f}"
         self.info(text)
-        self._record(iteration, values)
+        self.record(iteration, values)
 
     def start(self) -> None:
         """Start the clock of the first log interval."""
@@ -99,9 +99,10 @@ class MetricsLogger:
             "memory_gb": _memory_gb(),
         }
         self.info(_progress_line(iteration, train.train_iters, values))
-        self._record(iteration, values)
+        self.record(iteration, values)
 
-    def _record(self, iteration: int, values: dict[str, Any]) -> None:
+    def record(self, iteration: int, values: dict[str, Any]) -> None:
+        """Write ``values`` by name to the metrics file and TensorBoard."""
         # JSON has neither nan nor infinity.
         values = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
         with warn_if_unwritable("metrics"):

@@ -55,6 +55,8 @@ def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], 
 
 def _check_data(run: RunConfig) -> None:
     masked_lm = architecture_of(run.model).masked_lm
+    if masked_lm is None:
+        return  # the rows of a task, which its program has read
     check_data(run.data, train_iters=run.train.train_iters, eval_iters=run.train.eval_iters, masked_lm=masked_lm)
 
 
@@ -71,7 +73,7 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     )
     if with_hashes and (run.checkpoint.save or run.checkpoint.load):
         hash_of_tokenizer = tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file)
-        data = replace(data, data_hash=blend_hash(data.contents), tokenizer_hash=hash_of_tokenizer)
+        data = replace(data, data_hash=data.data_hash or blend_hash(data.contents), tokenizer_hash=hash_of_tokenizer)
     return replace(run, model=model, data=data)
 
 

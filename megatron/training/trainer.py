@@ -19,7 +19,6 @@ from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.config import RunConfig
 from megatron.config.errors import NumericsError
 from megatron.data.loader import Batch
-from megatron.data.splits import has_split
 from megatron.launch.processes import ExitSignal
 from megatron.launch.progress import ProgressState
 from megatron.parallel.layout import ParallelLayout
@@ -62,7 +61,7 @@ class ExitConditions:
             return Exit(f"received {signal.Signals(number).name}", code)
         if is_late:
             return Exit(f"--exit-duration-in-mins {train.exit_duration_in_mins} have passed", 0)
-        if _due(iteration, train.exit_interval):
+        if due(iteration, train.exit_interval):
             return Exit(f"--exit-interval {train.exit_interval}", 0)
         return None
 
@@ -99,7 +98,7 @@ class Trainer:
         """
         iteration, early_exit = self._train_until_exit(finished)
         if early_exit is None:
-            if not _due(iteration, self.run.train.eval_interval):
+            if not self.evaluates_after(iteration):
                 self.evaluate(iteration)
             self.evaluate(iteration, split="test")
         for callback in self.callbacks:
@@ -107,13 +106,21 @@ class Trainer:
         self.log.close()
         return early_exit.exit_code if early_exit else 0
 
+    def evaluates_after(self, iteration: int) -> bool:
+        """Whether training is interrupted for an evaluation after ``iteration``."""
+        return due(iteration, self.run.train.eval_interval)
+
+    def saves_after(self, iteration: int) -> bool:
+        """Whether training is interrupted for a checkpoint after ``iteration``."""
+        return due(iteration, self.run.checkpoint.save_interval)
+
     def evaluate(self, iteration: int, split: str = "valid") -> None:
         """Log the mean loss over the next ``--eval-iters`` global batches of ``split``."""
         config = self.run.train
-        if not config.eval_iters or not has_split(self.run.data, split):
+        if not config.eval_iters or not self.data.has(split):
             return
         self.progress.enter("evaluation", iteration)
-        with self._paused():
+        with self.paused():
             earlier = (iteration - 1) // config.eval_interval if split == "valid" else 0
             batches = self.data.evaluation(split, earlier)
             losses = [eval_batch(self.engine, batches, self.hooks) for _ in range(config.eval_iters)]
@@ -123,7 +130,7 @@ class Trainer:
         """Save a checkpoint if there is a folder for it and the weights are good. Returns ``iteration``."""
         self.progress.enter("saving", iteration)
         if self.anomalies.weights_are_good:
-            with self._paused():
+            with self.paused():
                 self.checkpointer.save(iteration, self.data.skipped_samples)
         elif self.run.checkpoint.save:
             self.log.info(f"  no checkpoint saved after iteration {iteration}: it was bad, perhaps by a wrong weight")
@@ -131,7 +138,7 @@ class Trainer:
 
     def _train_until_exit(self, finished: int) -> tuple[int, Exit | None]:
         """Iterate to the last iteration or to an exit condition, and save. Returns where and why it ended."""
-        config, save_interval = self.run.train, self.run.checkpoint.save_interval
+        config = self.run.train
         iteration = last_saved = finished
         early_exit = None
         batches = self.data.training(finished)
@@ -146,9 +153,9 @@ class Trainer:
                 iteration = last_saved = restart
                 batches = self.data.training(restart)
                 continue
-            with self._paused():
+            with self.paused():
                 self.checkpointer.poll()
-            evaluates, saves = _due(iteration, config.eval_interval), _due(iteration, save_interval)
+            evaluates, saves = self.evaluates_after(iteration), self.saves_after(iteration)
             if evaluates:
                 self.evaluate(iteration)
             if saves:
@@ -184,12 +191,12 @@ class Trainer:
         """
         text = f"iteration {iteration}: {result.problem}"
         if result.first_iteration == iteration and not result.is_spike:
-            with self._paused():
+            with self.paused():
                 text += f"; {find_origin(self.engine, self.data.training(iteration - 1))}"
         self.log.info(f"  {text}")
         folder = self.run.checkpoint.save
         if folder and self.run.train.rewind_on_spike and (result.is_spike or result.limit_reached):
-            with self._paused():
+            with self.paused():
                 self.checkpointer.finish()
                 if holds_checkpoint(Path(folder)):
                     return self._rewind(range(result.first_iteration, iteration + 1))
@@ -221,12 +228,13 @@ class Trainer:
         return saved.iteration
 
     @contextmanager
-    def _paused(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Exclude the time spent inside from the time of training iterations."""
         start = time.monotonic()
         yield
         self.log.pause(time.monotonic() - start)
 
 
-def _due(iteration: int, interval: int | None) -> bool:
+def due(iteration: int, interval: int | None) -> bool:
+    """Whether something that happens every ``interval`` iterations, if ever, happens after ``iteration``."""
     return bool(interval and iteration % interval == 0)

@@ -24,6 +24,7 @@ def under_torchrun(programs: Programs, arguments, tmp_path_factory):
 COMMANDS = {
     "deepspeed": ["deepspeed", "--log_level", "warning", "--master_port", str(free_port()), "--num_gpus", "2"],
     "mpirun": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "python"],
+    "accelerate": ["accelerate", "launch", "--use_deepspeed", "--num_processes", "2", "--main_process_port", "0"],
 }
 
 

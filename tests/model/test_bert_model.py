@@ -8,8 +8,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.model.architectures import BERT
-from megatron.model.bert import bert_layers, bert_loss
+from megatron.model.architectures import BERT, CLASSIFIER, architecture_of
 from megatron.model.containers import SequentialModel
 from megatron.mpu import ParallelLayout
 from megatron.training.engines import weight_decay_groups
@@ -35,8 +34,8 @@ TARGETS = (TOKENS.roll(3, 1), REAL / REAL.sum(), torch.tensor([1, 0]))
 
 
 def _bert(config: ModelConfig = CONFIG) -> SequentialModel:
-    layout = ParallelLayout.create(ParallelConfig(world_size=1))
-    model = SequentialModel(bert_layers(config, layout), bert_loss(config, layout), ActivationConfig())
+    layout, spec = ParallelLayout.create(ParallelConfig(world_size=1)), architecture_of(config)
+    model = SequentialModel(spec.build_layers(config, layout), spec.build_loss(config, layout), ActivationConfig())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # none shall be mistaken for another
@@ -69,16 +68,39 @@ def equals_transformers():
                  theirs.bert.embeddings.token_type_embeddings.weight.grad)  # fmt: skip
 
 
-def their_model(ours: SequentialModel, config: ModelConfig) -> torch.nn.Module:
-    """transformers' model with our weights."""
-    from transformers import MegatronBertConfig, MegatronBertForPreTraining
+def test_a_classifier_is_that_of_transformers(run_ranks):
+    run_ranks(1, classifier_equals_transformers)
 
-    theirs = MegatronBertForPreTraining(
-        MegatronBertConfig(
+
+def classifier_equals_transformers():
+    config = replace(CONFIG, architecture=CLASSIFIER.name, classes=("a", "b", "c"))
+    ours = _bert(config)
+    theirs = their_model(ours, config, "MegatronBertForSequenceClassification", num_labels=3)
+    mask, types, labels = REAL.long(), SEGMENTS.clamp(min=0), torch.tensor([2, 0])
+    expected = theirs(TOKENS, attention_mask=mask, token_type_ids=types, labels=labels)
+    assert_close(ours(INPUTS), expected.logits)
+    loss = ours(INPUTS, (labels, torch.tensor([0.5, 0.5])))
+    assert_close(loss, expected.loss)
+    loss.backward()
+    expected.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    assert all(gradient is not None for gradient in gradients.values())
+    for name, gradient in renamed(gradients, config).items():
+        assert_close(gradient, theirs.get_parameter(name).grad)
+
+
+def their_model(
+    ours: SequentialModel, config: ModelConfig, kind: str = "MegatronBertForPreTraining", **head: int
+) -> torch.nn.Module:
+    """transformers' model of a ``kind`` with our weights."""
+    import transformers
+
+    theirs = getattr(transformers, kind)(
+        transformers.MegatronBertConfig(
             vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_attention_heads, intermediate_size=config.ffn_hidden_size,
             max_position_embeddings=config.max_position_embeddings, layer_norm_eps=config.layernorm_epsilon,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **head,
         )
     ).eval()  # fmt: skip
     with torch.no_grad():
@@ -88,17 +110,18 @@ def their_model(ours: SequentialModel, config: ModelConfig) -> torch.nn.Module:
 
 
 def renamed(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our weights under the names of transformers."""
+    """Our weights, or their gradients, under the names of transformers."""
     heads, last, v = config.num_attention_heads, config.num_layers + 3, config.vocab_size
     pairs = {
         "bert.embeddings.word_embeddings.weight": weights["tied_modules.embed.word_embeddings.weight"][:v],
         "bert.embeddings.token_type_embeddings.weight": weights["1.tokentype_embeddings.weight"],
         "bert.embeddings.position_embeddings.weight": weights["2.position_embeddings.weight"],
-        "cls.predictions.bias": weights[f"{last + 4}.word_bias"][:v],
     }
+    if f"{last + 4}.word_bias" in weights:
+        pairs["cls.predictions.bias"] = weights[f"{last + 4}.word_bias"][:v]
     names = {f"{last + 1}": "bert.encoder.ln", f"{last + 2}.dense": "cls.predictions.transform.dense",
              f"{last + 2}.layernorm": "cls.predictions.transform.LayerNorm", f"{last + 2}.pooler": "bert.pooler.dense",
-             f"{last + 2}.order": "cls.seq_relationship"}  # fmt: skip
+             f"{last + 2}.order": "cls.seq_relationship", f"{last + 2}.classifier": "classifier"}  # fmt: skip
     for n in range(config.num_layers):
         layer = f"bert.encoder.layer.{n}."
         names |= {f"{n + 3}.input_layernorm": f"{layer}attention.ln", f"{n + 3}.post_attention_layernorm": f"{layer}ln",
@@ -110,7 +133,10 @@ def renamed(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor
             for part, row in zip(("query", "key", "value"), rows, strict=True):
                 pairs[f"{layer}attention.self.{part}.{end}"] = row.flatten(0, 1)
     return pairs | {
-        f"{theirs}.{end}": weights[f"{ours}.{end}"] for ours, theirs in names.items() for end in ("weight", "bias")
+        f"{theirs}.{end}": weights[f"{ours}.{end}"]
+        for ours, theirs in names.items()
+        for end in ("weight", "bias")
+        if f"{ours}.{end}" in weights
     }
 
 

@@ -21,11 +21,11 @@ LAYOUTS = [
 
 def settled(words: str) -> RunConfig:
     run = parse(f"{words} --ffn-hidden-size 96 --max-position-embeddings 40", ranks=12)
-    return replace(run, model=replace(run.model, vocab_size=100, padded_vocab_size=128))
+    return replace(run, model=replace(run.model, vocab_size=100, padded_vocab_size=128, classes=("a", "b", "c")))
 
 
 @pytest.mark.parametrize("words", LAYOUTS)
-@pytest.mark.parametrize("program", ["", "bert"])
+@pytest.mark.parametrize("program", ["", "bert", "classifier"])
 def test_built_parameters_are_those_of_the_spec(program: str, words: str) -> None:
     """Names, shapes, sharded dimension and weight decay, on the first rank of each stage."""
     from megatron.tools.planning.dry_run import built_stage, fake_layout, first_rank_of_each_stage
@@ -47,7 +47,7 @@ def test_built_parameters_are_those_of_the_spec(program: str, words: str) -> Non
     assert seen == {name: (spec.shape, spec.shard_dim, spec.weight_decay) for name, spec in specs.items()}
 
 
-@pytest.mark.parametrize("program", ["", "bert"])
+@pytest.mark.parametrize("program", ["", "bert", "classifier"])
 def test_parameters_are_in_the_order_of_the_layers(run_ranks, program: str) -> None:
     run = settled(program)
     (names,) = run_ranks(1, whole_model_names, run)
@@ -67,7 +67,7 @@ def whole_model_names(run: RunConfig) -> list[str]:
 
 
 def test_the_vocabulary_is_the_padded_dimension() -> None:
-    for program in ("", "bert"):
+    for program in ("", "bert", "classifier"):
         run = settled(program)
         grown = replace(run.model, padded_vocab_size=256)
         specs, others = (architecture_of(model).named_parameters(model) for model in (run.model, grown))

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from megatron.config import RunConfig
 from megatron.config.command_line import ParsedRun, read_run
 from megatron.config.errors import ConfigError
-from megatron.model.architectures import BERT, GPT2
+from megatron.model.architectures import BERT, CLASSIFIER, GPT2
 
 CPU = {"DS_ACCELERATOR": "cpu"}
 CUDA = {"DS_ACCELERATOR": "cuda"}
@@ -19,17 +19,25 @@ SMALL_BERT = SMALL.replace(
     "--vocab-file vocab.json --merge-file merges.txt", "--vocab-file vocab.txt --tokenizer-type BertWordPieceLowerCase"
 )
 """That of pretrain_bert.py."""
+_BY_WORD = {
+    "bert": (SMALL_BERT, BERT),
+    "classifier": (SMALL_BERT.replace("--data-path corpus ", ""), CLASSIFIER),
+}
 
 
 def parse(words: str = "", *, ranks: int = 1, environ: Mapping[str, str] = CPU) -> RunConfig:
-    """The run of SMALL and ``words`` on so many ranks; where they begin with ``bert``, of pretrain_bert.py."""
+    """The run of SMALL and ``words`` on so many ranks; where they begin with ``bert``, of pretrain_bert.py.
+
+    Where they begin with ``classifier``, it is the run of a task.
+    """
     return read(words, ranks=ranks, environ=environ).checked()
 
 
 def read(words: str = "", *, ranks: int = 1, environ: Mapping[str, str] = CPU) -> ParsedRun:
     """The same, legal or not."""
-    small, architecture = (SMALL_BERT, BERT) if words.split()[:1] == ["bert"] else (SMALL, GPT2)
-    line = f"{small} {words.removeprefix('bert')}"
+    first, _, rest = words.partition(" ")
+    small, architecture = _BY_WORD.get(first, (SMALL, GPT2))
+    line = f"{small} {rest if first in _BY_WORD else words}"
     return read_run(line.split(), {**environ, "WORLD_SIZE": str(ranks)}, architecture)
 
 

@@ -51,3 +51,19 @@ def pretrain(words: list[str], architecture: str = "GPT-2") -> tuple[int, str]:
 def pretrain_bert(words: list[str]) -> tuple[int, str]:
     """The same as ``pretrain_bert.py``."""
     return pretrain(words, "BERT")
+
+
+def fine_tune(words: list[str]) -> tuple[int, str]:
+    """The same as ``tasks/main.py``."""
+    from dataclasses import replace
+
+    from megatron.tools.finetuning.finetune import finetune
+    from megatron.tools.finetuning.request import build_parser, read_task
+    from megatron.training.preflight import check
+
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        args, rest = build_parser("").parse_known_args(words)
+        task = read_task(args, rest, os.environ)
+        run, _ = check(task.run)
+        code = finetune(replace(task, run=run), ())
+    return code, output.getvalue()

@@ -1,10 +1,12 @@
 """tools/plan.py: its output and files describe the runs exactly."""
 
 import json
+import os
 import shlex
 import subprocess
 
 import pytest
+import yaml
 
 from megatron.tools.planning.request import bytes_of_text
 
@@ -52,11 +54,27 @@ def test_the_command_is_legal_and_its_json_is_the_runs(planned, programs):
     assert config == json.loads((folder / "files" / "ds_config.json").read_text())
 
 
-def test_the_script_starts_as_many_processes_as_were_planned(planned):
-    folder, _ = planned
-    assert "deepspeed --num_gpus 4 pretrain_gpt2.py" in (folder / "files" / "run.sh").read_text()
-    assert (folder / "files" / "hostfile").read_text() == "host1 slots=4\n"
-    subprocess.run(["bash", "-n", folder / "files" / "run.sh"], check=True)
+@pytest.mark.parametrize("launcher", ["deepspeed", "accelerate"])
+def test_the_script_starts_as_many_processes_as_were_planned(planned, tmp_path, launcher):
+    files = planned[0] / "files"
+    (tmp_path / launcher).write_text('#!/bin/sh\necho "$0 $@"\n')
+    (tmp_path / launcher).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "LAUNCHER": launcher}
+    command = ["bash", files / "run.sh", "--bf16"]
+    words = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.split()
+    place = words.index("pretrain_gpt2.py")
+    config, json_file = files / "accelerate.yaml", files / "ds_config.json"
+    assert (
+        words[1:place]
+        == {
+            "deepspeed": ["--num_gpus", "4"],
+            "accelerate": f"launch --config_file {config} --deepspeed_config_file {json_file}".split(),
+        }[launcher]
+    )
+    assert words[-3:] == ["--deepspeed_config", str(json_file), "--bf16"]
+    assert (files / "hostfile").read_text() == "host1 slots=4\n"
+    of_accelerate = yaml.safe_load(config.read_text())
+    assert (of_accelerate["num_processes"], of_accelerate["num_machines"]) == (4, 1)
 
 
 def test_pictures_are_drawn(planned):

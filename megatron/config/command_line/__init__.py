@@ -25,6 +25,7 @@ from megatron.config.environment import expected_device, local_rank, world_size
 from megatron.config.errors import ConfigError, nearest_multiples
 from megatron.config.fields import Provided
 from megatron.config.validation import value_problems, violations, warnings
+from megatron.config.validation.accelerate import accelerate_conflicts
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.parallel.pipeline.partition import repartitioned
@@ -68,16 +69,18 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
     """Like ``parse_run``, with the problems in the result. Raises ConfigError if a value or the file cannot be read."""
     flags, problems = read_flags(argv, architecture)
     file = ConfigFile("", {})
-    if CONFIG_FILE in flags:
+    config_file = flags.pop(CONFIG_FILE).value if CONFIG_FILE in flags else None
+    if config_file is not None:
         try:
-            file, file_problems = read_config_file(flags.pop(CONFIG_FILE).value)
+            file, file_problems = read_config_file(config_file)
         except ConfigError as error:
             raise ConfigError([*problems, *error.messages]) from None
         problems += file_problems
     provided, contradictions = _merge(flags, read_settings(file))
     run, unresolved = resolve_run(provided, environ, architecture)
-    problems += contradictions + value_problems(provided) + unresolved
+    problems += contradictions + value_problems(provided, architecture) + unresolved
     problems += violations(run) + conflicts(run, file.tree, provided)
+    problems += accelerate_conflicts(run, environ, config_file)
     if not problems:
         run = replace(run, ds_config=compile_config(run, provided, file.tree))
     return ParsedRun(run, problems, ignored_flags(argv, architecture) + warnings(run, provided))

@@ -318,10 +318,9 @@ _REFUSED = {
         "decode-only-cuda-graphs symmetric-ar-type nccl-all-reduce-for-prefill mlp-chunks-for-prefill "
         "disable-chunked-prefill"
     ),
-    "it is for evaluation tasks: use tools/evaluate.py": (
-        "task epochs train-data valid-data overlapping-eval strict-lambada"
+    "it is for fine-tuning and evaluation tasks: use tasks/main.py": (
+        "task epochs pretrained-checkpoint train-data valid-data overlapping-eval strict-lambada"
     ),
-    "it is for fine-tuning on tasks: use --load with --finetune": "pretrained-checkpoint",
 }
 
 

@@ -84,9 +84,17 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
     for section in sections().values():
         group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
         for field in fields(section):
-            if "flag" in field.metadata and field.metadata["flag"]["masked_lm"] in (None, architecture.masked_lm):
+            if "flag" in field.metadata and _applies(field, architecture):
                 _add_flag(group, field)
     return parser
+
+
+def _applies(field: Field, architecture: ArchitectureSpec) -> bool:
+    """Whether the program that trains ``architecture`` has the flag of ``field``."""
+    metadata = field.metadata["flag"]
+    if not architecture.is_language_model:
+        return not metadata["pretraining"]
+    return metadata["masked_lm"] in (None, architecture.masked_lm)
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
@@ -180,14 +188,21 @@ def _apply(outcome: Outcome, name: str, values: Sequence[str], result: _Words) -
 
 def _flags_of_other_models(architecture: ArchitectureSpec) -> dict[str, str]:
     """The flags that the program of ``architecture`` refuses since they are those of other models, with the message."""
-    owner = GPT2 if architecture.masked_lm else BERT
-    message = f"{architecture.program} has no such flag: it is {owner.name}'s, for {owner.program}"
-    fields_of_others = [
-        field
-        for field in flag_fields().values()
-        if field.metadata["flag"]["masked_lm"] not in (None, architecture.masked_lm)
-    ]
-    return {name: message for field in fields_of_others for name in _names(field)}
+    others = [field for field in flag_fields().values() if not _applies(field, architecture)]
+    return {
+        name: f"{architecture.program} has no such flag: it is {_owner(field)}"
+        for field in others
+        for name in _names(field)
+    }
+
+
+def _owner(field: Field) -> str:
+    """The model and the program that have the flag of ``field``, which not all have."""
+    masked_lm = field.metadata["flag"]["masked_lm"]
+    if masked_lm is None:
+        return "for pretraining"
+    owner = BERT if masked_lm else GPT2
+    return f"{owner.name}'s, for {owner.program}"
 
 
 def _is_flag(word: str) -> bool:

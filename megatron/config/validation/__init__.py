@@ -10,6 +10,7 @@ from megatron.config import RunConfig, flag_fields
 from megatron.config.fields import Provided, flag_name, inside, interval_as_text
 from megatron.config.validation import layout, memory, training  # noqa: F401  # in the order of RULES
 from megatron.config.validation.rules import RULES, Rule
+from megatron.model.spec import ArchitectureSpec
 
 __all__ = ["RULES", "Rule", "value_problems", "violations", "warnings"]
 
@@ -54,8 +55,11 @@ def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
     return messages
 
 
-def value_problems(provided: Mapping[str, Provided]) -> list[str]:
-    """A message for each required value that is missing, each out of its range, and each provided in two ways."""
+def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureSpec) -> list[str]:
+    """A message for each required value that is missing, each out of its range, and each provided in two ways.
+
+    The required values are those of the program that trains ``architecture``.
+    """
     problems = []
     for name, field in flag_fields().items():
         metadata = field.metadata["flag"]
@@ -71,6 +75,6 @@ def value_problems(provided: Mapping[str, Provided]) -> list[str]:
             problems.append(f"{' and '.join(sources)} exclude each other: give one")
     if "train_iters" not in provided and "train_samples" not in provided:
         problems.append("--train-iters is required (or --train-samples)")
-    if "data_path" not in provided and "train_data_path" not in provided:
+    if architecture.is_language_model and not {"data_path", "train_data_path"} & provided.keys():
         problems.append("--data-path is required (or --train-data-path)")
     return problems

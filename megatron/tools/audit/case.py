@@ -11,7 +11,8 @@ from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.config import DataConfig, TrainConfig
 from megatron.config.errors import CheckpointError, ConfigError, DataError
-from megatron.data.datasets import Samples, build_datasets
+from megatron.data.datasets import BlendedDataset, build_datasets
+from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.index_maps import sample_at
 from megatron.model.architectures import GPT2
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -74,7 +75,7 @@ class Case:
             )
         return tokenizer
 
-    def training_samples(self, samples: int) -> Samples:
+    def training_samples(self, samples: int) -> GPT2Dataset | BlendedDataset:
         """At least ``samples`` training samples of the run, in the order of training.
 
         Raises DataError if the data are not those that the run has read, ConfigError if its model is not GPT-2.
@@ -92,7 +93,7 @@ class Case:
             eval_iters=0,
             seed=self.train.seed,
         )
-        assert datasets.train is not None
+        assert isinstance(datasets.train, GPT2Dataset | BlendedDataset)
         return datasets.train
 
 

@@ -14,13 +14,41 @@ from megatron.tools.planning.request import Request
 from megatron.tools.planning.search import Candidate, Plan
 from megatron.tools.planning.timing import GB, TERA
 
-SCRIPT, JSON_FILE, HOSTFILE = "run.sh", "ds_config.json", "hostfile"
+SCRIPT, JSON_FILE, HOSTFILE, ACCELERATE_FILE = "run.sh", "ds_config.json", "hostfile", "accelerate.yaml"
 
 
 def files(one: Candidate) -> dict[str, str]:
     """Name and text of each file."""
     config = parse_run(one.command, one.request.environ, one.request.architecture).ds_config
-    return {SCRIPT: script(one), JSON_FILE: json.dumps(config, indent=2) + "\n", HOSTFILE: hostfile(one)}
+    return {
+        SCRIPT: script(one),
+        JSON_FILE: json.dumps(config, indent=2) + "\n",
+        HOSTFILE: hostfile(one),
+        ACCELERATE_FILE: accelerate_config(one),
+    }
+
+
+def accelerate_config(one: Candidate) -> str:
+    """A configuration of ``accelerate launch`` that starts as many processes on as many hosts.
+
+    All other settings are those of the JSON, which an ``Accelerator`` reads too.
+    """
+    hosts = -(-one.request.devices // one.request.machine.per_node)
+    lines = [
+        f"# LAUNCHER=accelerate ./{SCRIPT}, or in this folder: accelerate launch --config_file {ACCELERATE_FILE} ...",
+        "compute_environment: LOCAL_MACHINE",
+        "distributed_type: DEEPSPEED",
+        "deepspeed_config:",
+        f"  deepspeed_config_file: {JSON_FILE}",
+        *([f"  deepspeed_hostfile: {HOSTFILE}", "  deepspeed_multinode_launcher: pdsh"] if hosts > 1 else []),
+        f"  zero3_init_flag: {'true' if one.run.zero.zero_stage == 3 else 'false'}",
+        f"num_machines: {hosts}",
+        f"num_processes: {one.request.devices}",
+        "machine_rank: 0",
+        "main_process_port: 29500",
+        f"use_cpu: {'true' if one.request.machine.device.accelerator == 'cpu' else 'false'}",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def hostfile(one: Candidate) -> str:
@@ -31,7 +59,7 @@ def hostfile(one: Candidate) -> str:
 
 
 def script(one: Candidate) -> str:
-    """A shell script that starts the run and passes on its arguments."""
+    """A shell script that starts the run and passes on its arguments; LAUNCHER chooses between two launchers."""
     program = one.request.program
     lines = [
         "#!/usr/bin/env bash",
@@ -43,8 +71,18 @@ def script(one: Candidate) -> str:
         lines.append("export DS_ACCELERATOR=cpu")
     several = one.request.devices > one.request.machine.per_node
     hosts = f'--hostfile "$here/{HOSTFILE}"' if several else f"--num_gpus {one.request.devices}"
+    of_hosts = f' --deepspeed_hostfile "$here/{HOSTFILE}"' if several else ""
     flags = [f"    {line} \\" for line in _flags(one.command)]
-    lines += [f"deepspeed {hosts} {program} \\", *flags, f'    --deepspeed_config "$here/{JSON_FILE}" "$@"']
+    lines += [
+        f"start=(deepspeed {hosts})",
+        'if [ "${LAUNCHER:-deepspeed}" = accelerate ]; then',
+        f'    start=(accelerate launch --config_file "$here/{ACCELERATE_FILE}"{of_hosts})',
+        f'    start+=(--deepspeed_config_file "$here/{JSON_FILE}")',
+        "fi",
+        f'"${{start[@]}}" {program} \\',
+        *flags,
+        f'    --deepspeed_config "$here/{JSON_FILE}" "$@"',
+    ]
     return "\n".join(lines) + "\n"
 
 

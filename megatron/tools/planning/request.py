@@ -116,10 +116,10 @@ def make_request(
     given = {**filled, **given}
     if not {"bf16", "fp16"} & given.keys() and precision != "fp32":
         given[precision] = Provided(True, f"--{precision}")
-    problems += value_problems(given)
+    problems += value_problems(given, architecture)
     if problems:
         raise ConfigError(problems)
-    size = _vocabulary_size(given) or vocab_size or _VOCABULARY[architecture.masked_lm]
+    size = _vocabulary_size(given) or vocab_size or _VOCABULARY[architecture.masked_lm is not False]
     return Request(given, machine, devices, size, headroom, tokens, architecture, program)
 
 

@@ -1,0 +1,1 @@
+"""Fine-tuning: classification of rows of text after pretraining."""

@@ -1,0 +1,155 @@
+"""Tables of labeled text: the files of GLUE (Wang et al., 2018), and other tab-separated files. No torch here.
+
+A line is a row, and a tab ends a column; there is no quoting. A row has one text or a pair of texts, and a label.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.config.errors import DataError, counted, did_you_mean
+
+
+@dataclass(frozen=True)
+class Format:
+    """Where a table has its texts and labels. A column is a name in the header, or its number, counted from 1."""
+
+    texts: tuple[str, ...]
+    """One column, or two for a pair."""
+    label: str
+    labels: tuple[str, ...] = ()
+    """Every label, in the order of the classes; without any, those of the training rows, sorted."""
+    has_header: bool = True
+    skips_broken_rows: bool = False
+    """Whether rows with another number of columns are skipped, as in files that were published with some."""
+
+
+GLUE = {
+    "COLA": Format(("4",), "2", ("0", "1"), has_header=False),
+    "MNLI": Format(("sentence1", "sentence2"), "gold_label", ("contradiction", "entailment", "neutral")),
+    "MRPC": Format(("#1 String", "#2 String"), "Quality", ("0", "1")),
+    "QNLI": Format(("question", "sentence"), "label", ("entailment", "not_entailment")),
+    "QQP": Format(("question1", "question2"), "is_duplicate", ("0", "1"), skips_broken_rows=True),
+    "RTE": Format(("sentence1", "sentence2"), "label", ("entailment", "not_entailment")),
+    "SST-2": Format(("sentence",), "label", ("0", "1")),
+    "WNLI": Format(("sentence1", "sentence2"), "label", ("0", "1")),
+}
+"""The classification tasks of GLUE, with the classes in the order of Megatron-LM."""
+
+
+class Row(NamedTuple):
+    """A row of a table."""
+
+    texts: tuple[str, ...]
+    label: str
+    line: int
+    """Its line in the file, counted from 1."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a file."""
+
+    path: Path
+    rows: Sequence[Row]
+    skipped: int
+    """Rows that were skipped, as they have another number of columns."""
+
+    @property
+    def name(self) -> str:
+        """The file without folder and ending, such as ``dev_matched``."""
+        return self.path.stem
+
+    def check_labels(self, labels: Sequence[str]) -> None:
+        """Raises DataError with the first row whose label is none of ``labels``."""
+        known = set(labels)
+        for row in self.rows:
+            if row.label not in known:
+                otherwise = f"labels are {', '.join(labels[:8])}{' ...' if len(labels) > 8 else ''}"
+                raise DataError(
+                    f"{self.path}:{row.line}: the label {row.label[:40]!r} is unknown: "
+                    f"{did_you_mean(row.label, labels, otherwise=otherwise)}"
+                )
+
+
+def read_table(path: Path, form: Format) -> Table:
+    """The rows of ``path``.
+
+    Raises DataError with file and line if it cannot be read, a column is missing or a text is empty.
+    """
+    lines = _lines(path)
+    header: list[str] | None = None
+    if form.has_header:
+        first = next(lines, None)
+        if first is None:
+            raise DataError(f"{path}: the file is empty; a table has a header and a row on each line")
+        header = first[1].split("\t")
+    rows: list[Row] = []
+    skipped, width, places = 0, 0, tuple[int, ...]()
+    for number, line in lines:
+        columns = line.split("\t")
+        if not width:
+            width = len(header or columns)
+            places = tuple(_place(column, header, width, path) for column in (*form.texts, form.label))
+        if len(columns) != width:
+            if form.skips_broken_rows:
+                skipped += 1
+                continue
+            raise DataError(
+                f"{path}:{number}: {counted(len(columns), 'column')}, where "
+                f"{'the header' if header else 'the first row'} has {width}; columns are separated by tabs"
+            )
+        *texts, label = (columns[place].strip() for place in places)
+        if empty := next((column for column, text in zip(form.texts, texts, strict=True) if not text), None):
+            if form.skips_broken_rows:
+                skipped += 1
+                continue
+            raise DataError(f"{path}:{number}: the column {empty} is empty; remove the row, or fill it in")
+        rows.append(Row(tuple(texts), label, number))
+    if not rows:
+        raise DataError(f"{path}: no row; a table has one on each line{' after the header' if header else ''}")
+    return Table(path, rows, skipped)
+
+
+def labels_of(tables: Iterable[Table]) -> tuple[str, ...]:
+    """All labels of ``tables``, sorted; numbers as numbers."""
+    found = {row.label for table in tables for row in table.rows}
+    are_numbers = all(label.isdecimal() for label in found)
+    return tuple(sorted(found, key=int if are_numbers else None))
+
+
+def content_hash(paths: Iterable[Path]) -> str:
+    """A hash of the contents of ``paths``, in their order."""
+    digest = sha256()
+    for path in paths:
+        digest.update(sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of ``path`` that are not blank, with their numbers."""
+    number = 0
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                if text.strip():
+                    yield number, text
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path}:{number}: not UTF-8; save the table in that encoding") from None
+
+
+def _place(column: str, header: Sequence[str] | None, width: int, path: Path) -> int:
+    """The index of ``column`` in a row."""
+    if header is not None and column in header:
+        return header.index(column)
+    if column.isdecimal() and 1 <= int(column) <= width:
+        return int(column) - 1
+    if column.isdecimal() or header is None:
+        raise DataError(f"{path}:1: there is no column {column}, but {counted(width, 'column')}, counted from 1")
+    advice = did_you_mean(column, header, otherwise=f"the header has {', '.join(header[:12])}")
+    raise DataError(f"{path}:1: there is no column {column}: {advice}")
