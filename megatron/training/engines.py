@@ -22,6 +22,7 @@ from megatron.parallel.deepspeed_compat.engine import (
     instruction_hooks,
     reduce_fp32_sums_of_tied_weights,
     skip_reduction_of_one_rank,
+    start_backward_timers_once,
 )
 from megatron.parallel.deepspeed_compat.gradients import (
     clip_by_model_norm,
@@ -69,6 +70,7 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     )
     skip_reduction_of_one_rank(engine, layout.get_sequence_data_parallel_group().size())
     reduce_fp32_sums_of_tied_weights(engine)
+    start_backward_timers_once(engine)
     if run.zero.zero_stage == 0:
         clip_by_model_norm(engine, layout)
     else:

@@ -62,6 +62,18 @@ def reduce_fp32_sums_of_tied_weights(engine: DeepSpeedEngine) -> None:
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: reduce_sums}
 
 
+def start_backward_timers_once(engine: DeepSpeedEngine) -> None:
+    """With "wall_clock_breakdown" in a pipeline: leave the timers of the backward pass to the pipeline engine.
+
+    DeepSpeed: runtime/pipe/engine.py, ``_exec_backward_pass`` starts them on every stage but the last, and the hook of
+    runtime/engine.py on the same tensors starts them again: "bwd_microstep timer has already been started".
+    Test: tests/training/test_classic_script.py. Remove when only one of the two starts them.
+    """
+    if isinstance(engine, PipelineEngine) and not engine.is_last_stage():
+        engine.engine_timers.backward_timers = []
+        engine.engine_timers.backward_inner_timers = []
+
+
 @contextmanager
 def instruction_hooks(engine: DeepSpeedEngine, hooks: Sequence[InstructionHook]) -> Iterator[None]:
     """While inside, call ``hooks`` for each instruction that DeepSpeed runs by itself: those of the pipeline engine, or
