@@ -7,7 +7,10 @@ Starts alike under deepspeed, torchrun, mpirun and plain python; --help lists ev
 
 import os
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron.config import RunConfig
 from megatron.config.command_line import read_run
@@ -18,6 +21,10 @@ from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.reporting.callbacks import default_callbacks
 from megatron.training.callbacks import Callback
+from megatron.training.model_provider import ModelProvider, provided_architecture
+
+if TYPE_CHECKING:
+    from megatron.parallel.layout import ParallelLayout
 
 ARCHITECTURE = GPT2
 
@@ -55,7 +62,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.checkpoint.save import Checkpointer
     from megatron.parallel.deepspeed_compat import deepspeed_silenced
     from megatron.tools.reporting.tracing import requested_traces
-    from megatron.training.data_iterators import DataIterators
+    from megatron.training.data_iterators import data_iterators
     from megatron.training.engines import build_engine
     from megatron.training.metrics import MetricsLogger
     from megatron.training.setup import initialized_ranks, log_configuration, log_start
@@ -79,7 +86,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
             run=run,
             layout=layout,
             engine=engine,
-            data=DataIterators(run, layout, resumed.skipped_samples if resumed else ()),
+            data=data_iterators(run, layout, resumed.skipped_samples if resumed else ()),
             checkpointer=checkpointer,
             log=log,
             exit_conditions=exit_conditions,
@@ -87,6 +94,37 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
             callbacks=[*callbacks, *requested_traces(run, layout, engine.module)],
         )
         return trainer.train(finished=loaded.iteration)
+
+
+def pretrain(
+    model_provider: Callable[[RunConfig, "ParallelLayout"], Any],
+    train_valid_test_datasets_provider: Callable[[RunConfig, Sequence[int]], Sequence[Any]],
+    forward_step: Callable[[Iterator[Any], Any], Any],
+    extra_args_provider: Callable[[ArgumentParser], Any] | None = None,
+    args_defaults: Mapping[str, Any] | None = None,
+) -> NoReturn:
+    """Train a model of one's own as this program trains GPT-2: docs/adding-a-model.md. Ends the process.
+
+    Args:
+        model_provider: called with the configuration and the layout; returns a module, or a list of layers, such as
+            DeepSpeed's ``LayerSpec``s, which a pipeline can divide.
+        train_valid_test_datasets_provider: called with the configuration and the three numbers of samples that the run
+            needs; returns three data sets with ``len()`` and ``[index]``, or None for validation and test. A sample is
+            a tuple of tensors, arrays or numbers, the first of which is the input of the model.
+        forward_step: called with an iterator over micro-batches, which are samples with a first dimension more, on the
+            CPU or GPU of this rank, and the model; returns the mean loss of one micro-batch.
+        extra_args_provider: called with the parser, for ``parser.add_argument()``; the values are
+            ``run.extra_args[name]``.
+        args_defaults: values of flags by name, for which the command line need not give one.
+    """
+    provider = ModelProvider(
+        model_provider,
+        train_valid_test_datasets_provider,
+        forward_step,
+        extra_args_provider,
+        args_defaults or {},
+    )
+    run_rank(partial(main, provided_architecture(provider)))
 
 
 if __name__ == "__main__":

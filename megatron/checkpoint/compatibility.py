@@ -12,6 +12,7 @@ from typing import Any
 from megatron.checkpoint.saved_run import SavedLayout, SavedRun, schedule_of, settings_of
 from megatron.config import RunConfig
 from megatron.config.errors import CheckpointError
+from megatron.model.spec import architecture_of
 
 _SHAPE_FIELDS = {
     "architecture": "the model",
@@ -70,6 +71,11 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     if not config.override:
         advice = "give --override to continue with another value, or --finetune to start anew"
         messages += [f"{line}: {advice}" for line in overridden_settings(saved, run)]
+    if architecture_of(run.model).provider is not None and not loads_directly(saved, run):
+        messages += [
+            f"{line}: a checkpoint of a model without a spec is resumed on the layout it was saved on"
+            for line in _differences(SavedLayout.from_run(run).to_json(), saved.layout.to_json(), path)
+        ]
     saved_zero = saved.config.get("zero", {})
     saved_on_nvme = "nvme" in (saved_zero.get("offload_optimizer"), saved_zero.get("offload_param"))
     if not loads_directly(saved, run) and (run.zero.uses_nvme or saved_on_nvme):

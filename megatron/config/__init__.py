@@ -8,7 +8,7 @@ are merged.
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -57,6 +57,8 @@ class RunConfig:
     observe: ObserveConfig
     ds_config: Mapping[str, Any]
     """The finished DeepSpeed config."""
+    extra_args: Mapping[str, Any] = field(default_factory=dict)
+    """Flags that a program has added (``extra_args_provider`` of ``pretrain``), by their names in argparse."""
 
 
 @cache

@@ -60,6 +60,12 @@ def unused_merges(tokenizer_type: str, merge_file: str | None) -> list[str]:
 
 SPLITS = ("train", "valid", "test")
 """The splits of the data."""
+NULL_TOKENIZER = "NullTokenizer"
+"""The tokenizer without files."""
+MOCK_DATA = "mock data"
+"""What stands for a hash of their content."""
+DEFAULT_VOCABULARY = {False: 50257, True: 30522}
+"""By ``masked_lm``: tokens of GPT-2's vocabulary and of BERT's."""
 _BLEND = "[WEIGHT] PREFIX ..."
 
 
@@ -90,6 +96,11 @@ class DataConfig:
     data_cache_path: str | None = flag(
         None, "Folder for index maps (default: next to the data).", metavar="DIR", pretraining=True
     )
+    mock_data: bool = flag(
+        False,
+        "Train on synthetic data, computed from --seed: for speed tests without data and tokenizer files.",
+        pretraining=True,
+    )
     no_shared_disk: bool = flag(
         False,
         "Hosts share no disk: the first rank of each host builds index maps, instead of rank 0 only.",
@@ -102,15 +113,28 @@ class DataConfig:
     seq_length: int = flag(0, "Sequence length in tokens.", within="[1, inf)", required=True)
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
-        "Type of tokenizer (default: GPT2BPETokenizer for GPT-2, BertWordPieceLowerCase for BERT).",
-        choices=("GPT2BPETokenizer", "WhitespaceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
+        "Type of tokenizer (default: GPT2BPETokenizer for GPT-2, BertWordPieceLowerCase for BERT). NullTokenizer has "
+        "no files; its text is token ids.",
+        choices=(
+            "GPT2BPETokenizer",
+            "WhitespaceTokenizer",
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            NULL_TOKENIZER,
+        ),
     )
     vocab_file: str | None = flag(
         None,
-        "Vocabulary file of the tokenizer (vocab.json, or vocab.txt for WordPiece).",
+        "Vocabulary file of the tokenizer (vocab.json, or vocab.txt for WordPiece); required except with NullTokenizer "
+        "and --mock-data.",
         aliases=("vocab",),
-        required=True,
         metavar="FILE",
+    )
+    vocab_size: int | None = flag(
+        None,
+        "Tokens of NullTokenizer, the last of which ends documents (default with --mock-data: 50257, and 30522 for "
+        "BERT).",
+        within="[8, inf)",
     )
     merge_file: str | None = flag(None, "Merges file of the BPE tokenizer (merges.txt).", metavar="FILE")
     reset_position_ids: bool = flag(False, "Reset position ids after each end-of-document token.", masked_lm=False)
@@ -121,7 +145,7 @@ class DataConfig:
         0.1, "Probability of a sample shorter than --seq-length.", within="[0, 1]", masked_lm=True
     )
     data_hash: str = derived("")
-    """Hash of the content of the data; empty if no checkpoint is saved or loaded."""
+    """Hash of the content of the data, or ``MOCK_DATA``; empty if no checkpoint is saved or loaded."""
     tokenizer_hash: str = derived("")
     """Hash of the tokenizer's files, likewise."""
 

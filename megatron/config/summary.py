@@ -49,8 +49,10 @@ def describe_stages(run: RunConfig) -> str:
 
 def _data(data: DataConfig) -> str:
     blends = {name: _blend(parts) for name, parts in data.blends.items() if parts}
+    if data.mock_data:
+        return f"mock data, split {data.split}"
     if data.is_split:
-        return f"{blends['train']}, split {data.split}" if blends else "none"
+        return f"{blends['train']}, split {data.split}" if blends else "none named by flags"
     return "; ".join(f"{name} {blend}" for name, blend in blends.items())
 
 

@@ -24,8 +24,11 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.map_cache import cache_folder, cached, digest
 from megatron.data.splits import SPLIT_NAMES, Source
 from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer.null import NullTokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
 
+PairVocabulary = WordPieceTokenizer | NullTokenizer
+"""Tokenizers with the tokens that frame, pad and mask a pair of sentences."""
 SPECIAL_TOKENS = 3
 """Tokens of a sample besides the sentences: [CLS], and a [SEP] after each span."""
 
@@ -139,19 +142,11 @@ class BertDataset:
         random = np.random.RandomState([*self._seed_words, index & 0xFFFFFFFF, index >> 32])
         cut = random.randint(first + 1, end)
         a, b = self._read(first, cut), self._read(cut, end)
-        swapped = int(random.random_sample() < 0.5)
+        swapped = random.random_sample() < 0.5
         if swapped:
             a, b = b, a
         a, b = truncate_pair(a, b, target, random)
-
-        vocabulary, sample = self._tokenizer, np.full((3, self._seq_length), -1, np.int64)
-        sample[0] = vocabulary.pad
-        tokens = np.concatenate([[vocabulary.cls], a, [vocabulary.sep], b, [vocabulary.sep]])
-        n, second = len(tokens), len(a) + 2
-        sample[0, :n], sample[2, :n] = mask_tokens(tokens, vocabulary, self._mask_prob, random)
-        sample[1, :second], sample[1, second:n] = 0, 1
-        sample[2, 0] = swapped
-        return sample
+        return pair_sample(a, b, swapped, self._tokenizer, self._seq_length, self._mask_prob, random)
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
         """Some samples, int64 [n, 3, s]. Raises DataError as each does."""
@@ -169,6 +164,26 @@ class BertDataset:
         return tokens
 
 
+def pair_sample(
+    a: np.ndarray,
+    b: np.ndarray,
+    swapped: bool,
+    vocabulary: PairVocabulary,
+    seq_length: int,
+    mask_prob: float,
+    random: np.random.RandomState,
+) -> np.ndarray:
+    """Tokens, token types and labels of the spans ``a`` and ``b``, int64 [3, s], as ``BertDataset`` returns them."""
+    sample = np.full((3, seq_length), -1, np.int64)
+    sample[0] = vocabulary.pad
+    tokens = np.concatenate([[vocabulary.cls], a, [vocabulary.sep], b, [vocabulary.sep]])
+    n, second = len(tokens), len(a) + 2
+    sample[0, :n], sample[2, :n] = mask_tokens(tokens, vocabulary, mask_prob, random)
+    sample[1, :second], sample[1, second:n] = 0, 1
+    sample[2, 0] = swapped
+    return sample
+
+
 def truncate_pair(
     a: np.ndarray, b: np.ndarray, max_tokens: int, random: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -182,7 +197,7 @@ def truncate_pair(
 
 
 def mask_tokens(
-    tokens: np.ndarray, vocabulary: WordPieceTokenizer, mask_prob: float, random: np.random.RandomState
+    tokens: np.ndarray, vocabulary: PairVocabulary, mask_prob: float, random: np.random.RandomState
 ) -> tuple[np.ndarray, np.ndarray]:
     """tokens int64 [n] -> the same with a fraction of ``mask_prob`` masked, and labels: those tokens, -1 elsewhere.
 
@@ -199,7 +214,7 @@ def mask_tokens(
 
 
 def choose_masked(
-    tokens: np.ndarray, vocabulary: WordPieceTokenizer, most: int, random: np.random.RandomState
+    tokens: np.ndarray, vocabulary: PairVocabulary, most: int, random: np.random.RandomState
 ) -> np.ndarray:
     """Positions of some whole words of ``tokens``: ``most`` of them, or a little fewer if no word fits."""
     candidates = np.flatnonzero((tokens != vocabulary.cls) & (tokens != vocabulary.sep))

@@ -16,7 +16,8 @@ from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import BertDataset, bert_error, bert_samples
 from megatron.data.gpt2_dataset import GPT2Dataset, Span, gpt2_error, gpt2_samples
 from megatron.data.map_cache import cache_folder, cached, digest
-from megatron.data.splits import Source, find_sources
+from megatron.data.mock_dataset import mock_samples
+from megatron.data.splits import Source, find_sources, has_split, split_weights
 
 _CHECKS = {False: gpt2_error, True: bert_error}
 _SAMPLES: dict[bool, Callable[..., GPT2Dataset | BertDataset]] = {False: gpt2_samples, True: bert_samples}
@@ -25,6 +26,9 @@ _SAMPLES: dict[bool, Callable[..., GPT2Dataset | BertDataset]] = {False: gpt2_sa
 
 def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm: bool = False) -> None:
     """Check the data sets as far as their indexes show errors; nothing is built. Raises as ``find_sources``."""
+    if data.mock_data:
+        split_weights(data.split)
+        return
     find_sources(data, check=_CHECKS[masked_lm], train_iters=train_iters, eval_iters=eval_iters)
 
 
@@ -173,6 +177,12 @@ class Datasets:
     test: Samples | None
 
 
+def global_batches(train_iters: int, eval_interval: int, eval_iters: int) -> dict[str, int]:
+    """How many global batches of each split a run reads at most, in the order of ``SPLITS``."""
+    evaluations = train_iters // eval_interval + 1
+    return {"train": train_iters, "valid": evaluations * eval_iters, "test": eval_iters}
+
+
 def build_datasets(
     data: DataConfig,
     *,
@@ -190,9 +200,14 @@ def build_datasets(
     ``eval_interval`` iterations, and one at the end), the test ``eval_iters``. A split whose count or
     weight is 0 is None. Any number of processes may call this at once. Raises as ``find_sources``.
     """
-    evaluations = train_iters // eval_interval + 1
-    batches = {"train": train_iters, "valid": evaluations * eval_iters, "test": eval_iters}
+    batches = global_batches(train_iters, eval_interval, eval_iters)
     datasets: dict[str, Samples | None] = dict.fromkeys(SPLITS)
+    if data.mock_data:
+        for name in SPLITS:
+            if batches[name] and has_split(data, name):
+                samples = batches[name] * global_batch_size
+                datasets[name] = mock_samples(data, name, samples, seed=seed, masked_lm=masked_lm)
+        return Datasets(**datasets)
     check = _CHECKS[masked_lm]
     sources = find_sources(data, check=check, train_iters=train_iters, eval_iters=eval_iters, warmup=data.mmap_warmup)
     for name, parts in sources.items():

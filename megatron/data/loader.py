@@ -6,7 +6,7 @@ Shapes: b micro-batch size, s sequence length.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ class MicroBatches(Dataset):
     def __len__(self) -> int:
         return self.global_batches * self.per_global_batch
 
-    def __getitem__(self, number: int) -> np.ndarray | UserError:
+    def __getitem__(self, number: int) -> Any:
         """Samples of micro-batch ``number``, int64 [b, ...]; no tensor, for each of which a worker would open a file.
 
         A ``UserError`` is returned, not raised: from a worker the loader would raise it with the
@@ -79,12 +79,12 @@ class MicroBatches(Dataset):
             return error
 
 
-def batches(micro_batches: MicroBatches, *, num_workers: int, to_batch: Callable[[Tensor], Batch]) -> Iterator[Batch]:
+def batches(micro_batches: MicroBatches, *, num_workers: int, to_batch: Callable[[Any], Batch]) -> Iterator[Batch]:
     """The micro-batches in order. Raises DataError as their data set does, also if a worker reads it.
 
     Args:
         num_workers: processes that read ahead; with 0 this process reads.
-        to_batch: converts samples, int64 [b, ...], into a micro-batch.
+        to_batch: converts samples, int64 [b, ...] or whatever the data set returns, into a micro-batch.
     """
     loader = DataLoader(
         micro_batches,
@@ -102,7 +102,7 @@ def batches(micro_batches: MicroBatches, *, num_workers: int, to_batch: Callable
     for rows in loader:
         if isinstance(rows, UserError):
             raise rows
-        yield to_batch(torch.from_numpy(rows))
+        yield to_batch(torch.from_numpy(rows) if isinstance(rows, np.ndarray) else rows)
 
 
 def next_token_batch(rows: Tensor, *, eod_token: int, eod_mask_loss: bool) -> Batch:

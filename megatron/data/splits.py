@@ -57,7 +57,7 @@ class Source(NamedTuple):
 def has_split(data: DataConfig, name: str) -> bool:
     """Whether a split has any data."""
     weights = dict(zip(SPLITS, split_weights(data.split), strict=True)) if data.is_split else {}
-    return bool(data.blends[name]) and (name == "train" or weights.get(name, 1) > 0)
+    return bool(data.mock_data or data.blends[name]) and (name == "train" or weights.get(name, 1) > 0)
 
 
 def find_sources(

@@ -14,8 +14,8 @@ from deepspeed.comm.comm import mpi_discovery
 from torch.distributed import TCPStore
 
 from megatron.config import ParallelConfig
-from megatron.config.environment import on_one_host
-from megatron.config.errors import LaunchError
+from megatron.config.environment import check_place, on_one_host, rank, world_size
+from megatron.config.errors import ConfigError, LaunchError, counted
 from megatron.launch.environment import hosts_store, listen
 from megatron.parallel.deepspeed_compat import deepspeed_silenced
 from megatron.parallel.layout import ParallelLayout
@@ -32,7 +32,11 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     """Join the process group on entry and destroy it on exit, unless this process has joined one already.
 
     Without ``destroy_process_group`` gloo aborts now and then at the end of the process.
+
+    Raises ConfigError if the environment does not name this process's rank, or ``parallel`` is for another number of
+    ranks; LaunchError as ``rendezvous_barrier``.
     """
+    _check_ranks(parallel)
     joins = not dist.is_initialized()
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if "RANK" not in os.environ:  # mpirun sets neither a rank nor a port; two runs on a host need two
@@ -50,6 +54,22 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     if store is not None:
         dist.destroy_process_group()
         leave_store(store, os.environ)
+
+
+def _check_ranks(parallel: ParallelConfig) -> None:
+    """Raise ConfigError unless the environment places this process among the ranks of ``parallel``."""
+    check_place(os.environ)
+    if rank(os.environ) is None:
+        raise ConfigError(
+            "the environment does not set the rank of this process (RANK): start it with torchrun, deepspeed or "
+            "mpirun; or, for a single process, call megatron.launch.environment.prepare_environment(os.environ) first"
+        )
+    if world_size(os.environ) != parallel.world_size or parallel.world_size % parallel.replica_size:
+        raise ConfigError(
+            f"the launcher started {counted(world_size(os.environ), 'process')}, and the layout is for "
+            f"{parallel.world_size}, in replicas of {parallel.replica_size}: start a multiple of "
+            f"{parallel.replica_size}, and pass their number as world_size"
+        )
 
 
 def connect(environ: Mapping[str, str], timeout: timedelta, listener: socket | None = None) -> TCPStore:

@@ -61,6 +61,8 @@ class SequentialModel(nn.Module):
         self.forward_funcs = [self._build(index, spec) for index, spec in enumerate(layers)]
 
     def _build(self, index: int, spec: LayerSpec | Layer) -> Layer:
+        if isinstance(spec, nn.Module):
+            self.add_module(str(index), spec)
         if not isinstance(spec, LayerSpec):
             return spec
         if not isinstance(spec, TiedLayerSpec):
@@ -75,6 +77,21 @@ class SequentialModel(nn.Module):
         """The loss, or without targets the output of the last layer: for GPT-2 the logits [b, s, v/t]."""
         outputs = run_layers(self.forward_funcs, inputs, self.layers_per_checkpoint if self.training else 0)
         return outputs if targets is None else self.loss_fn(outputs, targets)
+
+
+class ProvidedModel(nn.Module):
+    """A model that is no list of layers, with its loss; any ZeRO stage.
+
+    ``loss(model, inputs, targets)`` calls the model itself.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor, tuple[Tensor, ...]], Tensor]):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, inputs: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+        """The loss of a micro-batch."""
+        return self.loss(self.model, inputs, targets)
 
 
 def run_layers(layers: Sequence[Layer], hidden_states: HiddenStates, layers_per_checkpoint: int = 0) -> HiddenStates:

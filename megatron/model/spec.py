@@ -111,6 +111,9 @@ class ArchitectureSpec:
     masked_lm: bool | None = False
     """Whether samples are pairs of sentences with masked tokens (BERT), instead of runs of tokens. None for a model
     that is no language model: its samples are rows of a table, each with a class."""
+    provider: Any = None
+    """For a model without a spec: its ``megatron.training.model_provider.ModelProvider``; ``layers`` then says nothing
+    about parameters and cost."""
 
     @property
     def is_language_model(self) -> bool:

@@ -4,8 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron.config.data import NULL_TOKENIZER
 from megatron.config.errors import ConfigError
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron.tokenizer.null import NullTokenizer
 from megatron.tokenizer.whitespace import WhitespaceTokenizer
 from megatron.tokenizer.wordpiece import WordPieceCase, WordPieceLowerCase
 
@@ -51,21 +53,27 @@ TOKENIZERS: dict[str, Callable[[str | None, str | None], Tokenizer]] = {
     "BertWordPieceLowerCase": WordPieceLowerCase,
     "BertWordPieceCase": WordPieceCase,
 }
-"""Kinds of tokenizer, each built from (vocab_file, merge_file)."""
+"""Kinds of tokenizer with files, each built from (vocab_file, merge_file)."""
 
 
-def build_tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
-    """A tokenizer of a kind of ``TOKENIZERS``, from its files.
+def build_tokenizer(
+    kind: str, vocab_file: str | None, merge_file: str | None, vocab_size: int | None = None
+) -> Tokenizer:
+    """A tokenizer of a kind of ``TOKENIZERS`` from its files, or a NullTokenizer of ``vocab_size`` tokens.
 
     Raises ConfigError for an unknown kind, and DataError for a file that is missing (or None), superfluous, broken,
     or inconsistent with the other.
     """
+    if kind == NULL_TOKENIZER and vocab_size is not None:
+        return NullTokenizer(vocab_size)
     if kind not in TOKENIZERS:
         raise ConfigError(f"--tokenizer-type {kind} is unknown: choose one of {', '.join(TOKENIZERS)}")
     return TOKENIZERS[kind](vocab_file, merge_file)
 
 
-def read_vocabulary(kind: str, vocab_file: str | None, merge_file: str | None) -> Vocabulary:
+def read_vocabulary(
+    kind: str, vocab_file: str | None, merge_file: str | None, vocab_size: int | None = None
+) -> Vocabulary:
     """Size and end of document of a vocabulary. Checks all its files; raises as ``build_tokenizer``."""
-    tokenizer = build_tokenizer(kind, vocab_file, merge_file)
+    tokenizer = build_tokenizer(kind, vocab_file, merge_file, vocab_size)
     return Vocabulary(tokenizer.vocab_size, tokenizer.eod)

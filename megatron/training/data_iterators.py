@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,12 +11,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.config import RunConfig
-from megatron.data.datasets import Datasets, Samples, build_datasets
+from megatron.data.datasets import Datasets, Samples, build_datasets, global_batches
 from megatron.data.index_maps import sample_at, with_skipped
 from megatron.data.loader import Batch, MicroBatches, batches, masked_lm_batch, next_token_batch
 from megatron.data.splits import has_split
 from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
+from megatron.training.model_provider import provided_batch
 
 
 def weighted(micro_batches: Iterator[Batch], accumulated: int, group: ProcessGroup, *, masks: bool) -> Iterator[Batch]:
@@ -91,15 +93,20 @@ class DataIterators:
             return None
         return built or self._open()
 
+    def _train_iters(self) -> int:
+        """Global batches of training, with those whose samples are skipped."""
+        train = self._run.train
+        last_sample = train.consumed_samples(train.train_iters) + sum(map(len, self.skipped_samples))
+        return max(train.train_iters, -(-last_sample // train.global_batch_size))
+
     def _open(self) -> Datasets:
         run, train = self._run, self._run.train
-        last_sample = train.consumed_samples(train.train_iters) + sum(map(len, self.skipped_samples))
         return build_datasets(
             run.data,
             masked_lm=bool(architecture_of(run.model).masked_lm),
             vocab_size=run.model.vocab_size,
             global_batch_size=train.global_batch_size,
-            train_iters=max(train.train_iters, -(-last_sample // train.global_batch_size)),
+            train_iters=self._train_iters(),
             eval_interval=train.eval_interval,
             eval_iters=train.eval_iters,
             seed=train.seed,
@@ -135,6 +142,39 @@ class DataIterators:
         if architecture_of(run.model).masked_lm:
             return masked_lm_batch(rows)
         return next_token_batch(rows, eod_token=run.model.eod_token, eod_mask_loss=run.data.eod_mask_loss)
+
+
+class ProvidedDataIterators(DataIterators):
+    """The same for data sets that a user's function returns: every rank opens them, rank 0 first."""
+
+    def has(self, split: str) -> bool:
+        """Whether ``valid`` or ``test`` has any data."""
+        return getattr(self._datasets, split) is not None
+
+    def _build(self) -> Datasets:
+        built = self._open() if self._layout.rank == 0 else None
+        dist.barrier()
+        return built or self._open()
+
+    def _open(self) -> Datasets:
+        run, train = self._run, self._run.train
+        counts = global_batches(self._train_iters(), train.eval_interval, train.eval_iters).values()
+        provider = architecture_of(run.model).provider
+        return Datasets(*provider.open(run, [count * train.global_batch_size for count in counts]))
+
+    def _batches(self, split: str, first_sample: int, skipped: Sequence[range] = ()) -> Iterator[Batch] | None:
+        if not self._reads:
+            return None
+        return on_device(self._micro_batches(getattr(self._datasets, split), first_sample, skipped))
+
+    def _to_batch(self, rows: Any) -> Batch:
+        return provided_batch(rows)
+
+
+def data_iterators(run: RunConfig, layout: ParallelLayout, skipped_samples: Sequence[range] = ()) -> DataIterators:
+    """The data iterators that the architecture of ``run`` requires. Every rank must call it."""
+    kind = DataIterators if architecture_of(run.model).provider is None else ProvidedDataIterators
+    return kind(run, layout, skipped_samples)
 
 
 def on_device(micro_batches: Iterator[Batch]) -> Iterator[Batch]:

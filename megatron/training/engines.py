@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from megatron.data.loader import Batch
 from megatron.model.architectures import architecture_of
-from megatron.model.containers import DualPipeVModel, PipelinedModel, SequentialModel
+from megatron.model.containers import DualPipeVModel, Layers, LossFn, PipelinedModel, SequentialModel
 from megatron.model.kernels import uses_apex
 from megatron.parallel.deepspeed_compat.engine import (
     inside_hooks,
@@ -82,8 +82,15 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
 def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
     """This rank's part of the model, in the container that its engine runs."""
     architecture = architecture_of(run.model)
-    layers, loss_fn = architecture.build_layers(run.model, layout), architecture.build_loss(run.model, layout)
+    provider = architecture.provider
+
+    def layers_and_loss() -> tuple[Layers, LossFn]:
+        if provider is not None:
+            return provider.layers(run, layout)
+        return architecture.build_layers(run.model, layout), architecture.build_loss(run.model, layout)
+
     if run.parallel.uses_pipeline:
+        layers, loss_fn = layers_and_loss()
         container = DualPipeVModel if run.parallel.uses_dualpipev else PipelinedModel
         return container(
             layers,
@@ -98,17 +105,35 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
         mpu=layout,
         enabled=run.zero.zero_stage == 3,
     ):
-        return SequentialModel(layers, loss_fn, run.activation)
+        if provider is not None:
+            return provider.module(run, layout)
+        return SequentialModel(*layers_and_loss(), run.activation)
 
 
 def weight_decay_groups(module: nn.Module, model: ModelConfig) -> list[dict[str, Any]]:
-    """Parameter groups with and without weight decay, by the spec of ``model``."""
-    specs = architecture_of(model).named_parameters(model)
+    """Parameter groups with and without weight decay, by the spec of ``model``.
+
+    Without a spec vectors and scalars, such as biases, are without, and no group is empty.
+    """
+    architecture = architecture_of(model)
+    if architecture.provider is not None:
+        return _groups_by_shape(module)
+    specs = architecture.named_parameters(model)
     parameters = [(specs[name].weight_decay, parameter) for name, parameter in module.named_parameters()]
     return [
         {"params": [parameter for decays, parameter in parameters if decays]},
         {"params": [parameter for decays, parameter in parameters if not decays], "weight_decay": 0.0},
     ]
+
+
+def _groups_by_shape(module: nn.Module) -> list[dict[str, Any]]:
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for parameter in module.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # under zero.Init the parameter itself is flat
+        (matrices if len(shape) > 1 else vectors).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
 
 
 def annealing_lr(

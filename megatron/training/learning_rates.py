@@ -176,7 +176,7 @@ class AnnealingLR(_LRScheduler):
     the decay stops ``2 * warmup_iter / total_iters`` before the end of its curve, and ``min_lr`` is a
     floor under all of it. Its states load, and continue with this arithmetic.
 
-    Raises ConfigError for values that make no schedule, and for both ways to resume at once.
+    Raises ConfigError for values that make no schedule, for both ways to resume at once, and without an optimizer.
     """
 
     def __init__(
@@ -197,6 +197,11 @@ class AnnealingLR(_LRScheduler):
         if use_checkpoint_lr_scheduler and override_lr_scheduler:
             raise ConfigError(
                 "--use-checkpoint-lr-scheduler and --override-lr-scheduler exclude each other: remove one"
+            )
+        if optimizer is None:
+            raise ConfigError(
+                "AnnealingLR got no optimizer (None): create the optimizer first, or pass deepspeed.initialize a "
+                "function of the optimizer as lr_scheduler"
             )
         self.schedule = Schedule(
             start_lr=start_lr,

@@ -24,6 +24,9 @@ class MetricsLogger:
 
     def __init__(self, run: RunConfig, *, is_main_rank: bool):
         self._run = run
+        architecture = architecture_of(run.model)
+        self._loss_is_of_tokens = architecture.masked_lm is False and architecture.provider is None
+        self._flops = hardware_flops(run) if architecture.provider is None else None
         self._is_main_rank = is_main_rank
         self._losses: list[Tensor] = []
         self._since = 0.0
@@ -57,7 +60,7 @@ class MetricsLogger:
         """Log the loss of an evaluation on the split ``valid`` or ``test``."""
         kind = {"valid": "validation", "test": "test"}[split]
         text, values = f"  {kind} after iteration {iteration} | loss {loss:.4f}", {f"{kind}_loss": loss}
-        if architecture_of(self._run.model).masked_lm is False:  # other losses are not of tokens alone
+        if self._loss_is_of_tokens:
             values[f"{kind}_ppl"] = math.exp(min(loss, 20.0))
             text += f" | perplexity {values[f'{kind}_ppl']:.3f}"
         self.info(text)
@@ -95,7 +98,7 @@ class MetricsLogger:
             "skipped_iterations": status.skipped_iterations,
             "seconds_per_iteration": seconds,
             "tokens_per_second": tokens / seconds,
-            "tflops_per_device": hardware_flops(self._run) / seconds / world / 1e12,
+            "tflops_per_device": None if self._flops is None else self._flops / seconds / world / 1e12,
             "memory_gb": _memory_gb(),
         }
         self.info(_progress_line(iteration, train.train_iters, values))
@@ -124,7 +127,7 @@ def _progress_line(iteration: int, last: int, values: dict[str, Any]) -> str:
         f"loss scale {values['loss_scale']:g}",
         f"{values['seconds_per_iteration'] * 1000:.0f} ms",
         f"{values['tokens_per_second']:,.0f} tokens/s",
-        f"{values['tflops_per_device']:.3g} TFLOP/s",
+        *([] if values["tflops_per_device"] is None else [f"{values['tflops_per_device']:.3g} TFLOP/s"]),
         f"{values['memory_gb']:.2f} GB",
         f"ETA {timedelta(seconds=int((last - iteration) * values['seconds_per_iteration']))}",
     ]

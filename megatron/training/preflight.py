@@ -10,7 +10,7 @@ from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import resolve
 from megatron.config import RunConfig
-from megatron.config.data import used_merges
+from megatron.config.data import MOCK_DATA, used_merges
 from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.config.model import padded_vocabulary
 from megatron.data.datasets import check_data
@@ -54,6 +54,8 @@ def _attempt(errors: list[UserError], kind: type[UserError], step: Callable[[], 
 
 
 def _check_data(run: RunConfig) -> None:
+    if architecture_of(run.model).provider is not None:
+        return
     masked_lm = architecture_of(run.model).masked_lm
     if masked_lm is None:
         return  # the rows of a task, which its program has read
@@ -63,7 +65,10 @@ def _check_data(run: RunConfig) -> None:
 def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     """``run`` with its vocabulary sizes, and the hashes of its data and tokenizer if a checkpoint needs them."""
     data = replace(run.data, merge_file=used_merges(run.data.tokenizer_type, run.data.merge_file))
-    vocabulary = read_vocabulary(data.tokenizer_type, data.vocab_file, data.merge_file)
+    is_provided = architecture_of(run.model).provider is not None
+    if is_provided and data.vocab_file is None and data.vocab_size is None:
+        return run
+    vocabulary = read_vocabulary(data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size)
     multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
     model = replace(
         run.model,
@@ -73,7 +78,8 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     )
     if with_hashes and (run.checkpoint.save or run.checkpoint.load):
         hash_of_tokenizer = tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file)
-        data = replace(data, data_hash=data.data_hash or blend_hash(data.contents), tokenizer_hash=hash_of_tokenizer)
+        content = MOCK_DATA if data.mock_data else "" if is_provided else data.data_hash or blend_hash(data.contents)
+        data = replace(data, data_hash=content, tokenizer_hash=hash_of_tokenizer)
     return replace(run, model=model, data=data)
 
 

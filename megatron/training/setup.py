@@ -19,6 +19,7 @@ from megatron.launch.extensions import build_extensions, check_device
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank_failure import rank_failure_monitor
 from megatron.launch.watchdog import hang_watchdog
+from megatron.model.spec import architecture_of
 from megatron.parallel.deepspeed_compat import silence_known_warnings, warn_if_untested_version
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import model_parallel_manual_seed
@@ -56,7 +57,7 @@ def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Ca
         "deepspeed": json.dumps(run.ds_config),
     }
     log.info("\n".join(f"> {name:9} {text}" for name, text in rows.items()))
-    if run.parallel.uses_pipeline:
+    if run.parallel.uses_pipeline and architecture_of(run.model).provider is None:
         log.info(describe_stages(run))
     log.text("config", json.dumps(dataclasses.asdict(run), indent=2))
     if dist.get_rank() == 0:

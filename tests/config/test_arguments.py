@@ -7,7 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from support.command_lines import CPU, CUDA, SMALL, complaints, parse
+from support.command_lines import CPU, CUDA, SMALL, complaints, parse, read
 
 from megatron.config import flag_fields
 from megatron.config.command_line import parse_run
@@ -16,7 +16,8 @@ from megatron.config.command_line.parser import REFUSED_VALUES, build_parser, re
 from megatron.config.data import Part
 from megatron.config.errors import ConfigError
 from megatron.config.fields import flag_name
-from megatron.model.architectures import ARCHITECTURES
+from megatron.model.architectures import ARCHITECTURES, BERT, GPT2
+from megatron.model.spec import ArchitectureSpec
 
 CLASSIC = """
 num-layers num-unique-layers param-sharing-style hidden-size num-attention-heads max-position-embeddings
@@ -165,7 +166,8 @@ EFFECTS: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("name", sorted(flag_fields()))
 def test_every_flag_changes_the_run(name: str) -> None:
-    if name in ("train_samples", "train_data_path", "valid_data_path", "test_data_path", "repartition_from"):
+    of_splits = ("train_data_path", "valid_data_path", "test_data_path")
+    if name in ("train_samples", "mock_data", "vocab_size", "repartition_from", *of_splits):
         return  # they stand in the place of others, or need a file, so they have tests of their own
     words, company = EFFECTS.get(name, (flag_name(flag_fields()[name]), ""))
     environ = CUDA if company.startswith("gpu") else CPU
@@ -198,6 +200,71 @@ def test_each_split_may_have_data_of_its_own() -> None:
     ]
     with pytest.raises(ConfigError, match="--split 1 and --train-data-path 1 a 3 b exclude each other"):
         parse_run([*own, "--split", "1"], CPU)
+
+
+WITHOUT_DATA = SMALL.partition("--data-path")[0]
+
+
+@pytest.mark.parametrize(
+    "architecture, words, expected",
+    [
+        (GPT2, "--mock-data", ("NullTokenizer", 50257)),
+        (BERT, "--mock-data", ("NullTokenizer", 30522)),
+        (BERT, "--mock-data --vocab-size 100", ("NullTokenizer", 100)),
+        (GPT2, "--mock-data --vocab-file v --merge-file m", ("GPT2BPETokenizer", None)),
+        (GPT2, "--data-path d --tokenizer-type NullTokenizer --vocab-size 100", ("NullTokenizer", 100)),
+    ],
+)
+def test_mock_data_and_their_tokenizer(
+    architecture: ArchitectureSpec, words: str, expected: tuple[str, int | None]
+) -> None:
+    data = parse_run([*WITHOUT_DATA.split(), *words.split()], CPU, architecture).data
+    assert (data.tokenizer_type, data.vocab_size) == expected
+
+
+def test_the_size_of_another_vocabulary_has_no_effect() -> None:
+    (warning,) = read("--vocab-size 9").warnings
+    assert warning.startswith(
+        "--vocab-size 9 has no effect with GPT2BPETokenizer, which counts the tokens of its files"
+    )
+
+
+@pytest.mark.parametrize(
+    "architecture, words, message",
+    [
+        (GPT2, "--mock-data --data-path d", "--mock-data and --data-path d exclude each other: give one"),
+        (GPT2, "--mock-data --train-data-path d", "--mock-data and --train-data-path d exclude each other: give one"),
+        (GPT2, "--mock-data --vocab-size 7", "--vocab-size 7 must be 8 or more"),
+        (
+            GPT2,
+            "--mock-data --merge-file m",
+            "--merge-file m has no effect with NullTokenizer: remove it, or give another --tokenizer-type",
+        ),
+        (
+            GPT2,
+            "--data-path d --tokenizer-type NullTokenizer",
+            "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens",
+        ),
+        (
+            BERT,
+            "--data-path d --tokenizer-type NullTokenizer --vocab-size 100",
+            "--tokenizer-type NullTokenizer does not suit BERT: use BertWordPieceLowerCase or BertWordPieceCase, or "
+            "add --mock-data",
+        ),
+        (BERT, "--data-path d --tokenizer-type BertWordPieceCase", "--vocab-file is required"),
+        (
+            GPT2,
+            "--mock-data --vocab-file v",
+            "--merge-file is required with --tokenizer-type GPT2BPETokenizer; for a vocabulary of whole words use "
+            "--tokenizer-type WhitespaceTokenizer",
+        ),
+        (GPT2, "--vocab-file v --merge-file m", "--data-path is required (or --train-data-path, or --mock-data)"),
+    ],
+)
+def test_wrong_mock_data_are_refused(architecture: ArchitectureSpec, words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_run([*WITHOUT_DATA.split(), *words.split()], CPU, architecture)
+    assert caught.value.messages == [message]
 
 
 def test_a_blend_is_split_as_one_data_set_is() -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron import mpu
+from megatron.config.errors import ConfigError
 from megatron.parallel import tensor as chunks
 
 TENSOR_PARALLEL_SIZES = [1, 2, 4]
@@ -258,3 +259,46 @@ def broadcast_of_another_type() -> str:
     with pytest.raises(ValueError) as caught:
         mpu.broadcast_data(["tokens"], {"tokens": torch.zeros(1)}, torch.int64, dist.group.WORLD)
     return str(caught.value)
+
+
+def test_a_tensor_is_divided_into_equal_chunks_and_gathered(run_ranks, size):
+    run_ranks(size, chunks_and_whole)
+
+
+def chunks_and_whole():
+    """The inverse of each other; chunks are consecutive elements, also of a tensor that is not contiguous."""
+    group, n, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    for whole in (_input(2, 3, 4).detach(), _input(4, 6).detach().t()):
+        part = mpu.split_tensor_into_1d_equal_chunks(whole, group)
+        assert_close(part, whole.flatten()[24 // n * rank : 24 // n * (rank + 1)])
+        assert_close(mpu.gather_split_1d_tensor(part, group), whole.flatten())
+    if n > 1:
+        with pytest.raises(ValueError, match=f"25 elements cannot be divided equally over {n} ranks"):
+            mpu.split_tensor_into_1d_equal_chunks(torch.zeros(5, 5), group)
+
+
+def test_the_classic_globals_answer_for_the_layout(run_ranks):
+    assert run_ranks(4, classic_globals) == [(0, 2, 0, 2, 0), (1, 2, 0, 2, 0), (0, 2, 1, 2, 2), (1, 2, 1, 2, 2)]
+
+
+def classic_globals() -> tuple[int, ...]:
+    with pytest.raises(ConfigError, match="call mpu.initialize_model_parallel"):
+        mpu.get_tensor_model_parallel_rank()
+    with pytest.raises(ConfigError, match="4 ranks cannot be divided into tensor-parallel size 3"):
+        mpu.initialize_model_parallel(3)
+    layout = mpu.initialize_model_parallel(2)
+    try:
+        assert mpu.model_parallel_is_initialized() and mpu.get_layout() is layout
+        assert mpu.get_model_parallel_group() is layout.tensor_group
+        assert (mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()) == (0, 1)
+        with pytest.raises(ConfigError, match="was called before"):
+            mpu.initialize_model_parallel(2)
+        return (
+            mpu.get_tensor_model_parallel_rank(),
+            mpu.get_tensor_model_parallel_world_size(),
+            mpu.get_data_parallel_rank(),
+            mpu.get_data_parallel_world_size(),
+            mpu.get_tensor_model_parallel_src_rank(),
+        )
+    finally:
+        mpu.destroy_model_parallel()

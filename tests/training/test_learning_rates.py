@@ -181,6 +181,27 @@ def test_it_is_a_scheduler_of_torch_and_not_callable():
     assert not isinstance(scheduler(optimizer()), Callable)
 
 
+def test_the_classic_path_and_the_classic_order_of_arguments():
+    from megatron.learning_rates import AnnealingLR as Classic
+
+    assert Classic is AnnealingLR
+    optim = optimizer()
+    sched = Classic(optim, PEAK, WARMUP, END, "cosine", 7, FLOOR, False, True)
+    assert sched.state_dict() == scheduler(optimizer(), last_iter=7).state_dict()
+    assert (sched.use_checkpoint_lr_scheduler, sched.override_lr_scheduler) == (False, True)
+    shortest = Classic(optim, PEAK, WARMUP, END, "linear", 0)
+    assert (shortest.schedule.min_lr, shortest.use_checkpoint_lr_scheduler) == (0.0, True)
+
+
+def test_no_optimizer_is_an_error_of_one_line():
+    with pytest.raises(ConfigError) as caught:
+        scheduler(None)
+    assert caught.value.messages == [
+        "AnnealingLR got no optimizer (None): create the optimizer first, or pass deepspeed.initialize a function of "
+        "the optimizer as lr_scheduler"
+    ]
+
+
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_deepspeed_accepts_an_instance_and_a_callable(run_ranks_once, zero_stage: int):
     expected = [schedule("cosine").learning_rate(n) for n in range(4)]

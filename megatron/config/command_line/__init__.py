@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron.config import (
     ActivationConfig,
+    DataConfig,
     LoggingConfig,
     ModelConfig,
     ParallelConfig,
@@ -18,7 +19,14 @@ from megatron.config import (
     ZeroConfig,
     sections,
 )
-from megatron.config.command_line.parser import CONFIG_FILE, ignored_flags, read_flags
+from megatron.config.command_line.parser import (
+    CONFIG_FILE,
+    ignored_flags,
+    read_extra_args,
+    read_flags,
+    with_defaults,
+)
+from megatron.config.data import DEFAULT_VOCABULARY, NULL_TOKENIZER
 from megatron.config.deepspeed_json import compile_config, conflicts, read_settings
 from megatron.config.deepspeed_json.file import ConfigFile, read_config_file
 from megatron.config.environment import expected_device, local_rank, world_size
@@ -67,6 +75,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arc
 
 def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2) -> ParsedRun:
     """Like ``parse_run``, with the problems in the result. Raises ConfigError if a value or the file cannot be read."""
+    argv = with_defaults(argv, architecture)
     flags, problems = read_flags(argv, architecture)
     file = ConfigFile("", {})
     config_file = flags.pop(CONFIG_FILE).value if CONFIG_FILE in flags else None
@@ -83,6 +92,7 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
     problems += accelerate_conflicts(run, environ, config_file)
     if not problems:
         run = replace(run, ds_config=compile_config(run, provided, file.tree))
+        run = replace(run, extra_args=read_extra_args(argv, architecture))
     return ParsedRun(run, problems, ignored_flags(argv, architecture) + warnings(run, provided))
 
 
@@ -111,8 +121,7 @@ def resolve_run(
     except ConfigError as error:
         problems += error.messages
     run = replace(run, activation=_activation(run.activation), logging=_logging(run))
-    if "tokenizer_type" not in provided:
-        run = replace(run, data=replace(run.data, tokenizer_type=architecture.tokenizers[0]))
+    run = replace(run, data=_data(run.data, provided, architecture))
     run = replace(run, model=_model(run, architecture), zero=_zero(run))
     run = replace(run, observe=replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace))
     try:
@@ -168,6 +177,17 @@ def _logging(run: RunConfig) -> LoggingConfig:
     if run.observe.run_dir is None or run.logging.metrics_file is not None:
         return run.logging
     return replace(run.logging, metrics_file=str(Path(run.observe.run_dir) / METRICS))
+
+
+def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: ArchitectureSpec) -> DataConfig:
+    if "tokenizer_type" not in provided:
+        is_null = data.mock_data and data.vocab_file is None
+        data = replace(data, tokenizer_type=NULL_TOKENIZER if is_null else architecture.tokenizers[0])
+    if not data.mock_data:
+        return data
+    if data.tokenizer_type != NULL_TOKENIZER or data.vocab_size is not None:
+        return data
+    return replace(data, vocab_size=DEFAULT_VOCABULARY[architecture.masked_lm is not False])
 
 
 def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:

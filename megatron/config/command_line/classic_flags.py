@@ -42,7 +42,8 @@ distribute-saved-activations contigious-checkpointing checkpoint-in-cpu synchron
 model-parallel-size tensor-model-parallel-size pipe-parallel-size pipeline-model-parallel-size no-pipeline-parallel
 sequence-parallel ds-sequence-parallel-size distributed-backend distributed-timeout-minutes local-rank deepspeed
 deepspeed-config deepscale deepscale-config data-path train-data-path valid-data-path test-data-path split
-data-cache-path no-shared-storage data-impl mmap-warmup num-workers seq-length tokenizer-type vocab-file merge-file
+data-cache-path mock-data vocab-size
+no-shared-storage data-impl mmap-warmup num-workers seq-length tokenizer-type vocab-file merge-file
 reset-position-ids reset-attention-mask eod-mask-loss mask-prob short-seq-prob save save-interval
 persistent-save-interval no-save-optim no-save-rng async-save load no-load-optim no-load-rng finetune log-interval
 tensorboard-dir
@@ -278,7 +279,7 @@ _REFUSED = {
     # Data and tokenizers.
     "tokenizers are read from --vocab-file and --merge-file: use --tokenizer-type with them": (
         "tokenizer-model tokenizer-metadata tokenizer-name-or-path tokenizer-not-use-fast tiktoken-* "
-        "legacy-tokenizer trust-remote-code vocab-size padded-vocab-size allow-ambiguous-pad-tokens"
+        "legacy-tokenizer trust-remote-code padded-vocab-size allow-ambiguous-pad-tokens"
     ),
     "data sets are named on the command line: use --data-path, or --train-data-path and its companions": (
         "data-args-path per-split-data-args-path aml-data-download-path train-idx-path train-desc-path "

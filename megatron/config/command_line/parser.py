@@ -1,8 +1,9 @@
 """The parser of a program's flags: from command-line arguments to a value for each field."""
 
 import argparse
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, NamedTuple, NoReturn, TypeAlias, get_args, get_origin
 
@@ -55,6 +56,48 @@ def ignored_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) ->
     return _normalize_names(argv, build_parser(architecture), architecture).warnings
 
 
+def read_extra_args(argv: Sequence[str], architecture: ArchitectureSpec) -> dict[str, Any]:
+    """The values of the flags that the program of a provided model has added. Call ``read_flags`` before.
+
+    Raises ConfigError if a value is no JSON, since checkpoints contain them.
+    """
+    parser = build_parser(architecture)
+    words = _normalize_names(argv, parser, architecture).words
+    namespace, _ = parser.parse_known_args(words, argparse.Namespace(occurrences=[]))
+    values = {name: value for name, value in vars(namespace).items() if name not in ("occurrences", "deepspeed")}
+    for name, value in values.items():
+        try:
+            json.dumps(value)
+        except TypeError:
+            raise ConfigError(
+                f"the value of {name}, a flag of {architecture.program}, is a {type(value).__name__}, which JSON does "
+                "not have: let its type be str, int, float or bool"
+            ) from None
+    return values
+
+
+def with_defaults(argv: Sequence[str], architecture: ArchitectureSpec) -> list[str]:
+    """``argv`` after the default flags of a provided model, without those that ``argv`` contains.
+
+    Raises ConfigError if there is no such flag.
+    """
+    if architecture.provider is None:
+        return list(argv)
+    parser = build_parser(architecture)
+    actions = {name: action for action in parser._actions for name in action.option_strings}
+    given = [actions.get(_known_name(word.partition("=")[0], actions)) for word in argv if _is_flag(word)]
+    words: list[str] = []
+    for key, value in architecture.provider.defaults.items():
+        name = _known_name(f"--{key}", actions)
+        if name not in actions:
+            raise ConfigError(f"args_defaults: there is no flag {name}: {did_you_mean(name, actions, otherwise='-')}")
+        if actions[name] in given or value is None or value is False:
+            continue
+        values = value if isinstance(value, list | tuple) else [] if value is True else [value]
+        words += [name, *map(str, values)]
+    return [*words, *argv]
+
+
 def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentParser:
     """The parser of all flags of the program that trains ``architecture``, with one group per section of the config."""
     parser = _Parser(
@@ -86,6 +129,12 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
         for field in fields(section):
             if "flag" in field.metadata and _applies(field, architecture):
                 _add_flag(group, field)
+    if architecture.provider is not None and architecture.provider.add_flags is not None:
+        parser.argument_default = None  # flags that the program adds have argparse's own default
+        try:
+            architecture.provider.add_flags(parser)
+        except argparse.ArgumentError as error:
+            raise ConfigError(f"extra_args_provider adds a flag that exists already: {error}") from None
     return parser
 
 
@@ -149,7 +198,7 @@ def _normalize_names(argv: Sequence[str], parser: argparse.ArgumentParser, archi
     result = _Words([], [], [])
     for word, *values in _grouped(argv):
         name, equals, value = word.partition("=")
-        name = name.replace("_", "-")
+        name = _known_name(name, known)
         values = [value, *values] if equals else values
         if not _is_flag(word):
             result.words.extend([word, *values])
@@ -163,6 +212,12 @@ def _normalize_names(argv: Sequence[str], parser: argparse.ArgumentParser, archi
             guess = did_you_mean(name, known, otherwise="see --help", cutoff=_NEAR)
             result.problems.append(f"unknown flag {name}: {guess}")
     return result
+
+
+def _known_name(name: str, known: Collection[str]) -> str:
+    """The one of ``known`` that is ``name`` but for hyphens and underscores; without one ``name`` with hyphens."""
+    hyphens = name.replace("_", "-")
+    return hyphens if hyphens in known else next((one for one in known if one.replace("_", "-") == hyphens), hyphens)
 
 
 def _grouped(argv: Sequence[str]) -> list[list[str]]:

@@ -19,6 +19,8 @@ EXCLUSIVE = (
     ("lr_decay_iters", "lr_decay_samples"),
     ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
     ("data_path", "train_data_path"),
+    ("mock_data", "data_path"),
+    ("mock_data", "train_data_path"),
     ("split", "train_data_path"),
 )
 """Fields with the same meaning, of which only one per row may be provided."""
@@ -75,6 +77,7 @@ def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureS
             problems.append(f"{' and '.join(sources)} exclude each other: give one")
     if "train_iters" not in provided and "train_samples" not in provided:
         problems.append("--train-iters is required (or --train-samples)")
-    if architecture.is_language_model and not {"data_path", "train_data_path"} & provided.keys():
-        problems.append("--data-path is required (or --train-data-path)")
+    needs_data = architecture.is_language_model and architecture.provider is None
+    if needs_data and not {"data_path", "train_data_path", "mock_data"} & provided.keys():
+        problems.append("--data-path is required (or --train-data-path, or --mock-data)")
     return problems

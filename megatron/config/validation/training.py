@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 from megatron.config import RunConfig
-from megatron.config.data import read_blend, unused_merges
+from megatron.config.data import NULL_TOKENIZER, read_blend, unused_merges
 from megatron.config.errors import counted
 from megatron.config.output import steps
 from megatron.config.validation.rules import Messages, enabled, excludes, needs, rule
@@ -140,15 +140,20 @@ excludes(
     why="GPT-2 needs an end-of-document token; BERT needs tokens that frame, pad and mask.",
 )
 def tokenizer(run: RunConfig) -> Messages:
-    model = run.model.architecture
-    known = architecture_of(run.model).tokenizers
-    if run.data.tokenizer_type not in known:
-        yield f"--tokenizer-type {run.data.tokenizer_type} does not suit {model}: use {' or '.join(known)}"
+    data, model = run.data, architecture_of(run.model)
+    if model.provider is not None:
+        return
+    is_null = data.tokenizer_type == NULL_TOKENIZER
+    if data.tokenizer_type not in model.tokenizers and not (is_null and (data.mock_data or not model.masked_lm)):
+        instead = " or ".join(model.tokenizers)
+        mock = ", or add --mock-data" if is_null else ""
+        yield f"--tokenizer-type {data.tokenizer_type} does not suit {run.model.architecture}: use {instead}{mock}"
 
 
 @rule("BPE needs merges", why="The vocabulary alone does not determine how text is tokenized.")
 def merges(run: RunConfig) -> Messages:
-    if run.data.tokenizer_type == "GPT2BPETokenizer" and run.data.merge_file is None:
+    data = run.data
+    if data.tokenizer_type == "GPT2BPETokenizer" and data.merge_file is None and _needs_tokenizer(run):
         suits = "WhitespaceTokenizer" in architecture_of(run.model).tokenizers
         other = "; for a vocabulary of whole words use --tokenizer-type WhitespaceTokenizer" if suits else ""
         yield f"--merge-file is required with --tokenizer-type GPT2BPETokenizer{other}"
@@ -162,6 +167,33 @@ def merges(run: RunConfig) -> Messages:
 )
 def merges_of_words(run: RunConfig) -> Messages:
     yield from unused_merges(run.data.tokenizer_type, run.data.merge_file)
+
+
+@rule("a tokenizer has a vocabulary", why="It is in a file, or for NullTokenizer a number.")
+def tokenizer_files(run: RunConfig) -> Messages:
+    data = run.data
+    if data.tokenizer_type == NULL_TOKENIZER:
+        for flag, file in (("--vocab-file", data.vocab_file), ("--merge-file", data.merge_file)):
+            if file is not None:
+                yield f"{flag} {file} has no effect with NullTokenizer: remove it, or give another --tokenizer-type"
+        if data.vocab_size is None:
+            yield "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens"
+    elif data.vocab_file is None and _needs_tokenizer(run):
+        yield "--vocab-file is required"
+
+
+@rule("--vocab-size is for NullTokenizer", why="The others count the tokens of their files.", only_warns=True)
+def vocab_size(run: RunConfig) -> Messages:
+    if run.data.vocab_size is not None and run.data.tokenizer_type != NULL_TOKENIZER:
+        yield (
+            f"--vocab-size {run.data.vocab_size} has no effect with {run.data.tokenizer_type}, which counts the tokens "
+            "of its files: remove it"
+        )
+
+
+def _needs_tokenizer(run: RunConfig) -> bool:
+    """Whether a tokenizer with files is needed: a provided model may do without."""
+    return run.data.vocab_file is not None or architecture_of(run.model).provider is None
 
 
 @rule("a pair of sentences fits into a sample", why="BERT's samples are pairs of sentences with three special tokens.")
@@ -247,6 +279,14 @@ def flops_on_plain_engine(run: RunConfig) -> Messages:
 
 needs("logging.dry_run", "logging.rank")
 excludes("logging.explain", "logging.dry_run", why="--explain prints rules; --dry-run builds layers.")
+
+
+@rule("--dry-run and --run-dir need the spec of the model", why="Planned memory and time follow from it.")
+def plans_need_spec(run: RunConfig) -> Messages:
+    if architecture_of(run.model).provider is not None:
+        for flag, value in (("--dry-run", run.logging.dry_run), ("--run-dir", run.observe.run_dir)):
+            if value:
+                yield f"{flag} plans memory and time, and the model of {run.model.architecture} has no spec: remove it"
 
 
 @rule("--rank names ranks of the run", why="Other ranks have no layers to build.")

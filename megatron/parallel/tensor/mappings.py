@@ -86,6 +86,23 @@ def broadcast_data(
     return {key: part.view(shape) for key, part, shape in zip(keys, flat.split(sizes), shapes, strict=True)}
 
 
+def split_tensor_into_1d_equal_chunks(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """This rank's part of the elements in their order: [...] of n elements -> [n/t]; a view of a contiguous tensor.
+
+    Raises ValueError if the ranks cannot share the elements equally.
+    """
+    if tensor.numel() % group.size():
+        raise ValueError(f"{tensor.numel()} elements cannot be divided equally over {group.size()} ranks")
+    return tensor.reshape(-1).chunk(group.size())[group.rank()]
+
+
+def gather_split_1d_tensor(part: Tensor, group: ProcessGroup) -> Tensor:
+    """The parts of all ranks: [n/t] -> [n], the inverse of ``split_tensor_into_1d_equal_chunks``. Without gradient."""
+    whole = part.new_empty(part.numel() * group.size())
+    dist.all_gather_into_tensor(whole, part.contiguous(), group=group)
+    return whole
+
+
 Collective = Callable[[Tensor, ProcessGroup], Tensor]
 
 

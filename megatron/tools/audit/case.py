@@ -18,8 +18,6 @@ from megatron.model.architectures import GPT2
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.convert.inspection import find
 
-TOKENIZER_FLAGS = ("tokenizer_type", "vocab_file", "merge_file")
-
 
 @dataclass(frozen=True)
 class Case:
@@ -66,11 +64,11 @@ class Case:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer. Raises ConfigError if its files have changed, DataError if they are missing."""
-        files = [getattr(self.data, name) for name in TOKENIZER_FLAGS]
-        tokenizer = build_tokenizer(*files)
-        if self.data.tokenizer_hash not in ("", tokenizer_hash(*files)):
+        data, files = self.data, (self.data.vocab_file, self.data.merge_file)
+        tokenizer = build_tokenizer(data.tokenizer_type, *files, data.vocab_size)
+        if data.tokenizer_hash not in ("", tokenizer_hash(data.tokenizer_type, *files)):
             raise ConfigError(
-                f"the vocabulary in {', '.join(file for file in files[1:] if file)} is not the one of "
+                f"the vocabulary in {', '.join(file for file in files if file)} is not the one of "
                 f"{self.saved.path}: name that with --vocab-file and --merge-file"
             )
         return tokenizer
@@ -129,7 +127,9 @@ def read_section(section: type, saved: Mapping[str, Any]) -> Any:
 
 
 def check_contents(data: DataConfig, checkpoint: str) -> None:
-    """Raises DataError if the data are missing, or their hash is not ``data.data_hash``."""
+    """Raises DataError if the data are missing, or their hash is not ``data.data_hash``; ConfigError for mock data."""
+    if data.mock_data:
+        raise ConfigError(f"{checkpoint} was trained on --mock-data, which has no documents to list")
     try:
         found = blend_hash(data.contents)
     except FileNotFoundError as error:

@@ -9,9 +9,10 @@ import numpy as np
 from megatron.checkpoint.sample_history import Segment
 from megatron.config.errors import ConfigError, DataError, counted
 from megatron.data.bert_dataset import BertDataset
-from megatron.data.datasets import BlendedDataset
+from megatron.data.datasets import BlendedDataset, Samples
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.index_maps import rank_sample_indices, sample_at
+from megatron.data.mock_dataset import MockDataset
 from megatron.tools.audit.case import Case
 
 
@@ -29,7 +30,7 @@ def batch_of(case: Case, iteration: int, rank: int | None) -> dict[str, Any]:
     data_ranks = range(segment.layout["DP"]) if rank is None else [data_rank_of(segment, rank)]
     first_index = segment.sample_indices(iteration).start
     samples = case.training_samples(case.samples_up_to(iteration))
-    assert not isinstance(samples, BertDataset), "only causal models are audited"
+    assert not isinstance(samples, BertDataset | MockDataset), "only causal models with documents are audited"
     tokenizer = case.tokenizer
     rows = []
     for data_rank in data_ranks:
@@ -123,7 +124,7 @@ def seen_up_to(case: Case, iteration: int) -> list[Seen]:
     return [_count(part, mask, case.data.seq_length) for part, mask in zip(parts, own, strict=True)]
 
 
-def _count(part: GPT2Dataset | BertDataset, taken: np.ndarray, seq_length: int) -> Seen:
+def _count(part: Samples, taken: np.ndarray, seq_length: int) -> Seen:
     """How much of a data set is read by those of its first samples that are ``taken``, bool [n]."""
     assert isinstance(part, GPT2Dataset), "only causal models are audited"
     numbers = part.maps.shuffle[: len(taken)].astype(np.int64)

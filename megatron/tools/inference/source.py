@@ -124,7 +124,7 @@ def _run_tokenizer(path: Path, description: Mapping[str, Any], files: TokenizerF
             f"{' and '.join(file for file in chosen if file)}: another tokenizer than the one that {path} was trained "
             "with (their hashes differ); give its --vocab-file and --merge-file"
         )
-    return build_tokenizer(kind, *chosen)
+    return build_tokenizer(kind, *chosen, data.get("vocab_size"))
 
 
 def _folder_bpe(found: Found, files: TokenizerFiles) -> BPE:

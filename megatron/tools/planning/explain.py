@@ -8,6 +8,7 @@ from megatron.config.command_line import ParsedRun
 from megatron.config.errors import ConfigError, UserError
 from megatron.config.summary import describe_config, describe_stages
 from megatron.config.validation import RULES
+from megatron.model.spec import architecture_of
 from megatron.parallel import groups
 from megatron.training.preflight import check
 
@@ -40,7 +41,7 @@ def explain(reading: ParsedRun) -> None:
 def _configuration(run: RunConfig) -> Iterator[str]:
     for name, text in describe_config(run).items():
         yield f"> {name:9} {text}"
-    if run.parallel.uses_pipeline and run.model.padded_vocab_size:
+    if run.parallel.uses_pipeline and run.model.padded_vocab_size and architecture_of(run.model).provider is None:
         yield describe_stages(run)
     for axis, ranks in groups(run.parallel).items():
         yield f"> {axis:9} {_groups(ranks)}"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron.config import flag_fields
 from megatron.config.command_line.parser import read_flags
+from megatron.config.data import DEFAULT_VOCABULARY, NULL_TOKENIZER
 from megatron.config.errors import ConfigError, DataError
 from megatron.config.fields import Provided, flag_name
 from megatron.config.validation import value_problems
@@ -53,8 +54,6 @@ _PLACEHOLDERS = {
     "merge_file": "vocab/merges.txt",
 }
 """Values of what the layout does not depend on, if they are not given."""
-_VOCABULARY = {False: 50257, True: 30522}
-"""By ``masked_lm``: tokens of GPT-2's vocabulary and of BERT's."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +113,14 @@ def make_request(
         problems.append("--global-batch-size is required")
     filled, _ = read_flags(_fillers(given, tokens, model, architecture), architecture)
     given = {**filled, **given}
+    if _value(given, "tokenizer_type") == NULL_TOKENIZER and vocab_size:
+        given["vocab_size"] = Provided(vocab_size, f"--vocab-size {vocab_size}")
     if not {"bf16", "fp16"} & given.keys() and precision != "fp32":
         given[precision] = Provided(True, f"--{precision}")
     problems += value_problems(given, architecture)
     if problems:
         raise ConfigError(problems)
-    size = _vocabulary_size(given) or vocab_size or _VOCABULARY[architecture.masked_lm is not False]
+    size = _vocabulary_size(given) or vocab_size or DEFAULT_VOCABULARY[architecture.masked_lm is not False]
     return Request(given, machine, devices, size, headroom, tokens, architecture, program)
 
 
@@ -129,12 +130,16 @@ def _fillers(
     """Arguments for the sizes of ``model``, and placeholders for required ones that do not affect the layout."""
     sizes = MODELS[model]._asdict() if model else {}
     sizes.pop("program", None)
-    tokenizer = given["tokenizer_type"].value if "tokenizer_type" in given else architecture.tokenizers[0]
+    is_mock = "mock_data" in given and "vocab_file" not in given
+    own = NULL_TOKENIZER if is_mock else architecture.tokenizers[0]
+    tokenizer = given["tokenizer_type"].value if "tokenizer_type" in given else own
     found: dict[str, object] = {**sizes, **_PLACEHOLDERS, "tokenizer_type": tokenizer}
-    if "train_data_path" in given:
+    if {"train_data_path", "mock_data"} & given.keys():
         del found["data_path"]
     if tokenizer != "GPT2BPETokenizer":
         del found["merge_file"]
+    if tokenizer == NULL_TOKENIZER:
+        del found["vocab_file"]
     if not {"train_iters", "train_samples"} & given.keys():
         samples = given["global_batch_size"].value if "global_batch_size" in given else 1
         s = given["seq_length"].value if "seq_length" in given else sizes.get("seq_length", 1)
@@ -146,7 +151,7 @@ def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
     """Tokens of the vocabulary file, if it exists."""
     kind, file, merges = (_value(given, name) for name in ("tokenizer_type", "vocab_file", "merge_file"))
     try:
-        return read_vocabulary(kind, file, merges).size if Path(file).is_file() else None
+        return read_vocabulary(kind, file, merges).size if file and Path(file).is_file() else None
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
 

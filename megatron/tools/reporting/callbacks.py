@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.config import RunConfig
+from megatron.model.spec import architecture_of
 from megatron.training.callbacks import Callback, MemoryPlan, warn_if_unwritable
 
 
@@ -27,8 +28,10 @@ class RunRecord(Callback):
 class MemoryAdvice(Callback):
     """Reports what was planned for a rank that ran out of memory, and the smallest change that would fit."""
 
-    def on_out_of_memory(self, run: RunConfig, stage: int, available: float) -> MemoryPlan:
-        """The planner's figures for a rank of ``stage``, and its advice."""
+    def on_out_of_memory(self, run: RunConfig, stage: int, available: float) -> MemoryPlan | None:
+        """The planner's figures for a rank of ``stage``, and its advice; None without a spec of the model."""
+        if architecture_of(run.model).provider is not None:
+            return None
         from megatron.tools.planning.memory import stage_memory
 
         memory = stage_memory(run)[stage]

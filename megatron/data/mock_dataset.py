@@ -1,0 +1,90 @@
+"""Mock data: samples that are computed from the seed and their index, for speed tests without any file.
+
+A document counts: from a random token on, each token is the next in the vocabulary, so a model can learn it.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron.config import DataConfig
+from megatron.config.data import SPLITS
+from megatron.data.bert_dataset import SPECIAL_TOKENS, PairVocabulary, pair_sample
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+
+class MockDataset:
+    """``samples`` samples, each of which depends on nothing but ``seed_words`` and its index; see the subclasses."""
+
+    def __init__(self, samples: int, ordinary: np.ndarray, seq_length: int, seed_words: Sequence[int]) -> None:
+        self._samples, self._ordinary, self._seq_length = samples, ordinary, seq_length
+        self._seed_words = seed_words
+
+    def __len__(self) -> int:
+        """Samples in the data set, as many as were requested."""
+        return self._samples
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """The ``index``-th sample, int64."""
+        if not 0 <= index < self._samples:
+            raise IndexError(index)
+        return self._draw(np.random.RandomState([*self._seed_words, index & 0xFFFFFFFF, index >> 32]))
+
+    def take(self, indices: Sequence[int]) -> np.ndarray:
+        """Some samples, int64 [n, ...]."""
+        return np.stack([self[index] for index in indices])
+
+    def _draw(self, random: np.random.RandomState) -> np.ndarray:
+        raise NotImplementedError
+
+    def _count(self, length: int, random: np.random.RandomState) -> np.ndarray:
+        """``length`` tokens that count from a random one on."""
+        first = random.randint(len(self._ordinary))
+        return self._ordinary[(first + np.arange(length)) % len(self._ordinary)]
+
+
+class MockGPT2Dataset(MockDataset):
+    """Samples for GPT-2, int64 [seq_length + 1]: documents of random lengths, the last one cut off."""
+
+    def __init__(self, samples: int, data: DataConfig, tokenizer: Tokenizer, seed_words: Sequence[int]) -> None:
+        ordinary = np.delete(np.arange(tokenizer.vocab_size), tokenizer.eod)
+        super().__init__(samples, ordinary, data.seq_length, seed_words)
+        self._eod = tokenizer.eod
+
+    def _draw(self, random: np.random.RandomState) -> np.ndarray:
+        sample = np.full(self._seq_length + 1, self._eod)
+        begin = 0
+        while begin <= self._seq_length:
+            end = min(begin + random.randint(1, self._seq_length + 1), self._seq_length + 1)
+            sample[begin:end] = self._count(end - begin, random)
+            begin = end + 1  # the token between stays the end of the document
+        return sample
+
+
+class MockBertDataset(MockDataset):
+    """Samples for BERT as those of ``BertDataset``, int64 [3, s]; the second span continues the first."""
+
+    def __init__(self, samples: int, data: DataConfig, tokenizer: PairVocabulary, seed_words: Sequence[int]) -> None:
+        special = [tokenizer.pad, tokenizer.cls, tokenizer.sep, tokenizer.mask]
+        super().__init__(samples, np.delete(np.arange(tokenizer.vocab_size), special), data.seq_length, seed_words)
+        self._tokenizer, self._mask_prob, self._short_seq_prob = tokenizer, data.mask_prob, data.short_seq_prob
+
+    def _draw(self, random: np.random.RandomState) -> np.ndarray:
+        longest = self._seq_length - SPECIAL_TOKENS
+        is_short = random.random_sample() < self._short_seq_prob
+        tokens = self._count(random.randint(2, longest + 1) if is_short else longest, random)
+        a, b = np.split(tokens, [random.randint(1, len(tokens))])
+        swapped = random.random_sample() < 0.5
+        if swapped:
+            a, b = b, a
+        return pair_sample(a, b, swapped, self._tokenizer, self._seq_length, self._mask_prob, random)
+
+
+def mock_samples(data: DataConfig, name: str, samples: int, *, seed: int, masked_lm: bool) -> MockDataset:
+    """``samples`` mock samples of the split ``name``. Raises DataError if the tokenizer's files are broken."""
+    tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size)
+    seed_words = [seed & 0xFFFFFFFF, seed >> 32, SPLITS.index(name)]
+    if not masked_lm:
+        return MockGPT2Dataset(samples, data, tokenizer, seed_words)
+    assert isinstance(tokenizer, PairVocabulary), "a rule refuses the others"
+    return MockBertDataset(samples, data, tokenizer, seed_words)

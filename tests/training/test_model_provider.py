@@ -1,0 +1,108 @@
+"""``pretrain``: a model, data and loss of one's own on every layout; defaults, flags, resuming, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.programs import Programs, read_metrics
+
+from megatron.config import RunConfig
+from megatron.config.command_line import read_run
+from megatron.config.errors import ConfigError
+from megatron.model.spec import ARCHITECTURES
+from megatron.training.model_provider import ModelProvider, provided_architecture
+
+PROGRAM = "examples/pretrain_my_model.py"
+FLAGS = "--train-iters 6 --log-interval 1 --eval-interval 3 --eval-iters 1 --lr-decay-iters 6 --lr-decay-style cosine"
+
+
+def train(programs: Programs, processes: int, file: Path, *words: str | Path) -> dict[tuple[str, int], float]:
+    """Every loss of a run, by its kind and iteration."""
+    programs.warm(processes, PROGRAM, *FLAGS.split(), "--metrics-file", file, *words).ok()
+    kinds = ("lm_loss", "validation_loss")
+    return {(kind, line["iteration"]): line[kind] for line in read_metrics(file) for kind in kinds if kind in line}
+
+
+def test_layouts_agree_and_a_run_resumes(programs: Programs, tmp_path: Path) -> None:
+    one = train(programs, 1, tmp_path / "one")
+    assert len(one) == 8 and one["lm_loss", 6] < one["lm_loss", 1]
+    line = read_metrics(tmp_path / "one")[0]
+    assert line["tflops_per_device"] is None and line["grad_norm"] > 0
+    pipeline = train(programs, 4, tmp_path / "four", "--model-parallel-size", "2", "--pipe-parallel-size", "2")
+    assert pipeline == pytest.approx(one, rel=1e-4)
+    folder, layout = tmp_path / "saved", ["--model-parallel-size", "2", "--zero-stage", "2"]
+    begin = train(programs, 2, tmp_path / "begin", *layout, "--save", folder, "--exit-interval", "3")
+    end = train(programs, 2, tmp_path / "end", *layout, "--load", folder)
+    assert begin | end == pytest.approx(one, rel=1e-4) and len(end) == 4
+    assert json.loads((folder / "global_step3" / "run.json").read_text())["config"]["extra_args"] == {"std": 0.1}
+    other = programs.warm(1, PROGRAM, *FLAGS.split(), "--load", folder)
+    assert other.returncode == 4
+    assert "--model-parallel-size is 1, but 2 in" in other.output
+    assert "a checkpoint of a model without a spec is resumed on the layout it was saved on" in other.output
+
+
+@pytest.fixture
+def parse():
+    """Parses the command line of a program that calls ``pretrain`` with these flags and defaults."""
+
+    def parsed(words: str, add_flags=None, **defaults) -> RunConfig:
+        sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 1, "lr": 0.1}
+        defaults = {**sizes, "train_iters": 1, "batch_size": 1, **defaults}
+        provider = ModelProvider(*[lambda *_: None] * 3, add_flags, defaults)
+        architecture = provided_architecture(provider)
+        try:
+            return read_run(words.split(), {"DS_ACCELERATOR": "cpu"}, architecture).checked()
+        finally:
+            del ARCHITECTURES[architecture.name]
+
+    return parsed
+
+
+def add_flags(parser) -> None:
+    parser.add_argument("--my_depth", type=int, default=3)
+    parser.add_argument_group("more").add_argument("--my-name", choices=("a", "b"))
+    parser.add_argument("--my-switch", action="store_true")
+
+
+def test_the_command_line_wins_over_defaults_and_has_the_programs_flags(parse) -> None:
+    run = parse("--lr 0.5 --micro-batch-size 4 --my-name b", add_flags, my_depth=5, bf16=True, zero_stage=1, gas=None)
+    assert run.extra_args == {"my_depth": 5, "my_name": "b", "my_switch": False}
+    assert (run.optim.lr, run.train.micro_batch_size, run.model.num_layers) == (0.5, 4, 2)
+    assert run.precision.bf16 and run.zero.zero_stage == 1
+    assert parse("--my_depth 2 --my-switch", add_flags).extra_args["my_switch"] is True
+
+
+@pytest.mark.parametrize(
+    ("words", "defaults", "message"),
+    [
+        ("--mydepth 4", {}, "unknown flag --mydepth: did you mean --my_depth?"),
+        ("--my-depth x", {}, "--my_depth: invalid int value: 'x'"),
+        ("--my-name c", {}, "--my-name: invalid choice: 'c'"),
+        ("--num-layers x", {}, "--num-layers x: must be a number"),
+        ("", {"numlayers": 3}, "args_defaults: there is no flag --numlayers: did you mean --num-layers?"),
+        ("", {"lr": -1}, "--lr -1 must be more than 0"),
+        ("--dry-run", {}, "--dry-run plans memory and time"),
+    ],
+)
+def test_mistakes_in_flags_and_defaults(parse, words: str, defaults: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(words, add_flags, **defaults)
+    assert len(caught.value.messages) == 1 and message in caught.value.messages[0]
+
+
+def test_a_flag_that_exists_is_refused(parse) -> None:
+    with pytest.raises(ConfigError, match="extra_args_provider adds a flag that exists already: argument --lr"):
+        parse("", lambda parser: parser.add_argument("--lr"))
+
+
+def test_a_module_is_no_pipeline_and_data_sets_have_samples(parse) -> None:
+    run = parse("--pipe-parallel-size 1")
+    with pytest.raises(ConfigError, match="needs a list of layers, and model_provider returned a str"):
+        ModelProvider(lambda *_: "module", *[lambda *_: None] * 2).layers(run, None)
+    with pytest.raises(ConfigError, match="--num-layers 2 is the number of layers .* model_provider returned 1"):
+        ModelProvider(lambda *_: ["layer"], *[lambda *_: None] * 2).layers(run, None)
+    for datasets, message in (([None] * 3, "must return three data sets"), (([1], [], None), "without samples")):
+        with pytest.raises(Exception, match=message):
+            ModelProvider(lambda *_: None, lambda *_, datasets=datasets: datasets, lambda *_: None).open(run, (1, 1, 1))
+    train, valid, test = ModelProvider(None, lambda *_: ([1.0, 2.0], [3.0], [4.0]), None).open(run, (5, 1, 0))
+    assert train.take([1, 4])[0].tolist() == [2.0, 1.0] and (len(train), len(valid), test) == (5, 1, None)
