@@ -238,6 +238,8 @@ def test_dualpipev_sends_whole_tensors(config_file) -> None:
     assert parse(words).ds_config["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
     (message,) = complaints(f"{words} {config_file({'pipeline': {'grad_partitioned': True}})}")
     assert message.startswith("pipeline.grad_partitioned true cannot be combined with --pipeline-schedule dualpipev")
+    (message,) = complaints(f"{words} {config_file({'wall_clock_breakdown': True})}")
+    assert message.startswith("wall_clock_breakdown true cannot be combined with --pipeline-schedule dualpipev")
     assert "pipeline" not in parse("--pipe-parallel-size 1").ds_config
 
 

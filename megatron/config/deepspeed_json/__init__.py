@@ -192,6 +192,12 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
         for key in _PARTITIONED
         if cause and section.get(key)
     ]
+    if run.parallel.uses_dualpipev and file.get("wall_clock_breakdown"):
+        # DeepSpeed 0.19.8 would raise AssertionError: bwd_microstep timer has already been started.
+        problems.append(
+            f"wall_clock_breakdown true cannot be combined with --pipeline-schedule {run.parallel.pipeline_schedule}: "
+            "set it to false, or remove it; --trace measures each pass"
+        )
     if run.observe.flops_profile_step is not None and "flops_profiler" in file:
         problems.append("--flops-profile-step and flops_profiler in the JSON exclude each other: remove one")
     return problems
