@@ -6,7 +6,8 @@ infinite, on rank 1 alone.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -27,8 +28,9 @@ def allow_fp16() -> None:
     CPU_Accelerator.is_fp16_supported = lambda self: True
 
 
-def plant_overflows(overflows: Mapping[int, int]) -> None:
-    """Make the gradient of each of these iterations infinite on the given rank; the loss stays as it is."""
+@contextmanager
+def overflows_planted(overflows: Mapping[int, int]) -> Iterator[None]:
+    """While inside, the gradient of each of these iterations is infinite on the given rank; the loss stays as it is."""
     import torch
     import torch.distributed as dist
 
@@ -54,10 +56,12 @@ def plant_overflows(overflows: Mapping[int, int]) -> None:
         return overflowing_loss
 
     trainer.train_batch, gpt2.gpt2_loss = counted_train_batch, loss_with_overflow
+    yield
+    trainer.train_batch, gpt2.gpt2_loss = train_batch, make_loss
 
 
 if __name__ == "__main__":
     allow_fp16()
     places = [place.split(":") for place in os.environ.get("OVERFLOWS", "").split()]
-    plant_overflows({int(iteration): int(rank) for iteration, rank in places})
-    run_rank(pretrain_gpt2.main)
+    with overflows_planted({int(iteration): int(rank) for iteration, rank in places}):
+        run_rank(pretrain_gpt2.main)

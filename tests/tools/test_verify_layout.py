@@ -25,6 +25,7 @@ def verify(programs: Programs, *words: str | Path, **environ: str) -> Finished:
 
 
 FP32_BOUNDS = ["1.0e-04", "1.0e-04", "1.0e-04", "2.0e-02", "2.0e+00"]
+FP16_BOUNDS = ["2.0e-04", "2.0e-03", "2.0e-02", "5.0e-01", "2.0e+00"]
 BF16_BOUNDS = ["1.0e-03", "1.0e-02", "1.0e-01", "5.0e-01", "2.0e+00"]
 
 
@@ -49,6 +50,14 @@ def test_layouts_agree(programs: Programs, tmp_path: Path) -> None:
         assert layout["agrees"] and layout["first"] is layout["first_tensor"] is layout["failure"] is None
         assert max(layout["loss"], layout["grad_norm"], layout["gradient"]) < 1e-5 and layout["weights"] < 1e-2
     assert layouts[2]["gradient"] > 0, "bit for bit the same: were they compared with themselves?"
+
+
+def test_layouts_agree_in_fp16(programs: Programs) -> None:
+    """On the CPU, where an entry script of the tests allows it; ZeRO 0 runs as ZeRO 1."""
+    fp16 = "--program tests/support/fp16_pretrain.py --fp16 --layouts tp1-pp0-dp1 tp2-pp0-dp1 tp1-pp2-dp1".split()
+    finished = verify(programs, *fp16).ok()
+    assert "3 of 3 layouts agree within these bounds" in finished.output
+    assert printed_bounds(finished.output) == FP16_BOUNDS
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ On the CPU, where this project refuses fp16 and ``support.fp16_pretrain`` lifts 
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from support.programs import TINY_MODEL, Programs, read_metrics
@@ -16,53 +16,78 @@ ITERATIONS = 10
 SETTINGS = (
     f"--train-iters {ITERATIONS} --batch-size 2 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0"
     " --clip-grad 0.4 --eval-iters 0 --make-vocab-size-divisible-by 2"
-).split()
-FP16 = "--fp16 --initial-loss-scale 4096 --loss-scale-window 2".split()
+)
+FP16 = "--fp16 --initial-loss-scale 4096 --loss-scale-window 2"
 OVERFLOWS = (4, 5)
 SCALES = [4096, 4096, 8192, 8192, 4096, 4096, 4096, 8192, 8192, 16384]
 """After each iteration. Two iterations without overflow, and the next one doubles; of the overflows the first uses up
 the hysteresis, and the second halves."""
 LAYOUTS = {
-    "zero0-tp2": (2, "--zero-stage 0 --model-parallel-size 2"),
-    "zero0-pp2": (2, "--zero-stage 0 --pipe-parallel-size 2"),
-    "zero1-pp2-fp32-sums": (2, "--zero-stage 1 --pipe-parallel-size 2 --grad-accum-dtype fp32"),
-    "zero2-dp2": (2, "--zero-stage 2"),
-    "zero3-dp2": (2, "--zero-stage 3"),
+    "zero0-tp2": f"{FP16} --zero-stage 0 --model-parallel-size 2",
+    "zero0-pp2": f"{FP16} --zero-stage 0 --pipe-parallel-size 2",
+    "zero1-pp2-fp32-sums": f"{FP16} --zero-stage 1 --pipe-parallel-size 2 --grad-accum-dtype fp32",
+    "zero2-dp2": f"{FP16} --zero-stage 2",
+    "zero3-dp2": f"{FP16} --zero-stage 3",
 }
+RESUMED = ("zero0-tp2", "zero3-dp2")
+"""The first is the layout that saves, as which ZeRO 0 runs."""
+STILL_SCALE = "--fp16 --loss-scale 256 --zero-stage 1"
+GROWING_SCALE = "--fp16 --initial-loss-scale 256 --loss-scale-window 1 --zero-stage"
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_allow_untested_optimizer": True}
+"""Its steps are as long as the gradient, of which Adam's hide a factor."""
 
 
-def pretrain_in_fp16(words: list[str], overflows: dict[int, int]) -> tuple[int, str]:
-    """On a rank: exit code and output of a run, whose gradient overflows in these iterations on the given ranks."""
-    from support.fp16_pretrain import allow_fp16, plant_overflows
+class Run(NamedTuple):
+    """A training run."""
+
+    flags: str
+    overflows: tuple[int, ...] = OVERFLOWS
+    """Iterations of this run, counted from 1, in which the gradient is infinite on the last rank, and on it alone."""
+
+
+Metrics = dict[str, list[dict]]
+"""Of each run, by its name."""
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(run_ranks_once, programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
+    """Every layout; and a run saved between its overflows, when one more halves the loss scale, resumed on two."""
+    folder = tmp_path_factory.mktemp("two_ranks")
+    checkpoint = folder / "checkpoint"
+    saved = f"{FP16} --zero-stage 1 --model-parallel-size 2 --save {checkpoint} --exit-interval {OVERFLOWS[0]}"
+    runs = {name: Run(flags) for name, flags in LAYOUTS.items()}
+    runs["saved"] = Run(saved, OVERFLOWS[:1])
+    runs |= {f"resumed on {name}": Run(f"{LAYOUTS[name]} --load {checkpoint}", (1,)) for name in RESUMED}
+    return train(run_ranks_once, 2, [*programs.data_arguments, *SETTINGS.split()], runs, folder)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank(run_ranks_once, programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Metrics:
+    """The reference in fp32, which skips the same iterations; and runs with a constant and with growing scales."""
+    folder = tmp_path_factory.mktemp("one_rank")
+    (folder / "sgd.json").write_text(json.dumps(SGD))
+    sgd = f"--train-iters 5 --lr 0.5 --clip-grad 0 --deepspeed_config {folder / 'sgd.json'}"
+    runs = {"fp32": Run(""), "still": Run(f"{sgd} {STILL_SCALE}", ())}
+    runs |= {f"growing at zero{stage}": Run(f"{sgd} {GROWING_SCALE} {stage}", ()) for stage in (1, 2, 3)}
+    return train(run_ranks_once, 1, [*programs.data_arguments, *SETTINGS.split()], runs, folder)
+
+
+def train(run_ranks_once, processes: int, words: list[str], runs: dict[str, Run], folder: Path) -> Metrics:
+    run_ranks_once(processes, train_in_turn, [*TINY_MODEL, *words], runs, folder)
+    return {name: read_metrics(folder / name) for name in runs}
+
+
+def train_in_turn(words: list[str], runs: dict[str, Run], folder: Path) -> None:
+    """On a rank: one run after the other, each with its metrics in a file of its name."""
+    import torch.distributed as dist
+    from support.fp16_pretrain import allow_fp16, overflows_planted
     from support.training import pretrain
 
     allow_fp16()
-    plant_overflows(overflows)
-    return pretrain(words)
-
-
-Train = Callable[..., list[dict]]
-
-
-@pytest.fixture(scope="module")
-def train(run_ranks_once, programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """``train(processes, *words, overflows=...)``: metrics of a run whose last rank overflows in some iterations."""
-
-    def run(processes: int, *words: str | Path, overflows: tuple[int, ...] = OVERFLOWS) -> list[dict]:
-        metrics = tmp_path_factory.mktemp("fp16") / "metrics"
-        words = (*TINY_MODEL, *programs.data_arguments, *SETTINGS, *words, "--metrics-file", metrics)
-        faults = dict.fromkeys(overflows, processes - 1)
-        outputs = run_ranks_once(processes, pretrain_in_fp16, [str(word) for word in words], faults)
-        assert all(code == 0 for code, _ in outputs), outputs
-        return read_metrics(metrics)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def in_fp32(train: Train) -> list[dict]:
-    """The metrics of one process, which skips the same two iterations."""
-    return train(1)
+    for name, (flags, overflows) in runs.items():
+        with overflows_planted(dict.fromkeys(overflows, dist.get_world_size() - 1)):
+            code, output = pretrain([*words, *flags.split(), "--metrics-file", str(folder / name)])
+        assert code == 0, output
 
 
 def compare(found: list[dict], expected: list[dict]) -> None:
@@ -74,69 +99,35 @@ def compare(found: list[dict], expected: list[dict]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_has_the_losses_of_fp32(train: Train, in_fp32: list[dict], layout: str) -> None:
+def test_a_layout_has_the_losses_of_fp32(on_two_ranks: Metrics, on_one_rank: Metrics, layout: str) -> None:
     """The loss scale doubles, and an overflow on one rank alone is skipped by all, twice."""
-    processes, flags = LAYOUTS[layout]
-    found = train(processes, *FP16, *flags.split())
+    found, expected = on_two_ranks[layout], on_one_rank["fp32"]
     assert [line["grad_norm"] is None for line in found] == [step in OVERFLOWS for step in range(1, ITERATIONS + 1)]
-    assert max(line["grad_norm"] for line in in_fp32 if line["grad_norm"]) > 0.4, "nothing was clipped"
-    compare(found, in_fp32)
+    assert max(line["grad_norm"] for line in expected if line["grad_norm"]) > 0.4, "nothing was clipped"
+    compare(found, expected)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saved between the two overflows, when one more halves the loss scale."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tensor_parallel = "--model-parallel-size 2 --zero-stage 1".split()
-    train(2, *FP16, *tensor_parallel, "--save", folder, "--exit-interval", str(OVERFLOWS[0]), overflows=OVERFLOWS[:1])
-    return folder
+@pytest.mark.parametrize("layout", RESUMED)
+def test_a_resumed_run_continues_with_the_loss_scale(on_two_ranks: Metrics, on_one_rank: Metrics, layout: str) -> None:
+    """On the layout that saved and on another; with what is left of the hysteresis, which one overflow uses up."""
+    compare(on_two_ranks[f"resumed on {layout}"], on_one_rank["fp32"][OVERFLOWS[0] :])
 
 
-@pytest.mark.parametrize("layout", ["zero0-tp2", "zero3-dp2"])
-def test_a_resumed_run_continues_with_the_loss_scale(
-    train: Train, in_fp32: list[dict], checkpoint: Path, layout: str
-) -> None:
-    """On the layout that saved, which ZeRO 0 is as well, and on another; with what is left of the hysteresis."""
-    processes, flags = LAYOUTS[layout]
-    found = train(processes, *FP16, *flags.split(), "--load", checkpoint, overflows=(1,))
-    compare(found, in_fp32[OVERFLOWS[0] :])
-
-
-SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_allow_untested_optimizer": True}
-"""Its steps are as long as the gradient, of which Adam's hide a factor."""
-STILL_SCALE = "--loss-scale 256 --zero-stage 1"
-GROWING_SCALE = "--initial-loss-scale 256 --loss-scale-window 1 --zero-stage"
-
-
-def metrics_of_runs(words: list[str], runs: list[str], folder: str) -> list[list[dict]]:
-    """On a rank: the metrics of each run, one after the other."""
-    found = []
-    for number, run in enumerate(runs):
-        metrics = Path(folder, str(number))
-        code, output = pretrain_in_fp16([*words, *run.split(), "--metrics-file", str(metrics)], {})
-        assert code == 0, output
-        found.append(read_metrics(metrics))
-    return found
-
-
-def test_a_growing_scale_does_not_shorten_a_step(run_ranks_once, programs: Programs, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_growing_scale_does_not_shorten_a_step(on_one_rank: Metrics, stage: int) -> None:
     """The scale doubles in every step but the first; gradients are divided by the one that they were computed with."""
-    config = tmp_path / "sgd.json"
-    config.write_text(json.dumps(SGD))
-    settings = "--train-iters 5 --batch-size 4 --lr 0.5 --clip-grad 0 --eval-iters 0 --fp16 --deepspeed_config".split()
-    words = [str(word) for word in (*TINY_MODEL, *programs.data_arguments, *settings, config)]
-    runs = [STILL_SCALE, *(f"{GROWING_SCALE} {stage}" for stage in (1, 2, 3))]
-    ((expected, *others),) = run_ranks_once(1, metrics_of_runs, words, runs, str(tmp_path))
-    for found in others:
-        assert [line["loss_scale"] for line in found] == [256, 512, 1024, 2048, 4096]
-        for name in ("lm_loss", "grad_norm"):
-            assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-3), name
+    found, expected = on_one_rank[f"growing at zero{stage}"], on_one_rank["still"]
+    assert [line["loss_scale"] for line in found] == [256, 512, 1024, 2048, 4096]
+    for name in ("lm_loss", "grad_norm"):
+        assert [line[name] for line in found] == pytest.approx([line[name] for line in expected], rel=1e-3), name
 
 
 def test_overflow_at_the_smallest_scale_ends_the_run(programs: Programs) -> None:
-    words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, *FP16, "--min-scale", "2048", "--hysteresis", "1"]
+    words = f"{SETTINGS} {FP16} --min-scale 2048 --hysteresis 1".split()
     overflows = " ".join(f"{iteration}:0" for iteration in range(3, ITERATIONS))
-    finished = programs.warm(1, "tests/support/fp16_pretrain.py", *words, OVERFLOWS=overflows)
+    finished = programs.warm(
+        1, "tests/support/fp16_pretrain.py", *TINY_MODEL, *programs.data_arguments, *words, OVERFLOWS=overflows
+    )
     assert finished.returncode == 5, finished.output
     assert "error: gradients overflow even at the smallest loss scale, --min-scale: lower --lr" in finished.output
     assert "iteration  3/10" in finished.output and "iteration  4/10" not in finished.output

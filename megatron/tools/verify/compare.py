@@ -65,8 +65,9 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of(cls, dtype: str) -> "Bounds":
-        """Those of fp32, or of bf16 and fp16: several times what is found between layouts that are right."""
-        return cls(1e-4, 1e-4, 1e-4, 0.02) if dtype == "fp32" else cls(1e-3, 1e-2, 0.1, 0.5)
+        """Those of fp32, bf16 or fp16: several times what is found between layouts that are right."""
+        bounds = {"fp32": (1e-4, 1e-4, 1e-4, 0.02), "fp16": (2e-4, 2e-3, 0.02, 0.5), "bf16": (1e-3, 1e-2, 0.1, 0.5)}
+        return cls(*bounds[dtype])
 
     @property
     def clear_gradient(self) -> float:
