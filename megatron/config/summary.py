@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from megatron.config import DataConfig, RunConfig
 from megatron.config.data import Part
 from megatron.config.errors import counted
+from megatron.model.architectures import architecture_of
 from megatron.parallel.pipeline.partition import plan
 
 
@@ -20,7 +21,7 @@ def describe_config(run: RunConfig) -> dict[str, str]:
         f" {engine}, ZeRO {run.zero.zero_stage}",
         "model": f"{model.architecture}, {counted(model.num_layers, 'layer')}, hidden {model.hidden_size},"
         f" {counted(model.num_attention_heads, 'head')}, sequence {run.data.seq_length}, vocabulary {vocabulary}",
-        "data": _data(run.data),
+        "data": _data(run.data) if architecture_of(run.model).is_language_model else "labeled rows",
         "batch": f"{counted(train.global_batch_size, 'sample')} = micro {train.micro_batch_size}"
         f" x accumulation {train.gradient_accumulation_steps} x DP {parallel.data_parallel_size}"
         f" = {train.global_batch_size * run.data.seq_length:,} tokens per iteration",

@@ -136,7 +136,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
 def _describe(task: TaskData, classes: Sequence[str]) -> str:
     """The task in lines of text."""
     lines = [f"> task      {task.name}: {', '.join(classes)}"]
-    for kind, tables in (("training", task.training), ("validation", task.validation)):
+    for kind, tables in (("train", task.training), ("valid", task.validation)):
         for table in tables:
             skipped = f"; {table.skipped:,} skipped, with another number of columns" if table.skipped else ""
             lines.append(f"> {kind:9} {table.path}: {len(table.rows):,} rows{skipped}")

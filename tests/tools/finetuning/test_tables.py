@@ -89,6 +89,22 @@ def test_a_wrong_task_is_refused(settings, tmp_path, flags, content, error, mess
     assert raised.value.messages[0].startswith(message.format(table=table))
 
 
+def test_megatrons_command_line_is_read(settings, tmp_path) -> None:
+    """That of its examples/finetune_mnli_distributed.sh, but for the paths and --fp16."""
+    table = tmp_path / "train.tsv"
+    table.write_text("sentence1\tsentence2\tgold_label\nbaka\tmi\tneutral\nfile\tnu\tentailment\n")
+    line = (
+        f"--task MNLI --seed 1234 --train-data {table} --valid-data {table} {table} --epochs 5"
+        " --tensor-model-parallel-size 1 --num-layers 24 --hidden-size 1024 --num-attention-heads 16"
+        " --micro-batch-size 2 --checkpoint-activations --lr 5.0e-5 --lr-decay-style linear --lr-warmup-fraction 0.065"
+        " --seq-length 512 --max-position-embeddings 512 --save-interval 500000 --save checkpoint --log-interval 10"
+        " --eval-interval 100 --eval-iters 50 --weight-decay 1.0e-1"
+    )
+    task = read([*line.split(), *settings[-4:]])
+    assert task.run.train.train_iters == 5 and len(task.data.validation) == 2 and not task.warnings
+    assert task.run.model.classes == ("contradiction", "entailment", "neutral")
+
+
 def test_a_table_of_ones_own(settings, tmp_path) -> None:
     """Columns by number or name; classes from the labels; epochs of whole batches, or of all rows."""
     table = tmp_path / "mine.tsv"
@@ -121,3 +137,11 @@ def test_a_row_becomes_a_sample(settings, tmp_path) -> None:
     stream = RowStream(rows, range(2), per_epoch=4, samples=8, seed=1)
     labels = stream.take(range(8))[:, 0]
     assert sorted(labels[:4]) == sorted(labels[4:]) == [-1, -1, 0, 1]
+
+
+def test_zero_shot_tasks_are_those_of_evaluate(programs: Programs, tmp_path: Path) -> None:
+    words = ["--task", "LAMBADA", "--strict-lambada", "--valid-data", tmp_path / "none", "--load", tmp_path / "model"]
+    by_task, by_tool = (programs.python(program, *words) for program in ("tasks/main.py", "tools/evaluate.py"))
+    assert by_task.returncode == by_tool.returncode == 2
+    assert by_task.output.partition(": ")[2] == by_tool.output.partition(": ")[2]
+    assert f"{tmp_path / 'model'}: no such file or folder" in by_task.output
