@@ -64,6 +64,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.tools.reporting.tracing import requested_traces
     from megatron.training.data_iterators import data_iterators
     from megatron.training.engines import build_engine
+    from megatron.training.measurements import requested_measurements
     from megatron.training.metrics import MetricsLogger
     from megatron.training.setup import initialized_ranks, log_configuration, log_start
     from megatron.training.trainer import ExitConditions, Trainer
@@ -91,7 +92,11 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
             log=log,
             exit_conditions=exit_conditions,
             progress=progress,
-            callbacks=[*callbacks, *requested_traces(run, layout, engine.module)],
+            callbacks=[
+                *callbacks,
+                *requested_traces(run, layout, engine.module),
+                *requested_measurements(run, layout, engine.module),
+            ],
         )
         return trainer.train(finished=loaded.iteration)
 

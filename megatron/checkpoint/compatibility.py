@@ -41,11 +41,14 @@ def has_same_ranks(saved: SavedRun, run: RunConfig) -> bool:
 
 
 def at_saved_sample(saved: SavedRun, run: RunConfig) -> RunConfig:
-    """``run`` with the number of samples that ``saved`` consumed, whatever its global batch size was."""
-    if run.checkpoint.finetune:
+    """``run`` from the number of samples that ``saved`` consumed, whatever its global batch sizes were."""
+    consumed = saved.description["consumed_samples"]
+    if run.checkpoint.finetune or run.train.consumed_samples(saved.iteration) == consumed:
         return run
-    ahead = saved.description["consumed_samples"] - saved.iteration * run.train.global_batch_size
-    return replace(run, train=replace(run.train, samples_ahead=ahead))
+    train = replace(run.train, start_iteration=saved.iteration, start_sample=consumed)
+    if train.train_samples is not None:
+        train = replace(train, train_iters=max(train.batches.iterations(train.train_samples), saved.iteration))
+    return replace(run, train=train)
 
 
 def overridden_settings(saved: SavedRun, run: RunConfig) -> list[str]:

@@ -19,7 +19,10 @@ _AXES = ("PP", "DP", "SP", "TP")
 
 @dataclass(frozen=True)
 class Segment:
-    """Iterations between a start of the run and the next. Its fields are those in ``run.json``."""
+    """Iterations between a start of the run, or a change of the batch size, and the next.
+
+    Its fields are those in ``run.json``.
+    """
 
     finished: int
     """Iterations before it."""
@@ -47,24 +50,21 @@ def extended(history: Sequence[Segment], run: RunConfig, iteration: int) -> tupl
 
     If the run has gone back to before its own start, earlier segments are cut there, too.
     """
-    finished = history[-1].last if history else 0
-    parallel, train = run.parallel, run.train
-    current = Segment(
-        finished=finished,
-        last=iteration,
-        first_place=train.consumed_samples(finished),
-        end_place=train.consumed_samples(iteration),
-        global_batch_size=train.global_batch_size,
-        layout={
-            "PP": parallel.pipe_stages,
-            "DP": parallel.data_parallel_size,
-            "SP": parallel.ds_sequence_parallel_size,
-            "TP": parallel.model_parallel_size,
-        },
-        stream=_stream_hash(run),
-    )
+    parallel, batches = run.parallel, run.train.batches
+    layout = {
+        "PP": parallel.pipe_stages,
+        "DP": parallel.data_parallel_size,
+        "SP": parallel.ds_sequence_parallel_size,
+        "TP": parallel.model_parallel_size,
+    }
+    phases = list(batches.phases(history[-1].last if history else 0, iteration))
+    lasts = [*(phase.finished for phase in phases[1:]), iteration]
+    current = [
+        Segment(finished, last, first, batches.consumed(last), size, layout, _stream_hash(run))
+        for (finished, first, size), last in zip(phases, lasts, strict=False)
+    ]
     kept = [_up_to(iteration, segment) for segment in history if segment.finished < iteration]
-    return (*kept, current) if finished < iteration else tuple(kept)
+    return (*kept, *current)
 
 
 def _stream_hash(run: RunConfig) -> str:

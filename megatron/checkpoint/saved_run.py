@@ -124,7 +124,8 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         "the proportions of the blend": data.proportions,
         "the tokenizer's content": data.tokenizer_hash,
         **_flags(data, "split", "seq_length"),
-        **_flags(run.train, "global_batch_size", "seed"),
+        "--global-batch-size": str(run.train.batches) if run.train.batches.varies else run.train.global_batch_size,
+        **_flags(run.train, "seed"),
         **_flags(data, "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "mask_prob", "short_seq_prob"),
         **_flags(run.train, "loss_normalization"),
         **_flags(run.model, "attention_dropout", "hidden_dropout"),
@@ -133,14 +134,15 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
 
 
 def schedule_of(run: RunConfig) -> dict[str, Any]:
-    """The settings that decide the learning rate of each iteration."""
+    """The settings that decide the learning rate of each iteration; the lengths are counted as in the run."""
     optim = run.optim
-    wsd = ("lr_wsd_decay_style", "lr_wsd_decay_iters") if optim.lr_decay_style == "WSD" else ()
+    unit = "samples" if run.train.batches.varies else "iters"
+    wsd = {"--lr-wsd-decay-style": optim.lr_wsd_decay_style, f"--lr-wsd-decay-{unit}": optim.wsd_decay_steps(run.train)}
     return {
         **_flags(optim, "lr", "min_lr", "lr_decay_style"),
-        "--lr-decay-iters": optim.decay_iters(run.train),
-        "--lr-warmup-iters": optim.warmup_iters(run.train),
-        **_flags(optim, *wsd),
+        f"--lr-decay-{unit}": optim.decay_steps(run.train),
+        f"--lr-warmup-{unit}": optim.warmup_steps(run.train),
+        **(wsd if optim.lr_decay_style == "WSD" else {}),
     }
 
 

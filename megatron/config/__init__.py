@@ -60,6 +60,10 @@ class RunConfig:
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     """Flags that a program has added (``extra_args_provider`` of ``pretrain``), by their names in argparse."""
 
+    def is_logged(self, iteration: int) -> bool:
+        """Whether the metrics of ``iteration`` are logged, as those of the last one are."""
+        return iteration % self.logging.log_interval == 0 or iteration == self.train.train_iters
+
 
 @cache
 def sections() -> dict[str, type]:

@@ -63,7 +63,7 @@ class Provided(NamedTuple):
     def words(self) -> list[str]:
         """The command-line arguments that provide the value, if its source is a flag."""
         flag, *rest = self.source.split(" ", 1)
-        return [flag, *self.value] if isinstance(self.value, tuple) else [flag, *rest]
+        return [flag, *map(str, self.value)] if isinstance(self.value, tuple) else [flag, *rest]
 
 
 def inside(value: float, interval: str) -> bool:

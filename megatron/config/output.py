@@ -54,6 +54,17 @@ class LoggingConfig:
     log_interval: int = flag(100, "Number of iterations between progress lines.", within="[1, inf)")
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard logs.", metavar="DIR")
     metrics_file: str | None = flag(None, "File for metrics: one JSON object per logged iteration.", metavar="FILE")
+    log_params_norm: bool = flag(False, "Log the 2-norm of all parameters.")
+    log_num_zeros_in_grad: bool = flag(False, "Log the number of zeros in the gradient of the whole model.")
+    timing_log_level: int = flag(
+        0,
+        "Log the time of each phase of an iteration: of what is done once per iteration (1), or also for each "
+        "micro-batch (2). The device is synchronized around each phase, which may take time; 0 measures iterations "
+        "only.",
+        within="[0, 2]",
+        metavar="0|1|2",
+    )
+    log_timers_to_tensorboard: bool = flag(False, "Also write these times to --tensorboard-dir.")
     watchdog_minutes: float | None = flag(
         None,
         "End the run if an iteration, a save or an evaluation takes longer than this many minutes. Each rank writes "

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron.config import DataConfig, RunConfig
+from megatron.config import DataConfig, RunConfig, TrainConfig
 from megatron.config.data import Part
 from megatron.config.errors import counted
 from megatron.model.architectures import architecture_of
@@ -24,9 +24,9 @@ def describe_config(run: RunConfig) -> dict[str, str]:
         "data": _data(run.data) if architecture_of(run.model).is_language_model else "labeled rows",
         "batch": f"{counted(train.global_batch_size, 'sample')} = micro {train.micro_batch_size}"
         f" x accumulation {train.gradient_accumulation_steps} x DP {parallel.data_parallel_size}"
-        f" = {train.global_batch_size * run.data.seq_length:,} tokens per iteration",
+        f" = {train.global_batch_size * run.data.seq_length:,} tokens per iteration{_batch_steps(train)}",
         "training": f"{counted(train.train_iters, 'iteration')}, lr {run.optim.lr:g} to {run.optim.min_lr:g}"
-        f" ({run.optim.lr_decay_style}, {counted(run.optim.warmup_iters(train), 'warm-up iteration')}),"
+        f" ({run.optim.lr_decay_style}, {counted(run.optim.warmup_steps(train), f'warm-up {train.lr_unit}')}),"
         f" clip {run.optim.clip_grad:g}",
         "precision": f"{run.precision.dtype}, {_recomputation(run)}",
     }
@@ -46,6 +46,17 @@ def describe_stages(run: RunConfig) -> str:
         f"{max(costs) * len(costs) / sum(costs):.2f}" for costs in ([stage.parameters for stage in stages], of_stages)
     ]
     return "\n".join([*lines, f"> largest stage over the mean: parameters {imbalance[0]}, FLOPs {imbalance[1]}"])
+
+
+def _batch_steps(train: TrainConfig) -> str:
+    """The sizes before the last, and where each begins; of many the first and the last."""
+    if not train.batches.varies:
+        return ""
+    phases = list(train.batches.phases(0, train.train_iters))
+    texts = [
+        f"{phase.size:,} from iteration {phase.finished + 1:,} (sample {phase.first_sample:,})" for phase in phases
+    ]
+    return f"; batches of {', '.join([*texts[:4], '...', texts[-1]] if len(texts) > 6 else texts)}"
 
 
 def _data(data: DataConfig) -> str:

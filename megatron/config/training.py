@@ -1,7 +1,9 @@
 """Optimizer, learning rate, batch sizes, validation and exit conditions."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from megatron.config.batch_schedule import BatchSchedule, Steps
 from megatron.config.fields import derived, flag
 
 
@@ -35,6 +37,9 @@ class OptimConfig:
         choices=("linear", "cosine", "exponential", "minus_sqrt"),
     )
     lr_wsd_decay_iters: int | None = flag(None, "Number of iterations of WSD's decay phase.", within="[1, inf)")
+    lr_wsd_decay_samples: int | None = flag(
+        None, "Number of samples of WSD's decay phase, instead of iterations.", within="[1, inf)"
+    )
     weight_decay: float = flag(0.01, "Weight decay of matrices; biases and norms have none.", within="[0, inf)")
     clip_grad: float = flag(1.0, "Clip gradients to this global norm; 0 disables it.", within="[0, inf)")
     adam_beta1: float = flag(0.9, "Decay rate of Adam's first moment.", within="[0, 1)")
@@ -51,19 +56,27 @@ class OptimConfig:
         aliases=("use-checkpoint-opt_param-scheduler",),
     )
 
-    def decay_iters(self, train: "TrainConfig") -> int:
-        """Iterations of the decay, at whose end the learning rate is ``min_lr``."""
+    def decay_steps(self, train: "TrainConfig") -> int:
+        """Length of the decay, at whose end the learning rate is ``min_lr``; the lengths are in ``train.lr_unit``."""
+        if train.batches.varies:
+            return self.lr_decay_samples or train.train_samples or 0
         if self.lr_decay_samples is not None:
             return max(self.lr_decay_samples // train.global_batch_size, 1)
         return self.lr_decay_iters or train.train_iters
 
-    def warmup_iters(self, train: "TrainConfig") -> int:
-        """Iterations of the warm-up, at whose end the learning rate is ``lr``."""
+    def warmup_steps(self, train: "TrainConfig") -> int:
+        """Length of the warm-up, at whose end the learning rate is ``lr``."""
         if self.lr_warmup_iters is not None:
             return self.lr_warmup_iters
         if self.lr_warmup_samples is not None:
-            return self.lr_warmup_samples // train.global_batch_size
-        return int(self.lr_warmup_fraction * self.decay_iters(train))
+            return self.lr_warmup_samples // (1 if train.batches.varies else train.global_batch_size)
+        return int(self.lr_warmup_fraction * self.decay_steps(train))
+
+    def wsd_decay_steps(self, train: "TrainConfig") -> int | None:
+        """Length of WSD's decay phase; None if it is not set."""
+        if self.lr_wsd_decay_samples is None or train.batches.varies:
+            return self.lr_wsd_decay_samples or self.lr_wsd_decay_iters
+        return max(self.lr_wsd_decay_samples // train.global_batch_size, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +99,18 @@ class TrainConfig:
     )
     global_batch_size: int = flag(
         0, "Samples per iteration: micro-batch size x gas x data-parallel size.", within="[1, inf)"
+    )
+    rampup_batch_size: tuple[int, ...] = flag(
+        (),
+        "Ramp up the global batch size: start with START samples and add INCR at a time, in equal intervals over the "
+        "first SAMPLES samples, up to --global-batch-size. Needs --train-samples.",
+        metavar="START INCR SAMPLES",
+    )
+    step_batch_size_schedule: str | None = flag(
+        None,
+        'Change the global batch size in steps, such as "0:768 250B:1536": from so many tokens on, batches of so '
+        "many samples (units K, M, B and T; the largest size is the global batch size). Needs --train-samples.",
+        metavar="TOKENS:SIZE",
     )
     train_iters: int = flag(0, "Number of training iterations; this or --train-samples is required.", within="[1, inf)")
     loss_normalization: str = flag(
@@ -121,9 +146,32 @@ class TrainConfig:
     eval_iters: int = flag(100, "Number of global batches per evaluation; 0 disables evaluation.", within="[0, inf)")
     eval_interval: int = flag(1000, "Number of iterations between evaluations.", within="[1, inf)")
     seed: int = flag(1234, "Random seed of weights, dropout and the order of samples.", within="[0, 4294967295]")
-    samples_ahead: int = derived(0)
-    """Samples consumed in addition to iterations x batch, if the run began with another batch size."""
+    batch_steps: Steps = derived(())
+    """The steps of a batch size that varies: of the ramp-up or the step schedule."""
+    start_iteration: int = derived(0)
+    start_sample: int = derived(0)
+    """Samples consumed after ``start_iteration``; 0 after 0, unless the run began with another batch size."""
+
+    @cached_property
+    def batches(self) -> BatchSchedule:
+        """The global batch size of each iteration."""
+        steps = self.batch_steps or ((0, self.global_batch_size),)
+        return BatchSchedule(steps, self.start_iteration, self.start_sample)
+
+    @property
+    def evaluation_batches(self) -> BatchSchedule:
+        """The global batches of evaluations, whose size does not vary."""
+        return BatchSchedule(((0, self.global_batch_size),))
+
+    @property
+    def lr_unit(self) -> str:
+        """What the lengths of the learning-rate schedule are counted in: ``iteration`` or ``sample``."""
+        return "sample" if self.batches.varies else "iteration"
 
     def consumed_samples(self, iteration: int) -> int:
         """Samples consumed after ``iteration`` iterations."""
-        return iteration * self.global_batch_size + self.samples_ahead
+        return self.batches.consumed(iteration)
+
+    def micro_batches(self, iteration: int) -> int:
+        """Micro-batches of ``iteration`` on each data-parallel rank."""
+        return self.gradient_accumulation_steps * self.batches.size(iteration) // self.global_batch_size

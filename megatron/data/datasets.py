@@ -177,10 +177,16 @@ class Datasets:
     test: Samples | None
 
 
-def global_batches(train_iters: int, eval_interval: int, eval_iters: int) -> dict[str, int]:
-    """How many global batches of each split a run reads at most, in the order of ``SPLITS``."""
+def split_samples(
+    *, global_batch_size: int, train_iters: int, eval_interval: int, eval_iters: int, train_samples: int | None = None
+) -> dict[str, int]:
+    """How many samples of each split a run reads at most, in the order of ``SPLITS``; see ``build_datasets``."""
     evaluations = train_iters // eval_interval + 1
-    return {"train": train_iters, "valid": evaluations * eval_iters, "test": eval_iters}
+    return {
+        "train": train_iters * global_batch_size if train_samples is None else train_samples,
+        "valid": evaluations * eval_iters * global_batch_size,
+        "test": eval_iters * global_batch_size,
+    }
 
 
 def build_datasets(
@@ -193,26 +199,33 @@ def build_datasets(
     eval_iters: int,
     seed: int,
     masked_lm: bool = False,
+    train_samples: int | None = None,
 ) -> Datasets:
     """Open the data sets and build the samples of their splits, or read them from the cache.
 
-    Training has ``train_iters`` global batches, validation ``eval_iters`` for each evaluation (every
-    ``eval_interval`` iterations, and one at the end), the test ``eval_iters``. A split whose count or
-    weight is 0 is None. Any number of processes may call this at once. Raises as ``find_sources``.
+    Training has ``train_iters`` global batches, or ``train_samples`` if they are not all of one size; validation
+    ``eval_iters`` for each evaluation (every ``eval_interval`` iterations, and one at the end), the test
+    ``eval_iters``. A split whose count or weight is 0 is None. Any number of processes may call this at once. Raises
+    as ``find_sources``.
     """
-    batches = global_batches(train_iters, eval_interval, eval_iters)
+    samples = split_samples(
+        global_batch_size=global_batch_size,
+        train_iters=train_iters,
+        eval_interval=eval_interval,
+        eval_iters=eval_iters,
+        train_samples=train_samples,
+    )
     datasets: dict[str, Samples | None] = dict.fromkeys(SPLITS)
     if data.mock_data:
         for name in SPLITS:
-            if batches[name] and has_split(data, name):
-                samples = batches[name] * global_batch_size
-                datasets[name] = mock_samples(data, name, samples, seed=seed, masked_lm=masked_lm)
+            if samples[name] and has_split(data, name):
+                datasets[name] = mock_samples(data, name, samples[name], seed=seed, masked_lm=masked_lm)
         return Datasets(**datasets)
     check = _CHECKS[masked_lm]
     sources = find_sources(data, check=check, train_iters=train_iters, eval_iters=eval_iters, warmup=data.mmap_warmup)
     for name, parts in sources.items():
         of_source = partial(_SAMPLES[masked_lm], data, name, vocab_size=vocab_size, seed=seed)
-        datasets[name] = _blended(data, parts, batches[name] * global_batch_size, of_source)
+        datasets[name] = _blended(data, parts, samples[name], of_source)
     return Datasets(**datasets)
 
 

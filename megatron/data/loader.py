@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.config.batch_schedule import BatchSchedule
 from megatron.config.errors import UserError
 from megatron.data.datasets import Samples
 from megatron.data.index_maps import rank_sample_indices, sample_at
@@ -29,15 +30,14 @@ class Batch(NamedTuple):
 
 
 class MicroBatches(Dataset):
-    """The micro-batches of one data-parallel rank, numbered from ``first_sample`` on.
+    """The micro-batches of one data-parallel rank, numbered from the global batch after ``finished`` ones on.
 
-    Global batch n is ``global_batch_size`` samples from ``first_sample + n * global_batch_size`` on,
-    not counting those ``skipped``. Rank r of D has the r-th of D equal parts of them, cut into
-    micro-batches. What a global batch consists of depends on nothing else.
+    Global batch n is as many samples as ``sizes`` say, after those of the batches before it, not counting those
+    ``skipped``. Rank r of D has the r-th of D equal parts of them, cut into micro-batches. What a global batch
+    consists of depends on nothing else.
 
     Args:
         dataset: samples, int64 and all of one shape, in the order of training.
-        first_sample: sample the first global batch starts with: those a resumed run has consumed.
         skipped: ranges of samples that are skipped, in order.
     """
 
@@ -45,24 +45,23 @@ class MicroBatches(Dataset):
         self,
         dataset: Samples,
         *,
-        first_sample: int,
-        global_batch_size: int,
+        sizes: BatchSchedule,
+        finished: int = 0,
         micro_batch_size: int,
         data_rank: int,
         data_size: int,
         skipped: Sequence[range] = (),
     ) -> None:
-        assert global_batch_size % (data_size * micro_batch_size) == 0
-        self.dataset = dataset
-        self.global_batch_size = global_batch_size
-        self.micro_batch_size = micro_batch_size
-        self.per_global_batch = global_batch_size // (data_size * micro_batch_size)
-        self.first_row = rank_sample_indices(first_sample, global_batch_size, data_rank, data_size).start
-        self.skipped = skipped
-        self.global_batches = max(len(dataset) - first_sample - sum(map(len, skipped)), 0) // global_batch_size
+        self.samples_together = micro_batch_size * data_size
+        assert all(size % self.samples_together == 0 for _, size in sizes.steps)
+        self.dataset, self.sizes, self.skipped = dataset, sizes, skipped
+        self.micro_batch_size, self.data_rank, self.data_size = micro_batch_size, data_rank, data_size
+        self.first_sample = sizes.consumed(finished)
+        whole = sizes.iterations(max(len(dataset) - sum(map(len, skipped)), self.first_sample))
+        self.samples = sizes.consumed(whole) - self.first_sample
 
     def __len__(self) -> int:
-        return self.global_batches * self.per_global_batch
+        return self.samples // self.samples_together
 
     def __getitem__(self, number: int) -> Any:
         """Samples of micro-batch ``number``, int64 [b, ...]; no tensor, for each of which a worker would open a file.
@@ -70,8 +69,12 @@ class MicroBatches(Dataset):
         A ``UserError`` is returned, not raised: from a worker the loader would raise it with the
         worker's traceback for its message.
         """
-        global_batch, part = divmod(number, self.per_global_batch)
-        start = self.first_row + global_batch * self.global_batch_size + part * self.micro_batch_size
+        # Of the samples before it, those of whole global batches, and those that all ranks read at the same time.
+        before = self.first_sample + number * self.samples_together
+        finished = self.sizes.iterations(before)
+        first = self.sizes.consumed(finished)
+        share = rank_sample_indices(first, self.sizes.size(finished + 1), self.data_rank, self.data_size)
+        start = share.start + (before - first) // self.data_size
         try:
             rows = [sample_at(row, self.skipped) for row in range(start, start + self.micro_batch_size)]
             return self.dataset.take(rows)

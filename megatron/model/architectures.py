@@ -143,7 +143,7 @@ BERT = register(
         ("BertWordPieceLowerCase", "BertWordPieceCase"),
         _bert,
         torch_layers="megatron.model.bert:bert_layers",
-        torch_loss="megatron.model.bert:bert_loss",
+        torch_loss="megatron.model.bert:BertLoss",
         masked_lm=True,
     )
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
-from megatron.model.containers import Layers, LossFn
+from megatron.model.containers import Layers
 from megatron.model.embedding import (
     PairEmbedding,
     PositionEmbedding,
@@ -117,16 +117,19 @@ def words_to_logits(embedding: PairEmbedding, outputs: tuple[Tensor, Tensor]) ->
     return to_logits(embedding, hidden), order
 
 
-def bert_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
+class BertLoss:
     """The weighted sum of the masked tokens' cross entropies, plus the mean cross entropy of the sentences' order.
 
     loss(outputs, targets): both logits; and labels [b, s], weights [b, s] and whether sentences were swapped [b].
     """
-    words_loss = gpt2_loss(config, layout)
 
-    def loss(outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, ...]) -> Tensor:
+    def __init__(self, config: ModelConfig, layout: ParallelLayout):
+        self._words_loss = gpt2_loss(config, layout)
+        self.parts = {"masked_lm_loss": torch.zeros(()), "sop_loss": torch.zeros(())}
+        """Both terms of the last loss, [], as they are logged; Megatron-LM calls them "lm loss" and "sop loss"."""
+
+    def __call__(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, ...]) -> Tensor:
         (logits, order), (labels, weights, swapped) = outputs, targets
-        words = words_loss(logits, (labels, weights))
-        return without_gradient_unless_finite(words + F.cross_entropy(order.float(), swapped))
-
-    return loss
+        words, order_loss = self._words_loss(logits, (labels, weights)), F.cross_entropy(order.float(), swapped)
+        self.parts = {"masked_lm_loss": words.detach(), "sop_loss": order_loss.detach()}
+        return without_gradient_unless_finite(words + order_loss)

@@ -21,7 +21,15 @@ Layer = Callable[[HiddenStates], HiddenStates]
 Layers = Sequence[LayerSpec | Layer]
 """A model in order, not yet built. A layer's index is its number in parameter names and checkpoint files."""
 LossFn = Callable[[Any, tuple[Tensor, ...]], Tensor]
-"""(output of the last layer, targets of the batch) -> loss."""
+"""(output of the last layer, targets of the batch) -> loss.
+
+An attribute ``parts``, if it has one, maps names to the terms of the last loss, [], which are logged by themselves.
+"""
+
+
+def loss_parts(container: nn.Module) -> dict[str, Tensor]:
+    """The terms of the last loss of a container by name; none if its loss has no ``parts``."""
+    return getattr(getattr(container, "loss_fn", None), "parts", {})
 
 
 class PipelinedModel(ExplicitPipelineModule):
@@ -45,6 +53,10 @@ class PipelinedModel(ExplicitPipelineModule):
         """This stage's part of the model."""
         return run_layers(self.forward_funcs, hidden_states, self.layers_per_checkpoint if self.training else 0)
 
+    def get_additional_losses(self) -> dict[str, Tensor] | None:
+        """The terms of the last loss, which DeepSpeed averages and broadcasts together with the loss."""
+        return loss_parts(self) or None
+
 
 class DualPipeVModel(DualPipeVModule, PipelinedModel):
     """The same with two model chunks to a stage. DeepSpeed's DualPipeV engine recognizes it by its class."""
@@ -57,6 +69,8 @@ class SequentialModel(nn.Module):
         super().__init__()
         self.layers_per_checkpoint = activation.layers_together
         self.loss_fn = loss_fn
+        self.mean_loss_parts: dict[str, Tensor] = {}
+        """The terms of the loss of the last global batch that the engine has run."""
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs = [self._build(index, spec) for index, spec in enumerate(layers)]
 
@@ -88,6 +102,7 @@ class ProvidedModel(nn.Module):
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor, tuple[Tensor, ...]], Tensor]):
         super().__init__()
         self.model, self.loss = model, loss
+        self.mean_loss_parts: dict[str, Tensor] = {}
 
     def forward(self, inputs: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         """The loss of a micro-batch."""

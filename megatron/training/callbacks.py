@@ -32,6 +32,10 @@ class Callback:
         """Context in which an iteration runs; it yields hooks for the instructions of this iteration. Every rank."""
         return nullcontext(())
 
+    def metrics(self) -> Mapping[str, float]:
+        """Further values for the metrics of a logged iteration, after it has run. Every rank."""
+        return {}
+
     def on_out_of_memory(self, run: RunConfig, stage: int, available: float) -> MemoryPlan | None:
         """A rank of pipeline stage ``stage`` needs more than its ``available`` bytes. The first plan is reported."""
         return None

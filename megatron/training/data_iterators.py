@@ -1,7 +1,7 @@
 """Data iterators: the micro-batches of each iteration and each evaluation, on this rank."""
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.config import RunConfig
-from megatron.data.datasets import Datasets, Samples, build_datasets, global_batches
+from megatron.config.batch_schedule import BatchSchedule
+from megatron.data.datasets import Datasets, Samples, build_datasets, split_samples
 from megatron.data.index_maps import sample_at, with_skipped
 from megatron.data.loader import Batch, MicroBatches, batches, masked_lm_batch, next_token_batch
 from megatron.data.splits import has_split
@@ -20,14 +21,20 @@ from megatron.parallel.layout import ParallelLayout
 from megatron.training.model_provider import provided_batch
 
 
-def weighted(micro_batches: Iterator[Batch], accumulated: int, group: ProcessGroup, *, masks: bool) -> Iterator[Batch]:
+def weighted(
+    micro_batches: Iterator[Batch], accumulated: Iterable[int], group: ProcessGroup, *, masks: bool
+) -> Iterator[Batch]:
     """``micro_batches`` with their loss masks [b, s] scaled to weights; [b] if each sample has one label.
 
-    DeepSpeed averages over the ``accumulated`` micro-batches of an iteration and over the data ranks of ``group``.
+    DeepSpeed averages over the micro-batches of an iteration, whose number is the next one of ``accumulated``, and
+    over the data ranks of ``group``.
     If ``masks`` is true, micro-batches count different numbers of tokens, and the average of their means is not the
     mean over all tokens; so the weight of each token is 1 / (tokens counted in the whole global batch).
     """
-    while batch := list(islice(micro_batches, accumulated)):
+    for number in accumulated:
+        batch = list(islice(micro_batches, number))
+        if not batch:
+            return
         counted = torch.stack([loss_mask.sum() for _, (_, loss_mask, *_) in batch]).sum()
         if masks:
             counted = counted.to(get_accelerator().current_device_name())
@@ -35,7 +42,7 @@ def weighted(micro_batches: Iterator[Batch], accumulated: int, group: ProcessGro
             counted = counted.cpu()
         else:
             counted = counted * group.size()
-        scale = accumulated * group.size() / counted.clamp(min=1)
+        scale = number * group.size() / counted.clamp(min=1)
         for tokens, (labels, loss_mask, *others) in batch:
             yield Batch(tokens, (labels, loss_mask * scale, *others))
 
@@ -68,12 +75,12 @@ class DataIterators:
 
     def training(self, finished: int) -> Iterator[Batch] | None:
         """Micro-batches of the iterations after ``finished``; None if this rank reads no data."""
-        return self._batches("train", self._run.train.consumed_samples(finished), self.skipped_samples)
+        return self._batches("train", self._run.train.batches, finished, self.skipped_samples)
 
     def evaluation(self, split: str, earlier: int) -> Iterator[Batch] | None:
         """Micro-batches after those of ``earlier`` evaluations on ``valid`` or ``test``; None if none are read here."""
         train = self._run.train
-        return self._batches(split, earlier * train.eval_iters * train.global_batch_size)
+        return self._batches(split, train.evaluation_batches, earlier * train.eval_iters)
 
     def skip(self, iterations: range) -> range:
         """Skip the samples of ``iterations`` from now on. Returns their numbers in the shuffled stream."""
@@ -93,42 +100,50 @@ class DataIterators:
             return None
         return built or self._open()
 
-    def _train_iters(self) -> int:
-        """Global batches of training, with those whose samples are skipped."""
+    def _sizes(self) -> dict[str, int]:
+        """How much the run reads at most, as ``split_samples`` and ``build_datasets`` take it."""
         train = self._run.train
-        last_sample = train.consumed_samples(train.train_iters) + sum(map(len, self.skipped_samples))
-        return max(train.train_iters, -(-last_sample // train.global_batch_size))
+        return {
+            "global_batch_size": train.global_batch_size,
+            "train_iters": train.train_iters,
+            "train_samples": train.consumed_samples(train.train_iters) + sum(map(len, self.skipped_samples)),
+            "eval_interval": train.eval_interval,
+            "eval_iters": train.eval_iters,
+        }
 
     def _open(self) -> Datasets:
-        run, train = self._run, self._run.train
+        run = self._run
         return build_datasets(
             run.data,
             masked_lm=bool(architecture_of(run.model).masked_lm),
             vocab_size=run.model.vocab_size,
-            global_batch_size=train.global_batch_size,
-            train_iters=self._train_iters(),
-            eval_interval=train.eval_interval,
-            eval_iters=train.eval_iters,
-            seed=train.seed,
+            **self._sizes(),
+            seed=run.train.seed,
         )
 
-    def _batches(self, split: str, first_sample: int, skipped: Sequence[range] = ()) -> Iterator[Batch] | None:
+    def _batches(
+        self, split: str, sizes: BatchSchedule, finished: int, skipped: Sequence[range] = ()
+    ) -> Iterator[Batch] | None:
         if self._datasets is None:
             return None
         train, group = self._run.train, self._layout.data_group
-        micro_batches = self._micro_batches(getattr(self._datasets, split), first_sample, skipped)
+        micro_batches = self._micro_batches(getattr(self._datasets, split), sizes, finished, skipped)
         if train.loss_normalization == "micro-batch":
             return on_device(weighted_by_micro_batch(micro_batches))
         masks = self._run.data.eod_mask_loss or architecture_of(self._run.model).masked_lm is not False
-        return on_device(weighted(micro_batches, train.gradient_accumulation_steps, group, masks=masks))
+        samples_together = train.micro_batch_size * group.size()
+        accumulated = (sizes.size(iteration) // samples_together for iteration in count(finished + 1))
+        return on_device(weighted(micro_batches, accumulated, group, masks=masks))
 
-    def _micro_batches(self, dataset: Samples, first_sample: int, skipped: Sequence[range] = ()) -> Iterator[Batch]:
-        """This rank's micro-batches of ``dataset``, with masks that are not scaled yet."""
+    def _micro_batches(
+        self, dataset: Samples, sizes: BatchSchedule, finished: int = 0, skipped: Sequence[range] = ()
+    ) -> Iterator[Batch]:
+        """This rank's micro-batches of ``dataset`` after ``finished`` batches, with masks that are not scaled yet."""
         train, group = self._run.train, self._layout.data_group
         numbered = MicroBatches(
             dataset,
-            first_sample=first_sample,
-            global_batch_size=train.global_batch_size,
+            sizes=sizes,
+            finished=finished,
             micro_batch_size=train.micro_batch_size,
             data_rank=group.rank(),
             data_size=group.size(),
@@ -157,15 +172,15 @@ class ProvidedDataIterators(DataIterators):
         return built or self._open()
 
     def _open(self) -> Datasets:
-        run, train = self._run, self._run.train
-        counts = global_batches(self._train_iters(), train.eval_interval, train.eval_iters).values()
-        provider = architecture_of(run.model).provider
-        return Datasets(*provider.open(run, [count * train.global_batch_size for count in counts]))
+        provider = architecture_of(self._run.model).provider
+        return Datasets(*provider.open(self._run, list(split_samples(**self._sizes()).values())))
 
-    def _batches(self, split: str, first_sample: int, skipped: Sequence[range] = ()) -> Iterator[Batch] | None:
+    def _batches(
+        self, split: str, sizes: BatchSchedule, finished: int, skipped: Sequence[range] = ()
+    ) -> Iterator[Batch] | None:
         if not self._reads:
             return None
-        return on_device(self._micro_batches(getattr(self._datasets, split), first_sample, skipped))
+        return on_device(self._micro_batches(getattr(self._datasets, split), sizes, finished, skipped))
 
     def _to_batch(self, rows: Any) -> Batch:
         return provided_batch(rows)

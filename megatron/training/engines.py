@@ -1,7 +1,7 @@
 """Build and run DeepSpeed's two engines, the plain one and the pipeline engine. Only this module distinguishes them."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from megatron.data.loader import Batch
 from megatron.model.architectures import architecture_of
-from megatron.model.containers import DualPipeVModel, Layers, LossFn, PipelinedModel, SequentialModel
+from megatron.model.containers import DualPipeVModel, Layers, LossFn, PipelinedModel, SequentialModel, loss_parts
 from megatron.model.kernels import uses_apex
 from megatron.parallel.deepspeed_compat.engine import (
     inside_hooks,
@@ -48,6 +48,8 @@ class StepStatus:
     loss_scale: float
     skipped_iterations: int
     """Iterations since the start of training whose gradients were not finite."""
+    loss_parts: Mapping[str, Tensor] = field(default_factory=dict)
+    """The terms of the loss by name, [], averaged like the loss; none if the loss has a single one."""
 
 
 def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
@@ -139,19 +141,23 @@ def _groups_by_shape(module: nn.Module) -> list[dict[str, Any]]:
 def annealing_lr(
     optimizer: torch.optim.Optimizer, *, optim: OptimConfig, train: TrainConfig, override: bool = False
 ) -> AnnealingLR:
-    """The schedule of the learning-rate flags; with ``override`` it replaces that of a loaded checkpoint."""
+    """The schedule of the learning-rate flags; with ``override`` it replaces that of a loaded checkpoint.
+
+    It is a function of the iteration, or of the consumed samples if the batch size varies.
+    """
     return AnnealingLR(
         optimizer,
         start_lr=optim.lr,
-        warmup_iter=optim.warmup_iters(train),
-        total_iters=optim.decay_iters(train),
+        warmup_iter=optim.warmup_steps(train),
+        total_iters=optim.decay_steps(train),
         decay_style=optim.lr_decay_style,
         last_iter=0,
         min_lr=optim.min_lr,
         use_checkpoint_lr_scheduler=optim.use_checkpoint_lr_scheduler,
         override_lr_scheduler=optim.override_lr_scheduler or (override and not optim.use_checkpoint_lr_scheduler),
-        wsd_decay_iters=optim.lr_wsd_decay_iters,
+        wsd_decay_iters=optim.wsd_decay_steps(train),
         wsd_decay_style=optim.lr_wsd_decay_style,
+        position=train.consumed_samples if train.batches.varies else None,
     )
 
 
@@ -169,7 +175,9 @@ def train_batch(
         engine.train()
         numbers = range(1, engine.gradient_accumulation_steps() + 1)
         losses = [_train_micro_batch(engine, batches, hooks, number) for number in numbers]
-        return _mean_over_ranks(losses, engine)
+        loss, *parts = _mean_over_ranks(losses, engine)
+        engine.module.mean_loss_parts = dict(zip(loss_parts(engine.module), parts, strict=True))
+        return loss
 
 
 @torch.no_grad()
@@ -182,24 +190,27 @@ def eval_batch(
             return engine.eval_batch(batches)
     assert batches is not None
     engine.eval()
-    losses = [_forward(engine, next(batches)) for _ in range(engine.gradient_accumulation_steps())]
-    return _mean_over_ranks(losses, engine)
+    losses = [_forward(engine, next(batches)).view(1) for _ in range(engine.gradient_accumulation_steps())]
+    return _mean_over_ranks(losses, engine)[0]
 
 
 def step_status(engine: DeepSpeedEngine) -> StepStatus:
     """The status of the step that ``engine`` has just run."""
     applied, norm = engine.was_step_applied(), engine.get_global_grad_norm()
+    has_stages = isinstance(engine, PipelineEngine)
     return StepStatus(
         applied=applied,
         grad_norm=float(norm) if applied and norm is not None else None,
         loss_scale=float(getattr(engine.optimizer, "loss_scale", 1.0)),
         skipped_iterations=engine.skipped_steps,
+        loss_parts=(engine.get_additional_losses() or {}) if has_stages else engine.module.mean_loss_parts,
     )
 
 
 def _train_micro_batch(
     engine: DeepSpeedEngine, batches: Iterator[Batch], hooks: Sequence[InstructionHook], number: int
 ) -> Tensor:
+    """Run a micro-batch. Returns its loss and the terms of it, [1 + terms]."""
     with inside_hooks(hooks, Instruction("LoadMicroBatch", number)):
         batch = next(batches)
     with inside_hooks(hooks, Instruction("ForwardPass", number)):
@@ -208,7 +219,7 @@ def _train_micro_batch(
         engine.backward(loss)
     with inside_hooks(hooks, Instruction("OptimizerStep", number)):
         engine.step()
-    return loss.detach()
+    return torch.stack([loss.detach(), *loss_parts(engine.module).values()])
 
 
 def _forward(engine: DeepSpeedEngine, batch: Batch) -> Tensor:
@@ -217,10 +228,11 @@ def _forward(engine: DeepSpeedEngine, batch: Batch) -> Tensor:
 
 
 def _mean_over_ranks(losses: list[Tensor], engine: DeepSpeedEngine) -> Tensor:
+    """The mean over micro-batches and ranks of each of their values, [n], in one all-reduce."""
     group = engine.mpu.get_sequence_data_parallel_group()
-    loss = torch.stack(losses).mean()
-    dist.all_reduce(loss, group=group)
-    return loss / group.size()
+    mean = torch.stack(losses).mean(dim=0)
+    dist.all_reduce(mean, group=group)
+    return mean / group.size()
 
 
 def _apex_adam(run: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:

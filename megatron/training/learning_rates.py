@@ -7,6 +7,9 @@ Step n, counted from 0 by the iterations finished before it, is taken at ``learn
 - decay from iteration w (with WSD: from the last ``wsd_decay_iters``) to the end iteration: by one
   of ``DECAYS``, from ``start_lr`` to exactly ``min_lr``.
 - from the end on: ``min_lr``, or ``start_lr`` with the constant style.
+
+If the batch size varies, all of this is counted in samples: the step from ``n`` to ``m`` consumed samples is taken at
+``learning_rate(n, m)``, which in the warm-up is ``start_lr * m / w``, and at most ``start_lr``.
 """
 
 import math
@@ -55,10 +58,11 @@ class Schedule:
         """Whether the style is WSD, to which alone its two fields matter."""
         return self.decay_style == "WSD"
 
-    def learning_rate(self, iteration: int) -> float:
-        """The rate of the step that follows ``iteration`` finished ones."""
+    def learning_rate(self, iteration: int, following: int | None = None) -> float:
+        """The rate of the step from ``iteration`` to ``following``, the next one unless samples are counted."""
         if iteration < self.warmup_iter:
-            return self.start_lr * (iteration + 1) / self.warmup_iter
+            following = iteration + 1 if following is None else following
+            return self.start_lr * min(following, self.warmup_iter) / self.warmup_iter
         curve = WSD_DECAYS[self.wsd_decay_style] if self.is_wsd else DECAYS[self.decay_style]
         fraction = curve(self._progress(iteration), self)
         # In this form both ends of the curve are exact.
@@ -168,6 +172,7 @@ class AnnealingLR(_LRScheduler):
         start_lr, warmup_iter, total_iters, decay_style, min_lr, wsd_decay_iters, wsd_decay_style:
             the fields of ``Schedule``, where ``total_iters`` is ``end_iter``.
         last_iter: iterations finished before this run; 0, or torch's -1, in a new one.
+        position: from finished iterations to the samples that the schedule counts instead of them.
         use_checkpoint_lr_scheduler: ``load_state_dict`` takes the checkpoint's schedule.
         override_lr_scheduler: ``load_state_dict`` keeps the schedule given here. With neither, the
             two must be equal.
@@ -193,6 +198,7 @@ class AnnealingLR(_LRScheduler):
         *,
         wsd_decay_iters: int | None = None,
         wsd_decay_style: str = "exponential",
+        position: Callable[[int], int] | None = None,
     ) -> None:
         if use_checkpoint_lr_scheduler and override_lr_scheduler:
             raise ConfigError(
@@ -212,6 +218,7 @@ class AnnealingLR(_LRScheduler):
             wsd_decay_iters=wsd_decay_iters,
             wsd_decay_style=wsd_decay_style,
         )
+        self.position = position or (lambda iteration: iteration)
         self.use_checkpoint_lr_scheduler = use_checkpoint_lr_scheduler
         self.override_lr_scheduler = override_lr_scheduler
         super().__init__(optimizer)  # moves to iteration 0
@@ -227,7 +234,8 @@ class AnnealingLR(_LRScheduler):
 
         Not for each that it had at first: DeepSpeed removes the groups without parameters on a rank.
         """
-        return [self.schedule.learning_rate(self.num_iters)] * len(self.optimizer.param_groups)
+        rate = self.schedule.learning_rate(self.position(self.num_iters), self.position(self.num_iters + 1))
+        return [rate] * len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
         """``num_iters`` and the schedule, under the names of Megatron-LM v1.1.5-3D_parallelism (and WSD's)."""

@@ -3,8 +3,10 @@
 import json
 import math
 import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import psutil
@@ -29,6 +31,8 @@ class MetricsLogger:
         self._flops = hardware_flops(run) if architecture.provider is None else None
         self._is_main_rank = is_main_rank
         self._losses: list[Tensor] = []
+        self._loss_parts: list[Mapping[str, Tensor]] = []
+        self._samples = 0
         self._since = 0.0
         self._file: TextIO | None = None
         self._board: Any = None
@@ -50,11 +54,20 @@ class MetricsLogger:
         if self._board:
             self._board.add_text(name, f"```\n{text}\n```")
 
-    def step(self, iteration: int, loss: Tensor, learning_rate: float, status: StepStatus) -> None:
-        """Add an iteration that ran at ``learning_rate``; log at the end of a log interval."""
+    def step(
+        self,
+        iteration: int,
+        loss: Tensor,
+        learning_rate: float,
+        status: StepStatus,
+        values: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Add an iteration that ran at ``learning_rate``; log, also further ``values``, at the end of an interval."""
         self._losses.append(loss.detach())
-        if iteration % self._run.logging.log_interval == 0 or iteration == self._run.train.train_iters:
-            self._report(iteration, learning_rate, status)
+        self._loss_parts.append(status.loss_parts)
+        self._samples += self._run.train.batches.size(iteration)
+        if self._run.is_logged(iteration):
+            self._report(iteration, learning_rate, status, values)
 
     def evaluation(self, iteration: int, loss: float, split: str) -> None:
         """Log the loss of an evaluation on the split ``valid`` or ``test``."""
@@ -80,28 +93,33 @@ class MetricsLogger:
             for output in filter(None, (self._file, self._board)):
                 output.close()
 
-    def _report(self, iteration: int, learning_rate: float, status: StepStatus) -> None:
-        losses = torch.stack(self._losses).float()
-        loss = losses[losses.isfinite()].mean().item()  # nan if there is none
+    def _report(self, iteration: int, learning_rate: float, status: StepStatus, further: Mapping[str, float]) -> None:
+        loss = _mean_of_finite(self._losses)
+        parts = {name: _mean_of_finite([parts[name] for parts in self._loss_parts]) for name in status.loss_parts}
         seconds = (time.monotonic() - self._since) / len(self._losses)
-        self._losses, self._since = [], time.monotonic()
+        mean_size = self._samples / len(self._losses)
+        self._losses, self._loss_parts, self._samples, self._since = [], [], 0, time.monotonic()
         train, world = self._run.train, self._run.parallel.world_size
         samples = train.consumed_samples(iteration)
-        tokens = train.global_batch_size * self._run.data.seq_length
+        flops_share = mean_size / train.global_batch_size
         values = {
             "consumed_samples": samples,
             "consumed_tokens": samples * self._run.data.seq_length,
             "lm_loss": loss,
+            **parts,
             "learning_rate": learning_rate,
             "grad_norm": status.grad_norm,
             "loss_scale": status.loss_scale,
             "skipped_iterations": status.skipped_iterations,
             "seconds_per_iteration": seconds,
-            "tokens_per_second": tokens / seconds,
-            "tflops_per_device": None if self._flops is None else self._flops / seconds / world / 1e12,
+            "tokens_per_second": mean_size * self._run.data.seq_length / seconds,
+            "tflops_per_device": None if self._flops is None else flops_share * self._flops / seconds / world / 1e12,
             "memory_gb": _memory_gb(),
+            **further,
         }
-        self.info(_progress_line(iteration, train.train_iters, values))
+        if train.batches.varies:
+            values["global_batch_size"] = train.batches.size(iteration)
+        self.info(_progress_line(iteration, train.train_iters, values, [*parts, *_norms_and_counts(further)]))
         self.record(iteration, values)
 
     def record(self, iteration: int, values: dict[str, Any]) -> None:
@@ -112,13 +130,29 @@ class MetricsLogger:
             if self._file:
                 self._file.write(json.dumps({"iteration": iteration, **values}) + "\n")
             for name, value in values.items() if self._board else ():
-                if value is not None:
+                is_timer = name.endswith(TIMER)
+                if value is not None and (not is_timer or self._run.logging.log_timers_to_tensorboard):
                     self._board.add_scalar(name, value, iteration)
             return
         self._file = self._board = None  # one warning is enough
 
 
-def _progress_line(iteration: int, last: int, values: dict[str, Any]) -> str:
+TIMER = "-time"
+"""The end of the names of timers, as in Megatron-LM's TensorBoard files."""
+
+
+def _norms_and_counts(values: Mapping[str, float]) -> list[str]:
+    """The names of further values that belong into the progress line: all but the timers."""
+    return [name for name in values if not name.endswith(TIMER)]
+
+
+def _mean_of_finite(losses: list[Tensor]) -> float:
+    """The mean of those that are finite; nan if there is none."""
+    values = torch.stack(losses).float()
+    return values[values.isfinite()].mean().item()
+
+
+def _progress_line(iteration: int, last: int, values: dict[str, Any], further: Sequence[str]) -> str:
     parts = [
         f"iteration {iteration:{len(str(last))}}/{last}",
         f"loss {values['lm_loss']:.4f}",
@@ -131,8 +165,11 @@ def _progress_line(iteration: int, last: int, values: dict[str, Any]) -> str:
         f"{values['memory_gb']:.2f} GB",
         f"ETA {timedelta(seconds=int((last - iteration) * values['seconds_per_iteration']))}",
     ]
+    if "global_batch_size" in values:
+        parts.insert(1, f"batch {values['global_batch_size']}")
     if values["skipped_iterations"]:
-        parts.insert(5, f"skipped {values['skipped_iterations']}")
+        parts.insert(-5, f"skipped {values['skipped_iterations']}")
+    parts[-5:-5] = [f"{name.replace('_', ' ')} {values[name]:.6g}" for name in further]
     return " | ".join(parts)
 
 

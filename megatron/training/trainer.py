@@ -21,6 +21,7 @@ from megatron.config.errors import NumericsError
 from megatron.data.loader import Batch
 from megatron.launch.processes import ExitSignal
 from megatron.launch.progress import ProgressState
+from megatron.parallel.deepspeed_compat.engine import set_global_batch_size
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import InstructionHook
 from megatron.training.anomaly_detection import AnomalyDetector, StepResult, find_origin, max_across_ranks
@@ -120,6 +121,7 @@ class Trainer:
         if not config.eval_iters or not self.data.has(split):
             return
         self.progress.enter("evaluation", iteration)
+        set_global_batch_size(self.engine, config.global_batch_size)
         with self.paused():
             earlier = (iteration - 1) // config.eval_interval if split == "valid" else 0
             batches = self.data.evaluation(split, earlier)
@@ -175,13 +177,19 @@ class Trainer:
         """Run and log one iteration."""
         self.progress.enter("training", iteration)
         learning_rate = self.engine.get_lr()[0]
+        set_global_batch_size(self.engine, self.run.train.batches.size(iteration))
         with ExitStack() as stack:
             hooks = [*self.hooks]
             for callback in self.callbacks:
                 hooks += stack.enter_context(callback.around_iteration(iteration))
             loss = train_batch(self.engine, batches, hooks)
         status = step_status(self.engine)
-        self.log.step(iteration, loss, learning_rate, status)
+        values: dict[str, float] = {}
+        if self.run.is_logged(iteration):
+            with self.paused():
+                for callback in self.callbacks:
+                    values |= callback.metrics()
+        self.log.step(iteration, loss, learning_rate, status, values)
         return loss, status
 
     def _handle_bad_step(self, iteration: int, result: StepResult) -> int | None:

@@ -154,6 +154,8 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "log_interval": ("--log-interval 5", ""),
     "tensorboard_dir": ("--tensorboard-dir board", ""),
     "metrics_file": ("--metrics-file metrics.jsonl", ""),
+    "timing_log_level": ("--timing-log-level 2", "--timing-log-level 1"),
+    "log_timers_to_tensorboard": ("--log-timers-to-tensorboard", "--timing-log-level 1 --tensorboard-dir board"),
     "trace": ("--trace out", ""),
     "trace_steps": ("--trace-steps 3:3", "--trace out"),
     "profile_steps": ("--profile-steps 3:4", "--trace out"),
@@ -167,7 +169,8 @@ EFFECTS: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", sorted(flag_fields()))
 def test_every_flag_changes_the_run(name: str) -> None:
     of_splits = ("train_data_path", "valid_data_path", "test_data_path")
-    if name in ("train_samples", "mock_data", "vocab_size", "repartition_from", *of_splits):
+    batches = ("train_samples", "rampup_batch_size", "step_batch_size_schedule", "lr_wsd_decay_samples")
+    if name in ("mock_data", "vocab_size", "repartition_from", *of_splits, *batches):
         return  # they stand in the place of others, or need a file, so they have tests of their own
     words, company = EFFECTS.get(name, (flag_name(flag_fields()[name]), ""))
     environ = CUDA if company.startswith("gpu") else CPU
@@ -377,7 +380,7 @@ def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
         --checkpoint-num-layers 1 --partition-activations --contigious-checkpointing --synchronize-each-layer
     """
     run = parse_run(words.split(), {**CUDA, "WORLD_SIZE": "2"})
-    assert run.optim.warmup_iters(run.train) == 3200
+    assert run.optim.warmup_steps(run.train) == 3200
     assert run.ds_config["zero_optimization"] == {
         "stage": 2,
         "reduce_scatter": True,

@@ -381,6 +381,12 @@ BROKEN = [
         "the warm-up of 20 iterations and --lr-wsd-decay-iters 90 do not fit into 100",
         "--warmup 0.1",
     ),
+    (
+        "a batch size that varies needs --train-samples",
+        "--global-batch-size 4 --rampup-batch-size 2 2 20",
+        "--rampup-batch-size needs --train-samples: give it instead of --train-iters",
+        None,
+    ),
     ("WSD needs --lr-wsd-decay-iters", "--lr-decay-style WSD", "--lr-decay-style WSD needs", "--lr-wsd-decay-iters 5"),
     (
         "WSD needs --lr-wsd-decay-iters",
@@ -517,6 +523,18 @@ if find_spec("apex") is None:
 
 # The same, of rules that only warn.
 WARNED = [
+    (
+        "--log-timers-to-tensorboard needs --timing-log-level",
+        "--log-timers-to-tensorboard --tensorboard-dir board",
+        "--log-timers-to-tensorboard has no effect without --timing-log-level",
+        "--timing-log-level 1",
+    ),
+    (
+        "--log-timers-to-tensorboard needs --tensorboard-dir",
+        "--log-timers-to-tensorboard --timing-log-level 1",
+        "--log-timers-to-tensorboard has no effect without --tensorboard-dir",
+        "--tensorboard-dir board",
+    ),
     ("--loss-scale needs --fp16", "gpu --loss-scale 8", "--loss-scale has no effect without --fp16", "--fp16"),
     ("--save-interval needs --save", "--save-interval 5", "--save-interval has no effect without --save", "--save out"),
     (
@@ -581,6 +599,7 @@ def test_every_rule_is_tested_and_explained() -> None:
     errors = {name for name, *_ in BROKEN} | {
         "processes = TP x PP x SP x DP",
         "BPE needs merges",
+        "every batch size is a multiple of micro-batch x DP",
         "a tokenizer has a vocabulary",
         "--dry-run and --run-dir need the spec of the model",
     }

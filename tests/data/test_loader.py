@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config.batch_schedule import BatchSchedule
 from megatron.config.errors import DataError
 from megatron.data.loader import Batch, MicroBatches, batches, next_token_batch
 
@@ -37,13 +38,13 @@ class Broken(Counting):
 def read(dataset: object = None, **changes: object) -> Iterator[Batch]:
     """``batches`` of 8 by 2 on one rank, but for the changes."""
     settings = {
-        "first_sample": 0,
-        "global_batch_size": 8,
         "micro_batch_size": 2,
         "data_rank": 0,
         "data_size": 1,
     }
     num_workers = changes.pop("num_workers", 0)
+    first_sample = changes.pop("first_sample", 0)
+    settings["sizes"] = BatchSchedule(((0, changes.pop("global_batch_size", 8)),), start_sample=first_sample)
     to_batch = partial(next_token_batch, eod_token=12, eod_mask_loss=bool(changes.pop("eod_mask_loss", False)))
     micro_batches = MicroBatches(dataset or Counting(), **{**settings, **changes})
     return batches(micro_batches, num_workers=num_workers, to_batch=to_batch)
@@ -71,6 +72,28 @@ def test_global_batches_are_the_same_for_every_layout(data_size: int, micro_batc
     for number in range(SAMPLES // 8):
         parts = [mine[number * per_rank : (number + 1) * per_rank] for mine in of_rank]
         assert [row for part in parts for row in part] == list(range(8 * number, 8 * number + 8))
+
+
+@pytest.mark.parametrize(("data_size", "micro_batch_size", "finished"), [(1, 1, 0), (1, 4, 2), (2, 2, 1), (4, 1, 3)])
+def test_batches_that_grow_are_the_same_for_every_layout(data_size: int, micro_batch_size: int, finished: int) -> None:
+    """Also from the middle on, with samples that are skipped, and without the batch that is not complete."""
+    sizes, skipped = BatchSchedule(((0, 4), (10, 8), (40, 16))), (range(5, 8), range(30, 31))
+    of_rank = [
+        rows(
+            read(
+                sizes=sizes, finished=finished, data_rank=rank, data_size=data_size, skipped=skipped,
+                micro_batch_size=micro_batch_size,
+            )
+        )
+        for rank in range(data_size)
+    ]  # fmt: skip
+    kept = [sample for sample in range(SAMPLES) if sample not in (5, 6, 7, 30)]
+    for iteration in range(finished + 1, 9):
+        share = sizes.size(iteration) // data_size
+        made = [sample for mine in of_rank for sample in mine[:share]]
+        assert made == kept[sizes.consumed(iteration - 1) : sizes.consumed(iteration)]
+        of_rank = [mine[share:] for mine in of_rank]
+    assert of_rank == [[]] * data_size and sizes.iterations(len(kept)) == 8
 
 
 def test_micro_batches_have_the_given_size() -> None:

@@ -181,5 +181,6 @@ def both_losses():
         F.cross_entropy(logits[..., :21].flatten(0, 1), labels.flatten(), reduction="none") * weights.flatten()
     ).sum()
     assert_close(model(INPUTS, TARGETS), words + F.cross_entropy(order, swapped))
+    assert_close(model.loss_fn.parts, {"masked_lm_loss": words, "sop_loss": F.cross_entropy(order, swapped)})
     nothing_hidden = (labels, torch.zeros_like(weights), swapped)
     assert_close(model(INPUTS, nothing_hidden), F.cross_entropy(order, swapped))

@@ -10,7 +10,8 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, torch's compile
 import torch
 import torch._dynamo  # noqa: F401, which the first optimizer imports
 
-from megatron.training import data_iterators, setup, tracing, trainer  # noqa: F401
+from megatron.tools.reporting import tracing  # noqa: F401
+from megatron.training import data_iterators, setup, trainer  # noqa: F401
 
 torch.set_num_threads(1)
 # No rank looks through what all of them share, again and again, for something to collect.

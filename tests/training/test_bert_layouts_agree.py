@@ -30,6 +30,9 @@ LAYOUTS = {
     "pp2-dualpipev": (2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev"),
 }
 
+PARTS = ("masked_lm_loss", "sop_loss")
+COMPARED = {"lm_loss", *PARTS, "grad_norm", "learning_rate", "validation_loss", "test_loss"}
+
 
 @pytest.fixture(scope="module")
 def train(train_bert_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
@@ -51,10 +54,13 @@ def test_layout_agrees_with_one_process(train, run_ranks, one_process, layout):
     expected, found = read_metrics(one_process / "metrics"), read_metrics(folder / "metrics")
     assert len(found) == len(expected) == ITERATIONS + 2  # a validation and the test
     for one, other in zip(expected, found, strict=True):
-        for name in one.keys() & {"lm_loss", "grad_norm", "learning_rate", "validation_loss", "test_loss"}:
+        assert one.keys() == other.keys()
+        for name in one.keys() & COMPARED:
             assert other[name] == pytest.approx(one[name], rel=TOLERANCE), (layout, one["iteration"], name)
     assert not any(name.endswith("ppl") for line in found for name in line), "the loss is not of tokens alone"
     assert any(line.get("grad_norm", 0) > 0.4 for line in expected), "clipping had nothing to do"
+    steps = [line for line in found if "lm_loss" in line]
+    assert [sum(line[name] for name in PARTS) for line in steps] == pytest.approx([line["lm_loss"] for line in steps])
     (differences,) = run_ranks(1, compare_weights, str(one_process / "checkpoint"), str(folder / "checkpoint"))
     assert not differences
 
@@ -75,13 +81,13 @@ def whole_bert(saved):
     from support.whole_models import load_weights
 
     from megatron.config import ActivationConfig, ParallelConfig
-    from megatron.model.bert import bert_layers, bert_loss
+    from megatron.model.bert import BertLoss, bert_layers
     from megatron.model.containers import SequentialModel
     from megatron.mpu import ParallelLayout
 
     config, layout = saved.whole_model_config(), ParallelLayout.create(ParallelConfig(world_size=1))
     assert config.architecture == "BERT"
-    model = SequentialModel(bert_layers(config, layout), bert_loss(config, layout), ActivationConfig())
+    model = SequentialModel(bert_layers(config, layout), BertLoss(config, layout), ActivationConfig())
     load_weights(model, saved)
     return dict(model.named_parameters())
 

@@ -29,7 +29,7 @@ def loss_of(normalization: str, size: int, ranks: int) -> float:
         return float("nan")
     batches = micro_batches(size, dist.get_rank(), ranks)
     if normalization == "global-batch":
-        batches_out = weighted(iter(batches), len(batches), group, masks=True)
+        batches_out = weighted(iter(batches), [len(batches)], group, masks=True)
     else:
         batches_out = weighted_by_micro_batch(iter(batches))
     loss = torch.stack([(losses * weights).sum() for losses, (_, weights) in batches_out]).mean()
@@ -74,7 +74,7 @@ def both_without_mask() -> tuple[float, float]:
     sums = [
         torch.stack([(losses * weights).sum() for losses, (_, weights) in scaled]).mean().item()
         for scaled in (
-            weighted(iter(batches), len(batches), dist.group.WORLD, masks=False),
+            weighted(iter(batches), [len(batches)], dist.group.WORLD, masks=False),
             weighted_by_micro_batch(iter(batches)),
         )
     ]

@@ -19,6 +19,7 @@ from megatron.config import (
     ZeroConfig,
     sections,
 )
+from megatron.config.batch_schedule import Steps, ramp_up, read_steps
 from megatron.config.command_line.parser import (
     CONFIG_FILE,
     ignored_flags,
@@ -41,6 +42,7 @@ from megatron.parallel.pipeline.partition import repartitioned
 GLOBAL, MICRO, ACCUMULATION = "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"
 METRICS = "metrics.jsonl"
 """Name of the metrics file in --run-dir."""
+_EMPTY: Steps = ()
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
@@ -223,19 +225,28 @@ def _zero(run: RunConfig) -> ZeroConfig:
 
 
 def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
-    batch, train = solve_batch(provided, run.parallel.data_parallel_size), run.train
-    iterations, samples = train.train_iters, train.train_samples
-    if samples is not None:
-        iterations = samples // batch.global_size
-        if iterations < 1:
-            raise ConfigError(f"--train-samples {samples} is less than one global batch of {batch.global_size}")
-    return replace(
+    train, steps = run.train, _EMPTY
+    if train.step_batch_size_schedule is not None:
+        steps = read_steps(train.step_batch_size_schedule, run.data.seq_length)
+        largest = max(size for _, size in steps)
+        provided = {**provided, GLOBAL: provided["step_batch_size_schedule"]._replace(value=largest)}
+    batch = solve_batch(provided, run.parallel.data_parallel_size)
+    if train.rampup_batch_size:
+        steps = ramp_up(train.rampup_batch_size, batch.global_size)
+    train = replace(
         train,
         micro_batch_size=batch.micro_size,
         gradient_accumulation_steps=batch.accumulation,
         global_batch_size=batch.global_size,
-        train_iters=iterations,
+        batch_steps=steps if len(steps) > 1 else _EMPTY,
     )
+    if train.train_samples is None:
+        return train
+    iterations = train.batches.iterations(train.train_samples)
+    if iterations < 1:
+        size = train.batches.size(1)
+        raise ConfigError(f"--train-samples {train.train_samples} is less than one global batch of {size}")
+    return replace(train, train_iters=iterations)
 
 
 class Batch(NamedTuple):

@@ -268,7 +268,6 @@ _REFUSED = {
     "schedules are counted in iterations or samples: use --train-samples, --lr-decay-samples and --lr-warmup-samples": (
         "train-tokens lr-decay-tokens lr-warmup-tokens"
     ),
-    "the decay phase of WSD is counted in iterations: use --lr-wsd-decay-iters": "lr-wsd-decay-samples",
     "the warm-up begins at 0: remove it": "lr-warmup-init",
     "all weights have one learning rate: use --lr and --min-lr": "decoupled-lr decoupled-min-lr",
     "weights are drawn from a normal distribution: use --init-method-std": "init-method-xavier-uniform",

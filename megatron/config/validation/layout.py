@@ -177,6 +177,8 @@ needs(
 )
 def micro_batches_for_dualpipev(run: RunConfig) -> Messages:
     parallel, gas = run.parallel, run.train.gradient_accumulation_steps
+    if smallest := min((size for _, size in run.train.batch_steps), default=0):
+        gas = gas * smallest // run.train.global_batch_size
     needed = 2 * parallel.pipe_stages
     if parallel.world_size % max(parallel.model_parallel_size * parallel.pipe_stages, 1):
         return  # the batch sizes are unknown

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 from megatron.config import RunConfig
 from megatron.config.data import NULL_TOKENIZER, read_blend, unused_merges
-from megatron.config.errors import counted
+from megatron.config.errors import counted, nearest_multiples
 from megatron.config.output import steps
 from megatron.config.validation.rules import Messages, enabled, excludes, needs, rule
 from megatron.model.architectures import architecture_of
@@ -104,28 +104,70 @@ def min_lr(run: RunConfig) -> Messages:
         yield f"--min-lr {run.optim.min_lr:g} is more than --lr {run.optim.lr:g}: lower it"
 
 
-@rule("warm-up fits into the decay", why="Both are counted in the same iterations.")
+@rule(
+    "every batch size is a multiple of micro-batch x DP",
+    why="A batch size that varies changes the number of micro-batches; their size stays.",
+    otherwise="ValueError: Train batch size must be divisible by micro-batch data parallelism",
+)
+def batch_sizes(run: RunConfig) -> Messages:
+    train = run.train
+    for _, size in train.batch_steps:
+        ranks = run.parallel.data_parallel_size
+        unit = train.micro_batch_size * ranks
+        if size % unit:
+            yield (
+                f"a global batch of {size} is not a multiple of --batch-size {train.micro_batch_size} x data-parallel "
+                f"size {ranks} = {unit}: change {_batch_flag(run)} so that it is {nearest_multiples(size, unit)}, or "
+                "lower --batch-size"
+            )
+
+
+@rule(
+    "a batch size that varies needs --train-samples",
+    why="The sizes follow from the consumed samples, and so do the number of iterations and the learning rate.",
+)
+def sample_based(run: RunConfig) -> Messages:
+    train, optim = run.train, run.optim
+    if not (train.rampup_batch_size or train.step_batch_size_schedule):
+        return
+    if train.train_samples is None:
+        yield f"{_batch_flag(run)} needs --train-samples: give it instead of --train-iters"
+    counted_in_iterations = {
+        "--lr-decay-iters": optim.lr_decay_iters is not None,
+        "--lr-warmup-iters": optim.lr_warmup_iters is not None,
+        "--lr-wsd-decay-iters": optim.lr_wsd_decay_iters is not None,
+    }
+    if flags := enabled(counted_in_iterations):
+        yield f"{flags} cannot be combined with {_batch_flag(run)}: use {flags.replace('iters', 'samples')}"
+
+
+def _batch_flag(run: RunConfig) -> str:
+    return "--rampup-batch-size" if run.train.rampup_batch_size else "--step-batch-size-schedule"
+
+
+@rule("warm-up fits into the decay", why="Both are counted in the same unit.")
 def warmup(run: RunConfig) -> Messages:
     optim, train = run.optim, run.train
-    if train.global_batch_size < 1 or optim.decay_iters(train) < 1:
+    if train.global_batch_size < 1 or optim.decay_steps(train) < 1:
         return
-    warmup, decay = optim.warmup_iters(train), optim.decay_iters(train)
+    warmup, decay, unit = optim.warmup_steps(train), optim.decay_steps(train), train.lr_unit
     if warmup > decay:
-        yield f"the warm-up of {warmup} iterations is longer than the decay of {decay}: shorten it"
-    last = optim.lr_wsd_decay_iters or 0
+        yield f"the warm-up of {warmup} {unit}s is longer than the decay of {decay}: shorten it"
+    last = optim.wsd_decay_steps(train) or 0
     if optim.lr_decay_style == "WSD" and warmup + last > decay:
-        yield (
-            f"the warm-up of {warmup} iterations and --lr-wsd-decay-iters {last} do not fit into {decay} iterations: "
-            "shorten one"
-        )
+        flag = "--lr-wsd-decay-samples" if optim.lr_wsd_decay_samples else "--lr-wsd-decay-iters"
+        yield f"the warm-up of {warmup} {unit}s and {flag} {last} do not fit into {decay} {unit}s: shorten one"
 
 
 @rule("WSD needs --lr-wsd-decay-iters", why="The length of its decay phase has no default.")
 def wsd(run: RunConfig) -> Messages:
-    if run.optim.lr_decay_style == "WSD" and run.optim.lr_wsd_decay_iters is None:
+    optim = run.optim
+    lengths = {"iters": optim.lr_wsd_decay_iters, "samples": optim.lr_wsd_decay_samples}
+    given = [f"--lr-wsd-decay-{unit}" for unit, length in lengths.items() if length is not None]
+    if optim.lr_decay_style == "WSD" and not given:
         yield "--lr-decay-style WSD needs --lr-wsd-decay-iters"
-    if run.optim.lr_decay_style != "WSD" and run.optim.lr_wsd_decay_iters is not None:
-        yield "--lr-wsd-decay-iters has no effect without --lr-decay-style WSD: add it, or remove --lr-wsd-decay-iters"
+    if optim.lr_decay_style != "WSD" and given:
+        yield f"{given[0]} has no effect without --lr-decay-style WSD: add it, or remove {given[0]}"
 
 
 excludes(
@@ -278,6 +320,8 @@ def flops_on_plain_engine(run: RunConfig) -> Messages:
 
 
 needs("logging.dry_run", "logging.rank")
+needs("logging.timing_log_level", "logging.log_timers_to_tensorboard", only_warns=True)
+needs("logging.tensorboard_dir", "logging.log_timers_to_tensorboard", only_warns=True)
 excludes("logging.explain", "logging.dry_run", why="--explain prints rules; --dry-run builds layers.")
 
 

@@ -44,6 +44,18 @@ def skip_reduction_of_one_rank(engine: DeepSpeedEngine, group_size: int) -> None
         engine.buffered_allreduce_fallback = lambda grads=None, elements_per_buffer=0: None
 
 
+def set_global_batch_size(engine: DeepSpeedEngine, samples: int) -> None:
+    """Let the next steps and evaluations of ``engine`` have ``samples`` samples, in micro-batches of the same size.
+
+    DeepSpeed: runtime/engine.py, ``set_train_batch_size`` does not restart the count of micro-batches, from which the
+    plain engine concludes which one is the last of a step.
+    Test: tests/training/test_ramp_up.py. Remove when it does.
+    """
+    if engine.train_batch_size() != samples:
+        engine.set_train_batch_size(samples)
+        engine.micro_steps = 0
+
+
 def reduce_fp32_sums_of_tied_weights(engine: DeepSpeedEngine) -> None:
     """In a pipeline at ZeRO 1: sum a tied weight's gradient over its stages where it is, in ``grad_accum``.
 

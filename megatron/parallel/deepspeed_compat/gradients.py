@@ -1,7 +1,7 @@
 """What DeepSpeed's optimizers do with gradients, where it is replaced: norm, clipping, loss scale."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,17 +41,19 @@ def clip_by_model_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:
 
 def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Tensor:
     """2-norm of the gradient of the whole model, each weight counted once, on every rank."""
-    norms = [
-        block_norms(p.grad)
-        for p in parameters
-        if p.grad is not None
-        and not getattr(p, "ds_pipe_replicated", False)  # a tied weight is counted by the first stage that holds it
-        and (is_model_parallel_parameter(p) or layout.tensor_group.rank() == 0)
-    ]
+    norms = [block_norms(p.grad) for p in counted_once(parameters, layout) if p.grad is not None]
     square = torch.cat([torch.zeros(1, device=parameters[0].device), *norms]).square().sum()
     dist.all_reduce(square, group=layout.tensor_group)
     dist.all_reduce(square, group=layout.pipe_group)
     return square.sqrt()
+
+
+def counted_once(parameters: Iterable[nn.Parameter], layout: ParallelLayout) -> Iterator[nn.Parameter]:
+    """Those that this rank contributes to a sum over the tensor-parallel ranks and the stages."""
+    for parameter in parameters:
+        is_replica = getattr(parameter, "ds_pipe_replicated", False)  # the first stage that holds a tied weight has it
+        if not is_replica and (is_model_parallel_parameter(parameter) or layout.tensor_group.rank() == 0):
+            yield parameter
 
 
 _BLOCK = 1 << 16

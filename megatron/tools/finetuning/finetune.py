@@ -15,6 +15,7 @@ from megatron.tools.finetuning.rows import RowIterators
 from megatron.tools.reporting.tracing import requested_traces
 from megatron.training.callbacks import Callback
 from megatron.training.engines import build_engine, eval_batch
+from megatron.training.measurements import requested_measurements
 from megatron.training.metrics import MetricsLogger
 from megatron.training.setup import initialized_ranks, log_configuration, log_start
 from megatron.training.trainer import ExitConditions, Trainer, due
@@ -123,7 +124,11 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
             log=log,
             exit_conditions=exit_conditions,
             progress=progress,
-            callbacks=[*callbacks, *requested_traces(run, layout, engine.module)],
+            callbacks=[
+                *callbacks,
+                *requested_traces(run, layout, engine.module),
+                *requested_measurements(run, layout, engine.module),
+            ],
         )
         if task.data.epochs == 0:
             assert saved is not None

@@ -130,8 +130,10 @@ class RowIterators(DataIterators):
             return None
         stops = list(accumulate(len(table.rows) for table in self._task.validation))
         rows = range(stops[number] - len(self._task.validation[number].rows), stops[number])
-        samples = self.global_batches(number) * self._run.train.global_batch_size
-        return on_device(self._micro_batches(RowStream(self._validation, rows, per_epoch=samples, samples=samples), 0))
+        train = self._run.train
+        samples = self.global_batches(number) * train.global_batch_size
+        stream = RowStream(self._validation, rows, per_epoch=samples, samples=samples)
+        return on_device(self._micro_batches(stream, train.evaluation_batches))
 
     def global_batches(self, number: int) -> int:
         """Global batches that hold the rows of the file ``number`` of validation."""

@@ -109,7 +109,7 @@ def make_request(
     ]
     if "deepspeed_config" in given:
         problems.append(f"{given['deepspeed_config'].source} is written by the planner: give its settings as flags")
-    if "global_batch_size" not in given:
+    if not {"global_batch_size", "step_batch_size_schedule"} & given.keys():
         problems.append("--global-batch-size is required")
     filled, _ = read_flags(_fillers(given, tokens, model, architecture), architecture)
     given = {**filled, **given}
@@ -141,9 +141,10 @@ def _fillers(
     if tokenizer == NULL_TOKENIZER:
         del found["vocab_file"]
     if not {"train_iters", "train_samples"} & given.keys():
-        samples = given["global_batch_size"].value if "global_batch_size" in given else 1
         s = given["seq_length"].value if "seq_length" in given else sizes.get("seq_length", 1)
-        found["train_iters"] = max(round(tokens / max(samples * s, 1)), 1)
+        varies = {"rampup_batch_size", "step_batch_size_schedule"} & given.keys()
+        size = given["global_batch_size"].value if "global_batch_size" in given and not varies else 1
+        found["train_samples" if varies else "train_iters"] = max(round(tokens / max(size * s, 1)), 1)
     return [word for name, value in found.items() for word in (flag_name(flag_fields()[name]), str(value))]
 
 
@@ -163,11 +164,7 @@ def _value(given: Mapping[str, Provided], name: str) -> Any:
 
 def words(given: Mapping[str, Provided]) -> list[str]:
     """The command line with these values."""
-    found: list[str] = []
-    for value in given.values():
-        flag, *text = value.source.split(" ", 1)
-        found += [flag, *(value.value if isinstance(value.value, tuple) else text)]
-    return found
+    return [word for value in given.values() for word in value.words]
 
 
 _UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

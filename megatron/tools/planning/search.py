@@ -163,7 +163,8 @@ def _candidates(request: Request, shape: Mapping[str, Provided], rejected: dict[
         run = _with_vocabulary(run, request.vocab_size)
         grid = grid or _Grid(run)
         for sized in [run] if settled else _with_micro_batches(run):
-            if sized.parallel.uses_dualpipev and (broken := _broken(sized)):
+            depends_on_size = sized.parallel.uses_dualpipev or sized.train.batch_steps
+            if depends_on_size and (broken := _broken(sized)):
                 _count(rejected, *broken)
                 continue
             whole = {**given, "micro_batch_size": _flag("micro_batch_size", sized.train.micro_batch_size)}

@@ -120,7 +120,7 @@ class Tracer(Callback):
         coordinates = [dict(topology.get_coord(rank)._asdict()) for rank in range(len(events))]
         shape = Shape(
             run.parallel.pipe_stages,
-            run.train.gradient_accumulation_steps,
+            run.train.micro_batches(self._iteration),
             run.parallel.pipeline_schedule,
             run.model.num_layers,
         )

@@ -191,7 +191,8 @@ def make_request(
     if "micro_batch_size" in values and "gradient_accumulation_steps" in values:
         # Gradient accumulation follows from the micro-batch size and the number of data-parallel ranks.
         words = _without(words, values["gradient_accumulation_steps"].source.split(" ", 1))
-    words += ["--global-batch-size", str(run.train.global_batch_size)]
+    if "step_batch_size_schedule" not in values:
+        words += ["--global-batch-size", str(run.train.global_batch_size)]
     return replace(request, words=tuple(words), first=first)
 
 

@@ -57,7 +57,7 @@ def test_a_history_continues_where_the_checkpoint_ended() -> None:
     first = extended((), run, 10)
     assert first == (Segment(0, 10, 0, 40, 4, LAYOUT, first[0].stream),)
     assert read_history({"ledger": [asdict(segment) for segment in first]}, "ck") == first
-    larger = replace(run, train=replace(run.train, global_batch_size=8, samples_ahead=-40))
+    larger = replace(run, train=replace(run.train, global_batch_size=8, start_iteration=10, start_sample=40))
     both = extended(first, larger, 15)
     assert both == (first[0], Segment(10, 15, 40, 80, 8, LAYOUT, first[0].stream))
     assert extended(both, larger, 15) == both, "nothing was made yet"

@@ -10,6 +10,7 @@ import pytest
 from audit.conftest import SETTINGS, Restarted
 from support.programs import Programs, read_metrics
 
+from megatron.config.batch_schedule import BatchSchedule
 from megatron.data.loader import MicroBatches
 from megatron.tools.audit.case import Case, open_case
 from megatron.tools.audit.proof import prove
@@ -67,7 +68,7 @@ def test_proof_of_a_restarted_run(restarted: Restarted, case: Case, tmp_path: Pa
 def test_a_batch_is_that_of_the_loader(case: Case, iteration: int, rank: int, data_rank: int, ranks: int) -> None:
     batch = batch_of(case, iteration, rank)
     loader = MicroBatches(
-        case.training_samples(24), first_sample=0, global_batch_size=4, micro_batch_size=1, data_rank=data_rank,
+        case.training_samples(24), sizes=BatchSchedule(((0, 4),)), micro_batch_size=1, data_rank=data_rank,
         data_size=ranks,
     )  # fmt: skip
     read = [loader[n][0].tolist() for n in range(4 // ranks * (iteration - 1), 4 // ranks * iteration)]

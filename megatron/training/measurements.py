@@ -1,0 +1,194 @@
+"""What a run measures on request: norm of the parameters, zeros in the gradient, and the time of each phase."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor, nn
+
+from megatron.config import RunConfig
+from megatron.parallel.deepspeed_compat.gradients import block_norms, counted_once
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
+from megatron.training.callbacks import Callback
+from megatron.training.metrics import TIMER
+
+
+def requested_measurements(run: RunConfig, layout: ParallelLayout, module: nn.Module) -> list[Callback]:
+    """The measurements that ``run`` asks for. Phases are timed last, so that they do not include the others."""
+    logging = run.logging
+    requested: list[Callback] = []
+    if logging.log_num_zeros_in_grad:
+        requested.append(ZerosInGradient(run, layout, module))
+    if logging.log_params_norm:
+        requested.append(ParamsNorm(layout, module))
+    if logging.timing_log_level:
+        requested.append(PhaseTimers(logging.timing_log_level))
+    return requested
+
+
+def params_norm(module: nn.Module, layout: ParallelLayout) -> float:
+    """2-norm of all parameters of the model, each counted once. Every rank must call it, also at ZeRO 3."""
+    square = torch.zeros((), device=get_accelerator().current_device_name())
+    for parameter in counted_once(module.parameters(), layout):
+        is_partitioned = hasattr(parameter, "ds_id")
+        with deepspeed.zero.GatheredParameters([parameter]) if is_partitioned else nullcontext():
+            square += block_norms(parameter.detach()).square().sum().to(square.device)
+    return _sum_over_model(square, layout) ** 0.5
+
+
+def zeros_in_gradient(module: nn.Module, layout: ParallelLayout) -> int:
+    """Elements of the whole model's gradient that are 0, between backward and step. Every rank must call it.
+
+    As in Megatron-LM each weight is counted once, and rows that pad the vocabulary, whose gradient is 0, are counted.
+    """
+    zeros = torch.zeros((), dtype=torch.int64, device=get_accelerator().current_device_name())
+    for parameter in counted_once(module.parameters(), layout):
+        gradient = safe_get_full_grad(parameter)
+        if gradient is not None:
+            zeros += gradient.numel() - gradient.count_nonzero()
+    return int(_sum_over_model(zeros, layout))
+
+
+def _sum_over_model(value: Tensor, layout: ParallelLayout) -> float:
+    """The sum over the ranks that share a replica of the model."""
+    dist.all_reduce(value, group=layout.tensor_group)
+    dist.all_reduce(value, group=layout.pipe_group)
+    return value.item()
+
+
+class ParamsNorm(Callback):
+    """``--log-params-norm``: the norm of the parameters after the logged iteration."""
+
+    def __init__(self, layout: ParallelLayout, module: nn.Module) -> None:
+        self._layout, self._module = layout, module
+
+    def metrics(self) -> Mapping[str, float]:
+        """``params_norm``."""
+        return {"params_norm": params_norm(self._module, self._layout)}
+
+
+class ZerosInGradient(Callback):
+    """``--log-num-zeros-in-grad``: the zeros in the gradient of the logged iteration."""
+
+    def __init__(self, run: RunConfig, layout: ParallelLayout, module: nn.Module) -> None:
+        self._run, self._layout, self._module = run, layout, module
+        self._last_micro_batch = self._zeros = 0
+
+    @contextmanager
+    def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
+        """Count before the optimizer step if the iteration is logged."""
+        self._last_micro_batch = self._run.train.micro_batches(iteration)
+        yield [self._count] if self._run.is_logged(iteration) else ()
+
+    def metrics(self) -> Mapping[str, float]:
+        """``num_zeros_in_grad``."""
+        return {"num_zeros_in_grad": self._zeros}
+
+    @contextmanager
+    def _count(self, instruction: Instruction) -> Iterator[None]:
+        # The plain engine is asked for a step after each micro-batch, and makes it after the last one.
+        if instruction.name == "OptimizerStep" and instruction.micro_batch in (None, self._last_micro_batch):
+            self._zeros = zeros_in_gradient(self._module, self._layout)
+        yield
+
+
+class Phase(NamedTuple):
+    """A phase of an iteration: Megatron-LM's name of its timer, and the level from which on it is timed."""
+
+    timer: str
+    level: int
+
+
+_REST = "forward-backward"
+"""The timer of an iteration without its other phases of level 1."""
+PHASES = {
+    "ReduceTiedGrads": Phase("embedding-grads-all-reduce", 1),
+    "ReduceGrads": Phase("all-grads-sync", 1),
+    "OptimizerStep": Phase("optimizer", 1),
+    "LoadMicroBatch": Phase("batch-generator", 2),
+    "ForwardPass": Phase("forward-compute", 2),
+    "BackwardPass": Phase("backward-compute", 2),
+    "RecvActivation": Phase("forward-recv", 2),
+    "SendActivation": Phase("forward-send", 2),
+    "RecvGrad": Phase("backward-recv", 2),
+    "SendGrad": Phase("backward-send", 2),
+    "CommitP2P": Phase("forward-backward-send-forward-backward-recv", 2),
+}
+"""By DeepSpeed's names of the instructions."""
+
+
+class PhaseTimers(Callback):
+    """``--timing-log-level``: seconds per iteration in each phase; a phase inside another one counts only itself."""
+
+    def __init__(self, level: int) -> None:
+        self._phases = {name: phase.timer for name, phase in PHASES.items() if phase.level <= level}
+        self._level_1 = [phase.timer for phase in PHASES.values() if phase.level == 1]
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._iterations = 0
+        self._inside = 0.0
+        """Seconds of the phases inside the present one."""
+
+    @contextmanager
+    def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
+        """Time the iteration."""
+        begin, others = now(), self._sum_of_level_1()
+        yield [self._time]
+        self._seconds[_REST] += now() - begin - (self._sum_of_level_1() - others)
+        self._iterations += 1
+
+    def metrics(self) -> Mapping[str, float]:
+        """``NAME-time`` of each timer: the mean seconds per iteration since the last call, of the slowest rank.
+
+        Prints the least and the most of all ranks, as Megatron-LM does. Every rank must call it.
+        """
+        timers = [_REST, *self._phases.values()]
+        seconds = {name: self._seconds[name] / max(self._iterations, 1) for name in timers if name in self._seconds}
+        across = min_max_across_ranks(timers, seconds)
+        self._seconds.clear()
+        self._iterations = 0
+        if dist.get_rank() == 0:
+            print("(min, max) time across ranks (ms):")
+            for name, (least, most) in across.items():
+                print(f"    {name + ' ':.<48}: ({least * 1000:.2f}, {most * 1000:.2f})", flush=True)
+        return {f"{name}{TIMER}": most for name, (_, most) in across.items()}
+
+    @contextmanager
+    def _time(self, instruction: Instruction) -> Iterator[None]:
+        if instruction.name not in self._phases:
+            yield
+            return
+        enclosing, self._inside = self._inside, 0.0
+        begin = now()
+        yield
+        seconds = now() - begin
+        self._seconds[self._phases[instruction.name]] += seconds - self._inside
+        self._inside = enclosing + seconds
+
+    def _sum_of_level_1(self) -> float:
+        return sum(self._seconds.get(name, 0.0) for name in self._level_1)
+
+
+def min_max_across_ranks(names: Sequence[str], values: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    """The least and the greatest value of each name over the ranks that have one, in one all-reduce."""
+    own = torch.tensor([(values.get(name, -torch.inf), -values.get(name, torch.inf)) for name in names])
+    extremes = own.to(get_accelerator().current_device_name())
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    return {
+        name: (-negative, greatest)
+        for name, (greatest, negative) in zip(names, extremes.tolist(), strict=True)
+        if greatest > -torch.inf
+    }
+
+
+def now() -> float:
+    """Seconds, after the device has finished its work."""
+    get_accelerator().synchronize()
+    return time.perf_counter()

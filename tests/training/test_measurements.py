@@ -1,0 +1,141 @@
+"""Norm of the parameters, zeros in the gradient and timers: against plain torch, and the same on every layout."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+from support.programs import read_metrics
+from support.training import RankTraining
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+SETTINGS = (
+    "--train-iters 2 --batch-size 2 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0"
+    " --log-params-norm --log-num-zeros-in-grad --timing-log-level 2"
+)
+LAYOUTS = {
+    "tp2-zero2": (2, "--model-parallel-size 2 --zero-stage 2 --make-vocab-size-divisible-by 64"),
+    "dp2-zero3": (2, "--zero-stage 3"),
+    "pp2": (2, "--pipe-parallel-size 2"),
+    "pp2-dualpipev-zero1": (2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev --zero-stage 1"),
+}
+PADDING = (128 - 92) * 32
+"""Elements of the embedding's rows that pad the vocabulary."""
+TIMERS = {"forward-backward", "all-grads-sync", "optimizer", "batch-generator", "forward-compute", "backward-compute"}
+OF_STAGES = {"embedding-grads-all-reduce", "forward-recv", "forward-send", "backward-recv", "backward-send"}
+
+
+@pytest.fixture(scope="module")
+def one_process(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run, and what it printed."""
+    folder = tmp_path_factory.mktemp("measured")
+    outputs = ("--metrics-file", folder / "metrics", "--save", folder / "ck", "--tensorboard-dir", folder / "board")
+    return folder, train_in_ranks(1, *SETTINGS.split(), "--log-timers-to-tensorboard", *outputs)
+
+
+def test_values_of_one_process(one_process: tuple[Path, str], run_ranks) -> None:
+    folder, output = one_process
+    lines = read_metrics(folder / "metrics")
+    assert [lines[-1]["params_norm"]] == pytest.approx(run_ranks(1, norm_of_checkpoint, str(folder / "ck")))
+    assert all(PADDING <= line["num_zeros_in_grad"] < PADDING + 50 for line in lines)
+    zeros, norm = (lines[-1][name] for name in ("num_zeros_in_grad", "params_norm"))
+    assert f" | num zeros in grad {zeros} | params norm {norm:.6g} | " in output
+    assert "(min, max) time across ranks (ms):\n    forward-backward ....." in output
+    for line in lines:
+        timers = {name.removesuffix("-time"): value for name, value in line.items() if name.endswith("-time")}
+        assert timers.keys() == TIMERS and all(value > 0 for value in timers.values())
+        once = {"forward-backward", "all-grads-sync", "optimizer"}
+        assert sum(timers[name] for name in TIMERS - once) < timers["forward-backward"]
+        assert sum(timers[name] for name in once) < line["seconds_per_iteration"] * 1.1
+    board = EventAccumulator(str(folder / "board")).Reload()
+    assert {"params_norm", "num_zeros_in_grad", "optimizer-time"} <= set(board.Tags()["scalars"])
+
+
+def norm_of_checkpoint(folder: str) -> float:
+    """The 2-norm of all weights, brought together from the ranks."""
+    import torch
+    from support.whole_models import load_weights
+
+    from megatron.checkpoint.tracker import newest
+    from megatron.config import ActivationConfig, ParallelConfig
+    from megatron.model.gpt2 import GPT2Model
+    from megatron.mpu import ParallelLayout
+
+    saved = newest(folder)
+    model = GPT2Model(saved.whole_model_config(), ActivationConfig(), ParallelLayout.create(ParallelConfig()))
+    load_weights(model, saved)
+    return torch.nn.utils.get_total_norm([weight.double() for weight in model.parameters()]).item()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_measure_the_same(
+    train_in_ranks: RankTraining, one_process: tuple[Path, str], tmp_path: Path, layout: str
+) -> None:
+    processes, flags = LAYOUTS[layout]
+    train_in_ranks(processes, *SETTINGS.split(), *flags.split(), "--metrics-file", tmp_path / "metrics")
+    found, expected = read_metrics(tmp_path / "metrics"), read_metrics(one_process[0] / "metrics")
+    for one, other in zip(expected, found, strict=True):
+        assert other["params_norm"] == pytest.approx(one["params_norm"], rel=1e-5)
+        assert other["num_zeros_in_grad"] == pytest.approx(one["num_zeros_in_grad"], abs=20)
+        timers = {name.removesuffix("-time") for name in other if name.endswith("-time")}
+        if "dualpipev" in layout:
+            assert "forward-backward-send-forward-backward-recv" in timers
+        else:
+            assert timers == (TIMERS | OF_STAGES if "pp2" in layout else TIMERS)
+
+
+def test_counts_and_norms_equal_those_of_torch(run_ranks) -> None:
+    run_ranks(1, counts_and_norms)
+
+
+def counts_and_norms() -> None:
+    import torch
+
+    from megatron.config import ParallelConfig
+    from megatron.mpu import ParallelLayout
+    from megatron.training.measurements import params_norm, zeros_in_gradient
+
+    layout, module = ParallelLayout.create(ParallelConfig()), torch.nn.Linear(300, 400)
+    module.weight.grad = torch.randn_like(module.weight).relu()
+    zeros = int((module.weight.grad == 0).sum())
+    assert zeros > 50_000 and zeros_in_gradient(module, layout) == zeros, "the bias has no gradient"
+    norm = torch.cat([module.weight.flatten(), module.bias]).norm().item()
+    assert params_norm(module, layout) == pytest.approx(norm, rel=1e-5)
+
+
+def test_timers_of_nested_phases(run_ranks) -> None:
+    """Two iterations on each rank, whose clocks advance by hand; the second rank has a slower optimizer."""
+    values, text = run_ranks(2, nested_phases)[0]
+    assert values == {
+        "forward-backward-time": 5.0,
+        "backward-compute-time": 3.0,
+        "all-grads-sync-time": 1.0,
+        "optimizer-time": 4.0,
+    }
+    assert text.splitlines()[0] == "(min, max) time across ranks (ms):"
+    assert "    optimizer ......................................: (2000.00, 4000.00)" in text.splitlines()
+
+
+def nested_phases() -> tuple[dict[str, float], str]:
+    """What the timers report, and what rank 0 prints."""
+    import torch.distributed as dist
+
+    from megatron.parallel.pipeline.schedule import Instruction
+    from megatron.training import measurements
+
+    seconds, original = [0.0], measurements.now
+    measurements.now = lambda: seconds[0]
+    timers = measurements.PhaseTimers(2)
+    for iteration in (1, 2):
+        with timers.around_iteration(iteration) as (hook,):
+            seconds[0] += 2.0
+            with hook(Instruction("BackwardPass", 1)):
+                seconds[0] += 2.0
+                with hook(Instruction("ReduceGrads")):
+                    seconds[0] += 1.0
+                seconds[0] += 1.0
+            with hook(Instruction("OptimizerStep")):
+                seconds[0] += 2.0 + 2.0 * dist.get_rank()
+    measurements.now = original
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        return dict(timers.metrics()), output.getvalue()
