@@ -55,7 +55,7 @@ def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
     if "zero_stage" in provided and provided["zero_stage"].value == 0 < run.zero.zero_stage:
         messages.append(
             f"{provided['zero_stage'].source} in {run.precision.dtype} runs as --zero-stage 1, which makes the updates "
-            "of a correct stage 0: DeepSpeed's clips by a wrong norm, or scales wrongly"
+            "of a correct stage 0; DeepSpeed's is wrong in half precision"
         )
     return messages
 
