@@ -46,7 +46,8 @@ data-cache-path mock-data vocab-size
 no-shared-storage data-impl mmap-warmup num-workers seq-length tokenizer-type vocab-file merge-file
 reset-position-ids reset-attention-mask eod-mask-loss mask-prob short-seq-prob save save-interval
 persistent-save-interval no-save-optim no-save-rng async-save load no-load-optim no-load-rng finetune log-interval
-tensorboard-dir
+tensorboard-dir rampup-batch-size step-batch-size-schedule lr-wsd-decay-samples log-params-norm log-num-zeros-in-grad
+timing-log-level log-timers-to-tensorboard
 """.split()
 """Flags of the classic suites that are flags here, or aliases of one."""
 
@@ -135,6 +136,9 @@ _IGNORED = {
     ),
     "metrics are written to --metrics-file and --tensorboard-dir": (
         "wandb-* log-energy log-optimizer-states-to-tensorboard"
+    ),
+    "--timing-log-level prints the least and the greatest time of all ranks": (
+        "timing-log-option no-barrier-with-level-1-timing"
     ),
     "--trace shows the time of each rank": "log-straggler disable-straggler-on-startup straggler-*",
     "--rewind-on-spike handles spikes": "check-for-spiky-loss check-for-large-grads",
