@@ -36,7 +36,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         if self.widen is not None:
-            x = x @ self.widen
+            x = x.to(self.widen.dtype) @ self.widen  # with --bf16 the weights are in bf16, and the data are not
         return x + self.down(F.gelu(self.up(x)))
 
 

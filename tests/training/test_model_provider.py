@@ -16,9 +16,11 @@ PROGRAM = "examples/pretrain_my_model.py"
 FLAGS = "--train-iters 6 --log-interval 1 --eval-interval 3 --eval-iters 1 --lr-decay-iters 6 --lr-decay-style cosine"
 
 
-def train(programs: Programs, processes: int, file: Path, *words: str | Path) -> dict[tuple[str, int], float]:
+def train(
+    programs: Programs, processes: int, file: Path, *words: str | Path, program: str = PROGRAM
+) -> dict[tuple[str, int], float]:
     """Every loss of a run, by its kind and iteration."""
-    programs.warm(processes, PROGRAM, *FLAGS.split(), "--metrics-file", file, *words).ok()
+    programs.warm(processes, program, *FLAGS.split(), "--metrics-file", file, *words).ok()
     kinds = ("lm_loss", "validation_loss")
     return {(kind, line["iteration"]): line[kind] for line in read_metrics(file) for kind in kinds if kind in line}
 
@@ -39,6 +41,17 @@ def test_layouts_agree_and_a_run_resumes(programs: Programs, tmp_path: Path) -> 
     assert other.returncode == 4
     assert "--model-parallel-size is 1, but 2 in" in other.output
     assert "a checkpoint of a model without a spec is resumed on the layout it was saved on" in other.output
+
+
+def test_a_module_trains_at_zero_3_and_in_bf16(programs: Programs, tmp_path: Path) -> None:
+    one = train(programs, 1, tmp_path / "one")
+    module = "tests/support/own_module.py"
+    words, save = ["--zero-stage", "3"], ["--save", tmp_path / "saved", "--exit-interval", "3"]
+    begin = train(programs, 2, tmp_path / "begin", *words, *save, program=module)
+    end = train(programs, 2, tmp_path / "end", *words, "--load", tmp_path / "saved", program=module)
+    assert begin | end == pytest.approx(one, rel=1e-4) and len(end) == 4
+    half = train(programs, 2, tmp_path / "half", "--model-parallel-size", "2", "--bf16", program=module)
+    assert half == pytest.approx(one, rel=0.1) and half != begin | end
 
 
 @pytest.fixture
