@@ -237,5 +237,6 @@ def test_settings_are_checked_before_data_and_checkpoints(place: Path) -> None:
     assert [line.split(":")[0] for line in lines] == [
         f"--save {BIN}",
         "no data set at none",
-        "vocab.json",
+        "vocab.json",  # without <unk>
+        "vocab.json",  # without <|endoftext|>
     ]

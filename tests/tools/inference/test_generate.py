@@ -91,7 +91,7 @@ def test_a_conversation(programs: Programs, foreign: Path, piped: tuple[str, str
         ("--load MODEL", "standard input is empty: give --prompt"),
         ("--load MODEL --prompt a --temperature 0", "--temperature 0 must be more than 0"),
         ("--load MODEL --prompt a --vocab-file none.json --merge-file none", "--vocab-file none.json"),
-        ("--load MODEL --prompt a --new-tokens 128", "a prompt of 1 tokens and 128 new ones are more than the 128"),
+        ("--load MODEL --prompt a --new-tokens 128", "a prompt of 1 token and 128 new ones exceed the 128"),
         ("--load MODEL --prompt 'a b' --out-seq-length 2", "--out-seq-length 2 leaves none"),
         ("--load MODEL --prompt a --seq-length 200", "--seq-length 200 is more than the 128 positions"),
         ("--load MODEL --prompt a --num-layers 7", "--num-layers 7, and"),

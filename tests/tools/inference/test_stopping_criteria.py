@@ -27,9 +27,9 @@ def test_the_nearest_limit_counts(settings, prompt, longest):
     ("settings", "prompt", "words"),
     [
         ({}, 0, "the prompt is empty"),
-        ({}, 100, "a prompt of 100 tokens and 1 new ones are more than the 100"),
-        ({"new_tokens": 5}, 96, "a prompt of 96 tokens and 5 new ones are more than the 100"),
-        ({"out_seq_length": 101}, 10, "10 tokens and 91 new ones are more than the 100"),
+        ({}, 100, "a prompt of 100 tokens and 1 new ones exceed the 100"),
+        ({"new_tokens": 5}, 96, "a prompt of 96 tokens and 5 new ones exceed the 100"),
+        ({"out_seq_length": 101}, 10, "10 tokens and 91 new ones exceed the 100"),
         ({"out_seq_length": 50}, 50, "--out-seq-length 50 leaves none"),
         ({"out_seq_length": 50, "slides": True}, 51, "--out-seq-length 50 leaves none"),
     ],
