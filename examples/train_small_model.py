@@ -43,7 +43,7 @@ def main() -> None:
     from megatron.training.setup import initialized_ranks
 
     # 1. From flags, those of pretrain_gpt2.py, to a checked and frozen configuration.
-    folder = Path(tempfile.gettempdir()) / f"small_model_{os.environ['MASTER_PORT']}"
+    folder = Path(tempfile.gettempdir()) / f"small_model_{os.environ.get('MASTER_PORT', 'mpi')}"
     run, _ = check(parse_run([*FLAGS.split(), "--save", str(folder)], os.environ))
 
     # 2. Join the process groups. The layout is this rank's place in them; it is passed to whatever needs it.

@@ -10,14 +10,13 @@ from socket import socket
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.comm import mpi_discovery
 from torch.distributed import TCPStore
 
 from megatron.config import ParallelConfig
 from megatron.config.environment import check_place, on_one_host, rank, world_size
 from megatron.config.errors import ConfigError, LaunchError, counted
 from megatron.launch.environment import hosts_store, listen
-from megatron.parallel.deepspeed_compat import deepspeed_silenced
+from megatron.parallel.deepspeed_compat import deepspeed_silenced, discover_mpi_ranks
 from megatron.parallel.layout import ParallelLayout
 
 _SHOWN = 16
@@ -40,7 +39,7 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     joins = not dist.is_initialized()
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if "RANK" not in os.environ:  # mpirun sets neither a rank nor a port; two runs on a host need two
-        mpi_discovery(distributed_port=int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
+        discover_mpi_ranks(int(os.environ.get("MASTER_PORT", "29500")))
         if on_one_host(os.environ):
             os.environ["MASTER_ADDR"] = "127.0.0.1"  # no other host connects
     store = rendezvous_barrier(os.environ, timeout) if joins else None

@@ -1,5 +1,6 @@
 """What this suite replaces of DeepSpeed is there in the tested version; another version is warned about once."""
 
+import os
 import types
 
 import deepspeed
@@ -10,7 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from megatron.parallel.deepspeed_compat import TESTED_VERSION, warn_if_untested_version
+from megatron.parallel.deepspeed_compat import TESTED_VERSION, discover_mpi_ranks, warn_if_untested_version
 from megatron.parallel.deepspeed_compat.engine import optimizer_shards_not_saved, skip_reduction_of_one_rank
 
 
@@ -33,6 +34,20 @@ def test_a_run_warns_once_about_another_version(run_ranks_once, programs, tmp_pa
     words = "--train-iters 1 --batch-size 1 --eval-iters 0".split()
     outputs = run_ranks_once(2, _train_with_version, [*_tiny(programs), *words], "0.99.0")
     assert [text.count("DeepSpeed 0.99.0 is installed") for text in outputs] == [1, 0]
+
+
+def test_the_local_rank_under_mpirun_is_that_of_open_mpi(monkeypatch) -> None:
+    from deepspeed.comm import comm
+
+    def discovery(distributed_port: int, verbose: bool) -> None:
+        os.environ.update(RANK="2", LOCAL_RANK="2", MASTER_PORT=str(distributed_port))
+
+    monkeypatch.setattr(comm, "mpi_discovery", discovery)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    discover_mpi_ranks(29501)
+    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_PORT")] == ["2", "1", "29501"]
 
 
 def _tiny(programs) -> list[str]:

@@ -29,6 +29,20 @@ def warn_if_untested_version(*, is_main_rank: bool) -> None:
         )
 
 
+def discover_mpi_ranks(port: int) -> None:
+    """Set the environment variables of this rank under mpirun, with the local rank that Open MPI has given it.
+
+    DeepSpeed: comm/comm.py, ``mpi_discovery`` numbers the ranks of a host in the order of their global ranks, while
+    Open MPI may number them otherwise; then the constructor in runtime/engine.py asserts that the numbers are equal.
+    Test: tests/parallel/test_deepspeed_compat.py. Remove when ``mpi_discovery`` reads OMPI_COMM_WORLD_LOCAL_RANK.
+    """
+    from deepspeed.comm import comm
+
+    comm.mpi_discovery(distributed_port=port, verbose=False)
+    if local_rank := os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK"):
+        os.environ["LOCAL_RANK"] = local_rank
+
+
 def silence_known_warnings() -> None:
     """Filter, by message, warnings of torch that every run would print.
 
