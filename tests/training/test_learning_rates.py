@@ -181,15 +181,12 @@ def test_it_is_a_scheduler_of_torch_and_not_callable():
     assert not isinstance(scheduler(optimizer()), Callable)
 
 
-def test_the_classic_path_and_the_classic_order_of_arguments():
-    from megatron.learning_rates import AnnealingLR as Classic
-
-    assert Classic is AnnealingLR
+def test_the_classic_order_of_arguments():
     optim = optimizer()
-    sched = Classic(optim, PEAK, WARMUP, END, "cosine", 7, FLOOR, False, True)
+    sched = AnnealingLR(optim, PEAK, WARMUP, END, "cosine", 7, FLOOR, False, True)
     assert sched.state_dict() == scheduler(optimizer(), last_iter=7).state_dict()
     assert (sched.use_checkpoint_lr_scheduler, sched.override_lr_scheduler) == (False, True)
-    shortest = Classic(optim, PEAK, WARMUP, END, "linear", 0)
+    shortest = AnnealingLR(optim, PEAK, WARMUP, END, "linear", 0)
     assert (shortest.schedule.min_lr, shortest.use_checkpoint_lr_scheduler) == (0.0, True)
 
 
