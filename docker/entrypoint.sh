@@ -57,7 +57,8 @@ CONFIG
 # sshd starts sessions with an empty environment; pass on the variables that locate Python, CUDA and the interface.
 session_environment() {
     local name value words=()
-    for name in PATH LD_LIBRARY_PATH TORCH_EXTENSIONS_DIR OMP_NUM_THREADS "${!DS_@}" "${!NCCL_@}" "${!GLOO_@}"; do
+    for name in PATH LD_LIBRARY_PATH TORCH_EXTENSIONS_DIR OMP_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS \
+        "${!DS_@}" "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_NCCL_@}" "${!TORCH_FR_@}" "${!PYTORCH_@}"; do
         value=${!name:-}
         value=${value//\\/\\\\}
         [ -z "$value" ] || words+=("\"$name=${value//\"/\\\"}\"")

@@ -17,6 +17,7 @@ IMAGE=${IMAGE:-megatron-deepspeed:0.1.0}
 GPUS=${GPUS-all}                                   # all, a number, or '"device=0,1"' with its quotes; empty: none
 DATA_DIR=${DATA_DIR:-$PWD/data}                    # data/ in the container; index maps are written there, too
 CHECKPOINT_DIR=${CHECKPOINT_DIR:-$PWD/checkpoints} # checkpoints/ in the container
+INFINIBAND=${INFINIBAND-/dev/infiniband}           # device files of RDMA, passed if they exist; empty: none
 SSH_KEY=${SSH_KEY:-}                               # private key shared by all containers; empty: no sshd
 SSH_ADDRESS=${SSH_ADDRESS:-}                       # address on which sshd listens: that of this host in the cluster's network
 SSH_PORT=${SSH_PORT:-2222}                         # the same on all hosts
@@ -34,6 +35,7 @@ FLAGS=(
     --mount "type=bind,source=$(realpath -m "$CHECKPOINT_DIR"),target=$INSIDE/checkpoints"
 )
 if [ -n "$GPUS" ]; then FLAGS+=(--gpus "$GPUS"); fi
+if [ -n "$INFINIBAND" ] && [ -e "$INFINIBAND" ]; then FLAGS+=(--device "$INFINIBAND"); fi
 if [ -n "$SSH_KEY" ]; then
     : "${SSH_ADDRESS:?is needed with SSH_KEY: the address of this host in the network of the cluster}"
     FLAGS+=(
@@ -41,7 +43,10 @@ if [ -n "$SSH_KEY" ]; then
         --env "SSH_ADDRESS=$SSH_ADDRESS" --env "SSH_PORT=$SSH_PORT"
     )
 fi
-for name in "${!NCCL_@}" "${!GLOO_@}"; do FLAGS+=(--env "$name"); done
+for name in "${!NCCL_@}" "${!GLOO_@}" "${!TORCH_NCCL_@}" "${!TORCH_FR_@}" "${!PYTORCH_@}" \
+    "${!CUDA_DEVICE_MAX_CONNECTIONS@}"; do
+    FLAGS+=(--env "$name")
+done
 if [ -t 0 ] && [ -t 1 ]; then FLAGS+=(--interactive --tty); fi
 
 # DRY_RUN=1 prints the command instead of running it.

@@ -89,6 +89,11 @@ def test_the_container_gets_the_hosts_gpus_network_and_folders(tmp_path) -> None
     assert f"type=bind,source={ROOT}/pyproject.toml,target=/run/secrets/ssh_key,readonly" in over_ssh
     for flag in ("--env SSH_ADDRESS=10.0.0.1", "--env SSH_PORT=2222", "--env GLOO_SOCKET_IFNAME"):
         assert f" {flag} " in " ".join(over_ssh)
+    tuned = "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_BLOCKING_WAIT"
+    words = docker(INFINIBAND=str(tmp_path), **dict.fromkeys(tuned, "1"))
+    for flag in (f"--device {tmp_path}", *(f"--env {name}" for name in tuned)):
+        assert f" {flag} " in " ".join(words)
+    assert "--device" not in docker(INFINIBAND="") and "--device" not in docker(INFINIBAND=str(tmp_path / "none"))
     with pytest.raises(subprocess.CalledProcessError):
         docker(SSH_KEY="pyproject.toml")
     assert not (tmp_path / "my data").exists(), "a dry run makes nothing"

@@ -1,12 +1,16 @@
-"""The deepspeed command, with a truthful exit code; started by tools/launch.py.
+"""The deepspeed command, with a truthful exit code and all variables for the ranks; started by tools/launch.py.
 
 DeepSpeed's runner exits with 0 if the launcher it started was killed by a signal: only positive codes are passed on.
+Of torch's and CUDA's variables it sends to other hosts none but NCCL's.
 """
 
 import subprocess
 import sys
 
+import _project_root  # noqa: F401
 from deepspeed.launcher import runner
+
+from megatron.tools.cluster.remote import ALSO_SENT
 
 
 class _Remembered(subprocess.Popen):
@@ -21,6 +25,7 @@ class _Remembered(subprocess.Popen):
 
 if __name__ == "__main__":
     subprocess.Popen = _Remembered
+    runner.EXPORT_ENVS += ALSO_SENT
     runner.main()
     signals = [-child.returncode for child in _Remembered.all if (child.returncode or 0) < 0]
     sys.exit(128 + signals[0] if signals else 0)

@@ -1,6 +1,6 @@
 """The launcher's environment variables: number of processes, ranks, and the accelerator of this host."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron.config.errors import ConfigError
@@ -107,12 +107,20 @@ ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa"
 """Names of DeepSpeed's accelerators."""
 
 
-def expected_device(environ: Mapping[str, str], dev: Path = Path("/dev")) -> str:
+_WSL_LIBRARIES = Path("/usr/lib/wsl/lib"), Path("/usr/lib/x86_64-linux-gnu")
+"""Where Windows' driver puts its library: under WSL2, and in a container there."""
+
+
+def expected_device(
+    environ: Mapping[str, str], dev: Path = Path("/dev"), libraries: Sequence[Path] = _WSL_LIBRARIES
+) -> str:
     """The accelerator that DeepSpeed will choose on this host: ``"cuda"``, ``"cpu"``, or that of DS_ACCELERATOR.
 
     Args:
         environ: the process's environment.
-        dev: folder of device files. An NVIDIA GPU shows as ``nvidia0``, ..., an AMD one as ``kfd``.
+        dev: folder of device files. An NVIDIA GPU shows as ``nvidia0``, ..., an AMD one as ``kfd``. Under WSL2
+            ``dxg`` stands for GPUs of any maker.
+        libraries: folders of which one has CUDA's library if one of those is NVIDIA's.
 
     Raises:
         ConfigError: DS_ACCELERATOR is unknown.
@@ -124,5 +132,7 @@ def expected_device(environ: Mapping[str, str], dev: Path = Path("/dev")) -> str
     if _on_cpu_by_accelerate(environ) or environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return "cpu"
     if (dev / "kfd").exists() or any(dev.glob("nvidia[0-9]*")):
+        return "cuda"
+    if (dev / "dxg").exists() and any((folder / "libcuda.so.1").exists() for folder in libraries):
         return "cuda"
     return "cpu"

@@ -59,7 +59,9 @@ class ParallelConfig:
         None, "Backend of torch.distributed (default: nccl on CUDA, gloo on CPU).", choices=("nccl", "gloo")
     )
     distributed_timeout_minutes: float = flag(
-        30.0, "Timeout in minutes of collectives and of the start.", within="(0, inf)"
+        30.0,
+        "Timeout in minutes of collectives, in every process group, and of the start.",
+        within="(0, inf)",
     )
     local_rank: int | None = flag(
         None, "Set by the launcher: the local rank of this process on its host.", within="[0, inf)"

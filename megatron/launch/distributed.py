@@ -1,8 +1,9 @@
 """Join the process group: rendezvous with a report of missing ranks, device, layout, and an orderly exit."""
 
+import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from socket import socket
@@ -16,12 +17,19 @@ from megatron.config import ParallelConfig
 from megatron.config.environment import check_place, on_one_host, rank, world_size
 from megatron.config.errors import ConfigError, LaunchError, counted
 from megatron.launch.environment import hosts_store, listen
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, discover_mpi_ranks
+from megatron.parallel.deepspeed_compat import (
+    deepspeed_silenced,
+    discover_mpi_ranks,
+    limit_groups_of_deepspeed,
+    silence_known_warnings,
+)
 from megatron.parallel.layout import ParallelLayout
 
 _SHOWN = 16
 _SKEW_SECONDS = 2.0
 """How much later than this rank others may time out."""
+_HEARTBEAT_SECONDS = 480
+"""torch's own limit."""
 _EXIT_TIMEOUT = timedelta(seconds=60)
 """For the slowest rank to end its process groups, once all ranks have reached the end."""
 
@@ -36,6 +44,7 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     ranks; LaunchError as ``rendezvous_barrier``.
     """
     _check_ranks(parallel)
+    silence_known_warnings()
     joins = not dist.is_initialized()
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     if "RANK" not in os.environ:  # mpirun sets neither a rank nor a port; two runs on a host need two
@@ -45,14 +54,31 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     store = rendezvous_barrier(os.environ, timeout) if joins else None
     # DeepSpeed's own name for CPU is ccl, which it then replaces by gloo with a warning.
     backend = parallel.distributed_backend or ("gloo" if get_accelerator().device_name() == "cpu" else "nccl")
+    if backend == "nccl":
+        prepare_nccl(os.environ, parallel)
     with deepspeed_silenced(verbose):
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
+        limit_groups_of_deepspeed(timeout)
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         layout = ParallelLayout.create(parallel)
     yield layout
     if store is not None:
         dist.destroy_process_group()
         leave_store(store, os.environ)
+
+
+def prepare_nccl(environ: MutableMapping[str, str], parallel: ParallelConfig) -> None:
+    """Set what CUDA and torch's NCCL backend read when they start, unless the user has set it.
+
+    - CUDA_DEVICE_MAX_CONNECTIONS=1 with tensor parallelism: kernels start in the order of their launch, so that a
+      collective begins before the matrix product that it is to overlap with.
+    - TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: torch aborts a process whose NCCL thread has been silent for 8 minutes. It waits
+      as long as a collective may take, so that ``--watchdog-minutes``, which is less, reports first.
+    """
+    if parallel.model_parallel_size > 1:
+        environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    seconds = max(_HEARTBEAT_SECONDS, math.ceil(60 * parallel.distributed_timeout_minutes))
+    environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(seconds))
 
 
 def _check_ranks(parallel: ParallelConfig) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
@@ -33,15 +35,16 @@ class ParallelLayout:
     def create(cls, parallel: ParallelConfig) -> "ParallelLayout":
         """Form the groups. A collective call: every rank of the world makes it."""
         assert parallel.world_size == dist.get_world_size()
+        own_group = partial(_own_group, timeout=timedelta(minutes=parallel.distributed_timeout_minutes))
         has_sequence_group = parallel.ds_sequence_parallel_size > 1
         return cls(
             topology=_topology(parallel),
             rank=dist.get_rank(),
-            tensor_group=_own_group(groups_along(parallel, "tensor")),
-            data_group=_own_group(groups_along(parallel, "data")),
-            pipe_group=_own_group(groups_along(parallel, "pipe")),
-            sequence_group=_own_group(groups_along(parallel, "sequence")) if has_sequence_group else None,
-            replica_group=_own_group(groups_along(parallel, "data", "sequence")) if has_sequence_group else None,
+            tensor_group=own_group(groups_along(parallel, "tensor")),
+            data_group=own_group(groups_along(parallel, "data")),
+            pipe_group=own_group(groups_along(parallel, "pipe")),
+            sequence_group=own_group(groups_along(parallel, "sequence")) if has_sequence_group else None,
+            replica_group=own_group(groups_along(parallel, "data", "sequence")) if has_sequence_group else None,
             sequence_parallel=parallel.sequence_parallel,
             uses_dualpipev=parallel.uses_dualpipev,
         )
@@ -103,7 +106,10 @@ def _topology(parallel: ParallelConfig) -> ProcessTopology:
     return ProcessTopology(axes=list(sizes), dims=list(sizes.values()))
 
 
-def _own_group(all_groups: Sequence[Sequence[int]]) -> ProcessGroup:
-    """Create all of the groups, as every rank has to in the same order, and return this rank's."""
-    groups = {tuple(ranks): dist.new_group(ranks) for ranks in all_groups}
+def _own_group(all_groups: Sequence[Sequence[int]], timeout: timedelta) -> ProcessGroup:
+    """Create all of the groups, as every rank has to in the same order, and return this rank's.
+
+    Without ``timeout`` a group would have torch's own: 10 minutes with NCCL, 30 with gloo.
+    """
+    groups = {tuple(ranks): dist.new_group(ranks, timeout=timeout) for ranks in all_groups}
     return next(group for ranks, group in groups.items() if dist.get_rank() in ranks)

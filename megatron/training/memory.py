@@ -93,6 +93,8 @@ def _held() -> int:
 def _free() -> int:
     """Bytes that this rank could still allocate."""
     accelerator = get_accelerator()
+    if accelerator.device_name() == "cuda":
+        return torch.cuda.mem_get_info()[0]  # DeepSpeed's reads CUDA_VISIBLE_DEVICES, and knows numbers only
     if accelerator.device_name() != "cpu":
         return accelerator.available_memory()
     limits = [psutil.virtual_memory().available, *_free_in_container()]

@@ -20,7 +20,7 @@ from megatron.launch.progress import ProgressState
 from megatron.launch.rank_failure import rank_failure_monitor
 from megatron.launch.watchdog import hang_watchdog
 from megatron.model.spec import architecture_of
-from megatron.parallel.deepspeed_compat import silence_known_warnings, warn_if_untested_version
+from megatron.parallel.deepspeed_compat import warn_if_untested_version
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.callbacks import Callback
@@ -34,7 +34,6 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
 
     Yields this rank's place in the layout, and the progress state, which the training loop has to keep up to date.
     """
-    silence_known_warnings()
     check_device(run.parallel.device, run.parallel.local_rank or 0)
     build_extensions(run)
     progress = ProgressState()

@@ -210,6 +210,12 @@ BROKEN = [
         "--distributed-backend gloo",
     ),
     (
+        "--watchdog-minutes ends a hung run before its collectives time out",
+        "--watchdog-minutes 30",
+        "--watchdog-minutes 30 is too late for collectives that time out after 30 minutes",
+        "--watchdog-minutes 30 --distributed-timeout-minutes 30.5",
+    ),
+    (
         "--fused-kernels apex needs apex",
         "--fused-kernels apex",
         "--fused-kernels apex needs CUDA",
@@ -730,6 +736,14 @@ def test_the_device_is_detected_without_torch(tmp_path: Path) -> None:
     assert expected_device({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path) == "cuda"
     assert expected_device({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == "cpu"
     assert expected_device({"DS_ACCELERATOR": "cpu"}, tmp_path) == "cpu"
+
+
+def test_nvidias_gpus_are_detected_under_wsl2(tmp_path: Path) -> None:
+    (tmp_path / "dxg").touch()  # also there with GPUs of other makers alone
+    assert expected_device({}, tmp_path, [tmp_path]) == "cpu"
+    (tmp_path / "libcuda.so.1").touch()
+    assert expected_device({}, tmp_path, [tmp_path]) == "cuda"
+    assert expected_device({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path, [tmp_path]) == "cpu"
 
 
 @pytest.mark.parametrize("environ, backend", [(CPU, "gloo"), (CUDA, "nccl")])

@@ -3,11 +3,15 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from support.command_lines import parse
 
 from megatron.tools.planning.memory import stage_memory
 from megatron.tools.reporting.callbacks import smallest_change
+from megatron.training import memory
 
 
 def test_out_of_memory_is_a_one_line_error(programs, tmp_path: Path) -> None:
@@ -29,6 +33,19 @@ def test_out_of_memory_is_a_one_line_error(programs, tmp_path: Path) -> None:
     snapshot = Path(file).read_text()
     assert "activations" in snapshot and re.search(r"\d\.\d+  \(256, 32, 32, 'torch.float32', 'cpu'\)", snapshot)
     assert not list(tmp_path.glob("global_step*"))
+
+
+@pytest.mark.parametrize(
+    "visible", ["GPU-8a1c0f3e-7c1d-4a5b-9d53-6f2f3a2b1c0d", "MIG-4f2e1d0c-1111-2222-3333-444455556666"]
+)
+def test_free_memory_is_known_whatever_names_the_device(monkeypatch: pytest.MonkeyPatch, visible: str) -> None:
+    """DeepSpeed's own function reads a UUID in CUDA_VISIBLE_DEVICES as a number, and fails."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(memory, "get_accelerator", CUDA_Accelerator)
+    monkeypatch.setattr("deepspeed.accelerator.cuda_accelerator.pynvml", SimpleNamespace(), raising=False)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda *_: (3_000, 4_000))
+    assert memory._free() == 3_000
 
 
 def test_the_smallest_change_comes_first() -> None:

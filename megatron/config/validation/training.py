@@ -16,6 +16,23 @@ def backend(run: RunConfig) -> Messages:
         yield "--distributed-backend nccl needs GPUs, and this host has none: use gloo, or remove it"
 
 
+_WATCHDOG_MINUTES = 0.5
+"""Longest time from the watchdog's limit to the end of the last rank."""
+
+
+@rule(
+    "--watchdog-minutes ends a hung run before its collectives time out",
+    why="Otherwise the backend ends it first, NCCL by aborting the process, and no rank is named.",
+)
+def watchdog_before_timeout(run: RunConfig) -> Messages:
+    watchdog, timeout = run.logging.watchdog_minutes, run.parallel.distributed_timeout_minutes
+    if watchdog is not None and timeout < watchdog + _WATCHDOG_MINUTES:
+        yield (
+            f"--watchdog-minutes {watchdog:g} is too late for collectives that time out after {timeout:g} minutes: use "
+            f"--distributed-timeout-minutes {watchdog + _WATCHDOG_MINUTES:g} or more, or a smaller limit"
+        )
+
+
 @rule("--fused-kernels apex needs apex", why="Only auto falls back to torch.")
 def apex(run: RunConfig) -> Messages:
     if run.model.fused_kernels != "apex":

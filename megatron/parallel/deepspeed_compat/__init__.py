@@ -11,9 +11,18 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
 
 TESTED_VERSION = "0.19.8"
 """The version of DeepSpeed that the entries are for."""
+
+_KNOWN_WARNINGS = (
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "c10d::broadcast_",
+    r"barrier\(\): using the device under current context",
+)
 
 
 def warn_if_untested_version(*, is_main_rank: bool) -> None:
@@ -46,11 +55,24 @@ def discover_mpi_ranks(port: int) -> None:
 def silence_known_warnings() -> None:
     """Filter, by message, warnings of torch that every run would print.
 
-    DeepSpeed: comm/torch.py and runtime/pipe/p2p.py call deprecated functions of torch.distributed.
-    Test: tests/launch/test_launchers.py. Remove when DeepSpeed no longer calls them.
+    DeepSpeed: comm/torch.py and runtime/pipe/p2p.py call deprecated functions of torch.distributed, and barrier() on a
+    GPU without its number, which set_device() has set.
+    Test: tests/launch/test_launchers.py, tests/launch/test_timeouts.py. Remove when DeepSpeed no longer does so.
     """
-    for message in (r".*all_gather_into_tensor.*", r".*reduce_scatter_tensor.*", r".*c10d::broadcast_.*"):
-        warnings.filterwarnings("ignore", message=message)
+    for message in _KNOWN_WARNINGS:
+        warnings.filterwarnings("ignore", message=f"(?s).*{message}")
+
+
+def limit_groups_of_deepspeed(timeout: timedelta) -> None:
+    """Give the process groups that DeepSpeed forms from now on, such as the pipeline engine's, this timeout.
+
+    DeepSpeed: comm/torch.py, TorchBackend.new_group() passes none, so that a group gets torch's: 10 minutes with NCCL.
+    Test: tests/launch/test_timeouts.py. Remove when new_group() takes a timeout, or passes that of init_distributed().
+    """
+    import torch.distributed as dist
+    from deepspeed import comm
+
+    comm.comm.cdb.new_group = partial(dist.new_group, timeout=timeout)
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def run_rank() -> None:
 
     on_gpu = request["device"] == "cuda"
     if on_gpu:
-        torch.cuda.set_device(request["slot"])
+        torch.accelerator.set_device_index(request["slot"])
     rank, world_size, address, port = (request[name] for name in ("rank", "world_size", "address", "port"))
     timeout = datetime.timedelta(seconds=request["seconds"])
     # Otherwise the store would listen on every interface.

@@ -67,7 +67,10 @@ def quote_for_pdsh(argument: str) -> str:
 
 _ALWAYS = ("MLFLOW", "PYTHON", "MV2", "UCX")
 _WITH_DEVICE = {"cuda": ("NCCL",)}
+ALSO_SENT = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_", "TORCH_FR_", "TORCH_NCCL_")
+"""Beginnings of names that ``tools/launch.py`` lets DeepSpeed's launcher send, besides its own."""
 _NEEDED = (
+    "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_HOME",
     "CXX",
     "DS_ACCELERATOR",
@@ -77,7 +80,7 @@ _NEEDED = (
     "TORCH_EXTENSIONS_DIR",
     "XDG_CACHE_HOME",
 )
-_NEEDED_FAMILIES = ("GLOO_", "NCCL_", "TORCH_NCCL_")
+_NEEDED_FAMILIES = ("GLOO_", "NCCL_", "PYTORCH_", "TORCH_FR_", "TORCH_NCCL_")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SPECIAL_IN_QUOTES = re.compile(r"[\"$`\\%\x00-\x1f]")
 
@@ -108,7 +111,7 @@ def unforwarded_variables(environ: Mapping[str, str], kind: str, folder: Path) -
 def variable_problems(environ: Mapping[str, str], kind: str, folder: Path) -> Iterator[str]:
     """A line for each variable that a remote shell would change or run. Values are not shown."""
     for name, value in environ.items():
-        if name.startswith(_prefixes(kind)) and not _is_safe_in_quotes(value):
+        if name.startswith((*_prefixes(kind), *ALSO_SENT)) and not _is_safe_in_quotes(value):
             yield (
                 f"the environment's {name} holds a character that a remote shell interprets; DeepSpeed sends it to "
                 "every host: unset it, or give it a plain value"

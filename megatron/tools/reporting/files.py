@@ -19,7 +19,7 @@ from megatron.config.summary import describe_config
 from megatron.launch.files import replace_file
 from megatron.parallel.pipeline.partition import TRACE, plan
 from megatron.tools.planning.memory import Memory, activations, stage_memory
-from megatron.tools.planning.timing import DEVICES, Machine, timing, traffic
+from megatron.tools.planning.timing import Machine, device_of_name, timing, traffic
 from megatron.tools.reporting.timeline import EVENT_DETAILS, FORMAT, Event, Shape, Timeline
 
 Points = Mapping[int, float]
@@ -184,7 +184,7 @@ def read_record(path: Path) -> Record:
 
 
 def _planned_seconds(run: RunConfig, device: str, memories: Sequence[Memory]) -> float | None:
-    known = next((preset for name, preset in DEVICES.items() if name in device.lower()), None)
+    known = device_of_name(device)
     if known is None:
         return None
     hidden = activations(run).hidden

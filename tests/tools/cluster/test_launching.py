@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -187,3 +188,16 @@ def test_the_exit_code_is_the_ranks(programs: Programs, tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text("import sys; sys.exit(7)")
     command = ("tools/launch.py", "--num_gpus", "1", "--master_port", str(free_port()), tmp_path / "rank.py")
     assert programs.python(*command).returncode == 7
+
+
+def test_the_ranks_of_other_hosts_get_cudas_and_torchs_variables(programs, hostfile: Path, tmp_path: Path) -> None:
+    """Which DeepSpeed's runner alone would not send."""
+    sent = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    sent |= {"TORCH_NCCL_BLOCKING_WAIT": "0", "TORCH_FR_BUFFER_SIZE": "2000"}
+    for name, line in {"ssh": "echo 10.0.0.1", "pdsh": 'printf "%s\\n" "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {**sent, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    printed = programs.python("tools/launch.py", "--hostfile", hostfile, "script.py", **environ).output
+    for name, value in sent.items():
+        assert re.search(f'export {name}="?{value}', printed), printed

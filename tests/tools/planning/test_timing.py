@@ -8,7 +8,7 @@ from megatron.parallel.pipeline.partition import plan
 from megatron.parallel.pipeline.schedule import bubble, micro_batches_in_flight, timed_passes
 from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import Candidate, search
-from megatron.tools.planning.timing import DEVICES, TERA, Machine, pipeline
+from megatron.tools.planning.timing import DEVICES, TERA, Machine, device_of_name, pipeline
 
 # arXiv 2104.04473, table 1: heads, hidden, layers, TP, PP, micro-batch, GPUs, batch, TFLOP/s of a GPU.
 WEAK_SCALING = [
@@ -116,3 +116,24 @@ def test_the_drawn_schedule_is_deepspeeds(p, m):
             level += 1 if forward else -1
             highest = max(highest, level)
         assert highest == micro_batches_in_flight(stage, p, m)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("cuda (NVIDIA A100-SXM4-80GB)", "a100"),
+        ("cuda (NVIDIA A100-SXM4-40GB)", "a100-40gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("cpu", "cpu"),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+        ("Tesla V100-PCIE-32GB", None),
+    ],
+)
+def test_a_device_is_known_by_the_whole_of_its_name(name: str, known: str | None) -> None:
+    assert device_of_name(name) == (known and DEVICES[known])

@@ -1,0 +1,67 @@
+"""The timeout of collectives: in every process group, and later than the watchdogs that name a hung rank."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config import ParallelConfig
+from megatron.launch.distributed import prepare_nccl
+from megatron.parallel.deepspeed_compat import silence_known_warnings
+
+
+def test_every_group_has_the_timeout(run_ranks_once) -> None:
+    for minutes in run_ranks_once(2, _group_minutes, 7.0):
+        assert len(minutes) >= 8 and set(minutes.values()) == {7.0}, minutes
+
+
+def _group_minutes(timeout: float) -> dict[str, float]:
+    """The timeouts of all groups of a pipeline, by their names, with those that DeepSpeed's engine makes."""
+    import torch.distributed as dist
+    from deepspeed.runtime.pipe import p2p
+    from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+
+    from megatron.launch.distributed import distributed
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    with distributed(ParallelConfig(world_size=2, pipe_parallel_size=2, distributed_timeout_minutes=timeout)) as layout:
+        grid = PipelineParallelGrid(topology=layout.topology)
+        p2p.init_process_groups(grid)
+        groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+        backends = {group.group_name: group._get_backend(torch.device("cpu")) for group in groups}
+        return {name: backend.options._timeout.total_seconds() / 60 for name, backend in backends.items()}
+
+
+@pytest.mark.parametrize(("minutes", "seconds"), [(5.0, "480"), (30.0, "1800")])
+def test_what_nccl_reads_is_set_unless_the_user_has(minutes: float, seconds: str) -> None:
+    parallel = ParallelConfig(distributed_timeout_minutes=minutes, model_parallel_size=2)
+    environ: dict[str, str] = {}
+    prepare_nccl(environ, parallel)
+    assert environ == {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": seconds}
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "9"}
+    environ = dict(own)
+    prepare_nccl(environ, parallel)
+    assert environ == own
+    environ = {}
+    prepare_nccl(environ, ParallelConfig())
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in environ, "there is nothing to overlap without tensor parallelism"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "barrier(): using the device under current context. You can specify `device_id` in `init_process_group` to "
+        "mute this warning.",
+        "`torch.distributed.reduce_scatter_tensor` is deprecated. ",
+        "\nfirst line\n`torch.distributed._reduce_scatter_base` is a private function; use reduce_scatter_tensor",
+    ],
+)
+def test_warnings_that_every_run_would_print_are_silent(message: str) -> None:
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        silence_known_warnings()
+        warnings.warn(message, stacklevel=1)
+        warnings.warn("another", stacklevel=1)
+    assert [str(warning.message) for warning in shown] == ["another"]
