@@ -118,7 +118,7 @@ def _data_and_tokenizer(args: argparse.Namespace, data_fields: Mapping[str, Any]
 
 def _data_flags(words: Sequence[str]) -> dict[str, Any]:
     """The fields of DataConfig given by flags of pretrain_gpt2.py. Raises ConfigError for other flags."""
-    given, problems = read_flags(words)
+    given, problems, _ = read_flags(words)
     if problems := problems or list(_data_problems(given)):
         raise ConfigError(problems)
     return {name: value.value for name, value in given.items()}

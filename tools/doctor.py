@@ -65,7 +65,7 @@ def _examination(args, words: list[str]) -> Examination:
     if problems := list(variable_problems(os.environ, device, Path.cwd())):
         raise ConfigError(problems)
     ranks = sum(len(host.slots) for host in hosts)
-    config_file = read_flags(words)[0].get(CONFIG_FILE)
+    config_file = read_flags(words).values.get(CONFIG_FILE)
     return Examination(
         hosts=hosts,
         run=parse_run(words, {**os.environ, "DS_ACCELERATOR": device, "WORLD_SIZE": str(ranks)}) if words else None,

@@ -162,7 +162,7 @@ def overview() -> str:
 def broken_rules(words: str) -> list[int]:
     """The numbers of the rules that a run of SAMPLE and ``words`` breaks, on GPUs unless they begin with cpu."""
     device = "cpu" if words.startswith("cpu ") else "cuda"
-    provided, problems = read_flags([*SAMPLE.split(), *words.removeprefix("cpu ").split()])
+    provided, problems, _ = read_flags([*SAMPLE.split(), *words.removeprefix("cpu ").split()])
     assert not problems, problems
     run, unresolved = resolve_run(provided, {"DS_ACCELERATOR": device, "WORLD_SIZE": "8"})
     assert not unresolved, unresolved

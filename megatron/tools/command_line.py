@@ -26,11 +26,54 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
+_NOT_GIVEN = object()
+
+
+class _StoreOnce(argparse.Action):
+    """Stores the values of a flag; where argparse would silently keep the last of several, nothing is lost.
+
+    Values of a flag with ``nargs`` ``+`` or ``*`` are joined. Any other flag may be repeated with the same value only.
+    Raises ConfigError, which names both values.
+    """
+
+    def __init__(self, *names: Any, **settings: Any) -> None:
+        super().__init__(*names, **settings)
+        self.given: Any = _NOT_GIVEN
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = self.given
+        if option_string is not None and before is not _NOT_GIVEN:
+            if self.nargs in ("+", "*"):
+                values = [*before, *values]
+            elif before != values:
+                first, second = (_spelled(option_string, given) for given in (before, values))
+                raise ConfigError(f"{first} and {second} exclude each other: give one")
+        self.given = values
+        setattr(namespace, self.dest, values)
+
+
+def _spelled(flag: str, value: Any) -> str:
+    """A flag with its value, or its values, as on the command line."""
+    return " ".join([flag, *map(str, value if isinstance(value, list) else [value])])
+
+
 class ToolParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that reports wrong usage as ``ConfigError`` and takes no abbreviated flags."""
+    """An ``ArgumentParser`` that reports wrong usage as ``ConfigError`` and takes no abbreviated flags.
+
+    A flag may be repeated if it takes a list, which gets longer, or else with the same value.
+    """
 
     def __init__(self, description: str, **settings: Any) -> None:
         super().__init__(description=description, allow_abbrev=False, formatter_class=_HelpFormatter, **settings)
+        for name in (None, "store"):
+            self.register("action", name, _StoreOnce)
+
+    def parse_known_args(self, *words: Any, **settings: Any) -> Any:
+        """As argparse's, with nothing left of an earlier command line."""
+        for action in self._actions:
+            if isinstance(action, _StoreOnce):
+                action.given = _NOT_GIVEN
+        return super().parse_known_args(*words, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""

@@ -10,7 +10,7 @@ import pytest
 from support.command_lines import CPU, CUDA, SMALL, complaints, parse, read
 
 from megatron.config import flag_fields
-from megatron.config.command_line import parse_run
+from megatron.config.command_line import parse_run, read_run
 from megatron.config.command_line.classic_flags import outcome_of
 from megatron.config.command_line.parser import REFUSED_VALUES, build_parser, read_flags
 from megatron.config.data import Part
@@ -280,7 +280,7 @@ def test_a_blend_is_split_as_one_data_set_is() -> None:
 
 def test_provided_values_are_command_line_arguments_again() -> None:
     words = "--data-path 0.3 a 0.7 b --split 1,1 --bf16 --lr 0.1".split()
-    assert [word for provided in read_flags(words)[0].values() for word in provided.words] == words
+    assert [word for provided in read_flags(words).values.values() for word in provided.words] == words
 
 
 @pytest.mark.parametrize(
@@ -300,6 +300,17 @@ def test_provided_values_are_command_line_arguments_again() -> None:
 )
 def test_a_wrong_blend_is_refused(words: str, message: str) -> None:
     assert complaints(f"--data-path {words}") == [f"--data-path {words}: {message}"]
+
+
+def test_a_repeated_list_of_names_is_joined() -> None:
+    values = read_flags("--data-path 1 a --lr 1 --data-path 2 b".split()).values
+    assert values["data_path"] == (("1", "a", "2", "b"), "--data-path 1 a 2 b")
+
+
+def test_a_replaced_value_is_announced() -> None:
+    parsed = read_run(f"{SMALL} --local_rank 3 --local_rank 3 --lr 0.2".split(), CPU)
+    assert parsed.run.optim.lr == 0.2
+    assert parsed.warnings == ["--lr 0.001 has no effect: --lr 0.2 follows it"]
 
 
 REFUSED = {

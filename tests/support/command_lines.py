@@ -1,6 +1,6 @@
 """Command lines that several tests start from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron.config import RunConfig
 from megatron.config.command_line import ParsedRun, read_run
@@ -25,10 +25,24 @@ _BY_WORD = {
 }
 
 
+def latest(words: Sequence[str], *, only: str = "") -> list[str]:
+    """``words`` with each flag, or ``only`` that one, as it is given last: to replace values of a common line."""
+    groups: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--"):
+            groups.append([])
+        groups[-1].append(word)
+    first, *flags = groups
+    last = {group[0]: number for number, group in enumerate(flags)}
+    kept = (group for number, group in enumerate(flags) if number == last[group[0]] or only not in ("", group[0]))
+    return [*first, *(word for group in kept for word in group)]
+
+
 def parse(words: str = "", *, ranks: int = 1, environ: Mapping[str, str] = CPU) -> RunConfig:
     """The run of SMALL and ``words`` on so many ranks; where they begin with ``bert``, of pretrain_bert.py.
 
-    Where they begin with ``classifier``, it is the run of a task.
+    Where they begin with ``classifier``, it is the run of a task. A value of SMALL that
+    ``words`` repeat is theirs.
     """
     return read(words, ranks=ranks, environ=environ).checked()
 
@@ -38,7 +52,7 @@ def read(words: str = "", *, ranks: int = 1, environ: Mapping[str, str] = CPU) -
     first, _, rest = words.partition(" ")
     small, architecture = _BY_WORD.get(first, (SMALL, GPT2))
     line = f"{small} {rest if first in _BY_WORD else words}"
-    return read_run(line.split(), {**environ, "WORLD_SIZE": str(ranks)}, architecture)
+    return read_run(latest(line.split()), {**environ, "WORLD_SIZE": str(ranks)}, architecture)
 
 
 def complaints(words: str = "", *, ranks: int = 1, environ: Mapping[str, str] = CPU) -> list[str]:

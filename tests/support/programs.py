@@ -14,9 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from support.command_lines import latest
 from support.warm import exit_code, launch_ranks, start
 
 TIME_LIMIT = 240
+DATA = "--data-path"
+"""Of this flag a program takes every value; the tests give it once more to replace the tiny corpus."""
 BIN = Path(sys.executable).parent
 
 TINY_MODEL = (
@@ -48,7 +51,7 @@ class Programs:
     def run(self, *command: str | Path, time_limit: float = TIME_LIMIT, **environ: str) -> Finished:
         """Run ``command`` to its end; its whole process group dies with it."""
         process = subprocess.Popen(
-            [str(part) for part in command],
+            latest([str(part) for part in command], only=DATA),
             cwd=self.root,
             env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **environ},
             stdout=subprocess.PIPE,
@@ -68,7 +71,7 @@ class Programs:
         """``command`` while it runs, with its output in ``log``; its process group is killed after the block."""
         with open(log, "w") as file:
             process = subprocess.Popen(
-                [str(part) for part in command],
+                latest([str(part) for part in command], only=DATA),
                 cwd=self.root,
                 env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", **environ},
                 stdout=file,
@@ -105,7 +108,12 @@ class Programs:
     def warm(self, processes: int, *command: str | Path, time_limit: float = TIME_LIMIT, **environ: str) -> Finished:
         """``python COMMAND`` on so many ranks that have torch already; the exit code of the first that failed."""
         with tempfile.NamedTemporaryFile() as log:
-            place = (command, {**os.environ, **environ}, self.root, Path(log.name))
+            place = (
+                latest([str(part) for part in command], only=DATA),
+                {**os.environ, **environ},
+                self.root,
+                Path(log.name),
+            )
             process = start(*place) if processes == 1 else launch_ranks(processes, *place)
             code = exit_code([process], time_limit)
             output = Path(log.name).read_text()

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from support.command_lines import latest
 from support.programs import TINY_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +19,7 @@ COMMAND = (
     *"--vocab-file vocab.json --tokenizer-type WhitespaceTokenizer".split(),
     *"--batch-size 2 --train-iters 4 --eval-iters 1".split(),
 )
-"""A legal command line, in a folder with the tiny data set. Of a flag given twice the later value counts."""
+"""A legal command line, in a folder with the tiny data set. Flags of a test replace those of the same name."""
 
 
 def launched(rank: int, processes: int) -> dict[str, str]:
@@ -49,7 +50,7 @@ def refusal(
     before = _contents(place)
     finished = subprocess.run(
         # Lists every module on stderr, as soon as it is there.
-        [sys.executable, "-X", "importtime", str(ROOT / program), *command, *shlex.split(words)],
+        [sys.executable, "-X", "importtime", str(ROOT / program), *latest([*command, *shlex.split(words)])],
         cwd=place,
         env={**os.environ, "HOME": str(place), "XDG_CACHE_HOME": str(place / "cache"), **(environ or {})},
         capture_output=True,

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.errors import ConfigError
+from megatron.tools.command_line import ToolParser
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -44,3 +47,15 @@ def test_closed_pipe_is_not_an_error() -> None:
     finished = run("print('x' * 1000000)", stdout=head.stdin)
     head.stdin.close()
     assert (finished.returncode, finished.stderr) == (141, "")
+
+
+def test_a_repeated_flag_loses_no_value() -> None:
+    parser = ToolParser("")
+    parser.add_argument("--input", nargs="+", default=["text"])
+    parser.add_argument("--rank", type=int)
+    given = parser.parse_args("--input a b --rank 1 --input c --rank 1".split())
+    assert (given.input, given.rank) == (["a", "b", "c"], 1)
+    assert parser.parse_args([]).input == ["text"]
+    with pytest.raises(ConfigError) as caught:
+        parser.parse_args("--rank 1 --rank 2".split())
+    assert caught.value.messages == ["--rank 1 and --rank 2 exclude each other: give one"]

@@ -123,7 +123,8 @@ def test_bad_text_is_one_line_and_leaves_no_files(tmp_path: Path, content: bytes
     ],
 )
 def test_bad_flags_are_one_line(corpus: Path, tmp_path: Path, flags: list[object], code: int, expected: str):
-    result = train("--input", corpus, "--output-dir", tmp_path / "out", *flags)
+    folder = [] if "--output-dir" in flags else ["--output-dir", tmp_path / "out"]
+    result = train("--input", corpus, *folder, *flags)
     assert result.returncode == code
     assert expected in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr

@@ -22,7 +22,6 @@ from megatron.config import (
 from megatron.config.batch_schedule import Steps, ramp_up, read_steps
 from megatron.config.command_line.parser import (
     CONFIG_FILE,
-    ignored_flags,
     read_extra_args,
     read_flags,
     with_defaults,
@@ -78,7 +77,7 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arc
 def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2) -> ParsedRun:
     """Like ``parse_run``, with the problems in the result. Raises ConfigError if a value or the file cannot be read."""
     argv = with_defaults(argv, architecture)
-    flags, problems = read_flags(argv, architecture)
+    flags, problems, ignored = read_flags(argv, architecture)
     file = ConfigFile("", {})
     config_file = flags.pop(CONFIG_FILE).value if CONFIG_FILE in flags else None
     if config_file is not None:
@@ -95,7 +94,7 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
     if not problems:
         run = replace(run, ds_config=compile_config(run, provided, file.tree))
         run = replace(run, extra_args=read_extra_args(argv, architecture))
-    return ParsedRun(run, problems, ignored_flags(argv, architecture) + warnings(run, provided))
+    return ParsedRun(run, problems, ignored + warnings(run, provided))
 
 
 def _merge(flags: Mapping[str, Provided], file: Mapping[str, Provided]) -> tuple[dict[str, Provided], list[str]]:

@@ -30,8 +30,19 @@ REFUSED_VALUES: dict[tuple[str, str], str] = {
 """Field and value to the reason why that value of an accepted flag is refused."""
 
 
-def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> tuple[dict[str, Provided], list[str]]:
-    """The values in ``argv`` by field, and a message for each flag that is unknown or refused.
+class Flags(NamedTuple):
+    """The values of a command line."""
+
+    values: dict[str, Provided]
+    """By field."""
+    problems: list[str]
+    """A message for each flag that is unknown or refused, or contradicts another."""
+    warnings: list[str]
+    """A message for each flag that has no effect."""
+
+
+def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> Flags:
+    """The values in ``argv``, with a message for each flag that is unknown, refused or without effect.
 
     The flags are those of the program that trains ``architecture``. ``--help`` prints the help and exits.
 
@@ -39,7 +50,7 @@ def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> tu
         ConfigError: a value is missing or cannot be parsed; it contains the other messages too.
     """
     parser = build_parser(architecture)
-    words, problems, _ = _normalize_names(argv, parser, architecture)
+    words, problems, warnings = _normalize_names(argv, parser, architecture)
     try:
         namespace, extra = parser.parse_known_args(words, argparse.Namespace(occurrences=[]))
     except ConfigError as error:
@@ -48,12 +59,8 @@ def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> tu
     provided, unreadable = _read_values(namespace.occurrences)
     if unreadable:
         raise ConfigError([*problems, *unreadable])
-    return _drop_repetitions(provided, problems), problems
-
-
-def ignored_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> list[str]:
-    """A warning for each flag in ``argv`` that a classic suite has and that has no effect here."""
-    return _normalize_names(argv, build_parser(architecture), architecture).warnings
+    values, replaced = _merge_repetitions(provided, problems)
+    return Flags(values, problems, warnings + replaced)
 
 
 def read_extra_args(argv: Sequence[str], architecture: ArchitectureSpec) -> dict[str, Any]:
@@ -300,15 +307,29 @@ def _read_value(field: Field, text: str | list[str]) -> Any:
     return _READERS[_kind(field)](text)
 
 
-def _drop_repetitions(provided: list[tuple[str, str, Provided]], problems: list[str]) -> dict[str, Provided]:
-    """One value for each field. The last value of a flag counts; its aliases must not contradict it."""
+def _merge_repetitions(
+    occurrences: list[tuple[str, str, Provided]], problems: list[str]
+) -> tuple[dict[str, Provided], list[str]]:
+    """One value for each field, and a warning for each value that a later one of the same flag replaces.
+
+    A list of names is all that its flag was given. Of any other flag the last value counts, so that scripts can append
+    flags to their own; its aliases must not contradict it.
+    """
+    lists = {name for name, field in flag_fields().items() if field.type == tuple[str, ...]}
     values: dict[str, Provided] = {}
     flags: dict[str, str] = {}
-    for name, flag, value in provided:
-        if name in values and flags[name] != flag and values[name].value != value.value:
-            problems.append(f"{values[name].source} and {value.source} set the same thing: remove one")
+    warnings: list[str] = []
+    for name, flag, value in occurrences:
+        before = values.get(name)
+        if before is not None and name in lists:
+            value = Provided((*before.value, *value.value), f"{before.source} {' '.join(value.value)}")
+        elif before is not None and before.value != value.value:
+            if flags[name] == flag:
+                warnings.append(f"{before.source} has no effect: {value.source} follows it")
+            else:
+                problems.append(f"{before.source} and {value.source} set the same thing: remove one")
         values[name], flags[name] = value, flag
-    return values
+    return values, warnings
 
 
 _LARGEST = 2**53

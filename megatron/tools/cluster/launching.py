@@ -187,7 +187,7 @@ def checkpoint_watch(arguments: Sequence[str]) -> Callable[[], str | None]:
     Raises:
         ConfigError: a restarted run would not resume from its checkpoints.
     """
-    flags = {field: flag.value for field, flag in read_flags(arguments)[0].items()}
+    flags = {field: flag.value for field, flag in read_flags(arguments).values.items()}
     save = flags.get("save")
     if not save or not (flags.get("auto_resume") or flags.get("load") == save):
         raise ConfigError(

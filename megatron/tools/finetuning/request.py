@@ -97,7 +97,7 @@ def read_task(args: argparse.Namespace, words: Sequence[str], environ: Mapping[s
     """
     form = _format(args)
     saved, words = _with_checkpoint(args, words)
-    given, _ = read_flags(words, CLASSIFIER)
+    given, _, _ = read_flags(words, CLASSIFIER)
     _check_length(args, given)
     if args.epochs == 0:  # weights are all that is loaded
         words += ["--finetune", *([] if "lr" in given else ["--lr", "1"])]
@@ -152,7 +152,7 @@ def _files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 def _with_checkpoint(args: argparse.Namespace, words: Sequence[str]) -> tuple[SavedRun | None, list[str]]:
     """The checkpoint that the model is loaded from, if any, and ``words`` with its sizes and its tokenizer."""
-    given, problems = read_flags(words, CLASSIFIER)
+    given, problems, _ = read_flags(words, CLASSIFIER)
     if problems:
         raise ConfigError(problems)
     load = given["load"].value if "load" in given else None

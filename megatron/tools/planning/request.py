@@ -103,7 +103,7 @@ def make_request(
         ConfigError: with a line for each thing that is wrong.
         DataError: the vocabulary is there, and is broken.
     """
-    given, problems = read_flags(argv, architecture)
+    given, problems, _ = read_flags(argv, architecture)
     problems += [
         f"{given[name].source} is not for the planner: {word}" for name, word in _OF_TOOL.items() if name in given
     ]
@@ -111,7 +111,7 @@ def make_request(
         problems.append(f"{given['deepspeed_config'].source} is written by the planner: give its settings as flags")
     if not {"global_batch_size", "step_batch_size_schedule"} & given.keys():
         problems.append("--global-batch-size is required")
-    filled, _ = read_flags(_fillers(given, tokens, model, architecture), architecture)
+    filled, _, _ = read_flags(_fillers(given, tokens, model, architecture), architecture)
     given = {**filled, **given}
     if _value(given, "tokenizer_type") == NULL_TOKENIZER and vocab_size:
         given["vocab_size"] = Provided(vocab_size, f"--vocab-size {vocab_size}")

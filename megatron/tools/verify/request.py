@@ -165,7 +165,7 @@ def make_request(
     By default the first layout is one process. Raises ConfigError with a line for each thing that is wrong.
     """
     architecture = read_architecture(program)
-    values, problems = read_flags(argv, architecture)
+    values, problems, _ = read_flags(argv, architecture)
     refused = (
         (_LAYOUT_FIELDS, "the layouts: choose it by their names"),
         (_TOOL_FIELDS, "the comparison: remove it"),
