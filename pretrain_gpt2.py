@@ -59,7 +59,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     """Set up the ranks, build engine and data, load the checkpoint, train. Returns the exit code of the process."""
     from megatron.checkpoint.compatibility import at_saved_sample
     from megatron.checkpoint.load import FRESH, load_checkpoint, select_checkpoint
-    from megatron.checkpoint.save import Checkpointer
+    from megatron.checkpoint.save import Checkpointer, lock_folder
     from megatron.parallel.deepspeed_compat import deepspeed_silenced
     from megatron.tools.reporting.tracing import requested_traces
     from megatron.training.data_iterators import data_iterators
@@ -70,7 +70,10 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.training.trainer import ExitConditions, Trainer
 
     exit_conditions = ExitConditions(run)  # from here on, a signal ends the run after the iteration it arrives in
-    with initialized_ranks(run, callbacks) as (layout, progress):
+    with (
+        initialized_ranks(run, callbacks) as (layout, progress),
+        lock_folder(run) as lock,
+    ):
         saved = select_checkpoint(run)
         run = at_saved_sample(saved, run) if saved else run
         log = MetricsLogger(run, is_main_rank=layout.rank == 0)
@@ -79,7 +82,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)
             resumed = None if run.checkpoint.finetune else saved
-            checkpointer = Checkpointer(engine, run, log.info, resumed.history if resumed else ())
+            checkpointer = Checkpointer(engine, run, log.info, resumed.history if resumed else (), lock)
             loaded = load_checkpoint(engine, run, layout, saved) if saved else FRESH
         log_start(run, layout, engine.module, saved, loaded, log)
 

@@ -7,9 +7,9 @@ and when all of it is on disk, rank 0 makes that folder the newest checkpoint.
 import copy
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.files import check_disk_space, disk_errors, make_folder, replace_text
+from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.sample_history import Segment
@@ -109,6 +110,22 @@ class _Save:
     """The files of this rank."""
 
 
+@contextmanager
+def lock_folder(run: RunConfig) -> Iterator[FolderLock | None]:
+    """Hold the lock of ``--save`` on rank 0 inside the block; None on other ranks, or without a folder.
+
+    Every rank must enter it. Raises CheckpointError on all ranks if another run holds the lock, or the folder cannot
+    be written.
+    """
+    lock = FolderLock(Path(run.checkpoint.save)) if run.checkpoint.save and dist.get_rank() == 0 else None
+    on_rank_0(lambda: disk_errors(lock.folder, LOCK, 0)(lock.take)() if lock else None)
+    try:
+        yield lock
+    finally:
+        if lock:
+            lock.release()
+
+
 class Checkpointer:
     """Saves the checkpoints of a run, one at a time. Every rank must call every method.
 
@@ -116,7 +133,8 @@ class Checkpointer:
     An error is raised on all ranks. With ``--on-save-error continue`` it is logged instead, and raised by
     ``finish()`` unless a later save succeeds.
 
-    ``log`` is called with lines for the user; ``history`` is that of the checkpoint that the run resumed.
+    ``log`` is called with lines for the user; ``history`` is that of the checkpoint that the run resumed. ``lock`` is
+    that of the folder, on the rank that holds it.
     """
 
     def __init__(
@@ -125,8 +143,10 @@ class Checkpointer:
         run: RunConfig,
         log: Callable[[str], None],
         history: Sequence[Segment] = (),
+        lock: FolderLock | None = None,
     ):
         self._engine, self._run, self._log, self._history = engine, run, log, history
+        self._lock = lock
         self._folder = Path(run.checkpoint.save or "")  # without --save nothing uses it
         self._files = EngineFiles(copies=run.checkpoint.async_save)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -170,6 +190,10 @@ class Checkpointer:
         if self._failure is not None:
             raise self._failure
 
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
+
     def _prepare(self) -> None:
         make_folder(self._folder)
         tracker.remove_unfinished(self._folder)
@@ -179,7 +203,13 @@ class Checkpointer:
         """Collect the state, and start the writer."""
         folder, tag, what = self._folder, tracker.tag_name(iteration), _name(iteration)
         path = tracker.unfinished(folder, tag)
-        on_rank_0(disk_errors(folder, what, 0)(lambda: tracker.begin_tag(folder, tag)))
+
+        @disk_errors(folder, what, 0)
+        def begin() -> None:
+            self._check_lock()
+            tracker.begin_tag(folder, tag)
+
+        on_rank_0(begin)
         description = describe(self._run, iteration, skipped_samples, self._history)
         files = self._collect_state(description, path)
         size = sum(on_all_ranks(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files)))
@@ -221,6 +251,7 @@ class Checkpointer:
 
         @disk_errors(folder, what, save.size)
         def commit() -> None:
+            self._check_lock()
             records = {name: record for manifest in manifests for name, record in manifest.items()}
             tracker.commit_tag(folder, tag, save.description, records)
             tracker.remove_old_tags(folder, save.iteration, self._run.checkpoint)

@@ -5,6 +5,7 @@ SAVE/latest_checkpointed_iteration.txt    its iteration, read by Megatron
 SAVE/global_stepN                         a complete checkpoint: run.json describes it, manifest.json lists its files
 SAVE/global_stepN.partial                 being written or removed: nothing reads it, and the next save removes it
 SAVE/global_stepN.replaced                the previous checkpoint of that name, while it is replaced
+SAVE/.writer.lock                         the process that saves into the folder, see folder_lock.py
 
 One process at a time changes a folder.
 """

@@ -14,6 +14,7 @@ from megatron.config.environment import rank as rank_of
 from megatron.config.errors import ConfigError, LaunchError, UserError
 from megatron.launch.files import restrict_new_files
 from megatron.launch.processes import exit_with_launcher
+from megatron.launch.screen import ignore_lost_output
 
 EXIT_CODE_FOLDER = "RANK_EXIT_CODES"
 """Environment variable: a folder in which each rank leaves its exit code."""
@@ -26,6 +27,7 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     raise alike by rank 0. Otherwise the rank that fails prints its error and exits at once, without waiting for
     others in the middle of a collective; they notice, and exit with a line each.
     """
+    ignore_lost_output()
     exit_with_launcher(os.environ)
     faulthandler.enable()  # a crash in a library shows its stack
     rank, is_first_on_host = _place()

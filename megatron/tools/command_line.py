@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from megatron.config.errors import ConfigError, UserError
 from megatron.launch.files import restrict_new_files
+from megatron.launch.screen import open_closed_streams
 from megatron.model.spec import ArchitectureSpec
 
 
@@ -88,6 +89,7 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
     Each message of a ``UserError`` is one line on stderr. After Ctrl-C the exit code is 130, after the reader of
     stdout has closed it 141, without a message, as a shell reports these signals.
     """
+    open_closed_streams()
     try:
         restrict_new_files(os.environ)
         main()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
+from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import resolve
 from megatron.config import RunConfig
@@ -33,6 +34,9 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     whole = _attempt(errors, DataError, lambda: _with_vocabulary(run, with_hashes=not errors))
     # A checkpoint is compared with the vocabulary and the data, so both must be known.
     saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None
+    if run.checkpoint.save and not (run.logging.dry_run or run.logging.explain):
+        folder = Path(run.checkpoint.save)
+        _attempt(errors, CheckpointError, lambda: check_unlocked(folder))
     if errors or whole is None:
         first = min(errors, key=lambda error: error.exit_code)
         raise type(first)([message for error in errors for message in error.messages])

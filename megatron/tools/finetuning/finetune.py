@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.checkpoint.compatibility import at_saved_sample
 from megatron.checkpoint.load import FRESH, Loaded, load_checkpoint, load_pretrained, select_checkpoint
-from megatron.checkpoint.save import Checkpointer
+from megatron.checkpoint.save import Checkpointer, lock_folder
 from megatron.config.errors import CheckpointError
 from megatron.model.classifier import correct_answers
 from megatron.parallel.deepspeed_compat import deepspeed_silenced
@@ -93,7 +93,10 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
     """Set up the ranks, build engine and data, load the weights, train. Returns the exit code of the process."""
     run = task.run
     exit_conditions = ExitConditions(run)
-    with initialized_ranks(run, callbacks) as (layout, progress):
+    with (
+        initialized_ranks(run, callbacks) as (layout, progress),
+        lock_folder(run) as lock,
+    ):
         saved = select_checkpoint(run)
         pretrained = None if saved or task.pretrained is None else select_checkpoint(task.pretraining(run))
         if saved is None and task.data.epochs == 0:
@@ -106,7 +109,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
         resumed = None if run.checkpoint.finetune else saved
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)
-            checkpointer = Checkpointer(engine, run, log.info, resumed.history if resumed else ())
+            checkpointer = Checkpointer(engine, run, log.info, resumed.history if resumed else (), lock)
             loaded = FRESH
             if saved:
                 loaded = load_checkpoint(engine, run, layout, saved)

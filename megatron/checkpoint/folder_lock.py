@@ -1,0 +1,197 @@
+"""One run at a time saves into a folder: ``SAVE/.writer.lock`` names the process that does. No torch here.
+
+The file is created exclusively, which also works on NFS, and its owner renews it every few seconds. It is stale
+
+- if its owner ran on this host and has ended: no process has its id and start time;
+- if its owner ran elsewhere (another host, another container) and has not renewed it for ``LEASE_SECONDS``, which is
+  measured by watching it, since the clocks of two hosts may differ.
+
+A stale file is replaced, so that a run resumes after any crash without cleanup.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron.checkpoint.files import make_folder
+from megatron.config.errors import CheckpointError
+from megatron.launch.files import UNFINISHED, file_mode
+from megatron.launch.rank import print_warning
+
+LOCK = ".writer.lock"
+RENEWAL_SECONDS = 10.0
+LEASE_SECONDS = 60.0
+_SIZE = 1024
+"""Bytes of the file, padding included, so that a renewal never changes its size."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The process that saves into a folder."""
+
+    host: str
+    pid: int
+    started: str
+    """Start time of the process in clock ticks since the host was started; empty if the system does not report it."""
+    machine: str
+    """The same for two processes that see the same process ids: the boot of the host and the namespace."""
+    token: str
+    """Differs for each run."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+class FolderLock:
+    """The right to save into ``folder``, held by this process from ``take()`` to ``release()``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._path = folder, folder / LOCK
+        self._owner = Owner(socket.gethostname(), os.getpid(), _started(os.getpid()), _machine(), secrets.token_hex(8))
+        self._file, self._renewals = -1, 0
+        self._over = threading.Event()
+
+    def take(self) -> None:
+        """Take the lock; wait for ``LEASE_SECONDS`` if its owner on another host may have ended.
+
+        Raises CheckpointError if another run holds it; OSError if the folder cannot be written.
+        """
+        make_folder(self.folder)
+        while not self._create():
+            text, owner = _read(self._path)
+            if owner is not None and _is_here(owner):
+                if _is_alive(owner):
+                    raise CheckpointError(_in_use(self.folder, owner))
+            elif text is not None and self._is_renewed(text, owner):
+                raise CheckpointError(_in_use(self.folder, owner))
+            if text is not None:
+                self._remove(text)
+        threading.Thread(target=self._renew, name="folder lock", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises CheckpointError if another run has taken the folder over: this process was suspended for long."""
+        text, owner = _read(self._path)
+        if text is None and self._create():  # deleted by the user
+            return
+        if owner is None or owner.token != self._owner.token:
+            by = f" ({owner})" if owner else ""
+            raise CheckpointError(
+                f"--save {self.folder}: another run{by} has taken the folder over while this one did not respond; "
+                "end one of them, or name another folder"
+            )
+
+    def release(self) -> None:
+        """Give the lock back, if it is still this process's."""
+        self._over.set()
+        _, owner = _read(self._path)
+        with suppress(OSError):
+            if owner is not None and owner.token == self._owner.token:
+                self._path.unlink()
+
+    def _create(self) -> bool:
+        """Create the file; False if there is one."""
+        try:
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, file_mode())
+        except FileExistsError:
+            return False
+        self._file, earlier = file, self._file
+        if earlier >= 0:
+            os.close(earlier)
+        self._write()
+        return True
+
+    def _write(self) -> None:
+        text = json.dumps({**asdict(self._owner), "renewals": self._renewals})
+        os.pwrite(self._file, text.ljust(_SIZE - 1).encode() + b"\n", 0)
+        os.fsync(self._file)
+
+    def _renew(self) -> None:
+        while not self._over.wait(RENEWAL_SECONDS):
+            self._renewals += 1
+            with suppress(OSError):  # whether the file is still there is for check() to say
+                self._write()
+
+    def _is_renewed(self, text: str, owner: Owner | None) -> bool:
+        """Whether the file, which contains ``text``, changes within ``LEASE_SECONDS``; False if it disappears."""
+        whose = f"that of {owner}" if owner else "of another run"
+        print_warning(f"--save {self.folder}: waiting up to {LEASE_SECONDS:.0f} s for a lock, {whose}, to expire")
+        deadline = time.monotonic() + LEASE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, LEASE_SECONDS / 10))
+            now, _ = _read(self._path)
+            if now != text:
+                return now is not None
+        return False
+
+    def _remove(self, stale: str) -> None:
+        """Remove the file if it still contains ``stale``; of several processes that do, one takes the lock."""
+        moved = self._path.with_name(f"{LOCK}.{self._owner.token}{UNFINISHED}")
+        with suppress(FileNotFoundError):
+            os.rename(self._path, moved)
+            if _read(moved)[0] != stale:  # another process was faster: it is not stale any more
+                with suppress(OSError):
+                    os.link(moved, self._path)
+            moved.unlink()
+
+
+def check_unlocked(folder: Path) -> None:
+    """Raises CheckpointError if a running process of this host saves into ``folder``. Changes nothing."""
+    _, owner = _read(folder / LOCK)
+    if owner is not None and _is_here(owner) and _is_alive(owner):
+        raise CheckpointError(_in_use(folder, owner))
+
+
+def _in_use(folder: Path, owner: Owner | None) -> str:
+    by = f" ({owner})" if owner else ""
+    return f"--save {folder}: another run{by} saves into this folder; end it, or name another folder"
+
+
+def _read(path: Path) -> tuple[str | None, Owner | None]:
+    """Content of the file and the owner that it names. None for what is not there, or not legible."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            text = os.read(file, _SIZE).decode(errors="replace")
+        finally:
+            os.close(file)
+    except FileNotFoundError:
+        return None, None
+    except OSError:
+        return "", None
+    try:
+        content = json.loads(text)
+        owner = Owner(**{name: content[name] for name in Owner.__dataclass_fields__})
+    except (ValueError, KeyError, TypeError):
+        return text, None
+    return text, owner if type(owner.pid) is int else None
+
+
+def _machine() -> str:
+    """Identifies the boot of this host and the namespace of process ids; empty if the system does not report it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Start time of a process; empty if there is none, or it has ended and was not yet waited for."""
+    try:
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" else rest[18]
+
+
+def _is_here(owner: Owner) -> bool:
+    return bool(owner.machine and owner.started) and owner.machine == _machine()
+
+
+def _is_alive(owner: Owner) -> bool:
+    return _started(owner.pid) == owner.started

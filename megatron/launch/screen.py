@@ -1,0 +1,72 @@
+"""Output that may be lost without ending the run: stdout and stderr closed, full, or a pipe that no process reads."""
+
+import os
+import sys
+from typing import Any, TextIO
+
+
+class LossyStream:
+    """A stream of text whose errors are ignored: what cannot be written is dropped. Otherwise the stream it wraps.
+
+    It keeps trying: a disk that was full may have space again.
+    """
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream, self._name, self._has_warned = stream, name, False
+
+    def write(self, text: str) -> int:
+        """Write ``text``, or drop it. Returns its length."""
+        try:
+            return self._stream.write(text)
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed
+            self._warn(error)
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write some lines, or drop them."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Flush what has been written, as far as possible."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._warn(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _warn(self, error: Exception) -> None:
+        """Report the first loss of stdout on stderr."""
+        if not self._has_warned and self._name == "stdout":
+            self._has_warned = True
+            reason = getattr(error, "strerror", None) or error
+            print(f"warning: stdout cannot be written ({reason}); continuing without", file=sys.stderr, flush=True)
+
+
+def ignore_lost_output() -> None:
+    """From here on nothing that this process prints can end it."""
+    open_closed_streams()
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, LossyStream):
+            setattr(sys, name, LossyStream(stream, name))
+
+
+def open_closed_streams() -> None:
+    """Open ``os.devnull`` in place of standard streams that the caller closed.
+
+    Otherwise the next files that are opened would take their numbers, and libraries would print into them.
+    """
+    for number, mode in enumerate(("r", "w", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+        name = ("stdin", "stdout", "stderr")[number]
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))

@@ -1,0 +1,102 @@
+"""One run at a time saves into a folder; whatever ended the previous one, the next one may."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.programs import Programs
+
+from megatron.checkpoint import folder_lock
+from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked
+from megatron.config.errors import CheckpointError
+
+HOLD = (
+    "import sys, time; from pathlib import Path; from megatron.checkpoint.folder_lock import FolderLock; "
+    "FolderLock(Path(sys.argv[1])).take(); print('taken', flush=True); time.sleep(600)"
+)
+
+
+@pytest.fixture
+def owner(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """Another process, which holds the lock of ``tmp_path``."""
+    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"taken\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_run_is_refused_until_the_first_is_killed(
+    programs: Programs, tmp_path: Path, owner: subprocess.Popen
+) -> None:
+    words = ["--train-iters", "1", "--batch-size", "2", "--eval-iters", "0", "--save", tmp_path]
+    refused = programs.pretrain(1, *words)
+    by = f"process {owner.pid} on {os.uname().nodename}"
+    problem = f"--save {tmp_path}: another run ({by}) saves into this folder; end it, or name another folder"
+    assert refused.output.splitlines() == [f"pretrain_gpt2.py: error: {problem}"] and refused.returncode == 4
+    for attempt in (check_unlocked, lambda folder: FolderLock(folder).take()):
+        with pytest.raises(CheckpointError) as refusal:
+            attempt(tmp_path)
+        assert refusal.value.messages == [problem]
+    os.kill(owner.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, owner.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its parent has not waited for it
+    programs.pretrain(1, *words).ok()
+    assert (tmp_path / "global_step1").is_dir() and not (tmp_path / LOCK).exists()
+
+
+def _on_another_host(content: dict) -> dict:
+    return {**content, "machine": "another"}
+
+
+def _before_its_id_was_reused(content: dict) -> dict:
+    return {**content, "started": "1"}
+
+
+@pytest.mark.parametrize("change", [_on_another_host, _before_its_id_was_reused, lambda _: None, lambda _: {"pid": []}])
+def test_a_stale_lock_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable) -> None:
+    monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 0.2)
+    earlier, later = FolderLock(tmp_path), FolderLock(tmp_path)
+    earlier.take()
+    content = change(json.loads((tmp_path / LOCK).read_text()))
+    (tmp_path / LOCK).write_text(json.dumps(content) if content else "")
+    check_unlocked(tmp_path)
+    later.take()
+    later.check()
+    with pytest.raises(CheckpointError, match="has taken the folder over"):
+        earlier.check()
+    earlier.release()
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    later.release()
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_owner_on_another_host_that_renews_its_lock_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its own clock; only changes of the file count."""
+    monkeypatch.setattr(folder_lock, "RENEWAL_SECONDS", 0.1)
+    monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 60.0)
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.take()
+    monkeypatch.setattr(folder_lock, "_machine", lambda: "another")
+    os.utime(tmp_path / LOCK, (0, 0))
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match="another run .* saves into this folder"):
+        second.take()
+    assert time.monotonic() - start < 30
+    first.check()
+    first.release()
+
+
+def test_the_lock_is_taken_again_if_the_user_deletes_it(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    lock.take()
+    (tmp_path / LOCK).unlink()
+    lock.check()
+    assert (tmp_path / LOCK).exists()
+    lock.release()
