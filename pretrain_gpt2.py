@@ -69,7 +69,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.training.setup import initialized_ranks, log_configuration, log_start
     from megatron.training.trainer import ExitConditions, Trainer
 
-    exit_conditions = ExitConditions(run)  # from here on, a signal ends the run after the iteration it arrives in
+    exit_conditions = ExitConditions(run)  # from here on, signals end the run in an orderly way
     with (
         initialized_ranks(run, callbacks) as (layout, progress),
         lock_folder(run) as lock,

@@ -22,6 +22,7 @@ from megatron.config.data import SPLITS
 from megatron.config.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.map_cache import cache_folder, cached, digest
+from megatron.data.mapped_files import check_mapped
 from megatron.data.splits import SPLIT_NAMES, Source
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.null import NullTokenizer
@@ -138,6 +139,7 @@ class BertDataset:
         Labels are the tokens that were masked, -1 elsewhere, and for [CLS] whether the spans were swapped, 0 or 1.
         Raises DataError if a token is not in the vocabulary.
         """
+        check_mapped(self._maps.spans, self._maps.order)
         first, end, target = map(int, self._maps.spans[self._maps.order[index]])
         random = np.random.RandomState([*self._seed_words, index & 0xFFFFFFFF, index >> 32])
         cut = random.randint(first + 1, end)

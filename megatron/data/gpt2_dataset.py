@@ -12,6 +12,7 @@ from megatron.config.errors import DataError
 from megatron.data.index_maps import IndexMaps, SampleStream
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.map_cache import cache_folder, cached, digest
+from megatron.data.mapped_files import check_mapped
 from megatron.data.splits import SPLIT_NAMES, Source
 
 
@@ -55,7 +56,11 @@ class GPT2Dataset:
         return self.take([index])[0]
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Tokens of some samples, int64 [n, seq_length + 1]. Raises DataError if one is not in the vocabulary."""
+        """Tokens of some samples, int64 [n, seq_length + 1]. Raises DataError if one is not in the vocabulary.
+
+        It is also raised if a file of the data set or its index maps has been truncated.
+        """
+        check_mapped(self.maps.documents, self.maps.samples, self.maps.shuffle)
         span, begin_of = self.indexed.span, self._starts.item
         parts = [
             span(begin_of(document) + start, stop - start)

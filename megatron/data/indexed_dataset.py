@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config.errors import DataError
+from megatron.data.mapped_files import check_mapped
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -54,7 +55,8 @@ class IndexedDataset:
         dtype: type of the tokens on disk.
 
     Raises:
-        DataError: a file is missing, unreadable, of another format, damaged or truncated.
+        DataError: a file is missing, unreadable, of another format, damaged or truncated. ``get`` and ``span`` raise it
+            if a file is truncated later.
     """
 
     def __init__(self, prefix: str | Path, *, warmup: bool = False) -> None:
@@ -66,10 +68,10 @@ class IndexedDataset:
             with open(self.idx_path, "rb") as file:
                 self._header = file.read(HEADER.size)
             self.dtype, sequences, documents = _read_header(self.idx_path, self._header, self._idx_stat.st_size)
-            memory = np.memmap(self.idx_path, np.uint8, "r")
-            self.sizes = np.frombuffer(memory, "<i4", sequences, HEADER.size)
-            self.pointers = np.frombuffer(memory, "<i8", sequences, HEADER.size + 4 * sequences)
-            self.doc_idx = np.frombuffer(memory, "<i8", documents, HEADER.size + 12 * sequences)
+            self._index = np.memmap(self.idx_path, np.uint8, "r")
+            self.sizes = np.frombuffer(self._index, "<i4", sequences, HEADER.size)
+            self.pointers = np.frombuffer(self._index, "<i8", sequences, HEADER.size + 4 * sequences)
+            self.doc_idx = np.frombuffer(self._index, "<i8", documents, HEADER.size + 12 * sequences)
             _check_index(self.idx_path, self.dtype, self.sizes, self.pointers, self.doc_idx)
             self.num_tokens = int(self.sizes.sum(dtype=np.int64))
             _check_bin_size(self.bin_path, self._bin_stat.st_size, self.num_tokens, self.dtype)
@@ -93,6 +95,7 @@ class IndexedDataset:
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens ``offset`` to ``offset + length`` (default: to the end) of sequence ``index``, without a copy."""
+        check_mapped(self._index, self._tokens)
         size = int(self.sizes[index])
         length = size - offset if length is None else length
         if not (offset >= 0 and length >= 0 and offset + length <= size):
@@ -103,10 +106,12 @@ class IndexedDataset:
     @cached_property
     def document_starts(self) -> np.ndarray:
         """Where each document begins in the tokens of the whole data set, and their number, int64 [D]."""
+        check_mapped(self._index)
         return np.append(self.pointers // self.dtype.itemsize, self.num_tokens)[self.doc_idx]
 
     def span(self, start: int, length: int) -> np.ndarray:
         """Tokens ``start`` to ``start + length`` of the whole data set, without a copy."""
+        check_mapped(self._tokens)
         return self._tokens[start : start + length]
 
     def content_hash(self) -> str:

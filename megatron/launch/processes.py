@@ -6,9 +6,10 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FrameType
+from typing import NoReturn
 
 import psutil
 
@@ -57,17 +58,41 @@ def _exit_after(process: psutil.Process) -> None:
 
 
 class ExitSignal:
-    """The first of ``EXIT_SIGNALS`` that this process has received since this was made; the second ends it at once."""
+    """The first of ``EXIT_SIGNALS`` that this process has received since this was made; the second ends it at once.
 
-    def __init__(self) -> None:
+    Until ``defer()`` the first one calls ``exit_at_start`` with its number, in a thread: the main thread may be inside
+    of a library, where Python handles no signal.
+    """
+
+    def __init__(self, exit_at_start: Callable[[int], NoReturn] | None = None) -> None:
         self.number = 0
+        self._exit_at_start = exit_at_start
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
         for number in EXIT_SIGNALS:
             signal.signal(number, self._receive)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reader,), name="exit signals", daemon=True).start()
+
+    def defer(self) -> None:
+        """From here on ``number`` is all that the first signal changes."""
+        self._exit_at_start = None
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self.number:
             os._exit(128 + number)
         self.number = number
+
+    def _watch(self, reader: int) -> None:
+        received = 0
+        while number := os.read(reader, 1)[0]:
+            if number not in EXIT_SIGNALS or signal.getsignal(number) != self._receive:
+                continue
+            received += 1
+            if exit_at_start := self._exit_at_start:
+                exit_at_start(number)
+            if received > 1:
+                os._exit(128 + number)
 
 
 def ignore_exit_signals() -> None:

@@ -32,12 +32,26 @@ def run_rank(main: Callable[[], int | None]) -> NoReturn:
     faulthandler.enable()  # a crash in a library shows its stack
     rank, is_first_on_host = _place()
     _write_exit_code(rank, "")
-    exit_code = _exit_code(main, rank, is_first_on_host)
+    _exit(_exit_code(main, rank, is_first_on_host), rank)
+
+
+def _exit(exit_code: int, rank: int) -> NoReturn:
+    """End this process, from any thread."""
     _write_exit_code(rank, str(exit_code))
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the interpreter's own exit: in it gloo's threads abort one process in twenty, with or without a group.
     os._exit(exit_code)
+
+
+def exit_at_start(reason: str, exit_code: int) -> NoReturn:
+    """End this process, from any thread, before its first iteration; the first rank of each host prints ``reason``."""
+    rank, is_first_on_host = _place()
+    if is_first_on_host:
+        print_error(f"rank {rank}: {reason}" if rank else reason)
+    else:
+        time.sleep(1)  # see _exit_code
+    _exit(exit_code, rank)
 
 
 def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool) -> int:

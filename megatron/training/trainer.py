@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -21,6 +21,7 @@ from megatron.config.errors import NumericsError
 from megatron.data.loader import Batch
 from megatron.launch.processes import ExitSignal
 from megatron.launch.progress import ProgressState
+from megatron.launch.rank import exit_at_start
 from megatron.parallel.deepspeed_compat.engine import set_global_batch_size
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import InstructionHook
@@ -42,12 +43,23 @@ class Exit(NamedTuple):
 
 
 class ExitConditions:
-    """Signals, the time limit and ``--exit-interval``. From its construction on, signals are caught and time counts."""
+    """Signals, the time limit and ``--exit-interval``. From its construction on, signals are caught and time counts.
+
+    Until ``defer_signals()`` a signal ends the process at once: there is nothing to save.
+    """
 
     def __init__(self, run: RunConfig) -> None:
         self._run = run
         self._start = time.monotonic()
-        self._signal = ExitSignal()
+        self._signal = ExitSignal(self._exit_at_start)
+
+    def defer_signals(self) -> None:
+        """From here on, a signal ends the run after the iteration it arrives in."""
+        self._signal.defer()
+
+    def _exit_at_start(self, number: int) -> NoReturn:
+        code = PREEMPTED if self._run.checkpoint.save else 128 + number
+        exit_at_start(f"received {signal.Signals(number).name} before the first iteration; nothing was saved", code)
 
     def local_request(self) -> tuple[int, bool]:
         """The number of the signal that this rank has received (0 for none), and whether its time is over."""
@@ -145,6 +157,7 @@ class Trainer:
         early_exit = None
         batches = self.data.training(finished)
         self.log.start()
+        self.exit_conditions.defer_signals()
         while iteration < config.train_iters and early_exit is None:
             iteration += 1
             loss, status = self._step(iteration, batches)

@@ -105,6 +105,16 @@ def test_tokens_are_views_of_the_file(write_dataset: Callable[..., str]) -> None
     assert not tokens.flags.writeable
 
 
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+def test_a_file_truncated_later_is_named(write_dataset: Callable[..., str], ending: str) -> None:
+    dataset = IndexedDataset(write_dataset(GOLDEN_DOCUMENTS))
+    os.truncate(f"{dataset.prefix}.{ending}", 4)
+    reads = {"bin": [lambda: dataset.get(0), lambda: dataset.span(0, 5)], "idx": [lambda: dataset.document_starts]}
+    for read in reads[ending]:
+        with pytest.raises(DataError, match=f"{dataset.prefix}.{ending} was truncated while it is in use: it has 4 "):
+            read()
+
+
 @pytest.mark.parametrize("where", [(2, 0, None), (0, 0, 4), (0, 4, None), (0, -1, 1), (1, 1, -1)])
 def test_reads_outside_of_a_sequence_are_refused(write_dataset: Callable[..., str], where: tuple) -> None:
     with pytest.raises(IndexError):

@@ -6,6 +6,7 @@ weights RANK LAYER ITERATION  a weight of that layer on that rank is NaN, from t
 samples FIRST LAST FACTOR     the loss of a batch with one of these samples is multiplied by the factor
 signal RANK ITERATION NAMES   that rank receives these signals at the start of that iteration
 evaluation RANK ITERATION NAMES  that rank receives them during the evaluation after that iteration
+start RANK NAMES              that rank receives them while it builds the engine, inside of a library for a minute
 launcher RANK ITERATION NAMES the process that started that rank receives them
 sleep RANK ITERATION          that rank hangs
 hold RANK ITERATION           that rank hangs and holds Python's lock
@@ -34,6 +35,7 @@ import torch.distributed as dist
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.model import gpt2 as gpt2_model
 from megatron.model.transformer import ParallelTransformerLayer
+from megatron.training import engines
 from megatron.training import trainer as training
 
 MARK = 7
@@ -43,6 +45,7 @@ iteration = 0
 kind, *words = os.environ["FAULT"].split()
 numbers = [float(word) for word in (words[:2] if kind == "command" else words) if not word.startswith("SIG")]
 real_train_batch, real_eval_batch = training.train_batch, training.eval_batch
+real_build_engine = engines.build_engine
 real_loss, real_take = gpt2_model.gpt2_loss, GPT2Dataset.take
 
 
@@ -82,6 +85,14 @@ def train_batch(engine, batches, hooks):
     return loss
 
 
+def build_engine(run, layout):
+    if kind == "start" and dist.get_rank() == numbers[0]:
+        for name in words[1:]:
+            os.kill(os.getpid(), getattr(signal, name))
+        ctypes.CDLL(None).sleep(60)
+    return real_build_engine(run, layout)
+
+
 def eval_batch(engine, batches, hooks):
     if kind == "evaluation" and [dist.get_rank(), iteration] == numbers:
         for name in words[2:]:
@@ -115,6 +126,7 @@ def take(dataset, indices):
     return rows
 
 
+engines.build_engine = build_engine
 training.train_batch, training.eval_batch = train_batch, eval_batch
 gpt2_model.gpt2_loss, GPT2Dataset.take = gpt2_loss, take
 sys.argv[0] = "pretrain_gpt2.py"

@@ -42,6 +42,16 @@ def test_exit_codes(programs, tmp_path, signals: str, save: bool, code: int) -> 
     assert (tmp_path / "ck" / "latest").exists() == (save and not at_once)
 
 
+@pytest.mark.parametrize(("signals", "save", "code"), [("SIGTERM", True, 75), ("SIGUSR1", False, 138)])
+def test_a_signal_before_the_first_iteration_ends_the_run_at_once(programs, tmp_path, signals, save, code) -> None:
+    """Also while a library has the main thread, which can handle no signal then."""
+    places = ("--save", tmp_path / "ck") if save else ()
+    left = programs.faulty(1, f"start 0 {signals}", *SETTINGS, *places)
+    line = f"pretrain_gpt2.py: error: received {signals} before the first iteration; nothing was saved"
+    assert left.output.splitlines()[-1] == line and left.output.count("pretrain_gpt2.py") == 1
+    assert left.returncode == code and not list(tmp_path.glob("ck/global_step*"))
+
+
 @pytest.mark.parametrize(
     "launcher",
     [
