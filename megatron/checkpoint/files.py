@@ -15,6 +15,7 @@ from threading import Thread
 from typing import NamedTuple
 
 from megatron.config.errors import CheckpointError, ResourceError
+from megatron.config.reading import regular
 from megatron.launch.files import file_mode, folder_mode, replace_file, sync_folder
 
 SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
@@ -93,7 +94,7 @@ def make_folder(path: Path) -> None:
 def record_of(path: Path) -> Record:
     """The record of an existing file. Raises OSError if it cannot be read."""
     digest, size, block = hashlib.sha256(), 0, memoryview(bytearray(_BLOCK))
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=regular) as file:
         while count := file.readinto(block):
             digest.update(block[:count])
             size += count

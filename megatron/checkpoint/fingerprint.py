@@ -4,6 +4,8 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.config.reading import read_bytes, regular
+
 BLOCK = 1 << 16
 """Bytes read at a time."""
 BLOCKS = 64
@@ -20,7 +22,7 @@ def data_hash(prefix: str) -> str:
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     digest.update(f"{tokens.stat().st_size}\n".encode())
     for path, offsets in ((index, range(0, index.stat().st_size, BLOCK)), (tokens, _sampled(tokens))):
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             for offset in offsets:
                 file.seek(offset)
                 digest.update(file.read(BLOCK))
@@ -39,7 +41,7 @@ def tokenizer_hash(kind: str, *files: str | None) -> str:
     """SHA-256 over the kind of a tokenizer and the content of its files."""
     digest = hashlib.sha256(kind.encode())
     for file in files:
-        content = b"" if file is None else Path(file).read_bytes()
+        content = b"" if file is None else read_bytes(file)
         digest.update(f"\n{len(content)}\n".encode() + content)
     return digest.hexdigest()
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.checkpoint.files import Record, record_of, write_text
 from megatron.config.errors import CheckpointError
+from megatron.config.reading import read_bytes
 from megatron.launch.files import sync, sync_folder
 
 MANIFEST = "manifest.json"
@@ -39,7 +40,7 @@ def read_manifest(tag_folder: Path) -> Manifest:
     """The files of a tag. Raises CheckpointError if its manifest is missing or damaged."""
     file = tag_folder / MANIFEST
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_bytes(file).decode("utf-8")
         content = json.loads(text)
         form = content["format"]
         records = {name: Record(entry["size"], entry["sha256"]) for name, entry in content["files"].items()}

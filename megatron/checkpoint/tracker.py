@@ -26,6 +26,7 @@ from megatron.checkpoint.manifest import MANIFEST, Manifest, check_content, chec
 from megatron.checkpoint.saved_run import RUN_FILE, SavedRun
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.config.errors import CheckpointError
+from megatron.config.reading import read_bytes, read_json
 from megatron.launch.files import UNFINISHED, folder_mode, sync_folder
 
 LATEST = "latest"
@@ -34,7 +35,7 @@ UNIVERSAL = "_universal"
 """Suffix of the folder with the universal form of a tag."""
 _REPLACED = ".replaced"
 _TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
-_STEP = re.compile(r"global_step(\d+)")
+_STEP = re.compile(r"global_step(\d{1,18})")
 _NONE_BROKEN: Mapping[str, str] = MappingProxyType({})
 
 
@@ -106,10 +107,14 @@ def _tags(folder: Path) -> list[str]:
     return sorted(name for name in names if not name.endswith(UNFINISHED) and _TAG.fullmatch(name))
 
 
+_LARGEST_POINTER = 1 << 12
+"""Bytes of ``latest``: the name of a folder."""
+
+
 def _latest_tag(folder: Path) -> str:
     pointer = folder / LATEST
     try:
-        tag = pointer.read_text(encoding="utf-8").strip()
+        tag = read_bytes(pointer, largest=_LARGEST_POINTER).decode("utf-8").strip()
     except FileNotFoundError:
         raise CheckpointError(f"{pointer} is missing") from None
     except OSError as error:
@@ -134,7 +139,7 @@ def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
         raise CheckpointError(f"{path} has no {RUN_FILE}: it is not a checkpoint of a training run")
     check_content(path / RUN_FILE, manifest[RUN_FILE])
     try:
-        description = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        description = read_json(path / RUN_FILE)
         sections = description["layout"], description["config"]["model"]
         iteration = description["iteration"]
     except (OSError, ValueError, KeyError, TypeError):

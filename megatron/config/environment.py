@@ -1,5 +1,6 @@
 """The launcher's environment variables: number of processes, ranks, and the accelerator of this host."""
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def _first(environ: Mapping[str, str], variables: tuple[str, ...], *, minimum: i
 
 def _number(environ: Mapping[str, str], variable: str, *, minimum: int) -> int:
     text = environ[variable]
-    if not text.isdecimal() or int(text) < minimum:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < minimum:
         raise ConfigError(f"environment variable {variable}={text}: set a whole number from {minimum} on, or unset it")
     return int(text)
 

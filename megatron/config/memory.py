@@ -60,10 +60,10 @@ class ZeroConfig:
         0.0,
         "Number of elements reduced at a time; 0 uses DeepSpeed's default.",
         aliases=("ddp-bucket-size",),
-        within="[0, inf)",
+        within="[0, 9007199254740992]",
     )
     zero_allgather_bucket_size: float = flag(
-        0.0, "Number of elements all-gathered at a time; 0 uses DeepSpeed's default.", within="[0, inf)"
+        0.0, "Number of elements all-gathered at a time; 0 uses DeepSpeed's default.", within="[0, 9007199254740992]"
     )
     zero_overlap_comm: bool | None = flag(
         None,

@@ -88,7 +88,7 @@ class LoggingConfig:
         return None if self.rank is None else [int(number) for number in self.rank.split(",")]
 
 
-_STEPS = re.compile(r"(\d+):(\d+)")
+_STEPS = re.compile(r"(\d{1,15}):(\d{1,15})")
 
 
 @dataclass(frozen=True, kw_only=True)

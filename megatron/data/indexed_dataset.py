@@ -26,6 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.config.errors import DataError
+from megatron.config.reading import regular
 from megatron.data.mapped_files import check_mapped
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -65,7 +66,7 @@ class IndexedDataset:
         self.idx_path = Path(f"{self.prefix}.idx")
         self._bin_stat, self._idx_stat = _stat_files(self.prefix, self.bin_path, self.idx_path)
         try:
-            with open(self.idx_path, "rb") as file:
+            with open(self.idx_path, "rb", opener=regular) as file:
                 self._header = file.read(HEADER.size)
             self.dtype, sequences, documents = _read_header(self.idx_path, self._header, self._idx_stat.st_size)
             self._index = np.memmap(self.idx_path, np.uint8, "r")

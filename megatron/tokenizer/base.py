@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 
 from megatron.config.errors import DataError
+from megatron.config.reading import parse_json, read_bytes
 
 EOD = "<|endoftext|>"
 """Token that ends a document."""
@@ -90,7 +91,8 @@ def require_files(kind: str, files: Mapping[str, str | None]) -> list[str]:
         if path is None:
             problems.append(f"{flag} is missing: {kind} needs it (tools/train_tokenizer.py makes one)")
         elif not Path(path).is_file():
-            problem = "is a folder" if Path(path).is_dir() else "no such file"
+            exists = "is no file" if Path(path).exists() else "no such file"
+            problem = "is a folder" if Path(path).is_dir() else exists
             problems.append(f"{flag} {path}: {problem} (tools/train_tokenizer.py makes one)")
     if problems:
         raise DataError(problems)
@@ -100,7 +102,7 @@ def require_files(kind: str, files: Mapping[str, str | None]) -> list[str]:
 def read_text(path: str) -> str:
     """The text of a UTF-8 file. Raises DataError if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_bytes(path).decode("utf-8").replace("\r\n", "\n")
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
@@ -113,11 +115,13 @@ def read_vocab_json(path: str) -> dict[str, int]:
     Raises DataError if the file is not such a table, or if its ids are not 0 to n-1, each once.
     """
     try:
-        vocabulary = json.loads(read_text(path))
+        vocabulary = parse_json(read_text(path))
     except json.JSONDecodeError as error:
         raise DataError(
             f"{path}:{error.lineno}: not JSON ({error.msg}); a vocabulary is one object of token: id"
         ) from error
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error})") from error
     if not isinstance(vocabulary, dict):
         raise DataError(f"{path}: a JSON {type(vocabulary).__name__}; a vocabulary is one object of token: id")
     check_ids(path, vocabulary)

@@ -31,7 +31,7 @@ class NullTokenizer:
     def tokenize(self, text: str) -> list[int]:
         """The ids in ``text``. Raises DataError for a word that is no id, or that of the end of a document."""
         for word in text.split():
-            if not word.isdecimal() or int(word) >= self.eod:
+            if not word.isdecimal() or len(word) > 18 or int(word) >= self.eod:
                 raise DataError(f"{word!r} is no token: NullTokenizer takes numbers from 0 to {self.eod - 1}")
         return [int(word) for word in text.split()]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.config.errors import ConfigError, UserError
+from megatron.config.reading import unreadable_words
 from megatron.launch.files import restrict_new_files
 from megatron.launch.screen import open_closed_streams
 from megatron.model.spec import ArchitectureSpec
@@ -69,12 +70,14 @@ class ToolParser(argparse.ArgumentParser):
         for name in (None, "store"):
             self.register("action", name, _StoreOnce)
 
-    def parse_known_args(self, *words: Any, **settings: Any) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's, with nothing left of an earlier command line."""
+        if unreadable := unreadable_words(sys.argv[1:] if args is None else args):
+            raise ConfigError(unreadable)
         for action in self._actions:
             if isinstance(action, _StoreOnce):
                 action.given = _NOT_GIVEN
-        return super().parse_known_args(*words, **settings)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""

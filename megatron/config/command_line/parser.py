@@ -11,6 +11,7 @@ from megatron.config import flag_fields, sections
 from megatron.config.command_line.classic_flags import Outcome, outcome_of
 from megatron.config.errors import ConfigError, did_you_mean
 from megatron.config.fields import Provided, flag_name
+from megatron.config.reading import unreadable_words
 from megatron.model.architectures import BERT, GPT2
 from megatron.model.spec import ArchitectureSpec
 
@@ -49,6 +50,8 @@ def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> Fl
     Raises:
         ConfigError: a value is missing or cannot be parsed; it contains the other messages too.
     """
+    if unreadable := unreadable_words(argv):
+        raise ConfigError(unreadable)
     parser = build_parser(architecture)
     words, problems, warnings = _normalize_names(argv, parser, architecture)
     try:

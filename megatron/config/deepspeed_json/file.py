@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from megatron.config.errors import ConfigError, did_you_mean
+from megatron.config.reading import parse_json, read_bytes
 
 Schema: TypeAlias = Mapping[str, Any]
 """A JSON schema of one value (a small part of the standard). An object without properties accepts any keys."""
@@ -59,6 +60,11 @@ REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no lon
 KeyPath: TypeAlias = tuple[str, ...]
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]')
+_LARGEST = 1 << 18
+"""Bytes of a config file: far more than all keys have."""
+_DIGITS = 18
+"""Digits of a whole number: as many as surely fit into 64 bits."""
+_TOO_LARGE = 2**63
 _KEEPS_AUTO = ("data_types", "keep_in_fp32_modules")
 
 
@@ -77,18 +83,18 @@ def read_config_file(path: str) -> tuple[ConfigFile, list[str]]:
         ConfigError: the file is missing, unreadable, or not a JSON object.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
+        text = read_bytes(path, largest=_LARGEST).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"--deepspeed_config {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
     tree = _parse(path, text)
-    keys = list(_keys_with_lines(text))
-    lines = {key: line for key, line in reversed(keys)}
+    lines: dict[KeyPath, int] = {}
     check = _Check(path, lines)
-    for key, line in keys:
-        if line != lines[key]:
+    for key, line in _keys_with_lines(text):
+        if key in lines:
             check.problems.append(f"{path}, line {line}: {'.'.join(key)} was already given in line {lines[key]}")
+        lines.setdefault(key, line)
     tree = check.section(tree, TOP_KEYS, ())
     check.optimizer(tree)
     return ConfigFile(path, tree), check.problems
@@ -99,14 +105,20 @@ def _parse(path: str, text: str) -> dict[str, Any]:
         raise ConfigError(f"{path}: {constant} is not JSON")
 
     try:
-        tree = json.loads(text, parse_constant=refuse)
+        tree = parse_json(text, parse_constant=refuse, parse_int=_whole)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deep") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: must hold a JSON object, which begins with an opening brace")
     return tree
+
+
+def _whole(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"a number of {len(text):,} digits: write at most {_DIGITS}")
+    return int(text)
 
 
 def _keys_with_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
@@ -156,6 +168,8 @@ class _Check:
                     legal[name] = self.section(value, schema["properties"], key)
                 elif value is not None:
                     self._problem(key, f"{json.dumps(value)} must be an object")
+            elif _is_number(value) and abs(value) >= _TOO_LARGE:
+                self._problem(key, f"{value:g} must be less than 2^63")
             elif not accepts(schema, value):
                 self._problem(key, f"{json.dumps(value)} must be {expected(schema)}")
             else:

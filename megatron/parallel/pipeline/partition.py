@@ -5,7 +5,6 @@ transformer layer, and those after them (final norm and head). A *model chunk* i
 stage holds one chunk; with DualPipeV two, one on the way out and the one opposite it on the way back.
 """
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -17,10 +16,11 @@ from typing import Any
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.errors import ConfigError
+from megatron.config.reading import read_json
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import LayerSpec, ParameterSpec
 
-EXPLICIT = re.compile(r"\d+( *, *\d+)*")
+EXPLICIT = re.compile(r"\d{1,9}( *, *\d{1,9})*")
 BY_TYPE = "type:"
 
 LayerGroup = tuple[LayerSpec, ...]
@@ -230,7 +230,7 @@ def _costs(flag: str, place: Path) -> list[float]:
     """Seconds of a micro-batch in each layer group, forward and backward: embeddings, layers, head."""
     path = place / TRACE if place.is_dir() else place
     try:
-        trace = json.loads(path.read_bytes())
+        trace = read_json(path)
     except OSError as error:
         raise ConfigError(f"{flag}: {path} cannot be read ({error.strerror}); name a folder of --trace") from error
     except ValueError as error:

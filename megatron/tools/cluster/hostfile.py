@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config.errors import ConfigError, did_you_mean
+from megatron.config.reading import read_bytes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _LONGEST_NAME = 253
@@ -39,6 +40,10 @@ def name_problem(name: str) -> str | None:
     return f"{name!r} is not a host name because of {wrong!r}; use letters, digits, dots and hyphens, or an IP address"
 
 
+_LARGEST = 1 << 24
+"""Bytes of a hostfile: a hundred thousand hosts and more."""
+
+
 def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a hostfile, in its order.
 
@@ -46,7 +51,7 @@ def read_hostfile(path: Path) -> list[Host]:
         ConfigError: it cannot be read or names no host; or one message for each wrong line.
     """
     try:
-        lines = path.read_bytes().decode().split("\n")
+        lines = read_bytes(path, largest=_LARGEST).decode().replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: byte {error.start} is not UTF-8: write the hostfile as plain text") from None
     except OSError as error:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError, DataError
+from megatron.config.reading import parse_json, read_bytes
 from megatron.model.architectures import GPT2
 from megatron.tokenizer.base import EOD, check_ids
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_byte_vocabulary, read_merges
@@ -225,10 +226,10 @@ def write_folder_bpe(bpe: BPE, folder: Path, *, positions: int) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises CheckpointError if there is none."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = parse_json(read_bytes(path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except (ValueError, RecursionError) as error:  # of JSON, of UTF-8, and of too many nested brackets
+    except ValueError as error:  # of JSON, of UTF-8, and of too many nested brackets
         raise CheckpointError(f"{path} is not JSON ({error}); is the file complete?") from None
     if not isinstance(tree, dict):
         raise CheckpointError(f"{path} is a JSON {type(tree).__name__}, and should be an object")

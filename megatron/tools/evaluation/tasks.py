@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron.config.errors import ConfigError, DataError, NumericsError, counted
+from megatron.config.reading import read_bytes
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import Tokenizer
 from megatron.tools.preprocess.corpus import FORMATS, format_of, read_chunks, uncompressed
@@ -29,7 +30,7 @@ class Line(NamedTuple):
 def read_text(path: Path) -> str:
     """The content of a UTF-8 file, line ends unchanged. Raises ConfigError if it cannot be read."""
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_bytes(path).decode("utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a file of text") from None
     except UnicodeDecodeError as error:

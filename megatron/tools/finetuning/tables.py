@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config.errors import DataError, counted, did_you_mean
+from megatron.config.reading import read_bytes, regular
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def read_table(path: Path, form: Format) -> Table:
 def labels_of(tables: Iterable[Table]) -> tuple[str, ...]:
     """All labels of ``tables``, sorted; numbers as numbers."""
     found = {row.label for table in tables for row in table.rows}
-    are_numbers = all(label.isdecimal() for label in found)
+    are_numbers = all(label.isdecimal() and len(label) < 20 for label in found)
     return tuple(sorted(found, key=int if are_numbers else None))
 
 
@@ -124,7 +125,7 @@ def content_hash(paths: Iterable[Path]) -> str:
     """A hash of the contents of ``paths``, in their order."""
     digest = sha256()
     for path in paths:
-        digest.update(sha256(path.read_bytes()).digest())
+        digest.update(sha256(read_bytes(path)).digest())
     return digest.hexdigest()
 
 
@@ -132,7 +133,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of ``path`` that are not blank, with their numbers."""
     number = 0
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             for number, line in enumerate(file, 1):
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 if text.strip():
@@ -147,7 +148,7 @@ def _place(column: str, header: Sequence[str] | None, width: int, path: Path) ->
     """The index of ``column`` in a row."""
     if header is not None and column in header:
         return header.index(column)
-    if column.isdecimal() and 1 <= int(column) <= width:
+    if column.isdecimal() and len(column) < 10 and 1 <= int(column) <= width:
         return int(column) - 1
     if column.isdecimal() or header is None:
         raise DataError(f"{path}:1: there is no column {column}, but {counted(width, 'column')}, counted from 1")

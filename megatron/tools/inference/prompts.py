@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.errors import ConfigError, UserError, counted
+from megatron.config.reading import read_bytes
 from megatron.tokenizer import Tokenizer
 
 NEW_TOKENS = 64
@@ -79,7 +80,7 @@ def read_prompts(path: Path) -> list[tuple[str, str, dict[str, Any]]]:
     Raises ConfigError if the file cannot be read, or a line is invalid.
     """
     try:
-        content = path.read_text(encoding="utf-8")
+        content = read_bytes(path).decode("utf-8").replace("\r\n", "\n")
     except OSError as error:
         raise ConfigError(f"--sample-input-file {path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:

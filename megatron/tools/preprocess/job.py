@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.errors import DataError
+from megatron.config.reading import read_json
 from megatron.launch.files import replace_file
 from megatron.tools.preprocess.corpus import format_of
 from megatron.tools.preprocess.indexed_dataset_builder import Written
@@ -38,7 +39,7 @@ class Journal:
     def read(self) -> Milestone | None:
         """The newest milestone, or None. Raises DataError if it is broken or of another job."""
         try:
-            content = json.loads(self.path.read_bytes())
+            content = read_json(self.path)
             job, saved = content["job"], content["milestone"]
             outputs = {key: Written(*written) for key, written in saved["outputs"].items()}
             inputs, chunks = saved["place"]

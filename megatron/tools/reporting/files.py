@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron.config import RunConfig
 from megatron.config.errors import ConfigError, DataError
+from megatron.config.reading import parse_json, read_json, regular
 from megatron.config.summary import describe_config
 from megatron.launch.files import replace_file
 from megatron.parallel.pipeline.partition import TRACE, plan
@@ -50,7 +51,7 @@ def read_series(path: Path, keys: Sequence[str]) -> dict[str, Points]:
 def read_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Location and content of each line of a metrics file. Raises DataError as ``read_series``."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8", opener=regular) as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     yield f"{path}:{number}", _record_of(f"{path}:{number}", line)
@@ -62,9 +63,11 @@ def read_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _record_of(where: str, line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not JSON ({error.msg}, column {error.colno}); fix or remove the line") from error
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({error}); fix or remove the line") from error
     if not isinstance(record, dict) or type(record.get("iteration")) is not int:
         raise DataError(f"{where}: not a JSON object with an integer iteration; fix or remove the line")
     return record
@@ -78,7 +81,7 @@ def read_timeline(path: Path) -> Timeline:
     """
     path = path / TRACE if path.is_dir() else path
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a folder of --trace") from error
     except ValueError as error:
@@ -167,7 +170,7 @@ def write_record(run: RunConfig, device: str) -> None:
 def read_record(path: Path) -> Record:
     """The content of the run.json ``path``. Raises ConfigError if it is not one."""
     try:
-        content = json.loads(path.read_bytes())
+        content = read_json(path)
         if content["format"] != _RECORD_FORMAT:
             raise ValueError
         return Record(

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megatron.config.errors import ConfigError, LaunchError
+from megatron.config.reading import regular
 from megatron.tools.serving.request import RequestError
 
 KEY_VARIABLE = "SERVE_API_KEY"
@@ -78,7 +79,7 @@ def read_key(path: Path | None, environ: Mapping[str, str]) -> str | None:
     else:
         place = f"--api-key-file {path}"
         try:
-            with open(path, encoding="ascii") as file:
+            with open(path, encoding="ascii", opener=regular) as file:
                 mode = os.fstat(file.fileno()).st_mode
                 key = file.read(4096).strip()
         except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,107 @@
+"""What is no ordinary file is refused by name and never waited for; hostile JSON and numbers are one line each."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.command_lines import complaints
+
+from megatron.config.deepspeed_json.file import read_config_file
+from megatron.config.environment import world_size
+from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
+from megatron.config.reading import unreadable_words
+from megatron.tokenizer.base import read_text, read_vocab_json
+from megatron.tools.cluster.hostfile import read_hostfile
+from megatron.tools.convert.huggingface_files import read_json
+from megatron.tools.finetuning.tables import content_hash
+from megatron.tools.inference.prompts import read_prompts
+from megatron.tools.preprocess.job import Journal
+from megatron.tools.reporting.files import read_metrics, read_timeline
+from megatron.tools.serving.access import read_key
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "config": lambda path: read_config_file(str(path)),
+    "vocabulary": lambda path: read_text(str(path)),
+    "hostfile": read_hostfile,
+    "weights": read_json,
+    "prompts": read_prompts,
+    "metrics": lambda path: list(read_metrics(path)),
+    "trace": read_timeline,
+    "key": lambda path: read_key(path, {}),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_fifo_or_a_device_is_refused_by_name(tmp_path: Path, reader: str) -> None:
+    os.mkfifo(fifo := tmp_path / "fifo")
+    for path, kind in ((fifo, "a FIFO"), (Path("/dev/zero"), "a device"), (tmp_path, "")):
+        with pytest.raises(UserError) as caught:
+            READERS[reader](path)
+        (line,) = caught.value.messages
+        assert str(path) in line and kind in line
+    with pytest.raises(OSError, match="a FIFO, not a file"):
+        content_hash([fifo])
+
+
+CONFIGS = {
+    '{"gradient_clipping": 1.0, "gradient_clipping": 2.0}': ", line 1: gradient_clipping was already given in line 1",
+    '{"zero_optimization": {"stage": 1, "stage": 0}}': ", line 1: zero_optimization.stage was already given in line 1",
+    '{"train_batch_size": ' + "9" * 5000 + "}": ": a number of 5,000 digits: write at most 18",
+    '{"zero_optimization": {"reduce_bucket_size": 1e30}}': ", line 1: zero_optimization.reduce_bucket_size: "
+    "1e+30 must be less than 2^63",
+    '{"fp16": ' + "[" * 100_000: ": nested too deep",
+}
+
+
+@pytest.mark.parametrize("text", CONFIGS, ids=range(len(CONFIGS)))
+def test_a_hostile_config_is_one_line(tmp_path: Path, text: str) -> None:
+    (path := tmp_path / "ds.json").write_text(text)
+    try:
+        _, problems = read_config_file(str(path))
+    except ConfigError as error:
+        problems = error.messages
+    assert problems == [f"{path}{CONFIGS[text]}"]
+
+
+def test_a_huge_config_is_not_read(tmp_path: Path) -> None:
+    with open(path := tmp_path / "ds.json", "wb") as file:
+        file.truncate(100 << 20)
+    with pytest.raises(ConfigError, match=r"ds.json: 104,857,600 bytes, more than the 262,144 that such a file has"):
+        read_config_file(str(path))
+
+
+NESTED, DIGITS = "[" * 100_000, '{"a": ' + "9" * 5000 + "}"
+
+
+@pytest.mark.parametrize("text", [NESTED, DIGITS], ids=["nested", "digits"])
+def test_hostile_json_is_no_traceback(tmp_path: Path, text: str) -> None:
+    (path := tmp_path / ".progress").write_text(text)
+    for reader, error in (
+        (Journal(path, {}).read, DataError),
+        (lambda: read_vocab_json(str(path)), DataError),
+        (lambda: list(read_metrics(path)), DataError),
+        (lambda: read_timeline(path), ConfigError),
+        (lambda: read_json(path), CheckpointError),
+    ):
+        with pytest.raises(error):
+            reader()
+
+
+def test_thousands_of_digits_are_one_line() -> None:
+    digits = "9" * 5000
+    assert len(complaints(f"--pipe-parallel-size 1 --pipeline-partition {digits}")) == 1
+    assert len(complaints(f"--trace out --trace-steps 1:{digits}")) == 1
+    assert len(complaints(f"--train-iters {digits}")) == 1
+    with pytest.raises(ConfigError, match="set a whole number"):
+        world_size({"WORLD_SIZE": digits})
+
+
+def test_a_hostfile_may_have_windows_line_ends(tmp_path: Path) -> None:
+    (path := tmp_path / "hostfile").write_bytes(b"worker-1 slots=2\r\nworker-2 slots=2\r\n")
+    assert [host.name for host in read_hostfile(path)] == ["worker-1", "worker-2"]
+
+
+def test_an_argument_that_is_not_utf8_is_named() -> None:
+    words = ["--load", os.fsdecode(b"caf\xe9"), "caf\u00e9"]
+    assert unreadable_words(words) == [r"the argument b'caf\xe9' is not UTF-8: rename the file that it names"]
