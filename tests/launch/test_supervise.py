@@ -60,6 +60,11 @@ def test_a_signal_is_forwarded_to_the_launcher(tmp_path: Path) -> None:
     assert process.wait() == 75
 
 
+def test_a_signal_is_forwarded_from_the_first_moment_on() -> None:
+    process = supervised("trap 'exit 75' USR1; kill -USR1 $PPID; while true; do sleep 0.1; done")
+    assert process.wait() == 75
+
+
 def test_the_launcher_ends_with_a_killed_supervisor(tmp_path: Path) -> None:
     process = supervised("while true; do sleep 0.1; done", str(tmp_path))
     await_processes(str(tmp_path), 2)

@@ -9,6 +9,7 @@ accumulation   the loss does not take into account how many micro-batches are ac
 learning rate  rank 1 steps with half the learning rate
 """
 
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -66,8 +67,10 @@ def ignored_accumulation():
     right = data_iterators.weighted
 
     def unscaled(micro_batches, accumulated, group, **options):
+        numbers, accumulated = itertools.tee(accumulated)
+        number = next(numbers)  # the same in every iteration
         for tokens, (labels, weights, *others) in right(micro_batches, accumulated, group, **options):
-            yield data_iterators.Batch(tokens, (labels, weights / accumulated, *others))
+            yield data_iterators.Batch(tokens, (labels, weights / number, *others))
 
     data_iterators.weighted = unscaled
 
@@ -78,7 +81,7 @@ def wrong_learning_rate():
     from megatron.training import learning_rates
 
     right = learning_rates.Schedule.learning_rate
-    learning_rates.Schedule.learning_rate = lambda self, iteration: right(self, iteration) / 2
+    learning_rates.Schedule.learning_rate = lambda self, *positions: right(self, *positions) / 2
 
 
 FAULTS = {

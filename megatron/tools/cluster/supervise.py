@@ -49,15 +49,18 @@ def supervise(command: Sequence[str], environ: Mapping[str, str]) -> LauncherExi
     _inherit_orphans()
     forwarded: list[int] = []
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        launcher = subprocess.Popen(
-            list(command), env={**environ, EXIT_CODE_FOLDER: folder}, start_new_session=True, preexec_fn=die_with_parent
-        )
+        # No signal is lost between the start of the launcher and the handlers that forward signals to it.
+        earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+        try:
+            launcher = _start(command, {**environ, EXIT_CODE_FOLDER: folder}, earlier_mask)
 
-        def forward(number: int, _: FrameType | None) -> None:
-            forwarded.append(number)
-            launcher.send_signal(number)
+            def forward(number: int, _: FrameType | None) -> None:
+                forwarded.append(number)
+                launcher.send_signal(number)
 
-        earlier = {number: signal.signal(number, forward) for number in FORWARDED}
+            earlier = {number: signal.signal(number, forward) for number in FORWARDED}
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
         try:
             code = launcher.wait()
         finally:
@@ -67,6 +70,14 @@ def supervise(command: Sequence[str], environ: Mapping[str, str]) -> LauncherExi
         exit_codes = {file.name: file.read_text() for file in sorted(Path(folder).iterdir())}
     code = 128 - code if code < 0 else code or _code_of_ranks(exit_codes)
     return LauncherExit(code, by_signal=bool(forwarded))
+
+
+def _start(command: Sequence[str], environ: Mapping[str, str], signal_mask: set[int]) -> subprocess.Popen:
+    def prepare() -> None:
+        die_with_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+
+    return subprocess.Popen(list(command), env=environ, start_new_session=True, preexec_fn=prepare)
 
 
 def _code_of_ranks(exit_codes: Mapping[str, str]) -> int:
