@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from support.emulated_cuda import EmulatedCuda  # noqa: E402
 from support.programs import Programs  # noqa: E402
 from support.ranks import RankPools  # noqa: E402
 from support.training import RankTraining, pretrain_bert  # noqa: E402
@@ -57,3 +58,11 @@ def train_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
 def train_bert_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
     """The same with BERT, and a corpus of sentences."""
     return RankTraining(_rank_pools.run_once, programs.sentence_arguments, pretrain_bert)
+
+
+@pytest.fixture(scope="session")
+def emulated_cuda(programs: Programs) -> Iterator[EmulatedCuda]:
+    """Start the project's programs on CUDA devices that are emulated in host memory."""
+    emulated = EmulatedCuda(programs)
+    yield emulated
+    emulated.close()

@@ -124,13 +124,21 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     engine.lr_scheduler.apply()
     if config.finetune:
         return Loaded(0, tuple(remarks))
-    if not config.no_load_rng:
-        if has_same_ranks(saved, run):
-            restore_random_states(read_checked_file(rng_file(saved.path, dist.get_rank())))
-        else:
-            model_parallel_manual_seed(run.train.seed, layout, iteration=saved.iteration)
-            remarks.append("the ranks differ: random streams restart from --seed and the iteration")
+    if not config.no_load_rng and (reason := _restore_random_streams(run, saved)) is not None:
+        model_parallel_manual_seed(run.train.seed, layout, iteration=saved.iteration)
+        remarks.append(f"{reason}: random streams restart from --seed and the iteration")
     return Loaded(saved.iteration, tuple(remarks))
+
+
+def _restore_random_streams(run: RunConfig, saved: SavedRun) -> str | None:
+    """Continue the random streams of ``saved``, or return why they cannot continue."""
+    if not has_same_ranks(saved, run):
+        return "the ranks differ"
+    states = read_checked_file(rng_file(saved.path, dist.get_rank()))
+    if states["cuda_rng_state"].shape != get_accelerator().get_rng_state().shape:
+        return "saved on another kind of device"
+    restore_random_states(states)
+    return None
 
 
 def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> str:

@@ -95,7 +95,13 @@ def _copy_state(master: "MasterWeight", state: State, optimizer: torch.optim.Opt
             for group in optimizer.param_groups:
                 group["step"] = int(value)
         else:
-            moments["step"] = torch.tensor(float(value)) if package == "torch" else int(value)
+            moments["step"] = _torch_step(value, tensor, optimizer) if package == "torch" else int(value)
+
+
+def _torch_step(value: Any, tensor: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+    """The number of updates as torch's optimizers have it: fused kernels read it on the device of the weights."""
+    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+    return torch.tensor(float(value), device=tensor.device if on_device else "cpu")
 
 
 def _restore_loss_scale(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:

@@ -27,14 +27,14 @@ _LOOKS = 0.2
 def start(words: Words, environ: Mapping[str, str], folder: Path, log: Path) -> BaseProcess:
     """``python WORDS`` in ``folder`` with this environment; its output goes to the end of ``log``."""
     words = [str(word) for word in words]
-    process = fork_server().Process(target=_be, args=(words, dict(environ), str(folder), str(log)))
+    process = fork_server().Process(target=be, args=(words, dict(environ), str(folder), str(log)))
     process.start()
     return process
 
 
 def start_ranks(processes: int, words: Words, environ: Mapping[str, str], folder: Path, log: Path) -> list[BaseProcess]:
     """The same on so many ranks, each for itself."""
-    return [start(words, place, folder, log) for place in _places(processes, environ)]
+    return [start(words, place, folder, log) for place in places(processes, environ)]
 
 
 def launch_ranks(processes: int, words: Words, environ: Mapping[str, str], folder: Path, log: Path) -> BaseProcess:
@@ -43,12 +43,12 @@ def launch_ranks(processes: int, words: Words, environ: Mapping[str, str], folde
     It ends no rank when another has failed: they notice.
     """
     words = [str(word) for word in words]
-    process = fork_server().Process(target=_launch, args=(_places(processes, environ), words, str(folder), str(log)))
+    process = fork_server().Process(target=launch, args=(places(processes, environ), words, str(folder), str(log)))
     process.start()
     return process
 
 
-def _places(processes: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
+def places(processes: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """The environment of each rank."""
     shared = {**environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -71,8 +71,9 @@ def exit_code(ranks: Sequence[BaseProcess], time_limit: float) -> int | None:
     return None if running else next(iter(failures), 0)
 
 
-def _launch(places: list[dict[str, str]], words: list[str], folder: str, log: str) -> NoReturn:
-    running = {_fork_rank(place, words, folder, log) for place in places}
+def launch(ranks: list[dict[str, str]], words: list[str], folder: str, log: str) -> NoReturn:
+    """Become the launcher of a program, whose ranks have these environments."""
+    running = {_fork_rank(place, words, folder, log) for place in ranks}
     code = 0
     while running:
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid
@@ -88,12 +89,12 @@ def _fork_rank(place: dict[str, str], words: list[str], folder: str, log: str) -
         return process
     try:
         die_with_parent()
-        _be(words, place, folder, log)
+        be(words, place, folder, log)
     finally:
         os._exit(1)  # a rank leaves by itself, with a code of its own
 
 
-def _be(words: list[str], environ: dict[str, str], folder: str, log: str) -> None:
+def be(words: list[str], environ: dict[str, str], folder: str, log: str) -> None:
     """Become the program."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(output, 1)

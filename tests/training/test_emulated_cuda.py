@@ -1,0 +1,128 @@
+"""The code paths of a GPU, on a CUDA device emulated in host memory: real numbers, DeepSpeed's CUDA accelerator.
+
+Not shown here: NCCL, kernels of a GPU, streams that overlap, speed. See docs/gpu-status.md.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from support.emulated_cuda import EmulatedCuda
+from support.programs import Finished, Programs, read_metrics
+
+ITERATIONS, SAVED = 4, 2
+SETTINGS = (
+    f"--train-iters {ITERATIONS} --batch-size 2 --global-batch-size 4 --eval-iters 0 --save-interval {SAVED}"
+    " --make-vocab-size-divisible-by 2"
+).split()
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0".split()
+BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
+"""Relative differences of losses from fp32 on the CPU, which the rounding explains."""
+LAYOUTS = {
+    "one process": (1, ""),
+    "bf16, ZeRO 2": (2, "--bf16 --zero-stage 2"),
+    "fp16, ZeRO 3": (2, "--fp16 --zero-stage 3"),
+    "bf16, PP 2, ZeRO 1": (2, "--bf16 --pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations"),
+    "fp16, TP 2, sequence parallel": (2, "--fp16 --model-parallel-size 2 --sequence-parallel --zero-stage 1"),
+}
+RESUMED = {
+    "on the same layout": ("fp16, TP 2, sequence parallel", "fp16, TP 2, sequence parallel"),
+    "with ZeRO 3": ("fp16, TP 2, sequence parallel", "fp16, ZeRO 3"),
+    "on a pipeline": ("one process", "bf16, PP 2, ZeRO 1"),
+}
+
+
+class Runs:
+    """Runs without dropout in one folder, each with its checkpoints and metrics under its name."""
+
+    def __init__(self, programs: Programs, emulated_cuda: EmulatedCuda, folder: Path):
+        self._programs, self._cuda, self._folder = programs, emulated_cuda, folder
+
+    def losses(self, layout: str) -> list[float]:
+        """Losses of an uninterrupted run on emulated GPUs; of one process on the CPU if the layout is ``cpu``."""
+        metrics = self._folder / layout / "metrics"
+        if not metrics.exists():
+            words = (*SETTINGS, *NO_DROPOUT, "--save", metrics.parent, "--metrics-file", metrics)
+            processes, flags = LAYOUTS.get(layout, (1, ""))
+            start = self._programs if layout == "cpu" else self._cuda
+            start.pretrain(processes, *words, *flags.split()).ok()
+        return losses(metrics)
+
+    def checkpoint(self, layout: str, folder: Path) -> Path:
+        """A copy of what that run saved halfway."""
+        self.losses(layout)
+        tag = f"global_step{SAVED}"
+        shutil.copytree(self._folder / layout / tag, folder / tag)
+        (folder / "latest").write_text(tag)
+        return folder
+
+
+@pytest.fixture(scope="module")
+def runs(programs: Programs, emulated_cuda: EmulatedCuda, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(programs, emulated_cuda, tmp_path_factory.mktemp("emulated"))
+
+
+def losses(metrics: Path) -> list[float]:
+    return [line["lm_loss"] for line in read_metrics(metrics) if "lm_loss" in line]
+
+
+def bound(layout: str) -> float:
+    return BOUNDS.get(layout[:4], BOUNDS["fp32"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_has_the_losses_of_the_cpu(runs: Runs, layout: str) -> None:
+    assert runs.losses(layout) == pytest.approx(runs.losses("cpu"), rel=bound(layout))
+
+
+@pytest.mark.parametrize(("source", "target"), RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_continues(runs: Runs, emulated_cuda: EmulatedCuda, tmp_path, source: str, target: str) -> None:
+    """On another layout the count of updates has to be on the GPU, where torch's fused AdamW reads it."""
+    processes, flags = LAYOUTS[target]
+    found = tmp_path / "metrics"
+    folders = ("--load", runs.checkpoint(source, tmp_path / "saved"), "--metrics-file", found)
+    emulated_cuda.pretrain(processes, *SETTINGS, *NO_DROPOUT, *flags.split(), *folders).ok()
+    assert losses(found) == pytest.approx(runs.losses(source)[SAVED:], rel=0 if source == target else bound(target))
+
+
+def test_random_streams_of_the_gpu_continue(emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+    """With dropout, stopping and resuming equals not stopping, to the last bit."""
+    save = ("--save", tmp_path / "ck", "--load", tmp_path / "ck", "--metrics-file", tmp_path / "parts")
+    emulated_cuda.pretrain(1, *SETTINGS, "--metrics-file", tmp_path / "whole").ok()
+    emulated_cuda.pretrain(1, *SETTINGS, *save, "--exit-interval", str(SAVED)).ok()
+    emulated_cuda.pretrain(1, *SETTINGS, *save).ok()
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("source", "target"), [("cpu", "gpu"), ("gpu", "cpu")])
+def test_resuming_on_the_other_kind_of_device(
+    runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path, source: str, target: str
+) -> None:
+    """On the same layout: weights and moments continue; random states of another length do not, and a line says so."""
+    start: Programs | EmulatedCuda = emulated_cuda if target == "gpu" else programs
+    checkpoint = runs.checkpoint("cpu" if source == "cpu" else "one process", tmp_path / "saved")
+    folders = ("--load", checkpoint, "--metrics-file", tmp_path / "metrics")
+    finished = start.pretrain(1, *SETTINGS, *NO_DROPOUT, *folders).ok()
+    line = "> saved on another kind of device: random streams restart from --seed and the iteration"
+    assert line in finished.output.splitlines()
+    assert losses(tmp_path / "metrics") == pytest.approx(runs.losses("cpu")[SAVED:], rel=BOUNDS["fp32"])
+
+
+def test_out_of_memory_names_what_would_fit(emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+    words = (*SETTINGS, "--global-batch-size", "64", "--batch-size", "64", "--save", tmp_path)
+    finished: Finished = emulated_cuda.pretrain(1, *words, EMULATED_CUDA_MEMORY=str(12_000_000))
+    assert finished.returncode == 7, finished.output[-3000:]
+    assert "Traceback" not in finished.output
+    pattern = r"error: rank 0: out of memory in training, iteration 1: .* GB were requested.*; --\S.* would take \S+ GB"
+    assert re.search(pattern, finished.output), finished.output[-3000:]
+    assert (tmp_path / "memory-rank0.pickle").exists(), "torch's snapshot, which only CUDA has"
+
+
+def test_generation(runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+    """The same tokens on the GPU as on the CPU, from a checkpoint of two tensor-parallel GPUs."""
+    checkpoint = runs.checkpoint("fp16, TP 2, sequence parallel", tmp_path / "saved")
+    words = ("tools/generate.py", "--load", checkpoint, "--prompt", "w1 w2 w3", "--greedy", "--new-tokens", "8")
+    on_gpu, on_cpu = emulated_cuda.run(1, *words).ok(), programs.warm(1, *words).ok()
+    assert on_gpu.output.splitlines()[-1] == on_cpu.output.splitlines()[-1]
+    assert "w1 w2 w3" in on_gpu.output
