@@ -13,8 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 answers = os.dup(1)
 os.dup2(2, 1)  # nothing else is an answer
 
+import torch  # noqa: E402
 from support import preload  # noqa: E402, F401
 from support.warm import be, launch, places  # noqa: E402
+
+# A fork leaves torch's thread pool to be replaced by the next use, which may not be the threads of several devices.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 def program(processes: int, words: list[str], environ: dict[str, str], folder: str, log: str) -> None:
