@@ -1,6 +1,7 @@
 """What this rank is doing: set by the training loop, read by the threads of watchdog and rank failure monitor."""
 
 import linecache
+import re
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from megatron.parallel.pipeline.schedule import Instruction
 
@@ -23,7 +25,7 @@ class Position(NamedTuple):
 
     text: str
     in_collective: bool
-    """Whether it waits in a collective, and so for other ranks."""
+    """Whether it waits in a collective, or for a device whose queue may contain one, and so for other ranks."""
 
 
 class ProgressState:
@@ -59,9 +61,26 @@ class ProgressState:
         # On a GPU the backward pass and its collectives run in a thread of autograd's.
         threads = [frames.pop(main), *frames.values()]
         collective = next((text for frame in threads if (text := _collective(frame, groups))), None)
-        call = collective or _line(threads[0])
+        waits = collective is None and _synchronizes(threads[0])
+        call = collective or ("waiting for the device " if waits else "") + _line(threads[0])
         parts = [f"{self.phase or 'outside of training'}, iteration {self.iteration}", self._instruction, call]
-        return Position(", ".join(part for part in parts if part), collective is not None)
+        return Position(", ".join(part for part in parts if part), collective is not None or waits)
+
+
+_SYNCHRONIZES = re.compile(r"\.(item|tolist|cpu|numpy|synchronize|nonzero|is_nonzero)\(|\b(float|int|bool)\(|\.to\(")
+"""Calls that wait until a device has computed a result: all others return before that."""
+
+
+def _synchronizes(innermost: FrameType) -> bool:
+    """Whether a thread may be waiting for its device in a function without a frame of its own.
+
+    On a GPU collectives are queued: a rank whose collective waits for other ranks stops where it next reads a result.
+    On the CPU nothing is.
+    """
+    if get_accelerator().device_name() == "cpu":
+        return False
+    line = linecache.getline(innermost.f_code.co_filename, innermost.f_lineno)
+    return _SYNCHRONIZES.search(line) is not None
 
 
 def _collective(innermost: FrameType, groups: dict[tuple[int, ...], str]) -> str | None:

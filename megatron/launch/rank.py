@@ -12,6 +12,7 @@ from typing import NoReturn
 from megatron.config.environment import check_place, local_rank
 from megatron.config.environment import rank as rank_of
 from megatron.config.errors import ConfigError, LaunchError, UserError
+from megatron.launch.backend_errors import failure_of_nccl, is_connection_lost, is_timeout
 from megatron.launch.files import restrict_new_files
 from megatron.launch.processes import exit_with_launcher
 from megatron.launch.screen import ignore_lost_output
@@ -77,6 +78,10 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
         if is_connection_lost(error):
             print_error(f"rank {rank}: another rank failed first")
             return LaunchError.exit_code
+        reason = "a collective did not end within --distributed-timeout-minutes" if is_timeout(error) else None
+        if (reason := reason or failure_of_nccl(error)) is not None:
+            print_error(f"rank {rank}: {reason}")
+            return LaunchError.exit_code
         print(f"{_program()}: rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
         return 1
@@ -112,13 +117,6 @@ def print_warning(message: str) -> None:
 
 def _program() -> str:
     return Path(sys.argv[0]).name
-
-
-def is_connection_lost(error: Exception) -> bool:
-    """Whether ``error`` is gloo's about a rank that has ended, whose own message names the cause."""
-    return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("Connection closed by peer", "Connection reset by peer")
-    )
 
 
 def _finalize_mpi() -> None:

@@ -23,9 +23,11 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron.config.errors import LaunchError
+from megatron.launch.backend_errors import exit_when_watchdog_fails, failure_of_nccl, is_connection_lost, is_timeout
 from megatron.launch.distributed import connect
+from megatron.launch.flight_recorder import recorded_file
 from megatron.launch.progress import ProgressState
-from megatron.launch.rank import is_connection_lost, print_error
+from megatron.launch.rank import print_error
 
 _FAILURE = "failure"
 """Key of the store: set when a rank has failed, or with ``_FINISHED`` when all have reached the end."""
@@ -44,12 +46,13 @@ def rank_failure_monitor(progress: ProgressState) -> Iterator[None]:
     """Inside the block, exit with code 6 once another rank has ended. Every rank enters, and all exit together.
 
     Raises:
-        LaunchError: in place of gloo's error about a rank that has ended or is late.
+        LaunchError: in place of the backend's error about a rank that has ended or is late, or of NCCL's own.
     """
     if dist.get_world_size() == 1:
         yield
         return
     monitor = _RankFailureMonitor(progress)
+    exit_when_watchdog_fails(lambda: _report_watchdog(progress))
     try:
         yield
         dist.barrier()
@@ -58,16 +61,26 @@ def rank_failure_monitor(progress: ProgressState) -> Iterator[None]:
     except Exception as error:
         if is_connection_lost(error):
             monitor.exit_after_failure()
-        if isinstance(error, RuntimeError) and "Timed out" in str(error):
+        if is_timeout(error):
             raise LaunchError(
                 f"in iteration {progress.iteration} another rank did not respond within --distributed-timeout-minutes; "
                 "--watchdog-minutes reports which, and where each rank is"
             ) from error
+        if (reason := failure_of_nccl(error)) is not None:
+            raise LaunchError(f"in iteration {progress.iteration} {reason}") from error
         with suppress(RuntimeError):
             monitor.store.set(f"{_REPORTED}/{dist.get_rank()}", "")
         raise
     finally:
         monitor.is_over = True
+
+
+def _report_watchdog(progress: ProgressState) -> None:
+    """Print that torch's NCCL watchdog ends this rank. The backend has printed the collective and the cause."""
+    file = recorded_file(os.environ, dist.get_rank())
+    recorded = f"; the last collectives are in {file}" if file else ""
+    where = f"rank {dist.get_rank()}: in iteration {progress.iteration}"
+    print_error(f"{where} NCCL failed or a collective timed out, as printed above{recorded}")
 
 
 class _RankFailureMonitor:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +24,7 @@ from megatron.config import RunConfig
 from megatron.config.errors import LaunchError
 from megatron.launch.distributed import connect
 from megatron.launch.files import file_mode, folder_mode
+from megatron.launch.flight_recorder import PREFIX, recorded_file, write_recorded
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank import print_error
 from megatron.parallel.layout import ParallelLayout
@@ -119,13 +120,15 @@ class _Watchdog:
             try:
                 self._store.set(_ALARM, "")
                 self._report()
+                threading.Thread(target=self._write_collectives, name="flight recorder", daemon=True).start()
                 time.sleep(_SETTLE)
                 keys = [f"hang/{rank}" for rank in range(self._size)]
                 reports = [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
             except RuntimeError:
                 self._exit_without_store()
             if self._rank == next(rank for rank, report in enumerate(reports) if report and report["alarmed"]):
-                for line in describe_hang(reports, self._flag, self._file.parent):
+                recorded = recorded_file(os.environ, self._rank)
+                for line in describe_hang(reports, self._flag, self._file.parent, recorded and recorded.parent):
                     print_error(line)
             else:
                 time.sleep(_SETTLE)  # the launcher ends all ranks with the first that exits
@@ -144,6 +147,11 @@ class _Watchdog:
         except OSError as error:
             print_error(f"rank {self._rank}: {self._file} cannot be written: {error.strerror}")
 
+    def _write_collectives(self) -> None:
+        """The last collectives of this rank. In a thread of its own: the device's library may hang, too."""
+        with suppress(OSError, RuntimeError):
+            write_recorded(os.environ, self._rank)
+
     def _exit_without_store(self) -> NoReturn:
         text = self._progress.position(self._groups).text
         print_error(
@@ -157,10 +165,11 @@ class _Watchdog:
         os._exit(LaunchError.exit_code)
 
 
-def describe_hang(reports: list[dict | None], flag: str, folder: Path) -> list[str]:
+def describe_hang(reports: list[dict | None], flag: str, folder: Path, recorded: Path | None = None) -> list[str]:
     """Which ranks are hung, from the last report of each rank (None: none yet), and where the others are.
 
-    Hung are the ranks that do not respond; if all do, those outside of collectives in the earliest phase.
+    Hung are the ranks that do not respond; if all do, those in the earliest phase that do not wait, in a collective or
+    for their device. ``recorded`` is the folder with the ranks' last collectives.
     """
     silent = [rank for rank, report in enumerate(reports) if not (report and report["alarmed"])]
     earliest = min(report["phases_entered"] for report in reports if report)
@@ -168,6 +177,8 @@ def describe_hang(reports: list[dict | None], flag: str, folder: Path) -> list[s
     busy = [rank for rank in last if (report := reports[rank]) and not report["in_collective"]]
     hung = silent or (last if len(last) < len(reports) and not busy else busy)
     limit = f"an iteration, a save or an evaluation takes longer than {flag}; stacks are in {folder}/hang-rank*.txt"
+    if recorded is not None:
+        limit += f", and the last collectives in {recorded}: torchfrtrace --prefix {PREFIX} {recorded}"
     others = [f"rank {rank}: {_position(report)}" for rank, report in enumerate(reports) if rank not in hung]
     others[_SHOWN:] = [f"and {len(others) - _SHOWN} more ranks"] if len(others) > _SHOWN else []
     causes = [

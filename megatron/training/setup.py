@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from megatron.config import RunConfig
 from megatron.config.summary import describe_config, describe_stages
 from megatron.launch.distributed import distributed
 from megatron.launch.extensions import build_extensions, check_device
+from megatron.launch.flight_recorder import record_into
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank_failure import rank_failure_monitor
 from megatron.launch.watchdog import hang_watchdog
@@ -36,6 +39,7 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
     """
     check_device(run.parallel.device, run.parallel.local_rank or 0)
     build_extensions(run)
+    record_into(os.environ, Path(run.checkpoint.save or "."))
     progress = ProgressState()
     with (
         distributed(run.parallel, verbose=run.logging.verbose) as layout,

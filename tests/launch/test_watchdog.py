@@ -1,5 +1,6 @@
 """A hung rank: the others exit and name it, and the next start resumes exactly."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ def test_a_stopped_rank_is_named_and_the_run_resumes(programs, train_in_ranks, t
     assert ranks.output.splitlines()[-1].endswith(cause)
     written = (tmp_path / "ck" / "hang-rank0.txt").read_text()
     assert "SendActivation of micro-batch 1, in send to rank 1" in written and " in train_batch\n" in written
+    assert limit.endswith(f"torchfrtrace --prefix flight-recorder-rank {tmp_path / 'ck'}")
+    recorded = pickle.loads((tmp_path / "ck" / "flight-recorder-rank0").read_bytes())
+    assert recorded["entries"] and recorded["pg_config"]
     train_in_ranks(2, *words)
     assert _losses(tmp_path / "metrics") == whole
 

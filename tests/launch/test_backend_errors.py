@@ -1,0 +1,163 @@
+"""What is made of the errors of gloo and NCCL, in the words in which users have reported them."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from support.hosts import ROOT
+from torch.distributed import DistBackendError, DistNetworkError
+
+from megatron.launch import progress as progress_module
+from megatron.launch.backend_errors import failure_of_nccl, is_connection_lost, is_timeout
+from megatron.launch.flight_recorder import record_into, recorded_file
+from megatron.launch.progress import ProgressState
+from megatron.launch.rank import run_rank
+
+REMOTE = DistBackendError(
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process exited or there was a "
+    "network error, NCCL version 2.21.5\nncclRemoteError: A call failed possibly due to a network error or a remote "
+    "process exiting prematurely.\nLast error:\nsocketProgressOpt: Call to recv from 172.17.0.2<33759> failed : "
+    "Connection reset by peer"
+)
+INTERNAL = DistBackendError(
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1970, internal error - please report "
+    "this issue to the NCCL developers, NCCL version 2.14.3\nncclInternalError: Internal check failed.\nLast error:\n"
+    "Net : Connection closed by remote peer a100-st-p4d24xlarge-22<47861>"
+)
+SYSTEM = DistBackendError(
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, unhandled system error (run with "
+    "NCCL_DEBUG=INFO for details), NCCL version 2.27.5\nncclSystemError: System call (e.g. socket, malloc) or external "
+    "library call failed or device error. \nLast error:\nError while creating shared memory segment "
+    "/dev/shm/nccl-8NGZjX (size 9637888), error: No space left on device (28)"
+)
+TIMEOUT = DistBackendError(
+    "[PG ID 0 PG GUID 0(default_pg) Rank 3] Process group watchdog thread terminated with exception: [Rank 3] Watchdog "
+    "caught collective operation timeout: WorkNCCL(SeqNum=4, OpType=BROADCAST, NumelIn=112, NumelOut=112, "
+    "Timeout(ms)=1800000) ran for 1800011 milliseconds before timing out."
+)
+ABORTED = DistBackendError(f"NCCL communicator was aborted on rank 3. Original reason for failure was: {TIMEOUT}")
+STORE = DistBackendError(
+    "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by "
+    "store->get('0'), but store->get('0') got error: wait timeout after 600000ms, keys: /default_pg/0//cuda//0"
+)
+CLOSED = DistNetworkError(
+    "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
+)
+GLOO_LOST = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]")
+GLOO_LATE = RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 10000ms for recv operation")
+OWN = RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("error", "lost", "late", "of_nccl"),
+    [
+        (REMOTE, True, False, "Connection reset by peer"),
+        (INTERNAL, True, False, "Connection closed by remote peer"),
+        (SYSTEM, False, False, "Error while creating shared memory segment"),
+        (TIMEOUT, False, True, None),
+        (ABORTED, False, True, None),
+        (STORE, False, True, None),
+        (CLOSED, True, False, None),
+        (GLOO_LOST, True, False, None),
+        (GLOO_LATE, False, True, None),
+        *((error, False, False, None) for error in OWN),
+    ],
+)
+def test_an_error_of_the_backend_is_understood(error, lost: bool, late: bool, of_nccl: str | None) -> None:
+    assert (is_connection_lost(error), is_timeout(error)) == (lost, late)
+    reason = failure_of_nccl(error)
+    assert reason is None if of_nccl is None else of_nccl in reason and "\n" not in reason
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last"),
+    [
+        (REMOTE, 6, "rank 0: another rank failed first"),
+        (SYSTEM, 6, "No space left on device (28); NCCL_DEBUG=INFO shows what it did before"),
+        (STORE, 6, "rank 0: a collective did not end within --distributed-timeout-minutes"),
+        (OWN[0], 1, "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    ],
+)
+def test_the_exit_code_of_an_error_at_the_start(monkeypatch, capsys, error, code: int, last: str) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr("megatron.launch.rank.exit_with_launcher", lambda _: None)
+    monkeypatch.setattr("faulthandler.enable", lambda: None)
+
+    def main() -> int:
+        raise error
+
+    run_rank(main)
+    assert ended == [code]
+    assert capsys.readouterr().err.splitlines()[-1].endswith(last)
+
+
+WATCHDOG = """
+#include <stdexcept>
+#include <thread>
+namespace c10 { struct DistBackendError : std::runtime_error { using std::runtime_error::runtime_error; }; }
+extern "C" void watchdog() { std::thread([] { throw c10::DistBackendError("Watchdog caught"); }).join(); }
+extern "C" void another() { std::thread([] { throw std::runtime_error("another"); }).join(); }
+"""
+PROGRAM = """
+import ctypes, sys
+sys.path.insert(0, sys.argv[1])
+from megatron.launch.backend_errors import exit_when_watchdog_fails
+exit_when_watchdog_fails(lambda: print("the watchdog", flush=True))
+getattr(ctypes.CDLL(sys.argv[2]), sys.argv[3])()
+"""
+
+
+def test_the_abort_of_nccls_watchdog_is_exit_code_6(tmp_path: Path) -> None:
+    """And any other exception of C++ still ends the process by SIGABRT."""
+    (tmp_path / "watchdog.cpp").write_text(WATCHDOG)
+    library = tmp_path / "watchdog.so"
+    subprocess.run(["g++", "-shared", "-fPIC", tmp_path / "watchdog.cpp", "-o", library, "-pthread"], check=True)
+    ended = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM, ROOT, library, name], capture_output=True, text=True, check=False
+        )
+        for name in ("watchdog", "another")
+    ]
+    assert [(process.returncode, process.stdout) for process in ended] == [(6, "the watchdog\n"), (-6, "")]
+    assert "another" in ended[1].stderr
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cuda", True), ("cpu", False)])
+def test_a_rank_that_waits_for_its_device_does_not_count_as_hung(monkeypatch, device: str, waits: bool) -> None:
+    """Where a GPU's queue holds a collective that waits for others, the host stops in a synchronization."""
+    accelerator = CUDA_Accelerator()
+    monkeypatch.setattr(accelerator, "device_name", lambda *_: device)
+    monkeypatch.setattr(progress_module, "get_accelerator", lambda: accelerator)
+    lock = threading.Lock()
+    loss = SimpleNamespace(item=lock.acquire)
+
+    def read_loss() -> None:
+        loss.item()
+
+    lock.acquire()
+    reader = threading.Thread(target=read_loss)
+    reader.start()
+    time.sleep(0.1)
+    monkeypatch.setattr("threading.main_thread", lambda: reader)
+    position = ProgressState().position({})
+    lock.release()
+    assert position.in_collective is waits
+    assert ("waiting for the device at " in position.text) is waits and "(read_loss)" in position.text
+
+
+def test_torch_writes_its_flight_recorder_beside_the_checkpoints(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    record_into(environ, tmp_path)
+    assert environ == {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight-recorder-rank"}
+    assert recorded_file(environ, 3) is None
+    (tmp_path / "flight-recorder-rank3").touch()
+    assert recorded_file(environ, 3) == tmp_path / "flight-recorder-rank3"
+    own = {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/elsewhere/"}
+    record_into(own, tmp_path)
+    assert own == {"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/elsewhere/"}
