@@ -84,7 +84,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
             resumed = None if run.checkpoint.finetune else saved
             checkpointer = Checkpointer(engine, run, log.info, resumed.history if resumed else (), lock)
             loaded = load_checkpoint(engine, run, layout, saved) if saved else FRESH
-        log_start(run, layout, engine.module, saved, loaded, log)
+        log_start(run, layout, engine, saved, loaded, log)
 
         trainer = Trainer(
             run=run,

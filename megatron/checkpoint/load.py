@@ -14,6 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
 from megatron.checkpoint.manifest import check_content, read_manifest
+from megatron.checkpoint.optimizer_state import optimizer_name
 from megatron.checkpoint.reshard import load_progress, load_weights_and_optimizer
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import check_harmless, read_checked_file
@@ -106,6 +107,9 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     """
     config, groups = run.checkpoint, [dict(group) for group in engine.optimizer.param_groups]
     remarks = [f"--override: {line}" for line in overridden_settings(saved, run)]
+    optimizer, used = optimizer_name(engine.basic_optimizer), saved.description.get("optimizer")
+    if used not in (None, optimizer) and not (config.finetune or config.no_load_optim):
+        remarks.append(f"the optimizer is {optimizer}: its state is converted from that of {used}")
     if loads_directly(saved, run):
         # Each rank reads the files that it would write itself.
         engine.load_checkpoint(

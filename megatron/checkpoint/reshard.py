@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from megatron.checkpoint.optimizer_state import set_step
 from megatron.checkpoint.parameter_state import WEIGHT, State
 from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.universal import OPTIMIZER_FILE, SHARED_FILE, read_state
@@ -86,22 +87,12 @@ def _copy_state(master: "MasterWeight", state: State, optimizer: torch.optim.Opt
     """Write this rank's part of a parameter's state into the optimizer."""
     tensor, start, begin, length = master
     moments = optimizer.state[tensor]
-    package = type(optimizer).__module__.split(".")[0]
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim():
             target = tensor if key == WEIGHT else moments.setdefault(key, torch.zeros_like(tensor))
             target.data.view(-1)[start : start + length].copy_(value.flatten()[begin : begin + length])
-        elif package == "apex":  # each optimizer counts the updates in a form of its own
-            for group in optimizer.param_groups:
-                group["step"] = int(value)
         else:
-            moments["step"] = _torch_step(value, tensor, optimizer) if package == "torch" else int(value)
-
-
-def _torch_step(value: Any, tensor: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    """The number of updates as torch's optimizers have it: fused kernels read it on the device of the weights."""
-    on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-    return torch.tensor(float(value), device=tensor.device if on_device else "cpu")
+            set_step(optimizer, tensor, float(value))
 
 
 def _restore_loss_scale(engine: DeepSpeedEngine, saved: dict[str, Any]) -> None:

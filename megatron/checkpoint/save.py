@@ -29,6 +29,7 @@ from megatron.checkpoint.files import check_disk_space, disk_errors, make_folder
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.optimizer_state import optimizer_name
 from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.saved_run import describe
 from megatron.checkpoint.tensor_files import read_checked_file, write_file
@@ -211,6 +212,7 @@ class Checkpointer:
 
         on_rank_0(begin)
         description = describe(self._run, iteration, skipped_samples, self._history)
+        description["optimizer"] = optimizer_name(self._engine.basic_optimizer)
         files = self._collect_state(description, path)
         size = sum(on_all_ranks(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files)))
         on_rank_0(lambda: check_disk_space(folder, f"--save {folder}: {what}", size))

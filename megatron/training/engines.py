@@ -12,6 +12,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
+from megatron.checkpoint.optimizer_state import accept_any_adam
 from megatron.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from megatron.data.loader import Batch
 from megatron.model.architectures import architecture_of
@@ -70,6 +71,7 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
         lr_scheduler=partial(annealing_lr, optim=run.optim, train=run.train, override=run.checkpoint.override),
         mpu=None if run.parallel.uses_pipeline else layout,  # the pipeline engine makes its own
     )
+    accept_any_adam(engine.basic_optimizer)
     skip_reduction_of_one_rank(engine, layout.get_sequence_data_parallel_group().size())
     reduce_fp32_sums_of_tied_weights(engine)
     start_backward_timers_once(engine)
@@ -236,11 +238,19 @@ def _mean_over_ranks(losses: list[Tensor], engine: DeepSpeedEngine) -> Tensor:
 
 
 def _apex_adam(run: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-    """apex's fused Adam if it is requested and its state stays on the device; else None for DeepSpeed's."""
-    if not uses_apex(run.model.fused_kernels) or run.zero.offloads_optimizer or "optimizer" not in run.ds_config:
+    """apex's fused Adam if the optimizer is Adam, apex is requested and the state stays on the device.
+
+    None for the optimizer of the JSON, which DeepSpeed makes: SGD, or Adam with a setting that apex does not have.
+    """
+    optimizer = run.ds_config.get("optimizer", {})
+    kind, params = optimizer.get("type"), optimizer.get("params", {})
+    if not uses_apex(run.model.fused_kernels) or run.zero.offloads_optimizer:
+        return None
+    if kind not in ("Adam", "AdamW") or params.get("amsgrad"):
         return None
     from apex.optimizers import FusedAdam
 
-    names = ("lr", "betas", "eps", "weight_decay")
-    params = {name: value for name, value in run.ds_config["optimizer"]["params"].items() if name in names}
-    return FusedAdam(groups, **params)
+    names = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+    known = {name: value for name, value in params.items() if name in names}
+    # DeepSpeed's meaning: Adam decouples weight decay as well, unless adam_w_mode is false.
+    return FusedAdam(groups, adam_w_mode=kind == "AdamW" or params.get("adam_w_mode", True), **known)

@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from megatron.checkpoint.load import Loaded
+from megatron.checkpoint.optimizer_state import optimizer_name
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.config import RunConfig
 from megatron.config.summary import describe_config, describe_stages
@@ -22,6 +24,7 @@ from megatron.launch.flight_recorder import record_into
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank_failure import rank_failure_monitor
 from megatron.launch.watchdog import hang_watchdog
+from megatron.model.kernels import uses_apex
 from megatron.model.spec import architecture_of
 from megatron.parallel.deepspeed_compat import warn_if_untested_version
 from megatron.parallel.layout import ParallelLayout
@@ -71,13 +74,15 @@ def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Ca
 def log_start(
     run: RunConfig,
     layout: ParallelLayout,
-    module: nn.Module,
+    engine: DeepSpeedEngine,
     saved: SavedRun | None,
     loaded: Loaded,
     log: MetricsLogger,
 ) -> None:
-    """Log the number of parameters, the loaded checkpoint and the first iteration. Every rank must call it."""
-    log.info(_describe_model(module, layout))
+    """Log parameters, optimizer, the loaded checkpoint and the first iteration. Every rank must call it."""
+    log.info(_describe_model(engine.module, layout))
+    norm = "apex" if uses_apex(run.model.fused_kernels) else "torch"
+    log.info(f"> optimizer {optimizer_name(engine.basic_optimizer)}; layer norm of {norm}")
     for remark in loaded.remarks:
         log.info(f"> {remark}")
     if saved:

@@ -115,7 +115,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
                 loaded = load_checkpoint(engine, run, layout, saved)
             elif pretrained:
                 loaded = Loaded(0, (load_pretrained(engine, run, layout, pretrained),))
-        log_start(run, layout, engine.module, saved, loaded, log)
+        log_start(run, layout, engine, saved, loaded, log)
 
         trainer = EpochTrainer(
             task=task.data,
