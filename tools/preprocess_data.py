@@ -22,6 +22,9 @@ from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, text
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
 
+MOST_WORKERS = max(256, 4 * (os.cpu_count() or 1))
+"""Beyond a few for each core, more workers only take memory."""
+
 
 def main() -> None:
     """Parse the flags, tokenize, and print what was written."""
@@ -88,7 +91,7 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
             args.dataset_impl != "mmap",
             f"--dataset-impl {args.dataset_impl} is not supported: older formats cannot be read; use mmap",
         ),
-        (args.workers < 1, f"--workers {args.workers} must be 1 or more"),
+        (not 1 <= args.workers <= MOST_WORKERS, f"--workers {args.workers} must be from 1 to {MOST_WORKERS}"),
         (args.log_interval < 1, f"--log-interval {args.log_interval} must be 1 or more"),
     ]
 

@@ -59,7 +59,25 @@ def overridden_settings(saved: SavedRun, run: RunConfig) -> list[str]:
     lines = _differences(known, saved.description.get("settings", {}), saved.path)
     if run.optim.use_checkpoint_lr_scheduler or run.optim.override_lr_scheduler:
         return lines
-    return lines + _differences(schedule_of(run), saved.description.get("schedule", {}), saved.path)
+    return lines + _schedule_differences(saved, run)
+
+
+def _schedule_differences(saved: SavedRun, run: RunConfig) -> list[str]:
+    """The same for the schedule; a length that no flag gave is said to follow from another flag."""
+    optim, before = run.optim, saved.description.get("schedule", {})
+    unit = run.train.lr_unit.replace("iteration", "iter")
+    length = "samples" if run.train.train_samples is not None else "iters"
+    causes = {}
+    if optim.lr_decay_iters is None and optim.lr_decay_samples is None:
+        causes[f"--lr-decay-{unit}s"] = f"by default that of --train-{length}"
+    if optim.lr_warmup_iters is None and optim.lr_warmup_samples is None:
+        causes[f"--lr-warmup-{unit}s"] = "--warmup is a fraction of the decay"
+    lines = []
+    for name, value in schedule_of(run).items():
+        for line in _differences({name: value}, before, saved.path):
+            hint = f" ({causes[name]}; {name} {_shown(before[name])} keeps the old value)" if name in causes else ""
+            lines.append(line + hint)
+    return lines
 
 
 def check_compatible(saved: SavedRun, run: RunConfig) -> None:

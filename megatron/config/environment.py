@@ -79,6 +79,11 @@ def check_place(environ: Mapping[str, str]) -> None:
         )
     if number is not None and number >= size:
         raise ConfigError(f"the environment sets rank {number} of {size} processes, counted from 0: {_START}")
+    local, of_host = local_rank(environ), ranks_on_host(environ) or size
+    if local is not None and local >= of_host:
+        raise ConfigError(
+            f"the environment sets local rank {local} of {of_host} on this host, counted from 0: {_START}"
+        )
     # Under mpirun DeepSpeed gets the rest from MPI.
     if "RANK" in environ:
         missing = [variable for variable in _COMPANIONS_OF_RANK if variable not in environ]

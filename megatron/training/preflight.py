@@ -12,9 +12,9 @@ from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import resolve
 from megatron.config import RunConfig
 from megatron.config.data import MOCK_DATA, used_merges
-from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
+from megatron.config.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
 from megatron.config.model import padded_vocabulary
-from megatron.data.datasets import check_data
+from megatron.data.datasets import check_data, split_samples
 from megatron.model.architectures import architecture_of
 from megatron.tokenizer import read_vocabulary
 
@@ -37,6 +37,8 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     if run.checkpoint.save and not (run.logging.dry_run or run.logging.explain):
         folder = Path(run.checkpoint.save)
         _attempt(errors, CheckpointError, lambda: check_unlocked(folder))
+    if whole is not None and not errors:
+        _attempt(errors, ResourceError, lambda: _check_sizes(whole))
     if errors or whole is None:
         first = min(errors, key=lambda error: error.exit_code)
         raise type(first)([message for error in errors for message in error.messages])
@@ -87,6 +89,46 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     return replace(run, model=model, data=data)
 
 
+_BYTES_PER_SAMPLE = {False: 12, True: 8}
+"""Of the index maps, by ``masked_lm``; building them takes more."""
+_GB = 1e9
+
+
+def _check_sizes(run: RunConfig) -> None:
+    """Refuse what this host cannot hold, by lower bounds. Raises ResourceError with a line for each."""
+    architecture, train, model = architecture_of(run.model), run.train, run.model
+    if run.logging.dry_run or architecture.provider is not None:
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needs: list[tuple[str, float, str]] = []
+    if architecture.is_language_model and not run.data.mock_data:
+        samples = sum(
+            split_samples(
+                global_batch_size=train.global_batch_size,
+                train_iters=train.train_iters,
+                eval_interval=train.eval_interval,
+                eval_iters=train.eval_iters,
+                train_samples=train.train_samples,
+            ).values()
+        )
+        maps = samples * _BYTES_PER_SAMPLE[bool(architecture.masked_lm)]
+        needs.append((f"the index maps of {samples:,} samples", maps, "--train-iters, --eval-iters or the batch size"))
+    if run.parallel.device == "cpu" and not run.zero.uses_nvme:
+        size = 4 if run.precision.dtype == "fp32" else 2
+        states = train.micro_batch_size * run.data.seq_length * model.hidden_size * size
+        states //= run.parallel.model_parallel_size * run.parallel.ds_sequence_parallel_size
+        needs.append(("the hidden states of one layer", states, "--batch-size, --seq-length or --hidden-size"))
+        weights = size * sum(parameter.numel for parameter in architecture.named_parameters(model).values())
+        weights //= run.parallel.world_size if run.zero.zero_stage == 3 else run.parallel.replica_size
+        needs.append(("the weights of one rank", weights, "--num-layers or --hidden-size, or use more ranks"))
+    if problems := [
+        f"{what} take {size / _GB:,.0f} GB or more, and this host has {memory / _GB:,.0f} GB of memory: lower {flags}"
+        for what, size, flags in needs
+        if size > memory
+    ]:
+        raise ResourceError(problems)
+
+
 def _check_outputs(run: RunConfig) -> None:
     """Check that all outputs can be written, without writing. Raises ConfigError with one line for each problem."""
     folders = {
@@ -96,6 +138,10 @@ def _check_outputs(run: RunConfig) -> None:
         "--run-dir": run.observe.run_dir,
         "--data-cache-path": run.data.data_cache_path,
     }
+    for monitor in ("csv_monitor", "tensorboard"):
+        section = run.ds_config.get(monitor) or {}
+        if section.get("enabled") and section.get("output_path"):
+            folders[f"{monitor}.output_path"] = section["output_path"]
     if run.observe.profile_dir != run.observe.trace:
         folders["--profile-dir"] = run.observe.profile_dir
     folder_problems = {

@@ -32,7 +32,7 @@ from megatron.config.deepspeed_json.file import ConfigFile, read_config_file
 from megatron.config.environment import expected_device, local_rank, world_size
 from megatron.config.errors import ConfigError, nearest_multiples
 from megatron.config.fields import Provided
-from megatron.config.validation import value_problems, violations, warnings
+from megatron.config.validation import size_problems, value_problems, violations, warnings
 from megatron.config.validation.accelerate import accelerate_conflicts
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
@@ -87,6 +87,8 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
             raise ConfigError([*problems, *error.messages]) from None
         problems += file_problems
     provided, contradictions = _merge(flags, read_settings(file))
+    if oversized := size_problems(provided):
+        raise ConfigError([*problems, *contradictions, *oversized])
     run, unresolved = resolve_run(provided, environ, architecture)
     problems += contradictions + value_problems(provided, architecture) + unresolved
     problems += violations(run) + conflicts(run, file.tree, provided)

@@ -8,6 +8,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ _NO_REPORTS = 2**31 - 1
 _PARTITIONED = ("pipe_partitioned", "grad_partitioned")
 _UNTESTED_WITH_ZERO = ("Lamb", "SGD")
 """Optimizers that DeepSpeed runs under ZeRO with "zero_allow_untested_optimizer" only."""
+_MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
+"""Sections of DeepSpeed's monitors, and the package that each imports."""
 _NEED_GPU = ("Lamb", "Lion")
 """Optimizers that are CUDA kernels only, unless they are offloaded."""
 
@@ -198,6 +201,12 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
             f"wall_clock_breakdown true cannot be combined with --pipeline-schedule {run.parallel.pipeline_schedule}: "
             "set it to false, or remove it; --trace measures each pass"
         )
+    for name, package in _MONITORS.items():
+        if file.get(name, {}).get("enabled") and find_spec(package) is None:
+            problems.append(
+                f"{name}.enabled true needs {package}, which is not installed: pip install {package}, or set it to "
+                "false"
+            )
     if run.observe.flops_profile_step is not None and "flops_profiler" in file:
         problems.append("--flops-profile-step and flops_profiler in the JSON exclude each other: remove one")
     return problems

@@ -7,12 +7,13 @@ and docs/layouts.md.
 from collections.abc import Mapping
 
 from megatron.config import RunConfig, flag_fields
+from megatron.config.errors import counted
 from megatron.config.fields import Provided, flag_name, inside, interval_as_text
 from megatron.config.validation import layout, memory, training  # noqa: F401  # in the order of RULES
 from megatron.config.validation.rules import RULES, Rule
 from megatron.model.spec import ArchitectureSpec
 
-__all__ = ["RULES", "Rule", "value_problems", "violations", "warnings"]
+__all__ = ["RULES", "Rule", "size_problems", "value_problems", "violations", "warnings"]
 
 EXCLUSIVE = (
     ("train_iters", "train_samples"),
@@ -27,6 +28,35 @@ EXCLUSIVE = (
     ("split", "train_data_path"),
 )
 """Fields with the same meaning, of which only one per row may be provided."""
+
+_TRIAL = 10
+"""Shorter runs are trials, whose warm-up does not matter."""
+_YEAR = 365 * 24 * 60
+SIZES: Mapping[str, tuple[float, float]] = {
+    "num_layers": (1, 20_000),
+    "hidden_size": (1, 2**20),
+    "ffn_hidden_size": (1, 2**23),
+    "num_attention_heads": (1, 2**20),
+    "seq_length": (1, 2**30),
+    "max_position_embeddings": (1, 2**30),
+    "vocab_size": (1, 2**30),
+    "make_vocab_size_divisible_by": (1, 2**30),
+    "micro_batch_size": (1, 2**20),
+    "gradient_accumulation_steps": (1, 2**20),
+    "global_batch_size": (1, 2**30),
+    "train_iters": (1, 10**10),
+    "train_samples": (1, 10**13),
+    "eval_iters": (0, 10**7),
+    "num_workers": (0, 1024),
+    "model_parallel_size": (1, 2**20),
+    "pipe_parallel_size": (0, 2**20),
+    "ds_sequence_parallel_size": (1, 2**20),
+    "world_size": (1, 2**20),
+    "distributed_timeout_minutes": (0.01, _YEAR),
+    "watchdog_minutes": (0.01, _YEAR),
+}
+"""The largest values that are no mistake: a run beyond them would not fit on any computer, or take centuries. The
+shortest time limits are those within which a rank can still report."""
 
 ZERO_ONLY = (
     "zero_reduce_scatter",
@@ -52,12 +82,30 @@ def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:
         messages.append(
             f"{', '.join(settings)} {verb} no effect at --zero-stage 0: remove {them}, or use --zero-stage 1 or more"
         )
+    if "lr_warmup_fraction" in provided and run.train.global_batch_size > 0:
+        steps, source = run.optim.decay_steps(run.train), provided["lr_warmup_fraction"].source
+        if steps >= _TRIAL and provided["lr_warmup_fraction"].value > 0 == run.optim.warmup_steps(run.train):
+            messages.append(f"{source} of {counted(steps, run.train.lr_unit)} is less than one: there is no warm-up")
     if "zero_stage" in provided and provided["zero_stage"].value == 0 < run.zero.zero_stage:
         messages.append(
             f"{provided['zero_stage'].source} in {run.precision.dtype} runs as --zero-stage 1, which makes the updates "
             "of a correct stage 0; DeepSpeed's is wrong in half precision"
         )
     return messages
+
+
+def size_problems(provided: Mapping[str, Provided]) -> list[str]:
+    """A message for each value beyond ``SIZES``. Rules are not checked with such values: some count in them."""
+    problems = []
+    for name, (smallest, largest) in SIZES.items():
+        value, within = (
+            provided[name].value if name in provided else None,
+            flag_fields()[name].metadata["flag"]["within"],
+        )
+        if value is not None and inside(value, within) and not smallest <= value <= largest:
+            limit = f"{largest:,} at most" if value > largest else f"{smallest:,} or more"
+            problems.append(f"{provided[name].source} must be {limit}")
+    return problems
 
 
 def value_problems(provided: Mapping[str, Provided], architecture: ArchitectureSpec) -> list[str]:
