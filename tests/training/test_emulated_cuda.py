@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.emulated_cuda import EmulatedCuda
-from support.programs import Finished, Programs, read_metrics
+from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 
 ITERATIONS, SAVED = 4, 2
 SETTINGS = (
@@ -25,6 +25,9 @@ LAYOUTS = {
     "fp16, ZeRO 3": (2, "--fp16 --zero-stage 3"),
     "bf16, PP 2, ZeRO 1": (2, "--bf16 --pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations"),
     "fp16, TP 2, sequence parallel": (2, "--fp16 --model-parallel-size 2 --sequence-parallel --zero-stage 1"),
+    "bf16, DualPipeV": (2, "--bf16 --pipe-parallel-size 2 --pipeline-schedule dualpipev --batch-size 1"),
+    "bf16, Ulysses, ZeRO 3": (2, "--bf16 --ds-sequence-parallel-size 2 --zero-stage 3"),
+    "fp16, ZeRO 3, offloaded": (2, "--fp16 --zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
 }
 RESUMED = {
     "on the same layout": ("fp16, TP 2, sequence parallel", "fp16, TP 2, sequence parallel"),
@@ -109,6 +112,23 @@ def test_resuming_on_the_other_kind_of_device(
     assert losses(tmp_path / "metrics") == pytest.approx(runs.losses("cpu")[SAVED:], rel=BOUNDS["fp32"])
 
 
+def test_bert_on_a_pipeline(programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+    words = ("pretrain_bert.py", *TINY_MODEL, *programs.sentence_arguments, *SETTINGS, *NO_DROPOUT, "--save", tmp_path)
+    gpu, cpu = tmp_path / "gpu", tmp_path / "cpu"
+    emulated_cuda.run(2, *words, *"--fp16 --pipe-parallel-size 2".split(), "--metrics-file", gpu).ok()
+    programs.warm(1, *words, "--metrics-file", cpu).ok()
+    assert losses(gpu) == pytest.approx(losses(cpu), rel=BOUNDS["fp16"])
+
+
+def test_a_hung_rank_is_named(programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+    """While another waits for it in a collective on GPUs."""
+    words = (*SETTINGS, "--save", tmp_path, "--watchdog-minutes", "0.1", "--bf16", "--zero-stage", "1")
+    program = ("tests/support/faulty_pretrain.py", *TINY_MODEL, *programs.data_arguments)
+    finished = emulated_cuda.run(2, *program, *words, FAULT="sleep 1 2")
+    assert finished.returncode == 6, finished.output[-3000:]
+    assert re.search(r"error: .*rank 1.* training, iteration 2", finished.output), finished.output[-3000:]
+
+
 def test_out_of_memory_names_what_would_fit(emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
     words = (*SETTINGS, "--global-batch-size", "64", "--batch-size", "64", "--save", tmp_path)
     finished: Finished = emulated_cuda.pretrain(1, *words, EMULATED_CUDA_MEMORY=str(12_000_000))
@@ -119,10 +139,15 @@ def test_out_of_memory_names_what_would_fit(emulated_cuda: EmulatedCuda, tmp_pat
     assert (tmp_path / "memory-rank0.pickle").exists(), "torch's snapshot, which only CUDA has"
 
 
-def test_generation(runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
-    """The same tokens on the GPU as on the CPU, from a checkpoint of two tensor-parallel GPUs."""
+def test_generation_and_evaluation(runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+    """The same text and perplexity on the GPU as on the CPU, from a checkpoint of two tensor-parallel GPUs."""
     checkpoint = runs.checkpoint("fp16, TP 2, sequence parallel", tmp_path / "saved")
     words = ("tools/generate.py", "--load", checkpoint, "--prompt", "w1 w2 w3", "--greedy", "--new-tokens", "8")
     on_gpu, on_cpu = emulated_cuda.run(1, *words).ok(), programs.warm(1, *words).ok()
     assert on_gpu.output.splitlines()[-1] == on_cpu.output.splitlines()[-1]
     assert "w1 w2 w3" in on_gpu.output
+    (tmp_path / "text").write_text("w1 w2 w3 w4 w5 " * 40)
+    words = ("tools/evaluate.py", "--load", checkpoint, "--task", "PPL", "--valid-data", tmp_path / "text")
+    on_gpu, on_cpu = emulated_cuda.run(1, *words).ok(), programs.warm(1, *words).ok()
+    found, expected = (float(re.findall(r'"perplexity": ([\d.]+)', run.output)[0]) for run in (on_gpu, on_cpu))
+    assert found == pytest.approx(expected, rel=BOUNDS["fp32"])
