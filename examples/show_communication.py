@@ -1,4 +1,4 @@
-"""Show the communication of tensor parallelism: what each rank has before and after each mapping, and the gradients.
+"""Show the communication of tensor parallelism: what each rank holds before and after each mapping, and the gradients.
 
     torchrun --nproc_per_node 2 examples/show_communication.py    (or 4)
     python examples/show_communication.py                         starts two ranks itself
@@ -42,16 +42,20 @@ def main() -> None:
         own = torch.arange(2.0) + 100 * group.rank()  # another on each rank
         partial = torch.arange(2.0 * size) + 100 * group.rank()
         for title, mapping, x in (
-            ("copy_to: identity; gradients are summed", mpu.copy_to_tensor_model_parallel_region, equal),
-            ("reduce_from: sum; gradients pass", mpu.reduce_from_tensor_model_parallel_region, own),
-            ("scatter_to: own part; gradients are gathered", mpu.scatter_to_tensor_model_parallel_region, equal),
-            ("gather_from: all parts; of gradients the own", mpu.gather_from_tensor_model_parallel_region, own),
+            ("copy_to: forward identity, backward all-reduce", mpu.copy_to_tensor_model_parallel_region, equal),
+            ("reduce_from: forward all-reduce, backward identity", mpu.reduce_from_tensor_model_parallel_region, own),
+            ("scatter_to: forward split, backward all-gather", mpu.scatter_to_tensor_model_parallel_region, equal),
+            ("gather_from: forward all-gather, backward split", mpu.gather_from_tensor_model_parallel_region, own),
         ):
             show(title, mapping, x, group)
         for title, mapping, x in (
-            ("scatter_to: own part; gradients are gathered", mpu.scatter_to_sequence_parallel_region, equal),
-            ("gather_from: all parts; gradients are reduce-scattered", mpu.gather_from_sequence_parallel_region, own),
-            ("reduce_scatter_to; gradients are gathered", mpu.reduce_scatter_to_sequence_parallel_region, partial),
+            ("scatter_to: forward split, backward all-gather", mpu.scatter_to_sequence_parallel_region, equal),
+            ("gather_from: forward all-gather, backward reduce-scatter", mpu.gather_from_sequence_parallel_region, own),
+            (
+                "reduce_scatter_to: forward reduce-scatter, backward all-gather",
+                mpu.reduce_scatter_to_sequence_parallel_region,
+                partial,
+            ),
         ):
             show(f"sequence parallel, {title}", mapping, x, group, 0)  # 0 is the dimension of the sequence
 

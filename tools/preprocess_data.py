@@ -52,6 +52,14 @@ def main() -> None:
     print(describe(job, summary))
 
 
+_WITHOUT_EFFECT = {
+    "--chunk-size": "each worker takes 256 KiB of text at a time",
+    "--partitions": "the input is not divided into files: use --workers",
+    "--lang": "sentences are found by rules that do not depend on the language",
+}
+"""Flags of Megatron-LM's program of this name that have no effect here, and why."""
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line, checked. Raises ConfigError, or DataError for absent inputs."""
     parser = ToolParser(__doc__)
@@ -73,10 +81,16 @@ def parse_arguments() -> argparse.Namespace:
     add("--dataset-impl", default="mmap", metavar="mmap", help="format to write; mmap is the only one")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize")
     add("--log-interval", type=int, default=100, metavar="N", help="documents between updates of the progress bar")
+    group = parser.add_argument_group("flags of Megatron-LM without effect, accepted with a warning")
+    for name, reason in _WITHOUT_EFFECT.items():
+        group.add_argument(name, metavar="VALUE", help=reason)
     args = parser.parse_args()
     if errors := [message for broken, message in _rules(args) if broken]:
         raise ConfigError(errors)
     check_inputs(args.input)
+    for name, reason in _WITHOUT_EFFECT.items():
+        if (value := getattr(args, name.removeprefix("--").replace("-", "_"))) is not None:
+            print_warning(f"{name} {value} has no effect: {reason}")
     return args
 
 

@@ -77,6 +77,7 @@ def read_command(command: str) -> ParsedRun:
         ("--zero-stage 1 --optimizer-cpu-offload", "--zero-stage 1 --cpu-optimizer"),
         ("--norm-epsilon 1e-6 --no-bias-gelu-fusion --no-gradient-accumulation-fusion", "--layernorm-epsilon 1e-6"),
         ("--save out --persistent-save-interval 5", "--save out --save-interval 5"),
+        ("--pipeline-model-parallel-size 1 --no-pipeline-parallel", "--no-pipeline-parallel"),
         ("--exit-signal-handler --dataloader-type single --num-experts 1 --context-parallel-size=1", ""),
     ],
 )  # fmt: skip
@@ -89,7 +90,7 @@ def test_classic_names_mean_the_same(words: str, same: str) -> None:
     [
         ("--use-flash-attn", "--use-flash-attn has no effect: attention is torch's fused kernel"),
         ("--empty_unused_memory_level=2", "--empty-unused-memory-level 2 has no effect: the allocator keeps"),
-        ("--dataloader-type cyclic", "--dataloader-type cyclic has no effect: each epoch is read once"),
+        ("--dataloader-type cyclic", "--dataloader-type cyclic has no effect: samples are shuffled for each"),
         ("--DDP-impl local", "--DDP-impl local has no effect: DeepSpeed reduces gradients"),
         ("--no-persist-layer-norm", "--no-persist-layer-norm has no effect: kernels are chosen by --fused-kernels"),
         ("--sparse-mode 4", "--sparse-mode 4 has no effect: the attention mask follows from --pre-tokens"),
@@ -109,9 +110,12 @@ def test_settings_without_effect_are_warnings(words: str, warning: str) -> None:
     [
         ("--num-experts 8", "--num-experts: there are no mixture-of-experts models: remove it"),
         ("--moe-router-topk 2", "--moe-router-topk: there are no mixture-of-experts models: remove it"),
-        ("--recompute-method block", "--recompute-method: all layers are recomputed or none: use "),
+        ("--recompute-method block", "--recompute-method: all layers are recomputed, in whole or in part"),
         ("--context-parallel-size 2", "--context-parallel-size: context parallelism is not supported: use --ds-"),
         ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage: the interleaved "),
+        ("--swap-attention", "--swap-attention: all layers are recomputed, in whole or in part, or none: use"),
+        ("--train-tokens 3e11", "--train-tokens: durations are counted in iterations or samples, which"),
+        ("--pipe-parallel-size 2 --no-pipeline-parallel", "--pipe-parallel-size 2 and --no-pipeline-parallel set the"),
         ("--bert-no-binary-head", "--bert-no-binary-head: BERT is trained with its sentence-order head: remove it"),
         ("--use-distributed-optimizer --zero-stage 2", "--use-distributed-optimizer and --zero-stage 2 set the same"),
         ("bert --pre-tockens 5", "--pre-tockens: pretrain_bert.py has no such flag: it is GPT-2's"),

@@ -35,8 +35,9 @@ def test_a_text_without_an_ending_trains_by_the_classic_commands(programs: Progr
     made = programs.python(
         "tools/preprocess_data.py", "--input", corpus, "--input-format", "text", "--output-prefix", tmp_path / "own",
         "--vocab", vocabulary, "--dataset-impl", "mmap", *tokenizer, "--append-eod", "--keep-newlines",
-        "--split-sentences",
+        "--split-sentences", "--chunk-size", "25",
     ).ok()  # fmt: skip
+    assert "preprocess_data.py: warning: --chunk-size 25 has no effect: " in made.output
     assert made.output.count(note) == 1 and made.output.endswith("; 1 words not in the vocabulary\n")
     dataset = IndexedDataset(tmp_path / "own_text_sentence")
     ids = {word: number for number, word in enumerate(WORDS)} | {"unseen": 31}

@@ -85,6 +85,13 @@ def test_the_command_line_wins_over_defaults_and_has_the_programs_flags(parse) -
     assert parse("--my_depth 2 --my-switch", add_flags).extra_args["my_switch"] is True
 
 
+def test_the_help_shows_the_programs_flags(parse, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help", add_flags)
+    printed = capsys.readouterr().out
+    assert "--my_depth MY_DEPTH" in printed and "--my-name a|b" in printed and "Trains the model of" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "defaults", "message"),
     [

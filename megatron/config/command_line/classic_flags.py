@@ -58,9 +58,9 @@ _REPLACED = {
 _FULFILLED = {
     "a signal always saves and ends the run": "exit-signal-handler",
     "the layers that are recomputed together are counted from the first one on": "recompute-method=uniform",
-    "each epoch is read once, in an order of its own": "dataloader-type=single",
+    "samples are shuffled for each epoch, and epochs repeat until the end of training": "dataloader-type=single",
     "the loss is averaged over all tokens of the global batch": "calculate-per-token-loss",
-    "throughput is always logged": "log-throughput",
+    "throughput is always logged": "log-throughput op-cal-tflops",
     "offloaded state is page-locked by default": "use-pin-memory",
     "memory is never emptied": "empty-unused-memory-level=0",
     "processes of mpirun are recognized": "deepspeed-mpi",
@@ -79,7 +79,7 @@ _IGNORED = {
     "--scaled-upper-triang-masked-softmax-fusion requires it": (
         "use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder "
         "attention-backend=flash attention-backend=fused attention-backend=auto scaled-masked-softmax-fusion "
-        "no-masked-softmax-fusion"
+        "no-masked-softmax-fusion use-fusion-attn-v2"
     ),
     "the attention mask follows from --pre-tokens and --reset-attention-mask": (
         "sparse-mode=0 sparse-mode=2 sparse-mode=3 sparse-mode=4 attention-mask-type=causal "
@@ -88,10 +88,11 @@ _IGNORED = {
     "kernels are chosen by --fused-kernels, --bias-gelu-fusion, --bias-dropout-fusion and --compile": (
         "transformer-impl=transformer_engine use-mcore-models use-legacy-models no-persist-layer-norm "
         "no-bias-swiglu-fusion no-rope-fusion disable-mem-efficient-ln use-te-activation-func "
-        "cross-entropy-loss-fusion cross-entropy-fusion-impl no-clone-scatter-output-in-embedding"
+        "cross-entropy-loss-fusion cross-entropy-fusion-impl no-clone-scatter-output-in-embedding jit-compile "
+        "optimization-level"
     ),
     "the optimizer is AdamW, torch's or apex's by --fused-kernels, or the one in --deepspeed_config": (
-        "optimizer=adam torch-adam ds-fused-adam"
+        "optimizer=adam torch-adam ds-fused-adam optimizer-selection"
     ),
     "DeepSpeed reduces gradients, in buckets of --zero-reduce-bucket-size": (
         "DDP-impl=local DDP-impl=torch use-contiguous-buffers-in-local-ddp no-contiguous-buffers-in-local-ddp "
@@ -106,23 +107,28 @@ _IGNORED = {
     "DeepSpeed's pipeline engine decides how tensors are sent between stages": (
         "no-scatter-gather-tensors-in-pipeline overlap-p2p-communication no-overlap-p2p-communication "
         "overlap-p2p-communication-warmup-flush use-ring-exchange-p2p "
-        "microbatch-group-size-per-virtual-pipeline-stage"
+        "microbatch-group-size-per-virtual-pipeline-stage use-multiparameter-pipeline-model-parallel "
+        "optimize-send-recv-comm optimize-vpp-send-recv-comm"
     ),
     "tensor-parallel communication is not overlapped": (
-        "no-async-tensor-model-parallel-allreduce tp-comm-* disable-tp-comm-* use-ascend-coc use-ascend-mc2 coc-*"
+        "no-async-tensor-model-parallel-allreduce tp-comm-* disable-tp-comm-* decoder-tp-comm-overlap "
+        "use-ascend-coc use-ascend-mc2 coc-* enable-overlap-ag-with-matmul enable-overlap-matmul-with-rs "
+        "enable-backward-overlap-ag-with-matmul"
     ),
     "process groups and backends are those of the parallel layout": (
-        "disable-gloo-process-groups disable-gloo-group high-priority-stream-groups "
+        "enable-gloo-process-groups disable-gloo-process-groups disable-gloo-group high-priority-stream-groups "
         "nccl-communicator-config-path hccl-slice-size use-nccl-ub use-sharp sharp-enabled-group "
         "disable-symmetric-registration distributed-timeout-seconds-after-init"
     ),
     "ZeRO shards the fp32 copy of the weights: see --zero-stage": "reuse-fp32-param",
     "the allocator keeps freed memory; against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": (
-        "empty-unused-memory-level"
+        "empty-unused-memory-level memory-fragmentation"
     ),
-    "each epoch is read once, in an order of its own": "dataloader-type=cyclic repeated-dataloader",
+    "samples are shuffled for each epoch, and epochs repeat until the end of training (data sets of pretrain() are "
+    "not shuffled)": "dataloader-type=cyclic repeated-dataloader",
     "data sets are memory-mapped, and built by one thread": (
-        "no-mmap-bin-files num-dataset-builder-threads mid-level-dataset-surplus"
+        "no-mmap-bin-files num-dataset-builder-threads mid-level-dataset-surplus dataloader-fast-cache-load "
+        "dataloader-defer-npy-index-mmap"
     ),
     "Python decides when garbage is collected": "manual-gc manual-gc-interval no-manual-gc-eval",
     "TensorBoard gets every metric of every logged iteration: see --log-interval": (
@@ -134,8 +140,9 @@ _IGNORED = {
     "--metrics-file and --run-dir have the progress and the configuration of a run": (
         "log-progress logging-level config-logger-dir"
     ),
-    "metrics are written to --metrics-file and --tensorboard-dir": (
-        "wandb-* log-energy log-optimizer-states-to-tensorboard"
+    "metrics are written to --metrics-file and --tensorboard-dir": ("wandb-* log-energy"),
+    "the optimizer's state is not logged: see --log-params-norm and --log-num-zeros-in-grad": (
+        "log-optimizer-states-to-tensorboard log-max-attention-logit"
     ),
     "--timing-log-level prints the least and the greatest time of all ranks": (
         "timing-log-option no-barrier-with-level-1-timing"
@@ -167,11 +174,13 @@ _REFUSED = {
         "num-query-groups group-query-attention position-embedding-type use-rotary-position-embeddings "
         "rotary-* rope-* no-rope-freq use-rope-scaling mrope-section untie-embeddings-and-output-weights "
         "qk-layernorm qk-l2-norm add-qkv-bias add-dense-bias skip-bias-add disable-bias-linear "
-        "use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb"
+        "use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb original-max-position-embeddings "
+        "low-freq-factor high-freq-factor"
     ),
     "not a part of GPT-2 or BERT: remove it": (
         "squared-relu no-position-embedding relative-attention-* apply-layernorm-1p softmax-type "
-        "embedding-init-method-std square-alibi-mask fill-neg-inf transformer-impl"
+        "embedding-init-method-std square-alibi-mask alibi-* fill-neg-inf transformer-impl attention-output-gate "
+        "linear-attention-* experimental-attention-variant dsa-*"
     ),
     "the size of a head is --hidden-size / --num-attention-heads: remove it": "kv-channels",
     "the attention window is set by --pre-tokens: use it": "window-size window-attn-skip-freq sliding-window",
@@ -179,8 +188,9 @@ _REFUSED = {
         "num-experts moe-* disable-moe-* topk mlp-type expert-interval expert-model-parallel-size "
         "expert-tensor-parallel-size enable-expert-tensor-parallelism num-experts-switch "
         "create-moe-param-group use-tutel overlap-moe-expert-parallel-comm delay-wgrad-compute "
-        "n-shared-experts noisy-gate-policy use-pipe-experts use-fused-moe-token-permute-and-unpermute "
-        "use-fused-weighted-squared-relu no-use-rts enable-token-rearrange-opt"
+        "n-shared-experts noisy-gate-policy use-pipe-experts pipe-experts-* ampipe-* "
+        "use-fused-moe-token-permute-and-unpermute use-fused-weighted-squared-relu no-use-rts "
+        "enable-token-rearrange-opt"
     ),
     "there are no encoder-decoder models such as T5: remove it": (
         "pipeline-model-parallel-split-rank vocab-extra-ids encoder-num-layers decoder-num-layers "
@@ -211,7 +221,7 @@ _REFUSED = {
     ),
     # Parallelism, memory and precision.
     "context parallelism is not supported: use --ds-sequence-parallel-size (DeepSpeed-Ulysses)": (
-        "context-parallel-size context-parallel-algo cp-* hierarchical-context-parallel-sizes "
+        "context-parallel-* megatron-cp-* cp-* hierarchical-context-parallel-sizes "
         "ulysses-degree-in-cp use-cp-* adaptive-cp-* use-fused-ring-attention-update "
         "ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-* force-ds-sequence-parallel"
     ),
@@ -222,16 +232,23 @@ _REFUSED = {
     "the layers of each stage are chosen by --pipeline-partition: use it": (
         "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers pipeline-model-parallel-layout "
         "standalone-embedding-stage account-for-embedding-in-pipeline-split "
-        "account-for-loss-in-pipeline-split"
+        "account-for-loss-in-pipeline-split noop-layers automated-pipeline automated-pipeline-perf "
+        "save-memory-ratio num-layer-list optimized-mbs-list optimized-mbs-mode mbs-idx pp-schedule-list"
     ),
-    "all layers are recomputed or none: use --recompute-granularity full or selective, and --checkpoint-num-layers": (
+    "all layers are recomputed, in whole or in part, or none: use --recompute-granularity full or selective, and "
+    "--checkpoint-num-layers for layers that are recomputed together": (
         "recompute-method recompute-modules activations-checkpoint-method adaptive-recompute-* "
-        "optimize-recomp-communication-level split-transformers cpu-offloading-num-layers"
+        "recompute-activation-function recompute-activation-function-num-layers recompute-norm "
+        "recompute-norm-num-layers recompute-module-list recompute-type recompute-in-bubble recompute-in-advance "
+        "enable-recompute-layers-per-pp-rank swap-attention swap-modules optimize-recomp-communication-level "
+        "optimize-recomp-communication-status split-transformers cpu-offloading-num-layers "
+        "fine-grained-activation-offloading"
     ),
     "ZeRO shards the weights: use --zero-stage 3": (
         "DDP-impl use-torch-fsdp2 use-megatron-fsdp torch-fsdp2-* fsdp-* data-parallel-sharding-strategy "
         "suggested-communication-unit-size enable-full-sharding-in-hsdp keep-fp8-transpose-cache "
-        "num-distributed-optimizer-instances memory-centric-tiled-linear tile-factor scattered-embeddings"
+        "num-distributed-optimizer-instances memory-centric-tiled-linear tile-factor scattered-embeddings "
+        "enable-zero3 layerzero layerzero-config"
     ),
     "the optimizer is offloaded as a whole: use --offload-optimizer cpu, and --no-offload-pin-memory if it is to "
     "be pageable": ("optimizer-offload-fraction no-pin-cpu-grads no-pin-cpu-params"),
@@ -248,6 +265,9 @@ _REFUSED = {
     ),
     "CUDA graphs are not supported: --compile compiles each layer": (
         "enable-cuda-graph external-cuda-graph cuda-graph-* te-rng-tracker"
+    ),
+    "tensor parallelism divides one dimension of each matrix: use --model-parallel-size": (
+        "tp-2d tp-x tp-y use-nd-matmul nd1-dim1-size nd2-dim1-size"
     ),
     "weight gradients are not deferred: remove it": "defer-embedding-wgrad-compute wgrad-deferral-limit",
     "use --gradient-accumulation-fusion": "gemm-gradient-accumulation-fusion",
@@ -269,27 +289,28 @@ _REFUSED = {
         "optimizer sgd-momentum muon-* dump-param-to-param-group-map"
     ),
     "weight decay is constant: use --weight-decay": "start-weight-decay end-weight-decay weight-decay-incr-style",
-    "schedules are counted in iterations or samples: use --train-samples, --lr-decay-samples and --lr-warmup-samples": (
-        "train-tokens lr-decay-tokens lr-warmup-tokens"
-    ),
+    "durations are counted in iterations or samples, which are tokens / --seq-length: use --train-samples, "
+    "--lr-decay-samples and --lr-warmup-samples": ("train-tokens lr-decay-tokens lr-warmup-tokens"),
     "the warm-up begins at 0: remove it": "lr-warmup-init",
     "all weights have one learning rate: use --lr and --min-lr": "decoupled-lr decoupled-min-lr",
     "weights are drawn from a normal distribution: use --init-method-std": "init-method-xavier-uniform",
     "not supported: remove it": (
         "random-ltd curriculum-learning-legacy data-efficiency-curriculum-learning iterations-to-skip "
-        "train-sync-interval decrease-batch-size-if-needed deterministic-mode enable-experimental"
+        "train-sync-interval decrease-batch-size-if-needed deterministic-mode npu-deterministic use-deter-comp "
+        "enable-experimental compression-training fim-* goldfish-* phase-transition-iterations batch-invariant-mode"
     ),
     # Data and tokenizers.
     "tokenizers are read from --vocab-file and --merge-file: use --tokenizer-type with them": (
         "tokenizer-model tokenizer-metadata tokenizer-name-or-path tokenizer-not-use-fast tiktoken-* "
-        "legacy-tokenizer trust-remote-code padded-vocab-size allow-ambiguous-pad-tokens"
+        "tokenizer-hf-* tokenizer-special-tokens legacy-tokenizer trust-remote-code padded-vocab-size "
+        "allow-ambiguous-pad-tokens"
     ),
     "data sets are named on the command line: use --data-path, or --train-data-path and its companions": (
         "data-args-path per-split-data-args-path aml-data-download-path train-idx-path train-desc-path "
         "train-doc-idx-path train-sample-idx-path train-shuffle-idx-path train-data-exact-num-epochs "
         "return-data-index use-dataset-only object-storage-cache-path disable-msc sample-rate"
     ),
-    "there is one order of samples, shuffled for each epoch: use --dataloader-type single": "dataloader-type",
+    "samples are shuffled for each epoch: use --dataloader-type single": "dataloader-type",
     # Checkpoints, logs and tools.
     "settings are read from the command line: tools/inspect_checkpoint.py prints those of a checkpoint": (
         "use-checkpoint-args use-mp-args-from-checkpoint-args no-use-tokenizer-model-from-checkpoint-args"

@@ -62,7 +62,7 @@ def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> Fl
     provided, unreadable = _read_values(namespace.occurrences)
     if unreadable:
         raise ConfigError([*problems, *unreadable])
-    values, replaced = _merge_repetitions(provided, problems)
+    values, replaced = _merge_repetitions(_without_single_stage(provided), problems)
     return Flags(values, problems, warnings + replaced)
 
 
@@ -110,9 +110,10 @@ def with_defaults(argv: Sequence[str], architecture: ArchitectureSpec) -> list[s
 
 def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentParser:
     """The parser of all flags of the program that trains ``architecture``, with one group per section of the config."""
+    model = architecture.name if architecture.provider is None else f"the model of {architecture.program}"
     parser = _Parser(
         usage="%(prog)s --num-layers N --hidden-size N ... [flags]",
-        description=f"Trains {architecture.name} with tensor, pipeline and data parallelism on DeepSpeed.",
+        description=f"Trains {model} with tensor, pipeline and data parallelism on DeepSpeed.",
         epilog="Flags may be written with hyphens or underscores.",
         formatter_class=_Help,
         argument_default=argparse.SUPPRESS,
@@ -310,6 +311,13 @@ def _read_value(field: Field, text: str | list[str]) -> Any:
     return _READERS[_kind(field)](text)
 
 
+def _without_single_stage(occurrences: list[tuple[str, str, Provided]]) -> list[tuple[str, str, Provided]]:
+    """Without a pipeline size of 1 next to --no-pipeline-parallel: the scripts of Megatron-DeepSpeed give both."""
+    if all(flag != "--no-pipeline-parallel" for _, flag, _ in occurrences):
+        return occurrences
+    return [given for given in occurrences if (given[0], given[2].value) != ("pipe_parallel_size", 1)]
+
+
 def _merge_repetitions(
     occurrences: list[tuple[str, str, Provided]], problems: list[str]
 ) -> tuple[dict[str, Provided], list[str]]:
@@ -398,4 +406,5 @@ class _Help(argparse.HelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = ", ".join(action.option_strings)
-        return names if action.nargs == 0 else f"{names} {action.metavar}"
+        default = "|".join(map(str, action.choices or ())) or action.dest.upper()  # for flags that a program adds
+        return names if action.nargs == 0 else f"{names} {action.metavar or default}"

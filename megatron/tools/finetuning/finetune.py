@@ -85,8 +85,10 @@ class EpochTrainer(Trainer):
         """Let the engine compute the number of correct answers in place of the loss."""
         module = self.engine.module
         loss_fn, module.loss_fn = module.loss_fn, correct_answers
-        yield
-        module.loss_fn = loss_fn
+        try:
+            yield
+        finally:
+            module.loss_fn = loss_fn
 
 
 def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
