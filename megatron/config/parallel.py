@@ -56,7 +56,9 @@ class ParallelConfig:
         within="[1, inf)",
     )
     distributed_backend: str | None = flag(
-        None, "Backend of torch.distributed (default: nccl on CUDA, gloo on CPU).", choices=("nccl", "gloo")
+        None,
+        "Backend of torch.distributed (default: nccl on CUDA, gloo on CPU, else DeepSpeed's for the accelerator).",
+        choices=("nccl", "gloo"),
     )
     distributed_timeout_minutes: float = flag(
         30.0,

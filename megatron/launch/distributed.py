@@ -52,8 +52,7 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
         if on_one_host(os.environ):
             os.environ["MASTER_ADDR"] = "127.0.0.1"  # no other host connects
     store = rendezvous_barrier(os.environ, timeout) if joins else None
-    # DeepSpeed's own name for CPU is ccl, which it then replaces by gloo with a warning.
-    backend = parallel.distributed_backend or ("gloo" if get_accelerator().device_name() == "cpu" else "nccl")
+    backend = parallel.distributed_backend or _default_backend()
     if backend == "nccl":
         prepare_nccl(os.environ, parallel)
     with deepspeed_silenced(verbose):
@@ -65,6 +64,12 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     if store is not None:
         dist.destroy_process_group()
         leave_store(store, os.environ)
+
+
+def _default_backend() -> str:
+    accelerator = get_accelerator()
+    # DeepSpeed's own name for CPU is ccl, which it then replaces by gloo with a warning.
+    return "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
 
 
 def prepare_nccl(environ: MutableMapping[str, str], parallel: ParallelConfig) -> None:

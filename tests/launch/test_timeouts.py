@@ -1,12 +1,14 @@
 """The timeout of collectives: in every process group, and later than the watchdogs that name a hung rank."""
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.config import ParallelConfig
+from megatron.launch import distributed as distributed_module
 from megatron.launch.distributed import prepare_nccl
 from megatron.parallel.deepspeed_compat import silence_known_warnings
 
@@ -65,3 +67,12 @@ def test_warnings_that_every_run_would_print_are_silent(message: str) -> None:
         warnings.warn(message, stacklevel=1)
         warnings.warn("another", stacklevel=1)
     assert [str(warning.message) for warning in shown] == ["another"]
+
+
+@pytest.mark.parametrize(
+    ("device", "own", "backend"), [("cpu", "ccl", "gloo"), ("cuda", "nccl", "nccl"), ("npu", "hccl", "hccl")]
+)
+def test_the_backend_is_that_of_the_accelerator(monkeypatch, device: str, own: str, backend: str) -> None:
+    accelerator = SimpleNamespace(device_name=lambda: device, communication_backend_name=lambda: own)
+    monkeypatch.setattr(distributed_module, "get_accelerator", lambda: accelerator)
+    assert distributed_module._default_backend() == backend
