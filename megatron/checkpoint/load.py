@@ -2,6 +2,8 @@
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +19,12 @@ from megatron.checkpoint.manifest import check_content, read_manifest
 from megatron.checkpoint.optimizer_state import optimizer_name
 from megatron.checkpoint.reshard import load_progress, load_weights_and_optimizer
 from megatron.checkpoint.saved_run import SavedRun
-from megatron.checkpoint.tensor_files import check_harmless, read_checked_file
+from megatron.checkpoint.tensor_files import check_structure, noted_files, read_checked_file
 from megatron.checkpoint.tracker import resolve
 from megatron.checkpoint.universal import cached
 from megatron.config import RunConfig
 from megatron.config.errors import CheckpointError
+from megatron.launch.backend_errors import is_connection_lost
 from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manual_seed
@@ -50,7 +53,7 @@ def _problem(saved: SavedRun) -> str | None:
         for name in names[dist.get_rank() :: dist.get_world_size()]:
             check_content(saved.path / name, manifest[name])
             if name.endswith(".pt"):
-                check_harmless(saved.path / name)
+                check_structure(saved.path / name)
     except CheckpointError as error:
         return str(error)
     return None
@@ -110,17 +113,18 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     optimizer, used = optimizer_name(engine.basic_optimizer), saved.description.get("optimizer")
     if used not in (None, optimizer) and not (config.finetune or config.no_load_optim):
         remarks.append(f"the optimizer is {optimizer}: its state is converted from that of {used}")
-    if loads_directly(saved, run):
-        # Each rank reads the files that it would write itself.
-        engine.load_checkpoint(
-            str(saved.folder),
-            tag=saved.tag,
-            load_module_only=config.finetune,
-            load_optimizer_states=not (config.finetune or config.no_load_optim),
-            load_lr_scheduler_states=not config.finetune,
-        )
-    else:
-        remarks.append(_load_converted(engine, run, layout, saved))
+    with _unfitting_content(saved):
+        if loads_directly(saved, run):
+            # Each rank reads the files that it would write itself.
+            engine.load_checkpoint(
+                str(saved.folder),
+                tag=saved.tag,
+                load_module_only=config.finetune,
+                load_optimizer_states=not (config.finetune or config.no_load_optim),
+                load_lr_scheduler_states=not config.finetune,
+            )
+        else:
+            remarks.append(_load_converted(engine, run, layout, saved))
     for group, current in zip(engine.optimizer.param_groups, groups, strict=True):
         # Those of the command line again, after DeepSpeed restored the saved ones; they differ with --override.
         group.update({name: value for name, value in current.items() if name not in ("params", "step")})
@@ -141,8 +145,31 @@ def _restore_random_streams(run: RunConfig, saved: SavedRun) -> str | None:
     states = read_checked_file(rng_file(saved.path, dist.get_rank()))
     if states["cuda_rng_state"].shape != get_accelerator().get_rng_state().shape:
         return "saved on another kind of device"
-    restore_random_states(states)
+    with _unfitting_content(saved):
+        restore_random_states(states)
     return None
+
+
+@contextmanager
+def _unfitting_content(saved: SavedRun) -> Iterator[None]:
+    """Convert the errors with which DeepSpeed and torch reject values that do not fit, such as wrong shapes.
+
+    It names the file that was read last. Errors of ranks, memory and disks stay what they are.
+    """
+    try:
+        with noted_files() as files:
+            yield
+    except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        text = str(error)
+        of_the_machine = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
+        if of_the_machine or is_connection_lost(error) or "Timed out" in text:
+            raise
+        file = files[-1] if files else saved.path
+        reason = " ".join(text.split())[:300] or "no reason given"
+        raise CheckpointError(
+            f"{file} does not fit the model or its optimizer ({type(error).__name__}: {reason}): load an older "
+            "checkpoint"
+        ) from error
 
 
 def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> str:
@@ -161,10 +188,12 @@ def load_pretrained(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
 
     Every rank must call it. Returns a line about it for the user. Raises as ``load_checkpoint``.
     """
-    folder, is_new = _universal(saved)
+    with _unfitting_content(saved):
+        folder, is_new = _universal(saved)
     config = saved.whole_model_config()
     pretrained = architecture_of(config).named_parameters(config)
-    load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=False, only=pretrained)
+    with _unfitting_content(saved):
+        load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=False, only=pretrained)
     new = architecture_of(run.model).named_parameters(run.model).keys() - pretrained.keys()
     return f"{_source(saved, folder, is_new)}; not in it, and so initialized: {', '.join(sorted(new)) or 'nothing'}"
 

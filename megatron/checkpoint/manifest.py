@@ -8,6 +8,7 @@ No torch here.
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -58,7 +59,7 @@ def read_manifest(tag_folder: Path) -> Manifest:
             f"{file} has format {form}, but this version reads format {FORMAT}: use the version that saved it"
         )
     paths = map(PurePosixPath, records)
-    if text != _render(records) or any(path.is_absolute() or ".." in path.parts for path in paths):
+    if text != _render(records) or any(path.is_absolute() or ".." in path.parts or "\0" in str(path) for path in paths):
         raise CheckpointError(f"{file} is damaged")
     return records
 
@@ -86,9 +87,12 @@ def check_content(file: Path, record: Record) -> None:
 
 def _check_size(file: Path, record: Record) -> None:
     try:
-        size = os.stat(file).st_size
+        status = os.stat(file)
     except OSError as error:
         raise CheckpointError(_unreadable(file, error)) from None
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{file} is not a file")
+    size = status.st_size
     if size != record.size:
         raise CheckpointError(f"{file} has {size:,} bytes, but {record.size:,} were saved")
 

@@ -174,6 +174,27 @@ def describe(
     }
 
 
+_MOST_ITERATIONS, _MOST_SAMPLES = 2**40, 2**24
+"""Iterations of a run, and samples in each of them: more than any run has."""
+
+
+def check_numbers(description: Mapping[str, Any], file: Path) -> None:
+    """Raises CheckpointError if iteration, samples or tokens in a ``run.json`` cannot be those of a run."""
+    iteration = description["iteration"]
+    most = max(iteration, 1) * _MOST_SAMPLES
+    limits = {"iteration": _MOST_ITERATIONS, "consumed_samples": most}
+    for name, limit in limits.items():
+        value = description.get(name, 0)
+        if type(value) is not int or not 0 <= value <= limit:
+            raise CheckpointError(f"{file} has {name} {str(value)[:40]} at iteration {str(iteration)[:40]}")
+    try:
+        spans = [(start, stop) for start, stop in description.get("left_out_samples", ())]
+    except (TypeError, ValueError):
+        spans = [("", "")]
+    if not all(type(place) is int and 0 <= place <= most for span in spans for place in span):
+        raise CheckpointError(f"{file} has left_out_samples that are not ranges of samples")
+
+
 @dataclass(frozen=True)
 class SavedRun:
     """A complete checkpoint: where it is, and what its ``run.json`` contains."""

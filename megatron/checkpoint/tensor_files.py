@@ -1,6 +1,8 @@
 """Files of tensors, read without letting them run code."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from megatron.checkpoint.file_structure import structure_problem
 from megatron.checkpoint.files import NewFile, Record
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
 from megatron.config.errors import CheckpointError, first_line
@@ -27,7 +30,8 @@ def write_file(path: Path, content: Any) -> Record:
 def read_file(path: Path) -> Any:
     """The content of ``path``, on the CPU. A file that is in a manifest is compared with it first.
 
-    Raises CheckpointError if the file is missing, changed or damaged, or asks for code.
+    Raises CheckpointError if the file is missing, changed or damaged, asks for code, or does not contain what its name
+    says.
     """
     if (path.parent / MANIFEST).exists():
         manifest = read_manifest(path.parent)
@@ -36,15 +40,51 @@ def read_file(path: Path) -> Any:
     return read_checked_file(path)
 
 
+@contextmanager
+def noted_files() -> Iterator[list[Path]]:
+    """The files that are read inside, in order."""
+    files: list[Path] = []
+    _noting.append(files)
+    try:
+        yield files
+    finally:
+        _noting.remove(files)
+
+
+_noting: list[list[Path]] = []
+
+
 def read_checked_file(path: Path) -> Any:
     """The same for a file whose SHA-256 was compared before."""
+    for files in _noting:
+        files.append(path)
     try:
         with torch.serialization.safe_globals(_ALLOWED):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many types for a damaged file
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
             raise CheckpointError(_asks_for_code(path, unsafe[1])) from None
         raise CheckpointError(f"{path} cannot be read ({first_line(error)})") from error
+    return _checked(path, content)
+
+
+def check_structure(path: Path) -> None:
+    """Raises CheckpointError as ``check_harmless``, or if ``path`` does not contain what its name says."""
+    check_harmless(path)
+    try:
+        with torch.serialization.safe_globals(_ALLOWED):
+            # Tensors are mapped into memory, and so not read.
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a file of tensors ({first_line(error)})") from None
+    _checked(path, content)
+
+
+def _checked(path: Path, content: Any) -> Any:
+    """``content``. Raises CheckpointError if a file with that name cannot have it."""
+    if problem := structure_problem(path.name, content):
+        raise CheckpointError(f"{path} cannot be used: {problem}")
+    return content
 
 
 def check_harmless(path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from megatron.checkpoint.compatibility import check_compatible
 from megatron.checkpoint.files import make_folder, replace_text, write_text
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_content, check_sizes, read_manifest, write_manifest
-from megatron.checkpoint.saved_run import RUN_FILE, SavedRun
+from megatron.checkpoint.saved_run import RUN_FILE, SavedRun, check_numbers
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.config.errors import CheckpointError
 from megatron.config.reading import read_bytes, read_json
@@ -34,7 +34,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 UNIVERSAL = "_universal"
 """Suffix of the folder with the universal form of a tag."""
 _REPLACED = ".replaced"
-_TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_TAG = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{,199}")
 _STEP = re.compile(r"global_step(\d{1,18})")
 _NONE_BROKEN: Mapping[str, str] = MappingProxyType({})
 
@@ -146,6 +146,9 @@ def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
         raise CheckpointError(f"{path / RUN_FILE} does not describe a training run") from None
     if not (all(isinstance(section, dict) for section in sections) and type(iteration) is int and iteration >= 0):
         raise CheckpointError(f"{path / RUN_FILE} does not describe a training run")
+    check_numbers(description, path / RUN_FILE)
+    if (step := _STEP.fullmatch(tag)) and int(step[1]) != iteration:
+        raise CheckpointError(f"{path} holds iteration {iteration}: its folder was copied or renamed")
     return SavedRun(folder, tag, description)
 
 

@@ -132,7 +132,9 @@ def convert(saved: SavedRun, target: Path) -> None:
             if target.exists():
                 shutil.rmtree(target)
             temporary.rename(target)
-    except (OSError, RuntimeError) as error:  # if a disk is full, torch raises the latter
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise  # not of torch's writer, which raises this type if a disk is full
         reason = getattr(error, "strerror", None) or first_line(error)
         raise ResourceError(
             f"{target}: cannot be written ({reason}); {saved.path} was saved on another layout "

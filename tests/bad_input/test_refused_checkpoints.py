@@ -1,6 +1,7 @@
 """Checkpoints that are missing, broken or of another run: one line each before torch is imported; no fresh start."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from support.programs import Programs
 from support.refusals import COMMAND, refusal
 
-from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.files import Record
+from megatron.checkpoint.manifest import _render, write_manifest
 
 SAME = "--load ck --save ck"
 STRICT = f"{SAME} --load-strict"
@@ -119,6 +121,37 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "run.json of other types": (
         described(layout=[1], iteration="two"),
         f"ck/global_step2/run.json does not describe a training run{ONE}",
+    ),
+    "consumed_samples beyond any run": (
+        described(consumed_samples=2**70),
+        f"ck/global_step2/run.json has consumed_samples 1180591620717411303424 at iteration 2{ONE}",
+    ),
+    "left_out_samples that are no ranges": (
+        described(left_out_samples=[[1, "x"]]),
+        f"ck/global_step2/run.json has left_out_samples that are not ranges of samples{ONE}",
+    ),
+    "a tag copied under another name": (
+        lambda ck: (shutil.rmtree(ck / "global_step2"), shutil.copytree(ck / "global_step1", ck / "global_step2")),
+        f"ck/global_step2 holds iteration 1: its folder was copied or renamed{ONE}",
+    ),
+    "a manifest with a NUL in a name": (
+        lambda ck: (
+            (ck / "global_step2" / "manifest.json").unlink(),
+            (ck / "global_step2" / "manifest.json").write_text(_render({"a\0b": Record(1, "0")})),
+        ),
+        f"ck/global_step2/manifest.json is damaged{ONE}",
+    ),
+    "latest is very long": (
+        latest(b"g" * 200_000_000),
+        f"ck/latest cannot be read (200,000,000 bytes, more than the 4,096 that such a file has){TWO}",
+    ),
+    "latest is a pipe": (
+        lambda ck: ((ck / "latest").unlink(), os.mkfifo(ck / "latest")),
+        f"ck/latest cannot be read (a FIFO, not a file){TWO}",
+    ),
+    "the manifest is a pipe": (
+        lambda ck: ((ck / "global_step2" / "manifest.json").unlink(), os.mkfifo(ck / "global_step2" / "manifest.json")),
+        f"ck/global_step2/manifest.json cannot be read (a FIFO, not a file){ONE}",
     ),
     "run.json without a model": (
         described(config={"model": None}),
