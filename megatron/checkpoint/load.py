@@ -161,7 +161,7 @@ def _unfitting_content(saved: SavedRun) -> Iterator[None]:
             yield
     except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         text = str(error)
-        of_the_machine = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text
+        of_the_machine = isinstance(error, torch.OutOfMemoryError | dist.DistError) or "can't allocate memory" in text
         if of_the_machine or is_connection_lost(error) or "Timed out" in text:
             raise
         file = files[-1] if files else saved.path
