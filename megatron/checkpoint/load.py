@@ -24,7 +24,7 @@ from megatron.checkpoint.tracker import resolve
 from megatron.checkpoint.universal import cached
 from megatron.config import RunConfig
 from megatron.config.errors import CheckpointError
-from megatron.launch.backend_errors import is_connection_lost
+from megatron.launch.backend_errors import failure_of_nccl, is_connection_lost, is_timeout
 from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import get_rng_tracker, model_parallel_manual_seed
@@ -162,7 +162,7 @@ def _unfitting_content(saved: SavedRun) -> Iterator[None]:
     except (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
         text = str(error)
         of_the_machine = isinstance(error, torch.OutOfMemoryError | dist.DistError) or "can't allocate memory" in text
-        if of_the_machine or is_connection_lost(error) or "Timed out" in text:
+        if of_the_machine or is_connection_lost(error) or is_timeout(error) or failure_of_nccl(error):
             raise
         file = files[-1] if files else saved.path
         reason = " ".join(text.split())[:300] or "no reason given"
