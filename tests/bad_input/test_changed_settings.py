@@ -11,6 +11,11 @@ from support.refusals import COMMAND, launched, refusal
 SAME = "--load ck --save ck"
 ADVICE = "give --override to continue with another value, or --finetune to start anew"
 
+FOLLOWS = (
+    "in ck/global_step2 (by default that of --train-iters; --lr-decay-iters 4 keeps the old value)",
+    "in ck/global_step2 (--warmup is a fraction of the decay; --lr-warmup-iters 0 keeps the old value)",
+)
+
 # Changed setting: flags, and for each line the setting with its value and the checkpoint's.
 CHANGED: dict[str, tuple[str, list[tuple[str, object, object]]]] = {
     "seed": ("--seed 99", [("--seed", 99, 1234)]),
@@ -30,7 +35,10 @@ CHANGED: dict[str, tuple[str, list[tuple[str, object, object]]]] = {
     ),
     "a longer run, and so a slower decay": (
         "--train-iters 20",
-        [("--lr-decay-iters", 20, 4), ("--lr-warmup-iters", 4, 0)],
+        [
+            ("--lr-decay-iters", 20, f"4 {FOLLOWS[0]}"),
+            ("--lr-warmup-iters", 4, f"0 {FOLLOWS[1]}"),
+        ],
     ),
 }
 
@@ -38,7 +46,10 @@ CHANGED: dict[str, tuple[str, list[tuple[str, object, object]]]] = {
 @pytest.mark.parametrize("case", CHANGED)
 def test_a_changed_setting_is_refused(place: Path, case: str) -> None:
     words, changes = CHANGED[case]
-    lines = [f"{name} is {ours}, but {theirs} in ck/global_step2: {ADVICE}" for name, ours, theirs in changes]
+    saved = {
+        name: theirs if str(theirs).endswith(")") else f"{theirs} in ck/global_step2" for name, _, theirs in changes
+    }
+    lines = [f"{name} is {ours}, but {saved[name]}: {ADVICE}" for name, ours, _ in changes]
     assert refusal(place, f"{SAME} {words}") == (4, lines)
 
 

@@ -114,7 +114,8 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
     parser = _Parser(
         usage="%(prog)s --num-layers N --hidden-size N ... [flags]",
         description=f"Trains {model} with tensor, pipeline and data parallelism on DeepSpeed.",
-        epilog="Flags may be written with hyphens or underscores.",
+        epilog="Flags may be written with hyphens or underscores. Of a flag that is repeated the last value "
+        "counts, with a warning; the data sets of repeated --data-path flags are joined.",
         formatter_class=_Help,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
