@@ -50,8 +50,7 @@ COMMAND_LINE = """\
 This page is generated from the flags by `python tools/write_reference_docs.py`. `python pretrain_gpt2.py --help` and
 `python pretrain_bert.py --help` print the same texts. Flags may be written with hyphens or underscores. Names after the
 first one are aliases. `N` is a whole number and `X` any number.
-Of a flag that is repeated the last value counts, with a warning; the data sets of repeated `--data-path` flags are
-joined.
+Of a flag that is repeated the last value counts, with a warning.
 """
 
 CLASSIC_FLAGS = """\

@@ -302,9 +302,10 @@ def test_a_wrong_blend_is_refused(words: str, message: str) -> None:
     assert complaints(f"--data-path {words}") == [f"--data-path {words}: {message}"]
 
 
-def test_a_repeated_list_of_names_is_joined() -> None:
-    values = read_flags("--data-path 1 a --lr 1 --data-path 2 b".split()).values
-    assert values["data_path"] == (("1", "a", "2", "b"), "--data-path 1 a 2 b")
+def test_a_repeated_data_path_replaces_the_earlier_one() -> None:
+    result = read_flags("--data-path 1 a --lr 1 --data-path 2 b".split())
+    assert result.values["data_path"] == (("2", "b"), "--data-path 2 b")
+    assert result.warnings == ["--data-path 1 a has no effect: --data-path 2 b follows it"]
 
 
 def test_a_replaced_value_is_announced() -> None:

@@ -1,6 +1,7 @@
 """The program starts alike under every launcher, with the same output."""
 
 import pytest
+from support.command_lines import latest
 from support.ports import free_port
 from support.programs import TINY_MODEL, Programs, read_metrics
 
@@ -40,9 +41,10 @@ def test_losses_are_equal_under_every_launcher(programs, arguments, under_torchr
 
 def test_output_has_only_the_summary_and_progress(programs, arguments):
     """Nothing of DeepSpeed's, torch's or gloo's chatter: only the summary and a line for each iteration."""
-    lines = programs.python(*arguments, "--model-parallel-size", "1").ok().output.splitlines()
+    one_process = latest([*map(str, arguments), "--model-parallel-size", "1"])
+    lines = programs.python(*one_process).ok().output.splitlines()
     begins = ("> layout", "> model", "> batch", "> training", "> device", "> deepspeed", "> stage", "> parameters")
     assert [begin for begin in begins if any(line.startswith(begin) for line in lines)] == list(begins), lines
     assert all(line.startswith(("> ", "iteration ")) for line in lines), lines
     assert [line[:13] for line in lines[-2:]] == ["iteration 1/2", "iteration 2/2"]
-    assert "DeepSpeed" in programs.python(*arguments, "--model-parallel-size", "1", "--verbose").ok().output
+    assert "DeepSpeed" in programs.python(*one_process, "--verbose").ok().output

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.ports import free_port
 
 from megatron.config import ParallelConfig
 from megatron.launch import distributed as distributed_module
@@ -14,12 +15,14 @@ from megatron.parallel.deepspeed_compat import silence_known_warnings
 
 
 def test_every_group_has_the_timeout(run_ranks_once) -> None:
-    for minutes in run_ranks_once(2, _group_minutes, 7.0):
+    for minutes in run_ranks_once(2, _group_minutes, 7.0, free_port()):
         assert len(minutes) >= 8 and set(minutes.values()) == {7.0}, minutes
 
 
-def _group_minutes(timeout: float) -> dict[str, float]:
+def _group_minutes(timeout: float, port: int) -> dict[str, float]:
     """The timeouts of all groups of a pipeline, by their names, with those that DeepSpeed's engine makes."""
+    import os
+
     import torch.distributed as dist
     from deepspeed.runtime.pipe import p2p
     from deepspeed.runtime.pipe.topology import PipelineParallelGrid
@@ -28,6 +31,7 @@ def _group_minutes(timeout: float) -> dict[str, float]:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(port)  # the store of the earlier group may still listen
     with distributed(ParallelConfig(world_size=2, pipe_parallel_size=2, distributed_timeout_minutes=timeout)) as layout:
         grid = PipelineParallelGrid(topology=layout.topology)
         p2p.init_process_groups(grid)

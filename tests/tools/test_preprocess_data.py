@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from support.command_lines import latest
 
 from megatron.data.indexed_dataset import IndexedDataset
 
@@ -26,7 +27,8 @@ def command(tmp_path: Path) -> Callable[..., list[str]]:
     def build(inputs: Sequence[Path], *flags: str) -> list[str]:
         tool = [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), "--input", *map(str, inputs)]
         tool += ["--tokenizer-type", "WhitespaceTokenizer", "--vocab-file", str(tmp_path / "vocab.json")]
-        return [*tool, "--output-prefix", str(tmp_path / "out"), *flags]
+        tool += ["--output-prefix", str(tmp_path / "out")]
+        return latest([*tool, *flags])
 
     return build
 
@@ -177,9 +179,9 @@ def test_a_very_long_line_is_one_document(tmp_path: Path, command: Callable[...,
             "--append-eod and --split-sentences exclude each other",
         ),
         (["--dataset-impl", "lazy"], 2, "--dataset-impl lazy is not supported"),
-        (["--workers", "0"], 2, "--workers 0 must be 1 or more"),
+        (["--workers", "0"], 2, "--workers 0 must be from 1 to"),
         (["--worker", "2"], 2, "unrecognized arguments: --worker 2"),
-        (["--vocab", "/nowhere.json"], 3, "/nowhere.json"),
+        (["--vocab-file", "/nowhere.json"], 3, "/nowhere.json"),
         (["--output-prefix", "/proc/nowhere/out"], 7, "cannot write /proc/nowhere"),
     ],
 )

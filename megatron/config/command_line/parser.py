@@ -115,7 +115,7 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
         usage="%(prog)s --num-layers N --hidden-size N ... [flags]",
         description=f"Trains {model} with tensor, pipeline and data parallelism on DeepSpeed.",
         epilog="Flags may be written with hyphens or underscores. Of a flag that is repeated the last value "
-        "counts, with a warning; the data sets of repeated --data-path flags are joined.",
+        "counts, with a warning.",
         formatter_class=_Help,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -324,18 +324,15 @@ def _merge_repetitions(
 ) -> tuple[dict[str, Provided], list[str]]:
     """One value for each field, and a warning for each value that a later one of the same flag replaces.
 
-    A list of names is all that its flag was given. Of any other flag the last value counts, so that scripts can append
-    flags to their own; its aliases must not contradict it.
+    The last value counts, so that the flags a user appends to a script replace the script's; aliases must not
+    contradict each other.
     """
-    lists = {name for name, field in flag_fields().items() if field.type == tuple[str, ...]}
     values: dict[str, Provided] = {}
     flags: dict[str, str] = {}
     warnings: list[str] = []
     for name, flag, value in occurrences:
         before = values.get(name)
-        if before is not None and name in lists:
-            value = Provided((*before.value, *value.value), f"{before.source} {' '.join(value.value)}")
-        elif before is not None and before.value != value.value:
+        if before is not None and before.value != value.value:
             if flags[name] == flag:
                 warnings.append(f"{before.source} has no effect: {value.source} follows it")
             else:

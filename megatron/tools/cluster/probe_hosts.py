@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron.checkpoint import fingerprint
-from megatron.config import RunConfig
+from megatron.config import RunConfig, reading
 from megatron.launch.environment import extensions_folder
 from megatron.tools.cluster import allreduce, probe
 from megatron.tools.cluster.hostfile import Host
@@ -187,7 +187,9 @@ def _exchange(report: HostReport, process: subprocess.Popen, program: str, start
 
 def _program(request: Mapping[str, Any]) -> str:
     """The probe, the functions of this project that it uses, and its request, as one program."""
-    lines = "\n".join(inspect.getsource(module) for module in (fingerprint, extensions_folder, probe)).split("\n")
+    lines = "\n".join(inspect.getsource(module) for module in (reading, fingerprint, extensions_folder, probe)).split(
+        "\n"
+    )
     own = "\n".join(line for line in lines if not line.startswith("from megatron."))
     return f"from __future__ import annotations\n{own}\nanswer(json.loads({json.dumps(request)!r}))\n"
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.command_lines import latest
 from support.local_hosts import LocalHosts, mounting_refused
 from support.ports import free_port
 from support.programs import TINY_MODEL, Programs
@@ -275,7 +276,7 @@ def test_failed_all_reduce_is_reported(local_hosts: LocalHosts, folder: Path) ->
 )
 def test_wrong_usage_contacts_no_host(tmp_path: Path, text: str, words: list[str], reason: str) -> None:
     (tmp_path / "hostfile").write_text(text)
-    tool = [sys.executable, str(ROOT / "tools" / "doctor.py"), "--hostfile", "hostfile", *words]
+    tool = [sys.executable, str(ROOT / "tools" / "doctor.py"), *latest(["--hostfile", "hostfile", *words])]
     environ = {**os.environ, "HOME": str(tmp_path), "DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(tool, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stdout == "" and reason in ended.stderr
