@@ -17,6 +17,15 @@ from support.ranks import RankPools  # noqa: E402
 from support.training import RankTraining, pretrain_bert  # noqa: E402
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+UMASK = os.umask(0o022)
+os.umask(UMASK)
+
+
+@pytest.fixture(autouse=True)
+def _umask() -> Iterator[None]:
+    """Programs that a test calls in this process withhold permissions from all files that it creates later."""
+    yield
+    os.umask(UMASK)
 
 
 @pytest.fixture(scope="session")
