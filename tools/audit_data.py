@@ -26,7 +26,7 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file, check_picture_name, write_picture
 
 from megatron.config import DataConfig
-from megatron.config.command_line.parser import read_flags
+from megatron.config.command_line.flags import read_flags
 from megatron.config.data import read_blend
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided

@@ -12,7 +12,8 @@ from _atomic_file import atomic_file
 from megatron.config import flag_fields
 from megatron.config.command_line import resolve_run
 from megatron.config.command_line.classic_flags import OUTCOMES, UNCHANGED
-from megatron.config.command_line.parser import build_parser, read_flags
+from megatron.config.command_line.flags import read_flags
+from megatron.config.command_line.parser import build_parser
 from megatron.config.fields import flag_name
 from megatron.config.validation import RULES
 from megatron.model.architectures import ARCHITECTURES

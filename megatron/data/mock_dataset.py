@@ -3,6 +3,7 @@
 A document counts: from a random token on, each token is the next in the vocabulary, so a model can learn it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from megatron.data.bert_dataset import SPECIAL_TOKENS, PairVocabulary, pair_samp
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 
-class MockDataset:
+class MockDataset(ABC):
     """``samples`` samples, each of which depends on nothing but ``seed_words`` and its index; see the subclasses."""
 
     def __init__(self, samples: int, ordinary: np.ndarray, seq_length: int, seed_words: Sequence[int]) -> None:
@@ -34,8 +35,9 @@ class MockDataset:
         """Some samples, int64 [n, ...]."""
         return np.stack([self[index] for index in indices])
 
+    @abstractmethod
     def _draw(self, random: np.random.RandomState) -> np.ndarray:
-        raise NotImplementedError
+        """A sample, from a generator that is seeded for its index."""
 
     def _count(self, length: int, random: np.random.RandomState) -> np.ndarray:
         """``length`` tokens that count from a random one on."""

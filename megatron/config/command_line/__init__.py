@@ -20,12 +20,8 @@ from megatron.config import (
     sections,
 )
 from megatron.config.batch_schedule import Steps, ramp_up, read_steps
-from megatron.config.command_line.parser import (
-    CONFIG_FILE,
-    read_extra_args,
-    read_flags,
-    with_defaults,
-)
+from megatron.config.command_line.flags import read_extra_args, read_flags, with_defaults
+from megatron.config.command_line.parser import CONFIG_FILE
 from megatron.config.data import DEFAULT_VOCABULARY, NULL_TOKENIZER
 from megatron.config.deepspeed_json import compile_config, conflicts, read_settings
 from megatron.config.deepspeed_json.file import ConfigFile, read_config_file

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from megatron.config import RunConfig, flag_fields
 from megatron.config.errors import counted
 from megatron.config.fields import Provided, flag_name, inside, interval_as_text
-from megatron.config.validation import layout, memory, training  # noqa: F401  # in the order of RULES
 from megatron.config.validation.rules import RULES, Rule
 from megatron.model.spec import ArchitectureSpec
+
+# The order of RULES.
+from megatron.config.validation import layout, memory, training, data, output  # noqa: F401, I001  # isort: skip
 
 __all__ = ["RULES", "Rule", "size_problems", "value_problems", "violations", "warnings"]
 

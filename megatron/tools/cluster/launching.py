@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron.checkpoint.tracker import LATEST
-from megatron.config.command_line.parser import read_flags
+from megatron.config.command_line.flags import read_flags
 from megatron.config.errors import ConfigError
 from megatron.tools.cluster.hostfile import Host, name_problem, read_hostfile, select
 from megatron.tools.cluster.remote import device_kind, is_plain, quote_for_pdsh, variable_problems

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config import flag_fields
-from megatron.config.command_line.parser import read_flags
+from megatron.config.command_line.flags import read_flags
 from megatron.config.data import DEFAULT_VOCABULARY, NULL_TOKENIZER
 from megatron.config.errors import ConfigError, DataError
 from megatron.config.fields import Provided, flag_name

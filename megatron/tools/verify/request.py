@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.config import RunConfig
 from megatron.config.command_line import ParsedRun, read_run
-from megatron.config.command_line.parser import read_flags
+from megatron.config.command_line.flags import read_flags
 from megatron.config.errors import ConfigError
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
