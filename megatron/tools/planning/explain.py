@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron.config import RunConfig
 from megatron.config.command_line import ParsedRun
-from megatron.config.errors import ConfigError, UserError
+from megatron.config.errors import ConfigError, UserError, counted
 from megatron.config.summary import describe_config, describe_stages
 from megatron.config.validation import RULES
 from megatron.model.spec import architecture_of
@@ -51,7 +51,7 @@ def _configuration(run: RunConfig) -> Iterator[str]:
 def _groups(ranks: Sequence[Sequence[int]]) -> str:
     """Groups of ranks such as ``2 groups of 2: [0 1] [2 3]``."""
     shown = " ".join(f"[{ranks_as_text(group)}]" for group in ranks[:_SHOWN])
-    return f"{len(ranks)} groups of {len(ranks[0])}: {shown}{' ...' if len(ranks) > _SHOWN else ''}"
+    return f"{counted(len(ranks), 'group')} of {len(ranks[0])}: {shown}{' ...' if len(ranks) > _SHOWN else ''}"
 
 
 def ranks_as_text(group: Sequence[int]) -> str:
