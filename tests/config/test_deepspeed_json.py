@@ -28,8 +28,9 @@ def config_file(tmp_path: Path):
 def errors(config_file, tmp_path: Path):
     """The messages a config is refused with, less the path of its folder."""
 
-    def find(content: Any, words: str = "") -> list[str]:
-        return [message.replace(f"{tmp_path}/", "") for message in complaints(f"{config_file(content)} {words}")]
+    def find(content: Any, words: str = "", ranks: int = 1) -> list[str]:
+        messages = complaints(f"{config_file(content)} {words}", ranks=ranks)
+        return [message.replace(f"{tmp_path}/", "") for message in messages]
 
     return find
 
@@ -175,6 +176,34 @@ def test_a_contradiction_names_both_sides(words: str, tree: dict, message: str, 
     key = message.partition(" and ")[2].split()[0]
     remedy = f"delete {key} from the file to use the flag, or delete the flag"
     assert f"{message} in ds.json contradict each other: {remedy}" in errors(tree, words)
+
+
+@pytest.mark.parametrize(
+    "tree, words, expected",
+    [
+        ({"prescale_gradients": True}, "--zero-stage 2", "prescale_gradients true does not work with reduce-scatter"),
+        ({"prescale_gradients": True}, "--zero-stage 3", "prescale_gradients true does not work with reduce-scatter"),
+        ({"gradient_predivide_factor": 2}, "--zero-stage 2", "gradient_predivide_factor 2 does not work with reduce-s"),
+        (
+            {"gradient_predivide_factor": 4},
+            "--zero-stage 3 --no-zero-reduce-scatter",
+            "gradient_predivide_factor 4 makes",
+        ),
+        (
+            {"gradient_predivide_factor": 4},
+            "--zero-stage 1 --no-zero-reduce-scatter --pipe-parallel-size 0 --ds-sequence-parallel-size 2",
+            "gradient_predivide_factor 4 makes",
+        ),
+        ({"prescale_gradients": True, "gradient_predivide_factor": 4}, "--zero-stage 1", None),
+        ({"prescale_gradients": True}, "--zero-stage 2 --no-zero-reduce-scatter", None),
+        ({"gradient_predivide_factor": 4}, "--zero-stage 2 --no-zero-reduce-scatter", None),
+        ({"gradient_predivide_factor": 2}, "--zero-stage 3 --no-zero-reduce-scatter", None),
+        ({"prescale_gradients": False, "gradient_predivide_factor": 1.0}, "--zero-stage 2", None),
+    ],
+)
+def test_gradients_are_scaled_only_where_deepspeed_does_it_right(errors, tree: dict, words: str, expected) -> None:
+    found = errors(tree, words, ranks=4)
+    assert [line[: len(expected)] for line in found] == [expected] if expected else not found
 
 
 def test_the_flops_profiler_is_set_in_one_place(errors) -> None:

@@ -209,7 +209,28 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
             )
     if run.observe.flops_profile_step is not None and "flops_profiler" in file:
         problems.append("--flops-profile-step and flops_profiler in the JSON exclude each other: remove one")
-    return problems
+    return problems + _gradient_scaling_conflicts(run, file)
+
+
+def _gradient_scaling_conflicts(run: RunConfig, file: Mapping[str, Any]) -> list[str]:
+    """Where DeepSpeed 0.19.8 refuses the keys that divide gradients before their reduction, or computes another mean.
+
+    With reduce-scatter at stages 2 and 3 it raises AssertionError. Without, it divides by the factor, and does not
+    multiply by it again if the factor is the number of ranks: ``__avg_scatter_contiguous_grads`` in
+    runtime/zero/stage3.py, and ``gradient_reduction_w_predivide`` in stage_1_and_2.py, which is right without sequence
+    parallelism.
+    """
+    parallel, stage = run.parallel, run.zero.zero_stage
+    prescales, factor = bool(file.get("prescale_gradients")), file.get("gradient_predivide_factor", 1)
+    given = [f"gradient_predivide_factor {factor:g}"] if factor != 1 else []
+    given += ["prescale_gradients true"] if prescales else []
+    if stage >= 2 and run.zero.zero_reduce_scatter:
+        return [f"{key} does not work with reduce-scatter at ZeRO {stage}: remove it" for key in given]
+    ranks = parallel.data_parallel_size * parallel.ds_sequence_parallel_size
+    is_wrong = stage == 3 or (stage > 0 and parallel.ds_sequence_parallel_size > 1 and not run.zero.zero_reduce_scatter)
+    if is_wrong and not prescales and factor == ranks != 1:
+        return [f"{given[0]} makes gradients too small at ZeRO {stage}, where it is the number of ranks: remove it"]
+    return []
 
 
 def _optimizer_conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Provided]) -> list[str]:
