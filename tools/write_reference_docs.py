@@ -192,6 +192,8 @@ def flag_tables() -> Iterator[str]:
         for group in build_parser(architecture)._action_groups[2:]:  # without argparse's own two
             rows = models.setdefault(str(group.title), {})
             for action in group._group_actions:
+                if action.help is argparse.SUPPRESS:
+                    continue
                 rows.setdefault(flag_row(action), []).append(architecture.name)
     for title, rows in models.items():
         yield f"\n## {title}\n\n| flag | value | description |\n|---|---|---|\n"

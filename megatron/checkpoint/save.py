@@ -35,7 +35,9 @@ from megatron.checkpoint.saved_run import describe
 from megatron.checkpoint.tensor_files import read_checked_file, write_file
 from megatron.checkpoint.universal import conversion_info
 from megatron.config import RunConfig
+from megatron.config.command_line.settings_file import KEPT, settings_text
 from megatron.config.errors import UserError
+from megatron.model.spec import architecture_of
 from megatron.parallel.deepspeed_compat.engine import optimizer_shards_not_saved, use_checkpoint_engine
 
 StateFile = tuple[Path, Any]
@@ -199,6 +201,8 @@ class Checkpointer:
         make_folder(self._folder)
         tracker.remove_unfinished(self._folder)
         replace_text(self._folder / "ds_config.json", json.dumps(self._run.ds_config, indent=2) + "\n")
+        program = architecture_of(self._run.model).program
+        replace_text(self._folder / KEPT, settings_text(self._run.settings, program))
 
     def _begin(self, iteration: int, skipped_samples: Sequence[range]) -> None:
         """Collect the state, and start the writer."""

@@ -59,6 +59,8 @@ class RunConfig:
     """The finished DeepSpeed config."""
     extra_args: Mapping[str, Any] = field(default_factory=dict)
     """Flags that a program has added (``extra_args_provider`` of ``pretrain``), by their names in argparse."""
+    settings: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The value of each flag that was given, by its name: a settings file with them repeats the run."""
 
     def is_logged(self, iteration: int) -> bool:
         """Whether the metrics of ``iteration`` are logged, as those of the last one are."""

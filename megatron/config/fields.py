@@ -52,17 +52,28 @@ def flag_name(field: Field) -> str:
     return "--" + (field.metadata["flag"]["name"] or field.name).replace("_", "-")
 
 
+class Source(str):
+    """A flag with its value as typed, such as ``--lr 0.1``, after the place that it is from, such as file and line."""
+
+    typed: str
+
+    def __new__(cls, typed: str, place: str = "") -> "Source":
+        source = super().__new__(cls, f"{place}: {typed}" if place else typed)
+        source.typed = typed
+        return source
+
+
 class Provided(NamedTuple):
     """A value that the user provided for a field, as opposed to its default, and the source that messages quote."""
 
     value: Any
     source: str
-    """The flag with its value as typed, such as ``--lr 0.1``, or the JSON key with its value and file."""
+    """A ``Source`` or a flag with its value, or the JSON key with its value and file."""
 
     @property
     def words(self) -> list[str]:
         """The command-line arguments that provide the value, if its source is a flag."""
-        flag, *rest = self.source.split(" ", 1)
+        flag, *rest = (self.source.typed if isinstance(self.source, Source) else self.source).split(" ", 1)
         return [flag, *map(str, self.value)] if isinstance(self.value, tuple) else [flag, *rest]
 
 

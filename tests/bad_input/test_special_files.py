@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from support.command_lines import complaints
 
+from megatron.config.command_line.settings_file import read_settings_file
 from megatron.config.deepspeed_json.file import read_config_file
 from megatron.config.environment import world_size
 from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
@@ -22,6 +23,7 @@ from megatron.tools.serving.access import read_key
 
 READERS: dict[str, Callable[[Path], object]] = {
     "config": lambda path: read_config_file(str(path)),
+    "settings": lambda path: read_settings_file(str(path)),
     "vocabulary": lambda path: read_text(str(path)),
     "hostfile": read_hostfile,
     "weights": read_json,

@@ -13,6 +13,7 @@ from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 from support.training import RankTraining
 
 from megatron.checkpoint.save import bytes_of, in_host_memory
+from megatron.config.command_line import parse_run
 
 SETTINGS = "--batch-size 2 --gas 2 --eval-iters 0 --save-interval 1".split()
 
@@ -117,7 +118,9 @@ def test_a_disk_that_becomes_full(programs: Programs, tmp_path: Path, words: lis
     assert " free (File too large): free some space" in line
     assert [entry["iteration"] for entry in read_metrics(metrics)] == list(range(1, failed + 1))
     assert ended.output.count("; training continues\n") == (3 if words else 0)
-    assert [path.name for path in folder.iterdir()] == ["ds_config.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["ds_config.json", "run.yaml"]
+    kept = parse_run(["--config", str(folder / "run.yaml")], {})
+    assert kept == parse_run([*TINY_MODEL, *programs.data_arguments, *map(str, command)], {}) and kept.settings
 
 
 def _errors(ended: Finished) -> list[str]:

@@ -12,8 +12,9 @@ from support.command_lines import CPU, CUDA, SMALL, complaints, parse, read
 from megatron.config import flag_fields
 from megatron.config.command_line import parse_run, read_run
 from megatron.config.command_line.classic_flags import outcome_of
-from megatron.config.command_line.flags import REFUSED_VALUES, read_flags
+from megatron.config.command_line.flags import read_flags
 from megatron.config.command_line.parser import build_parser
+from megatron.config.command_line.values import REFUSED_VALUES
 from megatron.config.data import Part
 from megatron.config.errors import ConfigError
 from megatron.config.fields import flag_name

@@ -1,4 +1,4 @@
-"""From a command line to a run: reads the flags and the JSON file, merges them, and checks the result.
+"""From a command line to a run: reads the flags and the files, merges them, and checks the result.
 
 All fields that are not provided follow from the others and from the environment.
 """
@@ -6,7 +6,7 @@ All fields that are not provided follow from the others and from the environment
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.config import (
     ActivationConfig,
@@ -17,17 +17,18 @@ from megatron.config import (
     RunConfig,
     TrainConfig,
     ZeroConfig,
+    flag_fields,
     sections,
 )
 from megatron.config.batch_schedule import Steps, ramp_up, read_steps
-from megatron.config.command_line.flags import read_extra_args, read_flags, with_defaults
+from megatron.config.command_line.flags import read_extra_args, read_flags
 from megatron.config.command_line.parser import CONFIG_FILE
 from megatron.config.data import DEFAULT_VOCABULARY, NULL_TOKENIZER
 from megatron.config.deepspeed_json import compile_config, conflicts, read_settings
 from megatron.config.deepspeed_json.file import ConfigFile, read_config_file
 from megatron.config.environment import expected_device, local_rank, world_size
 from megatron.config.errors import ConfigError, nearest_multiples
-from megatron.config.fields import Provided
+from megatron.config.fields import Provided, flag_name
 from megatron.config.validation import size_problems, value_problems, violations, warnings
 from megatron.config.validation.accelerate import accelerate_conflicts
 from megatron.model.architectures import GPT2
@@ -72,8 +73,8 @@ def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arc
 
 def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2) -> ParsedRun:
     """Like ``parse_run``, with the problems in the result. Raises ConfigError if a value or the file cannot be read."""
-    argv = with_defaults(argv, architecture)
     flags, problems, ignored = read_flags(argv, architecture)
+    settings = {name: provided.value for name, provided in flags.items()}
     file = ConfigFile("", {})
     config_file = flags.pop(CONFIG_FILE).value if CONFIG_FILE in flags else None
     if config_file is not None:
@@ -91,8 +92,16 @@ def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: Arch
     problems += accelerate_conflicts(run, environ, config_file)
     if not problems:
         run = replace(run, ds_config=compile_config(run, provided, file.tree))
-        run = replace(run, extra_args=read_extra_args(argv, architecture))
+        extra_args = read_extra_args(argv, architecture)
+        run = replace(run, extra_args=extra_args, settings=_settings(settings, extra_args))
     return ParsedRun(run, problems, ignored + warnings(run, provided))
+
+
+def _settings(values: Mapping[str, Any], extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """What a settings file needs to repeat a run: the value of each flag, by its name, but not the launcher's."""
+    names = {name: flag_name(field).removeprefix("--") for name, field in flag_fields().items()}
+    given = {names.get(name, name): value for name, value in values.items() if name != "local_rank"}
+    return {**given, **{name: value for name, value in extra_args.items() if value not in (None, False)}}
 
 
 def _merge(flags: Mapping[str, Provided], file: Mapping[str, Provided]) -> tuple[dict[str, Provided], list[str]]:

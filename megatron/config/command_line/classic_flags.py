@@ -336,7 +336,7 @@ _REFUSED = {
     "not supported: send SIGTERM to save and end a run": "kill-switch-file",
     "not supported (a service of NVIDIA's own cluster): use --auto-resume": "adlr-autoresume adlr-autoresume-interval",
     "export to ONNX is not supported": "onnx-safe",
-    "settings are flags, and the JSON of --deepspeed_config": "yaml-cfg",
+    "its sections are those of another program: --config reads a file with a line for each flag": "yaml-cfg",
     "it is for text generation: use tools/generate.py": (
         "temperature greedy top-p top-k out-seq-length sample-input-file sample-output-file num-samples "
         "genfile recompute ds-inference inference inference-* use-legacy-static-engine "

@@ -1,36 +1,39 @@
-"""From command-line arguments to a value for each field of the config."""
+"""From the sources of a run's flags to a value for each field of the config.
+
+The sources are layers, of which a later one replaces what an earlier one gives: the defaults of a provided model, the
+settings file of ``--config``, the command line.
+"""
 
 import argparse
 import json
-import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import Field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
 from megatron.config import flag_fields
 from megatron.config.command_line.classic_flags import Outcome, outcome_of
-from megatron.config.command_line.parser import build_parser, has_flag, names_of, value_type
+from megatron.config.command_line.parser import SETTINGS_FILE, build_parser, has_flag, names_of, negative_flag
+from megatron.config.command_line.settings_file import Setting, read_settings_file
+from megatron.config.command_line.values import read_value
+from megatron.config.deepspeed_json import SETTINGS
 from megatron.config.errors import ConfigError, did_you_mean
-from megatron.config.fields import Provided
+from megatron.config.fields import Provided, Source, flag_name
 from megatron.config.reading import unreadable_words
+from megatron.config.validation import EXCLUSIVE
 from megatron.model.architectures import BERT, GPT2
 from megatron.model.spec import ArchitectureSpec
 
-_Occurrence: TypeAlias = tuple[str, str, Any, bool]
-"""Field, flag, text, and whether the flag is a switch."""
+_Given: TypeAlias = tuple[str, str, Provided]
+"""Field, flag and value."""
 
 _NEAR = 0.8
 """Similarity from which on a known flag is suggested for an unknown one."""
-
-REFUSED_VALUES: dict[tuple[str, str], str] = {
-    ("data_impl", "lazy"): "convert the data with tools/preprocess_data.py",
-    ("data_impl", "cached"): "convert the data with tools/preprocess_data.py",
-}
-"""Field and value to the reason why that value of an accepted flag is refused."""
+_ALTERNATIVES = (*EXCLUSIVE, ("fp16", "bf16"))
+"""Fields of which a layer that gives one replaces all in the layers before it."""
 
 
 class Flags(NamedTuple):
-    """The values of a command line."""
+    """The values of a command line, and of the layers below it."""
 
     values: dict[str, Provided]
     """By field."""
@@ -40,38 +43,67 @@ class Flags(NamedTuple):
     """A message for each flag that has no effect."""
 
 
+@dataclass
+class _Layer:
+    """What one source gives."""
+
+    words: list[str] = field(default_factory=list)
+    """As arguments of a command line, with the names that the parser knows."""
+    values: dict[str, Provided] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
+    """A message for each value that is missing or cannot be parsed."""
+    warnings: list[str] = field(default_factory=list)
+
+
 def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> Flags:
-    """The values in ``argv``, with a message for each flag that is unknown, refused or without effect.
+    """The values in ``argv`` and the layers below it, with a message for each that is unknown, refused or ignored.
 
     The flags are those of the program that trains ``architecture``. ``--help`` prints the help and exits.
 
     Raises:
-        ConfigError: a value is missing or cannot be parsed; it contains the other messages too.
+        ConfigError: a value is missing or cannot be parsed, or the settings file cannot be read; it contains the
+            other messages too.
     """
-    if unreadable := unreadable_words(argv):
-        raise ConfigError(unreadable)
-    parser = build_parser(architecture)
-    words, problems, warnings = _normalize_names(argv, parser, architecture)
-    try:
-        namespace, extra = parser.parse_known_args(words, argparse.Namespace(occurrences=[]))
-    except ConfigError as error:
-        raise ConfigError([*problems, *error.messages]) from None
-    problems += [f"unexpected argument {word!r}: every value follows its flag" for word in extra]
-    provided, unreadable = _read_values(namespace.occurrences)
-    if unreadable:
+    layers = _read_layers(argv, architecture)
+    problems = [problem for layer in layers for problem in layer.problems]
+    if unreadable := [message for layer in layers for message in layer.unreadable]:
         raise ConfigError([*problems, *unreadable])
-    values, replaced = _merge_repetitions(_without_single_stage(provided), problems)
-    return Flags(values, problems, warnings + replaced)
+    values = layered(layer.values for layer in layers)
+    return Flags(values, problems, [warning for layer in layers for warning in layer.warnings])
+
+
+def layered(layers: Iterable[Mapping[str, Provided]]) -> dict[str, Provided]:
+    """The values of all ``layers``, first to last: a later value replaces an earlier one, and those it excludes.
+
+    A switch that ends up off, as by default, counts as not provided, unless a DeepSpeed config could switch it on.
+    """
+    merged: dict[str, Provided] = {}
+    for layer in layers:
+        for row in _ALTERNATIVES:
+            if any(name in layer and layer[name].value is not False for name in row):
+                merged = {name: provided for name, provided in merged.items() if name not in row}
+        merged |= layer
+    in_json = {setting.field for setting in SETTINGS}
+    return {
+        name: provided
+        for name, provided in merged.items()
+        if provided.value is not False
+        or name not in flag_fields()
+        or flag_fields()[name].default is not False
+        or name in in_json
+    }
 
 
 def read_extra_args(argv: Sequence[str], architecture: ArchitectureSpec) -> dict[str, Any]:
     """The values of the flags that the program of a provided model has added. Call ``read_flags`` before.
 
-    Raises ConfigError if a value is no JSON, since checkpoints contain them.
+    Raises ConfigError if a required one is missing, or a value is no JSON, since checkpoints contain them.
     """
-    parser = build_parser(architecture)
-    words = _normalize_names(argv, parser, architecture).words
-    namespace, _ = parser.parse_known_args(words, argparse.Namespace(occurrences=[]))
+    if architecture.provider is None:
+        return {}
+    words = [word for layer in _read_layers(argv, architecture) for word in layer.words]
+    namespace, _ = build_parser(architecture).parse_known_args(words, argparse.Namespace(occurrences=[]))
     values = {name: value for name, value in vars(namespace).items() if name not in ("occurrences", "deepspeed")}
     for name, value in values.items():
         try:
@@ -84,26 +116,113 @@ def read_extra_args(argv: Sequence[str], architecture: ArchitectureSpec) -> dict
     return values
 
 
-def with_defaults(argv: Sequence[str], architecture: ArchitectureSpec) -> list[str]:
-    """``argv`` after the default flags of a provided model, without those that ``argv`` contains.
-
-    Raises ConfigError if there is no such flag.
-    """
-    if architecture.provider is None:
-        return list(argv)
+def _read_layers(argv: Sequence[str], architecture: ArchitectureSpec) -> list[_Layer]:
+    """The layers, first to last. Raises ConfigError if the settings file cannot be read."""
+    if unreadable := unreadable_words(argv):
+        raise ConfigError(unreadable)
     parser = build_parser(architecture)
+    for action in parser._actions:
+        action.required = False  # each layer is parsed alone; see read_extra_args
+    typed = _read_layer([(argv, "")], parser, architecture)
+    layers = []
+    if architecture.provider is not None:
+        layers.append(_read_settings(_defaults(architecture), parser, architecture))
+    if (file := typed.values.pop(SETTINGS_FILE, None)) is not None:
+        try:
+            layers.append(_read_settings(read_settings_file(file.value), parser, architecture))
+        except ConfigError as error:
+            raise ConfigError([*typed.problems, *error.messages, *typed.unreadable]) from None
+    return [*layers, typed]
+
+
+def _defaults(architecture: ArchitectureSpec) -> list[Setting]:
+    """The default flags of a provided model."""
+    assert architecture.provider is not None
+    settings = []
+    for name, value in architecture.provider.defaults.items():
+        texts = [str(item) for item in value] if isinstance(value, list | tuple) else str(value)
+        if value is not None:
+            settings.append(Setting(name, value if isinstance(value, bool) else texts, "args_defaults"))
+    return settings
+
+
+def _read_settings(
+    settings: Iterable[Setting], parser: argparse.ArgumentParser, architecture: ArchitectureSpec
+) -> _Layer:
+    """The layer of a settings file, or of defaults."""
     actions = {name: action for action in parser._actions for name in action.option_strings}
-    given = [actions.get(_known_name(word.partition("=")[0], actions)) for word in argv if _is_flag(word)]
-    words: list[str] = []
-    for key, value in architecture.provider.defaults.items():
-        name = _known_name(f"--{key}", actions)
-        if name not in actions:
-            raise ConfigError(f"args_defaults: there is no flag {name}: {did_you_mean(name, actions, otherwise='-')}")
-        if actions[name] in given or value is None or value is False:
-            continue
-        values = value if isinstance(value, list | tuple) else [] if value is True else [value]
-        words += [name, *map(str, values)]
-    return [*words, *argv]
+    sources, problems = [], []
+    for setting in settings:
+        try:
+            sources.append((_words_of(setting, actions, architecture), setting.place))
+        except ValueError as error:
+            problems.append(f"{setting.place}: {error}")
+    layer = _read_layer(sources, parser, architecture)
+    layer.problems[:0] = problems
+    return layer
+
+
+def _words_of(setting: Setting, actions: Mapping[str, argparse.Action], architecture: ArchitectureSpec) -> list[str]:
+    """``setting`` on a command line. Raises ValueError if there is no such flag, or it takes another kind of value."""
+    name, value = _known_name(f"--{setting.name}", actions), setting.value
+    action = actions.get(name)
+    if action is None and name not in _flags_of_other_models(architecture):
+        if (
+            outcome_of(
+                name.removeprefix("--"), [] if isinstance(value, bool) else [value] if isinstance(value, str) else value
+            )
+            is None
+        ):
+            guess = did_you_mean(name, actions, otherwise="see --help", cutoff=_NEAR)
+            raise ValueError(f"there is no flag {name}: {guess}")
+    if name in ("--help", f"--{SETTINGS_FILE}"):
+        raise ValueError(f"{name} is for the command line: remove it")
+    if isinstance(value, bool):
+        if action is not None and action.nargs != 0:
+            raise ValueError(f"{name} needs a value, not {str(value).lower()}")
+        return [name] if value else _off(name, action)
+    if action is not None and action.nargs == 0:
+        raise ValueError(f"{name} is a switch: write true or false")
+    if isinstance(value, str):
+        return [f"{name}={value}"]
+    if action is not None and action.nargs is None:
+        raise ValueError(f"{name} takes one value, not a list")
+    if flags := [item for item in value if _is_flag(item)]:
+        raise ValueError(f"{name}: {flags[0]!r} looks like a flag; write a value")
+    return [name, *value]
+
+
+def _off(name: str, action: argparse.Action | None) -> list[str]:
+    """The words that switch off the switch ``name``; none if it is off without them."""
+    if action is None or action.dest not in flag_fields():
+        return []
+    of_action = flag_fields()[action.dest]
+    if action.const is False:
+        return [flag_name(of_action)]
+    return [negative_flag(of_action)] if action.const is True else []
+
+
+def _read_layer(
+    sources: Iterable[tuple[Sequence[str], str]], parser: argparse.ArgumentParser, architecture: ArchitectureSpec
+) -> _Layer:
+    """The layer of one or more command lines, each with the place that messages name; empty for the real one."""
+    layer = _Layer()
+    provided: list[_Given] = []
+    for argv, place in sources:
+        at = f"{place}: " if place else ""
+        words, problems, warnings = _normalize_names(argv, parser, architecture)
+        layer.words += words
+        layer.warnings += [at + warning for warning in warnings]
+        try:
+            namespace, extra = parser.parse_known_args(words, argparse.Namespace(occurrences=[]))
+        except ConfigError as error:
+            layer.unreadable += [at + message for message in error.messages]
+        else:
+            problems += [f"unexpected argument {word!r}: every value follows its flag" for word in extra]
+            provided += _read_values(namespace.occurrences, place, layer.unreadable)
+        layer.problems += [at + problem for problem in problems]
+    layer.values = _merge_repetitions(_without_single_stage(provided), layer)
+    return layer
 
 
 class _Words(NamedTuple):
@@ -193,93 +312,46 @@ def _is_flag(word: str) -> bool:
         return True
 
 
-def _read_values(occurrences: list[_Occurrence]) -> tuple[list[tuple[str, str, Provided]], list[str]]:
-    """Field, flag and parsed value of each occurrence, and a message for each value that cannot be parsed."""
-    every_field = flag_fields()
-    provided: list[tuple[str, str, Provided]] = []
-    problems: list[str] = []
+def _read_values(occurrences: Iterable[tuple[str, str, Any, bool]], place: str, unreadable: list[str]) -> list[_Given]:
+    """The value of each occurrence, which is field, flag, text, and whether the flag is a switch.
+
+    Adds a message to ``unreadable`` for each value that cannot be parsed.
+    """
+    provided: list[_Given] = []
     for name, flag, value, is_switch in occurrences:
         words = " ".join(value) if isinstance(value, list) else value
-        source = flag if is_switch else f"{flag} {words or repr(words)}"
+        source = Source(flag if is_switch else f"{flag} {words or repr(words)}", place)
         try:
             if not is_switch:
-                value = _read_value(every_field[name], value) if name in every_field else _text(value)
+                value = read_value(flag_fields()[name] if name in flag_fields() else None, value)
         except ValueError as error:
-            problems.append(f"{source}: {error}")
+            unreadable.append(f"{source}: {error}")
         else:
             provided.append((name, flag, Provided(value, source)))
-    return provided, problems
+    return provided
 
 
-def _read_value(field: Field, text: str | list[str]) -> Any:
-    """The value of ``text`` for ``field``. Raises ValueError if it cannot be parsed."""
-    if isinstance(text, list):
-        return tuple(map(_READERS[value_type(field)], text))
-    choices = field.metadata["flag"]["choices"]
-    if (field.name, text) in REFUSED_VALUES:
-        raise ValueError(REFUSED_VALUES[field.name, text])
-    if choices and text not in choices:
-        raise ValueError(did_you_mean(text, choices, otherwise=f"choose from {', '.join(choices)}"))
-    return _READERS[value_type(field)](text)
-
-
-def _without_single_stage(occurrences: list[tuple[str, str, Provided]]) -> list[tuple[str, str, Provided]]:
+def _without_single_stage(occurrences: list[_Given]) -> list[_Given]:
     """Without a pipeline size of 1 next to --no-pipeline-parallel: the scripts of Megatron-DeepSpeed give both."""
     if all(flag != "--no-pipeline-parallel" for _, flag, _ in occurrences):
         return occurrences
     return [given for given in occurrences if (given[0], given[2].value) != ("pipe_parallel_size", 1)]
 
 
-def _merge_repetitions(
-    occurrences: list[tuple[str, str, Provided]], problems: list[str]
-) -> tuple[dict[str, Provided], list[str]]:
-    """One value for each field, and a warning for each value that a later one of the same flag replaces.
+def _merge_repetitions(occurrences: list[_Given], layer: _Layer) -> dict[str, Provided]:
+    """One value for each field; ``layer`` gets a warning for each value that a later one of the same flag replaces.
 
     The last value counts, so that the flags a user appends to a script replace the script's; aliases must not
     contradict each other.
     """
     values: dict[str, Provided] = {}
     flags: dict[str, str] = {}
-    warnings: list[str] = []
     for name, flag, value in occurrences:
         before = values.get(name)
         if before is not None and before.value != value.value:
             if flags[name] == flag:
-                warnings.append(f"{before.source} has no effect: {value.source} follows it")
+                layer.warnings.append(f"{before.source} has no effect: {value.source} follows it")
             else:
-                problems.append(f"{before.source} and {value.source} set the same thing: remove one")
+                layer.problems.append(f"{before.source} and {value.source} set the same thing: remove one")
         values[name], flags[name] = value, flag
-    return values, warnings
-
-
-_LARGEST = 2**53
-"""Up to here, whole numbers are exact as floats."""
-
-
-def _whole(text: str) -> int:
-    number = _number(text)
-    if abs(number) > _LARGEST:
-        raise ValueError(f"must be {_LARGEST} at most")
-    if number != int(number):
-        raise ValueError("must be a whole number")
-    # Through float only if there is a point or an exponent: large seeds would lose digits.
-    return int(text) if text.strip("+-").isdecimal() else int(number)
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        raise ValueError("must be a number") from None
-    if not math.isfinite(number):
-        raise ValueError("must be a finite number")
-    return number
-
-
-def _text(text: str) -> str:
-    if not text:
-        raise ValueError("must not be empty")
-    return text
-
-
-_READERS: dict[type, Callable[[str], Any]] = {int: _whole, float: _number, str: _text}
+    return values

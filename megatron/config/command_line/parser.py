@@ -11,7 +11,9 @@ from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 
 CONFIG_FILE = "deepspeed_config"
-"""The key of ``--deepspeed_config`` in the result of ``read_flags``; the only flag that is not a config field."""
+"""The key of ``--deepspeed_config`` in the result of ``read_flags``; the only one that is not a config field."""
+SETTINGS_FILE = "config"
+"""The name of ``--config``, whose settings are a layer below the command line."""
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
@@ -23,10 +25,17 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
         usage="%(prog)s --num-layers N --hidden-size N ... [flags]",
         description=f"Trains {model} with tensor, pipeline and data parallelism on DeepSpeed.",
         epilog="Flags may be written with hyphens or underscores. Of a flag that is repeated the last value "
-        "counts, with a warning.",
+        "counts, with a warning. --no-FLAG switches off what --config switches on.",
         formatter_class=_Help,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
+    )
+    parser.add_argument_group("Settings file").add_argument(
+        f"--{SETTINGS_FILE}",
+        action=_Record,
+        dest=SETTINGS_FILE,
+        metavar="FILE",
+        help="File of settings (YAML): a line FLAG: VALUE for each flag. Flags on the command line win.",
     )
     launch = parser.add_argument_group("DeepSpeed")
     launch.add_argument(
@@ -79,11 +88,20 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
         names_of_value = [f"--{name}" for name in metadata["switches"] if metadata["switches"][name] == value]
         text = f"Same as {names[0]} {value}." if value_type(field) is not bool else f"Disable {names[0]}."
         group.add_argument(*names_of_value, action=_Record, dest=field.name, nargs=0, const=value, help=text)
+    if value_type(field) is bool and negative_flag(field).removeprefix("--") not in metadata["switches"]:
+        hidden = negative_flag(field)
+        group.add_argument(hidden, action=_Record, dest=field.name, nargs=0, const=False, help=argparse.SUPPRESS)
 
 
 def names_of(field: Field) -> list[str]:
     """The flag of a field and its aliases."""
     return [flag_name(field), *("--" + alias.replace("_", "-") for alias in field.metadata["flag"]["aliases"])]
+
+
+def negative_flag(field: Field) -> str:
+    """The flag that switches off the switch of ``field``: one of its own, or ``--no-`` and its name."""
+    own = [name for name, value in field.metadata["flag"]["switches"].items() if value is False]
+    return f"--{own[0] if own else 'no-' + flag_name(field).removeprefix('--')}"
 
 
 def _help(field: Field) -> str:

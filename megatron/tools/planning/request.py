@@ -115,7 +115,7 @@ def make_request(
     given = {**filled, **given}
     if _value(given, "tokenizer_type") == NULL_TOKENIZER and vocab_size:
         given["vocab_size"] = Provided(vocab_size, f"--vocab-size {vocab_size}")
-    if not {"bf16", "fp16"} & given.keys() and precision != "fp32":
+    if not (_value(given, "bf16") or _value(given, "fp16")) and precision != "fp32":
         given[precision] = Provided(True, f"--{precision}")
     problems += value_problems(given, architecture)
     if problems:

@@ -181,7 +181,7 @@ def make_request(
     for name, value in values.items():
         if name not in _REPLACED:
             words += value.words
-    batch = values["global_batch_size"].source.split(" ", 1) if "global_batch_size" in values else []
+    batch = values["global_batch_size"].words if "global_batch_size" in values else []
     request = Request((*words, *batch), iterations, environ, program=program.resolve(), architecture=architecture)
     if first is None:
         first = ONE_PROCESS if _is_legal(request, ONE_PROCESS) else ONE_PROCESS_WITH_ZERO
@@ -190,7 +190,7 @@ def make_request(
         raise ConfigError(f"--iterations {iterations} is more than the {run.train.train_iters} of the run: lower it")
     if "micro_batch_size" in values and "gradient_accumulation_steps" in values:
         # Gradient accumulation follows from the micro-batch size and the number of data-parallel ranks.
-        words = _without(words, values["gradient_accumulation_steps"].source.split(" ", 1))
+        words = _without(words, values["gradient_accumulation_steps"].words)
     if "step_batch_size_schedule" not in values:
         words += ["--global-batch-size", str(run.train.global_batch_size)]
     return replace(request, words=tuple(words), first=first)
