@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# Measure a training step of 125M, 345M and 1.3B on this machine's GPU, with the packages that are there.
-#   bash benchmarks/gpu.sh --rounds 5 --json figures      # arguments go to benchmarks/run.py
+# Check and measure this machine's GPUs: one folder with a page and JSON, whose path is printed last.
+#   bash benchmarks/gpu.sh --quick    # --help explains it
 #   PYTHON=python3.12 PYTHONPATH=/where/deepspeed/is bash benchmarks/gpu.sh
-# transformers is left out where it is missing. Exit code 2: torch or deepspeed is missing; 7: no GPU.
+# Exit code 1: a stage failed; 2: torch or deepspeed is missing, or wrong usage; 7: no GPU, driver too old, no room.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 for package in torch deepspeed; do
     if ! "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$package') is None)"; then
@@ -12,4 +11,4 @@ for package in torch deepspeed; do
         exit 2
     fi
 done
-exec "$python" benchmarks/run.py gpu_step "$@"
+exec "$python" "$(dirname "${BASH_SOURCE[0]}")/gpu/command.py" "$@"

@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.measures.gpu_step import SHAPES  # noqa: E402
 from benchmarks.tables import as_json, markdown, row  # noqa: E402
 from megatron.config.errors import ConfigError  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
@@ -47,7 +48,8 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     prepare_environment(os.environ)
     warnings.filterwarnings("ignore", category=FutureWarning)  # of what DeepSpeed and the peers call
-    results = import_module(f"benchmarks.measures.{names[0]}").measure(arguments.rounds)
+    sizes = {"sizes": arguments.sizes} if arguments.sizes else {}
+    results = import_module(f"benchmarks.measures.{names[0]}").measure(arguments.rounds, **sizes)
     print(f"## {names[0]}\n\n{markdown([row(result) for result in results])}\n")
     if arguments.json:
         (arguments.json / f"{names[0]}.json").write_text(as_json(names[0], arguments.rounds, results))
@@ -57,6 +59,8 @@ def _check(names: Sequence[str], arguments: argparse.Namespace) -> None:
     known = (*MEASURES, *GPU_MEASURES)
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"there is no measurement {', '.join(unknown)}: choose from {', '.join(known)}")
+    if arguments.sizes and (len(names) > 1 or names[0] not in GPU_MEASURES):
+        raise ConfigError(f"--sizes chooses the models of {', '.join(GPU_MEASURES)}: measure that alone")
     if arguments.rounds < 1:
         raise ConfigError(f"--rounds {arguments.rounds} must be at least 1")
     if arguments.json:
@@ -77,6 +81,9 @@ def _parser() -> ToolParser:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join([*MEASURES, *GPU_MEASURES]))
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="measurements of each way")
     parser.add_argument("--json", type=Path, metavar="DIR", help="write the figures of every round there, too")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=SHAPES, default=[], metavar="SIZE", help=f"of gpu_step: {', '.join(SHAPES)}"
+    )
     return parser
 
 

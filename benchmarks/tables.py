@@ -75,8 +75,12 @@ def goals(name: str, rows: Sequence[Row]) -> list[str]:
 
 def as_json(name: str, rounds: int, results: Sequence[Result]) -> str:
     """What was measured, on what, and each figure of each round."""
-    rows = [{**row(r)._asdict(), "measured": asdict(r)} for r in results]
-    return json.dumps({"name": name, "measured_on": measured_on(rounds), "rows": rows}, indent=2) + "\n"
+    return json.dumps({"name": name, "measured_on": measured_on(rounds), "rows": rows_of(results)}, indent=2) + "\n"
+
+
+def rows_of(results: Sequence[Result]) -> list[dict]:
+    """Each result as the table's row, with the figures of each round."""
+    return [{**row(result)._asdict(), "measured": asdict(result)} for result in results]
 
 
 def read_json(file: Path) -> tuple[str, str, list[Row]]:
@@ -86,10 +90,10 @@ def read_json(file: Path) -> tuple[str, str, list[Row]]:
     return content["name"], content["measured_on"], rows
 
 
-def measured_on(rounds: int) -> str:
-    """Date, machine, versions, and how busy the machine was."""
+def measured_on(rounds: int, device: str | None = None) -> str:
+    """Date, machine, versions, and how busy the machine was; ``device`` where this process has not loaded torch."""
     versions = [f"{name} {metadata.version(name)}" for name in PACKAGES if _is_installed(name)]
-    machine = [date.today().isoformat(), _device(), f"{os.cpu_count()} cores"]
+    machine = [date.today().isoformat(), device or _device(), f"{os.cpu_count()} cores"]
     return ", ".join([*machine, *versions, f"{rounds} rounds", f"load {os.getloadavg()[0]:.1f}"])
 
 

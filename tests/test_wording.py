@@ -73,6 +73,7 @@ DOCUMENTS = [
 ]
 PROGRAMS = [
     *("pretrain_gpt2.py", "pretrain_bert.py", "benchmarks/run.py", "benchmarks/write_figures.py"),
+    "benchmarks/gpu/command.py",
     *sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("[a-z]*.py")),
 ]
 CODE = [

@@ -1,13 +1,21 @@
 """megatron-core as a peer. Its package has this project's name, so it is installed beside, and found by its file."""
 
 import importlib.util
+import json
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from benchmarks.comparing import Seconds
+from benchmarks.measures.shapes import Shape
+from megatron.config.errors import LaunchError
 
 VERSION = "0.16.1"
 
@@ -28,3 +36,41 @@ def compiled_helpers(folder: Path) -> ModuleType:
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module
+
+
+class MegatronProcess:
+    """Steps of the installed megatron-core on the GPU of this process, in a process of their own."""
+
+    def __init__(self, shape: Shape, dtype: str, steps: int):
+        with socket.socket() as server:
+            server.bind(("127.0.0.1", 0))
+            port = server.getsockname()[1]
+        request = {"shape": asdict(shape), "dtype": dtype, "steps": steps, "port": port}
+        script = Path(__file__).with_name("megatron_core_step.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(script), json.dumps(request)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.peak: int = self._answer()["peak"]
+        """Bytes of memory at most, in two steps."""
+
+    def steps(self) -> Seconds:
+        """What they take. Raises LaunchError if the process has failed."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return Seconds(**self._answer())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("measured: "):
+                return json.loads(line.removeprefix("measured: "))
+        raise LaunchError(f"the process of megatron-core failed with exit code {self._process.wait()}")

@@ -4,39 +4,12 @@ b batch, s sequence, h hidden, n heads, d size of a head, v vocabulary
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-CLIP, LEARNING_RATE, WEIGHT_DECAY = 1.0, 1e-4, 0.01
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a model and of its batch."""
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    batch: int
-    vocabulary: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step."""
-        return self.batch * self.sequence
-
-    @property
-    def flops(self) -> float:
-        """Of a step, attention in full (arXiv 2205.05198, appendix A)."""
-        per_layer = 72 * self.hidden**2 * (1 + self.sequence / (6 * self.hidden))
-        return self.tokens * (self.layers * per_layer + 6 * self.hidden * self.vocabulary)
-
-    def __str__(self) -> str:
-        return f"{self.layers} layers, h {self.hidden}, s {self.sequence}, b {self.batch}, v {self.vocabulary}"
+from benchmarks.measures.shapes import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
 
 
 class BareBlock(nn.Module):
@@ -113,20 +86,32 @@ class WithWeights(nn.Module):
 
 
 def plain_step(
-    model: nn.Module, batches: Iterator[tuple[Tensor, Tensor]], *, bf16: bool, micro_batches: int = 1
+    model: nn.Module,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    *,
+    bf16: bool = False,
+    fp16: bool = False,
+    micro_batches: int = 1,
 ) -> Callable[[], None]:
-    """One step of a plain loop: forward, backward, clip, fused AdamW; bf16 is autocast over fp32 weights."""
+    """One step of a plain loop: forward, backward, clip, fused AdamW.
+
+    Half precision is autocast over fp32 weights, with torch's loss scaling in fp16.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     device = next(model.parameters()).device.type
+    scaler = torch.amp.GradScaler(device, enabled=fp16)
+    dtype = torch.float16 if fp16 else torch.bfloat16
 
     def step() -> None:
         for _ in range(micro_batches):
             tokens, labels = next(batches)
-            with torch.autocast(device, torch.bfloat16, enabled=bf16):
+            with torch.autocast(device, dtype, enabled=bf16 or fp16):
                 loss = model(tokens, labels) / micro_batches
-            loss.backward()
+            scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
     return step

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
+from benchmarks.measures.shapes import Shape
 from megatron.config import RunConfig
 from megatron.config.command_line import parse_run
 from megatron.data.loader import Batch
@@ -20,12 +20,7 @@ from megatron.training.engines import build_engine, train_batch
 
 def run_of(shape: Shape, *flags: str, micro_batches: int = 1) -> RunConfig:
     """The run that trains a model of that shape without dropout, by these further flags."""
-    words = (
-        f"--num-layers {shape.layers} --hidden-size {shape.hidden} --num-attention-heads {shape.heads}"
-        f" --seq-length {shape.sequence} --batch-size {shape.batch} --train-iters 1000"
-        f" --lr {LEARNING_RATE} --lr-decay-style constant --warmup 0 --clip-grad {CLIP} --weight-decay {WEIGHT_DECAY}"
-        " --attention-dropout 0 --hidden-dropout 0 --data-path none --vocab-file none --merge-file none"
-    ).split()
+    words = [*shape.words, *"--train-iters 1000 --data-path none --vocab-file none --merge-file none".split()]
     if "--global-batch-size" not in flags:
         words += ["--gas", str(micro_batches)]
     run = parse_run([*words, *flags], os.environ)

@@ -3,12 +3,14 @@
 Not shown here: NCCL, kernels of a GPU, streams that overlap, speed. See docs/gpu-status.md.
 """
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 from support.emulated_cuda import EmulatedCuda
+from support.ports import free_port
 from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 
 ITERATIONS, SAVED = 4, 2
@@ -27,6 +29,12 @@ LAYOUTS = {
     "fp16, TP 2, sequence parallel": (2, "--fp16 --model-parallel-size 2 --sequence-parallel --zero-stage 1"),
     "bf16, DualPipeV": (2, "--bf16 --pipe-parallel-size 2 --pipeline-schedule dualpipev --batch-size 1"),
     "bf16, Ulysses, ZeRO 3": (2, "--bf16 --ds-sequence-parallel-size 2 --zero-stage 3"),
+    "fp16, TP 2 x PP 2, ZeRO 1": (
+        4,
+        "--fp16 --model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1 --sequence-parallel --batch-size 1",
+    ),
+    "fp16, TP 2 x DP 2, ZeRO 3": (4, "--fp16 --model-parallel-size 2 --zero-stage 3"),
+    "bf16, PP 2 x DP 2, ZeRO 1": (4, "--bf16 --pipe-parallel-size 2 --zero-stage 1 --batch-size 1"),
     "fp16, ZeRO 3, offloaded": (2, "--fp16 --zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
 }
 RESUMED = {
@@ -120,6 +128,23 @@ def test_bert_on_a_pipeline(programs: Programs, emulated_cuda: EmulatedCuda, tmp
     assert losses(gpu) == pytest.approx(losses(cpu), rel=BOUNDS["fp16"])
 
 
+def test_apex_trains(runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+    """With a package of apex's interface: its norm on an fp32 residual stream, sequence parallel, and its Adam."""
+    flags = "--fused-kernels apex --bf16 --zero-stage 1 --model-parallel-size 2 --sequence-parallel"
+    words = (
+        *TINY_MODEL,
+        *programs.data_arguments,
+        *SETTINGS,
+        *NO_DROPOUT,
+        *flags.split(),
+        "--fp32-residual-connection",
+    )
+    program = ("tests/support/apex_pretrain.py", *words, "--save", tmp_path, "--metrics-file", tmp_path / "metrics")
+    finished = emulated_cuda.run(2, *program).ok()
+    assert "> optimizer apex FusedAdam; layer norm of apex" in finished.output
+    assert losses(tmp_path / "metrics") == pytest.approx(runs.losses("cpu"), rel=BOUNDS["bf16"])
+
+
 def test_a_hung_rank_is_named(programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
     """While another waits for it in a collective on GPUs."""
     words = (*SETTINGS, "--save", tmp_path, "--watchdog-minutes", "0.1", "--bf16", "--zero-stage", "1")
@@ -151,3 +176,17 @@ def test_generation_and_evaluation(runs: Runs, programs: Programs, emulated_cuda
     on_gpu, on_cpu = emulated_cuda.run(1, *words).ok(), programs.warm(1, *words).ok()
     found, expected = (float(re.findall(r'"perplexity": ([\d.]+)', run.output)[0]) for run in (on_gpu, on_cpu))
     assert found == pytest.approx(expected, rel=BOUNDS["fp32"])
+
+
+def test_a_server_answers(runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+    """tools/serve.py, with the same completion on the GPU as on the CPU."""
+    checkpoint = runs.checkpoint("fp16, TP 2, sequence parallel", tmp_path / "saved")
+    request = json.dumps({"prompt": "w1 w2 w3", "max_tokens": 8, "temperature": 0})
+    answers = []
+    for start in (emulated_cuda.run, programs.warm):
+        port = str(free_port())
+        words = ("tests/support/serve_once.py", "--load", checkpoint, "--port", port)
+        finished = start(1, *words, PORT=port, REQUEST=request).ok()
+        (line,) = [line for line in finished.output.splitlines() if line.startswith("answer: ")]
+        answers.append(json.loads(line.removeprefix("answer: "))["choices"])
+    assert answers[0] == answers[1] and len(answers[0][0]["text"].split()) == 8

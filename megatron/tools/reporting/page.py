@@ -17,17 +17,8 @@ KEYS = (
 )  # fmt: skip
 _MAX_POINTS = 800
 
-_TEMPLATE = Environment(autoescape=True, trim_blocks=True).from_string("""\
-{% macro missing(what, flag) %}
-<p class='missing'>No {{ what }} of this run: train with {{ flag }} to see it here.</p>
-{% endmacro %}
-{% macro pairs(rows) %}
-<table>
-{% for name, value in rows.items() %}
-<tr><th>{{ name }}</th><td>{{ value }}</td></tr>
-{% endfor %}
-</table>
-{% endmacro %}
+_ENVIRONMENT = Environment(autoescape=True, trim_blocks=True)
+_FRAME = _ENVIRONMENT.from_string("""\
 <!DOCTYPE html>
 <html lang='en'>
 <head>
@@ -40,10 +31,25 @@ svg { max-width: 100%; height: auto; } .missing { color: #767676; }
 table { border-collapse: collapse; } td, th { padding: 3px 14px 3px 0; text-align: left; vertical-align: top; }
 th { color: #767676; font-weight: normal; } td.number, th.number { text-align: right; }
 pre { font-size: 0.85em; background: #f6f6f6; padding: 1em; overflow-x: auto; }
-</style>
+{{ style | safe }}</style>
 </head>
 <body>
 <h1>{{ name }}</h1>
+{{ body | safe }}
+</body>
+</html>
+""")
+_SECTIONS = _ENVIRONMENT.from_string("""\
+{% macro missing(what, flag) %}
+<p class='missing'>No {{ what }} of this run: train with {{ flag }} to see it here.</p>
+{% endmacro %}
+{% macro pairs(rows) %}
+<table>
+{% for name, value in rows.items() %}
+<tr><th>{{ name }}</th><td>{{ value }}</td></tr>
+{% endfor %}
+</table>
+{% endmacro %}
 <h2>Result</h2>
 {{ pairs(results) }}
 <h2>Curves</h2>
@@ -70,16 +76,23 @@ pre { font-size: 0.85em; background: #f6f6f6; padding: 1em; overflow-x: auto; }
 {% else %}
 {{ missing("run.json", "--run-dir") }}
 {% endif %}
-</body>
-</html>
 """)
 
 
 def page(name: str, series: Mapping[str, Points], record: Record | None, timeline: Timeline | None) -> str:
     """The page about the run ``name``. Sections without data name the flag that provides it."""
+    return frame(name, sections(series, record, timeline))
+
+
+def frame(name: str, body: str, style: str = "") -> str:
+    """A page with the title ``name`` around ``body``, which is HTML; ``style`` is added to the style sheet."""
+    return _FRAME.render(name=name, body=body, style=style)
+
+
+def sections(series: Mapping[str, Points], record: Record | None, timeline: Timeline | None) -> str:
+    """The sections of a page about a run, as HTML."""
     measures = measure(timeline) if timeline else None
-    return _TEMPLATE.render(
-        name=name,
+    return _SECTIONS.render(
         results=_results(series),
         curves=_curves(series),
         record=record,

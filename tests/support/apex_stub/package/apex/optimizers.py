@@ -1,23 +1,6 @@
-"""apex's FusedAdam in plain torch, as far as its interface is documented: the step count is in the parameter groups."""
-
-import sys
-from types import ModuleType
+"""Adam, whose step count is in the parameter groups."""
 
 import torch
-
-
-def install() -> None:
-    """Make ``from apex.optimizers import FusedAdam`` work, and ``--fused-kernels auto`` choose it on the CPU."""
-    from deepspeed.runtime.zero import utils
-
-    from megatron.training import engines
-
-    apex, optimizers = ModuleType("apex"), ModuleType("apex.optimizers")
-    FusedAdam.__module__ = "apex.optimizers.fused_adam"
-    apex.optimizers, optimizers.FusedAdam = optimizers, FusedAdam
-    sys.modules |= {"apex": apex, "apex.optimizers": optimizers, FusedAdam.__module__: optimizers}
-    utils.ZERO_SUPPORTED_OPTIMIZERS.append(FusedAdam)  # which DeepSpeed does if it finds apex
-    engines.uses_apex = lambda fused_kernels: fused_kernels == "auto"
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -34,16 +17,22 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay=0.0,
         amsgrad=False,
         set_grad_none=True,
+        capturable=False,
+        master_weights=False,
     ):
-        assert adam_w_mode and bias_correction and not amsgrad
+        assert adam_w_mode and bias_correction and not (amsgrad or capturable or master_weights)
         super().__init__(
             params, {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
 
+    def zero_grad(self):
+        """Remove all gradients. Unlike torch's, it has no ``set_to_none``."""
+        super().zero_grad(set_to_none=True)
+
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure=None, grads=None, output_params=None, scale=None, grad_norms=None, grad_scaler=None):
         """Update the parameters, and the step count of each group."""
-        assert closure is None
+        assert all(argument is None for argument in (closure, grads, output_params, scale, grad_norms, grad_scaler))
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             (beta1, beta2), steps = group["betas"], group["step"]

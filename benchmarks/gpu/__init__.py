@@ -1,0 +1,1 @@
+"""The check and measurement of a machine with GPUs that ``benchmarks/gpu.sh`` starts."""

@@ -1,0 +1,189 @@
+"""The page about a machine with GPUs, made of what ``command.py`` has written into a folder."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment
+
+from benchmarks.gpu.machine import from_json
+from megatron.config.errors import ConfigError, DataError, counted
+from megatron.config.reading import read_json
+from megatron.parallel.pipeline.partition import TRACE
+from megatron.tools.reporting.files import RECORD, read_record, read_series, read_timeline
+from megatron.tools.reporting.page import KEYS, frame, sections
+
+FORMAT = 1
+RESULTS, PAGE = "gpu.json", "report.html"
+_STYLE = """\
+.passed { color: #2e7d32; } .failed { color: #b3261e; font-weight: bold; } .left { color: #767676; }
+.bar { background: #5b9bd5; height: 0.8em; display: inline-block; } .bar.other { background: #bbb; }
+"""
+_DIFFERENCES = ("loss", "grad_norm", "gradient", "weights", "other_weights")
+_TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string("""\
+{% macro bar(value, whole, kind="") %}
+<span class='bar {{ kind }}' style='width: {{ (300 * value / whole) | round(1) if whole else 0 }}px'></span>
+{% endmacro %}
+<p>{{ summary }}</p>
+<h2>Stages</h2>
+<table>
+{% for stage in content.stages %}
+<tr><th>{{ stage.name }}</th><td class='{{ stage.status.split()[0] }}'>{{ stage.status }}</td>
+<td class='number'>{{ "%.0f" | format(stage.seconds) }} s</td><td>{{ stage.reason or "" }}</td></tr>
+{% endfor %}
+</table>
+<h2>Machine</h2>
+<table>
+{% for name, value in machine.describe().items() %}
+<tr><th>{{ name }}</th><td>{{ value }}</td></tr>
+{% endfor %}
+</table>
+{% if machine.nvidia_smi %}
+<details><summary>nvidia-smi</summary><pre>{{ machine.nvidia_smi | join("\n") }}</pre></details>
+{% endif %}
+{% for stage in of("against_cpu") %}
+<h2>GPU against CPU</h2>
+<p>Largest relative differences from training on the CPU in fp32, with the same initial weights.</p>
+<table><tr><th>precision</th><th class='number'>loss</th><th class='number'>gradient norm</th>
+<th class='number'>bound of the loss</th><th>result</th></tr>
+{% for row in stage.result.against_cpu %}
+<tr><td>{{ row.dtype }}</td><td class='number'>{{ small(row.loss) }}</td><td class='number'>{{ small(row.grad_norm) }}
+</td><td class='number'>{{ small(row.bound) }}</td><td class='{{ "passed" if row.agrees else "failed" }}'>
+{{ "agrees" if row.agrees else "differs" }}</td></tr>
+{% endfor %}
+</table>
+{% endfor %}
+{% for stage in of("layouts") %}
+<h2>{{ stage.name }}</h2>
+<p>Largest differences from the first layout in {{ stage.result.layouts.iterations }} iterations, by
+tools/verify_layout.py.</p>
+<table><tr><th>layout</th>{% for name in differences %}<th class='number'>{{ name.replace("_", " ") }}</th>{% endfor %}
+<th>result</th></tr>
+{% for row in stage.result.layouts.layouts %}
+<tr><td>{{ row.layout }}</td>
+{% for name in differences %}<td class='number'>{{ small(row.get(name)) }}</td>{% endfor %}
+<td class='{{ "passed" if row.agrees else "failed" }}'>
+{{ "agrees" if row.agrees else row.failure or "differs, first in %s" % row.get("first") }}</td></tr>
+{% endfor %}
+<tr><th>bound</th>{% for name in differences %}
+<td class='number'>{{ small(stage.result.layouts.tolerances.get(name)) }}</td>{% endfor %}<td></td></tr>
+</table>
+{% endfor %}
+{% for stage in of("rows") %}
+<h2>{{ stage.name | capitalize }}</h2>
+{% if stage.result.rows %}
+<table><tr><th>this project</th><th>compared with</th><th class='number'>this project</th><th class='number'>other</th>
+<th class='number'>ratio (min to max)</th><th></th></tr>
+{% for row in stage.result.rows %}
+<tr><td>{{ row.what }}</td><td>{{ row.peer }}</td><td class='number'>{{ row.ours }}</td>
+<td class='number'>{{ row.theirs }}</td>
+<td class='number'>{{ "%.2f" | format(row.ratio) }} ({{ row.spread }})</td>
+<td>{{ bar(row.ratio, [row.ratio, 1] | max) }}<br>{{ bar(1, [row.ratio, 1] | max, "other") }}</td></tr>
+{% endfor %}
+</table>
+{% endif %}
+{% for what, why in stage.result.left_out.items() %}
+<p class='missing'>{{ what }}: left out: {{ why }}</p>
+{% endfor %}
+{% endfor %}
+{% for stage in of("scaling") %}
+<h2>{{ stage.name | capitalize }}</h2>
+<p>{{ stage.result.shape }}, on each GPU; 4 micro-batches a step.</p>
+<table><tr><th>layout</th><th class='number'>GPUs</th><th class='number'>tokens/s</th>
+<th class='number'>tokens/s of each GPU</th><th class='number'>of one GPU's</th><th></th></tr>
+{% set one = stage.result.scaling[0].tokens_per_second if stage.result.scaling else 0 %}
+{% for row in stage.result.scaling %}
+{% set each = row.tokens_per_second / row.devices %}
+<tr><td>{{ row.layout }}</td><td class='number'>{{ row.devices }}</td>
+<td class='number'>{{ "{:,.0f}".format(row.tokens_per_second) }}</td>
+<td class='number'>{{ "{:,.0f}".format(each) }}</td><td class='number'>{{ "{:.0%}".format(each / one) }}</td>
+<td>{{ bar(each, one) }}</td></tr>
+{% endfor %}
+</table>
+{% endfor %}
+{% for stage in of("profile") %}
+{% set found = stage.result.profile %}
+<h2>{{ stage.name | capitalize }}</h2>
+<p>{{ stage.result.shape }}: {{ "%.4g" | format(found.seconds) }} s without the profiler;
+{{ "the GPU computed for" if found.on_device else "no kernels of the GPU were recorded; operators on the CPU took" }}
+{{ "%.4g" | format(found.busy) }} s ({{ "{:.0%}".format(found.busy / found.seconds) }}).
+The whole profile is in {{ stage.result.trace }}: open it in <code>https://ui.perfetto.dev</code>.</p>
+<table>
+{% for kind, seconds in found.kinds.items() %}
+<tr><td>{{ kind }}</td><td class='number'>{{ "%.3g" | format(1000 * seconds) }} ms</td>
+<td>{{ bar(seconds, found.busy) }}</td></tr>
+{% endfor %}
+</table>
+<details><summary>the longest kernels</summary>
+<table><tr><th>kernel</th><th class='number'>calls</th><th class='number'>ms</th></tr>
+{% for kernel in found.longest %}
+<tr><td>{{ kernel.name[:120] }}</td><td class='number'>{{ kernel.calls }}</td>
+<td class='number'>{{ "%.3g" | format(1000 * kernel.seconds) }}</td></tr>
+{% endfor %}
+</table></details>
+{% endfor %}
+{% for stage in of("run") %}
+<h1>{{ stage.name | capitalize }}</h1>
+<p>{{ stage.result.shape }}</p>
+{{ run_sections(stage.result.run) | safe }}
+{% endfor %}
+""")
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """What a check has written into ``folder``. Raises ConfigError if it is something else."""
+    file = folder / RESULTS
+    try:
+        content = read_json(file)
+        if content["format"] != FORMAT:
+            raise ValueError
+        from_json(content["machine"])
+        if not all({"name", "status", "seconds", "reason", "result"} <= stage.keys() for stage in content["stages"]):
+            raise ValueError
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}); name a folder of benchmarks/gpu.sh") from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file}: not what benchmarks/gpu.sh writes; name a folder of it") from error
+    return content
+
+
+def render(content: Mapping[str, Any], folder: Path) -> str:
+    """The page about ``content``; the files of its training run are in ``folder``."""
+    machine = from_json(content["machine"])
+
+    def of(kind: str) -> Iterator[Mapping[str, Any]]:
+        return (stage for stage in content["stages"] if kind in stage["result"])
+
+    def run_sections(name: str) -> str:
+        return _run_sections(folder / name)
+
+    title = f"{machine.devices[0].name}, {content['created']}"
+    body = _TEMPLATE.render(
+        content=content, machine=machine, of=of, run_sections=run_sections, summary=summary(content), small=_small,
+        differences=_DIFFERENCES,
+    )  # fmt: skip
+    return frame(title, body, _STYLE)
+
+
+def summary(content: Mapping[str, Any]) -> str:
+    """How many stages passed, and which failed."""
+    stages = content["stages"]
+    failed = [stage["name"] for stage in stages if stage["status"] == "failed"]
+    text = f"{counted(sum(stage['status'] == 'passed' for stage in stages), 'stage')} of {len(stages)} passed"
+    return text + (f"; failed: {', '.join(failed)}" if failed else "")
+
+
+def _run_sections(folder: Path) -> str:
+    try:
+        trace, record = folder / TRACE, folder / RECORD
+        return sections(
+            read_series(folder / "metrics.jsonl", KEYS),
+            read_record(record) if record.exists() else None,
+            read_timeline(trace) if trace.exists() else None,
+        )
+    except (ConfigError, DataError) as error:
+        return f"<p class='missing'>The run cannot be shown: {error.messages[0]}</p>"
+
+
+def _small(number: float | None) -> str:
+    return "-" if number is None else f"{number:.1e}"

@@ -1,0 +1,243 @@
+"""benchmarks/gpu.sh: its checks of a machine, its stages on the CPU or an emulated GPU, and its page."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.emulated_cuda import EmulatedCuda
+from support.programs import Programs
+
+from benchmarks.gpu import machine as machines
+from benchmarks.gpu.command import FIGURES, main, run_stages
+from benchmarks.gpu.machine import Device, Machine, is_supported, problems
+from benchmarks.gpu.report import PAGE, RESULTS, read_results, render
+from benchmarks.gpu.stages import GROUPS, Failed, Plan, Stage, layouts_of, stages
+from benchmarks.measures.gpu_step import PAIRS, SHAPES, fitting, missing, results_of
+from benchmarks.measures.shapes import Shape
+from benchmarks.tables import read_json, rows_of
+from megatron.config.errors import ConfigError, LaunchError, ResourceError
+from megatron.tools.verify.request import illegal, make_request, parse_layout
+
+TINY = Shape(layers=2, hidden=32, heads=2, sequence=16, batch=2, vocabulary=64)
+H100 = Device("NVIDIA H100 80GB HBM3", (9, 0), 85_000_000_000, 84_000_000_000)
+MACHINE = Machine(
+    versions={"torch": "2.13.0", "deepspeed": "0.19.8", "transformers": "5.20.2"}, expected="cuda", driver="580.95.05",
+    cuda="13.0", architectures=["sm_75", "sm_80", "sm_90", "compute_120"], bf16=True, devices=[H100, H100],
+)  # fmt: skip
+NO_GPU = replace(MACHINE, devices=[])
+
+
+def test_a_machine_without_a_gpu_is_reported(programs: Programs) -> None:
+    ended = programs.run("bash", "benchmarks/gpu.sh", "--rounds", "1", PYTHON="python")
+    assert ended.returncode == 7
+    assert ended.output.splitlines() == [
+        "gpu.sh: error: this measures a GPU, and there is none here: run it on a machine that has one"
+    ]
+
+
+def test_a_python_without_torch_is_reported(programs: Programs, tmp_path: Path) -> None:
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    ended = programs.run("bash", "benchmarks/gpu.sh", PYTHON=str(tmp_path / "python"))
+    assert ended.returncode == 2
+    assert ended.output.startswith("gpu.sh: error: torch is not installed") and ended.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "code", "message"),
+    [
+        (replace(MACHINE, versions={"torch": "2.13.0"}), 2, "deepspeed is not installed for "),
+        (replace(NO_GPU, expected="cpu", driver=None), 7, "there is none here: run it on a machine that has one"),
+        (replace(NO_GPU, cuda=None), 2, "torch 2.13.0 is built without CUDA, and this machine has a GPU: install anot"),
+        (replace(NO_GPU, driver="535.1"), 7, "driver 535.1 is too old for CUDA 13.0.*update it to 580 or later"),
+        (replace(NO_GPU, driver="520.1", cuda="12.6"), 7, "driver 520.1 is too old for CUDA 12.6.*to 525 or later"),
+        (replace(NO_GPU, error="CUDA unknown error"), 7, "finds no GPU, although this .* has one: CUDA unknown error"),
+        (replace(MACHINE, error="ImportError: x"), 2, "torch or DeepSpeed cannot be used: ImportError: x"),
+        (replace(MACHINE, expected="cpu"), 2, "DS_ACCELERATOR selects cpu, and this measures CUDA devices: unset it"),
+        (
+            replace(MACHINE, architectures=["sm_75"]),
+            7,
+            r"no kernels for GPU 0 \(NVIDIA H100.* 9.0, only sm_75: install",
+        ),
+        (replace(MACHINE, devices=[H100, replace(H100, free=1)]), 7, "GPU 1: NVIDIA H100.*0.0 of 85.0 GB free, 2 GB"),
+    ],
+)
+def test_what_keeps_a_machine_from_training_is_named(machine: Machine, code: int, message: str, monkeypatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    problem = next(problems(machine))
+    assert problem.exit_code == code and re.search(message, str(problem)), problem
+    assert not list(problems(MACHINE))
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "supported"),
+    [
+        ((8, 6), ["sm_80"], True),  # of the same major version
+        ((9, 0), ["sm_80"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),  # PTX is compiled by the driver
+        ((7, 0), ["sm_75", "compute_75"], False),
+        ((12, 0), ["sm_120a"], True),
+        ((9, 4), ["gfx942"], True),
+    ],
+)
+def test_kernels_of_a_torch_fit_a_gpu(capability, architectures, supported) -> None:
+    assert is_supported(capability, architectures) is supported
+
+
+def test_micro_batches_are_halved_until_they_fit() -> None:
+    batches = {name: fitting(shape, H100.free).batch for name, shape in SHAPES.items()}
+    assert batches == {name: shape.batch for name, shape in SHAPES.items()}, "all of them on 80 GB"
+    assert fitting(SHAPES["125M"], 16_000_000_000).batch < 16
+    with pytest.raises(ResourceError, match="needs about 58 GB, and 24 GB are free"):
+        fitting(SHAPES["1.3B"], 24_000_000_000)
+    assert SHAPES["345M"].parameters == pytest.approx(355e6, rel=0.01)
+
+
+def test_pairs_that_need_what_is_not_installed_are_left_out() -> None:
+    reasons = [missing(pair, MACHINE) for pair in PAIRS]
+    assert reasons == [None, None, "torch.compile needs Triton and a C compiler", "megatron-core is not installed"]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_layouts_that_are_compared_are_legal_and_fit(devices: int, dtype: str, tmp_path: Path) -> None:
+    names = layouts_of(devices, dtype, quick=False)
+    layouts = [parse_layout(name) for name in names]
+    words = [*a_plan(tmp_path).small_model, "--global-batch-size", "16", *([] if dtype == "fp32" else [f"--{dtype}"])]
+    request = make_request(words, 5, layouts[0], {"DS_ACCELERATOR": "cuda"})
+    assert not illegal(request, layouts)
+    assert len(names) == len(set(names)) and max(layout.processes for layout in layouts) == devices
+    assert set(layouts_of(devices, dtype, quick=True)) < set(names)
+
+
+def a_plan(folder: Path, groups=GROUPS) -> Plan:
+    for name in ("logs", "run"):
+        (folder / name).mkdir(exist_ok=True)
+    return Plan(("tiny",), groups, 1, True, False, folder)
+
+
+def test_stages_follow_the_machine(tmp_path: Path) -> None:
+    def groups(machine: Machine) -> list[str]:
+        return [stage.group for stage in stages(a_plan(tmp_path)._replace(quick=False), machine)]
+
+    one = replace(MACHINE, devices=[H100])
+    assert groups(one) == ["correctness"] * 4 + ["speed", "run", "profile"]
+    assert groups(MACHINE) == ["correctness"] * 7 + ["speed", "scaling", "run", "profile"]
+    assert groups(replace(one, bf16=False)) == ["correctness"] * 3 + ["speed", "run", "profile"]
+
+
+TIMES = {"wall": [1.0, 2.0], "cpu": [1.0, 2.0]}
+MEASURED = {"times": {"suite": TIMES, "bare torch": TIMES}, "peaks": {"suite": 10**9, "bare torch": 2 * 10**9}}
+LAYOUT = {
+    "layout": "tp2-pp0-dp1", "agrees": False, "failure": None, "loss": 0.5, "grad_norm": None, "first": "loss of it. 1"
+}  # fmt: skip
+PROFILE = {
+    "seconds": 0.1, "on_device": True, "busy": 0.08, "kinds": {"matrix products": 0.08},
+    "longest": [{"name": "sm90_xmma_gemm<float>", "calls": 3, "seconds": 0.08}],
+}  # fmt: skip
+
+
+def test_a_failed_stage_does_not_end_the_others_and_the_page_has_all(tmp_path: Path, capsys) -> None:
+    """Recorded results of each kind, one failure of each kind, and a page that can be made again from the JSON."""
+    rows = rows_of(list(results_of("tiny, bf16", TINY, MEASURED, H100.name)))
+    layouts = {"iterations": 3, "tolerances": {"loss": 1e-4}, "layouts": [LAYOUT]}
+    against = [{"dtype": "bf16", "loss": 1e-3, "grad_norm": 2e-3, "bound": 1e-2, "agrees": True}]
+    scaled = [{"layout": name, "devices": n, "tokens_per_second": 90.0 * n} for name, n in (("1 GPU", 1), ("TP 2", 2))]
+    results = {
+        "GPU against CPU": {"against_cpu": against},
+        "layouts": Failed("tp2-pp0-dp1 differ or failed", {"layouts": layouts}),
+        "speed": {"rows": rows, "left_out": {"suite and megatron-core": "megatron-core is not installed"}},
+        "scaling": {"scaling": scaled, "shape": "2 layers"},
+        "run": {"run": "run", "shape": "2 layers", "tokens_per_second": 5.0},
+        "profile": {"profile": PROFILE, "shape": "2 layers", "trace": "profile.json.gz"},
+        "user": LaunchError("exit code 1: boom <b>"),
+        "large": ResourceError("needs about 58 GB"),
+        "bug": ZeroDivisionError("by zero"),
+    }
+
+    def work(result):
+        def run():
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        return run
+
+    todo = [Stage(name, name, work(result)) for name, result in results.items()]
+    content = run_stages(todo, a_plan(tmp_path), MACHINE)
+    found = {stage["name"]: (stage["status"], stage["reason"]) for stage in content["stages"]}
+    assert found["layouts"] == ("failed", "tp2-pp0-dp1 differ or failed")
+    assert found["user"] == ("failed", "exit code 1: boom <b>") and found["large"] == ("left out", "needs about 58 GB")
+    assert found["bug"] == ("failed", "ZeroDivisionError: by zero")
+    assert [name for name, (status, _) in found.items() if status == "passed"] == [
+        *("GPU against CPU", "speed", "scaling", "run", "profile")
+    ]
+    page = (tmp_path / PAGE).read_text()
+    assert page == render(read_results(tmp_path), tmp_path)
+    for text in (
+        *("5 stages of 9 passed; failed: layouts, user, bug", "boom &lt;b&gt;", "differs, first in loss of it. 1"),
+        *("GPU 1</th><td>NVIDIA H100 80GB HBM3, 84.0 of 85.0 GB free", "megatron-core is not installed"),
+        *("of the peak", "1.00 (1.00 to 1.00)", "100%", "sm90_xmma_gemm&lt;float&gt;", "the GPU computed for"),
+        *("1.0e-03", "The run cannot be shown: "),
+    ):
+        assert text in page, text
+    assert not re.search(r"(?:src|href)=", page), "all of it is in the file"
+    name, measured_on, figures = read_json(tmp_path / FIGURES)
+    assert (name, len(figures)) == ("gpu_step", 2) and H100.name in measured_on
+    assert "[7/9] user ... failed (0 s): exit code 1: boom <b>" in capsys.readouterr().out
+
+
+def test_a_run_on_an_emulated_gpu_is_on_the_page(emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+    """The whole command with one of its stages."""
+    folder = tmp_path / "found"
+    words = ("benchmarks/gpu/command.py", "--size", "tiny", "--quick", "--stages", "run", "--output", folder)
+    ended = emulated_cuda.run(1, *words, EMULATED_CUDA_DEVICES="1").ok()
+    assert ended.output.splitlines()[-2:] == ["1 stage of 1 passed", str(folder)]
+    content = json.loads((folder / RESULTS).read_text())
+    assert content["machine"]["devices"][0]["name"] == "emulated GPU"
+    assert content["stages"][0]["result"]["tokens_per_second"] > 0
+    page = (folder / PAGE).read_text()
+    assert "emulated GPU" in page and "Plan against measurement" in page and "cannot be shown" not in page
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["--stages", "none", "run"], "--stages none checks the machine alone"),
+        (["--report", "docs"], "docs/gpu.json: cannot be read (No such file or directory); name a folder of"),
+    ],
+)
+def test_wrong_usage(words: list[str], message: str, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu.sh", *words])
+    monkeypatch.chdir(Path(__file__).parents[2])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        main()
+
+
+def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(machines, "LEAST_DISK", 1e30)
+    with pytest.raises(ResourceError, match="GB free, .* are needed: make room"):
+        machines.checked(MACHINE, tmp_path / "not" / "yet")
+
+
+def test_every_variant_takes_steps(run_ranks_once) -> None:
+    """In its tiny form, on the CPU."""
+    ((speeds, peaks),) = run_ranks_once(1, measure_tiny)
+    assert {peer for _, peer, _ in speeds} == {"bare torch", "transformers sdpa"} == {peer for _, peer in peaks}
+    assert all(ratio > 0 and math.isfinite(ratio) for _, _, ratio in speeds)
+
+
+def measure_tiny() -> tuple[list, list]:
+    from benchmarks.comparing import Comparison
+    from benchmarks.measures.gpu_step_ranks import compared, ways
+
+    built, results = ways(TINY, "bf16"), []
+    for pair in PAIRS[:2]:
+        found = compared(TINY, 1, {way: built[way] for way in pair})
+        results += results_of("tiny", TINY, found, "a GPU")
+    speeds = [(r.what, r.peer, r.ratios[0]) for r in results if isinstance(r, Comparison)]
+    return speeds, [(r.what, r.peer) for r in results if not isinstance(r, Comparison)]

@@ -1,0 +1,3 @@
+"""apex's fused layer norms and Adam in plain torch, for tests."""
+
+from apex import normalization, optimizers  # noqa: F401, as in apex itself: DeepSpeed looks for apex.optimizers
