@@ -37,7 +37,7 @@ def transformer_layer(config: ModelConfig) -> LayerSpec:
         *column_parallel("mlp.dense_h_to_4h", h, f),
         *row_parallel("mlp.dense_4h_to_h", f, h),
     )
-    kept = KeptActivations(residual=2 * h, masks=2 * h, statistics=4, replicated=2 * h, sharded=4 * h + 2 * f)
+    kept = KeptActivations(residual=2 * h, local=2 * h, masks=2 * h, statistics=4, sharded=4 * h + 2 * f)
     return LayerSpec(
         "ParallelTransformerLayer", parameters, 2 * (4 * h * h + 2 * h * f), attention_size=h, kept=kept, is_block=True
     )
@@ -54,7 +54,7 @@ def word_embedding(config: ModelConfig, class_name: str = "WordEmbedding") -> La
 def word_logits(config: ModelConfig, class_name: str = "WordEmbedding") -> LayerSpec:
     """The same table as the output projection. Kept: its input; the logits are counted with the loss."""
     h, table = config.hidden_size, word_embedding(config, class_name)
-    return replace(table, matmul_flops=2 * table.numel, kept=KeptActivations(replicated=h))
+    return replace(table, matmul_flops=2 * table.numel, kept=KeptActivations(local=h))
 
 
 def position_embedding(config: ModelConfig) -> LayerSpec:

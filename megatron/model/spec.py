@@ -49,13 +49,11 @@ class KeptActivations:
     residual: int = 0
     """In the residual stream's type; sequence parallelism divides them over the tensor-parallel ranks."""
     local: int = 0
-    """In the model's type, divided in the same way."""
+    """In the model's type, divided in the same way, such as the input of a column-parallel layer."""
     masks: int = 0
     """Dropout masks of hidden states, divided in the same way."""
     statistics: int = 0
     """fp32 numbers such as a norm's mean, divided in the same way."""
-    replicated: int = 0
-    """In the model's type, whole on every tensor-parallel rank."""
     sharded: int = 0
     """In the model's type, divided over the tensor-parallel ranks always."""
     index_bytes: int = 0

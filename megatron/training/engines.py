@@ -34,7 +34,7 @@ from megatron.parallel.deepspeed_compat.gradients import (
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
-from megatron.parallel.tensor.layers import accumulate_in_place
+from megatron.parallel.tensor.linear import accumulate_in_place
 from megatron.training.learning_rates import AnnealingLR
 
 

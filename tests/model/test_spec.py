@@ -79,3 +79,35 @@ def test_the_vocabulary_is_the_padded_dimension() -> None:
 def test_unknown_architecture_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the model T6 is unknown \(known: GPT-2, BERT.*: name its entry script"):
         architecture_of(replace(settled("").model, architecture="T6"))
+
+
+KEPT = [
+    "--model-parallel-size 2",
+    "--model-parallel-size 2 --sequence-parallel",
+    "--model-parallel-size 2 --sequence-parallel --shape-order SBH --hidden-dropout 0.1",
+]
+
+
+@pytest.mark.parametrize("words", KEPT)
+def test_a_layer_keeps_the_activations_of_its_spec(run_ranks, words: str) -> None:
+    """To the byte: what autograd keeps of a transformer layer is what the planner counts."""
+    from megatron.tools.planning.memory import activations
+
+    run = settled(f"--batch-size 3 --hidden-dropout 0 --attention-dropout 0 {words}")
+    planned = activations(run).layer
+    assert run_ranks(2, kept_by_a_layer, run) == [planned, planned]
+
+
+def kept_by_a_layer(run: RunConfig) -> int:
+    import torch
+    from support.saved_tensors import saved_bytes
+
+    from megatron.model.transformer import ParallelTransformerLayer
+    from megatron.mpu import ParallelLayout, model_parallel_manual_seed
+
+    layout = ParallelLayout.create(replace(run.parallel, world_size=2))
+    model_parallel_manual_seed(1, layout)
+    layer = ParallelTransformerLayer(run.model, layout, layer_number=1).train()
+    shape = [run.train.micro_batch_size, run.data.seq_length // (2 if run.parallel.sequence_parallel else 1)]
+    hidden = torch.randn(*shape[:: 1 if run.model.sequence_dim else -1], run.model.hidden_size, requires_grad=True)
+    return saved_bytes(lambda: layer(hidden), layer)

@@ -1,11 +1,20 @@
-"""Gradients that a matrix product adds up itself."""
+"""Gradients that a matrix product adds up itself, and what a column-parallel one keeps and sends."""
+
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.saved_tensors import saved_bytes
 from torch import nn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.parallel.tensor.layers import accumulate_in_place, linear
+from megatron import mpu
+from megatron.parallel.tensor.linear import accumulate_in_place, linear
+
+SEQUENCE_DIMS = [None, 0, 1]
+"""Without sequence parallelism, and with it for hidden states [s, b, h] and [b, s, h]."""
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -26,3 +35,131 @@ def test_micro_batches_add_up_in_place(bias: bool):
     for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
         assert_close(other.grad, one.grad)
     assert [gradient is not None for gradient in seen] == [True, False, False]
+
+
+def _column(sequence_dim: int | None) -> tuple[mpu.ColumnParallelLinear, nn.Linear, torch.Tensor, torch.Tensor]:
+    """A column-parallel layer, the same layer on one process, this rank's input, and the whole of it."""
+    init = mpu.WeightInit(std=0.3, seed=7, name="column")
+    column = mpu.ColumnParallelLinear(8, 12, group=dist.group.WORLD, init=init, sequence_dim=sequence_dim)
+    serial = nn.Linear(8, 12)
+    with torch.no_grad():
+        serial.weight.copy_(init.draw((12, 8)))
+        column.bias.copy_(_part(serial.bias.copy_(torch.linspace(-1, 1, 12)), 0))
+    whole = torch.randn((4, 6, 8), generator=torch.Generator().manual_seed(3))
+    part = whole.clone() if sequence_dim is None else _part(whole, sequence_dim).clone()
+    return column, serial, part.requires_grad_(), whole.requires_grad_()
+
+
+def _part(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+@pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
+def test_column_parallel_equals_serial(run_ranks, sequence_dim: int | None):
+    run_ranks(2, column_parallel_equals_serial, sequence_dim)
+
+
+def column_parallel_equals_serial(sequence_dim: int | None):
+    """Output and the gradients of input, weight and bias, accumulated by autograd and in place."""
+    for in_place in (False, True):
+        column, serial, x, x_serial = _column(sequence_dim)
+        if in_place:
+            accumulate_in_place(column.weight)
+        for _ in range(2):
+            y, y_serial = column(x), serial(x_serial)
+            assert_close(y, _part(y_serial, -1))
+            y.square().sum().backward()
+            y_serial.square().sum().backward()
+        expected = x_serial.grad if sequence_dim is None else _part(x_serial.grad, sequence_dim)
+        assert_close(x.grad, expected)
+        assert_close(column.weight.grad, _part(serial.weight.grad, 0))
+        assert_close(column.bias.grad, _part(serial.bias.grad, 0))
+
+
+class _Events(TorchDispatchMode):
+    """Matrix products and messages in order; ``wait`` where a message is waited for."""
+
+    MESSAGES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+
+    def __init__(self):
+        super().__init__()
+        self.found: list[str] = []
+        self._patches = [patch.object(dist, name, self._recorded(name)) for name in self.MESSAGES]
+
+    def _recorded(self, name: str):
+        function = getattr(dist, name)
+
+        def call(*arguments, **options):
+            work = function(*arguments, **options)
+            self.found.append(name)
+            return self._Waited(work, self.found, name) if work is not None else None
+
+        return call
+
+    class _Waited:
+        def __init__(self, work: dist.Work, found: list[str], name: str):
+            self._work, self._found, self._name = work, found, name
+
+        def wait(self):
+            self._found.append(f"wait for {self._name}")
+            return self._work.wait()
+
+    def __enter__(self):
+        for one in self._patches:
+            one.start()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for one in self._patches:
+            one.stop()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.found.append("product")
+        return function(*arguments, **(options or {}))
+
+
+GATHER, SCATTER, REDUCE = _Events.MESSAGES
+
+
+@pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
+def test_the_backward_pass_communicates_while_it_computes(run_ranks, sequence_dim: int | None):
+    """It gathers during the product for the input's gradient, and sums that gradient during the weight's."""
+    for forward, backward, frozen in run_ranks(2, order_of_events, sequence_dim):
+        assert forward == ([] if sequence_dim is None else [GATHER]) + ["product"]
+        if sequence_dim is None:
+            assert backward == ["product", REDUCE, "product", f"wait for {REDUCE}"]
+            assert frozen == ["product", REDUCE, f"wait for {REDUCE}"]
+        else:
+            scattered = ["product", SCATTER, f"wait for {GATHER}", "product", f"wait for {SCATTER}"]
+            assert backward == [GATHER, *scattered]
+            assert frozen == ["product", SCATTER, f"wait for {SCATTER}"]
+
+
+def order_of_events(sequence_dim: int | None) -> list[list[str]]:
+    """Of the forward pass, of the backward pass, and of one with a frozen weight."""
+    column, _, x, _ = _column(sequence_dim)
+    passes = []
+    with _Events() as events:
+        y = column(x)
+    passes.append(events.found)
+    with _Events() as events:
+        y.sum().backward()
+    passes.append(events.found)
+    y = column.requires_grad_(False)(x)
+    with _Events() as events:
+        y.sum().backward()
+    return [*passes, events.found]
+
+
+@pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
+def test_a_shard_is_kept_as_a_shard(run_ranks, sequence_dim: int | None):
+    for kept, size in run_ranks(2, bytes_kept, sequence_dim):
+        assert kept == size == 4 * 4 * 6 * 8 // (1 if sequence_dim is None else 2)
+
+
+def bytes_kept(sequence_dim: int | None) -> tuple[int, int]:
+    """Bytes that the layer keeps for the backward pass besides its parameters, and those of its input."""
+    column, _, x, _ = _column(sequence_dim)
+    return saved_bytes(lambda: column(x), column), x.nbytes

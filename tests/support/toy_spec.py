@@ -15,7 +15,7 @@ def layers(config: ModelConfig) -> list[LayerSpec]:
         WITHOUT_SEGMENT_IDS,
         final_norm(config),
         LayerSpec("Scale", (ParameterSpec("scale", (h,), weight_decay=False),), kept=KeptActivations(local=h)),
-        LayerSpec("ToyHead", (output,), 2 * output.numel, kept=KeptActivations(replicated=h)),
+        LayerSpec("ToyHead", (output,), 2 * output.numel, kept=KeptActivations(local=h)),
     ]
 
 

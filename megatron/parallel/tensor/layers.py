@@ -12,68 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from megatron.parallel.tensor.linear import linear
 from megatron.parallel.tensor.mappings import (
     all_reduce,
-    copy_to_model_parallel_region,
     gather_from_model_parallel_region,
-    gather_from_sequence_parallel_region,
     reduce_from_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_model_parallel_region,
 )
-
-
-def accumulate_in_place(weight: nn.Parameter) -> None:
-    """Let ``linear`` add to ``weight.grad`` from the second micro-batch of a step on.
-
-    Hooks of the weight then receive no gradient, so this is for engines that do not touch ``weight.grad`` before the
-    step.
-    """
-    weight.accumulates_in_place = True  # type: ignore[attr-defined]  # a mark of ours on the parameter
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, group: ProcessGroup | None = None) -> Tensor:
-    """x [.., i], weight [o, i], bias [o] -> [.., o]; with ``group`` the gradient of x is the sum over its ranks."""
-    group = group if group is not None and group.size() > 1 else None
-    if torch.compiler.is_compiling():  # the compiler does not support asynchronous collectives
-        return F.linear(x if group is None else copy_to_model_parallel_region(x, group), weight, bias)
-    if group is not None or getattr(weight, "accumulates_in_place", False):
-        return _Linear.apply(x, weight, bias, group)
-    return F.linear(x, weight, bias)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        overlaps = ctx.group is not None and grad_x is not None
-        summing = dist.all_reduce(grad_x, group=ctx.group, async_op=True) if overlaps else None
-        rows = grad.flatten(0, -2)
-        grad_weight = _weight_gradient(rows, x.flatten(0, -2), weight) if ctx.needs_input_grad[1] else None
-        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        if summing is not None:
-            summing.wait()
-        return grad_x, grad_weight, grad_bias, None
-
-
-def _weight_gradient(rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
-    """rows [r, o], x [r, i] -> [o, i]; None if it was added to ``weight.grad``."""
-    if weight.grad is None or not getattr(weight, "accumulates_in_place", False):
-        return rows.t() @ x
-    weight.grad.addmm_(rows.t(), x)
-    return None
 
 
 @dataclass(frozen=True)
@@ -127,15 +77,6 @@ def all_reduce_gradient(parameter: nn.Parameter, group: ProcessGroup) -> nn.Para
     return parameter
 
 
-def column_parallel(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: ProcessGroup, sequence_dim: int | None
-) -> Tensor:
-    """x W^T + b with this rank's rows of W, for an x that every rank holds whole, or a shard of along the sequence."""
-    if sequence_dim is None:
-        return linear(x, weight, bias, group)
-    return linear(gather_from_sequence_parallel_region(x, group, sequence_dim), weight, bias)
-
-
 def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> Tensor:
     """The sum of the ranks' partial outputs, whole on every rank or sharded along the sequence."""
     if sequence_dim is None:
@@ -170,9 +111,9 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.activation is None:
-            y = column_parallel(x, self.weight, self.bias, self.group, self.sequence_dim)
+            y = linear(x, self.weight, self.bias, self.group, self.sequence_dim)
         else:
-            y = self.activation(column_parallel(x, self.weight, None, self.group, self.sequence_dim), self.bias)
+            y = self.activation(linear(x, self.weight, None, self.group, self.sequence_dim), self.bias)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
@@ -241,4 +182,4 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The table as the output projection: hidden [b, s, h] -> logits [b, s, v/t]."""
-        return column_parallel(hidden, self.weight, None, self.group, self.sequence_dim)
+        return linear(hidden, self.weight, None, self.group, self.sequence_dim)

@@ -35,7 +35,7 @@ def scatter_to_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
 
 def gather_from_model_parallel_region(x: Tensor, group: ProcessGroup) -> Tensor:
     """All-gather the last dimension forward, keep this rank's part backward: [.., o/t] -> [.., o]."""
-    return mapped(x, group, partial(_all_gather, dim=-1), partial(_local_shard, dim=-1))
+    return mapped(x, group, partial(all_gather, dim=-1), partial(_local_shard, dim=-1))
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -43,7 +43,7 @@ def scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int
 
     For tensors that are equal on every rank.
     """
-    return mapped(x, group, partial(_local_shard, dim=dim), partial(_all_gather, dim=dim))
+    return mapped(x, group, partial(_local_shard, dim=dim), partial(all_gather, dim=dim))
 
 
 def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
@@ -51,12 +51,12 @@ def gather_from_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: in
 
     For the input of a tensor-parallel region, in which each rank's gradient is a partial sum.
     """
-    return mapped(x, group, partial(_all_gather, dim=dim), partial(_reduce_scatter, dim=dim))
+    return mapped(x, group, partial(all_gather, dim=dim), partial(_reduce_scatter, dim=dim))
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Reduce-scatter the sequence forward, all-gather backward: [b, s, h] -> [b, s/t, h] for ``dim`` 1."""
-    return mapped(x, group, partial(_reduce_scatter, dim=dim), partial(_all_gather, dim=dim))
+    return mapped(x, group, partial(_reduce_scatter, dim=dim), partial(all_gather, dim=dim))
 
 
 def broadcast_data(
@@ -137,14 +137,54 @@ def _local_shard(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return x.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
+def all_gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """The ranks' parts along ``dim`` together: [b, s/t, h] -> [b, s, h] for ``dim`` 1."""
+    stacked, _ = _start_all_gather(x, group, async_op=False)
+    return _unstack(stacked, group, dim)
+
+
+def async_all_gather(x: Tensor, group: ProcessGroup, dim: int) -> Callable[[], Tensor]:
+    """Start ``all_gather``. The function returned waits for the result; its memory is freed with the function."""
+    stacked, work = _start_all_gather(x, group, async_op=True)
+    return lambda: _unstack(_when_done(stacked, work), group, dim)
+
+
+def async_all_reduce(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
+    """Start the sum of the ranks' ``x``, in place. The function returned waits for it."""
+    work = dist.all_reduce(x, group=group, async_op=True)
+    return lambda: _when_done(x, work)
+
+
+def async_reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Callable[[], Tensor]:
+    """Start the sum of the ranks' ``x``. The function returned waits for this rank's part of it along ``dim``."""
+    summed, work = _start_reduce_scatter(x, group, dim, async_op=True)
+    return lambda: _when_done(summed, work)
+
+
+def _when_done(x: Tensor, work: dist.Work) -> Tensor:
+    work.wait()
+    return x
+
+
 def _reduce_scatter(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    chunks = x.chunk(group.size(), dim)
-    summed = torch.empty_like(chunks[0], memory_format=torch.contiguous_format)
-    dist.reduce_scatter_tensor(summed, torch.cat(chunks), group=group)  # gloo is far slower with a list of tensors
-    return summed
+    return _start_reduce_scatter(x, group, dim, async_op=False)[0]
 
 
-def _all_gather(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim)
+def _start_all_gather(x: Tensor, group: ProcessGroup, *, async_op: bool) -> tuple[Tensor, dist.Work]:
+    """The ranks' parts one after the other: [b, s/t, h] -> [t x b, s/t, h]."""
+    stacked = x.new_empty((group.size() * x.size(0), *x.shape[1:]))
+    return stacked, dist.all_gather_into_tensor(stacked, x.contiguous(), group=group, async_op=async_op)
+
+
+def _unstack(stacked: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """[t x b, s/t, h] -> [b, s, h] for ``dim`` 1. A copy, but for dim 0 or a single sample, which are views."""
+    dim = dim % stacked.dim()
+    return stacked.unflatten(0, (group.size(), -1)).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _start_reduce_scatter(x: Tensor, group: ProcessGroup, dim: int, *, async_op: bool) -> tuple[Tensor, dist.Work]:
+    """[b, s, h] -> [b, s/t, h] for ``dim`` 1; like ``_unstack`` it copies unless the parts are consecutive."""
+    dim = dim % x.dim()
+    parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()  # [t, b, s/t, h]
+    summed = torch.empty_like(parts[0])
+    return summed, dist.reduce_scatter_tensor(summed, parts.flatten(0, 1), group=group, async_op=async_op)

@@ -110,7 +110,7 @@ def _kept(z: Sizes, layers: Sequence[LayerSpec]) -> int:
     total = 0
     for kept in (layer.kept for layer in layers):
         hidden = kept.residual * z.residual + kept.local * z.element + kept.masks * z.mask + kept.statistics * FP32
-        total += z.stream * hidden + z.tokens * (kept.replicated * z.element + kept.index_bytes)
+        total += z.stream * hidden + z.tokens * kept.index_bytes
         total += z.tokens * kept.sharded * z.element // z.t
     return total
 

@@ -100,17 +100,33 @@ def traffic(run: RunConfig, stage: Stage, parameters: int, hidden: int) -> Traff
 def tensor(run: RunConfig, stage: Stage) -> float:
     """All-reduces of hidden states: two a layer forward and two backward, two more where layers are recomputed.
 
-    With sequence parallelism each is a gather and a reduce-scatter, which send as much. Ulysses exchanges query, key,
-    value and context around attention, forward and backward.
+    With sequence parallelism each is a gather and a reduce-scatter, which send as much, and inputs are gathered again.
+    Ulysses exchanges query, key, value and context around attention, forward and backward.
     """
-    parallel, layers = run.parallel, stage.num_blocks
+    parallel, layers, hidden = run.parallel, stage.num_blocks, _hidden_bytes(run)
     t, parts = parallel.model_parallel_size, parallel.ds_sequence_parallel_size
-    tokens = run.train.micro_batch_size * run.data.seq_length // parts
-    hidden = tokens * run.model.hidden_size * bytes_of(run)
     passes = 6 if run.activation.layers_together else 4
     reduced = (passes * layers + stage.has_embedding + stage.has_head) * ring_all_reduce(hidden, t)
     exchanged = 2 * passes * layers * ring_gather(hidden / t, parts)  # 4 hidden states in each of passes / 2
-    return run.train.gradient_accumulation_steps * (reduced + exchanged)
+    return run.train.gradient_accumulation_steps * (reduced + exchanged) + gathered_again(run, stage)
+
+
+def gathered_again(run: RunConfig, stage: Stage) -> float:
+    """Shards of the sequence that the backward pass gathers again: two inputs a layer, and that of the logits.
+
+    A part of ``tensor`` that is not waited for: gradients are computed at the same time (arXiv 2205.05198, section
+    4.2.2).
+    """
+    if not run.parallel.sequence_parallel:
+        return 0.0
+    inputs = run.train.gradient_accumulation_steps * (2 * stage.num_blocks + stage.has_head)
+    return inputs * ring_gather(_hidden_bytes(run), run.parallel.model_parallel_size)
+
+
+def _hidden_bytes(run: RunConfig) -> int:
+    """Bytes of the hidden states of a micro-batch in the model's type, whole or Ulysses' part of the sequence."""
+    tokens = run.train.micro_batch_size * run.data.seq_length // run.parallel.ds_sequence_parallel_size
+    return tokens * run.model.hidden_size * bytes_of(run)
 
 
 def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
@@ -183,7 +199,7 @@ def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traff
     t, inner = parallel.model_parallel_size, parallel.model_parallel_size * parallel.ds_sequence_parallel_size
     replicas = inner * parallel.data_parallel_size
     compute = max(compute_seconds(run, machine, stage) for stage, _ in stages)
-    tensor = max(traffic.tensor for _, traffic in stages) / machine.bandwidth(inner)
+    tensor = max(traffic.tensor - gathered_again(run, stage) for stage, traffic in stages) / machine.bandwidth(inner)
     sends = max(traffic.pipeline for _, traffic in stages) / machine.bandwidth(replicas * parallel.pipe_stages)
     data = max(traffic.data for _, traffic in stages) / machine.bandwidth(replicas)
     if not parallel.uses_pipeline and run.zero.zero_overlap_comm:
