@@ -7,11 +7,14 @@ Two maps hold which sentences make up which sample:
     spans  [n, 3]         first sentence, the one after the last, and tokens at most, of each pair of spans
     order  [epochs * n]   the pair that is the i-th to be trained on; each epoch is shuffled by itself
 
+As in ``megatron.data.index_maps``, the order is built for a window of some epochs at a time.
+
 s sequence
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -20,8 +23,9 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.config.errors import DataError
+from megatron.data.index_maps import window_epochs
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.map_cache import cache_folder, cached, digest
+from megatron.data.map_cache import cache_folder, cached, cached_window, digest
 from megatron.data.mapped_files import check_mapped
 from megatron.data.splits import SPLIT_NAMES, Source
 from megatron.tokenizer import build_tokenizer
@@ -36,7 +40,7 @@ SPECIAL_TOKENS = 3
 
 @dataclass(frozen=True)
 class SentenceMaps:
-    """The two maps; see the top of the file."""
+    """The two maps, of which ``order`` is that of the first window; see the top of the file."""
 
     spans: np.ndarray
     order: np.ndarray
@@ -66,18 +70,31 @@ class SentenceStream:
     names: ClassVar[tuple[str, ...]] = ("runs", "order")
     """Names of the maps on disk."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the maps that ``build`` returns, at least: of a pair for each document that has one."""
+        return 32 * int(np.count_nonzero(np.diff(self.bounds) >= 2))
+
     def build(self) -> dict[str, np.ndarray]:
-        """Compute the maps of a stream that has a document of two sentences."""
+        """Compute the maps of a stream that has a document of two sentences; the order is that of the first window."""
         spans = self._spans()
-        epochs = -(-self.requested // len(spans))
-        orders = [self._random(1, epoch).permutation(len(spans)) for epoch in range(epochs)]
-        return {"runs": spans, "order": np.concatenate([np.empty(0, np.int64), *orders])}
+        return {"runs": spans, "order": self.order(len(spans), self.window(len(spans), 0))}
 
     def fits(self, maps: Mapping[str, np.ndarray]) -> bool:
         """Whether ``maps`` have shapes that those of this stream can have."""
         spans, order = (maps[name] for name in self.names)
         n = len(spans)
-        return n > 0 and spans.shape == (n, 3) and order.shape == (-(-self.requested // n) * n,)
+        return n > 0 and spans.shape == (n, 3) and order.shape == (len(self.window(n, 0)) * n,)
+
+    def window(self, pairs: int, number: int) -> range:
+        """The epochs of the ``number``-th window, from 0, of a stream of so many pairs of spans."""
+        epochs, size = -(-self.requested // pairs), window_epochs(pairs)
+        return range(epochs)[number * size : (number + 1) * size]
+
+    def order(self, pairs: int, epochs: range) -> np.ndarray:
+        """The order of the pairs in each of ``epochs``, int64 [epochs * pairs]."""
+        orders = [self._random(1, epoch).permutation(pairs) for epoch in epochs]
+        return np.concatenate([np.empty(0, np.int64), *orders])
 
     def _spans(self) -> np.ndarray:
         """All pairs of spans, int64 [n, 3]; computed for all documents at once, the next pair of each at a time."""
@@ -99,6 +116,29 @@ class SentenceStream:
         return np.random.RandomState([self.seed & 0xFFFFFFFF, self.seed >> 32, self.salt, purpose, epoch])
 
 
+@dataclass(frozen=True)
+class OrderWindow:
+    """The order of the pairs in a later window of a stream."""
+
+    stream: SentenceStream
+    pairs: int
+    epochs: range
+    names: ClassVar[tuple[str, ...]] = ("order",)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the map."""
+        return 8 * self.pairs * len(self.epochs)
+
+    def build(self) -> dict[str, np.ndarray]:
+        """Compute the map."""
+        return {"order": self.stream.order(self.pairs, self.epochs)}
+
+    def fits(self, maps: Mapping[str, np.ndarray]) -> bool:
+        """Whether ``maps`` have the shape of that which ``build`` returns."""
+        return maps["order"].shape == (self.pairs * len(self.epochs),)
+
+
 class BertDataset:
     """Samples of some documents of a data set of sentences, in the order of training.
 
@@ -108,6 +148,8 @@ class BertDataset:
         indexed: the data set; its sequences are sentences.
         first_sentence: sentence of the data set that is number 0 of the maps.
         maps: which sentences make up which sample.
+        later_order: the order of the pairs in the window with a number from 1.
+        samples: samples that are needed.
         tokenizer: the vocabulary of the tokens.
         data: sequence length and masking probability.
         seed, salt: seed of what is drawn for each sample, and a number that distinguishes data sets that share it.
@@ -118,6 +160,8 @@ class BertDataset:
         indexed: IndexedDataset,
         first_sentence: int,
         maps: SentenceMaps,
+        later_order: Callable[[int], np.ndarray],
+        samples: int,
         *,
         tokenizer: WordPieceTokenizer,
         data: DataConfig,
@@ -127,10 +171,13 @@ class BertDataset:
         self._indexed, self._first, self._maps, self._tokenizer = indexed, first_sentence, maps, tokenizer
         self._seq_length, self._mask_prob = data.seq_length, data.mask_prob
         self._seed_words = [seed & 0xFFFFFFFF, seed >> 32, salt]
+        self._later_order = lru_cache(maxsize=2)(later_order)
+        pairs = len(maps.spans)
+        self._samples, self._window = -(-samples // pairs) * pairs, window_epochs(pairs) * pairs
 
     def __len__(self) -> int:
         """Samples in the data set: whole epochs, at least as many as were requested."""
-        return len(self._maps.order)
+        return self._samples
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Tokens, token types and labels of the ``index``-th sample to train on, int64 [3, s].
@@ -139,8 +186,12 @@ class BertDataset:
         Labels are the tokens that were masked, -1 elsewhere, and for [CLS] whether the spans were swapped, 0 or 1.
         Raises DataError if a token is not in the vocabulary.
         """
-        check_mapped(self._maps.spans, self._maps.order)
-        first, end, target = map(int, self._maps.spans[self._maps.order[index]])
+        if not 0 <= index < self._samples:
+            raise IndexError(index)
+        number, at = divmod(index, self._window)
+        order = self._later_order(number) if number else self._maps.order
+        check_mapped(self._maps.spans, order)
+        first, end, target = map(int, self._maps.spans[order[at]])
         random = np.random.RandomState([*self._seed_words, index & 0xFFFFFFFF, index >> 32])
         cut = random.randint(first + 1, end)
         a, b = self._read(first, cut), self._read(cut, end)
@@ -266,6 +317,24 @@ def bert_samples(
     )
     origin = (indexed.content_hash(), documents, name, seed, stream.max_tokens, data.short_seq_prob, samples)
     cache_name = f"{Path(indexed.prefix).name}_{name}_{samples}np_{data.seq_length}sl_{seed}s_{digest(origin)}"
-    maps = cached(cache_folder(data, indexed.prefix), cache_name, stream)
+    folder = cache_folder(data, indexed.prefix)
+    maps = cached(folder, cache_name, stream)
     sentence_maps = SentenceMaps(spans=maps["runs"], order=maps["order"])
-    return BertDataset(indexed, int(bounds[0]), sentence_maps, tokenizer=tokenizer, data=data, seed=seed, salt=salt)
+    pairs = len(sentence_maps.spans)
+
+    def later_order(number: int) -> np.ndarray:
+        epochs = stream.window(pairs, number)
+        window, name = OrderWindow(stream, pairs, epochs), f"{cache_name}_from{epochs.start}"
+        return cached_window(folder, name, window, first_epoch=epochs.start, epochs=window_epochs(pairs))["order"]
+
+    return BertDataset(
+        indexed,
+        int(bounds[0]),
+        sentence_maps,
+        later_order,
+        samples,
+        tokenizer=tokenizer,
+        data=data,
+        seed=seed,
+        salt=salt,
+    )

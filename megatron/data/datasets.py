@@ -4,9 +4,9 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -32,14 +32,20 @@ def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm
     find_sources(data, check=_CHECKS[masked_lm], train_iters=train_iters, eval_iters=eval_iters)
 
 
+BLEND_WINDOW = 1 << 20
+"""Samples of a blend whose order is computed at a time."""
+
+
 @dataclass(frozen=True)
 class BlendPlan:
-    """Shares and length of a blend, from which its order is computed."""
+    """Shares and length of a blend, from which its order is computed, or a window of it."""
 
     shares: tuple[Fraction, ...]
     """Share of each data set; they add up to 1."""
     requested: int
-    """Samples needed."""
+    """Samples needed, counted from the first of the blend."""
+    taken: tuple[int, ...] = ()
+    """Samples of each data set before the window; empty if it is the first one."""
     names: ClassVar[tuple[str, ...]] = ("sources", "places")
     """Names of the arrays that ``build`` returns."""
 
@@ -51,15 +57,26 @@ class BlendPlan:
     @property
     def length(self) -> int:
         """Samples whose order has to be computed."""
-        return min(self.period, self.requested)
+        return min(self.period, self.requested) - sum(self.taken)
+
+    def window(self, taken: tuple[int, ...]) -> "BlendPlan":
+        """The window that begins after so many samples of each data set."""
+        return replace(self, requested=min(self.period, self.requested, sum(taken) + BLEND_WINDOW), taken=taken)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays that ``build`` returns."""
+        return 6 * self.length
 
     def build(self) -> dict[str, np.ndarray]:
-        """``sources`` and ``places`` of a ``BlendOrder``."""
-        sources = np.fromiter(_draw(self.shares, self.length), np.uint16, self.length)
-        places = np.empty(self.length, np.uint32 if self.length < 1 << 32 else np.int64)
-        for source in range(len(self.shares)):
+        """``sources`` and ``places`` of the window, [length]: the data set of each sample, and how many before it are
+        of the same one."""
+        taken = self.taken or (0,) * len(self.shares)
+        sources = np.fromiter(_draw(self.shares, taken, self.length), np.uint16, self.length)
+        places = np.empty(self.length, np.uint32 if self.length + sum(taken) < 1 << 32 else np.int64)
+        for source, before in enumerate(taken):
             is_its_own = sources == source
-            places[is_its_own] = np.arange(np.count_nonzero(is_its_own), dtype=places.dtype)
+            places[is_its_own] = np.arange(before, before + np.count_nonzero(is_its_own), dtype=places.dtype)
         return {"sources": sources, "places": places}
 
     def fits(self, arrays: Mapping[str, np.ndarray]) -> bool:
@@ -73,36 +90,68 @@ class BlendOrder:
     Of the first n samples a data set with the share w has w * n, plus or minus less than one. That is Tijdeman's
     solution of the chairman assignment problem: each sample of a data set has a first and a last position, and of the
     samples that may take a position, the one whose last position comes first does. Nothing depends on how many samples
-    are requested.
+    are requested. The order is computed for a window of samples at a time; what precedes a window is needed for it.
 
     Args:
-        sources: the data set of each of the first samples, [length].
-        places: how many samples before it are of the same data set, [length].
+        sources, places: arrays of the first window, see ``BlendPlan.build``.
+        load: returns the arrays of a later window.
     """
 
-    def __init__(self, plan: BlendPlan, sources: np.ndarray, places: np.ndarray) -> None:
-        self._plan, self._sources, self._places = plan, sources, places
+    def __init__(
+        self,
+        plan: BlendPlan,
+        sources: np.ndarray,
+        places: np.ndarray,
+        load: Callable[[BlendPlan], Mapping[str, np.ndarray]] = BlendPlan.build,
+    ) -> None:
+        self._plan, self._load = plan, load
         self._in_period = [int(share * plan.period) for share in plan.shares]
+        self._before: list[tuple[int, ...]] = [(0,) * len(plan.shares)]
+        self._first = {"sources": sources, "places": places}
+        self._window = lru_cache(maxsize=2)(self._open_window)
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         """The data set of the ``index``-th sample, and its index among the samples of that data set."""
         periods, position = divmod(index, self._plan.period)
-        source = self._sources.item(position)
-        return source, periods * self._in_period[source] + self._places.item(position)
+        number, at = divmod(position, BLEND_WINDOW)
+        window = self._window(number)
+        source = window["sources"].item(at)
+        return source, periods * self._in_period[source] + window["places"].item(at)
 
     def sources(self, samples: int) -> np.ndarray:
         """The data set of each of the first ``samples``, [samples]."""
-        return np.resize(self._sources, samples)
+        needed = min(samples, self._plan.period)
+        windows = [self._window(number)["sources"] for number in range(-(-needed // BLEND_WINDOW))]
+        return np.resize(np.concatenate([np.empty(0, np.uint16), *windows]), samples)
 
     def counts(self, samples: int) -> list[int]:
         """Number of samples of each data set among the first ``samples``."""
         periods, rest = divmod(samples, self._plan.period)
-        last = np.bincount(self._sources[:rest], minlength=len(self._in_period))
-        return [periods * whole + int(part) for whole, part in zip(self._in_period, last, strict=True)]
+        number, at = divmod(rest, BLEND_WINDOW)
+        before = self._taken_before(number)
+        last = _counts(self._window(number)["sources"][:at], before) if at else before
+        return [periods * whole + part for whole, part in zip(self._in_period, last, strict=True)]
+
+    def _open_window(self, number: int) -> Mapping[str, np.ndarray]:
+        taken = self._taken_before(number)
+        return self._load(self._plan.window(taken)) if number else self._first
+
+    def _taken_before(self, number: int) -> tuple[int, ...]:
+        """Samples of each data set before the ``number``-th window."""
+        while len(self._before) <= number:
+            latest = len(self._before) - 1
+            self._before.append(_counts(self._window(latest)["sources"], self._before[latest]))
+        return self._before[number]
 
 
-def _draw(shares: Sequence[Fraction], length: int) -> Iterator[int]:
-    """The data set of each of the first ``length`` samples."""
+def _counts(sources: np.ndarray, before: tuple[int, ...]) -> tuple[int, ...]:
+    """Samples of each data set among ``sources`` and those ``before`` them."""
+    counts = np.bincount(sources, minlength=len(before)).tolist()
+    return tuple(earlier + count for earlier, count in zip(before, counts, strict=True))
+
+
+def _draw(shares: Sequence[Fraction], taken: Sequence[int], length: int) -> Iterator[int]:
+    """The data set of each of ``length`` samples, after so many of each data set have been ``taken``."""
     if len(shares) == 1:
         yield from itertools.repeat(0, length)
         return
@@ -110,18 +159,22 @@ def _draw(shares: Sequence[Fraction], length: int) -> Iterator[int]:
     # if w * n > t + 1 - 1 / m: computed in whole numbers, which are exact, and fast.
     m = 2 * len(shares) - 2
     ratios = [(m * share.numerator, share.denominator) for share in shares]
-    waiting = [(-(-whole // part), source, 0) for source, (part, whole) in enumerate(ratios)]
+    waiting = [
+        (-(-((count * m + 1) * whole) // part), source, count)
+        for source, (count, (part, whole)) in enumerate(zip(taken, ratios, strict=True))
+    ]
     heapq.heapify(waiting)
     ready: list[tuple[int, int, int]] = []
-    for position in range(1, length + 1):
+    first = sum(taken) + 1
+    for position in range(first, first + length):
         while waiting and waiting[0][0] <= position:
-            _, source, taken = heapq.heappop(waiting)
+            _, source, count = heapq.heappop(waiting)
             part, whole = ratios[source]
-            heapq.heappush(ready, (-(-((taken * m + m - 1) * whole) // part), source, taken))
-        _, source, taken = heapq.heappop(ready)
+            heapq.heappush(ready, (-(-((count * m + m - 1) * whole) // part), source, count))
+        _, source, count = heapq.heappop(ready)
         yield source
         part, whole = ratios[source]
-        heapq.heappush(waiting, (-(-((taken * m + m + 1) * whole) // part), source, taken + 1))
+        heapq.heappush(waiting, (-(-((count * m + m + 1) * whole) // part), source, count + 1))
 
 
 class BlendedDataset:
@@ -240,5 +293,13 @@ def _blended(
         return of_source(sources[0], samples)
     plan = BlendPlan(tuple(source.share for source in sources), samples)
     folder = cache_folder(data, sources[0].indexed.prefix)
-    order = BlendOrder(plan, **cached(folder, f"blend_{plan.length}ns_{digest(plan.shares)}", plan))
-    return BlendedDataset(list(map(of_source, sources, order.counts(samples))), order, samples)
+
+    def load(window: BlendPlan) -> Mapping[str, np.ndarray]:
+        origin: object = (plan.shares, sum(window.taken)) if any(window.taken) else plan.shares
+        return cached(folder, f"blend_{window.length}ns_{digest(origin)}", window)
+
+    first = load(plan.window(()))
+    order = BlendOrder(plan, first["sources"], first["places"], load)
+    # A data set has its share of the samples, plus less than one.
+    parts = [of_source(source, math.ceil(source.share * samples)) for source in sources]
+    return BlendedDataset(parts, order, samples)

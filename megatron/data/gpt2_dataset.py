@@ -9,9 +9,9 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.config.errors import DataError
-from megatron.data.index_maps import IndexMaps, SampleStream
+from megatron.data.index_maps import IndexMaps, SampleStream, WindowedMaps
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.map_cache import cache_folder, cached, digest
+from megatron.data.map_cache import Arrays, cache_folder, cached_window, digest
 from megatron.data.mapped_files import check_mapped
 from megatron.data.splits import SPLIT_NAMES, Source
 
@@ -42,14 +42,14 @@ class GPT2Dataset:
         vocab_size: tokens at or above it are an error.
     """
 
-    def __init__(self, indexed: IndexedDataset, documents: range, maps: IndexMaps, *, vocab_size: int) -> None:
+    def __init__(self, indexed: IndexedDataset, documents: range, maps: WindowedMaps, *, vocab_size: int) -> None:
         self.indexed, self.documents, self.maps = indexed, documents, maps
         self._starts = indexed.document_starts[documents.start : documents.stop + 1]
         self._vocab_size = vocab_size
 
     def __len__(self) -> int:
         """Samples in the data set: whole epochs, at least as many as were requested."""
-        return len(self.maps.shuffle)
+        return len(self.maps)
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Tokens of the ``index``-th sample to train on, int64 [seq_length + 1]. Raises DataError as ``take`` does."""
@@ -60,12 +60,14 @@ class GPT2Dataset:
 
         It is also raised if a file of the data set or its index maps has been truncated.
         """
-        check_mapped(self.maps.documents, self.maps.samples, self.maps.shuffle)
+        located = [self.maps.locate(index) for index in indices]
+        for maps in {id(maps): maps for maps, _ in located}.values():
+            check_mapped(maps.documents, maps.samples, maps.shuffle)
         span, begin_of = self.indexed.span, self._starts.item
         parts = [
             span(begin_of(document) + start, stop - start)
-            for index in indices
-            for document, start, stop in self._parts(index)
+            for maps, at in located
+            for document, start, stop in self._parts(maps, at)
         ]
         rows = np.concatenate(parts, dtype=np.int64).reshape(len(indices), -1)
         if rows.view(np.uint64).max() >= self._vocab_size:  # a negative one is a very large one there
@@ -74,13 +76,13 @@ class GPT2Dataset:
 
     def spans(self, index: int) -> list[Span]:
         """The parts of documents that make up the ``index``-th sample, in order."""
-        first = self.documents.start
-        return [Span(self.indexed, first + document, *bounds) for document, *bounds in self._parts(index)]
+        first, parts = self.documents.start, self._parts(*self.maps.locate(index))
+        return [Span(self.indexed, first + document, *bounds) for document, *bounds in parts]
 
-    def _parts(self, index: int) -> list[tuple[int, int, int]]:
-        """Document, counted from the first in use, start and stop of each part of a sample."""
-        maps, begin_of = self.maps, self._starts.item
-        sample = maps.shuffle.item(index)
+    def _parts(self, maps: IndexMaps, at: int) -> list[tuple[int, int, int]]:
+        """Document, counted from the first in use, start and stop of each part of the ``at``-th sample of a window."""
+        begin_of = self._starts.item
+        sample = maps.shuffle.item(at)
         (first, begin), (last, end) = maps.samples[sample : sample + 2].tolist()
         parts = []
         for position in range(first, last):
@@ -134,8 +136,12 @@ def gpt2_samples(
         seed=seed,
         salt=SPLITS.index(name),
     )
-    origin = (indexed.content_hash(), documents, name, seed, data.seq_length, stream.samples)
-    prefix = Path(indexed.prefix).name
-    cache_name = f"{prefix}_{name}_{stream.samples}ns_{data.seq_length}sl_{seed}s_{digest(origin)}"
-    maps = IndexMaps(**cached(cache_folder(data, indexed.prefix), cache_name, stream))
-    return GPT2Dataset(indexed, documents, maps, vocab_size=vocab_size)
+    folder, prefix, content = cache_folder(data, indexed.prefix), Path(indexed.prefix).name, indexed.content_hash()
+
+    def load(window: SampleStream) -> Arrays:
+        later = (window.first_epoch,) if window.first_epoch else ()
+        origin = (content, documents, name, seed, data.seq_length, window.samples, *later)
+        cache_name = f"{prefix}_{name}_{window.samples}ns_{data.seq_length}sl_{seed}s_{digest(origin)}"
+        return cached_window(folder, cache_name, window, first_epoch=window.first_epoch, epochs=stream.window_epochs)
+
+    return GPT2Dataset(indexed, documents, WindowedMaps(stream, load), vocab_size=vocab_size)

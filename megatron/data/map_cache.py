@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import os
+import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -10,6 +12,7 @@ import numpy as np
 from filelock import FileLock
 
 from megatron.config import DataConfig
+from megatron.config.errors import ResourceError
 from megatron.launch.files import replace_file
 
 Arrays = Mapping[str, np.ndarray]
@@ -21,6 +24,10 @@ class Recipe(Protocol):
     @property
     def names(self) -> Collection[str]:
         """Names of the arrays, which end the names of their files."""
+
+    @property
+    def nbytes(self) -> int:
+        """Their size, at least."""
 
     def build(self) -> Arrays:
         """Build the arrays."""
@@ -37,12 +44,16 @@ def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
 
     Args:
         name: must differ for arrays that differ.
+
+    Raises:
+        ResourceError: the disk is too small for the arrays; nothing is built.
     """
     with contextlib.suppress(OSError, ValueError):
         return _load(folder, name, recipe)
     with _lock(folder / f"{name}.lock"):
         with contextlib.suppress(OSError, ValueError):
             return _load(folder, name, recipe)
+        _check_disk(folder, recipe.nbytes)
         arrays = recipe.build()
         with contextlib.suppress(OSError, ValueError):
             for key, array in arrays.items():
@@ -50,6 +61,20 @@ def cached(folder: Path, name: str, recipe: Recipe) -> Arrays:
                     np.save(file, array, allow_pickle=False)
             return _load(folder, name, recipe)
     return arrays
+
+
+def cached_window(folder: Path, name: str, recipe: Recipe, *, first_epoch: int, epochs: int) -> Arrays:
+    """The arrays of a window of ``epochs`` epochs of a stream, of which training reads one after the other.
+
+    The first window, and those of a single epoch, which may be large, are ``cached``, which see. Others are built in
+    less than a second, and stay in memory; so does a window for which the disk has become too small.
+    """
+    if not first_epoch:
+        return cached(folder, name, recipe)
+    if epochs == 1:
+        with contextlib.suppress(ResourceError):
+            return cached(folder, name, recipe)
+    return recipe.build()
 
 
 def cache_folder(data: DataConfig, prefix: str) -> Path:
@@ -60,6 +85,18 @@ def cache_folder(data: DataConfig, prefix: str) -> Path:
 def digest(origin: object) -> str:
     """A short hash of everything that some arrays depend on."""
     return hashlib.sha256(repr(origin).encode()).hexdigest()[:16]
+
+
+def _check_disk(folder: Path, size: int) -> None:
+    """Raises ResourceError if ``size`` bytes can be written to ``folder`` but for the space."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return
+    free = shutil.disk_usage(folder).free
+    if size > free:
+        raise ResourceError(
+            f"{folder}: the index maps need {size:,} bytes, and the disk has {free:,} free: free some space, or name a "
+            "folder on another disk with --data-cache-path"
+        )
 
 
 def _load(folder: Path, name: str, recipe: Recipe) -> Arrays:

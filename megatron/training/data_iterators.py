@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.checkpoint.collective_errors import on_all_ranks
 from megatron.config import RunConfig
 from megatron.config.batch_schedule import BatchSchedule
 from megatron.data.datasets import Datasets, Samples, build_datasets, split_samples
@@ -92,13 +93,21 @@ class DataIterators:
         return range(first, last + 1)
 
     def _build(self) -> Datasets | None:
-        """Open the data sets, after one rank (of all, or of each host) has built the index maps for the others."""
+        """Open the data sets, after one rank (of all, or of each host) has built the index maps for the others.
+
+        Raises UserError on all ranks if they cannot be built.
+        """
         builds = not self._run.parallel.local_rank if self._run.data.no_shared_disk else self._layout.rank == 0
-        built = self._open() if builds else None
-        dist.barrier()
+        built: list[Datasets] = []
+
+        def build() -> None:
+            if builds:
+                built.append(self._open())
+
+        on_all_ranks(build)
         if not self._reads:
             return None
-        return built or self._open()
+        return built[0] if built else self._open()
 
     def _sizes(self) -> dict[str, int]:
         """How much the run reads at most, as ``split_samples`` and ``build_datasets`` take it."""

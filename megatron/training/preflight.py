@@ -14,7 +14,7 @@ from megatron.config import RunConfig
 from megatron.config.data import MOCK_DATA, used_merges
 from megatron.config.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
 from megatron.config.model import padded_vocabulary
-from megatron.data.datasets import check_data, split_samples
+from megatron.data.datasets import check_data
 from megatron.model.architectures import architecture_of
 from megatron.tokenizer import read_vocabulary
 
@@ -89,8 +89,6 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     return replace(run, model=model, data=data)
 
 
-_BYTES_PER_SAMPLE = {False: 12, True: 8}
-"""Of the index maps, by ``masked_lm``; building them takes more."""
 _GB = 1e9
 
 
@@ -101,18 +99,6 @@ def _check_sizes(run: RunConfig) -> None:
         return  # another host may run it, or the size is unknown
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needs: list[tuple[str, float, str]] = []
-    if architecture.is_language_model and not run.data.mock_data:
-        samples = sum(
-            split_samples(
-                global_batch_size=train.global_batch_size,
-                train_iters=train.train_iters,
-                eval_interval=train.eval_interval,
-                eval_iters=train.eval_iters,
-                train_samples=train.train_samples,
-            ).values()
-        )
-        maps = samples * _BYTES_PER_SAMPLE[bool(architecture.masked_lm)]
-        needs.append((f"the index maps of {samples:,} samples", maps, "--train-iters, --eval-iters or the batch size"))
     if run.parallel.device == "cpu" and not run.zero.uses_nvme:
         size = 4 if run.precision.dtype == "fp32" else 2
         states = train.micro_batch_size * run.data.seq_length * model.hidden_size * size

@@ -42,8 +42,6 @@ def sized(words: str) -> RunConfig:
 @pytest.mark.parametrize(
     "words, what",
     [
-        ("--train-iters 1e10 --batch-size 1000", "the index maps of "),
-        ("--eval-iters 1e7 --eval-interval 1 --train-iters 1e7", "the index maps of "),
         ("--batch-size 1e6 --seq-length 1e6", "the hidden states of one layer "),
         ("--num-layers 10000 --hidden-size 100000", "the weights of one rank "),
     ],
@@ -53,6 +51,14 @@ def test_what_the_memory_cannot_hold_is_refused(words: str, what: str) -> None:
         _check_sizes(sized(words))
     assert caught.value.exit_code == 7 and caught.value.messages[0].startswith(what)
     _check_sizes(sized(""))
+
+
+@pytest.mark.parametrize(
+    "words", ["--train-iters 1e10 --batch-size 1000", "--eval-iters 1e7 --eval-interval 1 --train-iters 1e7"]
+)
+def test_the_length_of_a_run_takes_no_memory(words: str) -> None:
+    """Index maps are built a window at a time: see tests/data/test_windows.py."""
+    _check_sizes(sized(words))
 
 
 def test_monitors_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from megatron.config.errors import ConfigError, DataError, counted
 from megatron.data.bert_dataset import BertDataset
 from megatron.data.datasets import BlendedDataset, Samples
 from megatron.data.gpt2_dataset import GPT2Dataset
-from megatron.data.index_maps import rank_sample_indices, sample_at
+from megatron.data.index_maps import IndexMaps, rank_sample_indices, sample_at
 from megatron.data.mock_dataset import MockDataset
 from megatron.tools.audit.case import Case
 
@@ -127,22 +127,34 @@ def seen_up_to(case: Case, iteration: int) -> list[Seen]:
 def _count(part: Samples, taken: np.ndarray, seq_length: int) -> Seen:
     """How much of a data set is read by those of its first samples that are ``taken``, bool [n]."""
     assert isinstance(part, GPT2Dataset), "only causal models are audited"
-    numbers = part.maps.shuffle[: len(taken)].astype(np.int64)
+    starts = part.indexed.document_starts[part.documents.start : part.documents.stop + 1]
+    lengths = np.diff(starts)
+    tokens = np.zeros(len(lengths), np.int64)
+    first = number = 0
+    while first < len(taken):
+        maps = part.maps.window(number)
+        _add_window(tokens, lengths, maps, taken[first : first + len(maps.shuffle)], seq_length, part)
+        first, number = first + len(maps.shuffle), number + 1
+    return Seen(part.indexed.prefix, part.documents.start, lengths, tokens)
+
+
+def _add_window(
+    tokens: np.ndarray, lengths: np.ndarray, maps: IndexMaps, taken: np.ndarray, seq_length: int, part: GPT2Dataset
+) -> None:
+    """Add to ``tokens`` those of each document that are read by the first samples of a window that are ``taken``."""
+    numbers = maps.shuffle[: len(taken)].astype(np.int64)
     if len(np.unique(numbers)) != len(numbers):
         raise DataError(
             f"the index maps of {part.indexed.prefix} contain a sample twice: remove them to build new ones"
         )
-    # Sample j has tokens j * seq_length on of the stream of documents, as many as seq_length of them as input.
-    covered = np.zeros(len(part.maps.samples), np.int64)
+    # Sample j has seq_length tokens as input, from offset + j * seq_length on of the stream of documents.
+    covered = np.zeros(len(maps.samples), np.int64)
     covered[numbers[taken] + 1] = seq_length
     before = np.cumsum(covered)
-    starts = part.indexed.document_starts[part.documents.start : part.documents.stop + 1]
-    lengths = np.diff(starts)
-    ends = np.cumsum(lengths[part.maps.documents])
-    seen = _seen_before(ends, before, covered, seq_length)
-    tokens = np.zeros(len(lengths), np.int64)
-    np.add.at(tokens, part.maps.documents, np.diff(seen, prepend=0))
-    return Seen(part.indexed.prefix, part.documents.start, lengths, tokens)
+    offset = int(maps.samples[0, 1] + lengths[maps.documents[: maps.samples[0, 0]]].sum())
+    ends = np.cumsum(lengths[maps.documents])
+    seen = _seen_before(np.maximum(ends - offset, 0), before, covered, seq_length)
+    np.add.at(tokens, maps.documents, np.diff(seen, prepend=0))
 
 
 def _seen_before(position: np.ndarray, before: np.ndarray, covered: np.ndarray, seq_length: int) -> np.ndarray:
