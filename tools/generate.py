@@ -50,7 +50,8 @@ INTERVALS = {
     "temperature": "(0, inf)",
     "top_k": "[0, inf)",
     "top_p": "[0, 1]",
-    "repetition_penalty": "(0, inf)",
+    "repetition_penalty": "[0.01, 100]",
+    "length_penalty": "[-20, 20]",
     "num_beams": "[1, inf)",
     "seed": "[0, inf)",
 }

@@ -1,4 +1,4 @@
-"""Index maps and blends are built a window at a time: the same samples as if all were built, at a cost without growth."""
+"""Index maps and blends are built a window at a time: the same samples as all at once, at a cost that does not grow."""
 
 import shutil
 from collections.abc import Callable, Mapping

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from megatron.tools.inference.model import DecodingBatch, LanguageModel
 
+_LEAST_TEMPERATURE = 1e-30
+"""Divided by less, logits are infinite; by this, all but the most likely token have the probability 0 already."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -39,7 +42,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen:
     logits = penalized(logits, seen, sampling.repetition_penalty)
     if sampling.greedy:
         return int(logits.argmax())
-    logits = logits / sampling.temperature
+    logits = logits / max(sampling.temperature, _LEAST_TEMPERATURE)
     if sampling.top_k:
         least = logits.topk(min(sampling.top_k, logits.numel())).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)

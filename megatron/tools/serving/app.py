@@ -22,6 +22,7 @@ from megatron.launch.processes import ExitSignal
 from megatron.tokenizer import Tokenizer
 from megatron.tools.inference.generator import Piece
 from megatron.tools.serving.access import check_host, check_key
+from megatron.tools.serving.connections import Connection, close_overdue
 from megatron.tools.serving.request import CompletionRequest, RequestError, RequestLimits, read_completion
 from megatron.tools.serving.request_queue import Complete, RankBroadcast, RequestQueue, run_driver, run_worker
 
@@ -108,7 +109,7 @@ _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _BODY_SECONDS = 20.0
-"""Time limit for receiving the body of a request."""
+"""Time limit for receiving the body of a request, unless that of the whole request is shorter."""
 _T = TypeVar("_T")
 
 
@@ -183,9 +184,11 @@ def _openai(service: Service, queue: RequestQueue) -> APIRouter:
 
     @router.post("/completions")
     async def completions(request: Request) -> Response:
-        body = await _read_body(request, service.most_body_bytes)
+        started = time.monotonic()
+        body = await _read_body(request, service.most_body_bytes, min(_BODY_SECONDS, queue.seconds))
         asked = read_completion(body, service.model, service.tokenizer, service.limits)
-        answer, pieces = Answer(asked, service.model), queue.submit(asked).pieces()
+        job = queue.submit(asked, spent=time.monotonic() - started)
+        answer, pieces = Answer(asked, service.model), job.pieces()
         if not asked.stream:
             return JSONResponse(await _unless_disconnected(request, answer.whole(pieces)))
         # An error before the first piece still has its own HTTP status.
@@ -199,8 +202,11 @@ def _openai(service: Service, queue: RequestQueue) -> APIRouter:
     return router
 
 
-async def _read_body(request: Request, most_bytes: int) -> bytes:
-    """The body of a JSON request. Pages of other sites cannot send that content type without a CORS preflight."""
+async def _read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
+    """The body of a JSON request, which must arrive within so many seconds.
+
+    Pages of other sites cannot send that content type without a CORS preflight.
+    """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("send JSON, and Content-Type: application/json", status=415)
 
@@ -213,9 +219,9 @@ async def _read_body(request: Request, most_bytes: int) -> bytes:
         return bytes(body)
 
     try:
-        return await asyncio.wait_for(read(), _BODY_SECONDS)
+        return await asyncio.wait_for(read(), seconds)
     except asyncio.TimeoutError as error:
-        raise RequestError(f"the body was not received within {_BODY_SECONDS:g} s", status=408) from error
+        raise RequestError(f"the body was not received within {seconds:g} s", status=408) from error
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[_T]) -> _T:
@@ -242,10 +248,6 @@ async def _chained(first: Piece, rest: AsyncIterator[Piece]) -> AsyncIterator[Pi
         yield piece
 
 
-_IDLE_CONNECTIONS = 64
-"""Connections in addition to those of waiting requests, for browsers and health checks."""
-
-
 def serve(
     app: FastAPI,
     listener: socket.socket,
@@ -261,14 +263,13 @@ def serve(
     """
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=Connection,
         ws="none",
         loop="asyncio",
         lifespan="off",
         log_level="warning",
         access_log=False,
         server_header=False,
-        limit_concurrency=queue.most_waiting + _IDLE_CONNECTIONS,
         timeout_graceful_shutdown=int(grace) + 5,
     )
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -313,6 +314,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
 
     async def on_tick(self, counter: int) -> bool:
+        close_overdue(self.server_state.connections)
         return not self._generator.is_alive() or await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

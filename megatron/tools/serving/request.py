@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
 from megatron.config.errors import DataError
@@ -80,6 +80,15 @@ _Ids = Annotated[list[int], Field(min_length=1)]
 _Stop = Annotated[str, Field(min_length=1)]
 
 
+_LEAST_TEMPERATURE = 1e-6
+
+
+def _is_temperature(value: float) -> float:
+    if 0 < value < _LEAST_TEMPERATURE:
+        raise ValueError(f"input should be 0, which is greedy, or {_LEAST_TEMPERATURE:g} or more")
+    return value
+
+
 class _Body(BaseModel):
     """The fields, their types, limits and defaults."""
 
@@ -87,10 +96,10 @@ class _Body(BaseModel):
     model: str | None = None
     prompt: str | Annotated[list[str], Field(min_length=1)] | _Ids | Annotated[list[_Ids], Field(min_length=1)]
     max_tokens: int = Field(16, ge=1)
-    temperature: float = Field(1.0, ge=0, le=100)
+    temperature: Annotated[float, AfterValidator(_is_temperature)] = Field(1.0, ge=0, le=2)
     top_k: int = Field(0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     n: int = Field(1, ge=1)
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] = Field(default_factory=list)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -147,7 +156,9 @@ def _fields(body: bytes) -> _Body:
             raise RequestError(f"{name} is not a field of this server's completions", param=name) from error
         if first["type"] == "missing":
             raise RequestError(f"{name} is missing", param=name) from error
-        raise RequestError(_TYPE_MESSAGES.get(name, f"{name}: {first['msg'].lower()}"), param=name) from error
+        raise RequestError(
+            _TYPE_MESSAGES.get(name, f"{name}: {first['msg'].lower().removeprefix('value error, ')}"), param=name
+        ) from error
 
 
 def _prompts(

@@ -59,25 +59,25 @@ class RequestQueue:
     """Accepts requests in order of arrival, up to a limit."""
 
     def __init__(self, *, most_waiting: int, seconds: float) -> None:
-        """A request is answered within so many seconds, waiting included."""
+        """A request is answered within so many seconds, the time to receive it and to wait included."""
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         """For the generator's thread; None ends it."""
         self._open: set[Job] = set()
-        self.most_waiting, self._seconds = most_waiting, seconds
+        self.most_waiting, self.seconds = most_waiting, seconds
 
     @property
     def pending(self) -> int:
         """Number of requests in progress or waiting."""
         return len(self._open)
 
-    def submit(self, request: CompletionRequest) -> Job:
-        """Append a request. Raises RequestError if too many are waiting."""
+    def submit(self, request: CompletionRequest, *, spent: float = 0.0) -> Job:
+        """Append a request that took ``spent`` seconds to receive. Raises RequestError if too many are waiting."""
         if self.pending > self.most_waiting:
             raise RequestError("too many requests are waiting; try again in a moment", status=503, retry=True)
         job = Job(request, self._open.discard)
         self._open.add(job)
-        late = RequestError(f"not finished within {self._seconds:g} s; ask for fewer tokens", status=504)
-        job.end_in(self._seconds, late)
+        late = RequestError(f"not finished within {self.seconds:g} s; ask for fewer tokens", status=504)
+        job.end_in(max(self.seconds - spent, 0.0), late)
         self.jobs.put(job)
         return job
 

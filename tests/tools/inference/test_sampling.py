@@ -30,6 +30,11 @@ def test_frequencies_are_the_probabilities():
     torch.testing.assert_close(shares, LOGITS.softmax(0), atol=0.03, rtol=0)
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-320, 1e-7, 1e300])
+def test_extreme_temperatures_choose_the_limit(temperature: float):
+    assert _chosen(Sampling(temperature=temperature)) == ({1} if temperature < 1 else {0, 1, 2, 3, 4})
+
+
 def test_repetition_penalty():
     assert penalized(LOGITS, (1, 4, 4), 2.0).tolist() == [0.0, 1.5, 1.0, 2.0, -2.0]
     assert _chosen(Sampling(greedy=True, repetition_penalty=2.0), seen=(1,)) == {3}

@@ -77,6 +77,22 @@ def test_prompts_are_texts_or_tokens(prompt, prompts, texts):
         ({"prompt": "a", "n": True}, "n", "n: input should be a valid integer"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: input should be greater than or equal to 1"),
         ({"prompt": "a", "temperature": -1}, "temperature", "temperature: input should be greater than or equal to 0"),
+        ({"prompt": "a", "temperature": 2.1}, "temperature", "temperature: input should be less than or equal to 2"),
+        (
+            {"prompt": "a", "temperature": 1e-45},
+            "temperature",
+            "temperature: input should be 0, which is greedy, or 1e-06",
+        ),
+        (
+            {"prompt": "a", "repetition_penalty": 1e-320},
+            "repetition_penalty",
+            "repetition_penalty: input should be gre",
+        ),
+        (
+            {"prompt": "a", "repetition_penalty": 1e300},
+            "repetition_penalty",
+            "repetition_penalty: input should be less",
+        ),
         ({"prompt": "a", "top_p": 1.5}, "top_p", "top_p: input should be less than or equal to 1"),
         ({"prompt": "a", "stop": [""]}, "stop", "stop must be a text or a list of at most 16"),
         ({"prompt": "a", "seed": 2**64}, "seed", "seed: input should be less than"),

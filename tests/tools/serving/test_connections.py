@@ -1,0 +1,107 @@
+"""Clients that are slow to send a request: they end in time, and leave room for others."""
+
+import asyncio
+import json
+import socket
+from types import SimpleNamespace
+
+import pytest
+import uvicorn
+
+from megatron.tools.serving import connections
+from megatron.tools.serving.app import Service, build_app
+from megatron.tools.serving.connections import Connection, close_overdue
+from megatron.tools.serving.request import RequestLimits
+from megatron.tools.serving.request_queue import RequestQueue
+
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer open-sesame\r\n" + (
+    b'Content-Type: application/json\r\nContent-Length: 3000\r\n\r\n{"prompt": '
+)
+
+
+def test_half_sent_requests_do_not_starve_others(server):
+    """More of them than the server keeps open: the oldest are closed."""
+    slow = []
+    try:
+        for _ in range(connections.MOST_CONNECTIONS + 20):
+            slow.append(socket.create_connection(("127.0.0.1", server.port), timeout=60))
+            slow[-1].sendall(HALF)
+        assert len(server.texts(prompt="Hello", max_tokens=12)[0]) == 12
+        assert slow[0].recv(1) == b"", "the oldest is still open"
+        slow[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            slow[-1].recv(1)
+    finally:
+        for connection in slow:
+            connection.close()
+
+
+def test_the_time_limit_covers_receiving_the_body():
+    async def talk():
+        queue = RequestQueue(most_waiting=4, seconds=0.05)
+        service = Service("my", 0, SimpleNamespace(), RequestLimits(64, 32, 4), 4000, None, local_only=False)
+        sent = []
+        received = iter([{"type": "http.request", "body": b'{"prompt": ', "more_body": True}])
+
+        async def receive():
+            for message in received:
+                return message
+            await asyncio.sleep(3600)
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        await asyncio.wait_for(build_app(service, queue)(scope, receive, send), 30)
+        return sent
+
+    start, body = asyncio.run(talk())
+    assert start["status"] == 408
+    assert json.loads(body["body"])["error"]["message"] == "the body was not received within 0.05 s"
+
+
+def test_what_receiving_took_is_not_given_again():
+    async def talk():
+        queue = RequestQueue(most_waiting=4, seconds=30)
+        with pytest.raises(Exception, match="not finished within 30 s"):
+            async for _ in queue.submit("endless", spent=30.5).pieces():
+                pass
+
+    asyncio.run(asyncio.wait_for(talk(), 10))
+
+
+def test_a_head_that_is_not_sent_ends_the_connection(monkeypatch: pytest.MonkeyPatch):
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def talk():
+        config = uvicorn.Config(app, http=Connection, lifespan="off", log_level="critical", timeout_keep_alive=3600)
+        state = SimpleNamespace(connections=set(), tasks=set(), total_requests=0, default_headers=[])
+        loop = asyncio.get_running_loop()
+        listening = await loop.create_server(lambda: Connection(config, state, {}), "127.0.0.1", 0)
+        port = listening.sockets[0].getsockname()[1]
+        idle, slow, answered = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        slow[1].write(b"GET / HT")
+        answered[1].write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await answered[0].readuntil(b"\r\n\r\n")
+        while len(state.connections) < 3:
+            await asyncio.sleep(0.01)
+        close_overdue(state.connections)
+        await asyncio.sleep(0.01)
+        assert len(state.connections) == 3, "not yet"
+        monkeypatch.setattr(connections, "SEND_SECONDS", 0.0)
+        close_overdue(state.connections)
+        for reader, writer in (idle, slow, answered):
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await asyncio.wait_for(reader.readexactly(1), 10)
+            writer.close()
+        listening.close()
+
+    asyncio.run(talk())
