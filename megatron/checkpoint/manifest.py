@@ -58,10 +58,17 @@ def read_manifest(tag_folder: Path) -> Manifest:
         raise CheckpointError(
             f"{file} has format {form}, but this version reads format {FORMAT}: use the version that saved it"
         )
-    paths = map(PurePosixPath, records)
-    if text != _render(records) or any(path.is_absolute() or ".." in path.parts or "\0" in str(path) for path in paths):
+    if not all(map(_is_possible, records.items())) or text != _render(records):
         raise CheckpointError(f"{file} is damaged")
     return records
+
+
+def _is_possible(entry: tuple[str, Record]) -> bool:
+    """Whether a file in the tag's folder can have this name and this record."""
+    name, record = entry
+    path = PurePosixPath(name)
+    is_inside = name.isprintable() and not path.is_absolute() and ".." not in path.parts
+    return is_inside and type(record.size) is int and record.size >= 0 and isinstance(record.sha256, str)
 
 
 def check_sizes(tag_folder: Path, manifest: Manifest) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 from megatron.checkpoint.sample_history import Segment, extended, read_history
 from megatron.config import ModelConfig, RunConfig
@@ -174,11 +175,54 @@ def describe(
     }
 
 
+def check_description(description: Any, file: Path) -> None:
+    """Raises CheckpointError if the content of a ``run.json`` cannot describe a run: a part is missing, or of no sense.
+
+    What other versions of this program add or leave out is no error.
+    """
+    if not isinstance(description, dict) or not _is_complete(description):
+        raise CheckpointError(f"{file} does not describe a training run")
+    _check_numbers(description, file)
+    layout, model = description["layout"], description["config"]["model"]
+    wrong = [key for name, key in _layout_keys().items() if not _fits(layout.get(key), _LAYOUT_TYPES[name] | None)]
+    wrong += [
+        entry.name for entry in fields(ModelConfig) if not _fits(model.get(entry.name, entry.default), entry.type)
+    ]
+    if wrong:
+        raise CheckpointError(f"{file} has a value for {wrong[0]} that no run has")
+
+
+def _is_complete(description: Mapping[str, Any]) -> bool:
+    layout, config, iteration = (description.get(name) for name in ("layout", "config", "iteration"))
+    optional = (description.get(name, {}) for name in ("settings", "schedule"))
+    return (
+        isinstance(layout, dict)
+        and isinstance(config, dict)
+        and "model" in config
+        and all(isinstance(section, dict) for section in (*config.values(), *optional))
+        and isinstance(config.get("ds_config", {}).get("optimizer", {}), dict)
+        and type(iteration) is int
+        and iteration >= 0
+    )
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON is of the type of a field. A number is not negative there: no size of a run is."""
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, one) for one in get_args(kind))
+    if kind in (None, NoneType):
+        return value is None
+    if get_origin(kind) is tuple:
+        return isinstance(value, list | tuple)
+    return type(value) in (int, float) if kind is float else type(value) is kind
+
+
+_LAYOUT_TYPES = {entry.name: entry.type for entry in fields(SavedLayout)}
 _MOST_ITERATIONS, _MOST_SAMPLES = 2**40, 2**24
 """Iterations of a run, and samples in each of them: more than any run has."""
 
 
-def check_numbers(description: Mapping[str, Any], file: Path) -> None:
+def _check_numbers(description: Mapping[str, Any], file: Path) -> None:
     """Raises CheckpointError if iteration, samples or tokens in a ``run.json`` cannot be those of a run."""
     iteration = description["iteration"]
     most = max(iteration, 1) * _MOST_SAMPLES
@@ -186,7 +230,7 @@ def check_numbers(description: Mapping[str, Any], file: Path) -> None:
     for name, limit in limits.items():
         value = description.get(name, 0)
         if type(value) is not int or not 0 <= value <= limit:
-            raise CheckpointError(f"{file} has {name} {str(value)[:40]} at iteration {str(iteration)[:40]}")
+            raise CheckpointError(f"{file} has {name} {repr(value)[:40]} at iteration {str(iteration)[:40]}")
     try:
         spans = [(start, stop) for start, stop in description.get("left_out_samples", ())]
     except (TypeError, ValueError):

@@ -23,7 +23,7 @@ from typing import Any
 from megatron.checkpoint.compatibility import check_compatible
 from megatron.checkpoint.files import make_folder, replace_text, write_text
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_content, check_sizes, read_manifest, write_manifest
-from megatron.checkpoint.saved_run import RUN_FILE, SavedRun, check_numbers
+from megatron.checkpoint.saved_run import RUN_FILE, SavedRun, check_description
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.config.errors import CheckpointError
 from megatron.config.reading import read_bytes, read_json
@@ -140,15 +140,11 @@ def _read(folder: Path, tag: str, broken: Mapping[str, str]) -> SavedRun:
     check_content(path / RUN_FILE, manifest[RUN_FILE])
     try:
         description = read_json(path / RUN_FILE)
-        sections = description["layout"], description["config"]["model"]
-        iteration = description["iteration"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         raise CheckpointError(f"{path / RUN_FILE} does not describe a training run") from None
-    if not (all(isinstance(section, dict) for section in sections) and type(iteration) is int and iteration >= 0):
-        raise CheckpointError(f"{path / RUN_FILE} does not describe a training run")
-    check_numbers(description, path / RUN_FILE)
-    if (step := _STEP.fullmatch(tag)) and int(step[1]) != iteration:
-        raise CheckpointError(f"{path} holds iteration {iteration}: its folder was copied or renamed")
+    check_description(description, path / RUN_FILE)
+    if (step := _STEP.fullmatch(tag)) and int(step[1]) != description["iteration"]:
+        raise CheckpointError(f"{path} holds iteration {description['iteration']}: its folder was copied or renamed")
     return SavedRun(folder, tag, description)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 class UserError(Exception):
     """An error that the user can fix. The message says what is wrong, where, and what to do.
 
-    Raised with one message, or with several if several things are wrong. The entry points print
+    Raised with one message, or with several if several things are wrong, each of one line. The entry points print
     each message on its own line, without a traceback, and exit with ``exit_code``.
     """
 
@@ -16,7 +16,7 @@ class UserError(Exception):
     """Whether all ranks raise the same error, so that one of them prints it for all."""
 
     def __init__(self, messages: str | Iterable[str]):
-        self.messages = [messages] if isinstance(messages, str) else list(messages)
+        self.messages = [one_line(message) for message in ([messages] if isinstance(messages, str) else messages)]
         super().__init__("\n".join(self.messages))
 
 
@@ -55,6 +55,11 @@ class ResourceError(UserError):
     """Insufficient memory, disk space or devices."""
 
     exit_code = 7
+
+
+def one_line(text: str) -> str:
+    """``text`` with escapes for line ends and other characters that do not print, as in the names of hostile files."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def first_line(error: Exception) -> str:

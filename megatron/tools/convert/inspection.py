@@ -206,7 +206,7 @@ def loaders(found: Found, description: Mapping[str, Any] | None, architecture: A
     others = list((_GPT2_LOADERS if architecture is GPT2 else _LOADERS)[found.kind])
     if description is None or found.kind not in ("folder", "tag"):
         return others
-    how = "to resume" if description["has_optimizer"] else "with --finetune, for it has no optimizer"
+    how = "to resume" if description.get("has_optimizer") else "with --finetune, for it has no optimizer"
     via = "" if found.kind == "folder" else f", where {found.path.parent / 'latest'} names it"
     return [f"{architecture.program} --load {how}{via}", *others]
 

@@ -40,13 +40,14 @@ class Journal:
         """The newest milestone, or None. Raises DataError if it is broken or of another job."""
         try:
             content = read_json(self.path)
-            job, saved = content["job"], content["milestone"]
-            outputs = {key: Written(*written) for key, written in saved["outputs"].items()}
-            inputs, chunks = saved["place"]
-            milestone = Milestone((inputs, chunks), outputs, saved["counts"])
+            job, saved = dict(content["job"]), content["milestone"]
+            outputs = {key: Written(*map(_count, written)) for key, written in saved["outputs"].items()}
+            inputs, chunks = map(_count, saved["place"])
+            counts = {name: _count(count) for name, count in vars(Summary(**saved["counts"])).items()}
+            milestone = Milestone((inputs, chunks), outputs, counts | {"finished": False})
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise DataError(f"{self.path} is not a journal: run without --resume to start over") from None
         if changed := [name for name in self._job if job.get(name) != self._job[name]]:
             raise DataError(
@@ -136,6 +137,13 @@ class Summary:
     resumed_at: int = 0
     """Documents written before the job was resumed."""
     finished: bool = False
+
+
+def _count(number: Any) -> int:
+    """``number``. Raises ValueError unless it counts something; False, for what is not finished, is 0."""
+    if not isinstance(number, int) or number < 0:
+        raise ValueError(number)
+    return number
 
 
 def _version(path: Path) -> list[str | int]:

@@ -1,0 +1,131 @@
+"""Requests of any content are answered: with a completion, or with an error in OpenAI's format; never with 500."""
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.fuzzing import NUMBERS, TEXTS, VALUES, altered, damaged
+
+from megatron.config.errors import DataError
+from megatron.tools.inference.decoding import Sampling, choose, sample_generator
+from megatron.tools.inference.generator import Piece
+from megatron.tools.serving.app import Service, build_app
+from megatron.tools.serving.request import RequestLimits
+from megatron.tools.serving.request_queue import RankBroadcast, RequestQueue, run_driver
+
+FIELDS = (
+    "prompt max_tokens temperature top_k top_p repetition_penalty n stop seed echo stream stream_options user model"
+)
+BODY: dict[str, Any] = {
+    "prompt": ["Hello you", "b"],
+    "max_tokens": 3,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "repetition_penalty": 1.1,
+    "n": 2,
+    "stop": ["x"],
+    "seed": 5,
+    "stream": False,
+    "stream_options": {"include_usage": True},
+}
+WITH_FIELDS = st.dictionaries(st.sampled_from(FIELDS.split()), NUMBERS | VALUES, max_size=3).map(
+    lambda fields: {**BODY, **fields}
+)
+BODIES = st.one_of(altered(BODY), WITH_FIELDS).map(json.dumps).map(str.encode) | damaged(json.dumps(BODY).encode())
+HEADERS = st.lists(
+    st.tuples(
+        st.sampled_from([b"host", b"authorization", b"content-type", b"content-length", b"x"]),
+        st.binary(max_size=30) | st.sampled_from([b"localhost:80", b"[::1", b"Bearer \xff", b"application/json"]),
+    ),
+    max_size=2,
+)
+
+
+class Words:
+    """A tokenizer that makes a token of each word."""
+
+    vocab_size, eod = 10, 9
+
+    def tokenize_batch(self, texts):
+        """The length of each word, cut off at 9."""
+        return [[min(len(word), 9) for word in text.split()] for text in texts]
+
+    def detokenize(self, ids):
+        """That many letters."""
+        if not all(0 <= id < 10 for id in ids):
+            raise DataError(f"{ids} are no tokens")
+        return " ".join("x" * id for id in ids)
+
+
+def complete(request):
+    """What a model with equal and with very different logits would sample."""
+    sampling = Sampling(
+        greedy=request.temperature == 0,
+        temperature=request.temperature,
+        top_k=request.top_k,
+        top_p=request.top_p,
+        repetition_penalty=request.repetition_penalty,
+        seed=request.seed,
+    )
+    for prompt, tokens in enumerate(request.prompts):
+        for logits in (torch.zeros(10), torch.linspace(-1e4, 1e4, 10)):
+            token = choose(logits, sampling, sample_generator(sampling.seed, tokens, 0), tokens)
+            yield Piece(prompt, 0, token, "x")
+
+
+async def answer(app: Any, path: str, headers: list[tuple[bytes, bytes]], body: bytes) -> tuple[int, bytes]:
+    """Status and body of the answer of ``app``."""
+    sent: list[dict[str, Any]] = []
+    parts = iter([body[:7], body[7:]])
+
+    async def receive() -> dict[str, Any]:
+        for part in parts:
+            return {"type": "http.request", "body": part, "more_body": part is not body[7:] and part != body[7:]}
+        await asyncio.sleep(3600)
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json"), *headers],
+    }
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+
+@given(st.lists(st.tuples(BODIES, HEADERS), min_size=1, max_size=3), TEXTS)
+def test_requests(requests: list[tuple[bytes, list[tuple[bytes, bytes]]]], name: str) -> None:
+    async def talk() -> list[tuple[int, bytes]]:
+        queue = RequestQueue(most_waiting=2, seconds=20)
+        service = Service("my", 0, Words(), RequestLimits(64, 32, 4), 4000, None, local_only=True)  # type: ignore[arg-type]
+        group = SimpleNamespace(size=lambda: 1)
+        thread = threading.Thread(target=run_driver, args=(queue.jobs, complete, RankBroadcast(group)))  # type: ignore[arg-type]
+        thread.start()
+        try:
+            app = build_app(service, queue)
+            answers = [answer(app, "/v1/completions", headers, body) for body, headers in requests]
+            return await asyncio.wait_for(asyncio.gather(*answers, answer(app, f"/v1/models/{name}", [], b"")), 30)
+        finally:
+            queue.jobs.put(None)
+            thread.join()
+
+    for status, content in asyncio.run(talk()):
+        assert status in (200, 400, 403, 404, 405, 413, 415, 503), content
+        if status != 200:
+            error = json.loads(content)["error"]
+            assert set(error) == {"message", "type", "param", "code"} and error["message"]
+            assert len(error["message"].splitlines()) == 1
+        elif content.startswith(b"data: "):
+            assert content.endswith(b"data: [DONE]\n\n")
+        else:
+            assert json.loads(content)["choices"]
