@@ -217,7 +217,7 @@ def _fits(value: Any, kind: Any) -> bool:
     return type(value) in (int, float) if kind is float else type(value) is kind
 
 
-_LAYOUT_TYPES = {entry.name: entry.type for entry in fields(SavedLayout)}
+_LAYOUT_TYPES: dict[str, Any] = {entry.name: entry.type for entry in fields(SavedLayout)}
 _MOST_ITERATIONS, _MOST_SAMPLES = 2**40, 2**24
 """Iterations of a run, and samples in each of them: more than any run has."""
 
