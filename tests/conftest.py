@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from support.emulated_cuda import EmulatedCuda  # noqa: E402
 from support.programs import Programs  # noqa: E402
 from support.ranks import RankPools  # noqa: E402
-from support.training import RankTraining, pretrain_bert  # noqa: E402
+from support.training import RankTraining, pretrain_bert, pretrain_in_blocks  # noqa: E402
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
 UMASK = os.umask(0o022)
@@ -61,6 +61,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Programs:
 def train_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
     """Train with the tiny model on n gloo ranks, where many runs are compared."""
     return RankTraining(_rank_pools.run_once, programs.data_arguments)
+
+
+@pytest.fixture(scope="session")
+def train_in_blocks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
+    """The same with attention in a block for each document, as of long sequences."""
+    return RankTraining(_rank_pools.run_once, programs.data_arguments, pretrain_in_blocks)
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,15 @@ from megatron.config import DataConfig, RunConfig, TrainConfig
 from megatron.config.data import Part
 from megatron.config.errors import counted
 from megatron.model.architectures import architecture_of
+from megatron.model.attention_kernel import DeviceFacts, attention_kernel
 from megatron.parallel.pipeline.partition import plan
 
 
-def describe_config(run: RunConfig) -> dict[str, str]:
-    """Layout, model, data, batch, schedule and precision: name to one line of text."""
+def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[str, str]:
+    """Layout, model, data, batch, schedule, precision and attention's kernel: name to one line of text.
+
+    The kernel is that of ``device``; by default of a new one of the run's kind.
+    """
     parallel, train, model = run.parallel, run.train, run.model
     engine = f"pipeline engine, {counted(parallel.pipe_stages, 'stage')}" if parallel.uses_pipeline else "plain engine"
     sequence = f" x SP {parallel.ds_sequence_parallel_size}" if parallel.ds_sequence_parallel_size > 1 else ""
@@ -29,6 +33,7 @@ def describe_config(run: RunConfig) -> dict[str, str]:
         f" ({run.optim.lr_decay_style}, {counted(run.optim.warmup_steps(train), f'warm-up {train.lr_unit}')}),"
         f" clip {run.optim.clip_grad:g}",
         "precision": f"{run.precision.dtype}, {_recomputation(run)}",
+        **_attention(run, device or DeviceFacts(parallel.device)),
     }
 
 
@@ -81,6 +86,13 @@ def _chunk(chunk: range, layers: int) -> str:
     if numbers:
         words.append(f"layer {numbers[0]}" if len(numbers) == 1 else f"layers {numbers[0]}-{numbers[-1]}")
     return ", ".join([*words, "head"] if layers + 1 in chunk else words)
+
+
+def _attention(run: RunConfig, device: DeviceFacts) -> dict[str, str]:
+    """The line of attention; none for a model without a spec, which may have any other."""
+    if architecture_of(run.model).provider:
+        return {}
+    return {"attention": attention_kernel(run.model, device, seq_length=run.data.seq_length).summary}
 
 
 def _recomputation(run: RunConfig) -> str:

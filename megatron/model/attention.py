@@ -1,10 +1,10 @@
 """Self-attention with the heads sharded over the tensor group, and its key-value cache for generation.
 
-b batch, s sequence, h hidden, n heads of this rank, d size of a head
+b batch, s sequence, h hidden, n heads of this rank, g of them with keys and values of their own, d size of a head
 """
 
 import math
-from functools import lru_cache
+from functools import partial
 
 import deepspeed
 import torch
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
-from megatron.model.kernels import residual_weight, weight
+from megatron.model.attention_kernel import AttentionKernel, attention_kernel
+from megatron.model.kernels import device_facts, residual_weight, weight
+from megatron.model.packed_attention import attend_in_blocks, attend_varlen, dense_mask, window_mask
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import all_to_all, sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
@@ -89,11 +91,14 @@ class ParallelSelfAttention(nn.Module):
         )
         self.sequence_group = layout.sequence_group
         self.batch_dim = 1 - config.sequence_dim
+        self.config = config
         self.causal = causal
         self.pre_tokens = config.pre_tokens
         self.recomputes = config.recomputes_attention
         self.softmax_in_fp32 = config.attention_softmax_in_fp32
         self.score_divisor = layer_number if config.apply_query_key_layer_scaling else None
+        if config.compile:  # how documents lie differs in each batch, and the compiler would start again
+            self._attend_apart = torch.compiler.disable(self._attend_apart)  # type: ignore[method-assign]
 
     def forward(self, hidden: Tensor, segment_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         # [b, s, n, 3d] or [s, b, n, 3d] -> [b, n, s, 3d]
@@ -114,50 +119,74 @@ class ParallelSelfAttention(nn.Module):
         return self.dense(context.movedim((0, 1), (self.batch_dim, 2)).flatten(2))
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        """Scores, softmax, dropout and context: [b, n, s, d] each -> [b, n, s, d]."""
-        mask = self._mask(query.size(2), query.device, segment_ids)
+        """Scores, softmax, dropout and context: [b, n, s, d], [b, g, s, d] twice -> [b, n, s, d]."""
         if not (self.training and self.dropout):
-            return self._compute(query, key, value, mask, 0.0)
+            return self._attend(query, key, value, segment_ids, 0.0)
         with get_rng_tracker().fork():  # ranks hold different heads, and need different dropout
-            return self._compute(query, key, value, mask, self.dropout)
+            return self._attend(query, key, value, segment_ids, self.dropout)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, dropout: float) -> Tensor:
+        if segment_ids is None and self.causal and self.pre_tokens >= query.size(2) - 1:
+            return self._compute(query, key, value, None, dropout)
+        return self._attend_apart(query, key, value, segment_ids, dropout)
+
+    def _attend_apart(
+        self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, dropout: float
+    ) -> Tensor:
+        """Within documents, samples or windows, by the method that ``attention_kernel`` names."""
+        assert self.causal or segment_ids is not None, (
+            "without segment_ids there is nothing to keep apart from the padding"
+        )
+        limits, core = self._kernel(query, dropout).limits, partial(self._compute, dropout=dropout)
+        if limits == "varlen":
+            return attend_varlen(query, key, value, segment_ids, self.causal, self.pre_tokens)
+        if limits == "mask":
+            mask = dense_mask(query.size(2), query.device, segment_ids, self.causal, self.pre_tokens)
+            return core(query, key, value, mask)
+        return attend_in_blocks(query, key, value, segment_ids, self.causal, self.pre_tokens, core)
+
+    def _kernel(self, query: Tensor, dropout: float) -> AttentionKernel:
+        return attention_kernel(
+            self.config,
+            device_facts(query.device),
+            seq_length=query.size(2),
+            causal=self.causal,
+            has_dropout=dropout > 0,
+            dtype=_DTYPE_NAMES.get(query.dtype, "fp32"),
+        )
 
     def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
         core = self._explicit if self.softmax_in_fp32 or self.score_divisor else self._fused
         return core(query, key, value, mask, dropout)
 
-    def _mask(self, s: int, device: torch.device, segment_ids: Tensor | None) -> Tensor | None:
-        """True where a row attends to a column, [s, s] or [b, 1, s, s]; None for a plain causal mask."""
-        if not self.causal:
-            assert segment_ids is not None, "without segment_ids there is nothing to keep apart from the padding"
-            return _segment_mask(segment_ids)
-        if segment_ids is not None:
-            return _segment_mask(segment_ids) & _window_mask(s, self.pre_tokens, device)
-        return None if self.pre_tokens >= s - 1 else _window_mask(s, self.pre_tokens, device)
-
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+        shares = query.size(1) != key.size(1)
+        if shares and not self._kernel(query, dropout).shares_keys:
+            (key, value), shares = _for_each_head(query, key, value), False
+        is_causal = mask is None and self.causal
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=shares
         )
 
     def _explicit(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
         """Step by step, for options that the fused kernel does not have: the softmax's type and scaled scores."""
         divisor = self.score_divisor or 1
+        key, value = _for_each_head(query, key, value)
         if self.softmax_in_fp32:  # an fp32 softmax of rounded scores would gain nothing
             query, key = query.float(), key.float()
         scores = (query / (math.sqrt(query.size(-1)) * divisor)) @ key.transpose(-1, -2)  # [b, n, s, s]
-        if mask is None:
-            mask = _window_mask(scores.size(-1), self.pre_tokens, scores.device)
+        if mask is None and self.causal:
+            mask = window_mask(scores.size(-1), self.pre_tokens, scores.device)
         scores = scores.float() * divisor
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype)
-        return F.dropout(weights, dropout) @ value
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        return F.dropout(scores.softmax(-1).to(value.dtype), dropout) @ value
 
 
-def _segment_mask(segment_ids: Tensor) -> Tensor:
-    """segment_ids [b, s] -> True where row and column are of one segment [b, 1, s, s]."""
-    return (segment_ids.unsqueeze(-1) == segment_ids.unsqueeze(-2)).unsqueeze(1)
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-@lru_cache(maxsize=4)
-def _window_mask(s: int, pre_tokens: int, device: torch.device) -> Tensor:
-    """True where a column is the row's own or one of the ``pre_tokens`` before it [s, s]; made once."""
-    return torch.ones(s, s, dtype=torch.bool, device=device).tril().triu(-pre_tokens)
+def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """key and value [b, g, k, d] -> [b, n, k, d]: each of their heads repeated for the queries that share it."""
+    repeats = query.size(1) // key.size(1)
+    return (key, value) if repeats == 1 else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
+from megatron.model.attention_kernel import DeviceFacts
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import WeightInit, all_reduce_gradient
 
@@ -21,6 +22,15 @@ def uses_apex(fused_kernels: str) -> bool:
     """Whether ``--fused-kernels`` selects apex on this machine."""
     found = get_accelerator().device_name() == "cuda" and importlib.util.find_spec("apex") is not None
     return fused_kernels == "apex" or (fused_kernels == "auto" and found)
+
+
+@cache
+def device_facts(device: torch.device) -> DeviceFacts:
+    """What ``attention_kernel`` has to know of ``device``."""
+    if device.type != "cuda" or torch.version.hip:
+        return DeviceFacts("rocm" if torch.version.hip and device.type == "cuda" else device.type)
+    capability = torch.get_device_module(device).get_device_capability(device)
+    return DeviceFacts("cuda", capability, torch.backends.cuda.is_flash_attention_available())
 
 
 def norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Module]:

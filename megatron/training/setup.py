@@ -24,7 +24,7 @@ from megatron.launch.flight_recorder import record_into
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank_failure import rank_failure_monitor
 from megatron.launch.watchdog import hang_watchdog
-from megatron.model.kernels import uses_apex
+from megatron.model.kernels import device_facts, uses_apex
 from megatron.model.spec import architecture_of
 from megatron.parallel.deepspeed_compat import warn_if_untested_version
 from megatron.parallel.layout import ParallelLayout
@@ -58,7 +58,7 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
 def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Callback]) -> None:
     """Log layout, model, batch, schedule, device and the compiled DeepSpeed config; pass the run to the callbacks."""
     rows = {
-        **describe_config(run),
+        **describe_config(run, device_facts(torch.device(get_accelerator().current_device_name()))),
         "device": f"{_device_name()}, torch {torch.__version__}",
         "deepspeed": json.dumps(run.ds_config),
     }

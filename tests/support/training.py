@@ -48,6 +48,14 @@ def pretrain(words: list[str], architecture: str = "GPT-2") -> tuple[int, str]:
     return code, output.getvalue()
 
 
+def pretrain_in_blocks(words: list[str]) -> tuple[int, str]:
+    """The same with attention in a block for each document, which is otherwise for long sequences."""
+    from megatron.model import packed_attention
+
+    packed_attention.SHORTEST_BLOCK = 4
+    return pretrain(words)
+
+
 def pretrain_bert(words: list[str]) -> tuple[int, str]:
     """The same as ``pretrain_bert.py``."""
     return pretrain(words, "BERT")

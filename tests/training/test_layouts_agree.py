@@ -81,11 +81,20 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def train(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
-    """``train(processes, flags)``: a new folder with the metrics and the checkpoint of a run."""
-    return lambda processes, flags: train_in_ranks.into_folder(
-        tmp_path_factory.mktemp("layout"), processes, *SETTINGS, *flags.split()
-    )
+def train(
+    train_in_ranks: RankTraining, train_in_blocks: RankTraining, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int, str], Path]:
+    """``train(processes, flags)``: a new folder with the metrics and the checkpoint of a run.
+
+    Where documents are kept apart, several processes compute attention in a block for each, and one with a mask.
+    """
+
+    def run(processes: int, flags: str) -> Path:
+        in_blocks = processes > 1 and "--reset-attention-mask" in flags
+        training = train_in_blocks if in_blocks else train_in_ranks
+        return training.into_folder(tmp_path_factory.mktemp("layout"), processes, *SETTINGS, *flags.split())
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megatron.config import RunConfig
+from megatron.model.attention_kernel import DeviceFacts, attention_kernel, score_columns
 from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.partition import Stage, layer_groups, plan
 from megatron.parallel.pipeline.schedule import micro_batches_in_flight
@@ -132,17 +133,21 @@ def _kept_input(run: RunConfig, hidden: int, t: int) -> int:
 def _scores(run: RunConfig, z: Sizes) -> int:
     """Kept by the attention core besides query, key, value and context."""
     model = run.model
-    scores, queries = z.b * z.n * z.s * z.s, z.b * z.n * z.s * model.head_size
+    kernel = attention_kernel(model, DeviceFacts(run.parallel.device), seq_length=z.s)
+    columns, queries = score_columns(model, kernel, z.s), z.b * z.n * z.s * model.head_size
+    scores = z.b * z.n * z.s * columns
+    in_window = kernel.limits == "blocks" and columns < z.s
+    padded = 2 * queries * z.element if in_window else 0  # key and value, with room before the first chunk
     dropout = bool(model.attention_dropout)
     on_cpu = run.parallel.device == "cpu"
     mask = (z.element if on_cpu else 1) if dropout else 0
     if model.attention_softmax_in_fp32 or model.apply_query_key_layer_scaling:
         copies = queries * (z.element if z.element == FP32 or not model.attention_softmax_in_fp32 else 2 * FP32)
         weights = z.element if dropout or z.element != FP32 else 0
-        return scores * (FP32 + mask + weights) + copies
-    if on_cpu and dropout:  # the fused kernel of the CPU has no dropout: torch does it step by step, in fp32
-        return scores * 3 * FP32 + (2 if z.element == FP32 else 3) * queries * FP32
-    return z.b * z.n * z.s * FP32
+        return scores * (FP32 + mask + weights) + copies + padded
+    if kernel.keeps_scores:  # torch does it step by step, in fp32
+        return scores * 3 * FP32 + (2 if z.element == FP32 else 3) * queries * FP32 + padded
+    return z.b * z.n * z.s * FP32 + padded
 
 
 @dataclass(frozen=True)

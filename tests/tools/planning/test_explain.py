@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 from deepspeed.runtime.pipe.topology import ProcessTopology
-from support.command_lines import CPU, SMALL
+from support.command_lines import CPU, CUDA, SMALL, parse
 from support.programs import TINY_MODEL, Programs
 
 from megatron.config import ParallelConfig
 from megatron.config.command_line import parse_run
+from megatron.config.summary import describe_config
 from megatron.config.validation import RULES
 from megatron.parallel import groups
 
@@ -49,11 +50,30 @@ def test_a_legal_run_is_explained_without_torch(programs: Programs) -> None:
         "kept    the pipeline runs at ZeRO 0 or 1",
         f"{len(RULES)} rules, all kept",
         "stage  holds ",
+        "> attention plain (fp32, ",
     ):
         assert line in finished.output
     assert "BROKEN" not in finished.output
     config, _ = json.JSONDecoder().raw_decode(finished.output.partition("> deepspeed ")[2])
     assert config["train_batch_size"] == 16 and config["zero_optimization"]["stage"] == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "line"),
+    [
+        (CPU, "", "plain (fp32, head dim 16, causal): torch's fused kernel for CPUs has no dropout"),
+        (CPU, "--attention-dropout 0", "flash (fp32, head dim 16, causal)"),
+        (CUDA, "", "memory-efficient (fp32, head dim 16, causal): fp32 has no flash kernel on CUDA"),
+        (
+            CUDA,
+            "--bf16 --reset-attention-mask --attention-dropout 0 --seq-length 64 --pre-tokens 9",
+            "flash (bf16, head dim 16, causal, documents kept apart, window of 9 tokens, by varlen): on compute"
+            " capability 8.0 or later",
+        ),
+    ],
+)
+def test_the_kernel_of_attention_is_named(environ, words: str, line: str) -> None:
+    assert describe_config(parse(words, environ=environ))["attention"] == line
 
 
 def test_an_illegal_run_names_rule_cause_and_remedy(programs: Programs) -> None:

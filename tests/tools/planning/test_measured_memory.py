@@ -11,6 +11,7 @@ from support.programs import TINY_MODEL
 
 MODEL = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --batch-size 4 --gas 4 --train-iters 20"
 STILL = "--attention-dropout 0 --hidden-dropout 0"
+LONG = "--seq-length 512 --max-position-embeddings 512 --batch-size 1"
 BUCKET = "--zero-reduce-bucket-size 5000"
 
 ON_ONE = [
@@ -18,6 +19,8 @@ ON_ONE = [
     "",
     f"{STILL} --checkpoint-activations",
     f"{STILL} --recompute-granularity selective --attention-softmax-in-fp32",
+    f"{STILL} {LONG} --pre-tokens 100 --attention-softmax-in-fp32",
+    f"{STILL} {LONG} --reset-attention-mask",
     f"--bf16 --zero-stage 1 {BUCKET}",
     f"{STILL} --make-vocab-size-divisible-by 4096",
     f"{STILL} --make-vocab-size-divisible-by 4096 --bf16 --zero-stage 1 {BUCKET}",

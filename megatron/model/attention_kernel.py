@@ -1,0 +1,147 @@
+"""Which kernel attention gets on a device, and why. No torch here: ``--explain`` and the planner ask, too."""
+
+from typing import NamedTuple
+
+from megatron.config import ModelConfig
+from megatron.model.spec import architecture_of
+
+SHORTEST_BLOCK, LONGEST_CHUNK = 128, 512
+"""Tokens: documents up to the first are computed together, and windows in chunks up to the second."""
+
+_STEP_BY_STEP = {
+    "attention_softmax_in_fp32": "--attention-softmax-in-fp32",
+    "apply_query_key_layer_scaling": "--apply-query-key-layer-scaling",
+}
+"""Options that no fused kernel has."""
+
+
+class DeviceFacts(NamedTuple):
+    """What the kernel depends on besides the model."""
+
+    kind: str
+    """cpu, cuda, rocm or another type of torch's devices."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability, such as (8, 0); None if it is not known, which counts as a new one."""
+    has_fused_kernels: bool = True
+    """Whether torch was built with them for this device."""
+
+
+class AttentionKernel(NamedTuple):
+    """A choice of ``attention_kernel``."""
+
+    name: str
+    """flash, memory-efficient, plain (scores, softmax and context step by step), or torch's where it decides."""
+    limits: str
+    """How documents, padding and windows are kept apart: none if there are none; varlen (one call of torch's
+    ``varlen_attn``); blocks (a call for each document or part of a window); or mask."""
+    summary: str
+    """One line: the kernel, what it is for, and why it is not another one."""
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether the scores of a token with each that it attends to are kept for the backward pass."""
+        return self.name == "plain"
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether it takes fewer heads of keys and values than of queries, without copies for each."""
+        return self.name == "flash"
+
+
+def attention_kernel(
+    model: ModelConfig,
+    device: DeviceFacts,
+    *,
+    seq_length: int,
+    causal: bool | None = None,
+    has_dropout: bool | None = None,
+    dtype: str | None = None,
+) -> AttentionKernel:
+    """The kernel for sequences of ``seq_length`` on ``device``; by default in training, as its architecture has it.
+
+    Flash attention is for fp16 and bf16, heads up to 256, and compute capability 8.0 or later. The memory-efficient
+    kernel takes fp32 and older devices. Neither stores scores. ``varlen_attn`` is flash attention for documents that
+    are packed into one sequence; it has no dropout.
+    """
+    dtype = dtype or model.dtype
+    has_dropout = bool(model.attention_dropout) if has_dropout is None else has_dropout
+    causal = architecture_of(model).masked_lm is False if causal is None else causal
+    name, why = _kernel(model, device, dtype, has_dropout)
+    limits, why_limits = "none", ""
+    window = causal and model.pre_tokens < seq_length - 1
+    if model.reset_attention_mask or window or not causal:
+        limits, why_limits = _limits(model.head_size, device, name, has_dropout, causal)
+    parts = [
+        dtype,
+        f"head dim {model.head_size}",
+        "causal" if causal else "padding kept apart",
+        *(["documents kept apart"] if causal and model.reset_attention_mask else []),
+        *([f"window of {model.pre_tokens} tokens"] if window else []),
+        *([f"by {limits}"] if limits != "none" else []),
+    ]
+    reasons = "; ".join(filter(None, (why, why_limits)))
+    return AttentionKernel(name, limits, f"{name} ({', '.join(parts)})" + (f": {reasons}" if reasons else ""))
+
+
+def score_columns(model: ModelConfig, kernel: AttentionKernel, seq_length: int) -> int:
+    """Columns of scores that a token has at most, if ``kernel`` keeps scores. One document may fill the sequence."""
+    if kernel.limits != "blocks" or seq_length <= SHORTEST_BLOCK:
+        return seq_length
+    return min(seq_length, model.pre_tokens + chunk_size(model.pre_tokens))
+
+
+def chunk_size(window: int) -> int:
+    """Tokens of a chunk in which attention of ``window`` tokens back is computed."""
+    return min(max(window, SHORTEST_BLOCK), LONGEST_CHUNK)
+
+
+def _kernel(model: ModelConfig, device: DeviceFacts, dtype: str, has_dropout: bool) -> tuple[str, str]:
+    """The kernel's name, and why it is not flash attention."""
+    for field, flag in _STEP_BY_STEP.items():
+        if getattr(model, field):
+            return "plain", f"{flag} needs the scores"
+    if device.kind == "cpu":
+        return ("plain", "torch's fused kernel for CPUs has no dropout") if has_dropout else ("flash", "")
+    if device.kind != "cuda":
+        return "torch's", f"torch chooses it on {device.kind}"
+    if not device.has_fused_kernels:
+        return "plain", "this torch has no fused kernels for this device"
+    no_flash = _why_no_flash(model.head_size, device.capability or (9, 0), dtype)
+    if not no_flash:
+        return "flash", "" if device.capability else "on compute capability 8.0 or later"
+    neither = _why_not_memory_efficient(model.head_size, device.capability or (9, 0), dtype)
+    return ("plain", f"{no_flash}, {neither}") if neither else ("memory-efficient", no_flash)
+
+
+def _why_no_flash(head_size: int, capability: tuple[int, int], dtype: str) -> str:
+    if dtype == "fp32":
+        return "fp32 has no flash kernel on CUDA"
+    if capability < (8, 0):
+        return f"flash attention needs compute capability 8.0, and this is {_version(capability)}"
+    if head_size > 256 or (head_size > 192 and capability not in ((8, 0), (9, 0), (10, 0))):
+        return f"flash attention has no head dim {head_size} on compute capability {_version(capability)}"
+    return ""
+
+
+def _why_not_memory_efficient(head_size: int, capability: tuple[int, int], dtype: str) -> str:
+    if dtype == "bf16" and capability < (8, 0):
+        return "and the memory-efficient kernel has no bf16 there"
+    multiple = 8 if dtype != "fp32" else 4 if capability >= (8, 0) else 1
+    if head_size % multiple:
+        return f"and the memory-efficient kernel needs a head dim that is a multiple of {multiple}"
+    return ""
+
+
+def _version(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _limits(head_size: int, device: DeviceFacts, name: str, has_dropout: bool, causal: bool) -> tuple[str, str]:
+    """How tokens are kept from attending to others, and why not by ``varlen_attn``."""
+    why = ""
+    if device.kind == "cuda" and name == "flash":
+        if not has_dropout and head_size % 8 == 0:
+            return "varlen", ""
+        why = "varlen_attn has no dropout" if has_dropout else "varlen_attn needs a head dim that is a multiple of 8"
+    # A call for each sample would be slow on a GPU. Samples are short where attention is not causal.
+    return ("blocks", why) if causal or device.kind == "cpu" else ("mask", why)

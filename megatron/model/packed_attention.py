@@ -1,0 +1,162 @@
+"""Attention within documents and windows, without scores or a mask of the whole sequence.
+
+b batch, s sequence, n heads of queries, g heads of keys and values, d size of a head
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, chain, pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megatron.model.attention_kernel import SHORTEST_BLOCK, chunk_size
+
+Core = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""core(query [b, n, q, d], key [b, g, k, d], value [b, g, k, d], mask) -> context [b, n, q, d]. ``mask``, [q, k] or
+[b, 1, q, k], is True where a row attends to a column, or is added to the scores; without it attention is causal, or to
+every column, as the model has it."""
+
+
+def attend_in_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_ids: Tensor | None,
+    causal: bool,
+    pre_tokens: int,
+    core: Core,
+) -> Tensor:
+    """[b, n, s, d], [b, g, s, d] twice -> [b, n, s, d]: a call of ``core`` for each document or chunk of a window.
+
+    A document is a run of equal ``segment_ids`` [b, s]; neighbors that are short share a call. Tokens of different
+    documents are in no call together, and the largest mask is that of a chunk.
+    """
+    s = query.size(2)
+    if s <= SHORTEST_BLOCK:
+        return core(query, key, value, dense_mask(s, query.device, segment_ids, causal, pre_tokens))
+    window = pre_tokens if causal else s
+    if segment_ids is None:
+        return _in_window(query, key, value, core, window)
+    samples = zip(*(tensor.split(1) for tensor in (query, key, value, segment_ids)), strict=True)
+    contexts = []
+    for (q, k, v, ids), lengths in zip(samples, document_lengths(segment_ids), strict=True):
+        contexts.append(_sample(q, k, v, ids, lengths, causal, window, core))
+    return torch.cat(contexts)
+
+
+def _sample(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_ids: Tensor,
+    lengths: Sequence[int],
+    causal: bool,
+    window: int,
+    core: Core,
+) -> Tensor:
+    """Attention of one sample, b = 1, with documents of these ``lengths``."""
+    blocks = [*_blocks(lengths)]
+    sizes = [sum(block) for block in blocks]
+    parts = zip(*(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True)
+    contexts = []
+    for block, ids, (q, k, v) in zip(blocks, segment_ids.split(sizes, 1), parts, strict=True):
+        if len(block) == 1:
+            contexts.append(_in_window(q, k, v, core, window))
+        else:
+            contexts.append(core(q, k, v, dense_mask(q.size(2), q.device, ids, causal, window)))
+    return torch.cat(contexts, 2)
+
+
+def _blocks(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Lengths of neighboring documents, together up to SHORTEST_BLOCK tokens."""
+    block: list[int] = []
+    for length in lengths:
+        if block and sum(block) + length > SHORTEST_BLOCK:
+            yield block
+            block = []
+        block.append(length)
+    yield block
+
+
+def _in_window(query: Tensor, key: Tensor, value: Tensor, core: Core, window: int) -> Tensor:
+    """Attention of one document, in chunks if tokens do not attend to all of it.
+
+    The keys of a chunk are its own and the ``window`` before it. They are views, and their gradients are summed once.
+    """
+    s = query.size(2)
+    if window >= s - 1:
+        return core(query, key, value, None)
+    chunk = chunk_size(window)
+    queries = query.split(chunk, 2)
+    padding = (0, 0, window, -s % chunk)
+    keys, values = (F.pad(tensor, padding).unfold(2, window + chunk, chunk).unbind(2) for tensor in (key, value))
+    mask = _chunk_mask(chunk, window, query.dtype, query.device)
+    contexts = []
+    for number, rows in enumerate(queries):
+        seen = slice(max(window - number * chunk, 0), window + rows.size(2))  # without the padding
+        columns, contents = (tensors[number][..., seen].transpose(2, 3) for tensors in (keys, values))
+        contexts.append(core(rows, columns, contents, mask[: rows.size(2), seen]))
+    return torch.cat(contexts, 2)
+
+
+@lru_cache(maxsize=4)
+def _chunk_mask(chunk: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Added to scores of a chunk's rows with the ``window`` columns before the chunk and its own [q, k]: 0 or -inf.
+
+    Made once. Of a mask of bools each call would keep such a copy for its backward pass.
+    """
+    seen = torch.ones(chunk, window + chunk, dtype=torch.bool, device=device).tril(window).triu()
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, -torch.inf)
+
+
+def attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, causal: bool, pre_tokens: int
+) -> Tensor:
+    """The same as ``attend_in_blocks`` in one call of flash attention: fp16 or bf16 on a GPU, without dropout."""
+    from torch.nn.attention.varlen import varlen_attn  # which imports torch's compiler
+
+    b, n, s, _ = query.shape
+    lengths = [*chain(*document_lengths(segment_ids))] if segment_ids is not None else [s] * b
+    longest = max(lengths)
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
+    window = (-1, -1) if not causal else (-1, 0) if pre_tokens >= longest - 1 else (pre_tokens, 0)
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [b x s, n or g, d]
+    shares = key.size(1) != n
+    context = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=window, enable_gqa=shares)
+    assert isinstance(context, Tensor), "a pair only if it is asked for"
+    return context.unflatten(0, (b, s)).transpose(1, 2)
+
+
+def dense_mask(
+    s: int, device: torch.device, segment_ids: Tensor | None, causal: bool, pre_tokens: int
+) -> Tensor | None:
+    """True where a row attends to a column, [s, s] or [b, 1, s, s]; None if nothing but causality limits it."""
+    own = None if segment_ids is None else (segment_ids.unsqueeze(-1) == segment_ids.unsqueeze(-2)).unsqueeze(1)
+    if not causal or (own is None and pre_tokens >= s - 1):
+        return own
+    window = window_mask(s, pre_tokens, device)
+    return window if own is None else own & window
+
+
+@lru_cache(maxsize=4)
+def window_mask(s: int, pre_tokens: int, device: torch.device) -> Tensor:
+    """True where a column is the row's own or one of the ``pre_tokens`` before it [s, s]; made once."""
+    return torch.ones(s, s, dtype=torch.bool, device=device).tril().triu(-pre_tokens)
+
+
+_LENGTHS = WeakIdKeyDictionary()
+
+
+def document_lengths(segment_ids: Tensor) -> list[list[int]]:
+    """segment_ids [b, s] -> lengths of the runs of equal ids, a list for each row.
+
+    The copy to the host waits for the device, once for all layers that get the same tensor; it must not be changed.
+    """
+    if segment_ids not in _LENGTHS:
+        changes = (segment_ids[:, 1:] != segment_ids[:, :-1]).cpu()
+        bounds = ([0, *(row.nonzero().flatten() + 1).tolist(), segment_ids.size(1)] for row in changes)
+        _LENGTHS[segment_ids] = [[end - begin for begin, end in pairwise(row)] for row in bounds]
+    return _LENGTHS[segment_ids]
