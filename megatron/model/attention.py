@@ -18,7 +18,7 @@ from megatron.model.packed_attention import attend_in_blocks, attend_varlen, den
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import all_to_all, sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.tensor.random import get_rng_tracker
+from megatron.parallel.tensor.random import random_stream
 
 
 class KeyValueCache:
@@ -122,7 +122,7 @@ class ParallelSelfAttention(nn.Module):
         """Scores, softmax, dropout and context: [b, n, s, d], [b, g, s, d] twice -> [b, n, s, d]."""
         if not (self.training and self.dropout):
             return self._attend(query, key, value, segment_ids, 0.0)
-        with get_rng_tracker().fork():  # ranks hold different heads, and need different dropout
+        with random_stream(per_rank=True):  # ranks hold different heads, and need different dropout
             return self._attend(query, key, value, segment_ids, self.dropout)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, dropout: float) -> Tensor:

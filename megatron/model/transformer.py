@@ -3,6 +3,9 @@
 b batch, s sequence, h hidden
 """
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
@@ -33,26 +36,51 @@ class ParallelTransformerLayer(nn.Module):
         self.is_sequence_parallel = layout.sequence_parallel
         self.residual_is_normed = config.apply_residual_connection_post_layernorm
         self.dropout = config.hidden_dropout
+        self.draws_random_numbers = max(config.hidden_dropout, config.attention_dropout) > 0
         self.dropout_add = dropout_add(config)
         self.input_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
         self.attention = ParallelSelfAttention(config, layout, layer_number=layer_number, causal=causal)
         self.post_attention_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
         self.mlp = ParallelMLP(config, layout, layer_number=layer_number)
-        if config.compile:
-            self.compile()
+        self._compiled: Callable[..., HiddenStates] | None = torch.compile(self._compute) if config.compile else None
 
     def forward(self, hidden_states: HiddenStates, cache: KeyValueCache | None = None) -> HiddenStates:
+        if self._compiled is None:
+            return self._compute(hidden_states, cache)
+        if not (self.training and self.draws_random_numbers):
+            return self._compiled(hidden_states, cache)
+        # A compiled graph draws from one stream alone: that of attention. What comes from the other is an argument.
+        masks = self._shared_masks(unpack(hidden_states)[0])
+        with random_stream(per_rank=True):
+            return self._compiled(hidden_states, cache, *masks)
+
+    def _compute(
+        self,
+        hidden_states: HiddenStates,
+        cache: KeyValueCache | None,
+        attention_mask: Tensor | None = None,
+        mlp_mask: Tensor | None = None,
+    ) -> HiddenStates:
+        """The layer; with masks [b, s, h], dropout of the outputs of attention and MLP keeps where they are true."""
         hidden, segment_ids = unpack(hidden_states)
         normed = self.input_layernorm(hidden)
-        hidden = self._join(self.attention(normed, segment_ids, cache), hidden, normed)
+        hidden = self._join(self.attention(normed, segment_ids, cache), hidden, normed, attention_mask)
         normed = self.post_attention_layernorm(hidden)
-        hidden = self._join(self.mlp(normed), hidden, normed)
+        hidden = self._join(self.mlp(normed), hidden, normed, mlp_mask)
         return hidden if segment_ids is None else (hidden, segment_ids)
 
-    def _join(self, output: Tensor, hidden: Tensor, normed: Tensor) -> Tensor:
+    def _shared_masks(self, hidden: Tensor) -> list[Tensor]:
+        """Masks of dropout [b, s, h] that all ranks of the tensor group share; none if each needs its own."""
+        if self.is_sequence_parallel or not self.dropout:
+            return []
+        return [torch.empty_like(hidden, dtype=torch.bool).bernoulli_(1 - self.dropout) for _ in range(2)]
+
+    def _join(self, output: Tensor, hidden: Tensor, normed: Tensor, mask: Tensor | None) -> Tensor:
         residual = normed.to(hidden.dtype) if self.residual_is_normed else hidden
         if not (self.training and self.dropout):
             return self.dropout_add(output, residual, 0.0)
+        if mask is not None:
+            return residual + output * mask * (1 / (1 - self.dropout))
         with random_stream(per_rank=self.is_sequence_parallel):
             return self.dropout_add(output, residual, self.dropout)
 

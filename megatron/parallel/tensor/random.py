@@ -24,8 +24,11 @@ def get_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def random_stream(*, per_rank: bool) -> AbstractContextManager[None]:
-    """A context in which random numbers come from the per-rank stream, or from the one the tensor group shares."""
-    return get_rng_tracker().fork() if per_rank else nullcontext()
+    """A context in which random numbers come from the per-rank stream, or from the one the tensor group shares.
+
+    Inside of torch.compile it changes nothing: a graph draws from the stream in whose context it is called.
+    """
+    return get_rng_tracker().fork() if per_rank and not torch.compiler.is_compiling() else nullcontext()
 
 
 def model_parallel_manual_seed(seed: int, layout: ParallelLayout, *, iteration: int = 0) -> None:
