@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
@@ -77,16 +78,20 @@ class AnomalyDetector:
         return StepResult(None, iteration)
 
 
-def max_across_ranks(loss: Tensor, *values: float) -> list[float]:
-    """Maximum over all ranks of the loss and of each further value, in one all-reduce. Every rank must call it.
+def max_across_ranks(loss: Tensor, *values: float) -> Tensor:
+    """Maximum over all ranks of the loss and of each further value, [1 + values], in one all-reduce. Every rank must
+    call it.
 
     A loss that is not a number on any rank becomes infinite. Ranks that should have the same loss may differ when
     something is broken; they must still take the same decisions.
     """
     largest_loss = loss.detach().float().nan_to_num(nan=torch.inf).view(1)
-    largest = torch.cat([largest_loss, torch.tensor(values, dtype=torch.float32).to(loss.device, non_blocking=True)])
+    numbers = torch.tensor(values, dtype=torch.float32)
+    if not loss.is_cpu:  # from other memory the copy would wait for the GPU
+        numbers = get_accelerator().pin_memory(numbers).to(loss.device, non_blocking=True)
+    largest = torch.cat([largest_loss, numbers])
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.tolist()
+    return largest
 
 
 def find_origin(engine: DeepSpeedEngine, batches: Iterator[Batch] | None) -> str:
@@ -95,7 +100,7 @@ def find_origin(engine: DeepSpeedEngine, batches: Iterator[Batch] | None) -> str
     Repeats the forward pass of the batch, without dropout.
     """
     with _layers_checked(engine.module) as bad_layers:
-        (loss,) = max_across_ranks(eval_batch(engine, batches))
+        loss = max_across_ranks(eval_batch(engine, batches)).item()
     first_per_rank: list[tuple[int, str] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(first_per_rank, min(bad_layers, default=None))
     bad_ranks = [(layer, rank) for rank, layer in enumerate(first_per_rank) if layer is not None]

@@ -30,7 +30,8 @@ def weighted(
     DeepSpeed averages over the micro-batches of an iteration, whose number is the next one of ``accumulated``, and
     over the data ranks of ``group``.
     If ``masks`` is true, micro-batches count different numbers of tokens, and the average of their means is not the
-    mean over all tokens; so the weight of each token is 1 / (tokens counted in the whole global batch).
+    mean over all tokens; so the weight of each token is 1 / (tokens counted in the whole global batch). The batches are
+    on the device that ``group`` communicates on.
     """
     for number in accumulated:
         batch = list(islice(micro_batches, number))
@@ -38,9 +39,7 @@ def weighted(
             return
         counted = torch.stack([loss_mask.sum() for _, (_, loss_mask, *_) in batch]).sum()
         if masks:
-            counted = counted.to(get_accelerator().current_device_name())
             dist.all_reduce(counted, group=group)
-            counted = counted.cpu()
         else:
             counted = counted * group.size()
         scale = number * group.size() / counted.clamp(min=1)
@@ -136,13 +135,13 @@ class DataIterators:
         if self._datasets is None:
             return None
         train, group = self._run.train, self._layout.data_group
-        micro_batches = self._micro_batches(getattr(self._datasets, split), sizes, finished, skipped)
+        micro_batches = on_device(self._micro_batches(getattr(self._datasets, split), sizes, finished, skipped))
         if train.loss_normalization == "micro-batch":
-            return on_device(weighted_by_micro_batch(micro_batches))
+            return weighted_by_micro_batch(micro_batches)
         masks = self._run.data.eod_mask_loss or architecture_of(self._run.model).masked_lm is not False
         samples_together = train.micro_batch_size * group.size()
         accumulated = (sizes.size(iteration) // samples_together for iteration in count(finished + 1))
-        return on_device(weighted(micro_batches, accumulated, group, masks=masks))
+        return weighted(micro_batches, accumulated, group, masks=masks)
 
     def _micro_batches(
         self, dataset: Samples, sizes: BatchSchedule, finished: int = 0, skipped: Sequence[range] = ()

@@ -44,8 +44,8 @@ class StepStatus:
 
     applied: bool
     """Whether the weights were updated; they are not if the gradient was not finite."""
-    grad_norm: float | None
-    """2-norm of the whole model's gradient, before clipping; None if the step was skipped."""
+    grad_norm: float | Tensor | None
+    """2-norm of the whole model's gradient, [] or a number, before clipping; None if the step was skipped."""
     loss_scale: float
     skipped_iterations: int
     """Iterations since the start of training whose gradients were not finite."""
@@ -202,7 +202,7 @@ def step_status(engine: DeepSpeedEngine) -> StepStatus:
     has_stages = isinstance(engine, PipelineEngine)
     return StepStatus(
         applied=applied,
-        grad_norm=float(norm) if applied and norm is not None else None,
+        grad_norm=norm if applied else None,
         loss_scale=float(getattr(engine.optimizer, "loss_scale", 1.0)),
         skipped_iterations=engine.skipped_steps,
         loss_parts=(engine.get_additional_losses() or {}) if has_stages else engine.module.mean_loss_parts,

@@ -34,18 +34,19 @@ def requested_measurements(run: RunConfig, layout: ParallelLayout, module: nn.Mo
     return requested
 
 
-def params_norm(module: nn.Module, layout: ParallelLayout) -> float:
-    """2-norm of all parameters of the model, each counted once. Every rank must call it, also at ZeRO 3."""
+def params_norm(module: nn.Module, layout: ParallelLayout) -> Tensor:
+    """2-norm [] of all parameters of the model, each counted once. Every rank must call it, also at ZeRO 3."""
     square = torch.zeros((), device=get_accelerator().current_device_name())
     for parameter in counted_once(module.parameters(), layout):
         is_partitioned = hasattr(parameter, "ds_id")
         with deepspeed.zero.GatheredParameters([parameter]) if is_partitioned else nullcontext():
             square += block_norms(parameter.detach()).square().sum().to(square.device)
-    return _sum_over_model(square, layout) ** 0.5
+    return _sum_over_model(square, layout).sqrt()
 
 
-def zeros_in_gradient(module: nn.Module, layout: ParallelLayout) -> int:
-    """Elements of the whole model's gradient that are 0, between backward and step. Every rank must call it.
+def zeros_in_gradient(module: nn.Module, layout: ParallelLayout) -> Tensor:
+    """How many elements of the whole model's gradient are 0, int64 [], between backward and step. Every rank must call
+    it.
 
     As in Megatron-LM each weight is counted once, and rows that pad the vocabulary, whose gradient is 0, are counted.
     """
@@ -54,14 +55,14 @@ def zeros_in_gradient(module: nn.Module, layout: ParallelLayout) -> int:
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
             zeros += gradient.numel() - gradient.count_nonzero()
-    return int(_sum_over_model(zeros, layout))
+    return _sum_over_model(zeros, layout)
 
 
-def _sum_over_model(value: Tensor, layout: ParallelLayout) -> float:
+def _sum_over_model(value: Tensor, layout: ParallelLayout) -> Tensor:
     """The sum over the ranks that share a replica of the model."""
     dist.all_reduce(value, group=layout.tensor_group)
     dist.all_reduce(value, group=layout.pipe_group)
-    return value.item()
+    return value
 
 
 class ParamsNorm(Callback):
@@ -70,7 +71,7 @@ class ParamsNorm(Callback):
     def __init__(self, layout: ParallelLayout, module: nn.Module) -> None:
         self._layout, self._module = layout, module
 
-    def metrics(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, Tensor]:
         """``params_norm``."""
         return {"params_norm": params_norm(self._module, self._layout)}
 
@@ -80,7 +81,8 @@ class ZerosInGradient(Callback):
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, module: nn.Module) -> None:
         self._run, self._layout, self._module = run, layout, module
-        self._last_micro_batch = self._zeros = 0
+        self._last_micro_batch = 0
+        self._zeros: float | Tensor = 0
 
     @contextmanager
     def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
@@ -88,7 +90,7 @@ class ZerosInGradient(Callback):
         self._last_micro_batch = self._run.train.micro_batches(iteration)
         yield [self._count] if self._run.is_logged(iteration) else ()
 
-    def metrics(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float | Tensor]:
         """``num_zeros_in_grad``."""
         return {"num_zeros_in_grad": self._zeros}
 

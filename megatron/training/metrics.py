@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TextIO
 
 import psutil
@@ -19,6 +18,39 @@ from megatron.model.architectures import architecture_of
 from megatron.model.spec import hardware_flops
 from megatron.training.callbacks import warn_if_unwritable
 from megatron.training.engines import StepStatus
+
+
+class HostCopy:
+    """Numbers on their way from a GPU to the host: one copy, for which nothing waits until it is read."""
+
+    def __init__(self, values: Mapping[str, float | Tensor | None]):
+        """Start the copy of the tensors [] among ``values``."""
+        self._values = {name: _number(value) for name, value in values.items()}
+        tensors = [value.detach().double().reshape(()) for value in self._values.values() if isinstance(value, Tensor)]
+        self.has_arrived = not tensors
+        """Whether reading does not wait, as on the CPU."""
+        if tensors:
+            numbers = torch.stack(tensors)
+            self._numbers = get_accelerator().pin_memory(torch.empty(numbers.shape, dtype=numbers.dtype))
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._copied = get_accelerator().Event()
+            self._copied.record()
+
+    def read(self) -> dict[str, float | None]:
+        """The values as numbers, after the GPU has computed them."""
+        if not self.has_arrived:
+            self._copied.synchronize()
+            numbers = iter(self._numbers.tolist())
+            for name, value in self._values.items():
+                if isinstance(value, Tensor):
+                    self._values[name] = next(numbers) if value.is_floating_point() else int(next(numbers))
+            self.has_arrived = True
+        return self._values
+
+
+def _number(value: float | Tensor | None) -> float | Tensor | None:
+    """``value`` as a number, unless it is on a GPU."""
+    return value.item() if isinstance(value, Tensor) and value.is_cpu else value
 
 
 class MetricsLogger:
@@ -54,20 +86,18 @@ class MetricsLogger:
         if self._board:
             self._board.add_text(name, f"```\n{text}\n```")
 
-    def step(
-        self,
-        iteration: int,
-        loss: Tensor,
-        learning_rate: float,
-        status: StepStatus,
-        values: Mapping[str, float] = MappingProxyType({}),
-    ) -> None:
-        """Add an iteration that ran at ``learning_rate``; log, also further ``values``, at the end of an interval."""
+    def add(self, iteration: int, loss: Tensor, status: StepStatus) -> None:
+        """Add an iteration to the log interval."""
         self._losses.append(loss.detach())
         self._loss_parts.append(status.loss_parts)
         self._samples += self._run.train.batches.size(iteration)
-        if self._run.is_logged(iteration):
-            self._report(iteration, learning_rate, status, values)
+
+    def means(self) -> dict[str, Tensor]:
+        """The loss and its terms, [] each: means over the log interval so far."""
+        parts = self._loss_parts[-1]
+        return {"lm_loss": _mean_of_finite(self._losses)} | {
+            name: _mean_of_finite([parts[name] for parts in self._loss_parts]) for name in parts
+        }
 
     def evaluation(self, iteration: int, loss: float, split: str) -> None:
         """Log the loss of an evaluation on the split ``valid`` or ``test``."""
@@ -93,9 +123,14 @@ class MetricsLogger:
             for output in filter(None, (self._file, self._board)):
                 output.close()
 
-    def _report(self, iteration: int, learning_rate: float, status: StepStatus, further: Mapping[str, float]) -> None:
-        loss = _mean_of_finite(self._losses)
-        parts = {name: _mean_of_finite([parts[name] for parts in self._loss_parts]) for name in status.loss_parts}
+    def report(self, iteration: int, learning_rate: float, status: StepStatus, measured: Mapping[str, Any]) -> None:
+        """Log the iteration that ends an interval, and begin the next interval.
+
+        ``measured`` has the numbers of ``means()``, ``grad_norm``, and further ones by name.
+        """
+        further = dict(measured)
+        loss, grad_norm = further.pop("lm_loss"), further.pop("grad_norm")
+        parts = {name: further.pop(name) for name in status.loss_parts}
         seconds = (time.monotonic() - self._since) / len(self._losses)
         mean_size = self._samples / len(self._losses)
         self._losses, self._loss_parts, self._samples, self._since = [], [], 0, time.monotonic()
@@ -108,7 +143,7 @@ class MetricsLogger:
             "lm_loss": loss,
             **parts,
             "learning_rate": learning_rate,
-            "grad_norm": status.grad_norm,
+            "grad_norm": grad_norm,
             "loss_scale": status.loss_scale,
             "skipped_iterations": status.skipped_iterations,
             "seconds_per_iteration": seconds,
@@ -146,10 +181,10 @@ def _norms_and_counts(values: Mapping[str, float]) -> list[str]:
     return [name for name in values if not name.endswith(TIMER)]
 
 
-def _mean_of_finite(losses: list[Tensor]) -> float:
-    """The mean of those that are finite; nan if there is none."""
+def _mean_of_finite(losses: list[Tensor]) -> Tensor:
+    """The mean [] of those that are finite; nan if there is none."""
     values = torch.stack(losses).float()
-    return values[values.isfinite()].mean().item()
+    return values.where(values.isfinite(), torch.nan).nanmean()
 
 
 def _progress_line(iteration: int, last: int, values: dict[str, Any], further: Sequence[str]) -> str:

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -29,7 +29,7 @@ from megatron.training.anomaly_detection import AnomalyDetector, StepResult, fin
 from megatron.training.callbacks import Callback
 from megatron.training.data_iterators import DataIterators
 from megatron.training.engines import StepStatus, eval_batch, step_status, train_batch
-from megatron.training.metrics import MetricsLogger
+from megatron.training.metrics import HostCopy, MetricsLogger
 
 PREEMPTED = 75
 """Exit code of a run that was asked to exit and has saved: EX_TEMPFAIL, start it again."""
@@ -40,6 +40,20 @@ class Exit(NamedTuple):
 
     reason: str
     exit_code: int
+
+
+class Step(NamedTuple):
+    """An iteration that has run on the host, and perhaps still runs on a GPU."""
+
+    iteration: int
+    learning_rate: float
+    status: StepStatus
+    numbers: HostCopy
+    """By name: what all ranks agree on, and what is logged."""
+
+
+AGREED = ("largest loss", "signal", "is late")
+"""Names of the maxima over all ranks."""
 
 
 class ExitConditions:
@@ -102,6 +116,8 @@ class Trainer:
         self.hooks: list[InstructionHook] = [] if run.logging.watchdog_minutes is None else [progress.instruct]
         self.rewinds: Counter[str] = Counter()
         """How often training has rewound to each checkpoint."""
+        self.steps: deque[Step] = deque()
+        """Iterations that are not logged and checked yet: on a GPU the last one, so that the host does not wait."""
 
     def train(self, finished: int) -> int:
         """Train from the iteration after ``finished`` to the last, then evaluate on the test split.
@@ -160,23 +176,22 @@ class Trainer:
         self.exit_conditions.defer_signals()
         while iteration < config.train_iters and early_exit is None:
             iteration += 1
-            loss, status = self._step(iteration, batches)
-            # The only collective of most steps outside of the engine: all ranks agree on anomalies and on exiting.
-            largest_loss, *request = max_across_ranks(loss, *self.exit_conditions.local_request())
-            result = self.anomalies.check(iteration, largest_loss, status)
-            if result.problem and (restart := self._handle_bad_step(iteration, result)) is not None:
+            loss = self._step(iteration, batches)
+            evaluates, saves = self.evaluates_after(iteration), self.saves_after(iteration)
+            waits = evaluates or saves or self.run.is_logged(iteration) or due(iteration, config.exit_interval)
+            request, restart = self._finish_steps(waits)
+            if restart is not None:
                 iteration = last_saved = restart
                 batches = self.data.training(restart)
                 continue
             with self.paused():
                 self.checkpointer.poll()
-            evaluates, saves = self.evaluates_after(iteration), self.saves_after(iteration)
             if evaluates:
                 self.evaluate(iteration)
             if saves:
                 last_saved = self.save(iteration)
             if evaluates or saves:  # a signal that arrived meanwhile must not wait for another iteration and save
-                _, *request = max_across_ranks(loss, *self.exit_conditions.local_request())
+                _, *request = max_across_ranks(loss, *self.exit_conditions.local_request()).tolist()
             if iteration < config.train_iters:
                 early_exit = self.exit_conditions.due(iteration, *request)
         if early_exit:
@@ -186,8 +201,8 @@ class Trainer:
         self.checkpointer.finish()
         return iteration, early_exit
 
-    def _step(self, iteration: int, batches: Iterator[Batch] | None) -> tuple[Tensor, StepStatus]:
-        """Run and log one iteration."""
+    def _step(self, iteration: int, batches: Iterator[Batch] | None) -> Tensor:
+        """Run one iteration, which joins ``self.steps``. Returns its loss []."""
         self.progress.enter("training", iteration)
         learning_rate = self.engine.get_lr()[0]
         set_global_batch_size(self.engine, self.run.train.batches.size(iteration))
@@ -197,13 +212,37 @@ class Trainer:
                 hooks += stack.enter_context(callback.around_iteration(iteration))
             loss = train_batch(self.engine, batches, hooks)
         status = step_status(self.engine)
-        values: dict[str, float] = {}
+        self.log.add(iteration, loss, status)
+        values: dict[str, float | Tensor | None] = {}
         if self.run.is_logged(iteration):
+            values |= self.log.means() | {"grad_norm": status.grad_norm}
             with self.paused():
                 for callback in self.callbacks:
                     values |= callback.metrics()
-        self.log.step(iteration, loss, learning_rate, status, values)
-        return loss, status
+        # The only collective of most steps outside of the engine: all ranks agree on anomalies and on exiting.
+        agreed = max_across_ranks(loss, *self.exit_conditions.local_request())
+        numbers = HostCopy(dict(zip(AGREED, agreed, strict=True)) | values)
+        self.steps.append(Step(iteration, learning_rate, status, numbers))
+        return loss
+
+    def _finish_steps(self, waits: bool) -> tuple[Sequence[float], int | None]:
+        """Log and check the iterations that have ended: all if this ``waits`` for the GPU, else all but the last.
+
+        Returns the largest request of all ranks to exit, and the iteration of the checkpoint that training has rewound
+        to, or None.
+        """
+        request: Sequence[float] = (0, 0)
+        while self.steps and (waits or any(request) or len(self.steps) > 1 or self.steps[0].numbers.has_arrived):
+            iteration, learning_rate, status, numbers = self.steps.popleft()
+            values = numbers.read()
+            largest_loss, *request = [values.pop(name) for name in AGREED]
+            if values:
+                self.log.report(iteration, learning_rate, status, values)
+            result = self.anomalies.check(iteration, largest_loss, status)
+            if result.problem and (restart := self._handle_bad_step(iteration, result)) is not None:
+                self.steps.clear()
+                return request, restart
+        return request, None
 
     def _handle_bad_step(self, iteration: int, result: StepResult) -> int | None:
         """Log the problem; rewind or raise NumericsError if the flags or the limit require it.

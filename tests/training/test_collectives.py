@@ -59,7 +59,7 @@ def largest_of_ranks(losses: list[float], others: list[float]) -> list[float]:
     from megatron.training.anomaly_detection import max_across_ranks
 
     rank = dist.get_rank()
-    return max_across_ranks(torch.tensor(losses[rank]), others[rank], 0)
+    return max_across_ranks(torch.tensor(losses[rank]), others[rank], 0).tolist()
 
 
 def test_the_maximum_over_ranks(run_ranks) -> None:
