@@ -25,7 +25,7 @@ class HostCopy:
 
     def __init__(self, values: Mapping[str, float | Tensor | None]):
         """Start the copy of the tensors [] among ``values``."""
-        self._values = {name: _number(value) for name, value in values.items()}
+        self._values: dict[str, Any] = {name: _number(value) for name, value in values.items()}
         tensors = [value.detach().double().reshape(()) for value in self._values.values() if isinstance(value, Tensor)]
         self.has_arrived = not tensors
         """Whether reading does not wait, as on the CPU."""
@@ -36,7 +36,7 @@ class HostCopy:
             self._copied = get_accelerator().Event()
             self._copied.record()
 
-    def read(self) -> dict[str, float | None]:
+    def read(self) -> dict[str, Any]:
         """The values as numbers, after the GPU has computed them."""
         if not self.has_arrived:
             self._copied.synchronize()

@@ -54,6 +54,7 @@ def test_flags_alone_make_a_complete_config() -> None:
             },
         },
         "steps_per_print": 2**31 - 1,
+        "timers": {"throughput": {"enabled": False}},
         "wall_clock_breakdown": False,
     }
 
