@@ -6,13 +6,10 @@ The entry script registers those that it wants; the core calls them, and imports
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from megatron.config import RunConfig
 from megatron.parallel.pipeline.schedule import InstructionHook
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -36,10 +33,10 @@ class Callback:
         """Context in which an iteration runs; it yields hooks for the instructions of this iteration. Every rank."""
         return nullcontext(())
 
-    def metrics(self) -> "Mapping[str, float | Tensor]":
+    def metrics(self) -> Mapping[str, Any]:
         """Further values for the metrics of a logged iteration, after it has run. Every rank.
 
-        Tensors [] are copied to the host together with the loss, so that a GPU is waited for once.
+        They are numbers, or tensors []: these are copied to the host together with the loss, so that a GPU is waited for once.
         """
         return {}
 
