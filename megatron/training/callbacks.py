@@ -36,7 +36,7 @@ class Callback:
     def metrics(self) -> Mapping[str, Any]:
         """Further values for the metrics of a logged iteration, after it has run. Every rank.
 
-        They are numbers, or tensors []: these are copied to the host together with the loss, so that a GPU is waited for once.
+        They are numbers, or tensors [], which are copied to the host together with the loss: a GPU is waited for once.
         """
         return {}
 
