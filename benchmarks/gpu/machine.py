@@ -25,7 +25,7 @@ from megatron.config.errors import ConfigError, LaunchError, ResourceError, User
 PACKAGES = ("torch", "deepspeed", "transformers", "apex", "megatron-core", "triton", "numpy")
 DRIVERS = {"12": 525, "13": 580}
 """The oldest driver of each major version of CUDA (NVIDIA, CUDA Compatibility, minor version compatibility)."""
-LEAST_MEMORY, LEAST_DISK = 2e9, 2e9
+LEAST_MEMORY, LEAST_DISK = 3e9, 2e9
 """Bytes."""
 _QUERY = "index,name,driver_version,memory.total,memory.used,power.limit,clocks.max.sm,ecc.mode.current,pstate"
 _HELP = "see docs/accelerators.md"
@@ -189,7 +189,8 @@ def examine() -> Machine:
     found: dict[str, Any] = {}
     try:
         found = _torch_facts()
-        import deepspeed  # noqa: F401
+        if found.get("devices"):
+            import deepspeed  # noqa: F401
     except Exception as error:  # whatever a broken installation raises is for the reader to know
         found["error"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     drivers = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")

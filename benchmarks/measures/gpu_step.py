@@ -85,9 +85,10 @@ def missing(pair: tuple[str, str], machine: Machine) -> str | None:
 
 def bytes_needed(shape: Shape) -> float:
     """Estimate for two models in memory of which one trains: 20 bytes a parameter for this project and 18 for the other
-    (weights in two precisions, gradients, two moments), activations of layers and logits, and the libraries."""
+    (weights in two precisions, gradients, two moments), activations of layers and logits, ZeRO's buffer of 1 GB, and
+    the libraries."""
     per_token = 50 * shape.layers * shape.hidden + 12 * shape.vocabulary
-    return 38 * shape.parameters + per_token * shape.tokens + 1.5e9
+    return 38 * shape.parameters + per_token * shape.tokens + 2.5e9
 
 
 def fitting(shape: Shape, free: int) -> Shape:

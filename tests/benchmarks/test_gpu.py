@@ -62,7 +62,7 @@ def test_a_python_without_torch_is_reported(programs: Programs, tmp_path: Path) 
             7,
             r"no kernels for GPU 0 \(NVIDIA H100.* 9.0, only sm_75: install",
         ),
-        (replace(MACHINE, devices=[H100, replace(H100, free=1)]), 7, "GPU 1: NVIDIA H100.*0.0 of 85.0 GB free, 2 GB"),
+        (replace(MACHINE, devices=[H100, replace(H100, free=1)]), 7, "GPU 1: NVIDIA H100.*0.0 of 85.0 GB free, 3 GB"),
     ],
 )
 def test_what_keeps_a_machine_from_training_is_named(machine: Machine, code: int, message: str, monkeypatch) -> None:
@@ -91,7 +91,7 @@ def test_micro_batches_are_halved_until_they_fit() -> None:
     batches = {name: fitting(shape, H100.free).batch for name, shape in SHAPES.items()}
     assert batches == {name: shape.batch for name, shape in SHAPES.items()}, "all of them on 80 GB"
     assert fitting(SHAPES["125M"], 16_000_000_000).batch < 16
-    with pytest.raises(ResourceError, match="needs about 58 GB, and 24 GB are free"):
+    with pytest.raises(ResourceError, match="needs about 59 GB, and 24 GB are free"):
         fitting(SHAPES["1.3B"], 24_000_000_000)
     assert SHAPES["345M"].parameters == pytest.approx(355e6, rel=0.01)
 
@@ -190,11 +190,13 @@ def test_a_failed_stage_does_not_end_the_others_and_the_page_has_all(tmp_path: P
     assert "[7/9] user ... failed (0 s): exit code 1: boom <b>" in capsys.readouterr().out
 
 
-def test_a_run_on_an_emulated_gpu_is_on_the_page(emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+def test_a_run_on_an_emulated_gpu_is_on_the_page(
+    programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path
+) -> None:
     """The whole command with one of its stages."""
     folder = tmp_path / "found"
     words = ("benchmarks/gpu/command.py", "--size", "tiny", "--quick", "--stages", "run", "--output", folder)
-    ended = emulated_cuda.run(1, *words, EMULATED_CUDA_DEVICES="1").ok()
+    ended = programs.python(*words, EMULATED_CUDA_DEVICES="1", **emulated_cuda.environ).ok()
     assert ended.output.splitlines()[-2:] == ["1 stage of 1 passed", str(folder)]
     content = json.loads((folder / RESULTS).read_text())
     assert content["machine"]["devices"][0]["name"] == "emulated GPU"

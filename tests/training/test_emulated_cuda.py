@@ -34,7 +34,6 @@ LAYOUTS = {
         "--fp16 --model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1 --sequence-parallel --batch-size 1",
     ),
     "fp16, TP 2 x DP 2, ZeRO 3": (4, "--fp16 --model-parallel-size 2 --zero-stage 3"),
-    "bf16, PP 2 x DP 2, ZeRO 1": (4, "--bf16 --pipe-parallel-size 2 --zero-stage 1 --batch-size 1"),
     "fp16, ZeRO 3, offloaded": (2, "--fp16 --zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
 }
 RESUMED = {
