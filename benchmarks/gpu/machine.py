@@ -157,10 +157,11 @@ def problems(machine: Machine) -> Iterator[UserError]:
 def _no_device(machine: Machine, torch: str) -> UserError:
     if machine.expected != "cuda" and machine.driver is None:
         return ResourceError("this measures a GPU, and there is none here: run it on a machine that has one")
-    if machine.cuda is None and "torch" in machine.versions and machine.error is None:
+    if machine.cuda is None and machine.error:
+        return ConfigError(f"torch cannot be used: {machine.error}")
+    if machine.cuda is None:
         return ConfigError(f"{torch} is built without CUDA, and this machine has a GPU: install another, {_HELP}")
-    major, needed = (machine.cuda or "").split(".")[0], 0
-    needed = DRIVERS.get(major, 0)
+    needed = DRIVERS.get(machine.cuda.split(".")[0], 0)
     if machine.driver and int(machine.driver.split(".")[0]) < needed:
         return ResourceError(
             f"driver {machine.driver} is too old for CUDA {machine.cuda}, which {torch} is built with: update it to "
