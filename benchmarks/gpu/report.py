@@ -54,7 +54,7 @@ _TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).f
 </table>
 {% endfor %}
 {% for stage in of("layouts") %}
-<h2>{{ stage.name }}</h2>
+<h2>{{ heading(stage.name) }}</h2>
 <p>Largest differences from the first layout in {{ stage.result.layouts.iterations }} iterations, by
 tools/verify_layout.py.</p>
 <table><tr><th>layout</th>{% for name in differences %}<th class='number'>{{ name.replace("_", " ") }}</th>{% endfor %}
@@ -70,7 +70,7 @@ tools/verify_layout.py.</p>
 </table>
 {% endfor %}
 {% for stage in of("rows") %}
-<h2>{{ stage.name | capitalize }}</h2>
+<h2>{{ heading(stage.name) }}</h2>
 {% if stage.result.rows %}
 <table><tr><th>this project</th><th>compared with</th><th class='number'>this project</th><th class='number'>other</th>
 <th class='number'>ratio (min to max)</th><th></th></tr>
@@ -87,7 +87,7 @@ tools/verify_layout.py.</p>
 {% endfor %}
 {% endfor %}
 {% for stage in of("scaling") %}
-<h2>{{ stage.name | capitalize }}</h2>
+<h2>{{ heading(stage.name) }}</h2>
 <p>{{ stage.result.shape }}, on each GPU; 4 micro-batches a step.</p>
 <table><tr><th>layout</th><th class='number'>GPUs</th><th class='number'>tokens/s</th>
 <th class='number'>tokens/s of each GPU</th><th class='number'>of one GPU's</th><th></th></tr>
@@ -103,7 +103,7 @@ tools/verify_layout.py.</p>
 {% endfor %}
 {% for stage in of("profile") %}
 {% set found = stage.result.profile %}
-<h2>{{ stage.name | capitalize }}</h2>
+<h2>{{ heading(stage.name) }}</h2>
 <p>{{ stage.result.shape }}: {{ "%.4g" | format(found.seconds) }} s without the profiler;
 {{ "the GPU computed for" if found.on_device else "no kernels of the GPU were recorded; operators on the CPU took" }}
 {{ "%.4g" | format(found.busy) }} s ({{ "{:.0%}".format(found.busy / found.seconds) }}).
@@ -123,7 +123,7 @@ The whole profile is in {{ stage.result.trace }}: open it in <code>https://ui.pe
 </table></details>
 {% endfor %}
 {% for stage in of("run") %}
-<h1>{{ stage.name | capitalize }}</h1>
+<h1>{{ heading(stage.name) }}</h1>
 <p>{{ stage.result.shape }}</p>
 {{ run_sections(stage.result.run) | safe }}
 {% endfor %}
@@ -160,6 +160,7 @@ def render(content: Mapping[str, Any], folder: Path) -> str:
     title = f"{machine.devices[0].name}, {content['created']}"
     body = _TEMPLATE.render(
         content=content, machine=machine, of=of, run_sections=run_sections, summary=summary(content), small=_small,
+        heading=_heading,
         differences=_DIFFERENCES,
     )  # fmt: skip
     return frame(title, body, _STYLE)
@@ -183,6 +184,10 @@ def _run_sections(folder: Path) -> str:
         )
     except (ConfigError, DataError) as error:
         return f"<p class='missing'>The run cannot be shown: {error.messages[0]}</p>"
+
+
+def _heading(name: str) -> str:
+    return name[:1].upper() + name[1:]
 
 
 def _small(number: float | None) -> str:
