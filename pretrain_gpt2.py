@@ -66,7 +66,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.training.engines import build_engine
     from megatron.training.measurements import requested_measurements
     from megatron.training.metrics import MetricsLogger
-    from megatron.training.setup import initialized_ranks, log_configuration, log_start
+    from megatron.training.setup import initialized_ranks, is_finished, log_configuration, log_start
     from megatron.training.trainer import ExitConditions, Trainer
 
     exit_conditions = ExitConditions(run)  # from here on, signals end the run in an orderly way
@@ -76,6 +76,8 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     ):
         saved = select_checkpoint(run)
         run = at_saved_sample(saved, run) if saved else run
+        if saved and not run.train.skip_train and is_finished(saved, run):
+            return 0
         log = MetricsLogger(run, is_main_rank=layout.rank == 0)
         log_configuration(run, log, callbacks)
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import _project_root  # noqa: F401
 from _model_ranks import add_rank_flags, find_model, opened, write_result
-from tqdm import tqdm
 
 from megatron.config.errors import ConfigError
 from megatron.launch.environment import prepare_environment
@@ -29,6 +28,7 @@ from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser, with_hyphens
 from megatron.tools.evaluation.tasks import TASKS, Request, make_task
 from megatron.tools.inference.source import Source
+from megatron.tools.progress import progress_bar
 
 CLASSIC_STRIDE = 32
 CLASSIC_NAMES = {"WIKITEXT103": "WIKITEXT"}
@@ -51,7 +51,7 @@ def evaluate(args: argparse.Namespace) -> None:
         from megatron.tools.evaluation.scoring import score
 
         is_main_rank = model.layout.rank == 0
-        with tqdm(total=len(task.samples), desc=args.task, disable=None if is_main_rank else True) as bar:
+        with progress_bar(total=len(task.samples), desc=args.task, shown=is_main_rank) as bar:
             scores = score(model, task.samples, batch_size=args.batch_size, report=bar.update)
         result = {**_settings(args, source, request), **task.metrics(scores)}
         if is_main_rank:

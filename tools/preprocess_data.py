@@ -21,6 +21,7 @@ from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, text_size
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
+from megatron.tools.progress import progress_bar
 
 MOST_WORKERS = max(256, 4 * (os.cpu_count() or 1))
 """Beyond a few for each core, more workers only take memory."""
@@ -47,7 +48,7 @@ def main() -> None:
     )
     for warning in unused_merges(args.tokenizer_type, args.merge_file):
         print_warning(warning)
-    with progress_bar(job, args.log_interval) as report:
+    with progress_of(job, args.log_interval) as report:
         summary = preprocess(job, report, log_skipped, resume=args.resume)
     print(describe(job, summary))
 
@@ -80,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--output-prefix", required=True, metavar="PREFIX", help="where to write: folder and first part of the names")
     add("--dataset-impl", default="mmap", metavar="mmap", help="format to write; mmap is the only one")
     add("--workers", type=int, default=1, metavar="N", help="processes that tokenize")
-    add("--log-interval", type=int, default=100, metavar="N", help="documents between updates of the progress bar")
+    add("--log-interval", type=int, default=100, metavar="N", help="documents between updates of the progress")
     group = parser.add_argument_group("flags of Megatron-LM without effect, accepted with a warning")
     for name, reason in _WITHOUT_EFFECT.items():
         group.add_argument(name, metavar="VALUE", help=reason)
@@ -110,9 +111,13 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
     ]
 
 
+_AT_ONCE = 1e-3
+"""Seconds: a short job prints its line, too, which has the rate."""
+
+
 @contextmanager
-def progress_bar(job: Job, interval: int) -> Iterator[Callable[[Summary], None]]:
-    """A bar on stderr with MB/s and documents/s; the function it yields updates it, every ``interval`` documents."""
+def progress_of(job: Job, interval: int) -> Iterator[Callable[[Summary], None]]:
+    """Progress on stderr with MB/s and documents/s; the function it yields updates it, every ``interval`` documents."""
     shown = 0
 
     def report(summary: Summary) -> None:
@@ -123,7 +128,7 @@ def progress_bar(job: Job, interval: int) -> Iterator[Callable[[Summary], None]]
             bar.set_postfix_str(f"{shown:,} documents, {rate:,.0f} documents/s", refresh=False)
             bar.update(summary.input_bytes - bar.n)
 
-    with tqdm(total=text_size(job.inputs, job.input_format), unit="B", unit_scale=True) as bar:
+    with progress_bar(total=text_size(job.inputs, job.input_format), unit="B", unit_scale=True, after=_AT_ONCE) as bar:
         yield report
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
-from tqdm import tqdm
 
 from megatron.config.errors import ConfigError, DataError
 from megatron.tokenizer.base import EOD
@@ -26,6 +25,7 @@ from megatron.tools.preprocess.corpus import (
     text_size,
 )
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe, train_whitespace, train_wordpiece
+from megatron.tools.progress import progress_bar
 
 CHUNK_BYTES = 1 << 20
 
@@ -63,7 +63,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Corpus:
-    """The documents of some files, with a progress bar on stderr; counts them in ``documents`` and ``bytes``.
+    """The documents of some files, with progress on stderr; counts them in ``documents`` and ``bytes``.
 
     Iterating raises DataError, which names file and line, for a line that holds no document.
     """
@@ -76,7 +76,8 @@ class Corpus:
         self.bytes = 0
 
     def __iter__(self) -> Iterator[str]:
-        with tqdm(total=text_size(self.paths, self.kind), unit="B", unit_scale=True, desc="reading") as progress:
+        size = text_size(self.paths, self.kind)
+        with progress_bar(total=size, unit="B", unit_scale=True, desc="reading", after=1e-3) as progress:
             for path in self.paths:
                 kind = self.kind or format_of(path)
                 # Plain text is the same under every key.

@@ -42,8 +42,11 @@ def has_same_ranks(saved: SavedRun, run: RunConfig) -> bool:
 
 def at_saved_sample(saved: SavedRun, run: RunConfig) -> RunConfig:
     """``run`` from the number of samples that ``saved`` consumed, whatever its global batch sizes were."""
+    if run.checkpoint.finetune:
+        return run
     consumed = saved.description.get("consumed_samples")
-    if run.checkpoint.finetune or consumed in (None, run.train.consumed_samples(saved.iteration)):
+    run = replace(run, train=replace(run.train, resumed_after=saved.iteration))
+    if consumed in (None, run.train.consumed_samples(saved.iteration)):
         return run
     train = replace(run.train, start_iteration=saved.iteration, start_sample=consumed)
     if train.train_samples is not None:

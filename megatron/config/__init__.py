@@ -62,9 +62,22 @@ class RunConfig:
     settings: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """The value of each flag that was given, by its name: a settings file with them repeats the run."""
 
+    @property
+    def log_interval(self) -> int:
+        """``--log-interval``; by default the largest of 1, 2, 5, 10, 20, 50 and 100 that logs 50 iterations or more."""
+        if self.logging.log_interval is not None:
+            return self.logging.log_interval
+        return max(
+            interval for interval in (1, 2, 5, 10, 20, 50, 100) if interval <= max(1, self.train.train_iters // 50)
+        )
+
     def is_logged(self, iteration: int) -> bool:
-        """Whether the metrics of ``iteration`` are logged, as those of the last one are."""
-        return iteration % self.logging.log_interval == 0 or iteration == self.train.train_iters
+        """Whether the metrics of ``iteration`` are logged, as those of the last one are.
+
+        Without ``--log-interval`` so are those of the first five iterations of each start.
+        """
+        is_early = self.logging.log_interval is None and 0 < iteration - self.train.resumed_after <= 5
+        return is_early or iteration % self.log_interval == 0 or iteration == self.train.train_iters
 
 
 @cache

@@ -51,7 +51,12 @@ class CheckpointConfig:
 class LoggingConfig:
     """Logging, metrics, watchdog and dry runs."""
 
-    log_interval: int = flag(100, "Number of iterations between progress lines.", within="[1, inf)")
+    log_interval: int | None = flag(
+        None,
+        "Number of iterations between logged ones (default: 1 to 100, by the length of the run, and the first five "
+        "iterations besides; on a terminal, also a line every five seconds).",
+        within="[1, inf)",
+    )
     tensorboard_dir: str | None = flag(None, "Folder for TensorBoard logs.", metavar="DIR")
     metrics_file: str | None = flag(None, "File for metrics: one JSON object per logged iteration.", metavar="FILE")
     log_params_norm: bool = flag(False, "Log the 2-norm of all parameters.")

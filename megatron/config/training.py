@@ -143,11 +143,22 @@ class TrainConfig:
         "With --rewind-on-spike: a loss of this many times the mean of the last 20 losses is a spike.",
         within="(1, inf)",
     )
-    eval_iters: int = flag(100, "Number of global batches per evaluation; 0 disables evaluation.", within="[0, inf)")
+    eval_iters: int = flag(
+        100,
+        "Number of global batches per evaluation; 0 disables it (default: a tenth of the iterations, 1 to 100).",
+        within="[0, inf)",
+    )
     eval_interval: int = flag(1000, "Number of iterations between evaluations.", within="[1, inf)")
+    skip_train: bool = flag(
+        False,
+        "Do not train: evaluate the checkpoint of --load on the validation and the test split, and exit.",
+        pretraining=True,
+    )
     seed: int = flag(1234, "Random seed of weights, dropout and the order of samples.", within="[0, 4294967295]")
     batch_steps: Steps = derived(())
     """The steps of a batch size that varies: of the ramp-up or the step schedule."""
+    resumed_after: int = derived(0)
+    """The iteration after which this start of the run continues."""
     start_iteration: int = derived(0)
     start_sample: int = derived(0)
     """Samples consumed after ``start_iteration``; 0 after 0, unless the run began with another batch size."""

@@ -2,8 +2,9 @@
 
 import json
 import math
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megatron.config import RunConfig
+from megatron.config.summary import duration, with_prefix
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import hardware_flops
 from megatron.training.callbacks import warn_if_unwritable
@@ -53,6 +55,12 @@ def _number(value: float | Tensor | None) -> float | Tensor | None:
     return value.item() if isinstance(value, Tensor) and value.is_cpu else value
 
 
+_QUIET_SECONDS = 5.0
+"""After so long without a line there is one on a terminal."""
+_EVALUATED = 25
+"""Batches of an evaluation between two lines elsewhere."""
+
+
 class MetricsLogger:
     """Averages metrics over each log interval and logs them, on the main rank alone."""
 
@@ -62,6 +70,8 @@ class MetricsLogger:
         self._loss_is_of_tokens = architecture.masked_lm is False and architecture.provider is None
         self._flops = hardware_flops(run) if architecture.provider is None else None
         self._is_main_rank = is_main_rank
+        self._is_terminal = is_main_rank and sys.stdout.isatty()
+        self._printed = time.monotonic()
         self._losses: list[Tensor] = []
         self._loss_parts: list[Mapping[str, Tensor]] = []
         self._samples = 0
@@ -78,6 +88,7 @@ class MetricsLogger:
 
     def info(self, text: str) -> None:
         """Print ``text`` on the main rank."""
+        self._printed = time.monotonic()
         if self._is_main_rank:
             print(text, flush=True)
 
@@ -92,12 +103,31 @@ class MetricsLogger:
         self._loss_parts.append(status.loss_parts)
         self._samples += self._run.train.batches.size(iteration)
 
-    def means(self) -> dict[str, Tensor]:
-        """The loss and its terms, [] each: means over the log interval so far."""
+    def has_line(self, iteration: int) -> bool:
+        """Whether ``report`` is to be called for ``iteration``: it is logged, or a terminal was quiet for long."""
+        if self._run.is_logged(iteration):
+            return True
+        is_due = self._is_quiet() and self._run.logging.log_interval is None
+        if is_due:
+            self._printed = time.monotonic()  # on a GPU the line follows after the next iteration
+        return is_due
+
+    def means(self) -> dict[str, Tensor | float]:
+        """The loss and its terms, [] each: means over the log interval so far; and the number of its iterations."""
         parts = self._loss_parts[-1]
-        return {"lm_loss": _mean_of_finite(self._losses)} | {
-            name: _mean_of_finite([parts[name] for parts in self._loss_parts]) for name in parts
-        }
+        means = {name: _mean_of_finite([parts[name] for parts in self._loss_parts]) for name in parts}
+        return {"lm_loss": _mean_of_finite(self._losses), **means, _AVERAGED: float(len(self._losses))}
+
+    def counting(self, batches: int, what: str) -> Iterator[int]:
+        """The numbers below ``batches``; between them, print now and then how many of ``what`` are done."""
+        for number in range(batches):
+            if number and (self._is_quiet() if self._is_terminal else number % _EVALUATED == 0):
+                self.info(f"  {what}: {number} of {batches} batches")
+            yield number
+
+    def _is_quiet(self) -> bool:
+        """Whether it is time for another line on a terminal; never elsewhere, where output is deterministic."""
+        return self._is_terminal and time.monotonic() - self._printed >= _QUIET_SECONDS
 
     def evaluation(self, iteration: int, loss: float, split: str) -> None:
         """Log the loss of an evaluation on the split ``valid`` or ``test``."""
@@ -124,16 +154,15 @@ class MetricsLogger:
                 output.close()
 
     def report(self, iteration: int, learning_rate: float, status: StepStatus, measured: Mapping[str, Any]) -> None:
-        """Log the iteration that ends an interval, and begin the next interval.
+        """Log the iteration that ends an interval, and begin the next interval; of others only print the line.
 
         ``measured`` has the numbers of ``means()``, ``grad_norm``, and further ones by name.
         """
         further = dict(measured)
-        loss, grad_norm = further.pop("lm_loss"), further.pop("grad_norm")
+        loss, grad_norm, averaged = further.pop("lm_loss"), further.pop("grad_norm"), int(further.pop(_AVERAGED))
         parts = {name: further.pop(name) for name in status.loss_parts}
-        seconds = (time.monotonic() - self._since) / len(self._losses)
+        seconds = (time.monotonic() - self._since) / averaged
         mean_size = self._samples / len(self._losses)
-        self._losses, self._loss_parts, self._samples, self._since = [], [], 0, time.monotonic()
         train, world = self._run.train, self._run.parallel.world_size
         samples = train.consumed_samples(iteration)
         flops_share = mean_size / train.global_batch_size
@@ -154,8 +183,12 @@ class MetricsLogger:
         }
         if train.batches.varies:
             values["global_batch_size"] = train.batches.size(iteration)
-        self.info(_progress_line(iteration, train.train_iters, values, [*parts, *_norms_and_counts(further)]))
-        self.record(iteration, values)
+        shown = {name: value for name, value in values.items() if name != "loss_scale" or self._run.precision.fp16}
+        further_names = [*parts, *_norms_and_counts(further)]
+        self.info(_progress_line(iteration, train.train_iters, averaged, shown, further_names))
+        if self._run.is_logged(iteration):
+            self._losses, self._loss_parts, self._samples, self._since = [], [], 0, time.monotonic()
+            self.record(iteration, values)
 
     def record(self, iteration: int, values: dict[str, Any]) -> None:
         """Write ``values`` by name to the metrics file and TensorBoard."""
@@ -172,6 +205,7 @@ class MetricsLogger:
         self._file = self._board = None  # one warning is enough
 
 
+_AVERAGED = "averaged_iterations"
 TIMER = "-time"
 """The end of the names of timers, as in Megatron-LM's TensorBoard files."""
 
@@ -187,24 +221,24 @@ def _mean_of_finite(losses: list[Tensor]) -> Tensor:
     return values.where(values.isfinite(), torch.nan).nanmean()
 
 
-def _progress_line(iteration: int, last: int, values: dict[str, Any], further: Sequence[str]) -> str:
+def _progress_line(iteration: int, last: int, averaged: int, values: Mapping[str, Any], further: Sequence[str]) -> str:
+    """The line of an iteration; losses, time and speed are means over the ``averaged`` iterations up to it."""
     parts = [
         f"iteration {iteration:{len(str(last))}}/{last}",
-        f"loss {values['lm_loss']:.4f}",
+        f"loss {values['lm_loss']:.4f}" + (f" (mean of {averaged})" if averaged > 1 else ""),
         f"lr {values['learning_rate']:.3e}",
         f"grad norm {values['grad_norm']:.3f}" if values["grad_norm"] is not None else "grad norm -",
-        f"loss scale {values['loss_scale']:g}",
-        f"{values['seconds_per_iteration'] * 1000:.0f} ms",
+        *([f"loss scale {values['loss_scale']:g}"] if "loss_scale" in values else []),
+        *([f"skipped {values['skipped_iterations']}"] if values["skipped_iterations"] else []),
+        *(f"{name.replace('_', ' ')} {values[name]:.6g}" for name in further),
+        f"step {duration(values['seconds_per_iteration'])}",
         f"{values['tokens_per_second']:,.0f} tokens/s",
-        *([] if values["tflops_per_device"] is None else [f"{values['tflops_per_device']:.3g} TFLOP/s"]),
-        f"{values['memory_gb']:.2f} GB",
+        *([] if (speed := values["tflops_per_device"]) is None else [with_prefix(speed * 1e12, "FLOP/s")]),
+        f"memory {with_prefix(values['memory_gb'] * 1e9, 'B')}",
         f"ETA {timedelta(seconds=int((last - iteration) * values['seconds_per_iteration']))}",
     ]
     if "global_batch_size" in values:
         parts.insert(1, f"batch {values['global_batch_size']}")
-    if values["skipped_iterations"]:
-        parts.insert(-5, f"skipped {values['skipped_iterations']}")
-    parts[-5:-5] = [f"{name.replace('_', ' ')} {values[name]:.6g}" for name in further]
     return " | ".join(parts)
 
 

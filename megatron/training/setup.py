@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -55,12 +56,32 @@ def initialized_ranks(run: RunConfig, callbacks: Sequence[Callback]) -> Iterator
         yield layout, progress
 
 
+def is_finished(
+    saved: SavedRun, run: RunConfig, *, length_flag: str = "", evaluation_flag: str = "--skip-train"
+) -> bool:
+    """Whether ``run`` would resume from the checkpoint ``saved`` after its last iteration; printed on rank 0.
+
+    The flags are those that lengthen the run, and that evaluate without training.
+    """
+    last = run.train.train_iters
+    if run.checkpoint.finetune or saved.iteration < last:
+        return False
+    if dist.get_rank() == 0:
+        length = length_flag or ("--train-iters" if run.train.train_samples is None else "--train-samples")
+        print(
+            f"> already finished: {saved.path} is from iteration {saved.iteration} of {last}; to continue, increase "
+            f"{length}; {evaluation_flag} evaluates it again",
+            flush=True,
+        )
+    return True
+
+
 def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Callback]) -> None:
     """Log layout, model, batch, schedule, device and the compiled DeepSpeed config; pass the run to the callbacks."""
     rows = {
         **describe_config(run, device_facts(torch.device(get_accelerator().current_device_name()))),
         "device": f"{_device_name()}, torch {torch.__version__}",
-        "deepspeed": json.dumps(run.ds_config),
+        "deepspeed": f"{deepspeed.__version__}; its config is printed by --explain",
     }
     log.info("\n".join(f"> {name:9} {text}" for name, text in rows.items()))
     if run.parallel.uses_pipeline and architecture_of(run.model).provider is None:

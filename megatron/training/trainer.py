@@ -122,12 +122,15 @@ class Trainer:
     def train(self, finished: int) -> int:
         """Train from the iteration after ``finished`` to the last, then evaluate on the test split.
 
+        With ``--skip-train`` only evaluate, on the validation and the test split.
+
         Returns the exit code of the process: 0, or that of an exit condition. Raises NumericsError if too many
         consecutive iterations are bad.
         """
-        iteration, early_exit = self._train_until_exit(finished)
+        is_skipped = self.run.train.skip_train
+        iteration, early_exit = (finished, None) if is_skipped else self._train_until_exit(finished)
         if early_exit is None:
-            if not self.evaluates_after(iteration):
+            if is_skipped or not self.evaluates_after(iteration):
                 self.evaluate(iteration)
             self.evaluate(iteration, split="test")
         for callback in self.callbacks:
@@ -153,7 +156,8 @@ class Trainer:
         with self.paused():
             earlier = (iteration - 1) // config.eval_interval if split == "valid" else 0
             batches = self.data.evaluation(split, earlier)
-            losses = [eval_batch(self.engine, batches, self.hooks) for _ in range(config.eval_iters)]
+            what = f"evaluating on the {split} split after iteration {iteration}"
+            losses = [eval_batch(self.engine, batches, self.hooks) for _ in self.log.counting(config.eval_iters, what)]
             self.log.evaluation(iteration, torch.stack(losses).mean().item(), split)
 
     def save(self, iteration: int) -> int:
@@ -214,8 +218,9 @@ class Trainer:
         status = step_status(self.engine)
         self.log.add(iteration, loss, status)
         values: dict[str, float | Tensor | None] = {}
-        if self.run.is_logged(iteration):
+        if self.log.has_line(iteration):
             values |= self.log.means() | {"grad_norm": status.grad_norm}
+        if self.run.is_logged(iteration):
             with self.paused():
                 for callback in self.callbacks:
                     values |= callback.metrics()

@@ -128,6 +128,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "loss_normalization": ("--loss-normalization micro-batch", "--eod-mask-loss"),
     "exit_interval": ("--exit-interval 5", ""),
     "eval_iters": ("--eval-iters 5", ""),
+    "skip_train": ("--skip-train", ""),
     "eval_interval": ("--eval-interval 5", ""),
     "seed": ("--seed 1", ""),
     "data_path": ("--data-path other", ""),

@@ -2,15 +2,20 @@
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from support.command_lines import parse
 from support.programs import TINY_MODEL, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.model.spec import hardware_flops
+from megatron.training.engines import StepStatus
+from megatron.training.metrics import HostCopy, MetricsLogger
 
 STEP_KEYS = {
     "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "learning_rate", "grad_norm", "loss_scale",
@@ -52,10 +57,78 @@ def test_file_tensorboard_and_screen_agree(programs, tmp_path):
 def test_a_log_interval_is_averaged(train_in_ranks, tmp_path):
     settings = "--train-iters 5 --batch-size 2 --eval-iters 0".split()
     train_in_ranks(1, *settings, "--metrics-file", tmp_path / "each")
-    train_in_ranks(1, *settings, "--metrics-file", tmp_path / "some", "--log-interval", "2")
+    output = train_in_ranks(1, *settings, "--metrics-file", tmp_path / "some", "--log-interval", "2")
+    assert [line.split(" | ")[1][13:] for line in output.splitlines() if line.startswith("iteration")] == [
+        " (mean of 2)", " (mean of 2)", ""
+    ]  # fmt: skip
     each = [line["lm_loss"] for line in read_metrics(tmp_path / "each")]
     some = {line["iteration"]: line["lm_loss"] for line in read_metrics(tmp_path / "some")}
     assert some == pytest.approx({2: sum(each[:2]) / 2, 4: sum(each[2:4]) / 2, 5: each[4]})
+
+
+@pytest.mark.parametrize(
+    ("words", "resumed_after", "expected"),
+    [
+        ("--train-iters 20", 0, [*range(1, 21)]),
+        ("--train-iters 501", 0, [1, 2, 3, 4, 5, *range(10, 501, 10), 501]),
+        ("--train-iters 501", 300, [*range(10, 301, 10), *range(301, 306), *range(310, 501, 10), 501]),
+        ("--train-iters 9999", 0, [1, 2, 3, 4, 5, *range(100, 10000, 100), 9999]),
+        ("--train-iters 9999 --log-interval 4000", 0, [4000, 8000, 9999]),
+    ],
+)
+def test_the_first_iterations_are_logged_and_then_about_every_fiftieth_of_the_run(words, resumed_after, expected):
+    run = parse(words)
+    run = replace(run, train=replace(run.train, resumed_after=resumed_after))
+    assert [iteration for iteration in range(1, run.train.train_iters + 1) if run.is_logged(iteration)] == expected
+
+
+def lines_of_slow_iterations(run, monkeypatch, capsys, *, is_terminal):
+    """Iterations, then batches of an evaluation, of 2 s each: the lines printed and the iterations in the file."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    log = MetricsLogger(run, is_main_rank=True)
+    log.start()
+    for iteration in range(1, 16):
+        now[0] += 2
+        status = StepStatus(True, 0.5, 1.0, 0)
+        log.add(iteration, torch.tensor(float(iteration)), status)
+        if log.has_line(iteration):
+            log.report(iteration, 1e-3, status, HostCopy(log.means() | {"grad_norm": status.grad_norm}).read())
+    for _ in log.counting(30, "evaluating"):
+        now[0] += 2
+    log.close()
+    recorded = [line["iteration"] for line in read_metrics(Path(run.logging.metrics_file))]
+    return capsys.readouterr().out.splitlines(), recorded
+
+
+def test_a_terminal_is_never_quiet_for_long_and_files_do_not_depend_on_it(monkeypatch, capsys, tmp_path):
+    words = f"--train-iters 1000 --metrics-file {tmp_path}"
+    run = parse(f"{words}/terminal")
+    run = replace(run, model=replace(run.model, padded_vocab_size=128))
+    lines, recorded = lines_of_slow_iterations(run, monkeypatch, capsys, is_terminal=True)
+    iterations = {int(line[10:14]): line for line in lines if line.startswith("iteration")}
+    assert [*iterations] == [1, 2, 3, 4, 5, 8, 11, 14]
+    assert "| loss 10.0000 (mean of 9) |" in iterations[14] and "| step 2 s |" in iterations[14]
+    assert lines[8:] == [f"  evaluating: {number} of 30 batches" for number in range(2, 30, 3)]
+    assert recorded == [1, 2, 3, 4, 5]
+    pipe = replace(run, logging=replace(run.logging, metrics_file=f"{tmp_path}/pipe"))
+    lines, recorded_in_pipe = lines_of_slow_iterations(pipe, monkeypatch, capsys, is_terminal=False)
+    assert len(lines) == 6 and lines[-1] == "  evaluating: 25 of 30 batches" and recorded_in_pipe == recorded
+    every = replace(run, logging=replace(run.logging, log_interval=10, metrics_file=f"{tmp_path}/interval"))
+    lines, _ = lines_of_slow_iterations(every, monkeypatch, capsys, is_terminal=True)
+    assert [line[:14] for line in lines if line.startswith("iteration")] == ["iteration   10"]
+
+
+def test_the_line_names_units_that_fit_and_only_what_applies(monkeypatch, capsys, tmp_path):
+    run = parse(f"--train-iters 3 --metrics-file {tmp_path}/file")
+    run = replace(run, model=replace(run.model, padded_vocab_size=128))
+    lines, _ = lines_of_slow_iterations(run, monkeypatch, capsys, is_terminal=False)
+    assert re.search(r"\| 32 tokens/s \| [\d.]+ MFLOP/s \| memory [\d.]+ [MG]B \|", lines[0]), lines[0]
+    assert "loss scale" not in lines[0] and "mean of" not in lines[0]
+    half = replace(run, precision=replace(run.precision, fp16=True))
+    lines, _ = lines_of_slow_iterations(half, monkeypatch, capsys, is_terminal=False)
+    assert "| loss scale 1 |" in lines[0]
 
 
 def test_full_disk_does_not_end_the_run(programs, tmp_path):

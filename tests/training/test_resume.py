@@ -34,4 +34,17 @@ def test_resume_is_bit_identical(programs, train_in_ranks, tmp_path, processes, 
         {name: line.get(name) for name in EXACT} for line in whole
     ]
     assert (tmp_path / "ck" / "latest").read_text() == "global_step6"
+
+
+def test_a_finished_run_trains_and_evaluates_nothing_unless_asked(train_in_ranks, tmp_path):
+    folder = ("--save", tmp_path / "ck", "--load", tmp_path / "ck", "--metrics-file", tmp_path / "metrics")
+    train_in_ranks(2, *SETTINGS, *folder)
+    once = read_metrics(tmp_path / "metrics")
+    output = train_in_ranks(2, *SETTINGS, *folder)
+    assert (
+        "> already finished: " in output and "is from iteration 6 of 6; to continue, increase --train-iters" in output
+    )
+    assert "validation" not in output and "iteration 6/6" not in output and read_metrics(tmp_path / "metrics") == once
+    assert "test after iteration 6" in train_in_ranks(2, *SETTINGS, *folder, "--skip-train")
+    assert read_metrics(tmp_path / "metrics") == [*once, *once[-2:]]
     assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "6"

@@ -246,13 +246,15 @@ def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
         global_batch_size=batch.global_size,
         batch_steps=steps if len(steps) > 1 else _EMPTY,
     )
-    if train.train_samples is None:
+    if train.train_samples is not None:
+        iterations = train.batches.iterations(train.train_samples)
+        if iterations < 1:
+            size = train.batches.size(1)
+            raise ConfigError(f"--train-samples {train.train_samples} is less than one global batch of {size}")
+        train = replace(train, train_iters=iterations)
+    if "eval_iters" in provided:
         return train
-    iterations = train.batches.iterations(train.train_samples)
-    if iterations < 1:
-        size = train.batches.size(1)
-        raise ConfigError(f"--train-samples {train.train_samples} is less than one global batch of {size}")
-    return replace(train, train_iters=iterations)
+    return replace(train, eval_iters=min(max(train.train_iters // 10, 1), train.eval_iters))
 
 
 class Batch(NamedTuple):

@@ -322,7 +322,7 @@ _REFUSED = {
         "non-persistent-* save-retain-interval replication replication-*"
     ),
     "an evaluation takes --eval-iters batches, and tools/evaluate.py evaluates a checkpoint": (
-        "full-validation multiple-validation-sets skip-train test-mode"
+        "full-validation multiple-validation-sets test-mode"
     ),
     "use --profile-steps A:B with --profile-dir": (
         "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler record-memory-history "

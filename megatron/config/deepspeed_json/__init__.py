@@ -175,7 +175,7 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
         in_flight = inputs_in_flight(run) if run.parallel.uses_pipeline else run.model.num_layers
         tree[RECOMPUTE]["number_checkpoints"] = in_flight
     if tree.get("steps_per_print") is None:
-        tree["steps_per_print"] = run.logging.log_interval if run.logging.verbose else _NO_REPORTS
+        tree["steps_per_print"] = run.log_interval if run.logging.verbose else _NO_REPORTS
         if not run.logging.verbose:  # it waits for the GPU twice in each micro-batch, for a report that is not printed
             tree.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     tree.setdefault("wall_clock_breakdown", False)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-from tqdm import tqdm
 
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
 from megatron.checkpoint.saved_run import RUN_FILE, SavedRun
@@ -18,6 +17,7 @@ from megatron.config.errors import CheckpointError, counted, first_line
 from megatron.model.architectures import GPT2, architecture_of
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.convert.huggingface_files import HF_CONFIG, from_huggingface, read_json
+from megatron.tools.progress import progress_bar
 
 SAFETENSORS = "model.safetensors"
 INDEX_SUFFIX = ".index.json"
@@ -142,7 +142,7 @@ def verify(tag_folder: Path, pattern: str = "*") -> str:
     manifest = {name: record for name, record in read_manifest(tag_folder).items() if fnmatch(name, pattern)}
     total = sum(record.size for record in manifest.values())
     problems: list[str] = []
-    with tqdm(total=total, unit="B", unit_scale=True, desc="checking", disable=None) as progress:
+    with progress_bar(total=total, unit="B", unit_scale=True, desc="checking") as progress:
         for name, record in manifest.items():
             try:
                 check_content(tag_folder / name, record)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
+
+from megatron.tools.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def parameters(weights: Mapping[str, Tensor]) -> list[Parameter]:
             str(tensor.dtype).removeprefix("torch."),
             torch.linalg.vector_norm(tensor, dtype=torch.float64).item(),
         )
-        for name, tensor in tqdm(weights.items(), desc="measuring", disable=None)
+        for name, tensor in progress_bar(weights.items(), desc="measuring")
     ]
 
 
@@ -135,7 +136,7 @@ class Difference:
 
 def differences(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[Difference]:
     """One for each tensor, in the order of the first, followed by tensors that only the second has."""
-    found = [_difference(name, first[name], second.get(name)) for name in tqdm(first, desc="comparing", disable=None)]
+    found = [_difference(name, first[name], second.get(name)) for name in progress_bar(first, desc="comparing")]
     return found + [Difference(name, math.inf, math.inf, "only in the second") for name in second if name not in first]
 
 

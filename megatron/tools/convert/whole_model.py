@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import safetensors
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from megatron.checkpoint.files import check_disk_space
 from megatron.checkpoint.tensor_files import read_file
@@ -18,6 +17,7 @@ from megatron.config.errors import CheckpointError
 from megatron.model.architectures import GPT2, architecture_of
 from megatron.tools.convert.huggingface_files import read_json
 from megatron.tools.convert.inspection import INDEX_SUFFIX, SAFETENSORS, broken, shards_of
+from megatron.tools.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def write_tensors(
             "weight_map": {key: name for shard, name in zip(shards, names, strict=True) for key in shard},
         }
         (folder / (SAFETENSORS + INDEX_SUFFIX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for shard, name in tqdm(zip(shards, names, strict=True), total=len(names), desc="writing", disable=None):
+    for shard, name in progress_bar(zip(shards, names, strict=True), total=len(names), desc="writing"):
         write_file(shard, folder / name, metadata)
     return [folder / name for name in names]
 
@@ -190,7 +190,7 @@ def _read_one(path: Path) -> dict[str, Tensor]:
 
 def _read_indexed(index: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for shard in tqdm(shards_of(index), desc="reading", disable=None):
+    for shard in progress_bar(shards_of(index), desc="reading"):
         tensors |= _read_one(shard)
     if missing := sorted(read_json(index)["weight_map"].keys() - tensors.keys()):
         raise CheckpointError(f"{index} names {missing[0]}, which no file holds (and {len(missing) - 1} more)")

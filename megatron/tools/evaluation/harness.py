@@ -10,7 +10,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
-from tqdm import tqdm
 
 from megatron.config.errors import ConfigError
 from megatron.model.gpt2 import GPT2Model
@@ -21,6 +20,7 @@ from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
 from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
+from megatron.tools.progress import progress_bar
 
 
 class UnsupportedTask(ConfigError):
@@ -87,9 +87,7 @@ class HarnessModel(TemplateLM):
         replica, replicas = self._layout.data_group.rank(), self._layout.data_group.size()
         texts_here = {
             number: text
-            for batch in tqdm(
-                batches[replica::replicas], desc="generating", disable=None if self._is_main_rank else True
-            )
+            for batch in progress_bar(batches[replica::replicas], desc="generating", shown=self._is_main_rank)
             for number, text in self._generate(generator, batch, requests)
         }
         gathered: list[dict[int, str]] = [{} for _ in range(replicas)]
@@ -102,7 +100,7 @@ class HarnessModel(TemplateLM):
         return self._layout.rank == 0
 
     def _score(self, samples: Sequence[Sample]) -> Scores:
-        with tqdm(total=len(samples), desc="scoring", disable=None if self._is_main_rank else True) as bar:
+        with progress_bar(total=len(samples), desc="scoring", shown=self._is_main_rank) as bar:
             return score(self._model, samples, batch_size=self._batch_size, report=bar.update)
 
     def _sample(self, context: list[int], target: list[int]) -> Sample:

@@ -17,7 +17,7 @@ from megatron.training.callbacks import Callback
 from megatron.training.engines import build_engine, eval_batch
 from megatron.training.measurements import requested_measurements
 from megatron.training.metrics import MetricsLogger
-from megatron.training.setup import initialized_ranks, log_configuration, log_start
+from megatron.training.setup import initialized_ranks, is_finished, log_configuration, log_start
 from megatron.training.trainer import ExitConditions, Trainer, due
 
 
@@ -75,8 +75,10 @@ class EpochTrainer(Trainer):
         batches, size = self.rows.file_batches(number), self.run.train.global_batch_size
         micro_batches = size // self.run.train.micro_batch_size
         with self._counting():
+            what = f"classifying {self.task.validation[number].path}"
             means = [
-                eval_batch(self.engine, batches, self.hooks).item() for _ in range(self.rows.global_batches(number))
+                eval_batch(self.engine, batches, self.hooks).item()
+                for _ in self.log.counting(self.rows.global_batches(number), what)
             ]
         return sum(round(mean * micro_batches) for mean in means)
 
@@ -104,6 +106,9 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
         if saved is None and task.data.epochs == 0:
             raise CheckpointError(f"--load {run.checkpoint.load} holds no checkpoint to evaluate")
         run = at_saved_sample(saved, run) if saved else run
+        evaluates = task.data.epochs == 0
+        if saved and not evaluates and is_finished(saved, run, length_flag="--epochs", evaluation_flag="--epochs 0"):
+            return 0
         log = MetricsLogger(run, is_main_rank=layout.rank == 0)
         log_configuration(run, log, callbacks)
         log.info(_describe(task.data, run.model.classes))
@@ -135,7 +140,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
                 *requested_measurements(run, layout, engine.module),
             ],
         )
-        if task.data.epochs == 0:
+        if evaluates:
             assert saved is not None
             trainer.measure(saved.iteration)
             log.close()

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import IO, TypeVar
 
 import torch.distributed as dist
-from tqdm import tqdm
 
 from megatron.config.errors import ConfigError
 from megatron.tools.inference.decoding import BeamSearch, Sampling
 from megatron.tools.inference.generator import Completion, TextGenerator
 from megatron.tools.inference.prompts import Prompt, StoppingCriteria, tokenized
+from megatron.tools.progress import progress_bar
 
 T = TypeVar("T")
 
@@ -113,7 +113,7 @@ class Session:
 
     def _steps(self, total: int, size: int, unit: str) -> Iterator[int]:
         """First index of each batch, with a progress bar on the terminal of rank 0."""
-        with tqdm(total=total, unit=unit, disable=None if self.is_main_rank else True) as progress:
+        with progress_bar(total=total, unit=unit, shown=self.is_main_rank) as progress:
             for begin in range(0, total, size):
                 yield begin
                 progress.update(min(size, total - begin))

@@ -11,14 +11,13 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.config import ParallelConfig, RunConfig
-from megatron.config.summary import describe_config, describe_stages
+from megatron.config.summary import describe_config, describe_stages, with_prefix
 from megatron.model.architectures import architecture_of
 from megatron.parallel.deepspeed_compat import deepspeed_silenced
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries, plan
 from megatron.tools.planning.explain import ranks_as_text
 from megatron.tools.planning.memory import Memory, activations, working
-from megatron.tools.planning.output import format_bytes
 from megatron.tools.planning.states import Weight, numel, states
 from megatron.training.engines import weight_decay_groups
 
@@ -108,5 +107,5 @@ def _describe(rank: Rank) -> Iterator[str]:
     yield f"rank {rank.number}: stage {rank.stage} of {len(rank.groups['pipe'])}, {memory.parameters:,} parameters"
     for name, ranks in rank.groups.items():
         yield f"  {name:8} {ranks.index(rank.number)} of {len(ranks)}: [{ranks_as_text(ranks)}]"
-    parts = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in memory.parts().items())
-    yield f"  memory   {format_bytes(memory.total)}: {parts}"
+    parts = ", ".join(f"{name} {with_prefix(amount, 'B')}" for name, amount in memory.parts().items())
+    yield f"  memory   {with_prefix(memory.total, 'B')}: {parts}"

@@ -23,7 +23,7 @@ def explain(reading: ParsedRun) -> None:
         UserError: The error that the run itself would end with, after the explanation.
     """
     run, problems, warnings = reading
-    print("\n".join(_rules(run, broken=problems != [] or warnings != [])))
+    print("\n".join(_rules(run, is_clean=not problems and not warnings)))
     for warning in warnings:
         print(f"warning: {warning}")
     if problems:
@@ -60,16 +60,23 @@ def ranks_as_text(group: Sequence[int]) -> str:
     return " ".join([*shown, f"... {group[-1]}"] if len(group) > _SHOWN else shown)
 
 
-def _rules(run: RunConfig, *, broken: bool) -> Iterator[str]:
-    """A line for each rule; for broken ones the message, the reason, and what DeepSpeed would do."""
-    for rule in RULES:
-        message = rule.check(run)
-        if message is None or rule.only_warns:
-            yield f"{'kept' if message is None else 'warning':7} {rule.name}"
-            continue
+def _rules(run: RunConfig, *, is_clean: bool) -> Iterator[str]:
+    """Broken rules with message, reason and what DeepSpeed would do; warnings; with --verbose also the rules kept.
+
+    ``is_clean``: there are no other problems and warnings, such as of single values.
+    """
+    messages = [(rule, rule.check(run)) for rule in RULES]
+    broken = [(rule, message) for rule, message in messages if message is not None and not rule.only_warns]
+    warned = [rule for rule, message in messages if message is not None and rule.only_warns]
+    kept = [rule for rule, message in messages if message is None]
+    for rule, message in broken:
         yield f"BROKEN  {rule.name}"
         yield f"          found: {message}"
         yield f"          because: {rule.why}"
         if rule.otherwise:
             yield f"          DeepSpeed otherwise: {rule.otherwise}"
-    yield f"{len(RULES)} rules" + ("" if broken else ", all kept")
+    yield from (f"warning {rule.name}" for rule in warned)
+    yield from (f"kept    {rule.name}" for rule in kept if run.logging.verbose)
+    hint = "" if run.logging.verbose else "; --verbose lists those kept"
+    counts = "all kept" if is_clean else f"{len(broken)} broken, {counted(len(warned), 'warning')}, {len(kept)} kept"
+    yield f"{len(RULES)} rules, {counts}{hint}"

@@ -8,6 +8,8 @@ from typing import IO, Any
 
 from megatron.config.command_line import parse_run
 from megatron.config.errors import counted
+from megatron.config.summary import duration, prefix_of, with_prefix
+from megatron.model.spec import hardware_flops
 from megatron.parallel.pipeline.schedule import bubble, timed_passes
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.request import Request
@@ -155,12 +157,6 @@ def draw_schedule(p: int, m: int, file: IO[bytes], backward: float = 2.0) -> Non
     figure.savefig(file, format="png")
 
 
-_COLUMNS = (
-    "", "TP", "PP", "DP", "ZeRO", "SP", "recompute", "micro", "gas", "memory GB", "bubble",
-    "sent GB", "step s", "TFLOP/s", "MFU", "days",
-)  # fmt: skip
-
-
 def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
     """The lines of the ranked table, and of the reasons against the other layouts."""
     yield describe_request(request)
@@ -170,10 +166,10 @@ def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
     )
     shown = plan.fitting[:top] or plan.too_large[:1]
     if plan.fitting:
-        yield from ("", *_table([_COLUMNS, *(_row(number, one) for number, one in enumerate(shown, 1))]))
+        yield from ("", *_ranked(shown))
     elif shown:
-        yield f"\nnothing fits; the smallest takes {format_bytes(shown[0].memory.total)}:"
-        yield from _table([_COLUMNS, _row(1, shown[0])])
+        yield f"\nnothing fits; the smallest takes {with_prefix(shown[0].memory.total, 'B')}:"
+        yield from _ranked(shown)
     yield from ("", *_against(plan, request))
 
 
@@ -181,8 +177,9 @@ def describe_candidate(one: Candidate, memories: Sequence[Memory]) -> Iterator[s
     """One layout's memory by stage, its time and its traffic."""
     yield "memory of a rank of each stage"
     yield from stage_table(memories)
-    yield f"\nof {one.timing.total:.3g} s per step: {_shares(one)}"
+    yield f"\nof {duration(one.timing.total)} per step: {_shares(one)}"
     yield f"a rank sends at most, each step: {_sent(one)}"
+    yield f"as in the log of the run: {_progress_line(one)}"
 
 
 def describe_request(request: Request) -> str:
@@ -190,8 +187,8 @@ def describe_request(request: Request) -> str:
     device = request.machine.device
     per_node, intra, inter = request.machine.per_node, device.intra_bandwidth / GB, device.inter_bandwidth / GB
     return (
-        f"{counted(request.devices, 'device')}, {per_node} per host: {format_bytes(device.memory)} each, of which "
-        f"{format_bytes(request.room)} are used, {device.peak_flops / TERA:g} TFLOP/s in 16-bit, "
+        f"{counted(request.devices, 'device')}, {per_node} per host: {with_prefix(device.memory, 'B')} each, of which "
+        f"{with_prefix(request.room, 'B')} are used, {device.peak_flops / TERA:g} TFLOP/s in 16-bit, "
         f"{intra:g} GB/s on a host, {inter:g} GB/s between hosts; {request.tokens:.3g} tokens"
     )
 
@@ -206,7 +203,7 @@ def stage_table(memories: Sequence[Memory]) -> list[str]:
         if number + 1 < len(memories) and memories[number + 1] == memory:
             continue
         name = str(number) if first == number else f"{first}-{number}"
-        amounts = [format_bytes(amount) for amount in (*memory.parts().values(), memory.total)]
+        amounts = [with_prefix(amount, "B") for amount in (*memory.parts().values(), memory.total)]
         rows.append((name, f"{memory.parameters:,}", str(memory.working.in_flight), *amounts))
         first = number + 1
     if len(rows) > _MOST_ROWS:
@@ -261,13 +258,34 @@ def layout_of(one: Candidate) -> dict[str, Any]:
     }
 
 
-def _row(number: int, one: Candidate) -> tuple[str, ...]:
-    t, p, d, zero, cut, recompute, micro, gas = layout_of(one).values()
-    return (
-        *map(str, (number, t, p, d, zero)), "yes" if cut else "no", recompute or "none", str(micro), str(gas),
-        f"{one.memory.total / GB:.1f}", f"{one.bubble:.1%}", f"{one.traffic.total / GB:.3g}", f"{one.timing.total:.3g}",
-        f"{one.flops_per_device / TERA:.3g}", f"{one.mfu:.1%}", f"{one.days:.3g}",
-    )  # fmt: skip
+def _ranked(shown: Sequence[Candidate]) -> list[str]:
+    """The table of some layouts; the head of a column has the unit that fits the largest of its values."""
+    memory, memory_prefix = prefix_of(max(one.memory.total for one in shown))
+    sent, sent_prefix = prefix_of(min(max(one.traffic.total for one in shown), GB))
+    speed, speed_prefix = prefix_of(min(max(one.flops_per_device for one in shown), TERA))
+    step, seconds = (1.0, "s") if max(one.timing.total for one in shown) >= 1 else (1e-3, "ms")
+    rows = [(
+        "", "TP", "PP", "DP", "ZeRO", "SP", "recompute", "micro", "gas", f"memory {memory_prefix}B", "bubble",
+        f"sent {sent_prefix}B", f"step {seconds}", f"{speed_prefix}FLOP/s", "MFU", "days",
+    )]  # fmt: skip
+    for number, one in enumerate(shown, 1):
+        t, p, d, zero, cut, recompute, micro, gas = layout_of(one).values()
+        rows.append((
+            *map(str, (number, t, p, d, zero)), "yes" if cut else "no", recompute or "none", str(micro), str(gas),
+            f"{one.memory.total / memory:.1f}", f"{one.bubble:.1%}", f"{one.traffic.total / sent:.3g}",
+            f"{one.timing.total / step:.3g}", f"{one.flops_per_device / speed:.3g}", f"{one.mfu:.1%}",
+            f"{one.days:.3g}",
+        ))  # fmt: skip
+    return _table(rows)
+
+
+def _progress_line(one: Candidate) -> str:
+    """What the run would report of itself, by the names and in the units of its progress line."""
+    train, seconds = one.run.train, one.timing.total
+    tokens = train.global_batch_size * one.run.data.seq_length / seconds
+    speed = hardware_flops(one.run) / seconds / one.request.devices
+    parts = [f"step {duration(seconds)}", f"{tokens:,.0f} tokens/s", with_prefix(speed, "FLOP/s")]
+    return " | ".join([*parts, f"memory {with_prefix(one.memory.total, 'B')}"])
 
 
 def _shares(one: Candidate) -> str:
@@ -277,7 +295,9 @@ def _shares(one: Candidate) -> str:
 
 def _sent(one: Candidate) -> str:
     links = _links(one)
-    return ", ".join(f"{name} {format_bytes(amount)} ({links[name]})" for name, amount in asdict(one.traffic).items())
+    return ", ".join(
+        f"{name} {with_prefix(amount, 'B')} ({links[name]})" for name, amount in asdict(one.traffic).items()
+    )
 
 
 def _links(one: Candidate) -> dict[str, str]:
@@ -294,8 +314,8 @@ def _against(plan: Plan, request: Request) -> Iterator[str]:
     if plan.too_large:
         nearest = plan.too_large[0]
         yield (
-            f"{len(plan.too_large):6,}  take more than {format_bytes(request.room)}; the smallest of them "
-            f"{format_bytes(nearest.memory.total)}"
+            f"{len(plan.too_large):6,}  take more than {with_prefix(request.room, 'B')}; the smallest of them "
+            f"{with_prefix(nearest.memory.total, 'B')}"
         )
     for rejection in plan.rejections:
         yield f"{rejection.layouts:6,}  {rejection.reason}; such as: {rejection.example}"
@@ -304,11 +324,3 @@ def _against(plan: Plan, request: Request) -> Iterator[str]:
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def format_bytes(size: float) -> str:
-    """Bytes in a suitable unit, such as 31.4 GB."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}" if size < 1000 * factor else f"{size / factor:,.0f} {unit}"
-    return f"{size:.0f} B"

@@ -7,6 +7,7 @@ from statistics import mean, median
 
 from jinja2 import Environment
 
+from megatron.config.summary import duration, prefix_of, with_prefix
 from megatron.tools.reporting.files import Points, Record
 from megatron.tools.reporting.schedule_picture import draw
 from megatron.tools.reporting.timeline import PASSES, Measures, Timeline, measure
@@ -111,15 +112,15 @@ def _results(series: Mapping[str, Points]) -> dict[str, str]:
         iteration, loss = min(series["validation_loss"].items(), key=lambda point: point[1])
         rows["lowest validation loss"] = f"{loss:.4f} at iteration {iteration:,}"
     for key, label, text, statistic in (
-        ("tokens_per_second", "throughput, median", "{:,.0f} tokens/s", median),
-        ("tflops_per_device", "of each device, median", "{:.4g} TFLOP/s", median),
-        ("seconds_per_iteration", "iteration, median", "{:.4g} s", median),
-        ("memory_gb", "memory of rank 0, maximum", "{:.2f} GB", max),
-        ("consumed_tokens", "tokens", "{:,.0f}", max),
-        ("skipped_iterations", "iterations skipped", "{:.0f}", max),
+        ("tokens_per_second", "throughput, median", "{:,.0f} tokens/s".format, median),
+        ("tflops_per_device", "of each device, median", _flops, median),
+        ("seconds_per_iteration", "step, median", duration, median),
+        ("memory_gb", "memory of rank 0, maximum", _gigabytes, max),
+        ("consumed_tokens", "tokens", "{:,.0f}".format, max),
+        ("skipped_iterations", "iterations skipped", "{:.0f}".format, max),
     ):
         if series[key]:
-            rows[label] = text.format(statistic(series[key].values()))
+            rows[label] = text(statistic(series[key].values()))
     return rows
 
 
@@ -129,19 +130,25 @@ def _curves(series: Mapping[str, Points]) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    memory, memory_unit = _in_prefix(series["memory_gb"], 1e9, "B")
+    speed, speed_unit = _in_prefix(series["tflops_per_device"], 1e12, "FLOP/s")
     charts = [
         ("Loss", "nats per token", {"training": series["lm_loss"], "validation": series["validation_loss"]}),
         ("Learning rate", "rate", {"": series["learning_rate"]}),
         ("Gradient norm", "before clipping", {"": series["grad_norm"]}),
         ("Throughput", "tokens per second", {"": series["tokens_per_second"]}),
-        ("Memory of rank 0", "GB", {"": series["memory_gb"]}),
-        ("Speed of each device", "TFLOP/s", {"": series["tflops_per_device"]}),
+        ("Memory of rank 0", memory_unit, {"": memory}),
+        ("Speed of each device", speed_unit, {"": speed}),
     ]
     charts = [chart for chart in charts if any(chart[2].values())]
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "report", "axes.grid": True, "grid.alpha": 0.3}):
-        figure = Figure(figsize=(12, 3.2 * -(-len(charts) // 2)), layout="constrained")
-        for number, (title, unit, curves) in enumerate(charts, start=1):
-            axes = figure.add_subplot(-(-len(charts) // 2), 2, number)
+        rows = 2 if len(charts) <= 3 else 3
+        figure = Figure(figsize=(12, 2.5 * rows), layout="constrained")
+        grid = figure.add_gridspec(rows, 3)
+        # The loss is the large one; two beside it, three below.
+        places = [grid[:2, :2], grid[0, 2], grid[1, 2], grid[2:, 0], grid[2:, 1], grid[2:, 2]]
+        for (title, unit, curves), place in zip(charts, places, strict=False):
+            axes = figure.add_subplot(place)
             for label, points in curves.items():
                 xs, ys = _thinned(points)
                 axes.plot(xs, ys, label=label if points else "", marker="o" if len(xs) <= 40 else None, markersize=3)
@@ -153,6 +160,20 @@ def _curves(series: Mapping[str, Points]) -> str:
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     return file.getvalue()[file.getvalue().index("<svg") :]  # without the XML declaration
+
+
+def _in_prefix(points: Points, factor: float, unit: str) -> tuple[Points, str]:
+    """``points`` in multiples of ``factor`` of ``unit``, and the unit, both with the prefix that fits the largest."""
+    fitting, prefix = prefix_of(factor * max(points.values(), default=0.0))
+    return {iteration: value * factor / fitting for iteration, value in points.items()}, f"{prefix}{unit}"
+
+
+def _flops(tera: float) -> str:
+    return with_prefix(tera * 1e12, "FLOP/s")
+
+
+def _gigabytes(giga: float) -> str:
+    return with_prefix(giga * 1e9, "B")
 
 
 def _thinned(points: Points) -> tuple[list[float], list[float]]:
@@ -171,10 +192,11 @@ def _plan(
     rows = []
     seconds, memory = series["seconds_per_iteration"].values(), series["memory_gb"].values()
     if seconds and record.seconds is not None:
-        rows.append(("seconds of an iteration", f"{record.seconds:.4g}", f"{median(seconds):.4g}"))
+        rows.append(("step", duration(record.seconds), duration(median(seconds))))
     if memory and record.stages:
         whole = ", all of the process" if record.environment.get("device") == "cpu" else ""
-        rows.append(("memory of rank 0", f"{record.stages[0].memory / 1e9:.3g} GB", f"{max(memory):.3g} GB{whole}"))
+        planned_bytes = record.stages[0].memory
+        rows.append(("memory of rank 0", with_prefix(planned_bytes, "B"), f"{_gigabytes(max(memory))}{whole}"))
     if timeline and measures:
         if measures.theory is not None:
             rows.append(("bubble", f"{measures.theory:.1%}", f"{measures.bubble:.1%}"))

@@ -51,8 +51,9 @@ def draw(timeline: Timeline, measures: Measures) -> str:
     parts += _table(timeline, measures, ranks, top)
     height = top + 24 * (len(ranks) + 1) + 20
     return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height:g}' width='{_WIDTH}' "
-        f"height='{height:g}' font-family='Helvetica, Arial, sans-serif'>\n"
+        # Without a height and in percent: a narrower window scales the picture instead of cutting it.
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height:g}' width='100%' "
+        f"style='max-width: {_WIDTH}px' font-family='Helvetica, Arial, sans-serif'>\n"
         "<rect width='100%' height='100%' fill='white'/>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 

@@ -76,6 +76,8 @@ class Profiler(Callback):
         with warn_if_unwritable("the profile"):
             (self._folder / f"profile-rank{self._rank}.txt").write_text(table)
             self._profile.export_chrome_trace(str(self._folder / f"profile-rank{self._rank}.json"))
+            if self._rank == 0:
+                print(f"  wrote the profile to {self._folder}: profile-rank*.txt and .json", flush=True)
 
 
 class Tracer(Callback):
@@ -138,6 +140,7 @@ class Tracer(Callback):
             from megatron.tools.reporting.schedule_picture import draw
 
             (self._folder / PICTURE).write_text(draw(timeline, measure(timeline)))
+            print(f"  wrote the trace to {self._folder}: {TRACE}, {PICTURE}", flush=True)
 
     @contextmanager
     def _record_instruction(self, instruction: Instruction) -> Iterator[None]:

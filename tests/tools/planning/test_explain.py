@@ -40,7 +40,10 @@ def test_a_legal_run_is_explained_without_torch(programs: Programs) -> None:
     without_torch = (
         "import sys; sys.modules['torch'] = None; import runpy; runpy.run_path('pretrain_gpt2.py', {}, '__main__')"
     )
-    finished = programs.python("-c", without_torch, *TINY_MODEL, *programs.data_arguments, *SIZES, *words).ok()
+    words = [*TINY_MODEL, *programs.data_arguments, *SIZES, *words]
+    brief = programs.python("-c", without_torch, *words).ok().output
+    assert brief.startswith(f"{len(RULES)} rules, all kept; --verbose lists those kept\n> layout "), brief
+    finished = programs.python("-c", without_torch, *words, "--verbose").ok()
     for line in (
         "> layout    16 processes = TP 2 x PP 4 x DP 2, pipeline engine, 4 stages, ZeRO 1",
         "> tensor    8 groups of 2: [0 1] [2 3] [4 5] [6 7] [8 9] [10 11] [12 13] [14 15]",
@@ -88,7 +91,9 @@ def test_an_illegal_run_names_rule_cause_and_remedy(programs: Programs) -> None:
         "pretrain_gpt2.py: error: --zero-stage 3",
     ):
         assert line in finished.output
-    assert finished.output.count("BROKEN") == 1
+    assert finished.output.count("BROKEN") == 1 and "kept    " not in finished.output
+    assert finished.output.startswith("BROKEN  "), "the broken rule is at the top"
+    assert f"{len(RULES)} rules, 1 broken, 0 warnings, {len(RULES) - 1} kept; --verbose lists" in finished.output
 
 
 @pytest.mark.parametrize("rank", "01")
