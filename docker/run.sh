@@ -50,6 +50,14 @@ done
 if [ -t 0 ] && [ -t 1 ]; then FLAGS+=(--interactive --tty); fi
 
 # DRY_RUN=1 prints the command instead of running it.
-run() { if ((${DRY_RUN:-0})); then printf '%q ' "$@" && echo; else "$@"; fi; }
+quoted() { # words as one types them
+    local word
+    for word; do
+        [[ $word =~ ^[-A-Za-z0-9_@%+=:,./]+$ ]] || word="'${word//\'/\'\\\'\'}'"
+        printf '%s ' "$word"
+    done
+    echo
+}
+run() { if ((${DRY_RUN:-0})); then quoted "$@"; else "$@"; fi; }
 run mkdir -p "$DATA_DIR" "$CHECKPOINT_DIR"
 run docker run "${FLAGS[@]}" "$IMAGE" "$@"

@@ -67,7 +67,15 @@ SWITCHES=(--checkpoint-activations)
 if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 
 # DRY_RUN=1 prints the command instead of running it.
-run() { if ((${DRY_RUN:-0})); then printf '%q ' "$@" && echo; else "$@"; fi; }
+quoted() { # words as one types them
+    local word
+    for word; do
+        [[ $word =~ ^[-A-Za-z0-9_@%+=:,./]+$ ]] || word="'${word//\'/\'\\\'\'}'"
+        printf '%s ' "$word"
+    done
+    echo
+}
+run() { if ((${DRY_RUN:-0})); then quoted "$@"; else "$@"; fi; }
 run deepspeed "${HOSTS[@]}" "$(realpath "$(dirname "$0")/..")/pretrain_gpt2.py" \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
     --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" \
@@ -77,4 +85,4 @@ run deepspeed "${HOSTS[@]}" "$(realpath "$(dirname "$0")/..")/pretrain_gpt2.py" 
     --zero-stage "$ZERO_STAGE" "${SWITCHES[@]}" \
     --data-path "$DATA" --vocab-file "$VOCAB" ${MERGES:+--merge-file "$MERGES"} --split 949,50,1 \
     --save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL" \
-    --log-interval 100 --eval-interval 1000 --eval-iters 10 "$@"
+    --eval-interval 1000 --eval-iters 10 "$@"

@@ -69,12 +69,22 @@ switch "$SYNCHRONIZE_EACH_LAYER" --synchronize-each-layer
 switch "$PROFILE_BACKWARD" --profile-backward
 if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 
-HOSTS=(--log_level error --num_gpus "$GPUS" --master_port "$MASTER_PORT")
+# A rank that was killed is reported by the others, where there are any.
+LOG_LEVEL=$([ "$GPUS" = 1 ] && echo error || echo critical)
+HOSTS=(--log_level "$LOG_LEVEL" --num_gpus "$GPUS" --master_port "$MASTER_PORT")
 if [ -n "$HOSTFILE" ]; then HOSTS+=(--log_level warning --hostfile "$HOSTFILE" ${NODES:+--num_nodes "$NODES"}); fi
 
 # DRY_RUN=1 prints the command instead of running it.
-run() { if ((${DRY_RUN:-0})); then printf '%q ' "$@" && echo; else "$@"; fi; }
-run deepspeed "${HOSTS[@]}" "$(dirname "$0")/../pretrain_gpt2.py" \
+quoted() { # words as one types them
+    local word
+    for word; do
+        [[ $word =~ ^[-A-Za-z0-9_@%+=:,./]+$ ]] || word="'${word//\'/\'\\\'\'}'"
+        printf '%s ' "$word"
+    done
+    echo
+}
+run() { if ((${DRY_RUN:-0})); then quoted "$@"; else "$@"; fi; }
+run deepspeed "${HOSTS[@]}" "$(realpath "$(dirname "$0")/../pretrain_gpt2.py")" \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
     --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" \
     --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" \
@@ -85,4 +95,4 @@ run deepspeed "${HOSTS[@]}" "$(dirname "$0")/../pretrain_gpt2.py" \
     --checkpoint-num-layers "$CHECKPOINT_LAYERS" "${SWITCHES[@]}" \
     --data-path "$DATA" --vocab-file "$VOCAB" ${MERGES:+--merge-file "$MERGES"} --split 949,50,1 \
     --save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL" \
-    --log-interval 100 --eval-interval 1000 --eval-iters 10 "$@"
+    --eval-interval 1000 --eval-iters 10 "$@"

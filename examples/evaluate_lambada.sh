@@ -31,8 +31,17 @@ SWITCHES=()
 if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 
 # DRY_RUN=1 prints the command instead of running it.
-run() { if ((${DRY_RUN:-0})); then printf '%q ' "$@" && echo; else "$@"; fi; }
-run deepspeed --num_gpus "$GPUS" --master_port "$MASTER_PORT" "$(dirname "$0")/../tools/evaluate.py" \
+quoted() { # words as one types them
+    local word
+    for word; do
+        [[ $word =~ ^[-A-Za-z0-9_@%+=:,./]+$ ]] || word="'${word//\'/\'\\\'\'}'"
+        printf '%s ' "$word"
+    done
+    echo
+}
+run() { if ((${DRY_RUN:-0})); then quoted "$@"; else "$@"; fi; }
+run deepspeed --log_level error --num_gpus "$GPUS" --master_port "$MASTER_PORT" \
+    "$(realpath "$(dirname "$0")/../tools/evaluate.py")" \
     --task "$TASK" --strict-lambada --valid-data "$VALID_DATA" --overlapping-eval "$OVERLAPPING_EVAL" --load "$LOAD" \
     ${VOCAB:+--vocab-file "$VOCAB"} ${MERGES:+--merge-file "$MERGES"} \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" --batch-size "$BATCH" "${SWITCHES[@]}" \

@@ -53,9 +53,17 @@ if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # DRY_RUN=1 prints the command instead of running it.
-run() { if ((${DRY_RUN:-0})); then printf '%q ' "$@" && echo; else "$@"; fi; }
+quoted() { # words as one types them
+    local word
+    for word; do
+        [[ $word =~ ^[-A-Za-z0-9_@%+=:,./]+$ ]] || word="'${word//\'/\'\\\'\'}'"
+        printf '%s ' "$word"
+    done
+    echo
+}
+run() { if ((${DRY_RUN:-0})); then quoted "$@"; else "$@"; fi; }
 run torchrun --nnodes "$NODES" --node_rank "$NODE_RANK" --nproc_per_node "$GPUS" \
-    --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$(dirname "$0")/../pretrain_bert.py" \
+    --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$(realpath "$(dirname "$0")/../pretrain_bert.py")" \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
     --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" \
     --seq-length "$SEQ_LENGTH" --max-position-embeddings "$SEQ_LENGTH" \
@@ -64,4 +72,4 @@ run torchrun --nnodes "$NODES" --node_rank "$NODE_RANK" --nproc_per_node "$GPUS"
     --zero-stage "$ZERO_STAGE" "${SWITCHES[@]}" \
     --data-path "$DATA" --vocab-file "$VOCAB" --tokenizer-type "$TOKENIZER" --split 949,50,1 \
     --save "$SAVE" --load "$SAVE" --save-interval "$SAVE_INTERVAL" \
-    --log-interval 100 --eval-interval 1000 --eval-iters 10 "$@"
+    --eval-interval 1000 --eval-iters 10 "$@"

@@ -25,7 +25,15 @@ esac
 
 if ((${DRY_RUN:-0})); then
     exec 3>&1 # the output of some commands is an argument of another
-    show() { printf '%q ' "$@" >&3 && echo >&3; }
+    quoted() { # words as one types them
+        local word
+        for word; do
+            [[ $word =~ ^[-A-Za-z0-9_@%+=:,./]+$ ]] || word="'${word//\'/\'\\\'\'}'"
+            printf '%s ' "$word"
+        done
+        echo
+    }
+    show() { quoted "$@" >&3; }
     source() { show source "$@"; }
     rm() { show rm "$@"; }
     mkdir() { show mkdir "$@"; }
@@ -51,7 +59,7 @@ python tools/preprocess_data.py --input "$OUT/corpus.jsonl" --output-prefix "$OU
     --tokenizer-type GPT2BPETokenizer --vocab-file "$OUT/vocab.json" --merge-file "$OUT/merges.txt" --workers 2
 
 step "training on $PROCESSES processes: tensor parallel $TP x pipeline $PP"
-deepspeed --log_level error --num_gpus "$PROCESSES" --master_port "$MASTER_PORT" pretrain_gpt2.py \
+deepspeed --log_level critical --num_gpus "$PROCESSES" --master_port "$MASTER_PORT" pretrain_gpt2.py \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
     --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads 4 \
     --seq-length 128 --max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0 \
@@ -59,7 +67,7 @@ deepspeed --log_level error --num_gpus "$PROCESSES" --master_port "$MASTER_PORT"
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --warmup 0.05 --weight-decay 0.1 \
     --data-path "$OUT/corpus_text_document" --split 90,9,1 --num-workers 0 \
     --vocab-file "$OUT/vocab.json" --merge-file "$OUT/merges.txt" \
-    --log-interval 10 --eval-interval $((ITERATIONS / 5)) --eval-iters 4 \
+    --eval-interval $((ITERATIONS / 5)) --eval-iters 4 \
     --save "$OUT/checkpoints" --metrics-file "$OUT/metrics.jsonl" --tensorboard-dir "$OUT/tensorboard"
 
 step "loss compared with the unigram entropy of the corpus"

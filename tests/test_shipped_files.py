@@ -31,11 +31,16 @@ CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").iterdir())
 
 def command_of(script: str, *arguments: str, **variables: str) -> list[str]:
     """The words of the command that an example would run; Slurm is ``support/slurm``."""
+    return shlex.split(dry_run_of(script, *arguments, **variables))
+
+
+def dry_run_of(script: str, *arguments: str, **variables: str) -> str:
+    """What an example prints with DRY_RUN=1."""
     words = ["bash", str(ROOT / "examples" / script), *arguments]
     environ = {"PATH": f"{FAKE_SLURM}:/usr/bin:/bin", "DRY_RUN": "1", **SLURM_JOB, **variables}
     if script == MULTINODE:
         environ = {"HOSTFILE": str(ROOT / "hostfile.example"), **environ}
-    return shlex.split(subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout)
+    return subprocess.run(words, env=environ, capture_output=True, text=True, check=True).stdout
 
 
 FAKE_SLURM = ROOT / "tests" / "support" / "slurm"
@@ -82,6 +87,14 @@ def test_a_script_starts_its_run(script, layout, zero_stage, environ, dtype) -> 
     assert (run.zero.zero_stage, run.precision.dtype, run.train.global_batch_size) == (zero_stage, dtype, 64)
     assert run.activation.checkpoint_activations and not run.activation.partition_activations
     assert run.train.seed == 7, "further arguments are passed on"
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, *SCRIPTS_FOR_HOSTS, EVALUATION, "quickstart.sh"])
+def test_a_dry_run_is_a_command_that_a_person_would_type(script) -> None:
+    shown = dry_run_of(script, VIRTUAL_ENV=sys.prefix)
+    assert "\\" not in shown and "/../" not in shown
+    odd = ["a,b", "c d", "it's", "\\,", ""]
+    assert script == "quickstart.sh" or command_of(script, *odd)[-5:] == odd
 
 
 def variables_of(script: str) -> dict[str, str]:

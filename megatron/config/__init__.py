@@ -64,11 +64,11 @@ class RunConfig:
 
     @property
     def log_interval(self) -> int:
-        """``--log-interval``; by default the largest of 1, 2, 5, 10, 20, 50 and 100 that logs 50 iterations or more."""
+        """``--log-interval``; by default the largest of 1, 2, 5, 10, 20, 50 and 100 that logs 30 iterations or more."""
         if self.logging.log_interval is not None:
             return self.logging.log_interval
         return max(
-            interval for interval in (1, 2, 5, 10, 20, 50, 100) if interval <= max(1, self.train.train_iters // 50)
+            interval for interval in (1, 2, 5, 10, 20, 50, 100) if interval <= max(1, self.train.train_iters // 30)
         )
 
     def is_logged(self, iteration: int) -> bool:

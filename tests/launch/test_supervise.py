@@ -1,5 +1,6 @@
 """No process outlives its launcher, and the exit code is truthful."""
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,20 @@ def test_the_launcher_ends_with_a_killed_supervisor(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     await_processes(str(tmp_path), 0)
+
+
+def test_a_run_that_exits_with_75_is_no_error_of_the_launcher(monkeypatch) -> None:
+    """tools/launch.py starts DeepSpeed's launcher through a file that drops the line about this code alone."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "tools"))
+    from _deepspeed_launch import is_news
+    from _deepspeed_runner import with_own_launch
+
+    def shown(text: str) -> bool:
+        return is_news(logging.makeLogRecord({"msg": text}))
+
+    assert shown("['python', 'x.py'] exits with return code = 7") and shown("Bad hostfile text: a b c")
+    assert not shown("['python', 'x.py'] exits with return code = 75")
+    assert not shown("Unable to find hostfile, will proceed with training with local resources only.")
+    program, flag, script, *rest = with_own_launch([sys.executable, "-u", "-m", "deepspeed.launcher.launch", "a", "b"])
+    assert (program, flag, Path(script).name, rest) == (sys.executable, "-u", "_deepspeed_launch.py", ["a", "b"])
+    assert "launch.main()" in Path(script).read_text() and with_own_launch(["pdsh", "-w", "a"]) == ["pdsh", "-w", "a"]

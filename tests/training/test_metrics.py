@@ -76,7 +76,7 @@ def test_a_log_interval_is_averaged(train_in_ranks, tmp_path):
         ("--train-iters 9999 --log-interval 4000", 0, [4000, 8000, 9999]),
     ],
 )
-def test_the_first_iterations_are_logged_and_then_about_every_fiftieth_of_the_run(words, resumed_after, expected):
+def test_the_first_iterations_are_logged_and_then_about_every_thirtieth_of_the_run(words, resumed_after, expected):
     run = parse(words)
     run = replace(run, train=replace(run.train, resumed_after=resumed_after))
     assert [iteration for iteration in range(1, run.train.train_iters + 1) if run.is_logged(iteration)] == expected

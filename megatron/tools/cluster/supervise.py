@@ -123,9 +123,10 @@ CRASH_LOOP = 93
 """Exit code of a run that fails again and again at the same place, which a restart does not change."""
 
 _MOST_FAILURES = 3
-_PREEMPTED = 75
+PREEMPTED = 75
+"""Exit code of a run that has saved after a signal."""
 _MISTAKES = (ConfigError, DataError, CheckpointError, NumericsError, ResourceError)
-_FINAL = {0, _PREEMPTED, *(mistake.exit_code for mistake in _MISTAKES)}
+_FINAL = {0, PREEMPTED, *(mistake.exit_code for mistake in _MISTAKES)}
 """Exit codes that a restart would not change, or that leave it to the scheduler."""
 
 
