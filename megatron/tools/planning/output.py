@@ -264,7 +264,7 @@ def _ranked(shown: Sequence[Candidate]) -> list[str]:
     sent, sent_prefix = prefix_of(min(max(one.traffic.total for one in shown), GB))
     speed, speed_prefix = prefix_of(min(max(one.flops_per_device for one in shown), TERA))
     step, seconds = (1.0, "s") if max(one.timing.total for one in shown) >= 1 else (1e-3, "ms")
-    rows = [(
+    rows: list[tuple[str, ...]] = [(
         "", "TP", "PP", "DP", "ZeRO", "SP", "recompute", "micro", "gas", f"memory {memory_prefix}B", "bubble",
         f"sent {sent_prefix}B", f"step {seconds}", f"{speed_prefix}FLOP/s", "MFU", "days",
     )]  # fmt: skip
