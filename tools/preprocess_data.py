@@ -111,10 +111,6 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
     ]
 
 
-_AT_ONCE = 1e-3
-"""Seconds: a short job prints its line, too, which has the rate."""
-
-
 @contextmanager
 def progress_of(job: Job, interval: int) -> Iterator[Callable[[Summary], None]]:
     """Progress on stderr with MB/s and documents/s; the function it yields updates it, every ``interval`` documents."""
@@ -128,7 +124,7 @@ def progress_of(job: Job, interval: int) -> Iterator[Callable[[Summary], None]]:
             bar.set_postfix_str(f"{shown:,} documents, {rate:,.0f} documents/s", refresh=False)
             bar.update(summary.input_bytes - bar.n)
 
-    with progress_bar(total=text_size(job.inputs, job.input_format), unit="B", unit_scale=True, after=_AT_ONCE) as bar:
+    with progress_bar(total=text_size(job.inputs, job.input_format), unit="B", unit_scale=True, after=0) as bar:
         yield report
 
 

@@ -77,7 +77,7 @@ class Corpus:
 
     def __iter__(self) -> Iterator[str]:
         size = text_size(self.paths, self.kind)
-        with progress_bar(total=size, unit="B", unit_scale=True, desc="reading", after=1e-3) as progress:
+        with progress_bar(total=size, unit="B", unit_scale=True, desc="reading", after=0) as progress:
             for path in self.paths:
                 kind = self.kind or format_of(path)
                 # Plain text is the same under every key.

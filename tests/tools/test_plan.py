@@ -32,6 +32,9 @@ def test_the_table_and_the_file_agree(planned):
     best = plan["fitting"][0]
     row = next(line.split() for line in output.splitlines() if line.split()[:1] == ["1"])
     assert row[1:5] == ["2", "2", "1", str(best["zero_stage"])]
+    head = next(line for line in output.splitlines() if line.split()[:1] == ["TP"])
+    assert "sent kB" in head and "step ms" in head, "units that fit a small model"
+    assert f"as in the log of the run: step {row[-4]} ms | " in output and "TFLOP/s | memory 1 GB" in output
     assert f"{len(plan['fitting']):,} fit" in output
     assert plan["looked_at"] == len(plan["fitting"]) + len(plan["too_large"]) + sum(
         rejection["layouts"] for rejection in plan["rejections"]

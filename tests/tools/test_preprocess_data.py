@@ -75,8 +75,9 @@ def test_jsonl(tmp_path: Path, command: Callable[..., list[str]]) -> None:
     size = first.stat().st_size + second.stat().st_size
     summary = f"{prefix}.bin and .idx: 3 documents, 9 tokens, 18 bytes from {size} bytes of text"
     assert finished.stdout == f"{summary}; 1 words not in the vocabulary\n"
+    assert finished.stderr.count("\n") == 1 and finished.stderr.startswith(f"> {size}.0 of {size}.0B in ")
     assert "documents/s" in finished.stderr
-    assert "B/s" in finished.stderr
+    assert "B/s" in finished.stderr and "%" not in finished.stderr, "no bar in a pipe"
 
 
 def test_plain_text(tmp_path: Path, command: Callable[..., list[str]]) -> None:

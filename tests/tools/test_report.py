@@ -84,6 +84,7 @@ def test_report_is_self_contained(folder: Path) -> None:
     ):  # fmt: skip
         assert words in text, words
     assert "train with" not in text and len(text) < 300_000
+    assert "viewBox='0 0 1200 " in text and "width='1200'" not in text, "a narrow window scales the schedule"
     planned = {name: re.findall("<td class='number'>(.*?)</td>", cells)
                for name, cells in re.findall("<tr><th>([^<]*)</th>(<td class='number'>.*?)</tr>", text)}  # fmt: skip
     assert planned["bubble"] == ["25.0%", "25.0%"] and planned["passes of stage 1"][1] == "50.0%"

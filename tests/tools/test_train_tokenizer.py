@@ -32,7 +32,7 @@ def test_trained_bpe_is_read_by_the_tokenizer(corpus: Path, tmp_path: Path):
     assert result.returncode == 0, result.stderr
     summary = f"{tmp_path / 'made' / 'here'}: 280 tokens, <|endoftext|> = 279, from 3 documents, 0.00 MB\n"
     assert result.stdout == summary
-    assert "reading" in result.stderr
+    assert result.stderr.startswith("> reading: ") and result.stderr.count("\n") == 1, "no bar in a pipe"
     folder = tmp_path / "made" / "here"
     assert sorted(path.name for path in folder.iterdir()) == ["merges.txt", "vocab.json"]
     tokenizer = build_tokenizer("GPT2BPETokenizer", str(folder / "vocab.json"), str(folder / "merges.txt"))

@@ -58,7 +58,7 @@ def test_a_log_interval_is_averaged(train_in_ranks, tmp_path):
     settings = "--train-iters 5 --batch-size 2 --eval-iters 0".split()
     train_in_ranks(1, *settings, "--metrics-file", tmp_path / "each")
     output = train_in_ranks(1, *settings, "--metrics-file", tmp_path / "some", "--log-interval", "2")
-    assert [line.split(" | ")[1][13:] for line in output.splitlines() if line.startswith("iteration")] == [
+    assert [line.split(" | ")[1][11:] for line in output.splitlines() if line.startswith("iteration")] == [
         " (mean of 2)", " (mean of 2)", ""
     ]  # fmt: skip
     each = [line["lm_loss"] for line in read_metrics(tmp_path / "each")]

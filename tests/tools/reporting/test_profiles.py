@@ -7,7 +7,9 @@ from pathlib import Path
 def test_both_profilers_beside_a_trace(train_in_ranks, tmp_path: Path) -> None:
     settings = "--train-iters 4 --batch-size 1 --gas 2 --eval-iters 0 --trace-steps 4:9"
     looks = "--profile-steps 2:3 --flops-profile-step 2"
-    train_in_ranks(1, *settings.split(), *looks.split(), "--trace", tmp_path)
+    output = train_in_ranks(1, *settings.split(), *looks.split(), "--trace", tmp_path)
+    assert f"  wrote the trace to {tmp_path}: trace.json, schedule.svg" in output.splitlines()
+    assert f"  wrote the profile to {tmp_path}: profile-rank*.txt and .json" in output.splitlines()
     assert {path.name for path in tmp_path.iterdir()} == {
         "flops-profile.txt", "profile-rank0.json", "profile-rank0.txt", "rank0.json", "schedule.svg", "trace.json"
     }  # fmt: skip
