@@ -27,7 +27,7 @@ from _atomic_file import atomic_file, check_picture_name, write_picture
 
 from megatron.config import DataConfig
 from megatron.config.command_line.flags import read_flags
-from megatron.config.data import read_blend
+from megatron.config.data import check_tokenizer_folder, read_blend, tokenizer_files
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided
 from megatron.data.splits import all_sources
@@ -121,7 +121,11 @@ def _data_flags(words: Sequence[str]) -> dict[str, Any]:
     given, problems, _ = read_flags(words)
     if problems := problems or list(_data_problems(given)):
         raise ConfigError(problems)
-    return {name: value.value for name, value in given.items()}
+    found = {name: value.value for name, value in given.items()}
+    data = DataConfig(**found)
+    check_tokenizer_folder(data.tokenizer_type, data.tokenizer_model)
+    files = tokenizer_files(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
+    return found | {name: file for name, file in zip(("vocab_file", "merge_file"), files, strict=True) if file}
 
 
 def _data_problems(given: Mapping[str, Provided]) -> Iterator[str]:

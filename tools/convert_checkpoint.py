@@ -23,6 +23,7 @@ from _atomic_file import atomic_path, check_vacant
 
 from megatron.checkpoint.saved_run import RUN_FILE
 from megatron.checkpoint.tracker import newest, tag_at
+from megatron.config.data import tokenizer_files
 from megatron.config.errors import ConfigError
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.convert.inspection import KINDS, Found, find, verify_weights
@@ -86,7 +87,7 @@ def _to_hf(args: argparse.Namespace) -> None:
     from megatron.tools.convert.load_and_save import read_model
 
     model = read_model(found)
-    bpe = read_run_bpe(model.description, args.vocab_file, args.merge_file)
+    bpe = read_run_bpe(model.description, *_bpe_files(args))
     with atomic_path(args.output, "--output") as folder:
         write_huggingface(folder, model, bpe, max_shard_size=size)
     _report(args, model)
@@ -138,7 +139,7 @@ def _from_megatron(args: argparse.Namespace) -> None:
     from megatron.tools.convert.huggingface_files import read_bpe
 
     has_tokenizer = args.vocab_file or args.merge_file
-    bpe = read_bpe(args.vocab_file, args.merge_file) if has_tokenizer else None
+    bpe = read_bpe(*_bpe_files(args)) if has_tokenizer else None
 
     from megatron.tools.convert.megatron_files import read_shards
     from megatron.tools.convert.megatron_model import GivenModel, whole_model
@@ -219,7 +220,11 @@ def _paths(parser: argparse.ArgumentParser, source: str, output: str) -> None:
 
 def _tokenizer(parser: argparse.ArgumentParser, why: str) -> None:
     parser.add_argument("--vocab-file", metavar="FILE", help=f"vocab.json, {why}")
-    parser.add_argument("--merge-file", metavar="FILE", help=f"merges.txt, {why}")
+    parser.add_argument("--merge-file", metavar="FILE", help=f"merges.txt, {why} (default: beside --vocab-file)")
+
+
+def _bpe_files(args: argparse.Namespace) -> tuple[str | None, str | None]:
+    return tokenizer_files("GPT2BPETokenizer", args.vocab_file, args.merge_file, None)
 
 
 def _max_shard_size(parser: argparse.ArgumentParser) -> None:

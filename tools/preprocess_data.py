@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import _project_root  # noqa: F401
 from tqdm import tqdm
 
-from megatron.config.data import unused_merges, used_merges
+from megatron.config.data import check_tokenizer_folder, tokenizer_files, unused_merges, used_merges
 from megatron.config.errors import ConfigError, counted
 from megatron.launch.rank import print_warning
 from megatron.tokenizer import TOKENIZERS
@@ -32,14 +32,17 @@ def main() -> None:
     args = parse_arguments()
     # Each of --workers is one process on one core, unless the environment wants otherwise.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    check_tokenizer_folder(args.tokenizer_type, args.tokenizer_model)
+    files = (args.vocab_file, args.merge_file, args.tokenizer_model)
+    vocab_file, merge_file = tokenizer_files(args.tokenizer_type, *files)
     job = Job(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
         input_format=args.input_format,
         json_keys=tuple(dict.fromkeys(args.json_keys)),
         tokenizer_type=args.tokenizer_type,
-        vocab_file=args.vocab_file,
-        merge_file=used_merges(args.tokenizer_type, args.merge_file),
+        vocab_file=vocab_file,
+        merge_file=used_merges(args.tokenizer_type, merge_file),
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,
         keep_newlines=args.keep_newlines,
@@ -70,7 +73,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--resume", action="store_true", help="continue the same job where it was interrupted")
     add("--tokenizer-type", choices=tuple(TOKENIZERS), default="GPT2BPETokenizer", help="kind of tokenizer")
     add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (vocab.json; vocab.txt of WordPiece)")
-    add("--merge-file", metavar="FILE", help="merges of the BPE (merges.txt)")
+    add("--merge-file", metavar="FILE", help="merges of the BPE (default: those beside --vocab-file)")
+    add("--tokenizer-model", metavar="DIR", help="folder with these files, instead of the two flags")
     add("--append-eod", action="store_true", help="end each document with the token <|endoftext|>")
     add("--split-sentences", action="store_true", help="make each sentence a sequence, as BERT needs it")
     add(
@@ -101,6 +105,10 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
         (
             args.split_sentences and args.append_eod and args.tokenizer_type.startswith("BertWordPiece"),
             "--append-eod and --split-sentences exclude each other: BERT's samples end with [SEP]",
+        ),
+        (
+            args.tokenizer_model is not None and (args.vocab_file or args.merge_file) is not None,
+            f"--tokenizer-model {args.tokenizer_model} and --vocab-file or --merge-file exclude each other: give one",
         ),
         (
             args.dataset_impl != "mmap",

@@ -1,11 +1,12 @@
 """Data and tokenizer settings, and how a blend of data sets is written."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
+from megatron.config.errors import DataError
 from megatron.config.fields import derived, flag
 
 
@@ -56,6 +57,47 @@ def unused_merges(tokenizer_type: str, merge_file: str | None) -> list[str]:
     if merge_file == used_merges(tokenizer_type, merge_file):
         return []
     return [f"--merge-file {merge_file} is not used: {tokenizer_type} has no merges"]
+
+
+TOKENIZER_FILES: Mapping[str, tuple[str, ...]] = {
+    "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
+    "WhitespaceTokenizer": ("vocab.json",),
+    "BertWordPieceLowerCase": ("vocab.txt",),
+    "BertWordPieceCase": ("vocab.txt",),
+}
+"""By kind of tokenizer: the names of vocabulary and merges in a folder of --tokenizer-model."""
+
+
+def tokenizer_files(
+    kind: str, vocab_file: str | None, merge_file: str | None, folder: str | None
+) -> tuple[str | None, str | None]:
+    """Vocabulary and merges that a tokenizer reads: those in ``folder``, or ``vocab_file`` with ``merge_file``.
+
+    Without ``merge_file`` the merges of a BPE are the file beside the vocabulary whose name pairs with it
+    (gpt2-merges.txt with gpt2-vocab.json), or merges.txt; None if there is none.
+    """
+    if folder is not None and kind in TOKENIZER_FILES:
+        vocab_file, merge_file, *_ = *(os.path.join(folder, name) for name in TOKENIZER_FILES[kind]), None, None
+    if kind == "GPT2BPETokenizer" and vocab_file is not None and merge_file is None:
+        place, name = os.path.split(vocab_file)
+        paired = os.path.splitext(name.replace("vocab", "merges"))[0] + ".txt"
+        beside = (os.path.join(place, other) for other in (paired, "merges.txt") if other != name)
+        merge_file = next(filter(os.path.isfile, beside), None)
+    return vocab_file, merge_file
+
+
+def check_tokenizer_folder(kind: str, folder: str | None) -> None:
+    """Check that ``folder``, if it is given, has the files of its kind of tokenizer. Raises DataError."""
+    names = TOKENIZER_FILES.get(kind, ())
+    if folder is None or not names:
+        return
+    if not os.path.isdir(folder):
+        problem = "a file" if os.path.exists(folder) else "no such folder"
+        raise DataError(f"--tokenizer-model {folder}: {problem}; name the folder with {' and '.join(names)}")
+    if absent := [name for name in names if not os.path.isfile(os.path.join(folder, name))]:
+        has_other = os.path.isfile(os.path.join(folder, "tokenizer.json"))
+        other = f"its tokenizer.json is not what {kind} reads" if has_other else f"{kind} reads {' and '.join(names)}"
+        raise DataError(f"--tokenizer-model {folder}: no {' and no '.join(absent)} in it; {other}")
 
 
 SPLITS = ("train", "valid", "test")
@@ -125,8 +167,8 @@ class DataConfig:
     )
     vocab_file: str | None = flag(
         None,
-        "Vocabulary file of the tokenizer (vocab.json, or vocab.txt for WordPiece); required except with NullTokenizer "
-        "and --mock-data.",
+        "Vocabulary file of the tokenizer (vocab.json, or vocab.txt for WordPiece); required except with "
+        "--tokenizer-model, NullTokenizer and --mock-data.",
         aliases=("vocab",),
         metavar="FILE",
     )
@@ -136,7 +178,16 @@ class DataConfig:
         "BERT).",
         within="[8, inf)",
     )
-    merge_file: str | None = flag(None, "Merges file of the BPE tokenizer (merges.txt).", metavar="FILE")
+    merge_file: str | None = flag(
+        None,
+        "Merges file of the BPE tokenizer (default: the one beside --vocab-file, such as merges.txt).",
+        metavar="FILE",
+    )
+    tokenizer_model: str | None = flag(
+        None,
+        "Folder of the tokenizer, instead of its files: vocab.json and merges.txt of a BPE, vocab.txt of WordPiece.",
+        metavar="DIR",
+    )
     reset_position_ids: bool = flag(False, "Reset position ids after each end-of-document token.", masked_lm=False)
     reset_attention_mask: bool = flag(False, "Restrict attention to tokens of the same document.", masked_lm=False)
     eod_mask_loss: bool = flag(False, "Mask the loss of end-of-document tokens.", masked_lm=False)

@@ -11,7 +11,7 @@ from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import resolve
 from megatron.config import RunConfig
-from megatron.config.data import MOCK_DATA, used_merges
+from megatron.config.data import MOCK_DATA, check_tokenizer_folder, used_merges
 from megatron.config.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
 from megatron.config.model import padded_vocabulary
 from megatron.data.datasets import check_data
@@ -74,6 +74,7 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     is_provided = architecture_of(run.model).provider is not None
     if is_provided and data.vocab_file is None and data.vocab_size is None:
         return run
+    check_tokenizer_folder(data.tokenizer_type, data.tokenizer_model)
     vocabulary = read_vocabulary(data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size)
     multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
     model = replace(

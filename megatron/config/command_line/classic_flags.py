@@ -43,7 +43,7 @@ model-parallel-size tensor-model-parallel-size pipe-parallel-size pipeline-model
 sequence-parallel ds-sequence-parallel-size distributed-backend distributed-timeout-minutes local-rank deepspeed
 deepspeed-config deepscale deepscale-config data-path train-data-path valid-data-path test-data-path split
 data-cache-path mock-data vocab-size
-no-shared-storage data-impl mmap-warmup num-workers seq-length tokenizer-type vocab-file merge-file
+no-shared-storage data-impl mmap-warmup num-workers seq-length tokenizer-type tokenizer-model vocab-file merge-file
 reset-position-ids reset-attention-mask eod-mask-loss mask-prob short-seq-prob save save-interval
 persistent-save-interval no-save-optim no-save-rng async-save load no-load-optim no-load-rng finetune log-interval
 tensorboard-dir rampup-batch-size step-batch-size-schedule lr-wsd-decay-samples log-params-norm log-num-zeros-in-grad
@@ -300,8 +300,8 @@ _REFUSED = {
         "enable-experimental compression-training fim-* goldfish-* phase-transition-iterations batch-invariant-mode"
     ),
     # Data and tokenizers.
-    "tokenizers are read from --vocab-file and --merge-file: use --tokenizer-type with them": (
-        "tokenizer-model tokenizer-metadata tokenizer-name-or-path tokenizer-not-use-fast tiktoken-* "
+    "tokenizers are read from --tokenizer-model, or --vocab-file and --merge-file: use --tokenizer-type with them": (
+        "tokenizer-metadata tokenizer-name-or-path tokenizer-not-use-fast tiktoken-* "
         "tokenizer-hf-* tokenizer-special-tokens legacy-tokenizer trust-remote-code padded-vocab-size "
         "allow-ambiguous-pad-tokens"
     ),

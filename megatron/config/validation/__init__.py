@@ -28,6 +28,8 @@ EXCLUSIVE = (
     ("mock_data", "data_path"),
     ("mock_data", "train_data_path"),
     ("split", "train_data_path"),
+    ("tokenizer_model", "vocab_file"),
+    ("tokenizer_model", "merge_file"),
 )
 """Fields with the same meaning, of which only one per row may be provided."""
 

@@ -40,11 +40,15 @@ def merges_of_words(run: RunConfig) -> Messages:
     yield from unused_merges(run.data.tokenizer_type, run.data.merge_file)
 
 
+_FILES = {"--vocab-file": "vocab_file", "--merge-file": "merge_file", "--tokenizer-model": "tokenizer_model"}
+
+
 @rule("a tokenizer has a vocabulary", why="It is in a file, or for NullTokenizer a number.")
 def tokenizer_files(run: RunConfig) -> Messages:
     data = run.data
     if data.tokenizer_type == NULL_TOKENIZER:
-        for flag, file in (("--vocab-file", data.vocab_file), ("--merge-file", data.merge_file)):
+        for flag, name in _FILES.items():
+            file = getattr(data, name)
             if file is not None:
                 yield f"{flag} {file} has no effect with NullTokenizer: remove it, or give another --tokenizer-type"
         if data.vocab_size is None:

@@ -165,7 +165,7 @@ def _with_checkpoint(args: argparse.Namespace, words: Sequence[str]) -> tuple[Sa
     values |= {name: saved.config["data"].get(name) for name in _OF_DATA}
     filled = list(words)
     for name, value in values.items():
-        if name not in given and value:
+        if name not in given and value and not (name == "vocab_file" and "tokenizer_model" in given):
             flag = flag_name(flag_fields()[name])
             filled += [flag] if value is True else [flag, str(value)]
     return saved, filled

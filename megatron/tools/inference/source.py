@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.checkpoint.fingerprint import tokenizer_hash
 from megatron.config import ModelConfig
-from megatron.config.data import unused_merges, used_merges
+from megatron.config.data import check_tokenizer_folder, tokenizer_files, unused_merges, used_merges
 from megatron.config.environment import check_place, rank, world_size
 from megatron.config.errors import ConfigError
 from megatron.config.fields import inside, interval_as_text
@@ -27,6 +27,16 @@ class TokenizerFiles:
 
     vocab_file: str | None = None
     merge_file: str | None = None
+    folder: str | None = None
+    """With both."""
+
+    def of_kind(self, kind: str) -> tuple[str | None, str | None]:
+        """Vocabulary and merges. Raises ConfigError or DataError if they are given twice, or are not in the folder."""
+        files = {"--vocab-file": self.vocab_file, "--merge-file": self.merge_file}
+        if given := [f"{flag} {file}" for flag, file in files.items() if file is not None and self.folder is not None]:
+            raise ConfigError(f"--tokenizer-model {self.folder} and {given[0]} exclude each other: give one")
+        check_tokenizer_folder(kind, self.folder)
+        return tokenizer_files(kind, self.vocab_file, self.merge_file, self.folder)
 
 
 @dataclass(frozen=True)
@@ -111,10 +121,8 @@ def _run_tokenizer(path: Path, description: Mapping[str, Any], files: TokenizerF
     """The tokenizer of a model trained by this project."""
     data = description["config"]["data"]
     kind = data["tokenizer_type"]
-    chosen = (
-        files.vocab_file or data["vocab_file"],
-        used_merges(kind, files.merge_file or data["merge_file"]),
-    )
+    vocab_file, merge_file = files.of_kind(kind)
+    chosen = (vocab_file or data["vocab_file"], used_merges(kind, merge_file or data["merge_file"]))
     for flag, file in zip(("--vocab-file", "--merge-file"), chosen, strict=True):
         if file is not None and not Path(file).is_file():
             raise ConfigError(f"{flag} {file}: no such file; name the one that {path} was trained with")
@@ -134,18 +142,17 @@ def _folder_bpe(found: Found, files: TokenizerFiles) -> BPE:
         if own is None:
             raise ConfigError(f"{found.path} holds no tokenizer; give --vocab-file and --merge-file")
         return own
-    for flag, file in (("--vocab-file", files.vocab_file), ("--merge-file", files.merge_file)):
+    vocab_file, merge_file = files.of_kind("GPT2BPETokenizer")
+    for flag, file in (("--vocab-file", vocab_file), ("--merge-file", merge_file)):
         if file is None or not Path(file).is_file():
             raise ConfigError(f"{flag} {file or 'is missing'}: a Hugging Face folder takes two files or none")
-    assert files.vocab_file is not None and files.merge_file is not None
-    bpe, config = read_bpe(files.vocab_file, files.merge_file), read_config(found)
+    assert vocab_file is not None and merge_file is not None
+    bpe, config = read_bpe(vocab_file, merge_file), read_config(found)
     assert config is not None, "a Hugging Face folder has a config.json"
     if own is None and len(bpe.vocabulary) != config.vocab_size:
-        raise ConfigError(
-            f"{files.vocab_file} has {len(bpe.vocabulary)} tokens, and {found.path} has {config.vocab_size}"
-        )
+        raise ConfigError(f"{vocab_file} has {len(bpe.vocabulary)} tokens, and {found.path} has {config.vocab_size}")
     if own is not None and (dict(bpe.vocabulary), list(bpe.merges)) != (dict(own.vocabulary), list(own.merges)):
-        raise ConfigError(f"{files.vocab_file}: another tokenizer than that in {found.path}; leave the two flags out")
+        raise ConfigError(f"{vocab_file}: another tokenizer than that in {found.path}; leave the two flags out")
     return bpe
 
 
@@ -173,6 +180,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
     )
     group.add_argument("--vocab-file", metavar="FILE", help="vocabulary, if it was moved since training")
     group.add_argument("--merge-file", metavar="FILE", help="merges, if they were moved since training")
+    group.add_argument("--tokenizer-model", metavar="DIR", help="folder with both, instead of the two flags")
     group.add_argument("--tokenizer-type", choices=TOKENIZERS, help="accepted if it matches the model")
     types = group.add_mutually_exclusive_group()
     types.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", default="fp32", help="in bfloat16")
@@ -253,7 +261,7 @@ def source_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Source:
     Raises as ``open_source``, and ConfigError if flags do not match the model.
     """
     check_values(args, {"pre_tokens": "[0, inf)", "next_tokens": "[0, inf)"})
-    source = open_source(args.load, TokenizerFiles(args.vocab_file, args.merge_file))
+    source = open_source(args.load, TokenizerFiles(args.vocab_file, args.merge_file, args.tokenizer_model))
     sizes = {name: getattr(args, name) for name in _SIZES}
     problems = [
         f"--{name.replace('_', '-')} {value}, and {source.name} has {getattr(source.config, name)}: leave it out"

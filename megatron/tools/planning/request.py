@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megatron.config import flag_fields
 from megatron.config.command_line.flags import read_flags
-from megatron.config.data import DEFAULT_VOCABULARY, NULL_TOKENIZER
+from megatron.config.data import DEFAULT_VOCABULARY, NULL_TOKENIZER, tokenizer_files
 from megatron.config.errors import ConfigError, DataError
 from megatron.config.fields import Provided, flag_name
 from megatron.config.validation import value_problems
@@ -130,15 +130,16 @@ def _fillers(
     """Arguments for the sizes of ``model``, and placeholders for required ones that do not affect the layout."""
     sizes = MODELS[model]._asdict() if model else {}
     sizes.pop("program", None)
-    is_mock = "mock_data" in given and "vocab_file" not in given
+    is_mock = "mock_data" in given and not {"vocab_file", "tokenizer_model"} & given.keys()
     own = NULL_TOKENIZER if is_mock else architecture.tokenizers[0]
     tokenizer = given["tokenizer_type"].value if "tokenizer_type" in given else own
     found: dict[str, object] = {**sizes, **_PLACEHOLDERS, "tokenizer_type": tokenizer}
     if {"train_data_path", "mock_data"} & given.keys():
         del found["data_path"]
-    if tokenizer != "GPT2BPETokenizer":
+    folder, vocabulary = _value(given, "tokenizer_model"), _value(given, "vocab_file")
+    if tokenizer != "GPT2BPETokenizer" or folder or tokenizer_files(tokenizer, vocabulary, None, None)[1]:
         del found["merge_file"]
-    if tokenizer == NULL_TOKENIZER:
+    if tokenizer == NULL_TOKENIZER or folder:
         del found["vocab_file"]
     if not {"train_iters", "train_samples"} & given.keys():
         s = given["seq_length"].value if "seq_length" in given else sizes.get("seq_length", 1)
@@ -150,7 +151,9 @@ def _fillers(
 
 def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
     """Tokens of the vocabulary file, if it exists."""
-    kind, file, merges = (_value(given, name) for name in ("tokenizer_type", "vocab_file", "merge_file"))
+    names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
+    kind, *files = (_value(given, name) for name in names)
+    file, merges = tokenizer_files(kind, *files)
     try:
         return read_vocabulary(kind, file, merges).size if file and Path(file).is_file() else None
     except OSError as error:

@@ -88,8 +88,10 @@ def test_another_tokenizer_than_that_of_a_hugging_face_folder(foreign: Path, tmp
     Path(files["vocab.json"]).write_text(json.dumps(vocabulary))
     with pytest.raises(ConfigError, match="another tokenizer than that in"):
         open_source(foreign, TokenizerFiles(*files.values()))
+    with pytest.raises(ConfigError, match="another tokenizer than that in"):
+        open_source(foreign, TokenizerFiles(files["vocab.json"]))  # the merges are found beside it
     with pytest.raises(ConfigError, match="takes two files or none"):
-        open_source(foreign, TokenizerFiles(files["vocab.json"]))
+        open_source(foreign, TokenizerFiles(merge_file=files["merges.txt"]))
 
 
 def test_a_folder_without_a_tokenizer(exported: Path, foreign: Path, tmp_path: Path):
