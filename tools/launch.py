@@ -14,7 +14,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 
 from megatron.launch.screen import ignore_lost_output
-from megatron.tools.cluster.launching import checkpoint_watch, launcher_words, read_launch
+from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_words, read_launch
 from megatron.tools.cluster.remote import ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import run_with_restarts, supervise
 from megatron.tools.command_line import run_tool
@@ -26,6 +26,7 @@ def main() -> None:
     """Check, start, wait, clean up; again if the run failed and may be restarted."""
     ignore_lost_output()  # which would otherwise end the run with its launcher
     launch = read_launch(sys.argv[1:], __doc__)
+    check_arguments(launch, os.environ)
     command = [sys.executable, str(RUNNER), *launcher_words(launch, os.environ)]
     progress = checkpoint_watch(launch.arguments) if launch.max_restarts else lambda: None
     environ = {**os.environ, **ssh_options_for_pdsh(os.environ)}

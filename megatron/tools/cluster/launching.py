@@ -12,13 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron.checkpoint.tracker import LATEST
+from megatron.config.command_line import parse_run
 from megatron.config.command_line.flags import read_flags
+from megatron.config.command_line.parser import CONFIG_FILE
 from megatron.config.errors import ConfigError
+from megatron.config.validation import value_problems
+from megatron.model.architectures import BERT, GPT2
 from megatron.tools.cluster.hostfile import Host, name_problem, read_hostfile, select
 from megatron.tools.cluster.remote import device_kind, is_plain, quote_for_pdsh, variable_problems
 from megatron.tools.command_line import ToolParser
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
+_PROJECT = Path(__file__).resolve().parents[3]
 _OWN = ("script", "arguments", "max_restarts")
 """What is not passed on as a flag."""
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
@@ -86,6 +91,28 @@ def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
         # The script's name reaches the remote shell as it is, even with a space.
         script, arguments = shlex.quote(script).replace("%", "%%"), [quote_for_pdsh(word) for word in arguments]
     return [*_flags(launch), script, *arguments]
+
+
+def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
+    """Check the arguments of a training program before anything is started. Imports no torch.
+
+    Its ranks check them again, where devices, files and the number of processes are known: here they are the same only
+    if the processes are on this host, and their number is given.
+
+    Raises ConfigError with a line for each problem.
+    """
+    script = Path(launch.script).resolve()
+    program = next((spec for spec in (GPT2, BERT) if script == _PROJECT / spec.program), None)
+    if program is None or launch.module or launch.no_python or "--explain" in launch.arguments:
+        return
+    hosts = chosen_hosts(launch)
+    if not hosts and launch.num_gpus and launch.num_nodes in (None, 1) and not launch.no_ssh:
+        parse_run(launch.arguments, {**environ, "WORLD_SIZE": str(launch.num_gpus)}, program)
+        return
+    values, problems, _ = read_flags(launch.arguments, program)
+    known = values if CONFIG_FILE not in values else None  # the JSON file may provide the rest
+    if problems := problems + (value_problems(known, program) if known is not None else []):
+        raise ConfigError(problems)
 
 
 def chosen_hosts(launch: Namespace) -> list[Host]:
