@@ -59,11 +59,30 @@ def test_column_parallel_equals_serial(run_ranks, sequence_dim: int | None):
     run_ranks(2, column_parallel_equals_serial, sequence_dim)
 
 
-def column_parallel_equals_serial(sequence_dim: int | None):
+@pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
+def test_the_compilers_operator_equals_serial(run_ranks, sequence_dim: int | None):
+    """And its shapes and gradients are those that the compiler is told."""
+    for kept, size in run_ranks(2, operator_equals_serial, sequence_dim):
+        assert kept == size
+
+
+def operator_equals_serial(sequence_dim: int | None) -> tuple[int, int]:
+    column, _, x, _ = _column(sequence_dim)
+    inputs = (x, column.weight, column.bias, dist.group.WORLD.group_name, sequence_dim)
+    grad = column(x).detach()
+    backward = (grad, x.detach(), column.weight.detach(), [True] * 3, dist.group.WORLD.group_name, sequence_dim)
+    for operator, arguments in ((torch.ops.megatron.linear, inputs), (torch.ops.megatron.linear_backward, backward)):
+        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+    with patch.object(torch.compiler, "is_compiling", return_value=True):
+        column_parallel_equals_serial(sequence_dim, in_place=(False,))
+        return bytes_kept(sequence_dim)
+
+
+def column_parallel_equals_serial(sequence_dim: int | None, in_place: tuple[bool, ...] = (False, True)):
     """Output and the gradients of input, weight and bias, accumulated by autograd and in place."""
-    for in_place in (False, True):
+    for adds_in_place in in_place:
         column, serial, x, x_serial = _column(sequence_dim)
-        if in_place:
+        if adds_in_place:
             accumulate_in_place(column.weight)
         for _ in range(2):
             y, y_serial = column(x), serial(x_serial)
