@@ -13,7 +13,8 @@ import argparse
 import inspect
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ from typing import Any
 import _project_root  # noqa: F401
 from _atomic_file import atomic_path, check_vacant
 
+from megatron.checkpoint.files import replace_text
+from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked
 from megatron.checkpoint.saved_run import RUN_FILE
-from megatron.checkpoint.tracker import newest, tag_at
+from megatron.checkpoint.tracker import holds_checkpoint, newest, tag_at
 from megatron.config.data import tokenizer_files
-from megatron.config.errors import ConfigError
+from megatron.config.errors import ConfigError, ResourceError
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.convert.inspection import KINDS, Found, find, verify_weights
 
@@ -61,7 +64,7 @@ def _merge(args: argparse.Namespace) -> None:
     from megatron.tools.convert.whole_model import write_file, write_tensors
 
     model = read_model(found)
-    with atomic_path(args.output, "--output") as output:
+    with _new_output(args) as output:
         if is_file:
             write_file(model.weights, output, run_metadata(model))
         else:
@@ -88,7 +91,7 @@ def _to_hf(args: argparse.Namespace) -> None:
 
     model = read_model(found)
     bpe = read_run_bpe(model.description, *_bpe_files(args))
-    with atomic_path(args.output, "--output") as folder:
+    with _new_output(args) as folder:
         write_huggingface(folder, model, bpe, max_shard_size=size)
     _report(args, model)
     if bpe is None:
@@ -133,7 +136,7 @@ def _from_megatron(args: argparse.Namespace) -> None:
     layer_LL-model_XX-model_states.pt (Megatron on DeepSpeed), and merges tensor-parallel shards and pipeline stages.
     Properties of the model that the files lack must be given as flags.
     """
-    check_vacant(args.output, "--output")
+    _check_output(args)
 
     from megatron.tokenizer.base import EOD
     from megatron.tools.convert.huggingface_files import read_bpe
@@ -183,11 +186,13 @@ def _to_universal(args: argparse.Namespace) -> None:
     pretrain_gpt2.py --load reads it on any layout; so does DeepSpeed with "load_universal".
     """
     saved = tag_at(args.path) if (args.path / RUN_FILE).exists() else newest(args.path)
+    check_unlocked(saved.folder)
 
     from megatron.checkpoint.universal import cached
 
-    folder, is_new = cached(saved)
-    (folder.parent / "latest_universal").write_text(folder.name)  # where DeepSpeed looks without a tag
+    with _sole_writer(saved.folder):
+        folder, is_new = cached(saved)
+        replace_text(saved.folder / "latest_universal", folder.name)  # where DeepSpeed looks without a tag
     print(f"{folder}: {'converted from' if is_new else 'exists already, of'} {saved.path}")
 
 
@@ -242,7 +247,7 @@ def _bytes(size: str) -> int:
 
 def _find(args: argparse.Namespace, *kinds: str) -> Found:
     """Check PATH and --output. Raises ConfigError or CheckpointError."""
-    check_vacant(args.output, "--output")
+    _check_output(args)
     found = find(args.path)
     if found.kind not in kinds:
         accepted = " or ".join(KINDS[kind].words for kind in kinds)
@@ -252,12 +257,45 @@ def _find(args: argparse.Namespace, *kinds: str) -> Found:
     return found
 
 
+def _check_output(args: argparse.Namespace) -> None:
+    """Raises ConfigError if --output exists, CheckpointError if a run of this host saves into its folder."""
+    check_vacant(args.output, "--output")
+    check_unlocked(args.output.parent)
+
+
+@contextmanager
+def _new_output(args: argparse.Namespace) -> Iterator[Path]:
+    """A temporary path that becomes --output. Raises as ``atomic_path`` and ``_sole_writer``."""
+    with _sole_writer(args.output.parent), atomic_path(args.output, "--output") as path:
+        yield path
+
+
+@contextmanager
+def _sole_writer(folder: Path) -> Iterator[None]:
+    """Keep runs from saving into ``folder`` meanwhile, if it is a folder of checkpoints: they remove unfinished files.
+
+    Raises CheckpointError if a run saves into it, ResourceError if it cannot be written.
+    """
+    if not (holds_checkpoint(folder) or (folder / LOCK).exists()):
+        yield
+        return
+    lock = FolderLock(folder)
+    try:
+        lock.take()
+    except OSError as error:
+        raise ResourceError(f"{folder} cannot be written ({error.strerror})") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _write_checkpoint(args: argparse.Namespace, model: Any, bpe: Any) -> None:
     from megatron.tools.convert.huggingface_files import MERGES, VOCAB
     from megatron.tools.convert.load_and_save import write_checkpoint
 
     files = (args.output / VOCAB, args.output / MERGES) if bpe else (None, None)
-    with atomic_path(args.output, "--output") as folder:
+    with _new_output(args) as folder:
         folder.mkdir()
         if bpe:
             bpe.write(folder)

@@ -184,7 +184,14 @@ def check_description(description: Any, file: Path) -> None:
         raise CheckpointError(f"{file} does not describe a training run")
     _check_numbers(description, file)
     layout, model = description["layout"], description["config"]["model"]
-    wrong = [key for name, key in _layout_keys().items() if not _fits(layout.get(key), _LAYOUT_TYPES[name] | None)]
+    wrong = [
+        key
+        for name, key in _layout_keys().items()
+        if (key in layout or name in _SIZES)
+        and not _fits(layout.get(key), _LAYOUT_TYPES[name])
+        or type(layout.get(key)) is int
+        and layout[key] < 0
+    ]
     wrong += [
         entry.name for entry in fields(ModelConfig) if not _fits(model.get(entry.name, entry.default), entry.type)
     ]
@@ -207,7 +214,7 @@ def _is_complete(description: Mapping[str, Any]) -> bool:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is of the type of a field. A number is not negative there: no size of a run is."""
+    """Whether a value from JSON is of the type of a field."""
     if get_origin(kind) in (Union, UnionType):
         return any(_fits(value, one) for one in get_args(kind))
     if kind in (None, NoneType):
@@ -217,6 +224,8 @@ def _fits(value: Any, kind: Any) -> bool:
     return type(value) in (int, float) if kind is float else type(value) is kind
 
 
+_SIZES = ("model_parallel_size", "pipe_parallel_size", "data_parallel_size", "zero_stage")
+"""Parts of a layout that every version saves."""
 _LAYOUT_TYPES: dict[str, Any] = {entry.name: entry.type for entry in fields(SavedLayout)}
 _MOST_ITERATIONS, _MOST_SAMPLES = 2**40, 2**24
 """Iterations of a run, and samples in each of them: more than any run has."""

@@ -97,10 +97,11 @@ def _write_exit_code(rank: int, text: str) -> None:
 
 
 def _place() -> tuple[int, bool]:
-    """The rank of this process, and whether it is the first on its host."""
+    """The rank of this process, and whether it is the first on its host, as rank 0 always is."""
     try:
         check_place(os.environ)
-        return rank_of(os.environ) or 0, not local_rank(os.environ)
+        rank = rank_of(os.environ) or 0
+        return rank, not rank or not local_rank(os.environ)
     except ConfigError:
         return 0, True  # no other rank may be there to print it
 

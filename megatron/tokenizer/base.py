@@ -1,6 +1,7 @@
 """What tokenizers share: the encoders of the Rust library ``tokenizers``, and reading vocabularies from disk."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,12 @@ class RustTokenizer:
         return self.tokenize_batch([text])[0]
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text. Raises DataError for a text that UTF-8 cannot encode."""
+        """The ids of each text.
+
+        Raises DataError for a text that UTF-8 cannot encode, or one with a word of more than ``LONGEST_WORD``.
+        """
+        for text in texts:
+            check_words(text)
         try:
             return self._ids(texts)
         except TypeError:
@@ -56,6 +62,23 @@ class RustTokenizer:
         ids = [int(id) for id in ids]
         check_known(ids, self.vocab_size)
         return self._encoder.decode(ids, skip_special_tokens=False)
+
+
+LONGEST_WORD = 1 << 20
+"""Characters of a word, or of the space between two. A tokenizer needs a hundred times as much memory for one."""
+
+
+def check_words(text: str) -> None:
+    """Raises DataError if a word of ``text``, or the space between two, is longer than any of a language."""
+    if len(text) <= LONGEST_WORD:
+        return
+    for what, runs in (("a word", text.split()), ("space", re.findall(r"\s{2,}", text))):
+        longest = max(runs, key=len, default="")
+        if len(longest) > LONGEST_WORD:
+            raise DataError(
+                f"{what} of {len(longest):,} characters begins at character {text.index(longest):,}, more than the "
+                f"{LONGEST_WORD:,} that can be tokenized: remove or divide it"
+            )
 
 
 def _check_encodable(text: str) -> None:

@@ -19,6 +19,7 @@ from megatron.model.architectures import architecture_of
 from megatron.model.containers import DualPipeVModel, Layers, LossFn, PipelinedModel, SequentialModel, loss_parts
 from megatron.model.kernels import uses_apex
 from megatron.parallel.deepspeed_compat.engine import (
+    continue_without_reports,
     inside_hooks,
     instruction_hooks,
     reduce_fp32_sums_of_tied_weights,
@@ -75,6 +76,7 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     skip_reduction_of_one_rank(engine, layout.get_sequence_data_parallel_group().size())
     reduce_fp32_sums_of_tied_weights(engine)
     start_backward_timers_once(engine)
+    continue_without_reports(engine)
     if run.zero.zero_stage == 0:
         clip_by_model_norm(engine, layout)
     else:

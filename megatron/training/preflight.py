@@ -139,6 +139,9 @@ def _check_outputs(run: RunConfig) -> None:
         problems.append(f"--nvme-path {run.zero.nvme_path}: no such folder; name one on the NVMe device")
     if run.logging.metrics_file is not None and not folder_problems.get("--run-dir"):
         problems.append(_file_problem("--metrics-file", Path(run.logging.metrics_file)))
+    profile = run.ds_config.get("flops_profiler") or {}
+    if profile.get("enabled") and profile.get("output_file"):
+        problems.append(_file_problem("flops_profiler.output_file", Path(profile["output_file"])))
     if any(problems):
         raise ConfigError(problem for problem in problems if problem)
 

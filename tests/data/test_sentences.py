@@ -48,3 +48,10 @@ def test_white_space_between_sentences_is_kept_on_request(text: str):
 @pytest.mark.parametrize("text", ["", " \n\n ", "\n"])
 def test_empty_text_has_no_sentences(text: str):
     assert split_sentences(text) == split_sentences(text, keep_newlines=True) == []
+
+
+def test_runs_of_stops_and_long_words_take_linear_time():
+    """A second, where the square of their length would take an hour."""
+    stops, word = "." * 300_000, "x" * 300_000
+    assert split_sentences(f"{stops}x y. Z") == [f"{stops}x y.", "Z"]
+    assert split_sentences(f"{word} Dr. A. {word} b.") == [f"{word} Dr. A. {word} b."]

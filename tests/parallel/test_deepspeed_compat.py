@@ -5,14 +5,20 @@ import types
 
 import deepspeed
 import pytest
+import torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from megatron.parallel.deepspeed_compat import TESTED_VERSION, discover_mpi_ranks, warn_if_untested_version
-from megatron.parallel.deepspeed_compat.engine import optimizer_shards_not_saved, skip_reduction_of_one_rank
+from megatron.parallel.deepspeed_compat.engine import (
+    continue_without_reports,
+    optimizer_shards_not_saved,
+    skip_reduction_of_one_rank,
+)
 
 
 def test_the_installed_version_is_the_tested_one(capsys: pytest.CaptureFixture) -> None:
@@ -34,6 +40,29 @@ def test_a_run_warns_once_about_another_version(run_ranks_once, programs, tmp_pa
     words = "--train-iters 1 --batch-size 1 --eval-iters 0".split()
     outputs = run_ranks_once(2, _train_with_version, [*_tiny(programs), *words], "0.99.0")
     assert [text.count("DeepSpeed 0.99.0 is installed") for text in outputs] == [1, 0]
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(capsys: pytest.CaptureFixture) -> None:
+    """The disk is full, for the profile of a step and for the monitors."""
+    model = torch.nn.Linear(2, 2)
+    profiler = FlopsProfiler(model)
+
+    def write_events(events: list) -> None:
+        with open("/dev/full", "w", buffering=1) as file:
+            file.write("loss\n")
+
+    engine = types.SimpleNamespace(flops_profiler=profiler, monitor=types.SimpleNamespace(write_events=write_events))
+    continue_without_reports(engine)
+    for _ in range(2):
+        profiler.start_profile()
+        model(torch.ones(1, 2))
+        profiler.print_model_profile(output_file="/dev/full")
+        profiler.end_profile()
+        engine.monitor.write_events([])
+    assert capsys.readouterr().out.splitlines() == [
+        f"  warning: {what} cannot be written (No space left on device); continuing without"
+        for what in ("the profile of flops_profiler", "the files of DeepSpeed's monitors")
+    ]
 
 
 def test_the_local_rank_under_mpirun_is_that_of_open_mpi(monkeypatch) -> None:

@@ -17,6 +17,7 @@ import zstandard
 
 from megatron.config.errors import ConfigError, DataError
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.tokenizer.base import check_words
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
 
@@ -207,3 +208,15 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path, vocabulary: Path) -
         path.write_bytes(line * (size // len(line)))
         peaks.append(peak_memory(command(tmp_path, vocabulary, path)))
     assert peaks[1] - peaks[0] < 3 << 20 < peaks[0] < 100 << 20, peaks
+
+
+def test_a_word_of_megabytes_is_an_error_of_its_line(tmp_path: Path, convert: Callable[..., Summary]) -> None:
+    """Tokenizers would need gigabytes for it. A long text of ordinary words is none."""
+    (tmp_path / "in.jsonl").write_bytes(jsonl(["a " * 600_000, "x" * 10_000_000, "b"]))
+    message = "in.jsonl:2: a word of 10,000,000 characters begins at character 0, more than the 1,048,576 that can be"
+    with pytest.raises(DataError, match=message) as caught:
+        convert(tmp_path / "in.jsonl")
+    assert caught.value.exit_code == 3 and len(caught.value.messages[0]) < 300
+    summary = convert(tmp_path / "in.jsonl", skip_errors=True)
+    assert (summary.documents, summary.bad_lines) == (2, 1) and len(convert.messages) == 1
+    assert "space of 2,000,000 characters" in str(pytest.raises(DataError, check_words, "a" + " " * 2_000_000).value)

@@ -21,6 +21,7 @@ import numpy as np
 from megatron.config.errors import DataError, ResourceError
 from megatron.launch.processes import exit_with_parent
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.base import check_words
 from megatron.tools.preprocess.corpus import FORMATS, Chunk, line_texts, read_chunks
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 from megatron.tools.preprocess.job import Job, Journal, Milestone, Summary
@@ -35,10 +36,14 @@ ABBREVIATIONS = frozenset(
 
 _BLANK_LINES = re.compile(r"(\n\s*\n)")
 _END = re.compile(
-    r"""[.!?\u2026]+["'\u2019\u201d\u00bb)\]]*\s+(?=["'\u2018\u201c\u00ab(\[]*[^\W_a-z]|["'\u2018\u201c\u00ab(\[]*[^\w\s])"""
+    r"""(?<![.!?\u2026])[.!?\u2026]+["'\u2019\u201d\u00bb)\]]*\s+(?=["'\u2018\u201c\u00ab(\[]*[^\W_a-z]|["'\u2018\u201c\u00ab(\[]*[^\w\s])"""
     r"""|[\u3002\uff01\uff1f]+["'\u2019\u201d\u300d\u300f)\]]*\s*"""
 )
 _LAST_WORD = re.compile(r"[^\s(\[\"'\u2018\u201c]+$")
+
+
+_LONGER_THAN_ABBREVIATIONS = 64
+"""Characters."""
 
 
 def split_sentences(text: str, *, keep_newlines: bool = False) -> list[str]:
@@ -73,7 +78,7 @@ def _is_abbreviation(before: str, mark: str) -> bool:
     """Whether a single stop belongs to the word before it."""
     if mark.rstrip() != ".":
         return False
-    found = _LAST_WORD.search(before)
+    found = _LAST_WORD.search(before[-_LONGER_THAN_ABBREVIATIONS:])
     word = found.group() if found else ""
     return word.lower() in ABBREVIATIONS or (len(word) == 1 and word.isupper() and word != "I")
 
@@ -172,6 +177,7 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     for number, line in enumerate(chunk.lines, chunk.first_line):
         try:
             texts_of_line = line_texts(chunk.path, job.input_format, number, line, job.json_keys)
+            _check_words(f"{chunk.path}:{number}", texts_of_line)
         except DataError as error:
             errors.append(LineError(number, str(error), is_empty=False))
             continue
@@ -198,6 +204,15 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
         unknown += 0 if tokenizer.unk is None else int(np.count_nonzero(tokens[key] == tokenizer.unk))
         sizes[key] = [[len(ids) for ids in document] for document in documents]
     return Tokenized(tokens, sizes, blank, unknown, sorted(errors), chunk.size, chunk.position)
+
+
+def _check_words(where: str, texts: Sequence[str]) -> None:
+    """Raises DataError beginning with ``where`` for a word that is too long."""
+    try:
+        for text in texts:
+            check_words(text)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
 
 
 def _whole(text: str) -> list[str]:
