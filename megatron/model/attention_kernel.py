@@ -83,11 +83,15 @@ def attention_kernel(
     return AttentionKernel(name, limits, f"{name} ({', '.join(parts)})" + (f": {reasons}" if reasons else ""))
 
 
-def score_columns(model: ModelConfig, kernel: AttentionKernel, seq_length: int) -> int:
-    """Columns of scores that a token has at most, if ``kernel`` keeps scores. One document may fill the sequence."""
-    if kernel.limits != "blocks" or seq_length <= SHORTEST_BLOCK:
-        return seq_length
-    return min(seq_length, model.pre_tokens + chunk_size(model.pre_tokens))
+def computed_scores(model: ModelConfig, kernel: AttentionKernel, seq_length: int) -> int:
+    """Scores of one head and sample that are computed at most: one document may fill the sequence."""
+    window = model.pre_tokens
+    if kernel.limits != "blocks" or seq_length <= SHORTEST_BLOCK or window >= seq_length - 1:
+        return seq_length**2
+    chunk = chunk_size(window)
+    begins = range(0, seq_length, chunk)
+    rows = [min(chunk, seq_length - begin) for begin in begins]
+    return sum(count * (min(window, begin) + count) for begin, count in zip(begins, rows, strict=True))
 
 
 def chunk_size(window: int) -> int:

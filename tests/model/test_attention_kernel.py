@@ -7,7 +7,8 @@ import torch
 
 from megatron.config import ModelConfig
 from megatron.model.architectures import BERT, GPT2
-from megatron.model.attention_kernel import DeviceFacts, attention_kernel, score_columns
+from megatron.model.attention_kernel import DeviceFacts, attention_kernel, computed_scores
+from megatron.model.packed_attention import attend_in_blocks
 
 MODEL = ModelConfig(
     num_layers=2, hidden_size=1024, num_attention_heads=16, attention_dropout=0.0, dtype="bf16", architecture=GPT2.name
@@ -59,9 +60,19 @@ def test_the_kernel_follows_from_model_and_device(changes, device, name, limits,
 
 
 def test_scores_of_a_window_are_those_of_its_chunks() -> None:
-    for window, columns in ((0, 128), (200, 400), (1000, 1512), (4000, S), (65536, S)):
+    """As ``attend_in_blocks`` computes them, and of the whole sequence without a window."""
+    for s, window in ((100, 9), (700, 0), (700, 200), (700, 600), (1300, 600), (700, 699)):
         model = replace(MODEL, pre_tokens=window, attention_softmax_in_fp32=True)
-        assert score_columns(model, attention_kernel(model, CPU, seq_length=S), S) == columns
+        heads = [torch.zeros(1, 1, s, 8)] * 3
+        products = []
+
+        def core(query, key, value, mask, products=products):
+            products.append(query.size(2) * key.size(2))
+            return query
+
+        attend_in_blocks(*heads, None, True, window, core)
+        assert computed_scores(model, attention_kernel(model, CPU, seq_length=s), s) == sum(products)
+    assert sum(products) == s * s
 
 
 def test_the_facts_of_a_device(monkeypatch) -> None:

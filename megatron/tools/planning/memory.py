@@ -6,7 +6,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megatron.config import RunConfig
-from megatron.model.attention_kernel import DeviceFacts, attention_kernel, score_columns
+from megatron.model.attention_kernel import DeviceFacts, attention_kernel, computed_scores
 from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.partition import Stage, layer_groups, plan
 from megatron.parallel.pipeline.schedule import micro_batches_in_flight
@@ -134,10 +134,10 @@ def _scores(run: RunConfig, z: Sizes) -> int:
     """Kept by the attention core besides query, key, value and context."""
     model = run.model
     kernel = attention_kernel(model, DeviceFacts(run.parallel.device), seq_length=z.s)
-    columns, queries = score_columns(model, kernel, z.s), z.b * z.n * z.s * model.head_size
-    scores = z.b * z.n * z.s * columns
-    in_window = kernel.limits == "blocks" and columns < z.s
-    padded = 2 * queries * z.element if in_window else 0  # key and value, with room before the first chunk
+    of_head, queries = computed_scores(model, kernel, z.s), z.b * z.n * z.s * model.head_size
+    scores = z.b * z.n * of_head
+    in_chunks = of_head < z.s**2
+    padded = 2 * queries * z.element if in_chunks else 0  # key and value, with room before the first chunk
     dropout = bool(model.attention_dropout)
     on_cpu = run.parallel.device == "cpu"
     mask = (z.element if on_cpu else 1) if dropout else 0
