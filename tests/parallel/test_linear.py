@@ -61,7 +61,7 @@ def test_column_parallel_equals_serial(run_ranks, sequence_dim: int | None):
 
 @pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
 def test_the_compilers_operator_equals_serial(run_ranks, sequence_dim: int | None):
-    """And its shapes and gradients are those that the compiler is told."""
+    """And its results have the shapes that the compiler expects."""
     for kept, size in run_ranks(2, operator_equals_serial, sequence_dim):
         assert kept == size
 
