@@ -26,9 +26,9 @@ def main() -> None:
     """Check, start, wait, clean up; again if the run failed and may be restarted."""
     ignore_lost_output()  # which would otherwise end the run with its launcher
     launch = read_launch(sys.argv[1:], __doc__)
-    check_arguments(launch, os.environ)
     command = [sys.executable, str(RUNNER), *launcher_words(launch, os.environ)]
     progress = checkpoint_watch(launch.arguments) if launch.max_restarts else lambda: None
+    check_arguments(launch, os.environ)
     environ = {**os.environ, **ssh_options_for_pdsh(os.environ)}
     sys.exit(run_with_restarts(lambda: supervise(command, environ), progress, launch.max_restarts))
 
