@@ -49,8 +49,8 @@ switch "$CHECKPOINT_ACTIVATIONS" --checkpoint-activations
 switch "$PARTITION_ACTIVATIONS" --partition-activations
 if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 
-# torchrun would set 1 as well, with a warning.
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# The processes of a host divide its cores. torchrun would set 1, with a warning.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CORES = $(nproc) / GPUS, CORES ? CORES : 1))}
 
 # DRY_RUN=1 prints the command instead of running it.
 quoted() { # words as one types them

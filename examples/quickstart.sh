@@ -2,8 +2,8 @@
 # From an empty folder to a trained GPT-2 on two CPU cores: corpus, tokenizer, data set, training with tensor
 # and pipeline parallelism, a plot of the loss, and a text generated with the trained weights.
 #
-#   bash examples/quickstart.sh          about 3 minutes after installation
-#   bash examples/quickstart.sh --fast   about half a minute; shows the steps, not a good model
+#   bash examples/quickstart.sh          about 4 minutes, installation included
+#   bash examples/quickstart.sh --fast   half a minute after installation; shows the steps, not a good model
 #   DRY_RUN=1 bash examples/quickstart.sh   prints the commands instead of running them
 #
 # Settings (environment variables):
@@ -42,7 +42,7 @@ if ((${DRY_RUN:-0})); then
 fi
 
 source tools/environment.sh requirements.txt
-export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 rm -rf "$OUT"
 mkdir -p "$OUT"
 
@@ -80,6 +80,6 @@ print(f"validation loss {[loss for loss in losses if loss is not None][-1]:.3f} 
 PYTHON
 
 step "text generated from the prompt: $PROMPT"
-python tools/generate.py --load "$OUT/checkpoints" --prompt "$PROMPT" --new-tokens 60 --temperature 0.7 --top_k 40
+python tools/generate.py --load "$OUT/checkpoints" --prompt "$PROMPT" --new-tokens 60 --temperature 0.7 --top-k 40
 
 step "done: loss curve in $OUT/loss.png, checkpoint in $OUT/checkpoints"

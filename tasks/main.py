@@ -24,7 +24,6 @@ from megatron.config.command_line import ParsedRun  # noqa: E402
 from megatron.config.environment import rank  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
 from megatron.launch.rank import print_warning, run_rank  # noqa: E402
-from megatron.tools.command_line import with_hyphens  # noqa: E402
 from megatron.tools.finetuning.request import EVALUATION_TASKS, build_parser, read_task  # noqa: E402
 from megatron.tools.reporting.callbacks import default_callbacks  # noqa: E402
 
@@ -34,7 +33,7 @@ def main() -> int | None:
 
     Nothing here imports torch before all is checked.
     """
-    args, words = build_parser(__doc__).parse_known_args(with_hyphens(sys.argv[1:]))
+    args, words = build_parser(__doc__).parse_known_args()
     if args.task in EVALUATION_TASKS:
         return import_module("evaluate").main()
     task = read_task(args, words, os.environ)

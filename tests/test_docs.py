@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,11 +9,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.pages import PAGES, ROOT, commands_in_blocks, words_of
 
 from megatron.config.command_line.classic_flags import OUTCOMES
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PYTHON = ("python", "python3")
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate")
 TRAINING = "pretrain_gpt2.py"
@@ -23,7 +21,6 @@ PASSES_ON = (
     "tasks/main.py",
 )
 """Tools that also take the flags of ``pretrain_gpt2.py``."""
-SEPARATORS = ("&&", "|", ";", ">", "<", "<<")
 OF_OTHER_PROGRAMS = {
     *("--build-arg", "--file", "--tag", "--detach", "--wait", "--build"),  # docker
     *("--rank", "--launcher_args", "--nodes", "--hostfile", "--mca", "--strict"),  # Slurm, mpirun, mkdocs
@@ -70,7 +67,7 @@ def test_paths_in_pages_exist(page) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_in_pages_exist(page) -> None:
     """Scripts of commands exist, and each flag is known to the script's parser."""
-    problems = [problem for words in commands_of(page.read_text()) for problem in check(words)]
+    problems = [problem for words in commands_of(page) for problem in check(words)]
     assert problems == []
 
 
@@ -83,16 +80,13 @@ def test_flags_in_pages_exist(page) -> None:
     assert sorted(flag for flag in named if flag not in all_flags()) == []
 
 
-def commands_of(text: str) -> Iterator[list[str]]:
+def commands_of(page: Path) -> Iterator[list[str]]:
     """The words of each command in the ```bash blocks of a page and, in code style, in its text."""
-    inline = re.findall(r"`((?:python|bash|deepspeed|torchrun|accelerate|sbatch) [^`\n]+)`", _without_fences(text))
-    for block in (*re.findall(r"^ *```bash\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE), *inline):
-        for line in re.sub(r"\\\n", " ", block).splitlines():
-            words = shlex.split(line, comments=True)
-            while words:
-                end = next((place for place, word in enumerate(words) if word in SEPARATORS), len(words))
-                yield words[:end]
-                words = words[end + 1 :]
+    for command in commands_in_blocks(page):
+        yield [*(f"{name}={value}" for name, value in command.variables.items()), *command.words]
+    text = _without_fences(page.read_text())
+    for span in re.findall(r"`((?:python|bash|deepspeed|torchrun|accelerate|sbatch) [^`\n]+)`", text):
+        yield from words_of(span)
 
 
 def check(words: list[str]) -> Iterator[str]:

@@ -2,8 +2,9 @@
 
     python tools/doctor.py --hostfile hostfile [-i host:0,1@host2] [--quick] [ARGUMENTS OF pretrain_gpt2.py]
 
-All hosts are probed at once, over ssh and without a password. Without training arguments the data, the checkpoints and
-what else they name are not checked. --quick skips the all-reduce over all ranks, which comes last.
+All hosts are probed at once, over ssh and without a password; this host, if ssh does not answer there or without a
+hostfile, without ssh. Without training arguments the data, the checkpoints and what else they name are not checked.
+--quick skips the all-reduce over all ranks, which comes last.
 
 Exit code 0: ready; 2: the hostfile or the arguments are wrong; 6: a check failed.
 """
@@ -28,7 +29,7 @@ from megatron.tools.cluster.doctor import (
     run_all_reduce,
     table,
 )
-from megatron.tools.cluster.hostfile import name_problem
+from megatron.tools.cluster.hostfile import LOCALHOST, Host, name_problem
 from megatron.tools.cluster.launching import add_launcher_flags, chosen_hosts
 from megatron.tools.cluster.remote import device_kind, variable_problems
 from megatron.tools.command_line import ToolParser, run_tool
@@ -59,10 +60,9 @@ def _examination(args, words: list[str]) -> Examination:
     """What to check. Raises ConfigError with the problems of the command line or the hostfile."""
     if args.master_addr and (problem := name_problem(args.master_addr)):
         raise ConfigError(f"--master_addr: {problem}")
-    hosts = chosen_hosts(args)
-    if not hosts:
-        raise ConfigError("no hostfile: name one with --hostfile, see hostfile.example")
+    listed = chosen_hosts(args)
     device = device_kind(os.environ, Path.cwd())
+    hosts = listed or [Host(LOCALHOST, tuple(range(args.num_gpus or 1)))]
     if problems := list(variable_problems(os.environ, device, Path.cwd())):
         raise ConfigError(problems)
     ranks = sum(len(host.slots) for host in hosts)
@@ -73,6 +73,7 @@ def _examination(args, words: list[str]) -> Examination:
         config_file=config_file and config_file.value,
         device=device,
         environ=os.environ,
+        uses_ssh=bool(listed),
         master_address=args.master_addr,
         master_port=args.master_port,
         ssh_port=args.ssh_port,

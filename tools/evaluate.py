@@ -15,7 +15,6 @@ same. Hyphens and underscores in flag names are interchangeable.
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from _model_ranks import add_rank_flags, find_model, opened, write_result
 from megatron.config.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.tools.command_line import ToolParser, with_hyphens
+from megatron.tools.command_line import ToolParser
 from megatron.tools.evaluation.tasks import TASKS, Request, make_task
 from megatron.tools.inference.source import Source
 from megatron.tools.progress import progress_bar
@@ -37,7 +36,7 @@ CLASSIC_NAMES = {"WIKITEXT103": "WIKITEXT"}
 
 def main() -> None:
     """Parse the arguments, and evaluate."""
-    args = build_parser().parse_args(with_hyphens(sys.argv[1:]))
+    args = build_parser().parse_args()
     prepare_environment(os.environ)
     evaluate(args)
 

@@ -24,7 +24,7 @@ from megatron.config.environment import rank
 from megatron.config.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.tools.command_line import ToolParser, with_hyphens
+from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.prompts import (
     NEW_TOKENS,
     Prompt,
@@ -59,7 +59,7 @@ INTERVALS = {
 
 def main() -> None:
     """Check everything that can be checked without torch, then import torch and generate."""
-    args = _parser().parse_args(with_hyphens(sys.argv[1:]))
+    args = _parser().parse_args()
     _check(args)
     source, ranks = shared_source(args, os.environ)
     limits = _limits(args, source)

@@ -25,7 +25,7 @@ from _model_ranks import add_rank_flags, find_model, opened, write_result
 from megatron.config.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.tools.command_line import ToolParser, with_hyphens
+from megatron.tools.command_line import ToolParser
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -36,7 +36,7 @@ BOOTSTRAP_ITERS = 1000
 
 def main() -> None:
     """Parse the arguments, and evaluate."""
-    args = build_parser().parse_args(with_hyphens(sys.argv[1:]))
+    args = build_parser().parse_args()
     prepare_environment(os.environ)
     evaluate(args)
 

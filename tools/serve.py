@@ -21,7 +21,7 @@ from megatron.config.environment import rank
 from megatron.config.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
-from megatron.tools.command_line import ToolParser, with_hyphens
+from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.source import Source, add_model_flags, check_values, shared_source
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ INTERVALS = {
 
 def main() -> None:
     """Check arguments, files and port before torch is imported; then load the model and serve it."""
-    args = _parser().parse_args(with_hyphens(sys.argv[1:]))
+    args = _parser().parse_args()
     check_values(args, INTERVALS)
     missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if missing:

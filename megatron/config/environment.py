@@ -52,6 +52,27 @@ def ranks_on_host(environ: Mapping[str, str]) -> int | None:
     return _first(environ, _LOCAL_SIZES, minimum=1)
 
 
+_MOST_THREADS = 1024
+
+
+def threads_per_rank(environ: Mapping[str, str]) -> int | None:
+    """The value of OMP_NUM_THREADS, of a list the first; None if it is not set.
+
+    Raises ConfigError if it is not a whole number from 1 to 1024. OpenMP would ignore such a value or start as many
+    threads.
+    """
+    text = environ.get("OMP_NUM_THREADS", "").strip()
+    if not text:
+        return None
+    levels = [int(level) if re.fullmatch(r" *[0-9]{1,9} *", level) else 0 for level in text.split(",")]
+    if not all(1 <= level <= _MOST_THREADS for level in levels):
+        raise ConfigError(
+            f"environment variable OMP_NUM_THREADS={text}: set a whole number from 1 to {_MOST_THREADS}, or unset it "
+            "to divide the cores of this host among its ranks"
+        )
+    return levels[0]
+
+
 def on_one_host(environ: Mapping[str, str]) -> bool:
     """Whether all processes of the run are on this host, according to the launcher.
 

@@ -14,7 +14,15 @@ import sysconfig
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from megatron.config.environment import check_place, expected_device, on_one_host, rank, ranks_on_host, world_size
+from megatron.config.environment import (
+    check_place,
+    expected_device,
+    on_one_host,
+    rank,
+    ranks_on_host,
+    threads_per_rank,
+    world_size,
+)
 from megatron.config.errors import LaunchError
 
 LISTEN = "MASTER_LISTEN"
@@ -22,6 +30,9 @@ LISTEN = "MASTER_LISTEN"
 
 _LOOPBACK = Path("/sys/class/net/lo")
 _NOT_LOCAL = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+_BINDING = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID")
+"""Variables of launchers that may bind each rank to cores of its own."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
 _KEPT_BYTES, _LARGEST_KEPT_BLOCK = 2**31 - 1, 2**30
@@ -31,7 +42,8 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     """Set what DeepSpeed and torch would otherwise guess, warn about or fail without; before torch is imported.
 
     Raises:
-        ConfigError: the variables that describe the rank of this process contradict each other.
+        ConfigError: the variables that describe the rank of this process contradict each other, or OMP_NUM_THREADS
+            is not a number of threads.
         LaunchError: rank 0 cannot listen at the rendezvous address, see ``listen``.
     """
     check_place(environ)
@@ -54,15 +66,31 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
         # Set by deepspeed. On the CPU it makes DeepSpeed leave 66 MiB of shared memory per rank behind, which nothing
         # in training uses.
         environ.setdefault("LOCAL_WORLD_SIZE", environ.pop("LOCAL_SIZE"))
+    divide_cores(environ, ranks_on_host(environ) or world_size(environ))
     if environ["DS_ACCELERATOR"] == "cpu":
-        # Ranks on one host share its cores; if each used all of them they would spend their time waiting.
-        local_world_size = ranks_on_host(environ) or world_size(environ)
-        environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // local_world_size)))
         keep_freed_memory(environ)
     if on_one_host(environ) and _LOOPBACK.exists():
         # The default is the address of the host's name, which other hosts may reach.
         environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)
         environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK.name)
+
+
+def divide_cores(environ: MutableMapping[str, str], ranks: int) -> None:
+    """Before torch is imported, set OMP_NUM_THREADS to this host's cores divided by its ``ranks``, unless it is set.
+
+    If each rank used all cores, they would spend their time waiting for each other. A rank that its launcher binds to
+    cores of its own, as mpirun and Slurm do, uses no others.
+
+    Raises:
+        ConfigError: it is set, but not to a number of threads.
+    """
+    if threads_per_rank(environ) is not None:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // ranks)
+    if any(name in environ for name in _BINDING):
+        share = min(cores, max(1, (os.cpu_count() or 1) // ranks))
+    environ["OMP_NUM_THREADS"] = str(share)
 
 
 def keep_freed_memory(environ: MutableMapping[str, str]) -> None:

@@ -4,7 +4,7 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,6 +54,11 @@ class _StoreOnce(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
+def _hyphened(name: str) -> str:
+    """A flag's name with hyphens for underscores."""
+    return name.replace("_", "-")
+
+
 def _spelled(flag: str, value: Any) -> str:
     """A flag with its value, or its values, as on the command line."""
     return " ".join([flag, *map(str, value if isinstance(value, list) else [value])])
@@ -62,7 +67,8 @@ def _spelled(flag: str, value: Any) -> str:
 class ToolParser(argparse.ArgumentParser):
     """An ``ArgumentParser`` that reports wrong usage as ``ConfigError`` and takes no abbreviated flags.
 
-    A flag may be repeated if it takes a list, which gets longer, or else with the same value.
+    A flag may be repeated if it takes a list, which gets longer, or else with the same value. Hyphens and underscores
+    in its name are alike, as for training programs.
     """
 
     def __init__(self, description: str, **settings: Any) -> None:
@@ -78,6 +84,12 @@ class ToolParser(argparse.ArgumentParser):
             if isinstance(action, _StoreOnce):
                 action.given = _NOT_GIVEN
         return super().parse_known_args(args, namespace)
+
+    def _parse_optional(self, arg_string: str) -> Any:
+        """As argparse's, in which ``--top_k`` finds ``--top-k``. What follows a script's name never gets here."""
+        name, equals, value = arg_string.partition("=")
+        flag = {_hyphened(known): known for known in self._option_string_actions}.get(_hyphened(name), name)
+        return super()._parse_optional(flag + equals + value)
 
     def error(self, message: str) -> NoReturn:
         """Raise what argparse would print."""
@@ -125,13 +137,3 @@ def read_architecture(program: Path) -> ArchitectureSpec:
     if isinstance(architecture := contents.get("ARCHITECTURE"), ArchitectureSpec):
         return architecture
     raise ConfigError(f"--program {program} defines no ARCHITECTURE: name an entry script such as pretrain_gpt2.py")
-
-
-def with_hyphens(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with hyphens for the underscores in names of flags."""
-    return [_hyphened(word) if word.startswith("--") else word for word in words]
-
-
-def _hyphened(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value

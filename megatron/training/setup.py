@@ -18,6 +18,7 @@ from megatron.checkpoint.load import Loaded
 from megatron.checkpoint.optimizer_state import optimizer_name
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.config import RunConfig
+from megatron.config.errors import counted
 from megatron.config.summary import describe_config, describe_stages
 from megatron.launch.distributed import distributed
 from megatron.launch.extensions import build_extensions, check_device
@@ -80,7 +81,7 @@ def log_configuration(run: RunConfig, log: MetricsLogger, callbacks: Sequence[Ca
     """Log layout, model, batch, schedule, device and the compiled DeepSpeed config; pass the run to the callbacks."""
     rows = {
         **describe_config(run, device_facts(torch.device(get_accelerator().current_device_name()))),
-        "device": f"{_device_name()}, torch {torch.__version__}",
+        "device": f"{_device_name()}, {counted(torch.get_num_threads(), 'thread')} per rank, torch {torch.__version__}",
         "deepspeed": f"{deepspeed.__version__}; its config is printed by --explain",
     }
     log.info("\n".join(f"> {name:9} {text}" for name, text in rows.items()))

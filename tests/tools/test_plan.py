@@ -7,8 +7,13 @@ import subprocess
 
 import pytest
 import yaml
+from support.programs import BIN
 
-from megatron.tools.planning.request import bytes_of_text
+from megatron.config.command_line import parse_run
+from megatron.tools.planning.output import files
+from megatron.tools.planning.request import bytes_of_text, make_request
+from megatron.tools.planning.search import search
+from megatron.tools.planning.timing import DEVICES, Machine
 
 SMALL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -70,7 +75,7 @@ def test_the_script_starts_as_many_processes_as_were_planned(planned, tmp_path, 
     assert (
         words[1:place]
         == {
-            "deepspeed": ["--num_gpus", "4"],
+            "deepspeed": "--log_level error --num_gpus 4".split(),
             "accelerate": f"launch --config_file {config} --deepspeed_config_file {json_file}".split(),
         }[launcher]
     )
@@ -78,6 +83,43 @@ def test_the_script_starts_as_many_processes_as_were_planned(planned, tmp_path, 
     assert (files / "hostfile").read_text() == "host1 slots=4\n"
     of_accelerate = yaml.safe_load(config.read_text())
     assert (of_accelerate["num_processes"], of_accelerate["num_machines"]) == (4, 1)
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "accelerate"])
+def test_the_script_of_several_hosts_is_explained_without_them(planned, tmp_path, launcher):
+    """Neither a launcher nor ssh is started; host1 and host2 of the hostfile are placeholders."""
+    words = json.loads((planned[0] / "plan.json").read_text())["fitting"][0]["arguments"]
+    request = make_request(words, Machine(DEVICES["a100"], 2), 4)
+    for name, text in files(search(request).fitting[0]).items():
+        (tmp_path / name).write_text(text)
+    assert (tmp_path / "hostfile").read_text() == "host1 slots=2\nhost2 slots=2\n"
+    for name in ("deepspeed", "accelerate", "ssh", "pdsh"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho {name} was started; exit 99\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{BIN}:{os.environ['PATH']}", "LAUNCHER": launcher}
+    command = ["bash", tmp_path / "run.sh", "--seed", "7"]
+    started = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert (started.returncode, started.stdout) == (99, f"{launcher} was started\n"), "it does start a run"
+    explained = subprocess.run([*command, "--explain"], env=environ, capture_output=True, text=True)
+    assert explained.returncode == 0, explained.stderr
+    assert "> layout    4 processes = " in explained.stdout and "rules, all kept" in explained.stdout
+
+
+def test_an_emitted_run_saves_warms_up_and_decays():
+    """Unless the request says otherwise, and never against what it says."""
+
+    def emitted(line):
+        request = make_request(f"{' '.join(SMALL[:-4])} {line}".split(), Machine(DEVICES["a100"], 4), 4)
+        return parse_run(search(request).fitting[0].command, request.environ)
+
+    run = emitted("--train-iters 1000")
+    assert (run.checkpoint.save, run.checkpoint.auto_resume) == ("checkpoints/my", True)
+    assert run.checkpoint.save_interval == 1000
+    assert (run.optim.lr_decay_style, run.optim.min_lr) == ("cosine", pytest.approx(run.optim.lr / 10))
+    assert run.optim.warmup_steps(run.train) == 10
+    run = emitted("--train-iters 1000 --lr 1e-5 --lr-warmup-iters 7 --lr-decay-style linear --save own --load own")
+    assert (run.checkpoint.save, run.checkpoint.load, run.checkpoint.auto_resume) == ("own", "own", False)
+    assert (run.optim.lr_decay_style, run.optim.min_lr, run.optim.warmup_steps(run.train)) == ("linear", 1e-6, 7)
 
 
 def test_pictures_are_drawn(planned):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from megatron.config import RunConfig
 from megatron.config.errors import counted
 from megatron.tools.cluster.checks import check_host
-from megatron.tools.cluster.hostfile import Host
+from megatron.tools.cluster.hostfile import Host, runs_here_alone
 from megatron.tools.cluster.probe_hosts import (
     AllReduceResult,
     CheckResult,
@@ -37,6 +37,8 @@ class Examination(NamedTuple):
     """DeepSpeed's JSON, if there is one."""
     device: str
     environ: Mapping[str, str]
+    uses_ssh: bool
+    """False: the one host is this machine, which no hostfile names."""
     master_address: str
     """Empty: the first host's own."""
     master_port: int
@@ -52,7 +54,11 @@ def examine_hosts(examination: Examination) -> tuple[Results, list[HostReport]]:
     request = _probe_request(examination, sent)
     local = probe_local_host(request | {"port": None, "environ": {}}, examination.seconds)
     requests = [request | {"port": None if i else examination.master_port} for i in range(len(examination.hosts))]
-    reports = probe_hosts(examination.hosts, requests, examination.ssh_port, examination.seconds)
+    if examination.uses_ssh:
+        reports = probe_hosts(examination.hosts, requests, examination.ssh_port, examination.seconds)
+    else:
+        here = probe_local_host(requests[0], examination.seconds)
+        reports = [here._replace(host=examination.hosts[0], address="127.0.0.1", without_ssh="there is no hostfile")]
     unforwarded = unforwarded_variables(environ, device, Path.cwd()) if len(examination.hosts) > 1 else []
     results = {
         report.host.name: check_host(
@@ -81,7 +87,8 @@ def run_all_reduce(examination: Examination, reports: Sequence[HostReport]) -> A
     """The all-reduce over all ranks, of hosts that have all reported."""
     first = reports[0]
     # DeepSpeed takes the first address that the host lists for the rendezvous.
-    own_address = first.facts["network"].get("value", {}).get("address") or first.address or first.host.name
+    listed = None if runs_here_alone(examination.hosts) else first.facts["network"].get("value", {}).get("address")
+    own_address = listed or first.address or first.host.name
     return all_reduce(
         reports,
         address=examination.master_address or own_address,

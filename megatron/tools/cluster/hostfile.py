@@ -7,6 +7,7 @@ address.
 
 import ipaddress
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,30 @@ def name_problem(name: str) -> str | None:
         return None
     wrong = next((character for character in name if not re.match(r"[A-Za-z0-9.-]", character)), name[:1])
     return f"{name!r} is not a host name because of {wrong!r}; use letters, digits, dots and hyphens, or an IP address"
+
+
+LOCALHOST = "localhost"
+
+
+def is_this_host(name: str) -> bool:
+    """Whether ``name`` is one that every machine has for itself, this machine's own, or one of its addresses.
+
+    Other names are not resolved: ssh may lead them elsewhere, through a port of this machine.
+    """
+    if name.lower() in (LOCALHOST, socket.gethostname().lower()):
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+        with socket.socket(socket.AF_INET if address.version == 4 else socket.AF_INET6, socket.SOCK_DGRAM) as own:
+            own.bind((name, 0))
+    except (ValueError, OSError):
+        return False
+    return not address.is_unspecified
+
+
+def runs_here_alone(hosts: Sequence[Host]) -> bool:
+    """Whether these hosts of a hostfile are one, and that one is this machine."""
+    return len(hosts) == 1 and is_this_host(hosts[0].name)
 
 
 _LARGEST = 1 << 24

@@ -18,7 +18,7 @@ from megatron.config.command_line.parser import CONFIG_FILE
 from megatron.config.errors import ConfigError
 from megatron.config.validation import value_problems
 from megatron.model.architectures import BERT, GPT2
-from megatron.tools.cluster.hostfile import Host, name_problem, read_hostfile, select
+from megatron.tools.cluster.hostfile import Host, name_problem, read_hostfile, runs_here_alone, select
 from megatron.tools.cluster.remote import device_kind, is_plain, quote_for_pdsh, variable_problems
 from megatron.tools.command_line import ToolParser
 
@@ -72,7 +72,7 @@ def read_launch(argv: Sequence[str], description: str = "") -> Namespace:
 
 
 def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
-    """The arguments of ``deepspeed`` for ``launch``.
+    """The arguments of ``deepspeed`` for ``launch``; on this host alone it uses no ssh, whatever the hostfile.
 
     Raises:
         ConfigError: with a line for each problem of the hostfile, and for each value that a remote shell would
@@ -86,6 +86,9 @@ def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
         problems += variable_problems(environ, device_kind(environ, Path.cwd()), Path.cwd())
     if problems:
         raise ConfigError(problems)
+    if runs_here_alone(hosts) and not several:
+        here = {"no_ssh_check": True, "master_addr": launch.master_addr or "127.0.0.1"}
+        launch = Namespace(**{**vars(launch), **here})
     script, arguments = launch.script, launch.arguments
     if several and launch.launcher == "pdsh":
         # The script's name reaches the remote shell as it is, even with a space.

@@ -16,7 +16,7 @@ from megatron.checkpoint import fingerprint
 from megatron.config import RunConfig, reading
 from megatron.launch.environment import extensions_folder
 from megatron.tools.cluster import allreduce, probe
-from megatron.tools.cluster.hostfile import Host
+from megatron.tools.cluster.hostfile import Host, is_this_host
 from megatron.tools.cluster.remote import CONNECT_SECONDS, ssh_command
 
 _AT_ONCE = 64
@@ -40,6 +40,8 @@ class HostReport(NamedTuple):
     """By the names of ``probe.FACTS``: {"value": ...} or {"error": ...}."""
     seconds: float = 0.0
     """Until the first line of output."""
+    without_ssh: str | None = None
+    """Why the facts were collected without ssh, on this machine; None if it was used."""
     clock: float = 0.0
     """Seconds that its clock is ahead of this host's, up to the latency of the network."""
 
@@ -93,6 +95,8 @@ class HostContext(NamedTuple):
 
     def fix(self, *words: str) -> str:
         """The command for the user to type that runs ``words`` on this host."""
+        if self.report.without_ssh is not None:
+            return shlex.join(words)
         port = ["-p", str(self.ssh_port)] if self.ssh_port else []
         return " ".join(["ssh", *port, self.report.host.name, shlex.quote(shlex.join(words))])
 
@@ -107,7 +111,10 @@ class HostContext(NamedTuple):
 def probe_hosts(
     hosts: Sequence[Host], requests: Sequence[Mapping[str, Any]], port: int | None, seconds: float
 ) -> list[HostReport]:
-    """The report of each host on its request, see ``probe.answer``; ``seconds`` is the limit for each host."""
+    """The report of each host on its request, see ``probe.answer``; ``seconds`` is the limit for each host.
+
+    If ssh to this machine fails, the report is made without it.
+    """
     with ThreadPoolExecutor(min(_AT_ONCE, len(hosts))) as pool:
         return list(pool.map(lambda host, request: _probe_host(host, request, port, seconds), hosts, requests))
 
@@ -122,7 +129,10 @@ def _probe_host(host: Host, request: Mapping[str, Any], port: int | None, second
     if address is None:
         return HostReport(host, failure="its name does not resolve")
     words = ["sh", "-c", _PYTHON, sys.executable]
-    return _run_probe(host, ssh_command(host.name, words, port), request, seconds)._replace(address=address)
+    report = _run_probe(host, ssh_command(host.name, words, port), request, seconds)
+    if not report.facts and is_this_host(host.name):
+        report = probe_local_host(request, seconds)._replace(host=host, without_ssh=report.failure)
+    return report._replace(address=address)
 
 
 def _address(name: str, port: int | None) -> str | None:
@@ -224,7 +234,8 @@ def all_reduce(
         first_rank += len(slots)
 
     def start(report: HostReport, program: str) -> subprocess.CompletedProcess:
-        command = ssh_command(report.host.name, [sys.executable, "-"], ssh_port)
+        words = [sys.executable, "-"]
+        command = words if report.without_ssh is not None else ssh_command(report.host.name, words, ssh_port)
         try:
             return subprocess.run(
                 command, input=program, capture_output=True, text=True, errors="replace", timeout=2 * seconds + 10

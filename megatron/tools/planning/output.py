@@ -61,26 +61,37 @@ def hostfile(one: Candidate) -> str:
 
 
 def script(one: Candidate) -> str:
-    """A shell script that starts the run and passes on its arguments; LAUNCHER chooses between two launchers."""
-    program = one.request.program
+    """A shell script that starts the run and passes on its arguments; LAUNCHER chooses between two launchers.
+
+    With an argument that starts no training, it needs neither a launcher nor the hosts and their devices.
+    """
+    program, accelerator = one.request.program, one.request.machine.device.accelerator
     lines = [
         "#!/usr/bin/env bash",
-        f"# Start it in the folder of {program}. Its arguments go to the program, such as --explain.",
+        f"# Start it in the folder of {program}. Its arguments go to the program, and the last value of a flag counts.",
+        "# With --explain or --dry-run, neither the hosts nor their devices are needed.",
         "set -euo pipefail",
         'here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)',
     ]
-    if one.request.machine.device.accelerator == "cpu":
+    if accelerator == "cpu":
         lines.append("export DS_ACCELERATOR=cpu")
     several = one.request.devices > one.request.machine.per_node
     hosts = f'--hostfile "$here/{HOSTFILE}"' if several else f"--num_gpus {one.request.devices}"
     of_hosts = f' --deepspeed_hostfile "$here/{HOSTFILE}"' if several else ""
     flags = [f"    {line} \\" for line in _flags(one.command)]
     lines += [
-        f"start=(deepspeed {hosts})",
+        f"start=(deepspeed --log_level {'warning' if several else 'error'} {hosts})",
         'if [ "${LAUNCHER:-deepspeed}" = accelerate ]; then',
         f'    start=(accelerate launch --config_file "$here/{ACCELERATE_FILE}"{of_hosts})',
         f'    start+=(--deepspeed_config_file "$here/{JSON_FILE}")',
         "fi",
+        'for argument in "$@"; do',
+        "    if [[ $argument = --explain || $argument = --dry[-_]run ]]; then",
+        f"        start=(env DS_ACCELERATOR={accelerator} python)",
+        f'        set -- --world-size {one.request.devices} "$@"',
+        "        break",
+        "    fi",
+        "done",
         f'"${{start[@]}}" {program} \\',
         *flags,
         f'    --deepspeed_config "$here/{JSON_FILE}" "$@"',

@@ -47,13 +47,16 @@ _OF_TOOL = {
     "rank": "run the command that is planned with it",
     "local_rank": "remove it",
 }
+_LR = 1.5e-4
 _PLACEHOLDERS = {
-    "lr": 1.5e-4,
+    "lr": _LR,
     "data_path": "data/my_text_document",
     "vocab_file": "vocab/vocab.json",
     "merge_file": "vocab/merges.txt",
 }
 """Values of what the layout does not depend on, if they are not given."""
+_SCHEDULE = {"lr_decay_style": "cosine", "save": "checkpoints/my", "save_interval": 1000}
+"""The same, of a run that lasts: without these it would keep one learning rate to its end, and its weights nowhere."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,12 @@ def _fillers(
     is_mock = "mock_data" in given and not {"vocab_file", "tokenizer_model"} & given.keys()
     own = NULL_TOKENIZER if is_mock else architecture.tokenizers[0]
     tokenizer = given["tokenizer_type"].value if "tokenizer_type" in given else own
-    found: dict[str, object] = {**sizes, **_PLACEHOLDERS, "tokenizer_type": tokenizer}
+    found: dict[str, object] = {**sizes, **_PLACEHOLDERS, **_SCHEDULE, "tokenizer_type": tokenizer}
+    found["min_lr"] = f"{(given['lr'].value if 'lr' in given else _LR) / 10:g}"
+    if not {"lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"} & given.keys():
+        found["lr_warmup_fraction"] = 0.01
+    if not {"load", "finetune"} & given.keys():
+        found["auto_resume"] = True
     if {"train_data_path", "mock_data"} & given.keys():
         del found["data_path"]
     folder, vocabulary = _value(given, "tokenizer_model"), _value(given, "vocab_file")
@@ -146,7 +154,11 @@ def _fillers(
         varies = {"rampup_batch_size", "step_batch_size_schedule"} & given.keys()
         size = given["global_batch_size"].value if "global_batch_size" in given and not varies else 1
         found["train_samples" if varies else "train_iters"] = max(round(tokens / max(size * s, 1)), 1)
-    return [word for name, value in found.items() for word in (flag_name(flag_fields()[name]), str(value))]
+    return [
+        word
+        for name, value in found.items()
+        for word in (flag_name(flag_fields()[name]), *(() if value is True else (str(value),)))
+    ]
 
 
 def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:

@@ -17,6 +17,8 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
+from megatron.config.environment import threads_per_rank
+from megatron.launch.environment import divide_cores
 from megatron.launch.files import file_mode
 from megatron.launch.processes import die_with_parent
 
@@ -95,7 +97,7 @@ def _environments(processes: int, environ: Mapping[str, str]) -> list[dict[str, 
     """The environment of each rank, as launchers set it."""
     shared = {**environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    divide_cores(shared, processes)
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
@@ -119,7 +121,7 @@ def _run_program(command: list[str], environ: dict[str, str], log: str) -> None:
     os.environ.clear()
     os.environ.update(environ)
     if torch := sys.modules.get("torch"):  # a fork: OpenMP has read its environment already
-        torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+        torch.set_num_threads(threads_per_rank(environ) or 1)
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).resolve().parent))
     try:

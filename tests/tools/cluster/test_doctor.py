@@ -262,6 +262,40 @@ def test_failed_all_reduce_is_reported(local_hosts: LocalHosts, folder: Path) ->
     assert code == 6 and "BAD  all-reduce   host-a: " in printed, printed
 
 
+def without_sshd(folder: Path, *words: str) -> tuple[int, str]:
+    """Exit code and output of the doctor on a machine whose ssh is answered by no host."""
+    (folder / "ssh").write_text("#!/bin/sh\necho 'ssh: connect to host: Connection refused' >&2; exit 255\n")
+    (folder / "ssh").chmod(0o755)
+    tool = [sys.executable, str(ROOT / "tools" / "doctor.py"), *words]
+    environ = {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "DS_ACCELERATOR": "cpu"}
+    ended = subprocess.run(tool, cwd=folder, env=environ, capture_output=True, text=True, timeout=TIME_LIMIT)
+    assert ended.stderr == ""
+    return ended.returncode, ended.stdout
+
+
+def test_this_host_is_checked_without_ssh(folder: Path) -> None:
+    """Every check but ssh itself is made, and a run on this host alone is ready."""
+    (folder / "hostfile").write_text("localhost slots=1\n")
+    words = ["--hostfile", "hostfile", "--master_port", str(free_port()), "pretrain_gpt2.py", *training(folder)]
+    code, printed = without_sshd(folder, *words)
+    assert code == 0, printed
+    assert (
+        "  ok   ssh          not used: ssh: connect to host: Connection refused; tools/launch.py needs none" in printed
+    )
+    assert {"data", "port", "folders", "all-reduce"} <= {line.split()[1] for line in printed.splitlines()[1:-1]}
+    code, printed = without_sshd(folder, "--quick", "--num_gpus", "2")
+    assert code == 0 and "not used: there is no hostfile" in printed and printed.endswith("1 host, 2 ranks: ready\n")
+
+
+def test_among_several_hosts_this_one_needs_ssh_and_is_checked_nevertheless(folder: Path) -> None:
+    _hostfile(folder, "localhost no-such-host.invalid")
+    (folder / ".deepspeed_env").write_text("DS_ACCELERATOR=cpu\nGLOO_SOCKET_IFNAME=nope0\n")
+    code, printed = without_sshd(folder, "--quick", "--hostfile", "hostfile")
+    assert code == 6 and "  BAD  ssh          ssh: connect to host: Connection refused; all that follows was" in printed
+    assert "       fix: ip -br address  # then set" in printed, "a command for this host, without ssh"
+    assert printed.endswith("2 hosts, 2 ranks: 3 checks failed\n"), "the interface and the other's name besides"
+
+
 @pytest.mark.parametrize(
     ("text", "words", "reason"),
     [

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,21 @@ def test_ssh_never_prompts_and_hosts_are_not_options() -> None:
     assert command[-2:] == ["worker-1", "ls 'a b; touch marker'"] and command[-3] == "--"
     assert "BatchMode=yes" in command and "ConnectTimeout=5" in command and command[command.index("-p") + 1] == "2222"
     assert not any("StrictHostKeyChecking" in word for word in command)
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", socket.gethostname()])
+def test_this_host_alone_needs_no_ssh(hostfile: Path, name: str) -> None:
+    """DeepSpeed would ask it for its name and its address over ssh, though it starts the ranks itself."""
+    hostfile.write_text(f"{name} slots=2\n")
+
+    def words(*more: str) -> list[str]:
+        return launcher_words(read_launch(["--hostfile", str(hostfile), *more, "x.py"]), {"DS_ACCELERATOR": "cpu"})
+
+    assert {"--no_ssh_check", "--master_addr=127.0.0.1"} <= set(words())
+    assert "--master_addr=10.0.0.1" in words("--master_addr", "10.0.0.1")
+    assert not {"--no_ssh_check", "--master_addr=127.0.0.1"} & set(words("--force_multi"))
+    hostfile.write_text("worker-1 slots=2\n")
+    assert not {"--no_ssh_check", "--master_addr=127.0.0.1"} & set(words()), "which may be another"
 
 
 @pytest.mark.parametrize("argument", HOSTILE)
