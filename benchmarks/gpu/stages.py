@@ -233,7 +233,7 @@ def profiled(plan: Plan, machine: Machine) -> dict[str, Any]:
     """Torch's profile of a step of the largest model."""
     shape, trace = largest(plan, machine), plan.folder / "profile.json.gz"
     request = {"shape": asdict(shape), "dtype": machine.dtype, "trace": str(trace)}
-    found = measured_by_ranks(1, "gpu_profile_ranks", json.dumps(request))
+    found = measured_by_ranks(1, "gpu_profile_ranks", json.dumps(request), time_limit=SECONDS)
     return {"profile": found, "shape": str(shape), "trace": trace.name}
 
 

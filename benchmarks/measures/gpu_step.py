@@ -41,6 +41,8 @@ PAIRS = (
 """This project's way, and the other's."""
 STEPS = 5
 """Of each way in a round."""
+SECONDS = 1800
+"""A process that takes longer is ended."""
 
 
 def measure(rounds: int, sizes: Sequence[str] = DEFAULT) -> list[Result]:
@@ -65,7 +67,7 @@ def compared(size: str, pair: tuple[str, str], rounds: int, machine: Machine) ->
     shape = fitting(SHAPES[size], machine.free)
     while True:
         request = {"shape": asdict(shape), "ways": pair, "rounds": rounds, "dtype": machine.dtype}
-        found = measured_by_ranks(1, "gpu_step_ranks", json.dumps(request))
+        found = measured_by_ranks(1, "gpu_step_ranks", json.dumps(request), time_limit=SECONDS)
         if "times" in found:
             return list(results_of(f"{size}, {machine.dtype}", shape, found, machine.devices[0].name))
         if shape.batch == 1:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,18 +13,36 @@ from megatron.config.errors import LaunchError
 ROOT = Path(__file__).parents[2]
 
 
-def measured_by_ranks(ranks: int, module: str, *words: str, **environ: str) -> Any:
+def measured_by_ranks(ranks: int, module: str, *words: str, time_limit: float | None = None, **environ: str) -> Any:
     """What ``benchmarks.measures.MODULE`` hands to ``report()``, started with ``words`` on so many ranks.
 
-    Raises LaunchError where they fail.
+    Raises LaunchError where they fail, or take longer than ``time_limit`` seconds.
     """
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(ranks), "-m", f"benchmarks.measures.{module}", *words]
-    ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True)
-    reported = [line[len(_MARK) :] for line in ended.stdout.splitlines() if line.startswith(_MARK)]
-    if ended.returncode or not reported:
-        raise LaunchError(f"{ranks} ranks of {module} failed:\n{(ended.stderr or ended.stdout).strip()[-2000:]}")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environ}, **pipes)
+    try:
+        output, errors = process.communicate(timeout=time_limit)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{module} is not finished after {time_limit:g} s") from None
+    finally:
+        _end(process)
+    reported = [line[len(_MARK) :] for line in output.splitlines() if line.startswith(_MARK)]
+    if process.returncode or not reported:
+        raise LaunchError(f"{ranks} ranks of {module} failed:\n{(errors or output).strip()[-2000:]}")
     return json.loads(reported[0])
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the launcher if it still runs; it ends its ranks when it is asked to."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def report(found: Any) -> None:

@@ -15,6 +15,7 @@ from benchmarks.gpu.command import FIGURES, main, run_stages
 from benchmarks.gpu.machine import Device, Machine, is_supported, problems
 from benchmarks.gpu.report import PAGE, RESULTS, read_results, render
 from benchmarks.gpu.stages import GROUPS, Failed, Plan, Stage, layouts_of, stages
+from benchmarks.measures import gpu_step
 from benchmarks.measures.gpu_step import PAIRS, SHAPES, fitting, missing, results_of
 from benchmarks.measures.shapes import Shape
 from benchmarks.tables import read_json, rows_of
@@ -131,6 +132,24 @@ def test_stages_follow_the_machine(tmp_path: Path) -> None:
 
 TIMES = {"wall": [1.0, 2.0], "cpu": [1.0, 2.0]}
 MEASURED = {"times": {"suite": TIMES, "bare torch": TIMES}, "peaks": {"suite": 10**9, "bare torch": 2 * 10**9}}
+
+
+def test_a_pair_that_runs_out_of_memory_is_measured_with_half_the_batch(monkeypatch) -> None:
+    batches: list[int] = []
+
+    def ranks(number: int, module: str, request: str, **_: float) -> dict:
+        batches.append(json.loads(request)["shape"]["batch"])
+        return MEASURED if batches[-1] <= most else {"out of memory": True}
+
+    monkeypatch.setattr(gpu_step, "measured_by_ranks", ranks)
+    most = 4
+    speed, _ = gpu_step.compared("125M", PAIRS[0], 1, MACHINE)
+    assert batches == [16, 8, 4] and speed.what.startswith("125M, bf16, suite: 12 layers, h 768, s 1024, b 4, ")
+    most = 0
+    with pytest.raises(ResourceError, match="out of memory even with a micro-batch of 1"):
+        gpu_step.compared("125M", PAIRS[0], 1, MACHINE)
+
+
 LAYOUT = {
     "layout": "tp2-pp0-dp1", "agrees": False, "failure": None, "loss": 0.5, "grad_norm": None, "first": "loss of it. 1"
 }  # fmt: skip
