@@ -11,7 +11,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.config.errors import ConfigError, DataError
+from megatron.config.errors import ConfigError, DataError, counted
 from megatron.tokenizer.base import EOD
 from megatron.tokenizer.wordpiece import SEP
 from megatron.tools.command_line import ToolParser, run_tool
@@ -42,7 +42,7 @@ def main() -> None:
     short = "" if len(vocabulary) == args.vocab_size else too_few
     print(
         f"{args.output_dir}: {len(vocabulary)} tokens{short}, {_special(vocabulary)}, "
-        f"from {corpus.documents:,} documents, {corpus.bytes / 1e6:.2f} MB"
+        f"from {counted(corpus.documents, 'document')}, {corpus.bytes / 1e6:.2f} MB"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.checkpoint.compatibility import at_saved_sample
 from megatron.checkpoint.load import FRESH, Loaded, load_checkpoint, load_pretrained, select_checkpoint
 from megatron.checkpoint.save import Checkpointer, lock_folder
-from megatron.config.errors import CheckpointError
+from megatron.config.errors import CheckpointError, counted
 from megatron.model.classifier import correct_answers
 from megatron.parallel.deepspeed_compat import deepspeed_silenced
 from megatron.tools.finetuning.request import TaskData, TaskRun
@@ -154,6 +154,6 @@ def _describe(task: TaskData, classes: Sequence[str]) -> str:
     for kind, tables in (("train", task.training), ("valid", task.validation)):
         for table in tables:
             skipped = f"; {table.skipped:,} skipped, with another number of columns" if table.skipped else ""
-            lines.append(f"> {kind:9} {table.path}: {len(table.rows):,} rows{skipped}")
-    lines.append(f"> epochs    {task.epochs:g} of {task.iterations_per_epoch:,} iterations")
+            lines.append(f"> {kind:9} {table.path}: {counted(len(table.rows), 'row')}{skipped}")
+    lines.append(f"> epochs    {task.epochs:g} of {counted(task.iterations_per_epoch, 'iteration')}")
     return "\n".join(lines)
