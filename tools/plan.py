@@ -21,11 +21,12 @@ import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
 from megatron.config.errors import ConfigError, counted
+from megatron.config.presets import PRESETS
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.command_line import ToolParser, read_architecture, run_tool
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
-from megatron.tools.planning.request import MODELS, Request, bytes_of_text, make_request, positive, share, whole
+from megatron.tools.planning.request import Request, bytes_of_text, make_request, positive, share, whole
 from megatron.tools.planning.search import Candidate, search
 from megatron.tools.planning.timing import DEVICES, GB, TERA, Machine
 
@@ -109,7 +110,7 @@ def _request(args: argparse.Namespace, words: list[str]) -> Request:
         "inter_bandwidth": args.inter_bandwidth and args.inter_bandwidth * GB,
     }
     device = device._replace(**{name: value for name, value in stated.items() if value is not None})
-    preset = MODELS[args.model].program if args.model else GPT2.program
+    preset = PRESETS[args.model].program if args.model else GPT2.program
     program = args.program or Path(preset)
     architecture = read_architecture(args.program) if args.program else _BY_PROGRAM[preset]
     return make_request(
@@ -130,7 +131,7 @@ def _parser() -> ToolParser:
     parser = ToolParser(__doc__)
     parser.usage = "%(prog)s --device NAME --devices N --global-batch-size N [flags] ARGUMENTS OF THE PROGRAM"
     model = parser.add_argument_group("model")
-    model.add_argument("--model", choices=MODELS, help="sizes of a model; arguments of its program override them")
+    model.add_argument("--model", choices=PRESETS, help="sizes of a model; arguments of its program override them")
     model.add_argument(
         "--program",
         type=Path,

@@ -20,11 +20,20 @@ _SHAPE_FIELDS = {
     "hidden_size": "--hidden-size",
     "ffn_hidden_size": "--ffn-hidden-size",
     "num_attention_heads": "--num-attention-heads",
-    "max_position_embeddings": "--max-position-embeddings",
+    "query_groups": "--num-query-groups",
+    "head_size": "--kv-channels",
+    "swiglu": "--swiglu",
+    "normalization": "--normalization",
+    "qk_layernorm": "--qk-layernorm",
+    "linear_bias": "the bias of linear layers",
+    "qkv_bias": "the bias of queries, keys and values",
+    "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
+    "position_embedding_type": "--position-embedding-type",
+    "position_rows": "--max-position-embeddings",
     "vocab_size": "the vocabulary's size",
     "classes": "the list of classes",
 }
-"""Fields of ModelConfig, and their names in messages."""
+"""Fields and properties of ModelConfig, and their names in messages."""
 
 
 def loads_directly(saved: SavedRun, run: RunConfig) -> bool:
@@ -90,7 +99,8 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     """
     config, path = run.checkpoint, saved.path
     shape = {name: getattr(run.model, field) for field, name in _SHAPE_FIELDS.items()}
-    saved_shape = {name: saved.model.get(field) for field, name in _SHAPE_FIELDS.items()}
+    saved_model = saved.whole_model_config()
+    saved_shape = {name: getattr(saved_model, field) for field, name in _SHAPE_FIELDS.items()}
     messages = [f"{line}: load a model of the same shape" for line in _differences(shape, saved_shape, path)]
     if not config.override:
         advice = "give --override to continue with another value, or --finetune to start anew"

@@ -130,6 +130,7 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         **_flags(data, "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "mask_prob", "short_seq_prob"),
         **_flags(run.train, "loss_normalization"),
         **_flags(run.model, "attention_dropout", "hidden_dropout"),
+        **_flags(run.model, "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"),
         **_flags(run.optim, "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
     }
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.config.data import DataConfig
 from megatron.config.fields import derived, flag
 from megatron.config.memory import ActivationConfig, PrecisionConfig, ZeroConfig
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, default_ffn_hidden_size
 from megatron.config.output import CheckpointConfig, LoggingConfig, ObserveConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import OptimConfig, TrainConfig
@@ -33,6 +33,7 @@ __all__ = [
     "RunConfig",
     "TrainConfig",
     "ZeroConfig",
+    "default_ffn_hidden_size",
     "derived",
     "flag",
     "flag_fields",

@@ -12,9 +12,66 @@ class ModelConfig:
     num_layers: int = flag(0, "Number of transformer layers.", within="[1, inf)", required=True)
     hidden_size: int = flag(0, "Hidden size of the transformer.", within="[1, inf)", required=True)
     num_attention_heads: int = flag(0, "Number of attention heads.", within="[1, inf)", required=True)
-    ffn_hidden_size: int = flag(0, "Hidden size of the MLP (default: 4 x hidden size).", within="[1, inf)")
+    num_query_groups: int = flag(
+        0,
+        "Number of key and value heads, each of which a group of query heads shares: grouped-query attention "
+        "(default: as many as heads).",
+        aliases=("num-key-value-heads",),
+        within="[1, inf)",
+        masked_lm=False,
+    )
+    group_query_attention: bool = flag(
+        False, "Grouped-query attention; --num-query-groups alone selects it, too.", masked_lm=False
+    )
+    kv_channels: int = flag(0, "Size of a head (default: hidden size / heads).", within="[1, inf)")
+    ffn_hidden_size: int = flag(
+        0, "Hidden size of the MLP (default: 4 x hidden size; with --swiglu two thirds of it).", within="[1, inf)"
+    )
+    swiglu: bool = flag(
+        False, "Gate the MLP with SiLU instead of GELU: SiLU(gate) x up (arXiv 2002.05202).", masked_lm=False
+    )
+    normalization: str = flag(
+        "LayerNorm",
+        "Kind of the norms.",
+        choices=("LayerNorm", "RMSNorm"),
+        masked_lm=False,
+    )
+    qk_layernorm: bool = flag(
+        False, "Normalize the queries and keys of each head, before their rotation (Qwen3).", masked_lm=False
+    )
+    disable_bias_linear: bool = flag(False, "Linear layers without biases.", masked_lm=False)
+    add_qkv_bias: bool = flag(
+        False, "A bias for queries, keys and values in spite of --disable-bias-linear (Qwen2).", masked_lm=False
+    )
+    untie_embeddings_and_output_weights: bool = flag(
+        False, "An output projection of its own, instead of the word embedding.", masked_lm=False
+    )
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        "How positions are represented: a learned table, the rotation of queries and keys (arXiv 2104.09864), or not "
+        "at all.",
+        choices=("learned_absolute", "rope", "none"),
+        switches={"use-rotary-position-embeddings": "rope", "no-position-embedding": "none"},
+        masked_lm=False,
+    )
+    rotary_base: float = flag(
+        10000.0,
+        "Base of the rotation's wavelengths.",
+        aliases=("rotary-position-embeddings-theta",),
+        within="(0, inf)",
+        masked_lm=False,
+    )
+    rotary_percent: float = flag(
+        1.0, "Share of each head's dimensions that is rotated.", within="(0, 1]", masked_lm=False
+    )
+    use_rope_scaling: bool = flag(
+        False, "Scale the long wavelengths of the rotation by Llama 3.1's rule.", masked_lm=False
+    )
+    rope_scaling_factor: float = flag(8.0, "Factor of --use-rope-scaling.", within="[1, inf)", masked_lm=False)
     max_position_embeddings: int = flag(
-        0, "Number of learned position embeddings (default: the sequence length).", within="[1, inf)"
+        0,
+        "Longest sequence, and rows of a learned table of positions (default: the sequence length).",
+        within="[1, inf)",
     )
     make_vocab_size_divisible_by: int = flag(
         128, "Pad the vocabulary size to a multiple of this value times the tensor-parallel size.", within="[1, inf)"
@@ -111,7 +168,47 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         """Size of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.kv_channels or self.hidden_size // max(self.num_attention_heads, 1)
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key and value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def has_rotary_embedding(self) -> bool:
+        """Whether attention rotates queries and keys by their positions."""
+        return self.position_embedding_type == "rope"
+
+    @property
+    def has_position_table(self) -> bool:
+        """Whether positions are embedded by a learned table."""
+        return self.position_embedding_type == "learned_absolute"
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the learned table of positions; 0 without one."""
+        return self.max_position_embeddings if self.has_position_table else 0
+
+    @property
+    def layers_need_segment_ids(self) -> bool:
+        """Whether attention is limited to documents, or counts its positions from their beginnings."""
+        return self.reset_attention_mask or (self.reset_position_ids and self.has_rotary_embedding)
+
+    @property
+    def linear_bias(self) -> bool:
+        """Whether linear layers have a bias; that of queries, keys and values is ``qkv_bias``."""
+        return not self.disable_bias_linear
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the projection to queries, keys and values has a bias."""
+        return self.linear_bias or self.add_qkv_bias
+
+
+def default_ffn_hidden_size(model: ModelConfig) -> int:
+    """Four times the hidden size; two thirds of it, in multiples of 64, for SwiGLU, which has a third matrix."""
+    return int(4 * model.hidden_size * 2 / 3 / 64) * 64 if model.swiglu else 4 * model.hidden_size
 
 
 def padded_vocabulary(v: int, t: int, multiple: int = 128) -> int:

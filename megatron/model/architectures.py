@@ -1,6 +1,8 @@
 """The specs of GPT-2, BERT and BERT with a classifier as its head. No torch here.
 
-h hidden, f inside the MLP, v padded vocabulary
+By its flags, GPT-2 also is a model of the Llama family.
+
+h hidden, f inside the MLP, q columns of all query heads, k of all key heads, v padded vocabulary
 """
 
 from dataclasses import replace
@@ -27,19 +29,39 @@ EMBED = "embed"
 
 
 def transformer_layer(config: ModelConfig) -> LayerSpec:
-    """``ParallelTransformerLayer``. Kept: inputs of norms and linears, query, key, value, context, GELU's input."""
-    h, f = config.hidden_size, config.ffn_hidden_size
+    """``ParallelTransformerLayer``. Kept: inputs of norms and linears, query, key, value, context, inside the MLP."""
+    h, f, norm, bias = config.hidden_size, config.ffn_hidden_size, config.normalization, config.linear_bias
+    q, k = config.num_attention_heads * config.head_size, config.query_groups * config.head_size
+    matrices = 2 if config.swiglu else 1
+    head_norms = [
+        parameter
+        for name in ("q_layernorm", "k_layernorm")
+        for parameter in norm_parameters(f"attention.{name}", config.head_size, norm)
+    ]
     parameters = (
-        *norm_parameters("input_layernorm", h),
-        *column_parallel("attention.query_key_value", h, 3 * h),
-        *row_parallel("attention.dense", h, h),
-        *norm_parameters("post_attention_layernorm", h),
-        *column_parallel("mlp.dense_h_to_4h", h, f),
-        *row_parallel("mlp.dense_4h_to_h", f, h),
+        *norm_parameters("input_layernorm", h, norm),
+        *column_parallel("attention.query_key_value", h, q + 2 * k, bias=config.qkv_bias),
+        *(head_norms if config.qk_layernorm else ()),
+        *row_parallel("attention.dense", q, h, bias=bias),
+        *norm_parameters("post_attention_layernorm", h, norm),
+        *column_parallel("mlp.dense_h_to_4h", h, f, bias=bias, parts=matrices),
+        *row_parallel("mlp.dense_4h_to_h", f, h, bias=bias),
     )
-    kept = KeptActivations(residual=2 * h, local=2 * h, masks=2 * h, statistics=4, sharded=4 * h + 2 * f)
+    kept = KeptActivations(
+        residual=2 * h,
+        local=2 * h,
+        masks=2 * h,
+        statistics=4 if norm == "LayerNorm" else 2,
+        # With SwiGLU gate and up, SiLU of the gate, and the product. A norm of heads keeps its input, too.
+        sharded=2 * q + 2 * k + (4 * f if config.swiglu else 2 * f) + (q + k if config.qk_layernorm else 0),
+    )
     return LayerSpec(
-        "ParallelTransformerLayer", parameters, 2 * (4 * h * h + 2 * h * f), attention_size=h, kept=kept, is_block=True
+        "ParallelTransformerLayer",
+        parameters,
+        2 * (h * (2 * q + 2 * k) + (matrices + 1) * h * f),
+        attention_size=q,
+        kept=kept,
+        is_block=True,
     )
 
 
@@ -57,6 +79,14 @@ def word_logits(config: ModelConfig, class_name: str = "WordEmbedding") -> Layer
     return replace(table, matmul_flops=2 * table.numel, kept=KeptActivations(local=h))
 
 
+def output_layer(config: ModelConfig) -> LayerSpec:
+    """An output projection of its own."""
+    (table,) = word_embedding(config).parameters
+    return replace(
+        word_logits(config), class_name="OutputLayer", parameters=(replace(table, name="weight"),), tied=None
+    )
+
+
 def position_embedding(config: ModelConfig) -> LayerSpec:
     """The table of positions. Kept: the mask of the dropout that follows."""
     h = config.hidden_size
@@ -64,23 +94,30 @@ def position_embedding(config: ModelConfig) -> LayerSpec:
     return LayerSpec("PositionEmbedding", (table,), kept=KeptActivations(masks=h))
 
 
+def embedding_dropout(config: ModelConfig) -> LayerSpec:
+    """The dropout after the word embedding of a model without a table of positions. Kept: its mask."""
+    return LayerSpec("EmbeddingDropout", kept=KeptActivations(masks=config.hidden_size))
+
+
 def final_norm(config: ModelConfig) -> LayerSpec:
-    """The layer norm after the last block. Kept: its input."""
-    h = config.hidden_size
-    return LayerSpec("LayerNorm", norm_parameters("", h), kept=KeptActivations(residual=h, statistics=2))
+    """The norm after the last block. Kept: its input."""
+    h, kind = config.hidden_size, config.normalization
+    statistics = 2 if kind == "LayerNorm" else 1
+    return LayerSpec(kind, norm_parameters("", h, kind), kept=KeptActivations(residual=h, statistics=statistics))
 
 
 WITHOUT_SEGMENT_IDS = LayerSpec("without_segment_ids")
 
 
 def _gpt2(config: ModelConfig) -> list[LayerSpec]:
+    untied, words = config.untie_embeddings_and_output_weights, word_embedding(config)
     return [
-        word_embedding(config),
-        position_embedding(config),
+        replace(words, tied=None) if untied else words,
+        position_embedding(config) if config.has_position_table else embedding_dropout(config),
         *[transformer_layer(config)] * config.num_layers,
         WITHOUT_SEGMENT_IDS,
         final_norm(config),
-        word_logits(config),
+        output_layer(config) if untied else word_logits(config),
     ]
 
 

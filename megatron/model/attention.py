@@ -1,4 +1,4 @@
-"""Self-attention with the heads sharded over the tensor group, and its key-value cache for generation.
+"""Self-attention with the heads sharded over the tensor group.
 
 b batch, s sequence, h hidden, n heads of this rank, g of them with keys and values of their own, d size of a head
 """
@@ -9,62 +9,20 @@ from functools import partial
 import deepspeed
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.attention_kernel import AttentionKernel, attention_kernel
-from megatron.model.kernels import device_facts, residual_weight, weight
+from megatron.model.kernels import device_facts, head_norm_class, residual_weight, weight
+from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.packed_attention import attend_in_blocks, attend_varlen, dense_mask, window_mask
+from megatron.model.rotary import RotaryEmbedding, positions_in_segment, rotate
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import all_to_all, sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.mappings import gather_from_sequence_parallel_region
 from megatron.parallel.tensor.random import random_stream
-
-
-class KeyValueCache:
-    """Keys and values of every layer, for a batch of sequences that end in the same column and may begin later.
-
-    ``begins`` [b] is the column in which each sequence begins; the columns before it are not attended to. For every
-    step, ``advance`` reserves new columns, and each layer fills them with ``extend``. In its shapes q are the new
-    columns and c the columns so far.
-    """
-
-    def __init__(
-        self, config: ModelConfig, begins: Tensor, columns: int, *, heads: int, dtype: torch.dtype, device: torch.device
-    ):
-        shape = (config.num_layers, 2, begins.numel(), heads, columns, config.head_size)
-        self._kept = torch.empty(shape, dtype=dtype, device=device)
-        self._begins = begins.to(device)
-        self._pre_tokens = config.pre_tokens
-        self._length = 0
-        self.positions = torch.empty(0, 0, device=device)
-        """Positions of the new columns in their sequences [b, q]."""
-        self.visible = torch.empty(0, 0, 0, 0, device=device)
-        """True where a new column attends to a column [b, 1, q, c]."""
-
-    def advance(self, count: int) -> None:
-        """Reserve ``count`` new columns."""
-        rows = torch.arange(self._length, self._length + count, device=self._begins.device)
-        columns = torch.arange(self._length + count, device=self._begins.device)
-        self._length += count
-        self.positions = (rows - self._begins.unsqueeze(1)).clamp(min=0)
-        back = rows.unsqueeze(1) - columns  # [q, c]
-        in_window = (back >= 0) & (back <= self._pre_tokens)
-        has_begun = columns >= self._begins.unsqueeze(1)  # [b, c]
-        # A column before the sequence attends to itself: without any column, the softmax would be NaN, which spreads.
-        self.visible = (in_window & has_begun.unsqueeze(1) | (back == 0)).unsqueeze(1)
-
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all columns so far, [b, n, c, d] each, the new ones [b, n, q, d] last."""
-        kept, begin = self._kept[layer], self._length - key.size(2)
-        kept[0, :, :, begin : self._length] = key
-        kept[1, :, :, begin : self._length] = value
-        return kept[0, :, :, : self._length], kept[1, :, :, : self._length]
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order; a row may be repeated."""
-        self._kept = self._kept[:, :, rows.to(self._kept.device)]
-        self._begins = self._begins[rows.to(self._begins.device)]
 
 
 class ParallelSelfAttention(nn.Module):
@@ -82,12 +40,34 @@ class ParallelSelfAttention(nn.Module):
         self.heads = config.num_attention_heads // group.size()
         self.dropout = config.attention_dropout
         dim = sequence_parallel_dim(config, layout)
-        # Rows are [heads, 3, d]: a rank's shard holds whole heads for every size of the group.
+        d, queries = config.head_size, config.num_attention_heads // config.query_groups
+        # Rows are [groups, queries of a group, its key and its value, d]: a rank's shard holds whole groups, unless
+        # there are more ranks than groups.
         self.query_key_value = ColumnParallelLinear(
-            h, 3 * h, group=group, init=weight(config, f"{name}.query_key_value"), sequence_dim=dim
+            h,
+            config.query_groups * (queries + 2) * d,
+            group=group,
+            init=weight(config, f"{name}.query_key_value"),
+            has_bias=config.qkv_bias,
+            sequence_dim=dim,
         )
+        self.group_sizes = (queries, 1, 1)
+        self.ranks_per_group = max(group.size() // config.query_groups, 1)
+        self.tensor_group = group
+        self.head_size = d
+        norm = head_norm_class(config, layout) if config.qk_layernorm else nn.Identity
+        self.q_layernorm = norm(d, eps=config.layernorm_epsilon)
+        self.k_layernorm = norm(d, eps=config.layernorm_epsilon)
+        self.rotary = RotaryEmbedding.of(config)
+        self.resets_positions = config.reset_position_ids
+        self.keeps_documents_apart = config.reset_attention_mask or not (causal and config.reset_position_ids)
         self.dense = RowParallelLinear(
-            h, h, group=group, init=residual_weight(config, f"{name}.dense"), sequence_dim=dim
+            config.num_attention_heads * d,
+            h,
+            group=group,
+            init=residual_weight(config, f"{name}.dense"),
+            has_bias=config.linear_bias,
+            sequence_dim=dim,
         )
         self.sequence_group = layout.sequence_group
         self.batch_dim = 1 - config.sequence_dim
@@ -101,13 +81,15 @@ class ParallelSelfAttention(nn.Module):
             self._attend_apart = torch.compiler.disable(self._attend_apart)  # type: ignore[method-assign]
 
     def forward(self, hidden: Tensor, segment_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        # [b, s, n, 3d] or [s, b, n, 3d] -> [b, n, s, 3d]
-        heads = self.query_key_value(hidden).unflatten(-1, (self.heads, -1)).movedim((self.batch_dim, 2), (0, 1))
-        if self.sequence_group:  # a sequence shard of all heads -> the whole sequence for a part of the heads
-            heads = all_to_all(heads, self.sequence_group, split_dim=1, concat_dim=2)
-        tensors = heads.chunk(3, dim=-1) if segment_ids is None else (*heads.chunk(3, dim=-1), segment_ids)
+        query, key, value = self._project(hidden)
+        if self.sequence_group:
+            query, key, value = _whole_sequence(query, key, value, self.sequence_group)
+        if self.rotary is not None:
+            tables = self._rotation(self.rotary, query, segment_ids, cache)
+            query, key = rotate(query, tables), rotate(key, tables)
+        documents = (segment_ids,) if segment_ids is not None and self.keeps_documents_apart else ()
+        tensors = (query, key, value, *documents)
         if cache is not None:
-            query, key, value = tensors
             key, value = cache.extend(self.layer_number - 1, key, value)
             context = self._compute(query, key, value, cache.visible, 0.0)
         elif self.recomputes and self.training:
@@ -117,6 +99,31 @@ class ParallelSelfAttention(nn.Module):
         if self.sequence_group:
             context = all_to_all(context, self.sequence_group, split_dim=2, concat_dim=1)
         return self.dense(context.movedim((0, 1), (self.batch_dim, 2)).flatten(2))
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden -> query [b, n, s, d], key and value [b, g, s, d] of this rank's heads."""
+        columns = self.query_key_value(hidden)
+        if self.ranks_per_group > 1:  # each rank has a part of a group's rows, and needs its key and value, too
+            columns = gather_from_sequence_parallel_region(columns, self.tensor_group, -1)
+        groups = columns.unflatten(-1, (-1, sum(self.group_sizes), self.head_size))
+        if self.ranks_per_group > 1:
+            groups = groups.narrow(2, self.tensor_group.rank() // self.ranks_per_group, 1)
+        query, key, value = (part.flatten(2, 3) for part in groups.split(self.group_sizes, dim=3))
+        if self.ranks_per_group > 1:
+            query = query.chunk(self.ranks_per_group, 2)[self.tensor_group.rank() % self.ranks_per_group]
+        query, key = self.q_layernorm(query), self.k_layernorm(key)
+        query, key, value = (heads.movedim((self.batch_dim, 2), (0, 1)) for heads in (query, key, value))
+        return query, key, value
+
+    def _rotation(
+        self, rotary: RotaryEmbedding, query: Tensor, segment_ids: Tensor | None, cache: KeyValueCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the tokens' positions."""
+        if cache is not None:
+            return rotary.tables(cache.positions, query.dtype)
+        if self.resets_positions and segment_ids is not None:
+            return rotary.tables(positions_in_segment(segment_ids), query.dtype)
+        return rotary.first_positions(query.size(2), query.dtype, query.device)
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         """Scores, softmax, dropout and context: [b, n, s, d], [b, g, s, d] twice -> [b, n, s, d]."""
@@ -190,3 +197,16 @@ def _for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, T
     """key and value [b, g, k, d] -> [b, n, k, d]: each of their heads repeated for the queries that share it."""
     repeats = query.size(1) // key.size(1)
     return (key, value) if repeats == 1 else (key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1))
+
+
+def _whole_sequence(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    """A sequence shard of all heads -> the whole sequence for a part of the heads (DeepSpeed-Ulysses)."""
+    if query.size(1) == key.size(1):
+        heads = torch.cat([query, key, value], dim=-1)
+        query, key, value = all_to_all(heads, group, split_dim=1, concat_dim=2).chunk(3, dim=-1)
+        return query, key, value
+    repeats = max(group.size() // key.size(1), 1)  # of a group that several ranks share
+    keys = torch.cat([key, value], dim=-1).repeat_interleave(repeats, 1)
+    query = all_to_all(query, group, split_dim=1, concat_dim=2)
+    key, value = all_to_all(keys, group, split_dim=1, concat_dim=2).chunk(2, dim=-1)
+    return query, key, value

@@ -12,10 +12,11 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.kernels import weight
+from megatron.model.rotary import positions_in_segment
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import local_shard, sequence_groups, sequence_parallel_dim
-from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient
+from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient, linear, sharded_parameter
 from megatron.parallel.tensor.random import random_stream
 
 
@@ -65,34 +66,64 @@ def to_logits(embedding: WordEmbedding, hidden: Tensor) -> Tensor:
     return embedding(hidden, to_logits=True)
 
 
-class PositionEmbedding(nn.Module):
-    """Adds the position embedding, then applies dropout: hidden [b, s, h] -> hidden [b, s, h]."""
+class OutputLayer(nn.Module):
+    """The output projection of a model that does not share its word embedding: hidden -> logits [b, s, v/t]."""
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout):
+        super().__init__()
+        self.group, self.sequence_dim = layout.tensor_group, config.sequence_dim
+        self.parallel_dim = sequence_parallel_dim(config, layout)
+        whole = weight(config, "output_layer").draw((config.vocab_size, config.hidden_size))
+        whole = F.pad(whole, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
+        self.weight = sharded_parameter(whole, dim=0, group=self.group)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.weight, None, self.group, self.parallel_dim).movedim(self.sequence_dim, 1)
+
+
+class EmbeddingDropout(nn.Module):
+    """Dropout of the embedded tokens, for a model without a table of positions: hidden [b, s, h] -> hidden."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, passes_segment_ids: bool):
         super().__init__()
-        self.sequence_groups = sequence_groups(layout)
         self.per_rank_rng = layout.sequence_parallel
         self.dropout = config.hidden_dropout
         self.sequence_dim = config.sequence_dim
-        self.resets = config.reset_position_ids
         self.passes_segment_ids = passes_segment_ids
+
+    def forward(self, hidden_states: HiddenStates, positions: Tensor | None = None) -> HiddenStates:
+        """``positions`` [b, s] are those of generation, where tokens do not start at position 0."""
+        hidden, segment_ids = unpack(hidden_states)
+        hidden = self.embed(hidden, segment_ids, positions)
+        if self.training and self.dropout:
+            with random_stream(per_rank=self.per_rank_rng):
+                hidden = F.dropout(hidden, self.dropout)
+        return (hidden, segment_ids) if self.passes_segment_ids and segment_ids is not None else hidden
+
+    def embed(self, hidden: Tensor, segment_ids: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Hidden states with what this layer adds to them: nothing."""
+        return hidden
+
+
+class PositionEmbedding(EmbeddingDropout):
+    """Adds the position embedding, then applies dropout: hidden [b, s, h] -> hidden [b, s, h]."""
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, passes_segment_ids: bool):
+        super().__init__(config, layout, passes_segment_ids=passes_segment_ids)
+        self.sequence_groups = sequence_groups(layout)
+        self.resets = config.reset_position_ids
         self.position_embeddings = _replicated_table(
             config, layout, "position_embeddings", config.max_position_embeddings
         )
 
-    def forward(self, hidden_states: HiddenStates, positions: Tensor | None = None) -> HiddenStates:
-        """``positions`` [b, s] are given for generation, where tokens do not start at position 0."""
-        hidden, segment_ids = unpack(hidden_states)
+    def embed(self, hidden: Tensor, segment_ids: Tensor | None, positions: Tensor | None) -> Tensor:
+        """Hidden states with the embeddings of their positions."""
         if positions is None:
             positions = self._positions(hidden, segment_ids)
         positions = positions.movedim(1, self.sequence_dim)
         for group in self.sequence_groups:
             positions = local_shard(positions, group, self.sequence_dim)
-        hidden = hidden + self.position_embeddings(positions)
-        if self.training and self.dropout:
-            with random_stream(per_rank=self.per_rank_rng):
-                hidden = F.dropout(hidden, self.dropout)
-        return (hidden, segment_ids) if self.passes_segment_ids and segment_ids is not None else hidden
+        return hidden + self.position_embeddings(positions)
 
     def _positions(self, hidden: Tensor, segment_ids: Tensor | None) -> Tensor:
         """Counted from the first token, or from the first of each segment: [1, s] or [b, s]."""
@@ -140,10 +171,3 @@ def segment_ids_of(tokens: Tensor, eod_token: int) -> Tensor:
     """tokens [b, s] -> ends of document before each token, int32 [b, s]; an end counts from the next token on."""
     ends = (tokens == eod_token).int()
     return ends.cumsum(-1, dtype=torch.int32) - ends
-
-
-def positions_in_segment(segment_ids: Tensor) -> Tensor:
-    """segment_ids [b, s] -> distance from the first token of the segment [b, s]."""
-    index = torch.arange(segment_ids.size(-1), device=segment_ids.device).expand_as(segment_ids)
-    begins = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
-    return index - index.masked_fill(~begins, 0).cummax(-1).values

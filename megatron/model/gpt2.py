@@ -1,4 +1,4 @@
-"""GPT-2's list of layers, and its loss.
+"""The list of layers of a causal language model such as GPT-2 or Llama, and its loss.
 
 b batch, s sequence, h hidden, v padded vocabulary, t tensor-parallel size
 """
@@ -11,7 +11,14 @@ from torch import Tensor
 
 from megatron.config import ActivationConfig, ModelConfig
 from megatron.model.containers import Layers, LossFn, SequentialModel
-from megatron.model.embedding import PositionEmbedding, WordEmbedding, to_logits, without_segment_ids
+from megatron.model.embedding import (
+    EmbeddingDropout,
+    OutputLayer,
+    PositionEmbedding,
+    WordEmbedding,
+    to_logits,
+    without_segment_ids,
+)
 from megatron.model.kernels import norm_class
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
@@ -20,17 +27,21 @@ from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 
 def gpt2_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
-    """The layers of GPT-2 in order, not yet built; the same list as in its spec."""
+    """The layers in order, not yet built; the same list as in the spec."""
     embedding = partial(
         TiedLayerSpec, "embed", WordEmbedding, config, layout, tied_weight_attr="word_embeddings.weight"
     )
+    words, head = embedding(), embedding(forward_fn=to_logits)
+    if config.untie_embeddings_and_output_weights:
+        words, head = LayerSpec(WordEmbedding, config, layout), LayerSpec(OutputLayer, config, layout)
+    positions = PositionEmbedding if config.has_position_table else EmbeddingDropout
     return [
-        embedding(),  # tokens [b, s] -> hidden [b, s, h]
-        LayerSpec(PositionEmbedding, config, layout, passes_segment_ids=config.reset_attention_mask),
+        words,  # tokens [b, s] -> hidden [b, s, h]
+        LayerSpec(positions, config, layout, passes_segment_ids=config.layers_need_segment_ids),
         *(LayerSpec(ParallelTransformerLayer, config, layout, layer_number=n + 1) for n in range(config.num_layers)),
         without_segment_ids,
         LayerSpec(norm_class(config, layout), config.hidden_size, eps=config.layernorm_epsilon),
-        embedding(forward_fn=to_logits),  # hidden -> logits [b, s, v/t]
+        head,  # hidden -> logits [b, s, v/t]
     ]
 
 

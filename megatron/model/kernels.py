@@ -1,4 +1,4 @@
-"""Layer norms, GELU and dropout, from apex, torch's compiler or plain torch; initial weights."""
+"""Norms, activations and dropout, from apex, torch's compiler or plain torch; initial weights."""
 
 import importlib.util
 import math
@@ -34,31 +34,40 @@ def device_facts(device: torch.device) -> DeviceFacts:
 
 
 def norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Module]:
-    """A layer norm for hidden states between layers, created from (size, eps=...).
+    """The norm of hidden states between layers, created from (size, eps=...).
 
-    apex's fused layer norm or torch's; both name their parameters alike. With sequence parallelism each rank's
+    apex's fused norm or torch's; both name their parameters alike. With sequence parallelism each rank's
     gradient is of its shard of the sequence, and is summed over the tensor group.
     """
-    norm: type[nn.Module]
+    norm = _norm(config, fp32_residual=config.fp32_residual_connection)
+    return _sharded_norm(norm, layout.tensor_group) if layout.sequence_parallel else norm
+
+
+def head_norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Module]:
+    """The norm of each head's queries or keys. A rank has its own heads, so that gradients are summed."""
+    return _sharded_norm(_norm(config, fp32_residual=False), layout.tensor_group)
+
+
+def _norm(config: ModelConfig, *, fp32_residual: bool) -> type[nn.Module]:
     if uses_apex(config.fused_kernels):
-        from apex.normalization import FusedLayerNorm, MixedFusedLayerNorm
+        import apex.normalization as source
 
-        norm = MixedFusedLayerNorm if config.fp32_residual_connection else FusedLayerNorm
-    else:
-        norm = Fp32ResidualLayerNorm if config.fp32_residual_connection else nn.LayerNorm
-    return _sequence_parallel_norm(norm, layout.tensor_group) if layout.sequence_parallel else norm
+        return getattr(source, ("MixedFused" if fp32_residual else "Fused") + config.normalization)
+    if fp32_residual:
+        return {"LayerNorm": Fp32ResidualLayerNorm, "RMSNorm": Fp32ResidualRMSNorm}[config.normalization]
+    return {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization]
 
 
-def _sequence_parallel_norm(norm: type[nn.Module], group: ProcessGroup) -> type[nn.Module]:
-    class SequenceParallelLayerNorm(norm):  # type: ignore[valid-type, misc]  # a class that is chosen at run time
-        """A layer norm of a shard of the sequence, whose weights are replicated."""
+def _sharded_norm(norm: type[nn.Module], group: ProcessGroup) -> type[nn.Module]:
+    class ShardedNorm(norm):  # type: ignore[valid-type, misc]  # a class that is chosen at run time
+        """A norm of a rank's part of the sequence or of the heads, whose weights are replicated."""
 
         def __init__(self, size: int, eps: float):
             super().__init__(size, eps=eps)
             for parameter in self.parameters():
                 all_reduce_gradient(parameter, group)
 
-    return SequenceParallelLayerNorm
+    return ShardedNorm
 
 
 class Fp32ResidualLayerNorm(nn.LayerNorm):
@@ -69,9 +78,27 @@ class Fp32ResidualLayerNorm(nn.LayerNorm):
         return F.layer_norm(hidden, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
+class Fp32ResidualRMSNorm(nn.RMSNorm):
+    """The same without mean and bias."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, self.normalized_shape, self.weight.float(), self.eps).to(self.weight.dtype)
+
+
 def bias_gelu(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor] | None:
     """GELU(x + bias) as one compiled kernel, or None without ``--bias-gelu-fusion``."""
     return partial(_compiled(_bias_gelu), approximate=_gelu_kind(config)) if config.bias_gelu_fusion else None
+
+
+def mlp_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """SwiGLU of gate and up [.., 2f] -> [.., f], or GELU."""
+    return swiglu if config.swiglu else gelu(config)
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """SiLU(gate) x up of both side by side (arXiv 2002.05202): [.., 2f] -> [.., f]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def gelu(config: ModelConfig) -> Callable[[Tensor], Tensor]:

@@ -193,26 +193,30 @@ def _forward_flops(run: RunConfig, layers: Sequence[LayerSpec]) -> float:
 # Parameters of the common layers; ``h`` stands for inputs or hidden size throughout.
 
 
-def norm_parameters(name: str, h: int) -> tuple[ParameterSpec, ...]:
-    """Weight and bias of a layer norm; without a name those of a layer that is one."""
+def norm_parameters(name: str, h: int, kind: str = "LayerNorm") -> tuple[ParameterSpec, ...]:
+    """The weight of a norm, and the bias of a layer norm; without a name those of a layer that is one."""
     prefix = f"{name}." if name else ""
-    return tuple(ParameterSpec(f"{prefix}{kind}", (h,), weight_decay=False) for kind in ("weight", "bias"))
+    names = ("weight", "bias") if kind == "LayerNorm" else ("weight",)
+    return tuple(ParameterSpec(f"{prefix}{name}", (h,), weight_decay=False) for name in names)
 
 
-def column_parallel(name: str, inputs: int, outputs: int) -> tuple[ParameterSpec, ...]:
-    """Weight and bias of a ``ColumnParallelLinear``: both divided along the outputs."""
-    return tuple(replace(parameter, shard_dim=0) for parameter in replicated_linear(name, inputs, outputs))
+def column_parallel(
+    name: str, inputs: int, outputs: int, *, bias: bool = True, parts: int = 1
+) -> tuple[ParameterSpec, ...]:
+    """Weight and bias of a ``ColumnParallelLinear``: both divided along the outputs, of which there are ``parts``."""
+    parameters = replicated_linear(name, inputs, outputs, bias=bias)
+    if parts == 1:
+        return tuple(replace(parameter, shard_dim=0) for parameter in parameters)
+    return tuple(replace(parameter, shape=(parts, *parameter.shape), shard_dim=1) for parameter in parameters)
 
 
-def row_parallel(name: str, inputs: int, outputs: int) -> tuple[ParameterSpec, ...]:
+def row_parallel(name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[ParameterSpec, ...]:
     """Weight and bias of a ``RowParallelLinear``: the weight divided along the inputs."""
-    weight, bias = replicated_linear(name, inputs, outputs)
-    return replace(weight, shard_dim=1), bias
+    weight, *biases = replicated_linear(name, inputs, outputs, bias=bias)
+    return replace(weight, shard_dim=1), *biases
 
 
-def replicated_linear(name: str, inputs: int, outputs: int) -> tuple[ParameterSpec, ...]:
+def replicated_linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[ParameterSpec, ...]:
     """Weight and bias of a linear layer that every rank holds whole."""
-    return (
-        ParameterSpec(f"{name}.weight", (outputs, inputs)),
-        ParameterSpec(f"{name}.bias", (outputs,), weight_decay=False),
-    )
+    weight = ParameterSpec(f"{name}.weight", (outputs, inputs))
+    return (weight, ParameterSpec(f"{name}.bias", (outputs,), weight_decay=False)) if bias else (weight,)

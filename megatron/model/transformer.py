@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.model.attention import KeyValueCache, ParallelSelfAttention
-from megatron.model.kernels import bias_gelu, dropout_add, gelu, norm_class, residual_weight, weight
+from megatron.model.attention import ParallelSelfAttention
+from megatron.model.kernels import bias_gelu, dropout_add, mlp_activation, norm_class, residual_weight, weight
+from megatron.model.key_value_cache import KeyValueCache
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
@@ -27,7 +28,7 @@ def unpack(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
 
 
 class ParallelTransformerLayer(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h]: attention, then MLP, each after a layer norm and with a residual."""
+    """hidden [b, s, h] -> hidden [b, s, h]: attention, then MLP, each after a norm and with a residual."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool = True):
         super().__init__()
@@ -86,7 +87,7 @@ class ParallelTransformerLayer(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h] through ``ffn_hidden_size``."""
+    """hidden [b, s, h] -> hidden [b, s, h] through ``ffn_hidden_size``; twice, as gate and up, for ``--swiglu``."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
         super().__init__()
@@ -94,11 +95,23 @@ class ParallelMLP(nn.Module):
         name, fused = f"layers.{layer_number}.mlp", bias_gelu(config)
         dim = sequence_parallel_dim(config, layout)
         self.dense_h_to_4h = ColumnParallelLinear(
-            h, inner, group=group, init=weight(config, f"{name}.dense_h_to_4h"), activation=fused, sequence_dim=dim
+            h,
+            inner,
+            group=group,
+            init=weight(config, f"{name}.dense_h_to_4h"),
+            has_bias=config.linear_bias,
+            parts=2 if config.swiglu else 1,
+            activation=fused,
+            sequence_dim=dim,
         )
-        self.activation = nn.Identity() if fused else gelu(config)
+        self.activation = nn.Identity() if fused else mlp_activation(config)
         self.dense_4h_to_h = RowParallelLinear(
-            inner, h, group=group, init=residual_weight(config, f"{name}.dense_4h_to_h"), sequence_dim=dim
+            inner,
+            h,
+            group=group,
+            init=residual_weight(config, f"{name}.dense_4h_to_h"),
+            has_bias=config.linear_bias,
+            sequence_dim=dim,
         )
 
     def forward(self, hidden: Tensor) -> Tensor:

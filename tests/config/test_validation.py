@@ -65,6 +65,50 @@ BROKEN = [
         "--ffn-hidden-size 34",
     ),
     (
+        "query groups divide the heads",
+        "--num-query-groups 3",
+        "--num-attention-heads 4 is not a multiple of --num-query-groups 3: use 3 or 6",
+        "--num-query-groups 2",
+    ),
+    (
+        "query groups and tensor-parallel ranks divide one another",
+        "--num-attention-heads 12 --hidden-size 48 --num-query-groups 3 --model-parallel-size 2",
+        "--num-query-groups 3 and --model-parallel-size 2: neither is a multiple of the other; use "
+        "--model-parallel-size 1 or 3",
+        "--num-query-groups 6",
+    ),
+    (
+        "Ulysses ranks divide the heads",
+        "--num-attention-heads 12 --hidden-size 48 --num-query-groups 3 --ds-sequence-parallel-size 4",
+        "--ds-sequence-parallel-size 4 leaves 3 query groups to 4 ranks: neither is a multiple of the other",
+        "--num-query-groups 4",
+    ),
+    ("SwiGLU excludes GELU", "--swiglu --openai-gelu", "--swiglu and --openai-gelu exclude each other: remove", None),
+    (
+        "grouped-query attention has a number of groups",
+        "--group-query-attention",
+        "--group-query-attention needs --num-query-groups: give the number of key and value heads",
+        "--num-query-groups 2",
+    ),
+    (
+        "rotation needs rotary position embeddings",
+        "--rotary-base 500000",
+        "--rotary-base 500000 has no effect without --position-embedding-type rope",
+        "--position-embedding-type rope",
+    ),
+    (
+        "rotation turns pairs of dimensions",
+        "--position-embedding-type rope --rotary-percent 0.2",
+        "--rotary-percent 0.2 of heads of 16 rotates 3 dimensions, which is no even number",
+        "--rotary-percent 0.25",
+    ),
+    (
+        "--rope-scaling-factor needs --use-rope-scaling",
+        "--rope-scaling-factor 4",
+        "--rope-scaling-factor has no effect without --use-rope-scaling",
+        "--use-rope-scaling --position-embedding-type rope",
+    ),
+    (
         "sequence parallelism needs tensor parallelism",
         "--sequence-parallel",
         "--sequence-parallel has no effect with --model-parallel-size 1",

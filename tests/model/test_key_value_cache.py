@@ -25,8 +25,8 @@ KINDS = {
 
 def difference(settings: dict) -> float:
     """The largest between logits of sequences of several lengths that grow in steps, and those of each alone."""
-    from megatron.model.attention import KeyValueCache
     from megatron.model.gpt2 import GPT2Model
+    from megatron.model.key_value_cache import KeyValueCache
     from megatron.parallel.layout import ParallelLayout
     from megatron.tools.inference.model import last_logits
 

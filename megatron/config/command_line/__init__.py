@@ -17,6 +17,7 @@ from megatron.config import (
     RunConfig,
     TrainConfig,
     ZeroConfig,
+    default_ffn_hidden_size,
     flag_fields,
     sections,
 )
@@ -205,7 +206,7 @@ def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
     return replace(
         model,
         architecture=architecture.name,
-        ffn_hidden_size=model.ffn_hidden_size or 4 * model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size or default_ffn_hidden_size(model),
         max_position_embeddings=model.max_position_embeddings or run.data.seq_length,
         reset_position_ids=run.data.reset_position_ids,
         reset_attention_mask=run.data.reset_attention_mask,

@@ -47,12 +47,17 @@ no-shared-storage data-impl mmap-warmup num-workers seq-length tokenizer-type to
 reset-position-ids reset-attention-mask eod-mask-loss mask-prob short-seq-prob save save-interval
 persistent-save-interval no-save-optim no-save-rng async-save load no-load-optim no-load-rng finetune log-interval
 tensorboard-dir rampup-batch-size step-batch-size-schedule lr-wsd-decay-samples log-params-norm log-num-zeros-in-grad
-timing-log-level log-timers-to-tensorboard
+timing-log-level log-timers-to-tensorboard normalization swiglu position-embedding-type
+use-rotary-position-embeddings no-position-embedding rotary-base rotary-position-embeddings-theta rotary-percent
+use-rope-scaling rope-scaling-factor group-query-attention num-query-groups num-key-value-heads kv-channels
+disable-bias-linear add-qkv-bias qk-layernorm untie-embeddings-and-output-weights
 """.split()
 """Flags of the classic suites that are flags here, or aliases of one."""
 
 _REPLACED = {
     "--checkpoint-activations": "activations-checkpoint-method=uniform",
+    "--normalization LayerNorm": "normalization=layernorm",
+    "--normalization RMSNorm": "normalization=rmsnorm",
 }
 
 _FULFILLED = {
@@ -65,8 +70,7 @@ _FULFILLED = {
     "memory is never emptied": "empty-unused-memory-level=0",
     "processes of mpirun are recognized": "deepspeed-mpi",
     "this is the default of both models": (
-        "normalization=LayerNorm normalization=layernorm softmax-type=vanilla "
-        "position-embedding-type=learned_absolute transformer-impl=local weight-decay-incr-style=constant"
+        "softmax-type=vanilla transformer-impl=local weight-decay-incr-style=constant"
     ),
     "this is the size without this kind of parallelism or layer": (
         "context-parallel-size=1 num-experts=1 expert-model-parallel-size=1 expert-tensor-parallel-size=1 "
@@ -89,7 +93,7 @@ _IGNORED = {
         "transformer-impl=transformer_engine use-mcore-models use-legacy-models no-persist-layer-norm "
         "no-bias-swiglu-fusion no-rope-fusion disable-mem-efficient-ln use-te-activation-func "
         "cross-entropy-loss-fusion cross-entropy-fusion-impl no-clone-scatter-output-in-embedding jit-compile "
-        "optimization-level"
+        "optimization-level use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb"
     ),
     "the optimizer is AdamW, torch's or apex's by --fused-kernels, or the one in --deepspeed_config": (
         "optimizer=adam torch-adam ds-fused-adam optimizer-selection"
@@ -168,21 +172,16 @@ _IGNORED = {
 }
 
 _REFUSED = {
-    # Architectures other than GPT-2 and BERT.
-    "the models are GPT-2 and BERT, not Llama: remove it": (
-        "normalization swiglu quick-geglu glu-linear-offset activation-func-clamp-value num-key-value-heads "
-        "num-query-groups group-query-attention position-embedding-type use-rotary-position-embeddings "
-        "rotary-* rope-* no-rope-freq use-rope-scaling mrope-section untie-embeddings-and-output-weights "
-        "qk-layernorm qk-l2-norm add-qkv-bias add-dense-bias skip-bias-add disable-bias-linear "
-        "use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb original-max-position-embeddings "
-        "low-freq-factor high-freq-factor"
+    # Architectures other than GPT-2, the Llama family and BERT.
+    "rotation by other rules than Llama's is not supported: remove it": (
+        "rotary-* rope-* no-rope-freq mrope-section original-max-position-embeddings low-freq-factor high-freq-factor"
     ),
-    "not a part of GPT-2 or BERT: remove it": (
-        "squared-relu no-position-embedding relative-attention-* apply-layernorm-1p softmax-type "
+    "not a part of GPT-2, Llama or BERT: remove it": (
+        "quick-geglu glu-linear-offset activation-func-clamp-value qk-l2-norm add-dense-bias skip-bias-add "
+        "squared-relu relative-attention-* apply-layernorm-1p softmax-type "
         "embedding-init-method-std square-alibi-mask alibi-* fill-neg-inf transformer-impl attention-output-gate "
         "linear-attention-* experimental-attention-variant dsa-*"
     ),
-    "the size of a head is --hidden-size / --num-attention-heads: remove it": "kv-channels",
     "the attention window is set by --pre-tokens: use it": "window-size window-attn-skip-freq sliding-window",
     "there are no mixture-of-experts models: remove it": (
         "num-experts moe-* disable-moe-* topk mlp-type expert-interval expert-model-parallel-size "

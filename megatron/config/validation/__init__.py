@@ -40,6 +40,8 @@ SIZES: Mapping[str, tuple[float, float]] = {
     "num_layers": (1, 20_000),
     "hidden_size": (1, 2**20),
     "ffn_hidden_size": (1, 2**23),
+    "num_query_groups": (1, 2**20),
+    "kv_channels": (1, 2**20),
     "num_attention_heads": (1, 2**20),
     "seq_length": (1, 2**30),
     "max_position_embeddings": (1, 2**30),

@@ -10,9 +10,11 @@ from megatron.config.validation.rules import Messages, needs, rule
 from megatron.parallel.pipeline import partition
 
 
-@rule("heads divide the hidden size", why="Each attention head has an equal part of the hidden states.")
+@rule("heads divide the hidden size", why="Each attention head has an equal part of it, unless --kv-channels is given.")
 def hidden_size(run: RunConfig) -> Messages:
     heads = run.model.num_attention_heads
+    if run.model.kv_channels:
+        return
     yield from _multiple("--hidden-size", run.model.hidden_size, f"--num-attention-heads {heads}", heads)
 
 
@@ -20,6 +22,25 @@ def hidden_size(run: RunConfig) -> Messages:
 def heads(run: RunConfig) -> Messages:
     heads, ranks = run.model.num_attention_heads, run.parallel.model_parallel_size
     yield from _multiple("--num-attention-heads", heads, f"--model-parallel-size {ranks}", ranks)
+
+
+@rule("query groups divide the heads", why="Each key and value head has an equal number of query heads.")
+def query_groups(run: RunConfig) -> Messages:
+    groups = run.model.query_groups
+    yield from _multiple("--num-attention-heads", run.model.num_attention_heads, f"--num-query-groups {groups}", groups)
+
+
+@rule(
+    "query groups and tensor-parallel ranks divide one another",
+    why="A rank computes whole groups, or its part of the queries of one group.",
+)
+def query_groups_over_ranks(run: RunConfig) -> Messages:
+    groups, ranks = run.model.query_groups, run.parallel.model_parallel_size
+    if not (_divides(groups, ranks) or _divides(ranks, groups)):
+        yield (
+            f"--num-query-groups {groups} and --model-parallel-size {ranks}: neither is a multiple of the other; use "
+            f"--model-parallel-size {_either([n for n in range(1, groups + 1) if groups % n == 0])}"
+        )
 
 
 @rule("tensor-parallel ranks divide the MLP", why="Each rank holds an equal share of its columns.")
@@ -60,6 +81,12 @@ def ulysses_heads(run: RunConfig) -> Messages:
     if tensor > 1:
         product += f" x --model-parallel-size {tensor}"
     yield from _multiple("--num-attention-heads", heads, product, tensor * ranks)
+    groups = max(run.model.query_groups // tensor, 1)
+    if not (_divides(groups, ranks) or _divides(ranks, groups)):
+        yield (
+            f"{product} leaves {groups} query groups to {ranks} ranks: neither is a multiple of the other; change "
+            "--ds-sequence-parallel-size"
+        )
 
 
 @rule("Ulysses sequence parallelism needs the plain engine", why="DeepSpeed's pipeline topology has no axis for it.")

@@ -2,9 +2,9 @@
 
 from importlib.util import find_spec
 
-from megatron.config import RunConfig
+from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import nearest_multiples
-from megatron.config.validation.rules import Messages, enabled, excludes, rule
+from megatron.config.validation.rules import Messages, enabled, excludes, needs, rule
 from megatron.model.architectures import architecture_of
 
 
@@ -98,6 +98,49 @@ def fused_attention(run: RunConfig) -> Messages:
     if model.scaled_upper_triang_masked_softmax_fusion and (rivals := enabled(settings)):
         flag = "--scaled-upper-triang-masked-softmax-fusion"
         yield f"{flag} cannot be combined with {rivals}: remove {flag}, or remove {rivals}"
+
+
+@rule("SwiGLU excludes GELU", why="An MLP has one activation.")
+def swiglu(run: RunConfig) -> Messages:
+    model = run.model
+    if model.swiglu and (
+        rivals := enabled({"--openai-gelu": model.openai_gelu, "--bias-gelu-fusion": model.bias_gelu_fusion})
+    ):
+        yield f"--swiglu and {rivals} exclude each other: remove one"
+
+
+@rule("grouped-query attention has a number of groups", why="It has no default that fits every model.")
+def group_query_attention(run: RunConfig) -> Messages:
+    if run.model.group_query_attention and not run.model.num_query_groups:
+        yield "--group-query-attention needs --num-query-groups: give the number of key and value heads"
+
+
+@rule("rotation needs rotary position embeddings", why="It would be silently ignored otherwise.")
+def rotation(run: RunConfig) -> Messages:
+    model = run.model
+    settings = {
+        f"--rotary-base {model.rotary_base:g}": model.rotary_base != ModelConfig.rotary_base,
+        f"--rotary-percent {model.rotary_percent:g}": model.rotary_percent != 1,
+        "--use-rope-scaling": model.use_rope_scaling,
+    }
+    if (given := enabled(settings)) and not model.has_rotary_embedding:
+        yield f"{given} has no effect without --position-embedding-type rope: add it, or remove the flag"
+
+
+@rule("rotation turns pairs of dimensions", why="A dimension of a head turns together with another one.")
+def rotated_dimensions(run: RunConfig) -> Messages:
+    model = run.model
+    if not (model.has_rotary_embedding and model.num_attention_heads > 0):
+        return
+    dimensions = int(model.head_size * model.rotary_percent)
+    if dimensions < 2 or dimensions % 2:
+        yield (
+            f"--rotary-percent {model.rotary_percent:g} of heads of {model.head_size} rotates {dimensions} dimensions, "
+            "which is no even number: change --rotary-percent or --kv-channels"
+        )
+
+
+needs("model.use_rope_scaling", "model.rope_scaling_factor")
 
 
 @rule(

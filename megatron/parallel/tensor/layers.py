@@ -87,7 +87,8 @@ def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> T
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with W sharded by rows (outputs): [.., i] -> [.., o/t], or [.., o] with ``gather_output``.
 
-    ``activation(y, bias)`` replaces the addition of the bias, for a fused kernel.
+    ``activation(y, bias)`` replaces the addition of the bias, for a fused kernel. With ``parts`` there are as many
+    matrices, each of which is sharded, W [parts, o, i]; their outputs are side by side, [.., parts x o/t].
     """
 
     def __init__(
@@ -97,6 +98,8 @@ class ColumnParallelLinear(nn.Module):
         *,
         group: ProcessGroup,
         init: WeightInit,
+        has_bias: bool = True,
+        parts: int = 1,
         gather_output: bool = False,
         activation: Callable[[Tensor, Tensor], Tensor] | None = None,
         sequence_dim: int | None = None,
@@ -106,14 +109,18 @@ class ColumnParallelLinear(nn.Module):
         self.sequence_dim = sequence_dim
         self.gather_output = gather_output
         self.activation = activation
-        self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=0, group=group)
-        self.bias = mark_sharded(nn.Parameter(torch.zeros(output_size // group.size())), dim=0)
+        more = () if parts == 1 else (parts,)
+        self.weight = sharded_parameter(init.draw((*more, output_size, input_size)), dim=len(more), group=group)
+        self.bias = None
+        if has_bias:
+            self.bias = mark_sharded(nn.Parameter(torch.zeros(*more, output_size // group.size())), dim=len(more))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.activation is None:
-            y = linear(x, self.weight, self.bias, self.group, self.sequence_dim)
+        weight, bias = self.weight.flatten(0, -2), None if self.bias is None else self.bias.flatten()
+        if self.activation is None or bias is None:
+            y = linear(x, weight, bias, self.group, self.sequence_dim)
         else:
-            y = self.activation(linear(x, self.weight, None, self.group, self.sequence_dim), self.bias)
+            y = self.activation(linear(x, weight, None, self.group, self.sequence_dim), bias)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
@@ -130,6 +137,7 @@ class RowParallelLinear(nn.Module):
         *,
         group: ProcessGroup,
         init: WeightInit,
+        has_bias: bool = True,
         input_is_parallel: bool = True,
         sequence_dim: int | None = None,
     ):
@@ -138,8 +146,8 @@ class RowParallelLinear(nn.Module):
         self.sequence_dim = sequence_dim
         self.input_is_parallel = input_is_parallel
         self.weight = sharded_parameter(init.draw((output_size, input_size)), dim=1, group=group)
-        self.bias = nn.Parameter(torch.zeros(output_size))
-        if sequence_dim is not None:
+        self.bias = nn.Parameter(torch.zeros(output_size)) if has_bias else None
+        if self.bias is not None and sequence_dim is not None:
             all_reduce_gradient(self.bias, group)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,7 +155,8 @@ class RowParallelLinear(nn.Module):
             x = scatter_to_model_parallel_region(x, self.group)
         if self.group.size() == 1:
             return linear(x, self.weight, self.bias)
-        return reduce_output(linear(x, self.weight), self.group, self.sequence_dim) + self.bias
+        y = reduce_output(linear(x, self.weight), self.group, self.sequence_dim)
+        return y if self.bias is None else y + self.bias
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.launch.distributed import distributed
 from megatron.model.architectures import architecture_of
-from megatron.model.attention import KeyValueCache
 from megatron.model.containers import run_in_order
 from megatron.model.embedding import without_segment_ids
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.spec import ParameterSpec
 from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
@@ -147,7 +147,7 @@ class DecodingBatch:
             model.config,
             begins,
             longest + new_tokens,
-            heads=model.config.num_attention_heads // model.tensor_group.size(),
+            heads=max(model.config.query_groups // model.tensor_group.size(), 1),
             dtype=next(model.module.parameters()).dtype,
             device=model.device,
         )

@@ -6,39 +6,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.config import flag_fields
 from megatron.config.command_line.flags import read_flags
 from megatron.config.data import DEFAULT_VOCABULARY, NULL_TOKENIZER, tokenizer_files
 from megatron.config.errors import ConfigError, DataError
 from megatron.config.fields import Provided, flag_name
+from megatron.config.presets import PRESETS, preset_words
 from megatron.config.validation import value_problems
-from megatron.model.architectures import BERT, GPT2
+from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import read_vocabulary
 from megatron.tools.planning.timing import Machine
-
-
-class Model(NamedTuple):
-    """The sizes of a model, and the entry script that trains it."""
-
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    seq_length: int
-    program: str = GPT2.program
-
-
-MODELS: dict[str, Model] = {
-    "345m": Model(24, 1024, 16, 1024),
-    "1.3b": Model(24, 2048, 16, 2048),
-    "13b": Model(40, 5120, 40, 2048),
-    "175b": Model(96, 12288, 96, 2048),
-    "1t": Model(128, 25600, 160, 2048),
-    "bert-base": Model(12, 768, 12, 512, BERT.program),
-    "bert-large": Model(24, 1024, 16, 512, BERT.program),
-}
 
 _OF_TOOL = {
     "world_size": "say --devices",
@@ -100,7 +80,7 @@ def make_request(
 ) -> Request:
     """The request of ``argv``, arguments of ``program``, which trains ``architecture``.
 
-    A ``model`` of MODELS fills in sizes that are not given. ``vocab_size`` applies without a vocabulary file.
+    A ``model`` of PRESETS fills in what is not given. ``vocab_size`` applies without a vocabulary file.
 
     Raises:
         ConfigError: with a line for each thing that is wrong.
@@ -123,20 +103,19 @@ def make_request(
     problems += value_problems(given, architecture)
     if problems:
         raise ConfigError(problems)
-    size = _vocabulary_size(given) or vocab_size or DEFAULT_VOCABULARY[architecture.masked_lm is not False]
+    default = PRESETS[model].vocab_size if model else DEFAULT_VOCABULARY[architecture.masked_lm is not False]
+    size = _vocabulary_size(given) or vocab_size or default
     return Request(given, machine, devices, size, headroom, tokens, architecture, program)
 
 
 def _fillers(
     given: Mapping[str, Provided], tokens: float, model: str | None, architecture: ArchitectureSpec
 ) -> list[str]:
-    """Arguments for the sizes of ``model``, and placeholders for required ones that do not affect the layout."""
-    sizes = MODELS[model]._asdict() if model else {}
-    sizes.pop("program", None)
+    """The arguments of ``model``, and placeholders for required ones that do not affect the layout."""
     is_mock = "mock_data" in given and not {"vocab_file", "tokenizer_model"} & given.keys()
     own = NULL_TOKENIZER if is_mock else architecture.tokenizers[0]
     tokenizer = given["tokenizer_type"].value if "tokenizer_type" in given else own
-    found: dict[str, object] = {**sizes, **_PLACEHOLDERS, **_SCHEDULE, "tokenizer_type": tokenizer}
+    found: dict[str, object] = {**_PLACEHOLDERS, **_SCHEDULE, "tokenizer_type": tokenizer}
     found["min_lr"] = f"{(given['lr'].value if 'lr' in given else _LR) / 10:g}"
     if not {"lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"} & given.keys():
         found["lr_warmup_fraction"] = 0.01
@@ -150,15 +129,16 @@ def _fillers(
     if tokenizer == NULL_TOKENIZER or folder:
         del found["vocab_file"]
     if not {"train_iters", "train_samples"} & given.keys():
-        s = given["seq_length"].value if "seq_length" in given else sizes.get("seq_length", 1)
+        s = given["seq_length"].value if "seq_length" in given else PRESETS[model].flags["seq_length"] if model else 1
         varies = {"rampup_batch_size", "step_batch_size_schedule"} & given.keys()
         size = given["global_batch_size"].value if "global_batch_size" in given and not varies else 1
         found["train_samples" if varies else "train_iters"] = max(round(tokens / max(size * s, 1)), 1)
-    return [
+    placeholders = [
         word
         for name, value in found.items()
         for word in (flag_name(flag_fields()[name]), *(() if value is True else (str(value),)))
     ]
+    return [*(preset_words(model) if model else ()), *placeholders]
 
 
 def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:

@@ -8,7 +8,8 @@ import pytest
 
 from megatron.config.command_line import parse_run
 from megatron.config.errors import ConfigError
-from megatron.tools.planning.request import MODELS, make_request
+from megatron.config.presets import PRESETS
+from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import search
 from megatron.tools.planning.timing import DEVICES, Machine
 
@@ -108,7 +109,7 @@ def test_search_imports_no_torch():
     assert finished.returncode == 0, finished.stderr
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", PRESETS)
 def test_presets_are_legal_models(model):
     assert search(request_of(model=model, devices=1)).looked_at > 0
 

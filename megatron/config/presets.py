@@ -1,0 +1,147 @@
+"""Models by name: the values that ``--model-preset`` and the planner's ``--model`` give to flags. No torch here.
+
+The sizes are those of the published models, and ``parameters`` is their published number of parameters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron.config import flag_fields
+from megatron.config.fields import flag_name
+
+GPT2_PROGRAM, BERT_PROGRAM = "pretrain_gpt2.py", "pretrain_bert.py"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model's flags, and what no flag says of it."""
+
+    flags: Mapping[str, Any]
+    """Field of the config to its value."""
+    vocab_size: int
+    """Rows of its table of tokens. The tokenizer of a run decides on its own."""
+    parameters: int | None = None
+    """Its published number of parameters, if there is one."""
+    program: str = GPT2_PROGRAM
+    """The entry script that trains it."""
+
+
+def preset_words(name: str) -> list[str]:
+    """The command-line arguments that stand for a preset."""
+    words: list[str] = []
+    for field, value in PRESETS[name].flags.items():
+        flag = flag_name(flag_fields()[field])
+        words += [] if value is False else [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def _sizes(layers: int, hidden: int, heads: int, seq_length: int) -> dict[str, Any]:
+    return {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": seq_length}
+
+
+def _gpt(layers: int, hidden: int, heads: int, seq_length: int = 2048, parameters: int | None = None) -> Preset:
+    """arXiv 1909.08053 and 2104.04473; GPT-2's own sizes have 1,024 tokens."""
+    return Preset(_sizes(layers, hidden, heads, seq_length), 50257, parameters)
+
+
+def _bert(layers: int, hidden: int, heads: int) -> Preset:
+    return Preset(_sizes(layers, hidden, heads, 512), 30522, program=BERT_PROGRAM)
+
+
+def _llama(
+    layers: int,
+    hidden: int,
+    heads: int,
+    ffn: int,
+    seq_length: int,
+    vocab_size: int,
+    parameters: int,
+    *,
+    groups: int | None = None,
+    base: float = 10000.0,
+    positions: int | None = None,
+    tied: bool = False,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> Preset:
+    """Llama's layers (arXiv 2302.13971): RMSNorm, SwiGLU, rotary positions, no biases, no dropout."""
+    given = {
+        **_sizes(layers, hidden, heads, seq_length),
+        "ffn_hidden_size": ffn,
+        "max_position_embeddings": positions or seq_length,
+        "num_query_groups": groups or heads,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "position_embedding_type": "rope",
+        "rotary_base": base,
+        "disable_bias_linear": True,
+        "untie_embeddings_and_output_weights": not tied,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        **more,
+    }
+    return Preset(given, vocab_size, parameters)
+
+
+def _llama3(
+    layers: int, hidden: int, heads: int, ffn: int, parameters: int, *, factor: float = 8.0, tied: bool = False
+) -> Preset:
+    """arXiv 2407.21783: 8 query groups, trained on 8,192 tokens and extended to 131,072."""
+    scaling = {"use_rope_scaling": True, "rope_scaling_factor": factor}
+    sizes = (layers, hidden, heads, ffn, 8192, 128256, parameters)
+    return _llama(*sizes, groups=8, base=500000.0, positions=131072, tied=tied, more=scaling)
+
+
+def _qwen2(
+    layers: int, hidden: int, heads: int, ffn: int, groups: int, parameters: int, *, tied: bool = False
+) -> Preset:
+    """Qwen2.5 (arXiv 2412.15115): biases for queries, keys and values. Small models have fewer rows of padding."""
+    sizes = (layers, hidden, heads, ffn, 4096, 151936 if tied else 152064, parameters)
+    flags = {"add_qkv_bias": True, "layernorm_epsilon": 1e-6}
+    return _llama(*sizes, groups=groups, base=1e6, positions=32768, tied=tied, more=flags)
+
+
+def _qwen3(layers: int, hidden: int, heads: int, ffn: int, parameters: int, *, tied: bool = False) -> Preset:
+    """Qwen3 (arXiv 2505.09388): heads of 128 whatever the hidden size, their queries and keys normalized."""
+    sizes = (layers, hidden, heads, ffn, 4096, 151936, parameters)
+    flags = {"kv_channels": 128, "qk_layernorm": True, "layernorm_epsilon": 1e-6}
+    return _llama(*sizes, groups=8, base=1e6, positions=40960, tied=tied, more=flags)
+
+
+PRESETS: dict[str, Preset] = {
+    "gpt2": _gpt(12, 768, 12, 1024, 124_439_808),
+    "gpt2-medium": _gpt(24, 1024, 16, 1024, 354_823_168),
+    "gpt2-large": _gpt(36, 1280, 20, 1024, 774_030_080),
+    "gpt2-xl": _gpt(48, 1600, 25, 1024, 1_557_611_200),
+    "345m": _gpt(24, 1024, 16, 1024),
+    "1.3b": _gpt(24, 2048, 16),
+    "13b": _gpt(40, 5120, 40),
+    "175b": _gpt(96, 12288, 96),
+    "1t": _gpt(128, 25600, 160),
+    "bert-base": _bert(12, 768, 12),
+    "bert-large": _bert(24, 1024, 16),
+    "llama2-7b": _llama(32, 4096, 32, 11008, 4096, 32000, 6_738_415_616),
+    "llama2-13b": _llama(40, 5120, 40, 13824, 4096, 32000, 13_015_864_320),
+    "llama2-70b": _llama(80, 8192, 64, 28672, 4096, 32000, 68_976_648_192, groups=8),
+    "llama3.1-8b": _llama3(32, 4096, 32, 14336, 8_030_261_248),
+    "llama3.1-70b": _llama3(80, 8192, 64, 28672, 70_553_706_496),
+    "llama3.1-405b": _llama3(126, 16384, 128, 53248, 405_853_388_800),
+    "llama3.2-1b": _llama3(16, 2048, 32, 8192, 1_235_814_400, factor=32.0, tied=True),
+    "llama3.2-3b": _llama3(28, 3072, 24, 8192, 3_212_749_824, factor=32.0, tied=True),
+    "mistral-7b": _llama(
+        32, 4096, 32, 14336, 8192, 32000, 7_241_732_096, groups=8, positions=32768, more={"pre_tokens": 4095}
+    ),
+    "qwen2.5-0.5b": _qwen2(24, 896, 14, 4864, 2, 494_032_768, tied=True),
+    "qwen2.5-1.5b": _qwen2(28, 1536, 12, 8960, 2, 1_543_714_304, tied=True),
+    "qwen2.5-7b": _qwen2(28, 3584, 28, 18944, 4, 7_615_616_512),
+    "qwen2.5-14b": _qwen2(48, 5120, 40, 13824, 8, 14_770_033_664),
+    "qwen2.5-32b": _qwen2(64, 5120, 40, 27648, 8, 32_763_876_352),
+    "qwen2.5-72b": _qwen2(80, 8192, 64, 29568, 8, 72_706_203_648),
+    "qwen3-0.6b": _qwen3(28, 1024, 16, 3072, 596_049_920, tied=True),
+    "qwen3-1.7b": _qwen3(28, 2048, 16, 6144, 1_720_574_976, tied=True),
+    "qwen3-4b": _qwen3(36, 2560, 32, 9728, 4_022_468_096, tied=True),
+    "qwen3-8b": _qwen3(36, 4096, 32, 12288, 8_190_735_360),
+    "qwen3-14b": _qwen3(40, 5120, 40, 17408, 14_768_307_200),
+    "qwen3-32b": _qwen3(64, 5120, 64, 25600, 32_762_123_264),
+}

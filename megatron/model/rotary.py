@@ -1,0 +1,102 @@
+"""Rotary position embedding: queries and keys are rotated by angles that grow with the position (arXiv 2104.09864).
+
+b batch, n heads, s sequence, d size of a head, r rotated dimensions of a head
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron.config import ModelConfig
+
+LOW_FREQUENCY_FACTOR = 1.0
+HIGH_FREQUENCY_FACTOR = 4.0
+ORIGINAL_LENGTH = 8192
+"""Constants of Llama 3.1's rule: the sequence length of its pretraining, and the band between short and long waves."""
+
+
+@dataclass(frozen=True)
+class RotaryEmbedding:
+    """How a model rotates its queries and keys. Dimension i turns together with dimension i + r/2."""
+
+    dimensions: int
+    """Rotated dimensions of a head, r; those after them stay as they are."""
+    base: float
+    scaling_factor: float | None = None
+    """Factor of Llama 3.1's longer wavelengths; None without it."""
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "RotaryEmbedding | None":
+        """That of a model; None if its positions are represented in another way."""
+        if not config.has_rotary_embedding:
+            return None
+        factor = config.rope_scaling_factor if config.use_rope_scaling else None
+        return cls(int(config.head_size * config.rotary_percent), config.rotary_base, factor)
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """Radians per position of each pair of dimensions, fp32 [r/2]."""
+        exponents = torch.arange(0, self.dimensions, 2, dtype=torch.float32, device=device) / self.dimensions
+        frequencies = 1.0 / self.base**exponents
+        return frequencies if self.scaling_factor is None else _scaled(frequencies, self.scaling_factor)
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for positions [b, s]: [b, 1, s, r/2] each."""
+        angles = positions.unsqueeze(1).unsqueeze(-1).float() * self.frequencies(positions.device)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def first_positions(self, s: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The tables of positions 0 to s - 1, [1, 1, s, r/2]; made once."""
+        return _first_positions(self, s, dtype, device)
+
+
+@lru_cache(maxsize=4)
+def _first_positions(
+    rotary: RotaryEmbedding, s: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    return rotary.tables(torch.arange(s, device=device).unsqueeze(0), dtype)
+
+
+def _scaled(frequencies: Tensor, factor: float) -> Tensor:
+    """Llama 3.1's rule: long waves become ``factor`` times as long, short ones stay, and those between are mixed."""
+    wavelengths = 2 * math.pi / frequencies
+    share = (ORIGINAL_LENGTH / wavelengths - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
+    share = share.clamp(0.0, 1.0)
+    return (1 - share) * frequencies / factor + share * frequencies
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """x [b, n, s, d] with its first r dimensions rotated by ``tables``, cosines and sines [b, 1, s, r/2]."""
+    return _Rotate.apply(x, *tables)
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back, so that nothing of x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return _rotated(x, cosines, sines)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cosines, sines = ctx.saved_tensors
+        return _rotated(grad, cosines, -sines), None, None
+
+
+def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    half = cosines.size(-1)
+    first, second, rest = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
+    parts = [first * cosines - second * sines, second * cosines + first * sines]
+    return torch.cat([*parts, rest] if rest.size(-1) else parts, dim=-1)
+
+
+def positions_in_segment(segment_ids: Tensor) -> Tensor:
+    """segment_ids [b, s] -> distance from the first token of the segment [b, s]."""
+    index = torch.arange(segment_ids.size(-1), device=segment_ids.device).expand_as(segment_ids)
+    begins = F.pad(segment_ids[:, 1:] != segment_ids[:, :-1], (1, 0), value=True)
+    return index - index.masked_fill(~begins, 0).cummax(-1).values

@@ -1,0 +1,261 @@
+"""Models of the Llama family in Hugging Face's format: Llama 2 and 3, Mistral, Qwen2 and Qwen3.
+
+Their config.json, and the names and shapes of their weights, to and from ours. No file is read or written here, and a
+weight needs no other one, so that a model of any size can be converted one weight at a time.
+
+n heads, g query groups, d size of a head, h hidden, f inside the MLP
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig
+from megatron.config.errors import CheckpointError, ConfigError
+from megatron.model.architectures import GPT2
+from megatron.model.rotary import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_LENGTH
+
+
+@dataclass(frozen=True)
+class Family:
+    """The differences between one ``model_type`` and the others."""
+
+    model_type: str
+    class_name: str
+    qkv_bias: bool = False
+    """Whether queries, keys and values have a bias that no other linear layer has."""
+    qk_layernorm: bool = False
+    has_window: bool = False
+    """Whether ``sliding_window`` limits attention in every layer."""
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family("llama", "LlamaForCausalLM"),
+        Family("mistral", "MistralForCausalLM", has_window=True),
+        Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
+        Family("qwen3", "Qwen3ForCausalLM", qk_layernorm=True),
+    )
+}
+
+_SIZES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+}
+_NUMBERS = {
+    "layernorm_epsilon": ("rms_norm_eps", 1e-6),
+    "attention_dropout": ("attention_dropout", 0.0),
+    "init_method_std": ("initializer_range", 0.02),
+}
+_LLAMA3 = {
+    "low_freq_factor": LOW_FREQUENCY_FACTOR,
+    "high_freq_factor": HIGH_FREQUENCY_FACTOR,
+    "original_max_position_embeddings": ORIGINAL_LENGTH,
+}
+
+
+def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = None) -> ModelConfig:
+    """The model that the config.json at ``path`` describes, with the vocabulary of its tokenizer if that is known.
+
+    Raises CheckpointError with a line for each setting that is wrong or not supported.
+    """
+    family, problems = FAMILIES[tree["model_type"]], []
+    sizes: dict[str, Any] = {ours: tree.get(theirs) for ours, theirs in _SIZES.items()}
+    sizes["num_query_groups"] = tree.get("num_key_value_heads") or tree.get("num_attention_heads")
+    sizes["kv_channels"] = tree.get("head_dim") or _quotient(tree.get("hidden_size"), tree.get("num_attention_heads"))
+    theirs = {**_SIZES, "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}
+    problems += [
+        f"{theirs[name]} is {value!r}, and should be a whole number above 0"
+        for name, value in sizes.items()
+        if type(value) is not int or value < 1
+    ]
+    numbers = {ours: tree.get(name, default) for ours, (name, default) in _NUMBERS.items()}
+    problems += [
+        f"{_NUMBERS[name][0]} is {value!r}, and should be a number"
+        for name, value in numbers.items()
+        if type(value) not in (int, float)
+    ]
+    rotation, rotation_problems = _rotation(tree)
+    problems += rotation_problems
+    if tree.get("hidden_act", "silu") != "silu":
+        problems.append(f"hidden_act is {tree['hidden_act']!r}, and only 'silu' can be taken over")
+    biases = {bool(tree.get("attention_bias")), bool(tree.get("mlp_bias"))}
+    if len(biases) > 1 or (True in biases and family.model_type != "llama"):
+        problems.append("attention_bias and mlp_bias differ, and only both or neither can be taken over")
+    window, window_problems = _window(tree, family)
+    problems += window_problems
+    if not problems and sizes["num_attention_heads"] % sizes["num_query_groups"]:
+        problems.append("num_attention_heads is not a multiple of num_key_value_heads")
+    if not problems and vocab_size is not None and vocab_size > sizes["vocab_size"]:
+        problems.append(f"vocab_size is {sizes['vocab_size']}, and its tokenizer has {vocab_size} tokens")
+    if problems:
+        raise CheckpointError(f"{path}: {problem}" for problem in problems)
+    end = tree.get("eos_token_id")
+    end = end[0] if isinstance(end, list) and end else end
+    return ModelConfig(
+        **sizes,
+        **numbers,
+        **rotation,
+        **window,
+        padded_vocab_size=sizes["vocab_size"],
+        normalization="RMSNorm",
+        swiglu=True,
+        position_embedding_type="rope",
+        disable_bias_linear=True not in biases,
+        add_qkv_bias=family.qkv_bias,
+        qk_layernorm=family.qk_layernorm,
+        untie_embeddings_and_output_weights=not tree.get("tie_word_embeddings", False),
+        hidden_dropout=0.0,
+        eod_token=end if type(end) is int else sizes["vocab_size"] - 1,
+    )
+
+
+def _quotient(size: Any, heads: Any) -> Any:
+    return size // heads if type(size) is int and type(heads) is int and heads > 0 else None
+
+
+def _rotation(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The fields of the rotation: from ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older files."""
+    given = tree.get("rope_parameters") or tree.get("rope_scaling") or {}
+    base = given.get("rope_theta", tree.get("rope_theta", 10000.0))
+    kind = given.get("rope_type", given.get("type", "default"))
+    fields: dict[str, Any] = {"rotary_base": base, "use_rope_scaling": kind == "llama3"}
+    if type(base) not in (int, float) or not base > 0:
+        return {}, [f"rope_theta is {base!r}, and should be a number above 0"]
+    if kind not in ("default", "llama3"):
+        return {}, [f"rope_type is {kind!r}, and only 'default' and 'llama3' can be taken over"]
+    if kind == "default":
+        return fields, []
+    other = [
+        f"{name} is {given.get(name)!r}, and only {value:g} can be taken over"
+        for name, value in _LLAMA3.items()
+        if given.get(name) != value
+    ]
+    return {**fields, "rope_scaling_factor": float(given.get("factor", 8.0))}, other
+
+
+def _window(tree: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    window = tree.get("sliding_window")
+    if family.has_window:
+        return ({} if window is None else {"pre_tokens": window - 1}), []
+    if tree.get("use_sliding_window"):
+        return {}, ["use_sliding_window is true, with a window in some layers only, which is not supported"]
+    return {}, []
+
+
+def family_of(config: ModelConfig) -> Family:
+    """The family whose format has all settings of ``config``.
+
+    Raises ConfigError with a line for each setting that none of them has.
+    """
+    required = {
+        "--normalization RMSNorm": config.normalization == "RMSNorm",
+        "--swiglu": config.swiglu,
+        "--position-embedding-type rope": config.has_rotary_embedding,
+        "--rotary-percent 1": config.rotary_percent == 1,
+        "the residual taken before the norm": not config.apply_residual_connection_post_layernorm,
+    }
+    problems = [
+        f"the model was trained without {name}, which Hugging Face's Llama has"
+        for name, on in required.items()
+        if not on
+    ]
+    has_window = config.pre_tokens < config.max_position_embeddings - 1
+    traits = (config.qkv_bias and not config.linear_bias, config.qk_layernorm, has_window)
+    found = [
+        family for family in FAMILIES.values() if (family.qkv_bias, family.qk_layernorm, family.has_window) == traits
+    ]
+    if not found or (config.linear_bias and found[0].model_type != "llama"):
+        problems.append(
+            "no model of Hugging Face's Llama family has this combination of biases, norms of heads and --pre-tokens"
+        )
+    if config.architecture != GPT2.name or problems:
+        raise ConfigError(f"{problem}; use merge" for problem in problems)
+    return found[0]
+
+
+def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The config.json of ``config`` with weights of ``dtype`` (such as float32). Raises as ``family_of``."""
+    family = family_of(config)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
+    if config.use_rope_scaling:
+        rope |= {"rope_type": "llama3", "factor": config.rope_scaling_factor, **_LLAMA3}
+    tree: dict[str, Any] = {
+        "architectures": [family.class_name],
+        "model_type": family.model_type,
+        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
+        **{theirs: getattr(config, ours) for ours, (theirs, _) in _NUMBERS.items()},
+        "num_key_value_heads": config.query_groups,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "rope_parameters": rope,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        "eos_token_id": config.eod_token,
+        "torch_dtype": dtype,
+    }
+    if family.model_type == "llama":
+        tree |= {"attention_bias": config.linear_bias, "mlp_bias": config.linear_bias}
+    if family.has_window:
+        tree["sliding_window"] = config.pre_tokens + 1
+    return tree
+
+
+_LAYER = {
+    "input_layernorm": ("input_layernorm",),
+    "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.q_layernorm": ("self_attn.q_norm",),
+    "attention.k_layernorm": ("self_attn.k_norm",),
+    "attention.dense": ("self_attn.o_proj",),
+    "post_attention_layernorm": ("post_attention_layernorm",),
+    "mlp.dense_h_to_4h": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.dense_4h_to_h": ("mlp.down_proj",),
+}
+_OTHERS = {
+    "WordEmbedding": "model.embed_tokens.weight",
+    "RMSNorm": "model.norm.weight",
+    "OutputLayer": "lm_head.weight",
+}
+"""Class of a layer outside the blocks to the name of its weight."""
+
+
+def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Our name of each weight, in the order of the layers, to the names of theirs that it consists of."""
+    return dict(_weight_names(config))
+
+
+def _weight_names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    block = 0
+    for prefix, layer in GPT2.prefixed_layers(config):
+        for parameter in layer.parameters:
+            if not layer.is_block:
+                yield prefix + parameter.name, (_OTHERS[layer.class_name],)
+                continue
+            module, kind = parameter.name.rsplit(".", 1)
+            yield prefix + parameter.name, tuple(f"model.layers.{block}.{theirs}.{kind}" for theirs in _LAYER[module])
+        block += layer.is_block
+
+
+def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    """Our weight ``name`` of the tensors that ``weight_names`` lists for it."""
+    if "query_key_value" in name:  # [n d, ..], [g d, ..], [g d, ..] -> [g, n/g + 2, d, ..]
+        groups = [tensor.unflatten(0, (config.query_groups, -1, config.head_size)) for tensor in theirs]
+        return torch.cat(groups, dim=1).flatten(0, 2)
+    return torch.stack(list(theirs)) if len(theirs) > 1 else theirs[0]
+
+
+def divided(name: str, ours: Tensor, config: ModelConfig) -> list[Tensor]:
+    """The tensors that ``weight_names`` lists for our weight ``name``."""
+    if "query_key_value" in name:
+        groups = ours.unflatten(0, (config.query_groups, -1, config.head_size))
+        sizes = [groups.size(1) - 2, 1, 1]
+        return [part.flatten(0, 2).contiguous() for part in groups.split(sizes, dim=1)]
+    return list(ours.unbind()) if "dense_h_to_4h" in name else [ours]
