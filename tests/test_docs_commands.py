@@ -174,7 +174,7 @@ def problems_of(command: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
     program, arguments = os.path.relpath(ROOT / words[place], ROOT), words[place + 1 :]
     environ = {**CUDA, "WORLD_SIZE": str(processes_of(words[:place])), **command.variables}
     if program == "benchmarks/gpu.sh":
-        program, arguments = "benchmarks/run.py", ["gpu_step", *arguments]
+        program = "benchmarks/gpu/command.py"
     if program == "tools/launch.py":
         launch = read_launch(arguments)
         flags = arguments[: arguments.index(launch.script)]
