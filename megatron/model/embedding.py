@@ -16,7 +16,8 @@ from megatron.model.rotary import positions_in_segment
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import local_shard, sequence_groups, sequence_parallel_dim
-from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient, linear, sharded_parameter
+from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient, sharded_parameter
+from megatron.parallel.tensor.linear import linear
 from megatron.parallel.tensor.random import random_stream
 
 
