@@ -1,0 +1,84 @@
+"""Where the host waits for a GPU in an iteration: a fixed list, of one rank of a larger run with fake tensors."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.emulated_cuda import EmulatedCuda
+
+UNLOGGED, LOGGED = 2, 3
+"""Iterations after the first, in which buffers are made and DeepSpeed records the order of layers."""
+MODEL = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --mock-data"
+    f" --vocab-size 512 --batch-size 2 --gas 2 --train-iters {LOGGED + 1} --log-interval {LOGGED} --eval-iters 0"
+    " --num-workers 0 --lr 1e-3 --bf16"
+).split()
+
+READ = "megatron/training/metrics.py read"
+"""The one of the project: the numbers of a logged iteration, all in one copy."""
+OVERFLOW = "deepspeed/runtime/zero/stage_1_and_2.py:3248 has_overflow"
+"""Whether the step is skipped."""
+NORM_IS_VALID = "deepspeed/runtime/utils.py:233 is_invalid_grad_norm"
+"""Whether the gradient's norm is a number: of each parameter group, and of all."""
+NORM_MARK = "deepspeed/runtime/utils.py:887 mask_nan_or_inf_with_val_inplace"
+"""The mark of a norm that is not finite, copied from the host for each parameter group."""
+NORM_MARK_3 = "deepspeed/runtime/zero/stage3.py:2483 get_grad_norm_direct"
+"""The same at ZeRO 3."""
+REDUCED_3 = "deepspeed/runtime/zero/stage3.py:1414 independent_gradient_partition_epilogue"
+"""ZeRO 3 ends the reduction of gradients after each micro-batch."""
+GATHERED_3 = "deepspeed/runtime/zero/partition_parameters.py:2128 _allgather_params_coalesced"
+"""ZeRO 3 gathers the small weights, which stay whole, after the step."""
+LOSS_BUFFER = "deepspeed/runtime/pipe/engine.py:628 _aggregate_total_loss"
+"""Zeros from the host, into which a stage without the loss receives it."""
+
+ZERO_1_2 = {OVERFLOW: 1, NORM_MARK: 2, NORM_IS_VALID: 3}
+ZERO_3 = {REDUCED_3: 2, NORM_MARK_3: 2, NORM_IS_VALID: 1, GATHERED_3: 1}
+
+
+class Rank(NamedTuple):
+    """A rank of a layout, and how often its host may wait in an iteration."""
+
+    flags: str
+    world_size: int
+    rank: int
+    allowed: dict[str, int]
+
+
+RANKS = {
+    "ZeRO 1": Rank("--zero-stage 1", 2, 1, ZERO_1_2),
+    "ZeRO 2, TP 2, sequence parallel": Rank(
+        "--zero-stage 2 --model-parallel-size 2 --sequence-parallel", 4, 3, ZERO_1_2
+    ),
+    "ZeRO 3, Ulysses": Rank("--zero-stage 3 --ds-sequence-parallel-size 2", 4, 3, ZERO_3),
+    "PP 2, first stage": Rank("--zero-stage 1 --pipe-parallel-size 2", 4, 1, ZERO_1_2 | {LOSS_BUFFER: 1}),
+    "PP 2, TP 2, last stage": Rank(
+        "--zero-stage 1 --pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel", 4, 3, ZERO_1_2
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", RANKS)
+def test_the_host_waits_where_the_list_says(emulated_cuda: EmulatedCuda, tmp_path: Path, layout: str) -> None:
+    flags, world_size, rank, allowed = RANKS[layout]
+    place = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": rank}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nothing connects
+    words = ("tests/support/emulated_cuda/lint.py", tmp_path / "found", *MODEL, *flags.split())
+    emulated_cuda.run(1, *words, **{name: str(number) for name, number in place.items()}, **address).ok()
+    found: list[dict[str, int]] = json.loads((tmp_path / "found").read_text())
+    assert any("planted: loss.item()" in place for place in not_allowed(found[1], allowed)), "it was not found"
+    assert not not_allowed(found[UNLOGGED], allowed)
+    assert not not_allowed(found[LOGGED], allowed | {READ: 1})
+    places = {named(place): times for place, times in found[LOGGED].items()}
+    assert places == allowed | {READ: 1}, "remove from the list what no longer waits"
+
+
+def not_allowed(found: dict[str, int], allowed: dict[str, int]) -> list[str]:
+    """The lines that wait more often than ``allowed``, as ``FILE:LINE FUNCTION: SOURCE``."""
+    return [place for place, times in found.items() if times > allowed.get(named(place), 0)]
+
+
+def named(place: str) -> str:
+    """As the list has it: with the line for DeepSpeed, whose version is fixed."""
+    location, function, _ = (*place.split(" ", 2), "")[:3]
+    return f"{location if place.startswith('deepspeed/') else location.partition(':')[0]} {function.removesuffix(':')}"
