@@ -2,9 +2,10 @@
 
 import json
 import string
+from argparse import Namespace
 from dataclasses import fields
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support.command_lines import CPU, SMALL, latest
 from support.fuzzing import NUMBERS, TEXTS, VALUES, altered, damaged, outcome, scratch, unchanged
@@ -16,6 +17,7 @@ from megatron.config.deepspeed_json.file import TOP_KEYS
 from megatron.config.summary import describe_config, describe_stages
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.cluster.hostfile import read_hostfile, select
+from megatron.tools.inference.source import check_values
 
 FLAGS = {
     name: field
@@ -107,3 +109,9 @@ def test_hostfiles(content: bytes, include: str, exclude: str) -> None:
                 )
             if hosts:
                 outcome(lambda: select(hosts, include, exclude), 2)
+
+
+@example(10**400, "[0, 1]")
+@given(NUMBERS, st.sampled_from(["[1, inf)", "(0, inf)", "[0, 1]", "[0.01, 100]", "[-20, 20]"]))
+def test_numbers_of_tools(number: float, interval: str) -> None:
+    outcome(lambda: check_values(Namespace(top_p=number), {"top_p": interval}), 2)

@@ -219,12 +219,17 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
 def check_values(args: argparse.Namespace, intervals: Mapping[str, str]) -> None:
     """Raises ConfigError with a line for each value of ``args`` outside its interval, such as ``"[0, 1)"``."""
     problems = [
-        f"--{name.replace('_', '-')} {value:g} must be {interval_as_text(interval)}"
+        f"--{name.replace('_', '-')} {_shown(value)} must be {interval_as_text(interval)}"
         for name, interval in intervals.items()
         if (value := getattr(args, name)) is not None and not inside(value, interval)
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _shown(value: float) -> str:
+    """A number for messages; a whole one may be too large for a float."""
+    return f"{value:g}" if isinstance(value, float) or abs(value) < 10**15 else f"of {len(str(abs(value)))} digits"
 
 
 def tensor_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
