@@ -44,6 +44,8 @@ class _StoreOnce(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         before = self.given
+        if values == [] and self.nargs in (None, "+"):  # argparse removes the value of --flag=--
+            parser.error(f"{option_string} needs a value")
         if option_string is not None and before is not _NOT_GIVEN:
             if self.nargs in ("+", "*"):
                 values = [*before, *values]

@@ -5,6 +5,7 @@ import string
 from argparse import Namespace
 from dataclasses import fields
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from support.command_lines import CPU, SMALL, latest
@@ -14,9 +15,11 @@ from megatron.config import sections
 from megatron.config.command_line import parse_run
 from megatron.config.command_line.parser import names_of, value_type
 from megatron.config.deepspeed_json.file import TOP_KEYS
+from megatron.config.errors import ConfigError
 from megatron.config.summary import describe_config, describe_stages
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.cluster.hostfile import read_hostfile, select
+from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.source import check_values
 
 FLAGS = {
@@ -50,6 +53,8 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     return words
 
 
+@example(["--checkpoint-num-layers=--"], 1, GPT2)
+@example(["--data-path=--"], 1, GPT2)
 @given(command_lines(), st.sampled_from([1, 2, 6]), st.sampled_from([GPT2, BERT]))
 def test_command_lines(words: list[str], ranks: int, architecture) -> None:
     line = latest([*SMALL.split(), "--save", "nowhere"]) + words
@@ -115,3 +120,10 @@ def test_hostfiles(content: bytes, include: str, exclude: str) -> None:
 @given(NUMBERS, st.sampled_from(["[1, inf)", "(0, inf)", "[0, 1]", "[0.01, 100]", "[-20, 20]"]))
 def test_numbers_of_tools(number: float, interval: str) -> None:
     outcome(lambda: check_values(Namespace(top_p=number), {"top_p": interval}), 2)
+
+
+def test_a_value_that_argparse_removes_is_missed_by_tools() -> None:
+    parser = ToolParser("text")
+    parser.add_argument("--steps", type=int)
+    with pytest.raises(ConfigError, match="--steps needs a value"):
+        parser.parse_args(["--steps=--"])

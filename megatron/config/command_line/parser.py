@@ -133,6 +133,8 @@ class _Record(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         is_switch = self.nargs == 0
+        if values == [] and not is_switch:  # argparse removes the value of --flag=--
+            parser.error(f"{option_string} needs a value")
         namespace.occurrences.append((self.dest, option_string, self.const if is_switch else values, is_switch))
 
 
