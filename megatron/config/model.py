@@ -3,12 +3,20 @@
 from dataclasses import dataclass
 
 from megatron.config.fields import derived, flag
+from megatron.config.presets import PRESETS
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Network size, regularization and kernels."""
 
+    model_preset: str | None = flag(
+        None,
+        "A published model by name: its sizes, --seq-length and kinds of layers. Flags that are given replace its "
+        "values.",
+        choices=tuple(PRESETS),
+        metavar="NAME",
+    )
     num_layers: int = flag(0, "Number of transformer layers.", within="[1, inf)", required=True)
     hidden_size: int = flag(0, "Hidden size of the transformer.", within="[1, inf)", required=True)
     num_attention_heads: int = flag(0, "Number of attention heads.", within="[1, inf)", required=True)

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from megatron.config import flag_fields
-from megatron.config.fields import flag_name
-
 GPT2_PROGRAM, BERT_PROGRAM = "pretrain_gpt2.py", "pretrain_bert.py"
 
 
@@ -32,7 +29,7 @@ def preset_words(name: str) -> list[str]:
     """The command-line arguments that stand for a preset."""
     words: list[str] = []
     for field, value in PRESETS[name].flags.items():
-        flag = flag_name(flag_fields()[field])
+        flag = "--" + field.replace("_", "-")
         words += [] if value is False else [flag] if value is True else [flag, str(value)]
     return words
 

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron.config.command_line.values import REFUSED_VALUES
 from megatron.config.data import Part
 from megatron.config.errors import ConfigError
 from megatron.config.fields import flag_name
+from megatron.config.presets import PRESETS
 from megatron.model.architectures import ARCHITECTURES, BERT, GPT2
 from megatron.model.spec import ArchitectureSpec
 
@@ -106,6 +108,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "checkpoint_in_cpu": ("--checkpoint-in-cpu", "--checkpoint-activations --partition-activations"),
     "synchronize_each_layer": ("--synchronize-each-layer", "--checkpoint-activations"),
     "profile_backward": ("--profile-backward", "--checkpoint-activations"),
+    "model_preset": ("--model-preset gpt2", ""),
     "num_query_groups": ("--num-query-groups 2", ""),
     "group_query_attention": ("--group-query-attention", "--num-query-groups 2"),
     "kv_channels": ("--kv-channels 8", ""),
@@ -477,3 +480,24 @@ def test_parsing_imports_no_torch() -> None:
     root = Path(__file__).resolve().parents[2]
     words = [sys.executable, "-c", program, *SMALL.split()]
     assert subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_preset_gives_what_is_not_given() -> None:
+    words = "--model-preset llama3.1-8b --num-layers 4 --mock-data --lr 1e-4 --train-iters 10 --batch-size 1".split()
+    run = parse_run(words, CPU)
+    assert (run.model.num_layers, run.model.hidden_size, run.model.query_groups) == (4, 4096, 8)
+    assert (run.model.ffn_hidden_size, run.model.rotary_base, run.data.seq_length) == (14336, 500000.0, 8192)
+    assert run.model.swiglu and not run.model.linear_bias and run.model.attention_dropout == 0
+    assert not parse_run([*words, "--no-swiglu"], CPU).model.swiglu
+    with pytest.raises(ConfigError, match="--model-preset bert-base is a model of pretrain_bert.py, and this is"):
+        parse_run([*words, "--model-preset", "bert-base"], CPU)
+    with pytest.raises(ConfigError, match="--model-preset llama3-8b: did you mean llama3.1-8b"):
+        parse_run([*words, "--model-preset", "llama3-8b"], CPU)
+
+
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.parameters])
+def test_presets_have_the_published_number_of_parameters(name: str) -> None:
+    preset = PRESETS[name]
+    words = f"--model-preset {name} --mock-data --lr 1e-4 --train-iters 10 --batch-size 1".split()
+    model = replace(parse_run(words, CPU).model, vocab_size=preset.vocab_size, padded_vocab_size=preset.vocab_size)
+    assert sum(spec.numel for spec in GPT2.named_parameters(model).values()) == preset.parameters

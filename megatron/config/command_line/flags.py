@@ -1,7 +1,7 @@
 """From the sources of a run's flags to a value for each field of the config.
 
 The sources are layers, of which a later one replaces what an earlier one gives: the defaults of a provided model, the
-settings file of ``--config``, the command line.
+model of ``--model-preset``, the settings file of ``--config``, the command line.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from megatron.config.command_line.values import read_value
 from megatron.config.deepspeed_json import SETTINGS
 from megatron.config.errors import ConfigError, did_you_mean
 from megatron.config.fields import Provided, Source, flag_name
+from megatron.config.presets import PRESETS, preset_words
 from megatron.config.reading import unreadable_words
 from megatron.config.validation import EXCLUSIVE
 from megatron.model.architectures import BERT, GPT2
@@ -26,6 +27,7 @@ from megatron.model.spec import ArchitectureSpec
 _Given: TypeAlias = tuple[str, str, Provided]
 """Field, flag and value."""
 
+PRESET = "model_preset"
 _NEAR = 0.8
 """Similarity from which on a known flag is suggested for an unknown one."""
 _ALTERNATIVES = (*EXCLUSIVE, ("fp16", "bf16"))
@@ -127,12 +129,23 @@ def _read_layers(argv: Sequence[str], architecture: ArchitectureSpec) -> list[_L
     layers = []
     if architecture.provider is not None:
         layers.append(_read_settings(_defaults(architecture), parser, architecture))
+    has_file = SETTINGS_FILE in typed.values
     if (file := typed.values.pop(SETTINGS_FILE, None)) is not None:
         try:
             layers.append(_read_settings(read_settings_file(file.value), parser, architecture))
         except ConfigError as error:
             raise ConfigError([*typed.problems, *error.messages, *typed.unreadable]) from None
+    presets = [layer.values[PRESET].value for layer in (*layers, typed) if PRESET in layer.values]
+    if presets:
+        layers.insert(len(layers) - has_file, _read_preset(presets[-1], parser, architecture))
     return [*layers, typed]
+
+
+def _read_preset(name: str, parser: argparse.ArgumentParser, architecture: ArchitectureSpec) -> _Layer:
+    place = f"--model-preset {name}"
+    if PRESETS[name].program != architecture.program:
+        return _Layer(problems=[f"{place} is a model of {PRESETS[name].program}, and this is {architecture.program}"])
+    return _read_layer([(preset_words(name), place)], parser, architecture)
 
 
 def _defaults(architecture: ArchitectureSpec) -> list[Setting]:

@@ -81,7 +81,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
     if value_type(field) is bool:
         group.add_argument(*names, action=_Record, dest=field.name, nargs=0, const=True, help=_help(field))
     else:
-        metavar = "|".join(metadata["choices"] or ()) or metadata["metavar"] or _METAVARS[value_type(field)]
+        metavar = metadata["metavar"] or "|".join(metadata["choices"] or ()) or _METAVARS[value_type(field)]
         nargs = "+" if get_origin(field.type) is tuple else None
         group.add_argument(*names, action=_Record, dest=field.name, nargs=nargs, metavar=metavar, help=_help(field))
     for value in dict.fromkeys(metadata["switches"].values()):
