@@ -7,7 +7,7 @@
 #   DRY_RUN=1 bash examples/quickstart.sh   prints the commands instead of running them
 #
 # Settings (environment variables):
-OUT=${OUT:-quickstart}   # output folder; an existing one is replaced
+OUT=${OUT:-quickstart}   # output folder; what is in it is replaced
 TP=${TP:-2}              # tensor-parallel size
 PP=${PP:-2}              # pipeline stages
 PROCESSES=${PROCESSES:-$((TP * PP))}
@@ -35,7 +35,7 @@ if ((${DRY_RUN:-0})); then
     }
     show() { quoted "$@" >&3; }
     source() { show source "$@"; }
-    rm() { show rm "$@"; }
+    find() { show find "$@"; }
     mkdir() { show mkdir "$@"; }
     python() { show python "$@"; }
     deepspeed() { show deepspeed "$@"; }
@@ -43,8 +43,12 @@ fi
 
 source tools/environment.sh requirements.txt
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
-rm -rf "$OUT"
 mkdir -p "$OUT"
+if ! ((${DRY_RUN:-0})); then # two in one folder would delete each other's files
+    exec 9<"$OUT"
+    flock --nonblock 9 || { echo "quickstart.sh: error: another one runs in $OUT: wait, or set OUT" >&2 && exit 2; }
+fi
+find "$OUT" -mindepth 1 -delete
 
 step() { printf '\n== %s\n' "$*"; }
 

@@ -33,7 +33,7 @@ from megatron.tools.command_line import ToolParser
 ELSEWHERE = {
     r"docs/coming-from-megatron.md: ": "tests/config/test_classic_flags.py reads them, with the JSON of their section",
     r": (DRY_RUN=1 )?bash examples/quickstart.sh": "tests/test_quickstart.py runs it",
-    r": bash run_tests.sh": "starts these tests",
+    r": (bash run_tests.sh|.*pytest )": "starts these tests",
     r": torchrun .* examples/(train_small_model|show_communication).py$": "tests/test_examples.py runs them",
     r": torchrun .* examples/pretrain_my_model.py ": "tests/training/test_model_provider.py runs it",
     r": python benchmarks/activation_memory.py$": "a measurement of minutes, without flags",
@@ -93,6 +93,7 @@ def prepared(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Pa
     programs.data_arguments  # noqa: B018, which makes the corpus
     shutil.copy(programs.folder / "corpus.jsonl", folder / "my.jsonl")
     shutil.copy(ROOT / "hostfile.example", folder / "hostfile")
+    shutil.copytree(ROOT / "examples", folder / "examples")
     (folder / "my.txt").write_text("w1 w2 w3 w4 w5 w6 w7\n" * 40)
     (folder / "wiki.test.tokens").write_text(" = Words = \n w1 w2 w3 w4 . \n" * 20)
     (folder / "lambada_test.jsonl").write_text('{"text": "w1 w2 w3 w4"}\n' * 4)

@@ -1,5 +1,7 @@
 """The first command a newcomer runs: from nothing to a trained model, on a CPU."""
 
+import fcntl
+import os
 import re
 import shlex
 import struct
@@ -42,6 +44,17 @@ def test_an_unknown_argument_shows_the_variables(programs: Programs) -> None:
     finished = programs.run("bash", "examples/quickstart.sh", "--slow")
     assert finished.returncode == 2
     assert "--fast" in finished.output and "OUT" in finished.output
+
+
+def test_a_second_one_in_the_same_folder_is_refused(programs: Programs, tmp_path) -> None:
+    """It would delete the files of the first, which then fails or trains on the other's data."""
+    (tmp_path / "corpus.jsonl").touch()
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    finished = programs.run("bash", "examples/quickstart.sh", "--fast", OUT=str(tmp_path), VIRTUAL_ENV=sys.prefix)
+    os.close(folder)
+    assert finished.returncode == 2 and (tmp_path / "corpus.jsonl").exists()
+    assert finished.output.endswith(f"quickstart.sh: error: another one runs in {tmp_path}: wait, or set OUT\n")
 
 
 def test_a_dry_run_shows_the_commands(programs: Programs, tmp_path) -> None:

@@ -18,6 +18,8 @@ from megatron.config.errors import LaunchError
 _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 """Variables that torchrun, deepspeed and the kinds of mpirun set for their processes, and a shell does not."""
+_DEEPSPEED_RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "_deepspeed_runner.py")
+"""Names of the deepspeed command; the last is that of ``tools/launch.py``."""
 
 EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send before they take the machine away."""
@@ -45,7 +47,7 @@ def _deepspeed_runner() -> psutil.Process | None:
     """The deepspeed command of this host: it starts a process per host, and that one the ranks. None elsewhere."""
     with suppress(psutil.Error):
         runner = psutil.Process(psutil.Process(os.getppid()).ppid())
-        if any(os.path.basename(word) in ("deepspeed.launcher.runner", "deepspeed") for word in runner.cmdline()):
+        if any(os.path.basename(word) in _DEEPSPEED_RUNNERS for word in runner.cmdline()):
             return runner
     return None
 
