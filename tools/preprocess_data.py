@@ -18,7 +18,8 @@ from megatron.config.errors import ConfigError, counted
 from megatron.launch.rank import print_warning
 from megatron.tokenizer import TOKENIZERS
 from megatron.tools.command_line import ToolParser, run_tool
-from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, text_size
+from megatron.tools.preprocess.conversations import KEYS, chat_template, find_chat_template
+from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, format_of, text_size
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
 from megatron.tools.progress import progress_bar
@@ -35,6 +36,9 @@ def main() -> None:
     check_tokenizer_folder(args.tokenizer_type, args.tokenizer_model)
     files = (args.vocab_file, args.merge_file, args.tokenizer_model)
     vocab_file, merge_file = tokenizer_files(args.tokenizer_type, *files)
+    template = find_chat_template(args.chat_template, vocab_file) if args.format == "messages" else None
+    if template is not None:
+        chat_template(template)  # an error here is reported before any work
     job = Job(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,
@@ -46,6 +50,8 @@ def main() -> None:
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,
         keep_newlines=args.keep_newlines,
+        conversations=None if args.format == "text" else args.format,
+        chat_template=template,
         workers=args.workers,
         skip_errors=args.on_error == "skip",
     )
@@ -75,6 +81,19 @@ def parse_arguments() -> argparse.Namespace:
     add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (vocab.json; vocab.txt of WordPiece)")
     add("--merge-file", metavar="FILE", help="merges of the BPE (default: those beside --vocab-file)")
     add("--tokenizer-model", metavar="DIR", help="folder with these files, instead of the two flags")
+    add(
+        "--format",
+        choices=("text", *KEYS),
+        default="text",
+        help="what a line's JSON object holds: text; or, for --sft, a list of messages, each with role and content, or "
+        "a prompt and a completion. These write a second data set, PREFIX_loss_mask (default: text)",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        help="template of Jinja that writes messages as text (default: chat_template.jinja, or tokenizer_config.json, "
+        "beside the vocabulary)",
+    )
     add("--append-eod", action="store_true", help="end each document with the token <|endoftext|>")
     add("--split-sentences", action="store_true", help="make each sentence a sequence, as BERT needs it")
     add(
@@ -109,6 +128,18 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
         (
             args.tokenizer_model is not None and (args.vocab_file or args.merge_file) is not None,
             f"--tokenizer-model {args.tokenizer_model} and --vocab-file or --merge-file exclude each other: give one",
+        ),
+        (
+            args.chat_template is not None and args.format != "messages",
+            f"--chat-template {args.chat_template} has no effect without --format messages: add it, or remove the flag",
+        ),
+        (
+            args.format != "text" and (args.split_sentences or args.tokenizer_type.startswith("BertWordPiece")),
+            f"--format {args.format} is for GPT-2's models: remove --split-sentences, and give their --tokenizer-type",
+        ),
+        (
+            args.format != "text" and any((args.input_format or format_of(path)) != "jsonl" for path in args.input),
+            f"--format {args.format} reads JSONL: give such files, or --input-format jsonl",
         ),
         (
             args.dataset_impl != "mmap",
@@ -148,6 +179,8 @@ def describe(job: Job, summary: Summary) -> str:
         f"{files}: {counted(summary.documents, 'document')}, {counted(summary.tokens, 'token')}, "
         f"{summary.output_bytes:,} bytes from {summary.input_bytes:,} bytes of text"
     )
+    if job.conversations is not None:
+        line += f"; {counted(summary.counted, 'token')} in the loss"
     counts = {
         "words not in the vocabulary": summary.unknown,
         "bad lines skipped": summary.bad_lines,

@@ -102,6 +102,13 @@ def check_tokenizer_folder(kind: str, folder: str | None) -> None:
 
 SPLITS = ("train", "valid", "test")
 """The splits of the data."""
+
+
+def loss_mask_prefix(prefix: str) -> str:
+    """The prefix of the data set that says which tokens of the one at ``prefix`` count in the loss."""
+    return f"{prefix}_loss_mask"
+
+
 NULL_TOKENIZER = "NullTokenizer"
 """The tokenizer without files."""
 MOCK_DATA = "mock data"
@@ -191,6 +198,12 @@ class DataConfig:
     reset_position_ids: bool = flag(False, "Reset position ids after each end-of-document token.", masked_lm=False)
     reset_attention_mask: bool = flag(False, "Restrict attention to tokens of the same document.", masked_lm=False)
     eod_mask_loss: bool = flag(False, "Mask the loss of end-of-document tokens.", masked_lm=False)
+    sft: bool = flag(
+        False,
+        "Instruction tuning: pack whole documents, with attention and positions of their own, and count those tokens "
+        "in the loss that the data set's loss mask marks. For data sets of tools/preprocess_data.py --format.",
+        masked_lm=False,
+    )
     mask_prob: float = flag(0.15, "Probability of masking a token.", within="(0, 1)", masked_lm=True)
     short_seq_prob: float = flag(
         0.1, "Probability of a sample shorter than --seq-length.", within="[0, 1]", masked_lm=True
@@ -215,8 +228,9 @@ class DataConfig:
 
     @property
     def contents(self) -> tuple[tuple[str, ...], ...]:
-        """The prefixes of the one blend that is divided, or of the blend of each split."""
-        return tuple(tuple(part.prefix for part in parts) for parts in self._provided_blends)
+        """The prefixes of the one blend that is divided, or of the blend of each split; with those of loss masks."""
+        own = (lambda prefix: (prefix, loss_mask_prefix(prefix))) if self.sft else (lambda prefix: (prefix,))
+        return tuple(tuple(name for part in parts for name in own(part.prefix)) for parts in self._provided_blends)
 
     @property
     def proportions(self) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache, partial
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 
@@ -17,11 +17,19 @@ from megatron.data.bert_dataset import BertDataset, bert_error, bert_samples
 from megatron.data.gpt2_dataset import GPT2Dataset, Span, gpt2_error, gpt2_samples
 from megatron.data.map_cache import cache_folder, cached, digest
 from megatron.data.mock_dataset import mock_samples
+from megatron.data.sft_dataset import SFTDataset, sft_error, sft_samples
 from megatron.data.splits import Source, find_sources, has_split, split_weights
 
-_CHECKS = {False: gpt2_error, True: bert_error}
-_SAMPLES: dict[bool, Callable[..., GPT2Dataset | BertDataset]] = {False: gpt2_samples, True: bert_samples}
-"""By ``masked_lm``: of causal language models, and of masked ones, whose samples are pairs of sentences."""
+IndexedSamples: TypeAlias = GPT2Dataset | SFTDataset | BertDataset
+
+
+def _readers(
+    data: DataConfig, masked_lm: bool
+) -> tuple[Callable[[DataConfig, str, Source], str | None], Callable[..., IndexedSamples]]:
+    """What checks a source, and what makes samples of it: of masked language models pairs of sentences."""
+    if masked_lm:
+        return bert_error, bert_samples
+    return (sft_error, sft_samples) if data.sft else (gpt2_error, gpt2_samples)
 
 
 def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm: bool = False) -> None:
@@ -29,7 +37,7 @@ def check_data(data: DataConfig, *, train_iters: int, eval_iters: int, masked_lm
     if data.mock_data:
         split_weights(data.split)
         return
-    find_sources(data, check=_CHECKS[masked_lm], train_iters=train_iters, eval_iters=eval_iters)
+    find_sources(data, check=_readers(data, masked_lm)[0], train_iters=train_iters, eval_iters=eval_iters)
 
 
 BLEND_WINDOW = 1 << 20
@@ -180,7 +188,7 @@ def _draw(shares: Sequence[Fraction], taken: Sequence[int], length: int) -> Iter
 class BlendedDataset:
     """``samples`` samples of the data sets ``parts``, in the ``order`` of training."""
 
-    def __init__(self, parts: Sequence[GPT2Dataset | BertDataset], order: BlendOrder, samples: int) -> None:
+    def __init__(self, parts: Sequence[IndexedSamples], order: BlendOrder, samples: int) -> None:
         self.parts, self.order = parts, order
         self._samples = samples
 
@@ -274,10 +282,10 @@ def build_datasets(
             if samples[name] and has_split(data, name):
                 datasets[name] = mock_samples(data, name, samples[name], seed=seed, masked_lm=masked_lm)
         return Datasets(**datasets)
-    check = _CHECKS[masked_lm]
+    check, samples_of = _readers(data, masked_lm)
     sources = find_sources(data, check=check, train_iters=train_iters, eval_iters=eval_iters, warmup=data.mmap_warmup)
     for name, parts in sources.items():
-        of_source = partial(_SAMPLES[masked_lm], data, name, vocab_size=vocab_size, seed=seed)
+        of_source = partial(samples_of, data, name, vocab_size=vocab_size, seed=seed)
         datasets[name] = _blended(data, parts, samples[name], of_source)
     return Datasets(**datasets)
 
@@ -286,7 +294,7 @@ def _blended(
     data: DataConfig,
     sources: Sequence[Source],
     samples: int,
-    of_source: Callable[[Source, int], GPT2Dataset | BertDataset],
+    of_source: Callable[[Source, int], IndexedSamples],
 ) -> Samples:
     """``samples`` of a split, from all its sources."""
     if len(sources) == 1:

@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     """A micro-batch, as both engines accept it."""
 
     tokens: Tensor
-    """int64 [b, s]; for BERT [b, 2, s], tokens and token types"""
+    """int64 [b, s]; for BERT [b, 2, s], tokens and token types; with --sft tokens and segment ids"""
     targets: tuple[Tensor, ...]
     """labels int64 [b, s], and loss_mask float32 [b, s]; for BERT also whether the sentences were swapped [b]"""
 
@@ -116,6 +116,11 @@ def next_token_batch(rows: Tensor, *, eod_token: int, eod_mask_loss: bool) -> Ba
     tokens = rows[:, :-1].contiguous()
     loss_mask = tokens.ne(eod_token).float() if eod_mask_loss else torch.ones(tokens.shape)
     return Batch(tokens, (rows[:, 1:].contiguous(), loss_mask))
+
+
+def sft_batch(rows: Tensor) -> Batch:
+    """rows [b, 4, s], tokens, segment ids, labels and loss mask -> a batch whose tokens [b, 2, s] are the first two."""
+    return Batch(rows[:, :2].contiguous(), (rows[:, 2].contiguous(), rows[:, 3].float()))
 
 
 def masked_lm_batch(rows: Tensor) -> Batch:

@@ -22,7 +22,10 @@ from megatron.parallel.tensor.random import random_stream
 
 
 class WordEmbedding(nn.Module):
-    """tokens [b, s] -> hidden [b, s, h], with segment ids if attention or positions are reset per document."""
+    """tokens [b, s] -> hidden [b, s, h], with segment ids if attention or positions are reset per document.
+
+    Tokens with their segment ids are [b, 2, s]; otherwise segments end at the end-of-document token.
+    """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
@@ -43,7 +46,8 @@ class WordEmbedding(nn.Module):
     def forward(self, hidden_states: Tensor, to_logits: bool = False) -> HiddenStates:
         if to_logits:
             return self.word_embeddings.logits(hidden_states).movedim(self.sequence_dim, 1)
-        tokens = local_shard(hidden_states, self.sequence_group, 1)
+        tokens = hidden_states if hidden_states.dim() == 2 else hidden_states[:, 0]
+        tokens = local_shard(tokens, self.sequence_group, 1)
         hidden = self.word_embeddings(tokens.movedim(1, self.sequence_dim))
         hidden = hidden.float() if self.fp32_residual else hidden
         return (hidden, segment_ids_of(hidden_states, self.eod_token)) if self.returns_segment_ids else hidden
@@ -169,6 +173,11 @@ def without_segment_ids(hidden_states: HiddenStates) -> Tensor:
 
 
 def segment_ids_of(tokens: Tensor, eod_token: int) -> Tensor:
-    """tokens [b, s] -> ends of document before each token, int32 [b, s]; an end counts from the next token on."""
+    """tokens [b, s] -> ends of document before each token, int32 [b, s]; an end counts from the next token on.
+
+    Of tokens with segment ids, [b, 2, s], the latter.
+    """
+    if tokens.dim() == 3:
+        return tokens[:, 1].int()
     ends = (tokens == eod_token).int()
     return ends.cumsum(-1, dtype=torch.int32) - ends

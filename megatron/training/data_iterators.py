@@ -13,9 +13,10 @@ from torch.distributed import ProcessGroup
 from megatron.checkpoint.collective_errors import on_all_ranks
 from megatron.config import RunConfig
 from megatron.config.batch_schedule import BatchSchedule
-from megatron.data.datasets import Datasets, Samples, build_datasets, split_samples
+from megatron.data.datasets import BlendedDataset, Datasets, Samples, build_datasets, split_samples
 from megatron.data.index_maps import sample_at, with_skipped
-from megatron.data.loader import Batch, MicroBatches, batches, masked_lm_batch, next_token_batch
+from megatron.data.loader import Batch, MicroBatches, batches, masked_lm_batch, next_token_batch, sft_batch
+from megatron.data.sft_dataset import SFTDataset
 from megatron.data.splits import has_split
 from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
@@ -72,6 +73,12 @@ class DataIterators:
     def has(self, split: str) -> bool:
         """Whether ``valid`` or ``test`` has any data."""
         return has_split(self._run.data, split)
+
+    def describe(self) -> list[str]:
+        """A line for each data set of instruction tuning that this rank trains on: how its documents are packed."""
+        train = self._datasets and self._datasets.train
+        parts = train.parts if isinstance(train, BlendedDataset) else [train]
+        return [f"> sft       {part.describe()}" for part in parts if isinstance(part, SFTDataset)]
 
     def training(self, finished: int) -> Iterator[Batch] | None:
         """Micro-batches of the iterations after ``finished``; None if this rank reads no data."""
@@ -138,7 +145,8 @@ class DataIterators:
         micro_batches = on_device(self._micro_batches(getattr(self._datasets, split), sizes, finished, skipped))
         if train.loss_normalization == "micro-batch":
             return weighted_by_micro_batch(micro_batches)
-        masks = self._run.data.eod_mask_loss or architecture_of(self._run.model).masked_lm is not False
+        data = self._run.data
+        masks = data.eod_mask_loss or data.sft or architecture_of(self._run.model).masked_lm is not False
         samples_together = train.micro_batch_size * group.size()
         accumulated = (sizes.size(iteration) // samples_together for iteration in count(finished + 1))
         return weighted(micro_batches, accumulated, group, masks=masks)
@@ -164,6 +172,8 @@ class DataIterators:
         run = self._run
         if architecture_of(run.model).masked_lm:
             return masked_lm_batch(rows)
+        if run.data.sft:
+            return sft_batch(rows)
         return next_token_batch(rows, eod_token=run.model.eod_token, eod_mask_loss=run.data.eod_mask_loss)
 
 

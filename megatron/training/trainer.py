@@ -127,6 +127,8 @@ class Trainer:
         Returns the exit code of the process: 0, or that of an exit condition. Raises NumericsError if too many
         consecutive iterations are bad.
         """
+        for line in self.data.describe():
+            self.log.info(line)
         is_skipped = self.run.train.skip_train
         iteration, early_exit = (finished, None) if is_skipped else self._train_until_exit(finished)
         if early_exit is None:

@@ -137,6 +137,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "gradient_accumulation_steps": ("--gas 2", ""),
     "global_batch_size": ("--global-batch-size 8", ""),
     "train_iters": ("--train-iters 50", ""),
+    "sft": ("--sft", ""),
     "loss_normalization": ("--loss-normalization micro-batch", "--eod-mask-loss"),
     "exit_interval": ("--exit-interval 5", ""),
     "eval_iters": ("--eval-iters 5", ""),

@@ -227,6 +227,7 @@ BROKEN = [
         "--zero-stage 1",
     ),
     ("fp16 needs a GPU", "--fp16", "--fp16 does not work on the CPU: use --bf16", None),
+    ("--sft excludes --eod-mask-loss", "--sft --eod-mask-loss", "--sft and --eod-mask-loss exclude each other", None),
     ("--fp16 excludes --bf16", "gpu --fp16 --bf16", "--fp16 and --bf16 exclude each other", None),
     (
         "the initial loss scale is a power of two",

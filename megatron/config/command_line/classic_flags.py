@@ -215,9 +215,8 @@ _REFUSED = {
     ),
     "weight sharing between layers is not supported: remove it": "num-unique-layers param-sharing-style",
     "distillation is not supported: remove it": "mos kd kd-* *-teacher reset-iteration",
-    "reinforcement learning and instruction tuning are not supported: remove it": (
-        "perform-rl-step rl-* grpo-* langrl-* sft sft-*"
-    ),
+    "reinforcement learning is not supported: remove it": "perform-rl-step rl-* grpo-* langrl-*",
+    "tools/preprocess_data.py formats conversations, by a chat template: remove it": "sft-*",
     # Parallelism, memory and precision.
     "context parallelism is not supported: use --ds-sequence-parallel-size (DeepSpeed-Ulysses)": (
         "context-parallel-* megatron-cp-* cp-* hierarchical-context-parallel-sizes "

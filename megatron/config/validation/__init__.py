@@ -27,6 +27,7 @@ EXCLUSIVE = (
     ("data_path", "train_data_path"),
     ("mock_data", "data_path"),
     ("mock_data", "train_data_path"),
+    ("mock_data", "sft"),
     ("split", "train_data_path"),
     ("tokenizer_model", "vocab_file"),
     ("tokenizer_model", "merge_file"),

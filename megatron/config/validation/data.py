@@ -2,7 +2,7 @@
 
 from megatron.config import RunConfig
 from megatron.config.data import NULL_TOKENIZER, read_blend, unused_merges
-from megatron.config.validation.rules import Messages, needs, rule
+from megatron.config.validation.rules import Messages, excludes, needs, rule
 from megatron.model.architectures import architecture_of
 
 
@@ -92,3 +92,4 @@ def blends(run: RunConfig) -> Messages:
 
 
 needs("data.train_data_path", "data.valid_data_path", "data.test_data_path")
+excludes("data.sft", "data.eod_mask_loss", why="The loss mask of the data set decides which tokens count.")

@@ -92,7 +92,7 @@ def fused_attention(run: RunConfig) -> Messages:
     settings = {
         "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
         "--apply-query-key-layer-scaling": model.apply_query_key_layer_scaling,
-        "--reset-attention-mask": model.reset_attention_mask,
+        "--sft" if run.data.sft else "--reset-attention-mask": model.reset_attention_mask,
         f"--pre-tokens {model.pre_tokens}": model.pre_tokens < run.data.seq_length - 1,
     }
     if model.scaled_upper_triang_masked_softmax_fusion and (rivals := enabled(settings)):
@@ -148,7 +148,7 @@ needs("model.use_rope_scaling", "model.rope_scaling_factor")
     why="Without --eod-mask-loss all micro-batches count the same number of tokens, and both averages are equal.",
 )
 def loss_normalization(run: RunConfig) -> Messages:
-    masks_loss = run.data.eod_mask_loss or architecture_of(run.model).masked_lm
+    masks_loss = run.data.eod_mask_loss or run.data.sft or architecture_of(run.model).masked_lm
     if run.train.loss_normalization == "micro-batch" and not masks_loss:
         yield (
             "--loss-normalization micro-batch has no effect without --eod-mask-loss: add it, or remove "

@@ -81,6 +81,8 @@ class Case:
         model = self.saved.model
         if (architecture := model["architecture"]) != GPT2.name:
             raise ConfigError(f"{self.saved.path} is a {architecture}: only samples of {GPT2.name} can be listed")
+        if self.data.sft:
+            raise ConfigError(f"{self.saved.path} was trained with --sft: only samples of pretraining can be listed")
         check_contents(self.data, str(self.saved.path))
         datasets = build_datasets(
             self.data,

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -230,7 +230,10 @@ def read_config(found: Found, *, vocab_size: int | None = None) -> ModelConfig |
     description = read_description(found)
     if description is None:
         return None
-    return SavedRun(found.path.parent, found.path.name, description).whole_model_config()
+    config = SavedRun(found.path.parent, found.path.name, description).whole_model_config()
+    if description["config"]["data"].get("sft"):  # the data told documents apart; in a prompt nothing does
+        return replace(config, reset_attention_mask=False, reset_position_ids=False)
+    return config
 
 
 def read_description(found: Found) -> Mapping[str, Any] | None:

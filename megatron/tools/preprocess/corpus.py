@@ -200,17 +200,9 @@ def _file_lines(path: Path, keys: Sequence[str]) -> Iterator[bytes]:
 
 def _json_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
     """The values under ``keys`` of the JSON object ``line``, all empty on a blank line."""
-    text = _of_line(where, line)
-    if not text.strip():
+    document = json_object(where, line)
+    if document is None:
         return [""] * len(keys)
-    try:
-        document = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error.msg}, at column {error.colno}") from error
-    except (RecursionError, ValueError) as error:
-        raise DataError(f"{where}: JSON that cannot be read: {error}") from error
-    if not isinstance(document, dict):
-        raise DataError(f"{where}: a JSON {_kind(document)}, where an object is needed")
     for key in keys:
         if key not in document:
             raise DataError(f'{where}: no key "{key}" (choose keys with --json-keys)')
@@ -222,6 +214,22 @@ def _json_texts(where: str, line: bytes, keys: Sequence[str]) -> list[str]:
             # JSON can spell what is no Unicode text.
             raise DataError(f'{where}: "{key}" holds half of a surrogate pair (\\ud800 to \\udfff)') from error
     return [document[key] for key in keys]
+
+
+def json_object(where: str, line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line, None of a blank one. Raises DataError beginning with ``where`` for anything else."""
+    text = _of_line(where, line)
+    if not text.strip():
+        return None
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error.msg}, at column {error.colno}") from error
+    except (RecursionError, ValueError) as error:
+        raise DataError(f"{where}: JSON that cannot be read: {error}") from error
+    if not isinstance(document, dict):
+        raise DataError(f"{where}: a JSON {_kind(document)}, where an object is needed")
+    return document
 
 
 def _kind(value: object) -> str:

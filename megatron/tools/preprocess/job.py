@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config.data import loss_mask_prefix
 from megatron.config.errors import DataError
 from megatron.config.reading import read_json
 from megatron.launch.files import replace_file
 from megatron.tools.preprocess.corpus import format_of
 from megatron.tools.preprocess.indexed_dataset_builder import Written
+
+TOKENS, LOSS_MASK = "tokens", "loss mask"
+"""The two data sets of conversations, instead of one for each key."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ class Job:
     """Whether each sentence of a document becomes a sequence, as BERT's samples need it."""
     keep_newlines: bool = False
     """Whether a sentence includes the white space that follows it."""
+    conversations: str | None = None
+    """One of ``conversations.KEYS``, for documents with a loss mask, instead of the texts of ``json_keys``."""
+    chat_template: str | None = None
+    """File of the template that writes messages as text."""
     workers: int = 1
     skip_errors: bool = False
     chunk_bytes: int = 1 << 18
@@ -94,6 +102,9 @@ class Job:
     def prefixes(self) -> dict[str, str]:
         """The prefix of each key's data set."""
         kind = "sentence" if self.split_sentences else "document"
+        if self.conversations is not None:
+            prefix = f"{self.output_prefix}_{self.conversations}_{kind}"
+            return {TOKENS: prefix, LOSS_MASK: loss_mask_prefix(prefix)}
         return {key: f"{self.output_prefix}_{key}_{kind}" for key in self.json_keys}
 
     def format_of(self, path: Path) -> str:
@@ -113,6 +124,8 @@ class Job:
             "--append-eod": self.append_eod,
             "--split-sentences": self.split_sentences,
             "--keep-newlines": self.keep_newlines,
+            "--format": self.conversations,
+            "--chat-template": self.chat_template and _version(Path(self.chat_template)),
             "size of a chunk": self.chunk_bytes,
         }
         return Journal(Path(f"{self.output_prefix}.progress"), job)
@@ -134,6 +147,8 @@ class Summary:
     bad_lines: int = 0
     unknown: int = 0
     """Words that are not in the vocabulary."""
+    counted: int = 0
+    """Tokens that count in the loss, of conversations."""
     resumed_at: int = 0
     """Documents written before the job was resumed."""
     finished: bool = False

@@ -22,9 +22,16 @@ from megatron.config.errors import DataError, ResourceError
 from megatron.launch.processes import exit_with_parent
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.base import check_words
-from megatron.tools.preprocess.corpus import FORMATS, Chunk, line_texts, read_chunks
+from megatron.tools.preprocess.conversations import (
+    Part,
+    chat_template,
+    check_encodable,
+    document_parts,
+    tokenize_documents,
+)
+from megatron.tools.preprocess.corpus import FORMATS, Chunk, json_object, line_texts, read_chunks
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
-from megatron.tools.preprocess.job import Job, Journal, Milestone, Summary
+from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job, Journal, Milestone, Summary
 
 ABBREVIATIONS = frozenset(
     "adj adm adv al approx assn ave bldg bros brig ca capt cf ch chap cmdr co col comdr corp cpl dept dist dr ed eds "
@@ -138,7 +145,11 @@ def preprocess(
         Path(job.output_prefix).parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             builders = {
-                key: stack.enter_context(IndexedDatasetBuilder(prefix, dtype, done.outputs[key] if done else None))
+                key: stack.enter_context(
+                    IndexedDatasetBuilder(
+                        prefix, np.uint8 if key == LOSS_MASK else dtype, done.outputs[key] if done else None
+                    )
+                )
                 for key, prefix in job.prefixes.items()
             }
             if done is None:
@@ -170,6 +181,8 @@ def preprocess(
 
 def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
     """Read and tokenize the lines of a chunk; runs in a worker."""
+    if job.conversations is not None:
+        return _tokenize_conversations(job, chunk)
     kind = FORMATS[job.format_of(chunk.path)]
     texts: dict[str, list[str]] = {key: [] for key in job.json_keys}
     numbers: list[int] = []
@@ -204,6 +217,44 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
         unknown += 0 if tokenizer.unk is None else int(np.count_nonzero(tokens[key] == tokenizer.unk))
         sizes[key] = [[len(ids) for ids in document] for document in documents]
     return Tokenized(tokens, sizes, blank, unknown, sorted(errors), chunk.size, chunk.position)
+
+
+def _tokenize_conversations(job: Job, chunk: Chunk) -> Tokenized:
+    """The same for documents with a loss mask."""
+    assert job.conversations is not None
+    template = chat_template(job.chat_template) if job.chat_template is not None else None
+    tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
+    documents: list[list[Part]] = []
+    numbers: list[int] = []
+    errors: list[LineError] = []
+    for number, line in enumerate(chunk.lines, chunk.first_line):
+        where = f"{chunk.path}:{number}"
+        try:
+            assert isinstance(line, bytes), "a rule refuses Parquet"
+            document = json_object(where, line)
+            parts = [] if document is None else document_parts(where, document, job.conversations, template)
+            check_encodable(where, parts)
+            _check_words(where, [part.text for part in parts])
+        except DataError as error:
+            errors.append(LineError(number, str(error), is_empty=False))
+            continue
+        documents.append(parts)
+        numbers.append(number)
+    tokens: list[int] = []
+    masks: list[int] = []
+    sizes: list[list[int]] = []
+    for number, (ids, mask) in zip(
+        numbers, tokenize_documents(tokenizer, documents, append_eod=job.append_eod), strict=True
+    ):
+        if not any(mask):
+            errors.append(LineError(number, f"{chunk.path}:{number}: no token to train on", is_empty=True))
+            continue
+        tokens += ids
+        masks += mask
+        sizes.append([len(ids)])
+    arrays = {TOKENS: np.array(tokens, best_dtype(tokenizer.vocab_size)), LOSS_MASK: np.array(masks, np.uint8)}
+    unknown = 0 if tokenizer.unk is None else int(np.count_nonzero(arrays[TOKENS] == tokenizer.unk))
+    return Tokenized(arrays, dict.fromkeys(arrays, sizes), 0, unknown, sorted(errors), chunk.size, chunk.position)
 
 
 def _check_words(where: str, texts: Sequence[str]) -> None:
@@ -278,6 +329,9 @@ def _add(builders: Mapping[str, IndexedDatasetBuilder], tokenized: Tokenized, su
     """Write a chunk's documents and count them."""
     for key, builder in builders.items():
         builder.add_documents(tokenized.tokens[key], tokenized.sizes[key])
+        if key == LOSS_MASK:
+            summary.counted += int(tokenized.tokens[key].sum(dtype=np.int64))
+            continue
         summary.documents += len(tokenized.sizes[key])
         summary.tokens += len(tokenized.tokens[key])
     summary.unknown += tokenized.unknown

@@ -1,0 +1,185 @@
+"""Samples for instruction tuning: whole documents packed into samples of ``seq_length`` positions, and padding.
+
+A document of L tokens takes L - 1 positions: each of its tokens but the last is an input, each but the first a label.
+So no label is in another document. ``PREFIX_loss_mask`` holds a number for each token of PREFIX: 1 if it counts as a
+label, else 0. Longer documents are cut at the end.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from megatron.config import DataConfig
+from megatron.config.data import SPLITS, loss_mask_prefix
+from megatron.config.errors import DataError
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.splits import SPLIT_NAMES, Source
+
+TOKENS, SEGMENTS, LABELS, LOSS_MASK = range(4)
+"""Rows of a sample."""
+
+
+def pack(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Best-fit decreasing: each size, largest first, is put where it leaves the least space, or into a new bin.
+
+    Args:
+        sizes: from 1 to ``capacity``, in descending order, [n].
+
+    Returns:
+        ``members``, the indices of ``sizes`` bin by bin, int64 [n], and ``starts``, where each bin begins in them and
+        their number, int64 [bins + 1].
+    """
+    bins: list[list[int]] = []
+    with_space: dict[int, list[int]] = {}
+    spaces: list[int] = []
+    for index, size in enumerate(sizes.tolist()):
+        at = bisect_left(spaces, size)
+        if at < len(spaces):
+            space = spaces[at]
+            chosen = with_space[space].pop()
+            if not with_space[space]:
+                del with_space[space], spaces[at]
+            bins[chosen].append(index)
+        else:
+            space, chosen = capacity, len(bins)
+            bins.append([index])
+        if left := space - size:
+            if left not in with_space:
+                insort(spaces, left)
+            with_space.setdefault(left, []).append(chosen)
+    starts = np.cumsum([0, *map(len, bins)])
+    return np.fromiter((index for members in bins for index in members), np.int64, len(sizes)), starts
+
+
+class SFTDataset:
+    """Samples of some documents of a data set, in the order of training, without end: epoch after epoch.
+
+    Documents of the same length change places in every epoch, and so does the order of samples; how many samples an
+    epoch has does not change.
+
+    Args:
+        indexed, loss_mask: the data set, and the one with a 0 or 1 for each token.
+        documents: the documents to use.
+        requested: samples needed.
+        vocab_size: tokens at or above it are an error.
+        seed_words: seed of both orders.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        loss_mask: IndexedDataset,
+        documents: range,
+        *,
+        seq_length: int,
+        requested: int,
+        vocab_size: int,
+        seed_words: Sequence[int],
+    ) -> None:
+        self.indexed, self.loss_mask = indexed, loss_mask
+        self._starts = indexed.document_starts[documents.start : documents.stop + 1]
+        positions = np.diff(self._starts) - 1
+        self._documents = np.flatnonzero(positions > 0)
+        self._sizes = positions[self._documents].clip(max=seq_length)
+        self.cut_documents = int(np.count_nonzero(positions > seq_length))
+        """Documents that do not fit a sample."""
+        self._seq_length, self._vocab_size, self._seed_words = seq_length, vocab_size, list(seed_words)
+        self._members, self._bins = pack(-np.sort(-self._sizes), seq_length)
+        self.samples_per_epoch = len(self._bins) - 1
+        self._samples = -(-requested // self.samples_per_epoch) * self.samples_per_epoch
+        self._epoch = lru_cache(maxsize=2)(self._order_of)
+
+    def __len__(self) -> int:
+        """Samples in the data set: whole epochs, at least as many as were requested."""
+        return self._samples
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """The ``index``-th sample to train on, int64 [4, seq_length]. Raises DataError as ``take`` does."""
+        return self.take([index])[0]
+
+    def take(self, indices: Sequence[int]) -> np.ndarray:
+        """Tokens, segment ids, labels and loss mask of some samples, int64 [n, 4, seq_length].
+
+        Raises DataError if a token is not in the vocabulary, or a file has been truncated.
+        """
+        samples = np.zeros((len(indices), 4, self._seq_length), np.int64)
+        for sample, index in zip(samples, indices, strict=True):
+            end = 0
+            documents = self._documents_of(index)
+            for number, (document, size) in enumerate(documents):
+                begin, end = end, end + size
+                start = int(self._starts[document])
+                tokens = self.indexed.span(start, size + 1)
+                sample[TOKENS, begin:end], sample[LABELS, begin:end] = tokens[:-1], tokens[1:]
+                sample[LOSS_MASK, begin:end] = self.loss_mask.span(start + 1, size)
+                sample[SEGMENTS, begin:end] = number
+            sample[SEGMENTS, end:] = len(documents)
+        if samples[:, (TOKENS, LABELS)].view(np.uint64).max() >= self._vocab_size:  # a negative one is very large there
+            raise DataError(
+                f"{self.indexed.bin_path} holds a token above {self._vocab_size - 1}, the last of the vocabulary: name "
+                "the vocabulary that the data set was made with, or make the data set again"
+            )
+        return samples
+
+    def describe(self) -> str:
+        """Documents, samples of an epoch, and what is padding or cut, as text."""
+        filled = int(self._sizes.sum()) / (self.samples_per_epoch * self._seq_length)
+        text = (
+            f"{len(self._documents):,} documents in {self.samples_per_epoch:,} samples an epoch, "
+            f"{1 - filled:.1%} of them padding"
+        )
+        longer = f"; {self.cut_documents:,} longer than a sample, cut at the end"
+        return text + (longer if self.cut_documents else "")
+
+    def _documents_of(self, index: int) -> list[tuple[int, int]]:
+        """Each document of the ``index``-th sample, counted from the first in use, and its positions."""
+        if not 0 <= index < self._samples:
+            raise IndexError(index)
+        epoch, at = divmod(index, self.samples_per_epoch)
+        by_size, order = self._epoch(epoch)
+        first, stop = self._bins[order[at] : order[at] + 2]
+        chosen = by_size[self._members[first:stop]]
+        return list(zip(self._documents[chosen].tolist(), self._sizes[chosen].tolist(), strict=True))
+
+    def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The documents of an epoch, longest first, those of one length shuffled; and the order of its samples."""
+        random = np.random.RandomState([*self._seed_words, epoch])
+        shuffled = random.permutation(len(self._sizes))
+        by_size = shuffled[np.argsort(-self._sizes[shuffled], kind="stable")]
+        return by_size, random.permutation(self.samples_per_epoch)
+
+
+def sft_error(data: DataConfig, name: str, source: Source) -> str | None:
+    """An error message for a source without a loss mask, or without a document in the split ``name``; else None."""
+    _, indexed, documents = source
+    try:
+        loss_mask = _loss_mask_of(indexed)
+    except DataError as error:
+        return (
+            f"{error}; --sft reads a data set made by tools/preprocess_data.py --format messages or prompt-completion"
+        )
+    if not np.array_equal(loss_mask.document_starts, indexed.document_starts):
+        return f"{loss_mask.prefix} is not the loss mask of {indexed.prefix}: its documents have other lengths"
+    if (np.diff(indexed.document_starts[documents.start : documents.stop + 1]) > 1).any():
+        return None
+    cut = f' by --split "{data.split}"' if data.is_split else ""
+    return f"the {SPLIT_NAMES[name]} split of {indexed.prefix}{cut} has no document: use more text or another --split"
+
+
+def sft_samples(data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int) -> SFTDataset:
+    """At least ``samples`` samples of one source of the split ``name``."""
+    return SFTDataset(
+        source.indexed,
+        _loss_mask_of(source.indexed),
+        source.documents,
+        seq_length=data.seq_length,
+        requested=samples,
+        vocab_size=vocab_size,
+        seed_words=[seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, SPLITS.index(name)],
+    )
+
+
+def _loss_mask_of(indexed: IndexedDataset) -> IndexedDataset:
+    return IndexedDataset(loss_mask_prefix(indexed.prefix))

@@ -1,0 +1,66 @@
+"""Packed samples of instruction tuning: every document once in an epoch, whole, apart, and with its own loss mask."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron.config import DataConfig
+from megatron.config.data import loss_mask_prefix
+from megatron.config.errors import DataError
+from megatron.data.datasets import build_datasets, check_data
+from megatron.data.sft_dataset import SFTDataset, pack
+
+LENGTHS = [1 + 7 * n % 23 for n in range(60)]
+DOCUMENTS = [[100 * n + k for k in range(length)] for n, length in enumerate(LENGTHS)]
+"""Tokens that encode the document (hundreds) and the position in it; the loss mask is their last bit."""
+SIZES = {"vocab_size": 6000, "global_batch_size": 4, "train_iters": 20, "eval_interval": 20, "eval_iters": 0, "seed": 5}
+
+
+@pytest.fixture
+def data(write_dataset: Callable[..., str]) -> DataConfig:
+    prefix = write_dataset(DOCUMENTS)
+    write_dataset([[token % 2 for token in document] for document in DOCUMENTS], "u1", "data_loss_mask")
+    return DataConfig(data_path=(prefix,), seq_length=16, split="1", sft=True)
+
+
+def test_an_epoch_holds_every_document_once_and_whole(data: DataConfig) -> None:
+    samples = build_datasets(data, **SIZES).train
+    assert isinstance(samples, SFTDataset)
+    epochs = [
+        [samples[n] for n in range(first, first + samples.samples_per_epoch)]
+        for first in (0, samples.samples_per_epoch)
+    ]
+    for epoch in epochs:
+        found = []
+        for tokens, segments, labels, mask in epoch:
+            padding = segments == segments[-1] if segments[-1] and not mask[-1] and not labels[-1] else segments < 0
+            assert not (tokens | labels | mask)[padding].any()
+            for segment in np.unique(segments[~padding]):
+                inside = segments == segment
+                document = [*tokens[inside], labels[inside][-1]]
+                assert labels[inside].tolist() == document[1:]
+                assert mask[inside].tolist() == [token % 2 for token in document[1:]]
+                found.append(document)
+        assert sorted(found) == [document[:17] for document in DOCUMENTS if len(document) > 1]
+    assert [sample.tolist() for sample in epochs[0]] != [sample.tolist() for sample in epochs[1]]
+    assert len(samples) >= 80 and samples.cut_documents == sum(length > 17 for length in LENGTHS)
+    assert f"; {samples.cut_documents} longer than a sample" in samples.describe()
+
+
+def test_packing_is_best_fit_decreasing() -> None:
+    members, starts = pack(np.array([9, 6, 5, 4, 1, 1]), 10)
+    assert [members[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)] == [[0, 4], [1, 3], [2, 5]]
+
+
+def test_a_data_set_without_its_loss_mask_is_an_error(data: DataConfig, write_dataset: Callable[..., str]) -> None:
+    other = replace(data, data_path=(write_dataset(DOCUMENTS, name="other"),))
+    with pytest.raises(DataError, match=r"no data set at .*other_loss_mask.*--format messages"):
+        check_data(other, train_iters=1, eval_iters=0)
+    write_dataset(DOCUMENTS[1:], name="other_loss_mask")
+    with pytest.raises(DataError, match="documents have other lengths"):
+        check_data(other, train_iters=1, eval_iters=0)
+    assert other.contents == ((other.data_path[0], loss_mask_prefix(other.data_path[0])),)
+    with pytest.raises(DataError, match="a token above 5, the last"):
+        build_datasets(data, **{**SIZES, "vocab_size": 6}).train[0]
