@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# From an empty folder to a trained GPT-2 on two CPU cores: corpus, tokenizer, data set, training with tensor
+# From an empty folder to a trained GPT-2, or a small Llama, on two CPU cores: corpus, tokenizer, data set, training with tensor
 # and pipeline parallelism, a plot of the loss, and a text generated with the trained weights.
 #
 #   bash examples/quickstart.sh          about 4 minutes, installation included
+#   bash examples/quickstart.sh --model llama   the same with the layers of Llama, and no more parameters
 #   bash examples/quickstart.sh --fast   half a minute after installation; shows the steps, not a good model
 #   DRY_RUN=1 bash examples/quickstart.sh   prints the commands instead of running them
 #
@@ -16,12 +17,19 @@ PROMPT=${PROMPT:-Return the}
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-VOCABULARY=2048 ITERATIONS=600 LAYERS=4 HIDDEN=128 MEGABYTES=4
-case "${1:-}" in
-"") ;;
---fast) VOCABULARY=512 ITERATIONS=200 LAYERS=2 HIDDEN=64 MEGABYTES=0.5 ;;
-*) sed -n '2,/^PROMPT/p' "$0" >&2 && exit 2 ;;
-esac
+VOCABULARY=2048 ITERATIONS=600 LAYERS=4 HIDDEN=128 MEGABYTES=4 MODEL=gpt2
+while (($#)); do
+    case "$1 ${2:-}" in
+    "--fast "*) VOCABULARY=512 ITERATIONS=200 LAYERS=2 HIDDEN=64 MEGABYTES=0.5 && shift ;;
+    "--model gpt2" | "--model llama") MODEL=$2 && shift 2 ;;
+    *) sed -n '2,/^PROMPT/p' "$0" >&2 && exit 2 ;;
+    esac
+done
+KIND=(--num-attention-heads 4 --max-position-embeddings 128)
+if [ "$MODEL" = llama ]; then # three times the hidden size in each of SwiGLU's matrices, and 2 key and value heads
+    KIND=(--num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size $((3 * HIDDEN)) --swiglu
+        --normalization RMSNorm --position-embedding-type rope --disable-bias-linear)
+fi
 
 if ((${DRY_RUN:-0})); then
     exec 3>&1 # the output of some commands is an argument of another
@@ -65,8 +73,7 @@ python tools/preprocess_data.py --input "$OUT/corpus.jsonl" --output-prefix "$OU
 step "training on $PROCESSES processes: tensor parallel $TP x pipeline $PP"
 deepspeed --log_level critical --num_gpus "$PROCESSES" --master_port "$MASTER_PORT" pretrain_gpt2.py \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
-    --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads 4 \
-    --seq-length 128 --max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0 \
+    --num-layers "$LAYERS" --hidden-size "$HIDDEN" "${KIND[@]}" --seq-length 128 --attention-dropout 0 --hidden-dropout 0 \
     --batch-size 8 --gas 2 --train-iters "$ITERATIONS" \
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --warmup 0.05 --weight-decay 0.1 \
     --data-path "$OUT/corpus_text_document" --split 90,9,1 --num-workers 0 \

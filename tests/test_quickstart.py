@@ -6,12 +6,14 @@ import re
 import shlex
 import struct
 import sys
+from dataclasses import replace
 
 from support.command_lines import CPU
 from support.ports import free_port
 from support.programs import Programs, read_metrics
 
 from megatron.config.command_line import parse_run
+from megatron.model.architectures import GPT2
 
 
 def test_the_quickstart_learns(programs: Programs, tmp_path) -> None:
@@ -64,3 +66,17 @@ def test_a_dry_run_shows_the_commands(programs: Programs, tmp_path) -> None:
     run = parse_run(words[words.index("pretrain_gpt2.py") + 1 :], {**CPU, "WORLD_SIZE": "8"})
     assert (run.parallel.model_parallel_size, run.parallel.pipe_parallel_size, run.model.num_layers) == (4, 2, 2)
     assert run.data.prefixes == (f"{folder}/corpus_text_document",) and not folder.exists(), "a dry run makes nothing"
+
+
+def test_the_llama_has_no_more_parameters(programs: Programs, tmp_path) -> None:
+    """Both models in full size, as the script starts them."""
+    counts = {}
+    for model in ("gpt2", "llama"):
+        words = ("bash", "examples/quickstart.sh", "--model", model)
+        shown = programs.run(*words, OUT=str(tmp_path / model), DRY_RUN="1").ok().output
+        (line,) = [line for line in shown.splitlines() if line.startswith("deepspeed ")]
+        flags = shlex.split(line.partition("pretrain_gpt2.py")[2])
+        config = replace(parse_run(flags, {**CPU, "WORLD_SIZE": "4"}).model, vocab_size=2048, padded_vocab_size=2048)
+        assert config.swiglu == (model == "llama")
+        counts[model] = sum(spec.numel for spec in GPT2.named_parameters(config).values())
+    assert 0.97 < counts["llama"] / counts["gpt2"] <= 1

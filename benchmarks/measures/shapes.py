@@ -45,3 +45,36 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.layers} layers, h {self.hidden}, s {self.sequence}, b {self.batch}, v {self.vocabulary}"
+
+
+@dataclass(frozen=True)
+class LlamaShape(Shape):
+    """The same of a Llama: its query groups, and the size inside its MLP."""
+
+    groups: int
+    ffn: int
+
+    @property
+    def words(self) -> list[str]:
+        """Flags of ``pretrain_gpt2.py``."""
+        return [
+            *super().words,
+            *f"--num-query-groups {self.groups} --ffn-hidden-size {self.ffn} --swiglu --normalization RMSNorm".split(),
+            *"--position-embedding-type rope --disable-bias-linear".split(),
+        ]
+
+    @property
+    def parameters(self) -> int:
+        """Of the model, with the embedding tied to the head."""
+        attention = 2 * self.hidden**2 + 2 * self.hidden**2 * self.groups // self.heads
+        per_layer = attention + 3 * self.hidden * self.ffn + 2 * self.hidden
+        return self.layers * per_layer + (self.vocabulary + 1) * self.hidden
+
+    @property
+    def flops(self) -> float:
+        """Of a step, attention in full."""
+        scores = 12 * self.layers * self.sequence * self.hidden
+        return self.tokens * (6 * self.parameters + scores)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, {self.groups} groups, ffn {self.ffn}"

@@ -52,8 +52,8 @@ def transformer_layer(config: ModelConfig) -> LayerSpec:
         local=2 * h,
         masks=2 * h,
         statistics=4 if norm == "LayerNorm" else 2,
-        # With SwiGLU gate and up, SiLU of the gate, and the product. A norm of heads keeps its input, too.
-        sharded=2 * q + 2 * k + (4 * f if config.swiglu else 2 * f) + (q + k if config.qk_layernorm else 0),
+        # With SwiGLU gate and up, and their product. A norm of heads keeps its input, too.
+        sharded=2 * q + 2 * k + (3 * f if config.swiglu else 2 * f) + (q + k if config.qk_layernorm else 0),
     )
     return LayerSpec(
         "ParallelTransformerLayer",

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -96,9 +97,29 @@ def mlp_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """SiLU(gate) x up of both side by side (arXiv 2002.05202): [.., 2f] -> [.., f]."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    """SiLU(gate) x up of both side by side (arXiv 2002.05202): [.., 2f] -> [.., f]. Keeps its input alone."""
+    if torch.compiler.is_compiling():
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return _SwiGLU.apply(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grads = torch.empty_like(x)
+        of_gate, of_up = grads.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), grad, out=of_up)
+        of_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        return grads
 
 
 def gelu(config: ModelConfig) -> Callable[[Tensor], Tensor]:

@@ -90,9 +90,16 @@ class _Rotate(torch.autograd.Function):
 
 def _rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     half = cosines.size(-1)
-    first, second, rest = x.split([half, half, x.size(-1) - 2 * half], dim=-1)
-    parts = [first * cosines - second * sines, second * cosines + first * sines]
-    return torch.cat([*parts, rest] if rest.size(-1) else parts, dim=-1)
+    sizes = [half, half, x.size(-1) - 2 * half]
+    first, second, rest = x.split(sizes, dim=-1)
+    if torch.compiler.is_compiling():
+        return torch.cat([first * cosines - second * sines, second * cosines + first * sines, rest], dim=-1)
+    rotated = torch.empty_like(x, memory_format=torch.contiguous_format)
+    to_first, to_second, to_rest = rotated.split(sizes, dim=-1)
+    torch.mul(first, cosines, out=to_first).addcmul_(second, sines, value=-1)
+    torch.mul(second, cosines, out=to_second).addcmul_(first, sines)
+    to_rest.copy_(rest)
+    return rotated
 
 
 def positions_in_segment(segment_ids: Tensor) -> Tensor:
