@@ -13,10 +13,12 @@ import argparse
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import _project_root  # noqa: F401
@@ -78,23 +80,28 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _to_hf(args: argparse.Namespace) -> None:
-    """Write a folder for Hugging Face's GPT2LMHeadModel and GPT2Tokenizer, from a checkpoint of any layout.
+    """Write a folder for Hugging Face's transformers, from a checkpoint of a GPT-2 or a model of the Llama family.
 
-    Weights keep their type. The rows that pad the vocabulary are removed.
+    Weights keep their type. The rows that pad the vocabulary are removed. Files of the tokenizer are copied from the
+    Hugging Face folder that the model came from, if it did.
     """
     size = _bytes(args.max_shard_size or MAX_SHARD_SIZE)
     found = _find(args, "tag", "folder", "universal", "safetensors")
 
     from megatron.tools.convert.huggingface import write_huggingface
-    from megatron.tools.convert.huggingface_files import read_run_bpe
+    from megatron.tools.convert.huggingface_files import files_for_huggingface, read_run_bpe
     from megatron.tools.convert.load_and_save import read_model
 
     model = read_model(found)
+    assert model.description is not None, "a checkpoint of this suite"
     bpe = read_run_bpe(model.description, *_bpe_files(args))
+    carried = files_for_huggingface(found.saved.folder if found.saved else None, model.description)
+    if args.vocab_file or args.merge_file:
+        carried = {name: file for name, file in carried.items() if "token" not in name}
     with _new_output(args) as folder:
-        write_huggingface(folder, model, bpe, max_shard_size=size)
+        write_huggingface(folder, model, bpe, max_shard_size=size, carried=carried)
     _report(args, model)
-    if bpe is None:
+    if bpe is None and not any("token" in name for name in carried):
         print("  no tokenizer files: the run has no BPE; give --vocab-file and --merge-file")
 
 
@@ -105,23 +112,28 @@ def _to_hf_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _from_hf(args: argparse.Namespace) -> None:
-    """Write a checkpoint with the weights of a Hugging Face GPT-2, for pretrain_gpt2.py --load FOLDER --finetune.
+    """Write a checkpoint with the weights of a Hugging Face folder, for pretrain_gpt2.py --load FOLDER --finetune.
 
-    The folder has config.json and model.safetensors or pytorch_model.bin, whole or with an index. Its tokenizer,
-    if it has one, is copied as vocab.json and merges.txt.
+    The model is a GPT-2, Llama, Mistral, Qwen2 or Qwen3. The folder has config.json and model.safetensors or
+    pytorch_model.bin, whole or with an index. The files of its tokenizer are copied, and those of a GPT-2 also as
+    vocab.json and merges.txt. Weights keep their type.
     """
     found = _find(args, "huggingface")
 
-    from megatron.tools.convert.huggingface_files import read_folder_bpe
+    from megatron.config.huggingface import is_llama, read_config
+    from megatron.tools.convert.huggingface_files import carried_files, count_tokens, read_folder_bpe
 
-    bpe = read_folder_bpe(found.path)
+    has_bpe = not is_llama(read_config(found.path))
+    bpe = read_folder_bpe(found.path) if has_bpe else None
+    tokens = (bpe and len(bpe.vocabulary)) if has_bpe else count_tokens(found.path)
+    read_config(found.path, vocab_size=tokens)  # refuses a vocabulary that is larger than the model's
 
     from megatron.tools.convert.huggingface import read_huggingface
 
-    model = read_huggingface(found.path, vocab_size=bpe and len(bpe.vocabulary))
-    _write_checkpoint(args, model, bpe)
+    model, carried = read_huggingface(found.path, vocab_size=tokens), carried_files(found.path)
+    _write_checkpoint(args, model, bpe, source=found.path, carried=carried)
     _report(args, model)
-    if bpe is None:
+    if bpe is None and not any("token" in name for name in carried):
         print("  no tokenizer files found: give the run --vocab-file and --merge-file")
 
 
@@ -290,7 +302,14 @@ def _sole_writer(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def _write_checkpoint(args: argparse.Namespace, model: Any, bpe: Any) -> None:
+def _write_checkpoint(
+    args: argparse.Namespace,
+    model: Any,
+    bpe: Any,
+    *,
+    source: Path | None = None,
+    carried: Mapping[str, Path] = MappingProxyType({}),
+) -> None:
     from megatron.tools.convert.huggingface_files import MERGES, VOCAB
     from megatron.tools.convert.load_and_save import write_checkpoint
 
@@ -299,12 +318,16 @@ def _write_checkpoint(args: argparse.Namespace, model: Any, bpe: Any) -> None:
         folder.mkdir()
         if bpe:
             bpe.write(folder)
-        write_checkpoint(folder, model, vocab_file=files[0], merge_file=files[1])
+        for name, file in carried.items():
+            shutil.copyfile(file, folder / name)
+        write_checkpoint(folder, model, vocab_file=files[0], merge_file=files[1], source=source)
 
 
 def _report(args: argparse.Namespace, model: Any) -> None:
-    count = sum(tensor.numel() for tensor in model.weights.values())
-    dtype = str(next(iter(model.weights.values())).dtype).removeprefix("torch.")
+    from megatron.checkpoint.tensor_files import outlines_of
+
+    outlines = list(outlines_of(model.weights).values())
+    count, dtype = sum(one.numel() for one in outlines), str(outlines[0].dtype).removeprefix("torch.")
     print(f"{args.output}: {len(model.weights)} tensors, {count:,} parameters, {dtype}, from {args.path}")
 
 

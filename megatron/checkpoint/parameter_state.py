@@ -36,14 +36,14 @@ def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
     if saved.layout.zero_stage == 3:
         return {name: state[WEIGHT] for name, state in rank_states(saved, tensor_rank).items()}
     if saved.layout.pipe_parallel_size == 0:
-        return read_file(saved.path / f"mp_rank_{tensor_rank:02d}_model_states.pt")["module"]
+        return read_file(saved.path / f"mp_rank_{tensor_rank:02d}_model_states.pt", mapped=True)["module"]
     config = saved.whole_model_config()
     layers = architecture_of(config).layers(config)
     weights: dict[str, Tensor] = {}
     for file in sorted(saved.path.glob(f"layer_*-model_{tensor_rank:02d}-model_states.pt")):
         index = int(file.name.split("-")[0].removeprefix("layer_"))
         prefix = parameter_prefix(index, layers[index])
-        weights |= {prefix + name: tensor for name, tensor in read_file(file).items()}
+        weights |= {prefix + name: tensor for name, tensor in read_file(file, mapped=True).items()}
     return weights
 
 

@@ -37,6 +37,24 @@ def load_weights_and_optimizer(
     With ``only``, parameters of other names keep their values. Every rank calls it. Raises CheckpointError if a
     parameter is missing or has another shape.
     """
+
+    def read(name: str, parameter: nn.Parameter) -> State:
+        whole = read_state(folder, name, optimizer=optimizer)
+        place = folder / "zero" / name
+        return {key: _local_shard(value, parameter, tensor_group, place) for key, value in whole.items()}
+
+    load_states(engine, read, only)
+    if optimizer:
+        _restore_loss_scale(engine, read_file(folder / OPTIMIZER_FILE))
+
+
+def load_states(
+    engine: DeepSpeedEngine, read: Callable[[str, nn.Parameter], State], only: Container[str] | None = None
+) -> None:
+    """Load the state that ``read`` returns of each parameter, this tensor-parallel rank's shard, into ``engine``.
+
+    With ``only``, parameters of other names keep their values. Every rank calls it.
+    """
     # DeepSpeed's own loading notifies the optimizers that have these methods, too.
     getattr(engine.optimizer, "checkpoint_event_prologue", lambda: None)()
     masters = master_weights(engine)
@@ -44,17 +62,11 @@ def load_weights_and_optimizer(
         for name, parameter in engine.module.named_parameters():
             if only is not None and name not in only:
                 continue
-            whole = read_state(folder, name, optimizer=optimizer)
-            state = {
-                key: _local_shard(value, parameter, tensor_group, folder / "zero" / name)
-                for key, value in whole.items()
-            }
+            state = read(name, parameter)
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(state[WEIGHT])
             if parameter in masters:
                 _copy_state(masters[parameter], state, engine.basic_optimizer)
-    if optimizer:
-        _restore_loss_scale(engine, read_file(folder / OPTIMIZER_FILE))
     getattr(engine.optimizer, "checkpoint_event_epilogue", lambda: None)()
 
 

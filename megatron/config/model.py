@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from megatron.config.fields import derived, flag
 from megatron.config.presets import PRESETS
 
+LOW_FREQUENCY_FACTOR = 1.0
+HIGH_FREQUENCY_FACTOR = 4.0
+ORIGINAL_LENGTH = 8192
+"""Constants of Llama 3.1's rule: the sequence length of its pretraining, and the band between short and long waves."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import flag
+from megatron.config.fields import derived, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,8 @@ class CheckpointConfig:
         False,
         "Resume even if data, tokenizer, batch size, learning rate or other settings differ from the checkpoint's.",
     )
+    load_hf: str | None = derived(None)
+    """Hugging Face folder that the weights are from."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
-
-LOW_FREQUENCY_FACTOR = 1.0
-HIGH_FREQUENCY_FACTOR = 4.0
-ORIGINAL_LENGTH = 8192
-"""Constants of Llama 3.1's rule: the sequence length of its pretraining, and the band between short and long waves."""
+from megatron.config.model import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_LENGTH
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from megatron.config.command_line.settings_file import read_settings_file
 from megatron.config.deepspeed_json.file import read_config_file
 from megatron.config.environment import world_size
 from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
+from megatron.config.huggingface import read_json
 from megatron.config.reading import unreadable_words
 from megatron.tokenizer.base import read_text, read_vocab_json
 from megatron.tools.cluster.hostfile import read_hostfile
-from megatron.tools.convert.huggingface_files import read_json
 from megatron.tools.finetuning.tables import content_hash
 from megatron.tools.inference.prompts import read_prompts
 from megatron.tools.preprocess.job import Journal

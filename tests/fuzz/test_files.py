@@ -22,9 +22,10 @@ from megatron.checkpoint.tensor_files import check_structure, read_checked_file
 from megatron.checkpoint.tracker import LATEST, newest
 from megatron.config import DataConfig
 from megatron.config.errors import DataError
+from megatron.config.huggingface import config_of, read_json
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
-from megatron.tools.convert.huggingface_files import from_huggingface, read_folder_bpe, read_json
+from megatron.tools.convert.huggingface_files import read_folder_bpe
 from megatron.tools.convert.inspection import facts, find, read_config, read_description
 from megatron.tools.convert.whole_model import check_sizes as check_model
 from megatron.tools.convert.whole_model import read_tensors
@@ -202,7 +203,7 @@ def test_hugging_face_folders(config: object, tokenizer: object) -> None:
         (folder / "config.json").write_text(json.dumps(config))
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
         with unchanged(folder):
-            model = outcome(lambda: from_huggingface(read_json(folder / "config.json"), folder / "config.json"), 4)
+            model = outcome(lambda: config_of(read_json(folder / "config.json"), folder / "config.json"), 4)
             if model is not None:
                 outcome(lambda: check_model(model, 30, "it"), 4)
             outcome(lambda: read_folder_bpe(folder), 3, 4)

@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from megatron.checkpoint.huggingface import divided, joined
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.config.huggingface.llama import read_config, source_shapes, write_config
 from megatron.config.model import padded_vocabulary
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.rotary import RotaryEmbedding
 from megatron.parallel.layout import ParallelLayout
-from megatron.tools.convert.huggingface_llama import divided, joined, read_config, weight_names, write_config
 
 SIZES = {
     "hidden_size": 32,
@@ -78,7 +79,7 @@ def _reference(name: str) -> Reference:
     weights, gradients = (
         {
             ours: joined(ours, [state[theirs][part] for theirs in sources], config)
-            for ours, sources in weight_names(config).items()
+            for ours, sources in source_shapes(config).items()
         }
         for part in range(2)
     )
@@ -146,7 +147,7 @@ def test_config_and_weights_return_unchanged(references, name: str) -> None:
     written = write_config(config, "float32")
     assert written["model_type"] == name.split()[0]
     assert read_config(written, Path("config.json")) == config
-    for key, sources in weight_names(config).items():
+    for key, sources in source_shapes(config).items():
         theirs = divided(key, weights[key], config)
         assert len(theirs) == len(sources) and joined(key, theirs, config).equal(weights[key]), key
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from megatron.checkpoint.huggingface import joined
 from megatron.config import ActivationConfig, DataConfig, ModelConfig, ParallelConfig
+from megatron.config.huggingface.llama import read_config, source_shapes
 from megatron.data.datasets import build_datasets
 from megatron.data.loader import sft_batch
 from megatron.model.gpt2 import GPT2Model
 from megatron.parallel.layout import ParallelLayout
-from megatron.tools.convert.huggingface_llama import joined, read_config, weight_names
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tools.preprocess.job import Job
 from megatron.tools.preprocess.preprocess import preprocess
@@ -81,7 +82,7 @@ def reference() -> Reference:
     state = {name: (parameter.detach(), parameter.grad) for name, parameter in theirs.named_parameters()}
     weights, gradients = (
         {name: joined(name, [state[source][part] for source in sources], config) for name, sources in names}
-        for part, names in enumerate([[*weight_names(config).items()]] * 2)
+        for part, names in enumerate([[*source_shapes(config).items()]] * 2)
     )
     return Reference(config, weights, expected.detach(), gradients)
 

@@ -1,4 +1,4 @@
-"""Hugging Face's config.json and tokenizer files of a GPT-2, to and from ours. No torch here."""
+"""Tokenizer files of a Hugging Face folder, to and from ours. No torch here."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,134 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError, ConfigError, DataError
-from megatron.config.reading import parse_json, read_bytes
-from megatron.model.architectures import GPT2
+from megatron.config.errors import CheckpointError, DataError
+from megatron.config.huggingface import HF_CONFIG, read_json
 from megatron.tokenizer.base import EOD, check_ids
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_byte_vocabulary, read_merges
-
-HF_CONFIG = "config.json"
-GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
-"""Hugging Face's activations, and whether each is OpenAI's tanh approximation. The first name of each is written."""
-
-_DEFAULTS = {
-    "n_layer": 12,
-    "n_embd": 768,
-    "n_head": 12,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "resid_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-    "initializer_range": 0.02,
-}
-"""Hugging Face's defaults for what config.json lacks."""
-
-_FIXED = {
-    "model_type": "gpt2",
-    "tie_word_embeddings": True,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
-}
-"""Settings that have other values there, but not here."""
-
-_SIZES = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "n_inner")
-
-
-def to_huggingface(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of ``config`` with weights of ``dtype`` (such as float32).
-
-    Raises ConfigError with a line for each setting that Hugging Face's GPT-2 does not have.
-    """
-    if config.architecture != GPT2.name:
-        raise ConfigError(f"the model is {config.architecture}, and to-hf supports {GPT2.name} only; use merge")
-    problems = []
-    if config.apply_residual_connection_post_layernorm:
-        problems.append("--apply-residual-connection-post-layernorm, so its residual is taken after the norm")
-    if config.pre_tokens < config.max_position_embeddings - 1:
-        problems.append(
-            f"--pre-tokens {config.pre_tokens}, so its attention sees less than its "
-            f"{config.max_position_embeddings} positions"
-        )
-    if problems:
-        raise ConfigError(
-            f"the model was trained with {problem}; Hugging Face's GPT-2 does not support that; use merge"
-            for problem in problems
-        )
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        **_FIXED,
-        "n_layer": config.num_layers,
-        "n_embd": config.hidden_size,
-        "n_head": config.num_attention_heads,
-        "n_positions": config.max_position_embeddings,
-        "n_inner": config.ffn_hidden_size,
-        "vocab_size": config.vocab_size,
-        "bos_token_id": config.eod_token,
-        "eos_token_id": config.eod_token,
-        "activation_function": next(name for name, tanh in GELU_KINDS.items() if tanh == config.openai_gelu),
-        "layer_norm_epsilon": config.layernorm_epsilon,
-        "resid_pdrop": config.hidden_dropout,
-        "embd_pdrop": config.hidden_dropout,
-        "attn_pdrop": config.attention_dropout,
-        "initializer_range": config.init_method_std,
-        "torch_dtype": dtype,
-    }
-
-
-def from_huggingface(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = None) -> ModelConfig:
-    """The model that the config.json at ``path`` describes, with the vocabulary of its tokenizer if that is known.
-
-    Raises CheckpointError with a line for each setting that is wrong or not supported.
-    """
-    values = {name: tree.get(name, default) for name, default in _DEFAULTS.items()}
-    problems = [
-        f"{path}: {name} is {tree[name]!r}, and only {value!r} can be taken over"
-        for name, value in _FIXED.items()
-        if name in tree and tree[name] != value
-    ]
-    problems += [
-        f"{path}: {name} is {values[name]!r}, and should be a whole number above 0"
-        for name in _SIZES
-        if not (type(values[name]) is int and values[name] > 0 or name == "n_inner" and values[name] is None)
-    ]
-    problems += [
-        f"{path}: {name} is {values[name]!r}, and should be a number"
-        for name in ("layer_norm_epsilon", "resid_pdrop", "attn_pdrop", "initializer_range")
-        if type(values[name]) not in (int, float)
-    ]
-    if str(values["activation_function"]) not in GELU_KINDS:
-        problems.append(
-            f"{path}: activation_function is {values['activation_function']!r}, and can be {' or '.join(GELU_KINDS)}"
-        )
-    if not problems and values["n_embd"] % values["n_head"]:
-        problems.append(f"{path}: n_embd {values['n_embd']} is not a multiple of n_head {values['n_head']}")
-    if not problems and vocab_size is not None and vocab_size > values["vocab_size"]:
-        problems.append(f"{path}: vocab_size is {values['vocab_size']}, and its tokenizer has {vocab_size} tokens")
-    if problems:
-        raise CheckpointError(problems)
-    tokens = vocab_size or values["vocab_size"]
-    eod = tree.get("eos_token_id")
-    return ModelConfig(
-        num_layers=values["n_layer"],
-        hidden_size=values["n_embd"],
-        num_attention_heads=values["n_head"],
-        max_position_embeddings=values["n_positions"],
-        ffn_hidden_size=values["n_inner"] or 4 * values["n_embd"],
-        openai_gelu=GELU_KINDS[values["activation_function"]],
-        layernorm_epsilon=values["layer_norm_epsilon"],
-        hidden_dropout=values["resid_pdrop"],
-        attention_dropout=values["attn_pdrop"],
-        init_method_std=values["initializer_range"],
-        vocab_size=tokens,
-        padded_vocab_size=tokens,
-        eod_token=eod if type(eod) is int else tokens - 1,
-    )
-
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
 
@@ -223,14 +99,50 @@ def write_folder_bpe(bpe: BPE, folder: Path, *, positions: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises CheckpointError if there is none."""
+CARRIED = (
+    HF_CONFIG,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+"""Files of a Hugging Face folder that from-hf and to-hf copy."""
+
+
+def carried_files(folder: Path) -> dict[str, Path]:
+    """The files in ``folder`` that are copied, by name."""
+    return {name: folder / name for name in CARRIED if (folder / name).is_file()}
+
+
+def files_for_huggingface(folder: Path | None, description: Mapping[str, Any]) -> dict[str, Path]:
+    """The files to copy for a model with this ``run.json``, saved in ``folder``.
+
+    They are there if from-hf has written it; otherwise in the folder that the run trained on from or, without a
+    config.json, in that of its tokenizer.
+    """
+    config = description["config"]
+    loaded = (config.get("checkpoint", {}).get(name) for name in ("load_hf", "load"))
+    for place in (folder, *loaded):
+        if place is not None and HF_CONFIG in (found := carried_files(Path(place))):
+            return found
+    tokenizer = config.get("data", {}).get("tokenizer_model")
+    return carried_files(Path(tokenizer)) if tokenizer is not None else {}
+
+
+def count_tokens(folder: Path) -> int | None:
+    """Tokens of the ``tokenizer.json`` in a Hugging Face folder, added ones included; None if there is none.
+
+    Raises CheckpointError if it is broken.
+    """
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return None
+    tree = read_json(file)
     try:
-        tree = parse_json(read_bytes(path))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:  # of JSON, of UTF-8, and of too many nested brackets
-        raise CheckpointError(f"{path} is not JSON ({error}); is the file complete?") from None
-    if not isinstance(tree, dict):
-        raise CheckpointError(f"{path} is a JSON {type(tree).__name__}, and should be an object")
-    return tree
+        model = tree["model"]["vocab"]
+        ids = list(model.values()) if isinstance(model, dict) else list(range(len(model)))
+        return max([*ids, *(token["id"] for token in tree.get("added_tokens") or ())]) + 1
+    except (KeyError, TypeError, AttributeError, ValueError):
+        raise CheckpointError(f"{file} is not a tokenizer: it has no vocabulary") from None

@@ -10,17 +10,16 @@ from typing import Any
 import safetensors
 
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
+from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, broken, shards_of
 from megatron.checkpoint.saved_run import RUN_FILE, SavedRun
 from megatron.checkpoint.tracker import LATEST, TRACKER, newest, tag_at
 from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError, counted, first_line
+from megatron.config.errors import CheckpointError, counted
+from megatron.config.huggingface import HF_CONFIG
+from megatron.config.huggingface import read_config as read_folder_config
 from megatron.model.architectures import GPT2, architecture_of
 from megatron.model.spec import ArchitectureSpec
-from megatron.tools.convert.huggingface_files import HF_CONFIG, from_huggingface, read_json
 from megatron.tools.progress import progress_bar
-
-SAFETENSORS = "model.safetensors"
-INDEX_SUFFIX = ".index.json"
 
 
 @dataclass(frozen=True)
@@ -109,24 +108,6 @@ def read_metadata(path: Path) -> dict[str, str]:
             return file.metadata() or {}
     except (safetensors.SafetensorError, OSError) as error:
         raise broken(path, error) from None
-
-
-def shards_of(index: Path) -> list[Path]:
-    """The files that an index names, which must be in its folder."""
-    names = read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names:
-        raise CheckpointError(f"{index} has no weight_map, which maps each tensor to its file")
-    files = []
-    for name in dict.fromkeys(map(str, names.values())):
-        if Path(name).name != name or not (index.parent / name).is_file():
-            raise CheckpointError(f"{index} names the file {name!r}, which is not in the same folder")
-        files.append(index.parent / name)
-    return files
-
-
-def broken(path: Path, error: Exception) -> CheckpointError:
-    """The error for a file that the library cannot read."""
-    return CheckpointError(f"{path} is not a complete safetensors file ({first_line(error)}); copy it again")
 
 
 def verify_weights(saved: SavedRun) -> None:
@@ -226,7 +207,7 @@ RUN_KEY = "run"
 def read_config(found: Found, *, vocab_size: int | None = None) -> ModelConfig | None:
     """The configuration of the model, if known. ``vocab_size`` is that of a Hugging Face folder's tokenizer."""
     if found.kind == "huggingface":
-        return from_huggingface(read_json(found.path / HF_CONFIG), found.path / HF_CONFIG, vocab_size=vocab_size)
+        return read_folder_config(found.path, vocab_size=vocab_size)
     description = read_description(found)
     if description is None:
         return None

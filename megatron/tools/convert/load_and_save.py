@@ -1,6 +1,8 @@
 """Read the model at a path, whatever its format; write one as a checkpoint."""
 
 import json
+import mmap
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +11,13 @@ from typing import Any
 import deepspeed
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import set_default_mmap_options, skip_data
 
 from megatron.checkpoint.load import CHECKPOINT_VERSION
 from megatron.checkpoint.parameter_state import rank_weights
 from megatron.checkpoint.saved_run import SavedRun, describe
-from megatron.checkpoint.tensor_files import read_file
+from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_checked_file, read_file
 from megatron.checkpoint.tracker import publish, write_description
 from megatron.config import (
     ActivationConfig,
@@ -33,7 +36,15 @@ from megatron.config.errors import CheckpointError
 from megatron.model.architectures import architecture_of
 from megatron.tools.convert.huggingface import read_huggingface
 from megatron.tools.convert.inspection import RUN_KEY, Found, read_config, read_description
-from megatron.tools.convert.whole_model import WholeModel, check_sizes, check_space_for, in_order, read_tensors
+from megatron.tools.convert.whole_model import (
+    WholeModel,
+    check_sizes,
+    check_space_for,
+    in_order,
+    read_tensors,
+    without_padding,
+)
+from megatron.tools.progress import progress_bar
 
 
 def read_model(found: Found) -> WholeModel:
@@ -68,29 +79,42 @@ def _of_suite(found: Found) -> WholeModel:
     saved = found.saved
     assert saved is not None
     config = saved.whole_model_config()
-    return WholeModel(config, dict(whole_weights(saved)), saved.description)
+    return WholeModel(config, lazy_weights(saved), saved.description)
 
 
 def whole_weights(saved: SavedRun) -> Iterator[tuple[str, Tensor]]:
-    """Each weight of a checkpoint by name, without its shards and padding.
+    """Each weight of a checkpoint by name, without its shards and padding. Raises as ``lazy_weights``."""
+    yield from lazy_weights(saved).items()
+
+
+def lazy_weights(saved: SavedRun) -> LazyTensors:
+    """The same, each read when it is asked for; of ZeRO 3 all shards are in memory.
 
     Raises CheckpointError if a file or a weight is missing or has another shape.
     """
     config = saved.whole_model_config()
     shards = [rank_weights(saved, rank) for rank in range(saved.layout.model_parallel_size)]
-    for name, parameter in architecture_of(config).named_parameters(config).items():
+    specs = architecture_of(config).named_parameters(config)
+
+    def parts(name: str) -> list[Tensor]:
         try:
-            parts = [shard[name] for shard in shards]
+            return [shard[name] for shard in shards]
         except KeyError:
             raise CheckpointError(f"{saved.path} holds no weight {name}") from None
-        weight = parts[0] if parameter.shard_dim is None else torch.cat(parts, parameter.shard_dim)
-        if parameter.is_vocabulary:
-            weight = weight[: parameter.shape[0]].clone()  # the padding depends on the tensor-parallel size
-        if weight.shape != parameter.shape:
+
+    def whole(name: str, of_ranks: list[Tensor]) -> Tensor:
+        spec = specs[name]
+        weight = of_ranks[0] if spec.shard_dim is None else torch.cat(of_ranks, spec.shard_dim)
+        # The padding depends on the tensor-parallel size.
+        return weight[: spec.shape[0]].clone() if spec.is_vocabulary else weight
+
+    outlines = {name: whole(name, [part.to("meta") for part in parts(name)]) for name in specs}
+    for name, outline in outlines.items():
+        if outline.shape != specs[name].shape:
             raise CheckpointError(
-                f"{saved.path}: {name} is {list(weight.shape)}, and the model's {list(parameter.shape)}"
+                f"{saved.path}: {name} is {list(outline.shape)}, and the model's {list(specs[name].shape)}"
             )
-        yield name, weight
+    return LazyTensors(outlines, lambda name: whole(name, parts(name)))
 
 
 def _of_universal(found: Found) -> WholeModel:
@@ -99,22 +123,20 @@ def _of_universal(found: Found) -> WholeModel:
             f"{found.path} does not describe its model, and there is no tag next to it: name that tag"
         )
     config = found.saved.whole_model_config()
-    weights = _universal_weights(found.path)
-    for name, spec in architecture_of(config).named_parameters(config).items():
-        if spec.is_vocabulary and name in weights:
-            weights[name] = weights[name][: config.vocab_size]  # the rest is padding
+    weights = without_padding(_universal_weights(found.path), config)
     return WholeModel(config, in_order(weights, config, str(found.path)), found.saved.description)
 
 
-def _universal_weights(path: Path) -> dict[str, Tensor]:
+def _universal_weights(path: Path) -> LazyTensors:
     """``zero/NAME/fp32.pt`` of each weight, in the order of the layer numbers in their names."""
     files = {file.parent.name: file for file in (path / "zero").glob("*/fp32.pt")}
     number = {name: int(layer) if (layer := name.split(".")[0]).isdecimal() else -1 for name in files}
-    return {name: _fp32(files[name]) for name in sorted(files, key=lambda name: (number[name], name))}
+    names = sorted(files, key=lambda name: (number[name], name))
+    return LazyTensors({name: _fp32(files[name]).to("meta") for name in names}, lambda name: _fp32(files[name]))
 
 
 def _fp32(file: Path) -> Tensor:
-    value = read_file(file)
+    value = read_file(file, mapped=True)
     return value["param"] if isinstance(value, Mapping) else value
 
 
@@ -141,18 +163,20 @@ _READERS: dict[str, Callable[[Found], WholeModel]] = {
 TAG = "global_step0"
 
 
-def write_checkpoint(folder: Path, model: WholeModel, *, vocab_file: Path | None, merge_file: Path | None) -> None:
-    """Write a checkpoint of iteration 0 in fp32 without optimizer, as the plain engine of one process would.
+def write_checkpoint(
+    folder: Path, model: WholeModel, *, vocab_file: Path | None, merge_file: Path | None, source: Path | None = None
+) -> None:
+    """Write a checkpoint of iteration 0 without optimizer, as the plain engine of one process would.
 
-    The two files are the tokenizer's, for ``run.json``. Raises ResourceError if there is not enough disk space.
+    The weights keep their type, and one is in memory at a time. The two files are the tokenizer's, and ``source`` is
+    the Hugging Face folder that it is from, for ``run.json``. Raises ResourceError if there is not enough disk space.
     """
-    model = replace(model, weights={name: tensor.float() for name, tensor in model.weights.items()})
-    check_space_for(model.weights, folder)
-    run = _run(model, vocab_file, merge_file)
+    run = _run(model, vocab_file, merge_file, source)
+    outlines = _padded_outlines(model, run.model.padded_vocab_size)
+    check_space_for(outlines, folder)
     description = describe(run, 0)
     (folder / TAG).mkdir()
     state = {
-        "module": _padded(model, run.model.padded_vocab_size),
         "optimizer": None,
         "lr_scheduler": None,
         "iteration": 0,
@@ -165,12 +189,30 @@ def write_checkpoint(folder: Path, model: WholeModel, *, vocab_file: Path | None
         "args": description["config"],
         "ds_version": deepspeed.__version__,
     }
-    torch.save(state, folder / TAG / "mp_rank_00_model_states.pt")
+    _write_states(folder / TAG / "mp_rank_00_model_states.pt", state, outlines, model.weights)
     write_description(folder / TAG, description)
     publish(folder, TAG, 0)
 
 
-def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None) -> RunConfig:
+def _write_states(
+    file: Path, state: Mapping[str, Any], outlines: Mapping[str, Tensor], weights: Mapping[str, Tensor]
+) -> None:
+    """Write DeepSpeed's file of a rank: first its structure, then each weight in its place."""
+    with FakeTensorMode():
+        module = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in outlines.items()}
+    with skip_data(materialize_fake_tensors=True):
+        torch.save({"module": module, **state}, file)
+    with file.open("r+b") as opened:
+        os.posix_fallocate(opened.fileno(), 0, file.stat().st_size)  # a full disk is an error here, and a signal below
+    with set_default_mmap_options(mmap.MAP_SHARED):
+        mapped = read_checked_file(file, mapped=True)["module"]
+    for name in progress_bar(outlines, desc="writing"):
+        weight = weights[name]
+        mapped[name][: len(weight)].copy_(weight)
+        mapped[name][len(weight) :].zero_()
+
+
+def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None, source: Path | None) -> RunConfig:
     """The run that would have saved it."""
     config = model.config
     rows = -(-config.vocab_size // config.make_vocab_size_divisible_by) * config.make_vocab_size_divisible_by
@@ -187,17 +229,16 @@ def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None) ->
             vocab_file=str(vocab_file) if vocab_file else None,
             merge_file=str(merge_file) if merge_file else None,
         ),
-        checkpoint=CheckpointConfig(no_save_optim=True, no_save_rng=True),
+        checkpoint=CheckpointConfig(load_hf=str(source) if source else None, no_save_optim=True, no_save_rng=True),
         logging=LoggingConfig(),
         observe=ObserveConfig(),
         ds_config={},
     )
 
 
-def _padded(model: WholeModel, rows: int) -> dict[str, Tensor]:
-    padded = dict(model.weights)
+def _padded_outlines(model: WholeModel, rows: int) -> dict[str, Tensor]:
+    outlines = dict(outlines_of(model.weights))
     for name, spec in architecture_of(model.config).named_parameters(model.config).items():
         if spec.is_vocabulary:
-            missing = rows - padded[name].size(0)
-            padded[name] = F.pad(padded[name], (0, 0) * (padded[name].dim() - 1) + (0, missing))
-    return padded
+            outlines[name] = outlines[name].new_empty((rows, *spec.shape[1:]), device="meta")
+    return outlines

@@ -1,22 +1,21 @@
 """The weights of a whole model, and the files they are in: safetensors, or the pickles of older Hugging Face models."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors
-from safetensors.torch import load_file, save_file
+import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import check_disk_space
-from megatron.checkpoint.tensor_files import read_file
+from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, shards_of
+from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of, read_file
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError
+from megatron.config.huggingface import read_json
 from megatron.model.architectures import GPT2, architecture_of
-from megatron.tools.convert.huggingface_files import read_json
-from megatron.tools.convert.inspection import INDEX_SUFFIX, SAFETENSORS, broken, shards_of
 from megatron.tools.progress import progress_bar
 
 
@@ -27,7 +26,7 @@ class WholeModel:
     config: ModelConfig
     """With ``padded_vocab_size`` equal to ``vocab_size``."""
     weights: Mapping[str, Tensor]
-    """In the order of the layers."""
+    """In the order of the layers; of a ``LazyTensors`` each is read when it is asked for."""
     description: Mapping[str, Any] | None = None
     """``run.json`` of the training run, if this suite trained it."""
 
@@ -39,14 +38,12 @@ class GPT2Names(NamedTuple):
     """The table of tokens, in full."""
     positions: str
     """The table of positions, in full."""
-    blocks: list[str]
-    """The prefix of each transformer layer."""
     norm: str
     """The prefix of the final layer norm."""
 
 
 def gpt2_names(config: ModelConfig) -> GPT2Names:
-    """The names in a model of ``config``, a GPT-2."""
+    """The names in a GPT-2 of Megatron-LM: with a table of positions, layer norms and a tied head."""
     prefixes: dict[str, list[str]] = {}
     for prefix, layer in GPT2.prefixed_layers(config):
         prefixes.setdefault(layer.class_name, []).append(prefix)
@@ -54,7 +51,6 @@ def gpt2_names(config: ModelConfig) -> GPT2Names:
     return GPT2Names(
         f"{words}word_embeddings.weight",
         f"{positions}position_embeddings.weight",
-        prefixes["ParallelTransformerLayer"],
         prefixes["LayerNorm"][0],
     )
 
@@ -77,7 +73,26 @@ def check_sizes(config: ModelConfig, count: int, source: str) -> None:
         raise CheckpointError(f"{source} holds {count} tensors, which cannot be the model of {sizes} that it describes")
 
 
-def in_order(weights: Mapping[str, Tensor], config: ModelConfig, source: str) -> dict[str, Tensor]:
+def converted(
+    weights: Mapping[str, Tensor], outline: Callable[[str, Tensor], Tensor], convert: Callable[[str, Tensor], Tensor]
+) -> LazyTensors:
+    """``weights`` as ``convert`` changes each when it is read; ``outline`` does the same on the meta device."""
+    outlines = {name: outline(name, one.to("meta")) for name, one in outlines_of(weights).items()}
+    return LazyTensors(outlines, lambda name: convert(name, weights[name]))
+
+
+def without_padding(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyTensors:
+    """``weights`` without the rows of the vocabulary beyond that of ``config``."""
+    specs = architecture_of(config).named_parameters(config)
+
+    def cut(name: str, tensor: Tensor) -> Tensor:
+        is_padded = name in specs and specs[name].is_vocabulary and tensor.dim() and len(tensor) > config.vocab_size
+        return tensor[: config.vocab_size] if is_padded else tensor
+
+    return converted(weights, cut, cut)
+
+
+def in_order(weights: Mapping[str, Tensor], config: ModelConfig, source: str) -> LazyTensors:
     """``weights`` in the order of the layers of ``config``.
 
     Args:
@@ -87,18 +102,19 @@ def in_order(weights: Mapping[str, Tensor], config: ModelConfig, source: str) ->
         CheckpointError: with a line for each of the first weights that are missing, unknown or of another shape.
     """
     expected = architecture_of(config).named_parameters(config)
+    outlines = outlines_of(weights)
     problems = [f"{source} holds no weight {name}" for name in expected if name not in weights]
     problems += [f"{source} holds {name}, which the model does not have" for name in weights if name not in expected]
     problems += [
-        f"{source}: {name} is {list(weights[name].shape)}, and the model's {list(spec.shape)}"
+        f"{source}: {name} is {list(outlines[name].shape)}, and the model's {list(spec.shape)}"
         for name, spec in expected.items()
-        if name in weights and weights[name].shape != spec.shape
+        if name in weights and outlines[name].shape != spec.shape
     ]
     if problems:
         raise CheckpointError(
             problems[:_SHOWN] + [f"{source}: {len(problems)} such lines in all"] * (len(problems) > _SHOWN)
         )
-    return {name: weights[name] for name in expected}
+    return LazyTensors({name: outlines[name] for name in expected}, weights.__getitem__)
 
 
 _SHOWN = 4
@@ -107,19 +123,37 @@ _SHOWN = 4
 PICKLED = "pytorch_model.bin"
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors in a file, or in the files of a folder.
+def read_tensors(path: Path) -> LazyTensors:
+    """The tensors in a file, or in the files of a folder, each read when it is asked for.
 
     Raises CheckpointError if a file or a tensor is missing, or a file is damaged.
     """
     if path.is_file():
-        return _read_one(path)
+        return SafetensorsFiles(path) if path.suffix == ".safetensors" else _read_pickled(path)
     for name in (SAFETENSORS, PICKLED):
         if (path / name).exists():
-            return _read_one(path / name)
-        if (path / (name + INDEX_SUFFIX)).exists():
-            return _read_indexed(path / (name + INDEX_SUFFIX))
+            return read_tensors(path / name)
+        if (index := path / (name + INDEX_SUFFIX)).exists():
+            return SafetensorsFiles(index) if name == SAFETENSORS else _read_pickled_shards(index)
     raise CheckpointError(f"{path}: neither {SAFETENSORS} nor {PICKLED} there, whole or with an index")
+
+
+def _read_pickled(path: Path) -> LazyTensors:
+    tensors = read_file(path, mapped=True)
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+    ):
+        raise CheckpointError(f"{path} contains more than named tensors; give a file of weights only")
+    return LazyTensors({name: tensor.to("meta") for name, tensor in tensors.items()}, tensors.__getitem__)
+
+
+def _read_pickled_shards(index: Path) -> LazyTensors:
+    tensors: dict[str, LazyTensors] = {}
+    for shard in shards_of(index):
+        tensors |= dict.fromkeys(opened := _read_pickled(shard), opened)
+    if missing := sorted(read_json(index)["weight_map"].keys() - tensors.keys()):
+        raise CheckpointError(f"{index} names {missing[0]}, which no file holds (and {len(missing) - 1} more)")
+    return LazyTensors({name: file.outlines[name] for name, file in tensors.items()}, lambda name: tensors[name][name])
 
 
 def write_tensors(
@@ -130,29 +164,46 @@ def write_tensors(
     A larger tensor has its own file. Creates ``folder``. Raises ResourceError if there is not enough disk space.
     """
     folder.mkdir(exist_ok=True)
-    check_space_for(tensors, folder)
-    shards = split(tensors, max_shard_size)
+    outlines = outlines_of(tensors)
+    check_space_for(outlines, folder)
+    shards = split(outlines, max_shard_size)
     names = [SAFETENSORS]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "metadata": {"total_size": sum(outline.nbytes for outline in outlines.values())},
             "weight_map": {key: name for shard, name in zip(shards, names, strict=True) for key in shard},
         }
         (folder / (SAFETENSORS + INDEX_SUFFIX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     for shard, name in progress_bar(zip(shards, names, strict=True), total=len(names), desc="writing"):
-        write_file(shard, folder / name, metadata)
+        write_file(LazyTensors(shard, tensors.__getitem__), folder / name, metadata)
     return [folder / name for name in names]
 
 
+_TYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
 def write_file(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> None:
-    """Write one safetensors file. Raises ResourceError if there is not enough disk space."""
-    check_space_for(tensors, file.parent)
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    file.touch()
-    mode = file.stat().st_mode
-    save_file(contiguous, file, {"format": "pt", **metadata})
-    file.chmod(mode)  # the library creates files that only the owner may read
+    """Write one safetensors file, with one tensor in memory at a time.
+
+    Raises ResourceError if there is not enough disk space.
+    """
+    # Not by the library, which takes all tensors of a file at once. Larger types come first, so that all are aligned.
+    outlines = dict(sorted(outlines_of(tensors).items(), key=lambda item: -item[1].element_size()))
+    check_space_for(outlines, file.parent)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for name, outline in outlines.items():
+        begin, end = end, end + outline.nbytes
+        header[name] = {
+            "dtype": _TYPE_NAMES[outline.dtype], "shape": list(outline.shape), "data_offsets": [begin, end]
+        }  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        for name in outlines:
+            opened.write(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def split(tensors: Mapping[str, Tensor], max_size: int) -> list[dict[str, Tensor]]:
@@ -169,29 +220,6 @@ def split(tensors: Mapping[str, Tensor], max_size: int) -> list[dict[str, Tensor
 
 
 def check_space_for(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Raises ResourceError if the disk of ``folder`` has not enough space for ``tensors``."""
-    size = sum(tensor.nbytes for tensor in tensors.values())
+    """Raises ResourceError if the disk of ``folder`` has not enough space for ``tensors``, of which none is read."""
+    size = sum(tensor.nbytes for tensor in outlines_of(tensors).values())
     check_disk_space(folder, f"{folder.parent}: the output", size, "name a folder on another disk")
-
-
-def _read_one(path: Path) -> dict[str, Tensor]:
-    if path.suffix != ".safetensors":
-        tensors = read_file(path)
-        if not isinstance(tensors, dict) or not all(
-            isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
-        ):
-            raise CheckpointError(f"{path} contains more than named tensors; give a file of weights only")
-        return tensors
-    try:
-        return load_file(path)
-    except (safetensors.SafetensorError, OSError) as error:
-        raise broken(path, error) from None
-
-
-def _read_indexed(index: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for shard in progress_bar(shards_of(index), desc="reading"):
-        tensors |= _read_one(shard)
-    if missing := sorted(read_json(index)["weight_map"].keys() - tensors.keys()):
-        raise CheckpointError(f"{index} names {missing[0]}, which no file holds (and {len(missing) - 1} more)")
-    return tensors

@@ -1,23 +1,17 @@
-"""Models of the Llama family in Hugging Face's format: Llama 2 and 3, Mistral, Qwen2 and Qwen3.
+"""Models of the Llama family in Hugging Face's format: Llama 2 and 3, Mistral, Qwen2 and Qwen3. No torch here.
 
-Their config.json, and the names and shapes of their weights, to and from ours. No file is read or written here, and a
-weight needs no other one, so that a model of any size can be converted one weight at a time.
-
-n heads, g query groups, d size of a head, h hidden, f inside the MLP
+Their config.json to and from a ModelConfig, and the names and shapes of their weights.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError
+from megatron.config.model import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_LENGTH
 from megatron.model.architectures import GPT2
-from megatron.model.rotary import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_LENGTH
 
 
 @dataclass(frozen=True)
@@ -94,7 +88,10 @@ def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None =
     window, window_problems = _window(tree, family)
     problems += window_problems
     if not problems and sizes["num_attention_heads"] % sizes["num_query_groups"]:
-        problems.append("num_attention_heads is not a multiple of num_key_value_heads")
+        problems.append(
+            f"num_attention_heads {sizes['num_attention_heads']} is not a multiple of num_key_value_heads "
+            f"{sizes['num_query_groups']}"
+        )
     if not problems and vocab_size is not None and vocab_size > sizes["vocab_size"]:
         problems.append(f"vocab_size is {sizes['vocab_size']}, and its tokenizer has {vocab_size} tokens")
     if problems:
@@ -126,6 +123,8 @@ def _quotient(size: Any, heads: Any) -> Any:
 def _rotation(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The fields of the rotation: from ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older files."""
     given = tree.get("rope_parameters") or tree.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        return {}, [f"rope_parameters is {given!r}, and should be an object"]
     base = given.get("rope_theta", tree.get("rope_theta", 10000.0))
     kind = given.get("rope_type", given.get("type", "default"))
     fields: dict[str, Any] = {"rotary_base": base, "use_rope_scaling": kind == "llama3"}
@@ -140,11 +139,16 @@ def _rotation(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         for name, value in _LLAMA3.items()
         if given.get(name) != value
     ]
-    return {**fields, "rope_scaling_factor": float(given.get("factor", 8.0))}, other
+    factor = given.get("factor", 8.0)
+    if type(factor) not in (int, float) or not factor >= 1:
+        other.append(f"factor is {factor!r}, and should be a number from 1 on")
+    return {**fields, "rope_scaling_factor": factor}, other
 
 
 def _window(tree: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
     window = tree.get("sliding_window")
+    if family.has_window and window is not None and not (type(window) is int and window > 0):
+        return {}, [f"sliding_window is {window!r}, and should be a whole number above 0"]
     if family.has_window:
         return ({} if window is None else {"pre_tokens": window - 1}), []
     if tree.get("use_sliding_window"):
@@ -227,35 +231,23 @@ _OTHERS = {
 """Class of a layer outside the blocks to the name of its weight."""
 
 
-def weight_names(config: ModelConfig) -> dict[str, tuple[str, ...]]:
-    """Our name of each weight, in the order of the layers, to the names of theirs that it consists of."""
-    return dict(_weight_names(config))
+def source_shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Our name of each weight, in the order of the layers, to name and shape of the tensors that it consists of.
 
-
-def _weight_names(config: ModelConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
-    block = 0
+    Queries, keys and values are one weight of ours, and so are gate and up.
+    """
+    sources: dict[str, dict[str, tuple[int, ...]]] = {}
+    block, d = 0, config.head_size
+    rows = (config.num_attention_heads * d, config.query_groups * d, config.query_groups * d)
     for prefix, layer in GPT2.prefixed_layers(config):
         for parameter in layer.parameters:
             if not layer.is_block:
-                yield prefix + parameter.name, (_OTHERS[layer.class_name],)
+                sources[prefix + parameter.name] = {_OTHERS[layer.class_name]: parameter.shape}
                 continue
             module, kind = parameter.name.rsplit(".", 1)
-            yield prefix + parameter.name, tuple(f"model.layers.{block}.{theirs}.{kind}" for theirs in _LAYER[module])
+            theirs = [f"model.layers.{block}.{name}.{kind}" for name in _LAYER[module]]
+            rest = parameter.shape[1:]
+            shapes = {1: [parameter.shape], 2: [rest, rest], 3: [(size, *rest) for size in rows]}[len(theirs)]
+            sources[prefix + parameter.name] = dict(zip(theirs, shapes, strict=True))
         block += layer.is_block
-
-
-def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
-    """Our weight ``name`` of the tensors that ``weight_names`` lists for it."""
-    if "query_key_value" in name:  # [n d, ..], [g d, ..], [g d, ..] -> [g, n/g + 2, d, ..]
-        groups = [tensor.unflatten(0, (config.query_groups, -1, config.head_size)) for tensor in theirs]
-        return torch.cat(groups, dim=1).flatten(0, 2)
-    return torch.stack(list(theirs)) if len(theirs) > 1 else theirs[0]
-
-
-def divided(name: str, ours: Tensor, config: ModelConfig) -> list[Tensor]:
-    """The tensors that ``weight_names`` lists for our weight ``name``."""
-    if "query_key_value" in name:
-        groups = ours.unflatten(0, (config.query_groups, -1, config.head_size))
-        sizes = [groups.size(1) - 2, 1, 1]
-        return [part.flatten(0, 2).contiguous() for part in groups.split(sizes, dim=1)]
-    return list(ours.unbind()) if "dense_h_to_4h" in name else [ours]
+    return sources

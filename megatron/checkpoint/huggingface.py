@@ -1,0 +1,150 @@
+"""The weights of a Hugging Face folder under our names, whole or a rank's shard, and back; one weight at a time.
+
+n heads, g query groups, d size of a head, h hidden, f inside the MLP
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megatron.checkpoint.load import Loaded
+from megatron.checkpoint.parameter_state import WEIGHT, State
+from megatron.checkpoint.reshard import load_states
+from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of
+from megatron.config import ModelConfig, RunConfig
+from megatron.config.errors import CheckpointError
+from megatron.config.huggingface import HEAD, is_llama, read_config, shape_problems, source_shapes
+from megatron.config.huggingface.gpt2 import PREFIX
+from megatron.model.architectures import GPT2
+from megatron.model.spec import ParameterSpec
+from megatron.parallel.layout import ParallelLayout
+
+_SHOWN = 4
+
+
+def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str) -> LazyTensors:
+    """The weights of ``config``, all rows of the vocabulary included, from Hugging Face's ``tensors``.
+
+    Raises CheckpointError with a line for each of the first weights that are missing, unknown or of another shape, and
+    if a head that should be the embedding is another table.
+    """
+    outlines = outlines_of(tensors)
+    if problems := shape_problems(config, {name: tuple(one.shape) for name, one in outlines.items()}, source):
+        more = [f"{source}: {len(problems)} such lines in all"] if len(problems) > _SHOWN else []
+        raise CheckpointError(problems[:_SHOWN] + more)
+    sources = {ours: [_present(name, tensors) for name in theirs] for ours, theirs in source_shapes(config).items()}
+    words = next(iter(sources.values()))[0]
+    is_tied = not config.untie_embeddings_and_output_weights
+    if is_tied and HEAD in tensors and not tensors[HEAD].equal(tensors[words]):
+        table = words.removeprefix(PREFIX)
+        raise CheckpointError(f"{source}: {HEAD} is another table than {table}, which config.json says to be the head")
+    specs = GPT2.named_parameters(config)
+    return LazyTensors(
+        {name: torch.empty(specs[name].shape, dtype=outlines[sources[name][0]].dtype, device="meta") for name in specs},
+        lambda name: joined(name, [tensors[theirs] for theirs in sources[name]], config),
+    )
+
+
+def their_weights(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyTensors:
+    """The state of Hugging Face's model; a head that is the embedding is left out."""
+    outlines, sources = outlines_of(weights), source_shapes(config)
+    places = {theirs: (ours, index) for ours, names in sources.items() for index, theirs in enumerate(names)}
+
+    def read(theirs: str) -> Tensor:
+        ours, index = places[theirs]
+        return divided(ours, weights[ours], config)[index]
+
+    shapes = {theirs: shape for names in sources.values() for theirs, shape in names.items()}
+    return LazyTensors(
+        {name: outlines[places[name][0]].new_empty(shape, device="meta") for name, shape in shapes.items()}, read
+    )
+
+
+def _present(name: str, tensors: Mapping[str, Tensor]) -> str:
+    """``name`` as it is in a file, which may be that of a model without a head."""
+    return name if name in tensors else name.removeprefix(PREFIX)
+
+
+def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
+    """Our weight ``name``, or a rank's shard of whole groups of it, from the tensors that it consists of."""
+    if not is_llama(config):
+        return _from_gpt2(name, theirs[0], config)
+    if "query_key_value" in name:  # [n d, ..], [g d, ..], [g d, ..] -> [g, n/g + 2, d, ..]
+        count = theirs[1].size(0) // config.head_size
+        groups = [tensor.unflatten(0, (count, -1, config.head_size)) for tensor in theirs]
+        return torch.cat(groups, dim=1).flatten(0, 2)
+    return torch.stack(list(theirs)) if len(theirs) > 1 else theirs[0]
+
+
+def divided(name: str, ours: Tensor, config: ModelConfig) -> list[Tensor]:
+    """The tensors that our weight ``name`` consists of."""
+    if not is_llama(config):
+        return [_to_gpt2(name, ours, config)]
+    if "query_key_value" in name:
+        groups = ours.unflatten(0, (config.query_groups, -1, config.head_size))
+        sizes = [groups.size(1) - 2, 1, 1]
+        return [part.flatten(0, 2).contiguous() for part in groups.split(sizes, dim=1)]
+    return list(ours.unbind()) if "dense_h_to_4h" in name else [ours]
+
+
+def _from_gpt2(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    tensor = tensor.t() if tensor.dim() == 2 and "embeddings" not in name else tensor
+    if "query_key_value" in name:  # [3, n, d, ..] -> [n, 3, d, ..]
+        tensor = tensor.unflatten(0, (3, config.num_attention_heads, -1)).transpose(0, 1).flatten(0, 2)
+    return tensor.contiguous()
+
+
+def _to_gpt2(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    if "query_key_value" in name:  # [n, 3, d, ..] -> [3, n, d, ..]
+        tensor = tensor.unflatten(0, (config.num_attention_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return (tensor.t() if tensor.dim() == 2 and "embeddings" not in name else tensor).contiguous()
+
+
+def load_huggingface(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout) -> Loaded:
+    """Load the weights of ``--load-hf`` into ``engine``, of any layout; the optimizer starts anew.
+
+    Each rank reads the weights of its stage, and its shards of them. Every rank must call it. Raises CheckpointError if
+    the files are not those of the model, which ``check_huggingface`` has found out before.
+    """
+    folder = Path(str(run.checkpoint.load_hf))
+    # The configuration of the run has the tokenizer's vocabulary, and other flags; that of the folder the names.
+    config, tensors = read_config(folder), SafetensorsFiles(folder)
+    weights, specs = our_weights(tensors, config, str(folder)), GPT2.named_parameters(config)
+    rank, size = layout.tensor_group.rank(), layout.tensor_group.size()
+
+    def read(name: str, parameter: nn.Parameter) -> State:
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        shard = _shard(name, specs[name], weights, tensors, config, shape, rank, size)
+        return {WEIGHT: F.pad(shard, (0, 0) * (shard.dim() - 1) + (0, shape[0] - shard.size(0)))}
+
+    load_states(engine, read)
+    return Loaded(0, (f"{folder}: weights of a {config.num_layers}-layer Hugging Face model",))
+
+
+def _shard(
+    name: str,
+    spec: ParameterSpec,
+    weights: LazyTensors,
+    tensors: SafetensorsFiles,
+    config: ModelConfig,
+    shape: Sequence[int],
+    rank: int,
+    size: int,
+) -> Tensor:
+    """This tensor-parallel rank's shard of a weight, of ``shape``; without rows that pad the vocabulary."""
+    sources, dim = source_shapes(config)[name], spec.shard_dim
+    if dim is None:
+        return weights[name]
+    if spec.is_vocabulary:
+        rows = min(spec.shape[0], rank * shape[0]), min(spec.shape[0], (rank + 1) * shape[0])
+        return tensors.part(_present(next(iter(sources)), tensors), 0, *rows)
+    if not is_llama(config) or ("query_key_value" in name and config.query_groups % size):
+        return weights[name].chunk(size, dim)[rank]
+    dim -= len(sources) == 2  # gate and up are stacked
+    lengths = {theirs: source[dim] // size for theirs, source in sources.items()}
+    parts = [tensors.part(theirs, dim, rank * length, (rank + 1) * length) for theirs, length in lengths.items()]
+    return joined(name, parts, config)

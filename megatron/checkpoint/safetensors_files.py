@@ -1,0 +1,65 @@
+"""Headers of safetensors files, one or several with an index: names, types and shapes. No torch here."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors
+
+from megatron.config.errors import CheckpointError, first_line
+from megatron.config.huggingface import read_json
+
+SAFETENSORS = "model.safetensors"
+INDEX_SUFFIX = ".index.json"
+
+
+class Entry(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """By the format's name, such as ``BF16``."""
+
+
+def read_entries(path: Path) -> dict[str, Entry]:
+    """The tensors by name in a file, in the files that an index names, or in those of a folder.
+
+    Raises CheckpointError if a file is missing or damaged, or lacks a tensor that the index promises.
+    """
+    if path.is_dir():
+        path = path / SAFETENSORS if (path / SAFETENSORS).exists() else path / (SAFETENSORS + INDEX_SUFFIX)
+    if not path.name.endswith(INDEX_SUFFIX):
+        return _entries_of(path)
+    entries: dict[str, Entry] = {}
+    for shard in shards_of(path):
+        entries |= _entries_of(shard)
+    if missing := sorted(read_json(path)["weight_map"].keys() - entries.keys()):
+        raise CheckpointError(f"{path} names {missing[0]}, which no file holds (and {len(missing) - 1} more)")
+    return entries
+
+
+def _entries_of(file: Path) -> dict[str, Entry]:
+    try:
+        with safetensors.safe_open(file, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}
+            return {name: Entry(file, tuple(one.get_shape()), one.get_dtype()) for name, one in sorted(slices.items())}
+    except (safetensors.SafetensorError, OSError) as error:
+        raise broken(file, error) from None
+
+
+def shards_of(index: Path) -> list[Path]:
+    """The files that an index names, which must be in its folder."""
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise CheckpointError(f"{index} has no weight_map, which maps each tensor to its file")
+    files = []
+    for name in dict.fromkeys(map(str, names.values())):
+        if Path(name).name != name or not (index.parent / name).is_file():
+            raise CheckpointError(f"{index} names the file {name!r}, which is not in the same folder")
+        files.append(index.parent / name)
+    return files
+
+
+def broken(path: Path, error: Exception) -> CheckpointError:
+    """The error for a file that the library cannot read."""
+    return CheckpointError(f"{path} is not a complete safetensors file ({first_line(error)}); copy it again")

@@ -1,0 +1,159 @@
+"""Folders of Hugging Face's models to checkpoints and back: equal bits, bounded memory, mistakes in one line."""
+
+import ctypes
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from support.programs import Programs
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.checkpoint.tracker import newest
+from megatron.config.huggingface import config_of, source_shapes
+from megatron.tools.convert.huggingface import read_huggingface, write_huggingface
+from megatron.tools.convert.load_and_save import lazy_weights, write_checkpoint
+from megatron.tools.convert.whole_model import WholeModel, write_tensors
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+M_MMAP_THRESHOLD = -3
+TOOL = "tools/convert_checkpoint.py"
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 90,
+    "max_position_embeddings": 64, "num_key_value_heads": 2, "eos_token_id": [4, 5], "pad_token_id": 3,
+}  # fmt: skip
+OTHER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
+               "generation_config.json", "chat_template.jinja")  # fmt: skip
+
+
+def make_folder(folder: Path, kind: str, dtype: torch.dtype = torch.float32, **settings: object) -> Path:
+    """A folder that transformers has written, in several files, with files beside the weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **settings})).to(dtype)
+    model.save_pretrained(folder, max_shard_size="10KB")
+    for name in OTHER_FILES:
+        (folder / name).write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 89}}, "name": name}))
+    return folder
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2 and (folder / "model.safetensors.index.json").exists()
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            assert {name for name, place in index.items() if place == file.name} == set(opened.keys())
+        tensors |= load_file(file)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "settings"),
+    [("llama", torch.bfloat16, {}), ("qwen3", torch.float32, {"head_dim": 12, "tie_word_embeddings": True})],
+)
+def test_a_folder_returns_equal(programs: Programs, tmp_path: Path, kind: str, dtype: torch.dtype, settings: dict):
+    source, ours, again = make_folder(tmp_path / "source", kind, dtype, **settings), tmp_path / "ours", tmp_path / "hf"
+    programs.warm(1, TOOL, "from-hf", source, "--output", ours).ok()
+    programs.warm(1, TOOL, "to-hf", ours, "--output", again, "--max-shard-size", "10KB").ok()
+    first, second = tensors_of(source), tensors_of(again)
+    assert first.keys() == second.keys() and len(first) > 10
+    assert all(tensor.dtype == dtype and tensor.equal(second[name]) for name, tensor in first.items())
+    for name in ("config.json", *OTHER_FILES):
+        assert (again / name).read_bytes() == (source / name).read_bytes(), name
+
+
+class PeakMemory(TorchDispatchMode):
+    """The largest memory of this process after any operation on tensors, without mapped files, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self.first = anonymous_memory()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.peak = max(self.peak, anonymous_memory())
+        return result
+
+
+def anonymous_memory() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) << 10
+
+
+def convert(source: Path, folder: Path, shard: int) -> None:
+    """from-hf and to-hf in this process."""
+    folder.mkdir()
+    write_checkpoint(folder, read_huggingface(source), vocab_file=None, merge_file=None, source=source)
+    saved = newest(folder)
+    model = WholeModel(saved.whole_model_config(), lazy_weights(saved))
+    write_huggingface(folder / "hf", model, None, max_shard_size=shard, carried={})
+
+
+def test_memory_is_less_than_two_shards(tmp_path: Path):
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # memory that is freed goes back to the system at once
+    tree = {"model_type": "llama", **SIZES}
+    large = tree | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 10, "vocab_size": 4000}
+    shard = 6 << 20
+    for name, settings in {"small": tree, "large": large}.items():  # the first imports all that is needed
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(settings))
+        shapes = source_shapes(config_of(settings, folder)).values()
+        weights = {key: torch.zeros(shape, dtype=torch.bfloat16) for one in shapes for key, shape in one.items()}
+        assert write_tensors(weights, folder, max_shard_size=shard, metadata={})
+        del weights
+        with PeakMemory() as memory:
+            convert(folder, tmp_path / f"{name}-ours", shard)
+    assert len(list((tmp_path / "large-ours" / "hf").glob("*.safetensors"))) >= 8
+    assert memory.peak - memory.first < 2 * shard, f"{(memory.peak - memory.first) / shard:.1f} shards"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("whole") / "hf", "mistral", sliding_window=None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mixtral"}, "model_type is 'mixtral', which is not supported; supported are gpt2, llama"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"vocab_size": 80}, "vocab_size is 80, and its tokenizer has 90 tokens"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', and only 'default' and 'llama3'"),
+        ({"tie_word_embeddings": True}, "lm_head.weight is another table than model.embed_tokens.weight"),
+        ({"intermediate_size": 49}, "mlp.gate_proj.weight is [48, 32], and the model's [49, 32]"),
+        ("a shard", "names the file 'model-00002-of-"),
+        ("the index", "neither model.safetensors nor pytorch_model.bin there"),
+    ],
+)
+def test_mistakes(programs: Programs, whole: Path, tmp_path: Path, change: dict | str, message: str):
+    source = shutil.copytree(whole, tmp_path / "source")
+    if isinstance(change, str):
+        next(source.glob("model-00002-*" if change == "a shard" else "*.index.json")).unlink()
+    else:
+        tree = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps(tree | change))
+    finished = programs.warm(1, TOOL, "from-hf", source, "--output", tmp_path / "out")
+    assert finished.returncode == 4 and message in finished.output, finished.output
+    assert all(line.count(str(source)) == 1 for line in finished.output.splitlines())
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_both_spellings_of_the_rotation():
+    tree = {"model_type": "llama", **SIZES}
+    scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling |= {"original_max_position_embeddings": 8192, "rope_type": "llama3"}
+    older = tree | {"rope_theta": 5e5, "rope_scaling": scaling}
+    newer = tree | {"rope_parameters": {**scaling, "rope_theta": 5e5}}
+    config = config_of(older, Path("config.json"))
+    assert config == config_of(newer, Path("config.json"))
+    assert (config.rotary_base, config.use_rope_scaling, config.rope_scaling_factor) == (5e5, True, 32.0)
+    plain = config_of(tree | {"rope_theta": 1e6, "rope_scaling": None}, Path("config.json"))
+    assert (plain.rotary_base, plain.use_rope_scaling) == (1e6, False)
