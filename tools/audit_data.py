@@ -27,11 +27,11 @@ from _atomic_file import atomic_file, check_picture_name, write_picture
 
 from megatron.config import DataConfig
 from megatron.config.command_line.flags import read_flags
-from megatron.config.data import check_tokenizer_folder, read_blend, tokenizer_files
+from megatron.config.data import check_tokenizer_folder, read_blend, tokenizer_files, tokenizer_kind
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided
 from megatron.data.splits import all_sources
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import Tokenizer, tokenizer_of
 from megatron.tools.audit import proof, samples, statistics
 from megatron.tools.audit.case import Case, check_contents, open_case
 from megatron.tools.command_line import ToolParser, run_tool
@@ -113,7 +113,7 @@ def _data_and_tokenizer(args: argparse.Namespace, data_fields: Mapping[str, Any]
     data = DataConfig(**data_fields)
     if not data.prefixes:
         raise ConfigError("give --load with a checkpoint, or --data-path (or --train-data-path) with the data")
-    return data, build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
+    return data, tokenizer_of(data)
 
 
 def _data_flags(words: Sequence[str]) -> dict[str, Any]:
@@ -123,8 +123,11 @@ def _data_flags(words: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(problems)
     found = {name: value.value for name, value in given.items()}
     data = DataConfig(**found)
-    check_tokenizer_folder(data.tokenizer_type, data.tokenizer_model)
-    files = tokenizer_files(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
+    kind = tokenizer_kind(found.get("tokenizer_type"), data.tokenizer_model)
+    if kind != data.tokenizer_type:
+        found["tokenizer_type"] = kind
+    check_tokenizer_folder(kind, data.tokenizer_model)
+    files = tokenizer_files(kind, data.vocab_file, data.merge_file, data.tokenizer_model)
     return found | {name: file for name, file in zip(("vocab_file", "merge_file"), files, strict=True) if file}
 
 

@@ -13,10 +13,18 @@ from contextlib import contextmanager
 import _project_root  # noqa: F401
 from tqdm import tqdm
 
-from megatron.config.data import check_tokenizer_folder, tokenizer_files, unused_merges, used_merges
+from megatron.config.data import (
+    GPT2_BPE,
+    PUBLISHED,
+    TOKENIZER_TYPES,
+    check_tokenizer_folder,
+    tokenizer_files,
+    tokenizer_kind,
+    unused_merges,
+    used_merges,
+)
 from megatron.config.errors import ConfigError, counted
 from megatron.launch.rank import print_warning
-from megatron.tokenizer import TOKENIZERS
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.preprocess.conversations import KEYS, chat_template, find_chat_template
 from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, format_of, text_size
@@ -33,9 +41,9 @@ def main() -> None:
     args = parse_arguments()
     # Each of --workers is one process on one core, unless the environment wants otherwise.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    check_tokenizer_folder(args.tokenizer_type, args.tokenizer_model)
-    files = (args.vocab_file, args.merge_file, args.tokenizer_model)
-    vocab_file, merge_file = tokenizer_files(args.tokenizer_type, *files)
+    kind = tokenizer_kind(args.tokenizer_type, args.tokenizer_model)
+    check_tokenizer_folder(kind, args.tokenizer_model)
+    vocab_file, merge_file = tokenizer_files(kind, args.vocab_file, args.merge_file, args.tokenizer_model)
     template = find_chat_template(args.chat_template, vocab_file) if args.format == "messages" else None
     if template is not None:
         chat_template(template)  # an error here is reported before any work
@@ -44,9 +52,11 @@ def main() -> None:
         output_prefix=args.output_prefix,
         input_format=args.input_format,
         json_keys=tuple(dict.fromkeys(args.json_keys)),
-        tokenizer_type=args.tokenizer_type,
+        tokenizer_type=kind,
         vocab_file=vocab_file,
-        merge_file=used_merges(args.tokenizer_type, merge_file),
+        merge_file=used_merges(kind, merge_file),
+        eod_token=args.eod_token,
+        prepend_bos=args.prepend_bos,
         append_eod=args.append_eod,
         split_sentences=args.split_sentences,
         keep_newlines=args.keep_newlines,
@@ -55,7 +65,7 @@ def main() -> None:
         workers=args.workers,
         skip_errors=args.on_error == "skip",
     )
-    for warning in unused_merges(args.tokenizer_type, args.merge_file):
+    for warning in unused_merges(kind, args.merge_file):
         print_warning(warning)
     with progress_of(job, args.log_interval) as report:
         summary = preprocess(job, report, log_skipped, resume=args.resume)
@@ -77,10 +87,20 @@ def parse_arguments() -> argparse.Namespace:
     add_input_flags(parser)
     add("--on-error", choices=("stop", "skip"), default="stop", help="on a bad or empty line, stop, or log and skip it")
     add("--resume", action="store_true", help="continue the same job where it was interrupted")
-    add("--tokenizer-type", choices=tuple(TOKENIZERS), default="GPT2BPETokenizer", help="kind of tokenizer")
+    add(
+        "--tokenizer-type",
+        choices=TOKENIZER_TYPES,
+        help=f"kind of tokenizer (default: what --tokenizer-model holds, or {GPT2_BPE})",
+    )
     add("--vocab-file", "--vocab", metavar="FILE", help="vocabulary (vocab.json; vocab.txt of WordPiece)")
     add("--merge-file", metavar="FILE", help="merges of the BPE (default: those beside --vocab-file)")
-    add("--tokenizer-model", metavar="DIR", help="folder with these files, instead of the two flags")
+    add(
+        "--tokenizer-model",
+        "--tokenizer-name-or-path",
+        metavar="PATH",
+        help="folder with these files, instead of the two flags, or with a tokenizer.json or tokenizer.model; or one "
+        "of the last two files",
+    )
     add(
         "--format",
         choices=("text", *KEYS),
@@ -94,7 +114,13 @@ def parse_arguments() -> argparse.Namespace:
         help="template of Jinja that writes messages as text (default: chat_template.jinja, or tokenizer_config.json, "
         "beside the vocabulary)",
     )
-    add("--append-eod", action="store_true", help="end each document with the token <|endoftext|>")
+    add("--append-eod", action="store_true", help="end each document with the token that ends one")
+    add(
+        "--eod-token",
+        metavar="TEXT",
+        help=f"this token, of {' and '.join(PUBLISHED)} (default: the eos_token that the files name)",
+    )
+    add("--prepend-bos", action="store_true", help="begin each document with the tokenizer's bos_token")
     add("--split-sentences", action="store_true", help="make each sentence a sequence, as BERT needs it")
     add(
         "--keep-newlines",
@@ -120,9 +146,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
     """Rules: whether each is broken, and the message."""
+    kind = tokenizer_kind(args.tokenizer_type, args.tokenizer_model)
     return [
         (
-            args.split_sentences and args.append_eod and args.tokenizer_type.startswith("BertWordPiece"),
+            args.split_sentences and args.append_eod and kind.startswith("BertWordPiece"),
             "--append-eod and --split-sentences exclude each other: BERT's samples end with [SEP]",
         ),
         (
@@ -134,12 +161,20 @@ def _rules(args: argparse.Namespace) -> list[tuple[bool, str]]:
             f"--chat-template {args.chat_template} has no effect without --format messages: add it, or remove the flag",
         ),
         (
-            args.format != "text" and (args.split_sentences or args.tokenizer_type.startswith("BertWordPiece")),
+            args.format != "text" and (args.split_sentences or kind.startswith("BertWordPiece")),
             f"--format {args.format} is for GPT-2's models: remove --split-sentences, and give their --tokenizer-type",
         ),
         (
             args.format != "text" and any((args.input_format or format_of(path)) != "jsonl" for path in args.input),
             f"--format {args.format} reads JSONL: give such files, or --input-format jsonl",
+        ),
+        (
+            args.prepend_bos and args.format != "text",
+            f"--prepend-bos has no effect with --format {args.format}: write the bos_token into the data",
+        ),
+        (
+            args.eod_token is not None and kind not in PUBLISHED,
+            f"--eod-token {args.eod_token} has no effect with {kind}: remove it",
         ),
         (
             args.dataset_impl != "mmap",

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.config.data import PUBLISHED
 from megatron.config.reading import read_bytes, regular
 
 BLOCK = 1 << 16
@@ -37,9 +38,14 @@ def blend_hash(contents: Sequence[Sequence[str]]) -> str:
     return hashlib.sha256(repr(hashes).encode()).hexdigest()
 
 
-def tokenizer_hash(kind: str, *files: str | None) -> str:
-    """SHA-256 over the kind of a tokenizer and the content of its files."""
+def tokenizer_hash(kind: str, *files: str | None, eod: int | None = None) -> str:
+    """SHA-256 over the kind of a tokenizer and the content of its files.
+
+    Of a kind of ``PUBLISHED`` also over ``eod``, the end of a document, which is all that other files decide.
+    """
     digest = hashlib.sha256(kind.encode())
+    if kind in PUBLISHED:
+        digest.update(f"\nend of document {eod}".encode())
     for file in files:
         content = b"" if file is None else read_bytes(file)
         digest.update(f"\n{len(content)}\n".encode() + content)

@@ -47,9 +47,55 @@ def _read_weight(text: str, prefix: str) -> Fraction:
     return Fraction(text)
 
 
+GPT2_BPE = "GPT2BPETokenizer"
+HUGGINGFACE = "HuggingFaceTokenizer"
+"""The tokenizer of a tokenizer.json, as Hugging Face publishes it with a model."""
+SENTENCEPIECE = "GPTSentencePieceTokenizer"
+"""The tokenizer of a SentencePiece model, a file such as tokenizer.model."""
+NULL_TOKENIZER = "NullTokenizer"
+"""The tokenizer without files."""
+SPELLINGS: Mapping[str, str] = {"HFTokenizer": HUGGINGFACE, "Llama2Tokenizer": SENTENCEPIECE}
+"""Other names of kinds of tokenizer, as Megatron-DeepSpeed and Megatron-LM spell them."""
+TOKENIZER_FILES: Mapping[str, tuple[str, ...]] = {
+    GPT2_BPE: ("vocab.json", "merges.txt"),
+    "WhitespaceTokenizer": ("vocab.json",),
+    "BertWordPieceLowerCase": ("vocab.txt",),
+    "BertWordPieceCase": ("vocab.txt",),
+    HUGGINGFACE: ("tokenizer.json",),
+    SENTENCEPIECE: ("tokenizer.model",),
+}
+"""By kind of tokenizer: the names of vocabulary and merges in a folder of --tokenizer-model."""
+PUBLISHED = (HUGGINGFACE, SENTENCEPIECE)
+"""Kinds that --tokenizer-model may name by their one file, and whose end of document is a choice."""
+TOKENIZER_TYPES = (*TOKENIZER_FILES, *SPELLINGS)
+"""The values of --tokenizer-type that have files."""
+
+
+def tokenizer_kind(chosen: str | None, model: str | None, default: str = GPT2_BPE) -> str:
+    """The kind of tokenizer that ``chosen``, a value of --tokenizer-type, and ``model``, --tokenizer-model, stand for.
+
+    Of the kinds of ``PUBLISHED`` the file decides: a folder without tokenizer.json may have a tokenizer.model. Without
+    ``chosen`` it is ``default``, or one of these if the default is GPT-2's BPE and ``model`` has no files of that.
+    """
+    kind = SPELLINGS.get(chosen or default, chosen or default)
+    has = {kind: model is not None and _has_files(kind, model) for kind in (GPT2_BPE, *PUBLISHED)}
+    if chosen is None and kind == GPT2_BPE and not has[kind]:
+        return next((other for other in PUBLISHED if has[other]), kind)
+    if kind in PUBLISHED and not has[kind]:
+        return next((other for other in PUBLISHED if has[other]), kind)
+    return kind
+
+
+def _has_files(kind: str, model: str) -> bool:
+    """Whether ``model`` is a folder with the files of ``kind``, or the one file of it, by its name."""
+    if os.path.isfile(model):
+        return kind in PUBLISHED and model.endswith(os.path.splitext(TOKENIZER_FILES[kind][0])[1])
+    return all(os.path.isfile(os.path.join(model, name)) for name in TOKENIZER_FILES[kind])
+
+
 def used_merges(tokenizer_type: str, merge_file: str | None) -> str | None:
-    """The file of merges that a tokenizer reads: ``merge_file``, or None for WhitespaceTokenizer, which has none."""
-    return None if tokenizer_type == "WhitespaceTokenizer" else merge_file
+    """The file of merges that a tokenizer reads: ``merge_file``, or None for the kinds that have none in a file."""
+    return None if tokenizer_type in ("WhitespaceTokenizer", *PUBLISHED) else merge_file
 
 
 def unused_merges(tokenizer_type: str, merge_file: str | None) -> list[str]:
@@ -59,26 +105,20 @@ def unused_merges(tokenizer_type: str, merge_file: str | None) -> list[str]:
     return [f"--merge-file {merge_file} is not used: {tokenizer_type} has no merges"]
 
 
-TOKENIZER_FILES: Mapping[str, tuple[str, ...]] = {
-    "GPT2BPETokenizer": ("vocab.json", "merges.txt"),
-    "WhitespaceTokenizer": ("vocab.json",),
-    "BertWordPieceLowerCase": ("vocab.txt",),
-    "BertWordPieceCase": ("vocab.txt",),
-}
-"""By kind of tokenizer: the names of vocabulary and merges in a folder of --tokenizer-model."""
-
-
 def tokenizer_files(
-    kind: str, vocab_file: str | None, merge_file: str | None, folder: str | None
+    kind: str, vocab_file: str | None, merge_file: str | None, model: str | None
 ) -> tuple[str | None, str | None]:
-    """Vocabulary and merges that a tokenizer reads: those in ``folder``, or ``vocab_file`` with ``merge_file``.
+    """Vocabulary and merges that a tokenizer reads: those of ``model``, or ``vocab_file`` with ``merge_file``.
 
-    Without ``merge_file`` the merges of a BPE are the file beside the vocabulary whose name pairs with it
-    (gpt2-merges.txt with gpt2-vocab.json), or merges.txt; None if there is none.
+    ``model`` is a folder, or the one file of a kind of ``PUBLISHED``. Without ``merge_file`` the merges of a BPE are
+    the file beside the vocabulary whose name pairs with it (gpt2-merges.txt with gpt2-vocab.json), or merges.txt;
+    None if there is none.
     """
-    if folder is not None and kind in TOKENIZER_FILES:
-        vocab_file, merge_file, *_ = *(os.path.join(folder, name) for name in TOKENIZER_FILES[kind]), None, None
-    if kind == "GPT2BPETokenizer" and vocab_file is not None and merge_file is None:
+    if model is not None and kind in PUBLISHED and os.path.isfile(model):
+        vocab_file, merge_file = model, None
+    elif model is not None and kind in TOKENIZER_FILES:
+        vocab_file, merge_file, *_ = *(os.path.join(model, name) for name in TOKENIZER_FILES[kind]), None, None
+    if kind == GPT2_BPE and vocab_file is not None and merge_file is None:
         place, name = os.path.split(vocab_file)
         paired = os.path.splitext(name.replace("vocab", "merges"))[0] + ".txt"
         beside = (os.path.join(place, other) for other in (paired, "merges.txt") if other != name)
@@ -86,18 +126,23 @@ def tokenizer_files(
     return vocab_file, merge_file
 
 
-def check_tokenizer_folder(kind: str, folder: str | None) -> None:
-    """Check that ``folder``, if it is given, has the files of its kind of tokenizer. Raises DataError."""
+def check_tokenizer_folder(kind: str, model: str | None) -> None:
+    """Check that ``model``, if it is given, has the files of its kind of tokenizer. Raises DataError."""
     names = TOKENIZER_FILES.get(kind, ())
-    if folder is None or not names:
+    if model is None or not names or (kind in PUBLISHED and os.path.isfile(model)):
         return
-    if not os.path.isdir(folder):
-        problem = "a file" if os.path.exists(folder) else "no such folder"
-        raise DataError(f"--tokenizer-model {folder}: {problem}; name the folder with {' and '.join(names)}")
-    if absent := [name for name in names if not os.path.isfile(os.path.join(folder, name))]:
-        has_other = os.path.isfile(os.path.join(folder, "tokenizer.json"))
-        other = f"its tokenizer.json is not what {kind} reads" if has_other else f"{kind} reads {' and '.join(names)}"
-        raise DataError(f"--tokenizer-model {folder}: no {' and no '.join(absent)} in it; {other}")
+    if not os.path.isdir(model):
+        problem = "a file" if os.path.exists(model) else "no such folder"
+        download = "; no files are downloaded from the Hugging Face Hub" if kind in PUBLISHED else ""
+        raise DataError(f"--tokenizer-model {model}: {problem}; name the folder with {' and '.join(names)}{download}")
+    if absent := [name for name in names if not os.path.isfile(os.path.join(model, name))]:
+        other = f"{kind} reads {' and '.join(names)}"
+        if kind not in PUBLISHED and (published := [other for other in PUBLISHED if _has_files(other, model)]):
+            name = TOKENIZER_FILES[published[0]][0]
+            other = f"its {name} is not what {kind} reads"
+            if not kind.startswith("Bert"):
+                other += f"; use --tokenizer-type {published[0]}"
+        raise DataError(f"--tokenizer-model {model}: no {' and no '.join(absent)} in it; {other}")
 
 
 SPLITS = ("train", "valid", "test")
@@ -109,8 +154,6 @@ def loss_mask_prefix(prefix: str) -> str:
     return f"{prefix}_loss_mask"
 
 
-NULL_TOKENIZER = "NullTokenizer"
-"""The tokenizer without files."""
 MOCK_DATA = "mock data"
 """What stands for a hash of their content."""
 DEFAULT_VOCABULARY = {False: 50257, True: 30522}
@@ -162,15 +205,10 @@ class DataConfig:
     seq_length: int = flag(0, "Sequence length in tokens.", within="[1, inf)", required=True)
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
-        "Type of tokenizer (default: GPT2BPETokenizer for GPT-2, BertWordPieceLowerCase for BERT). NullTokenizer has "
-        "no files; its text is token ids.",
-        choices=(
-            "GPT2BPETokenizer",
-            "WhitespaceTokenizer",
-            "BertWordPieceLowerCase",
-            "BertWordPieceCase",
-            NULL_TOKENIZER,
-        ),
+        "Type of tokenizer (default: BertWordPieceLowerCase for BERT; else what --tokenizer-model holds, or "
+        "GPT2BPETokenizer). HuggingFaceTokenizer (HFTokenizer) reads a tokenizer.json, GPTSentencePieceTokenizer "
+        "(Llama2Tokenizer) a SentencePiece model. NullTokenizer has no files; its text is token ids.",
+        choices=(*TOKENIZER_TYPES, NULL_TOKENIZER),
     )
     vocab_file: str | None = flag(
         None,
@@ -182,7 +220,8 @@ class DataConfig:
     vocab_size: int | None = flag(
         None,
         "Tokens of NullTokenizer, the last of which ends documents (default with --mock-data: 50257, and 30522 for "
-        "BERT).",
+        "BERT). With HuggingFaceTokenizer and GPTSentencePieceTokenizer: rows of the model's vocabulary, if they are "
+        "more than the tokens (default: as many).",
         within="[8, inf)",
     )
     merge_file: str | None = flag(
@@ -192,8 +231,17 @@ class DataConfig:
     )
     tokenizer_model: str | None = flag(
         None,
-        "Folder of the tokenizer, instead of its files: vocab.json and merges.txt of a BPE, vocab.txt of WordPiece.",
-        metavar="DIR",
+        "Folder of the tokenizer, instead of its files: vocab.json and merges.txt of a BPE, vocab.txt of WordPiece, "
+        "tokenizer.json of Hugging Face, tokenizer.model of SentencePiece; or one of the last two files.",
+        aliases=("tokenizer-name-or-path",),
+        metavar="PATH",
+    )
+    eod_text: str | None = flag(
+        None,
+        "Token that ends a document, with HuggingFaceTokenizer and GPTSentencePieceTokenizer (default: the eos_token "
+        "that the files beside the tokenizer name, or SentencePiece's own).",
+        name="eod-token",
+        metavar="TEXT",
     )
     reset_position_ids: bool = flag(False, "Reset position ids after each end-of-document token.", masked_lm=False)
     reset_attention_mask: bool = flag(False, "Restrict attention to tokens of the same document.", masked_lm=False)

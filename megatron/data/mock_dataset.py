@@ -11,7 +11,7 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import SPECIAL_TOKENS, PairVocabulary, pair_sample
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import Tokenizer, tokenizer_of
 
 
 class MockDataset(ABC):
@@ -84,7 +84,7 @@ class MockBertDataset(MockDataset):
 
 def mock_samples(data: DataConfig, name: str, samples: int, *, seed: int, masked_lm: bool) -> MockDataset:
     """``samples`` mock samples of the split ``name``. Raises DataError if the tokenizer's files are broken."""
-    tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size)
+    tokenizer = tokenizer_of(data)
     seed_words = [seed & 0xFFFFFFFF, seed >> 32, SPLITS.index(name)]
     if not masked_lm:
         return MockGPT2Dataset(samples, data, tokenizer, seed_words)

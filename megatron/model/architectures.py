@@ -8,6 +8,7 @@ h hidden, f inside the MLP, q columns of all query heads, k of all key heads, v 
 from dataclasses import replace
 
 from megatron.config import ModelConfig
+from megatron.config.data import GPT2_BPE, PUBLISHED
 from megatron.model.spec import (
     ARCHITECTURES,
     ArchitectureSpec,
@@ -167,7 +168,7 @@ GPT2 = register(
     ArchitectureSpec(
         "GPT-2",
         "pretrain_gpt2.py",
-        ("GPT2BPETokenizer", "WhitespaceTokenizer"),
+        (GPT2_BPE, "WhitespaceTokenizer", *PUBLISHED),
         _gpt2,
         torch_layers="megatron.model.gpt2:gpt2_layers",
         torch_loss="megatron.model.gpt2:gpt2_loss",

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron.config.data import NULL_TOKENIZER
+from megatron.config.data import HUGGINGFACE, NULL_TOKENIZER, PUBLISHED, SENTENCEPIECE, DataConfig
 from megatron.config.errors import ConfigError
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.sentencepiece import GPTSentencePieceTokenizer
 from megatron.tokenizer.whitespace import WhitespaceTokenizer
 from megatron.tokenizer.wordpiece import WordPieceCase, WordPieceLowerCase
 
@@ -26,6 +28,10 @@ class Tokenizer(Protocol):
     @property
     def unk(self) -> int | None:
         """Id of every word that is not in the vocabulary; None if any text can be tokenized."""
+
+    @property
+    def bos(self) -> int | None:
+        """Id that may begin a text; ``tokenize`` does not add it. None if the tokenizer has none."""
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of ``text``. Raises DataError if it cannot be tokenized."""
@@ -47,19 +53,29 @@ class Vocabulary:
     """Id that ends a document."""
 
 
-TOKENIZERS: dict[str, Callable[[str | None, str | None], Tokenizer]] = {
+TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
     "GPT2BPETokenizer": GPT2BPETokenizer,
     "WhitespaceTokenizer": WhitespaceTokenizer,
     "BertWordPieceLowerCase": WordPieceLowerCase,
     "BertWordPieceCase": WordPieceCase,
+    HUGGINGFACE: HuggingFaceTokenizer,
+    SENTENCEPIECE: GPTSentencePieceTokenizer,
 }
-"""Kinds of tokenizer with files, each built from (vocab_file, merge_file)."""
+"""Kinds of tokenizer with files, each built from (vocab_file, merge_file); those of ``PUBLISHED`` also take a
+``vocab_size`` and an ``eod_token``."""
 
 
 def build_tokenizer(
-    kind: str, vocab_file: str | None, merge_file: str | None, vocab_size: int | None = None
+    kind: str,
+    vocab_file: str | None,
+    merge_file: str | None,
+    vocab_size: int | None = None,
+    eod_token: str | None = None,
 ) -> Tokenizer:
     """A tokenizer of a kind of ``TOKENIZERS`` from its files, or a NullTokenizer of ``vocab_size`` tokens.
+
+    With a kind of ``PUBLISHED``, ``vocab_size`` may be more than its tokens, for a model that has more rows, and
+    ``eod_token`` ends documents instead of the token that the files name.
 
     Raises ConfigError for an unknown kind, and DataError for a file that is missing (or None), superfluous, broken,
     or inconsistent with the other.
@@ -68,12 +84,23 @@ def build_tokenizer(
         return NullTokenizer(vocab_size)
     if kind not in TOKENIZERS:
         raise ConfigError(f"--tokenizer-type {kind} is unknown: choose one of {', '.join(TOKENIZERS)}")
+    if kind in PUBLISHED:
+        return TOKENIZERS[kind](vocab_file, merge_file, vocab_size=vocab_size, eod_token=eod_token)
     return TOKENIZERS[kind](vocab_file, merge_file)
 
 
+def tokenizer_of(data: DataConfig) -> Tokenizer:
+    """The tokenizer of a run. Raises as ``build_tokenizer``."""
+    return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size, data.eod_text)
+
+
 def read_vocabulary(
-    kind: str, vocab_file: str | None, merge_file: str | None, vocab_size: int | None = None
+    kind: str,
+    vocab_file: str | None,
+    merge_file: str | None,
+    vocab_size: int | None = None,
+    eod_token: str | None = None,
 ) -> Vocabulary:
     """Size and end of document of a vocabulary. Checks all its files; raises as ``build_tokenizer``."""
-    tokenizer = build_tokenizer(kind, vocab_file, merge_file, vocab_size)
+    tokenizer = build_tokenizer(kind, vocab_file, merge_file, vocab_size, eod_token)
     return Vocabulary(tokenizer.vocab_size, tokenizer.eod)

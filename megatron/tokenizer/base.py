@@ -27,6 +27,8 @@ class RustTokenizer:
 
     unk: int | None = None
     """Id of every word that is not in the vocabulary; None if any text can be tokenized."""
+    bos: int | None = None
+    """Id that may begin a text; ``tokenize`` does not add it. None if the tokenizer has none."""
 
     def __init__(self, encoder: tokenizers.Tokenizer, vocab_size: int) -> None:
         self._encoder, self.vocab_size = encoder, vocab_size
@@ -46,7 +48,7 @@ class RustTokenizer:
             return self._ids(texts)
         except TypeError:
             for text in texts:
-                _check_encodable(text)
+                check_encodable(text)
             raise
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -81,7 +83,7 @@ def check_words(text: str) -> None:
             )
 
 
-def _check_encodable(text: str) -> None:
+def check_encodable(text: str) -> None:
     """Raises DataError for a text with half of a surrogate pair, which JSON can write and UTF-8 cannot."""
     try:
         text.encode("utf-8")
@@ -107,16 +109,20 @@ def vocabulary_file(kind: str, vocab_file: str | None, merge_file: str | None) -
     return require_files(kind, {"--vocab-file": vocab_file})[0]
 
 
-def require_files(kind: str, files: Mapping[str, str | None]) -> list[str]:
-    """The path of each flag of ``files``. Raises DataError with a line for each that is no file."""
+_TRAINED = " (tools/train_tokenizer.py makes one)"
+
+
+def require_files(kind: str, files: Mapping[str, str | None], origin: str = _TRAINED) -> list[str]:
+    """The path of each flag of ``files``. Raises DataError with a line, ending with ``origin``, for each that is no
+    file."""
     problems = []
     for flag, path in files.items():
         if path is None:
-            problems.append(f"{flag} is missing: {kind} needs it (tools/train_tokenizer.py makes one)")
+            problems.append(f"{flag} is missing: {kind} needs it{origin}")
         elif not Path(path).is_file():
             exists = "is no file" if Path(path).exists() else "no such file"
             problem = "is a folder" if Path(path).is_dir() else exists
-            problems.append(f"{flag} {path}: {problem} (tools/train_tokenizer.py makes one)")
+            problems.append(f"{flag} {path}: {problem}{origin}")
     if problems:
         raise DataError(problems)
     return [path for path in files.values() if path is not None]

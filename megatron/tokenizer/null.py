@@ -16,11 +16,12 @@ class NullTokenizer:
 
     Attributes:
         eod, mask, cls, pad: the last id, and those before it; ``sep`` is ``eod``.
-        unk: None, for no text has an unknown token.
+        unk, bos: None, for no text has an unknown token, and none begins it.
         continues: whether each token continues a word, bool [vocab_size]: none does.
     """
 
     unk: int | None = None
+    bos: int | None = None
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size

@@ -14,7 +14,10 @@ class WhitespaceTokenizer:
 
     Attributes:
         unk: id of the words that are not in the vocabulary.
+        bos: None.
     """
+
+    bos: int | None = None
 
     def __init__(self, vocab_file: str | None, merge_file: str | None = None):
         """Raises DataError if the vocabulary is absent or broken."""

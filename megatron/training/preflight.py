@@ -75,7 +75,7 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     if is_provided and data.vocab_file is None and data.vocab_size is None:
         return run
     check_tokenizer_folder(data.tokenizer_type, data.tokenizer_model)
-    vocabulary = read_vocabulary(data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size)
+    vocabulary = read_vocabulary(data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size, data.eod_text)
     multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
     model = replace(
         run.model,
@@ -84,7 +84,7 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
         eod_token=vocabulary.eod,
     )
     if with_hashes and (run.checkpoint.save or run.checkpoint.load):
-        hash_of_tokenizer = tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file)
+        hash_of_tokenizer = tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file, eod=vocabulary.eod)
         content = MOCK_DATA if data.mock_data else "" if is_provided else data.data_hash or blend_hash(data.contents)
         data = replace(data, data_hash=content, tokenizer_hash=hash_of_tokenizer)
     return replace(run, model=model, data=data)

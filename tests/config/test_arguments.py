@@ -155,6 +155,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "vocab_file": ("--vocab-file other.json", ""),
     "mask_prob": ("--mask-prob 0.2", "bert"),
     "short_seq_prob": ("--short-seq-prob 0", "bert"),
+    "eod_text": ("--eod-token </s>", "--tokenizer-type HuggingFaceTokenizer"),
     "merge_file": ("--merge-file other.txt", ""),
     "save": ("--save out", ""),
     "save_interval": ("--save-interval 5", "--save out"),

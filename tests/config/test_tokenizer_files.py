@@ -8,9 +8,9 @@ from support.command_lines import CPU, SMALL, SMALL_BERT, complaints
 from support.refusals import ROOT
 
 from megatron.config.command_line import parse_run
-from megatron.config.data import check_tokenizer_folder, tokenizer_files
+from megatron.config.data import HUGGINGFACE, SENTENCEPIECE, check_tokenizer_folder, tokenizer_files, tokenizer_kind
 from megatron.config.errors import ConfigError, DataError
-from megatron.model.architectures import BERT
+from megatron.model.architectures import BERT, GPT2
 from megatron.tools.inference.source import TokenizerFiles
 from megatron.tools.planning.request import make_request
 from megatron.tools.planning.timing import DEVICES, Machine
@@ -67,7 +67,7 @@ def test_a_folder_stands_for_its_files(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_folder_without_the_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (file := tmp_path / "sp.model").touch()
+    (file := tmp_path / "notes").touch()
     cases = {
         str(tmp_path / "none"): "no such folder; name the folder with vocab.json and merges.txt",
         str(file): "a file; name the folder with vocab.json and merges.txt",
@@ -85,3 +85,49 @@ def test_a_folder_without_the_files_is_refused(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--vocab-file", "v"])
     with pytest.raises(ConfigError, match="and --vocab-file or --merge-file exclude each other: give one"):
         preprocess_data.main()
+
+
+@pytest.mark.parametrize(
+    "chosen, present, expected",
+    [
+        (None, ["tokenizer.json", "tokenizer.model"], (HUGGINGFACE, "tokenizer.json")),
+        (None, ["tokenizer.model"], (SENTENCEPIECE, "tokenizer.model")),
+        (None, ["tokenizer.json", "vocab.json", "merges.txt"], ("GPT2BPETokenizer", "vocab.json")),
+        (HUGGINGFACE, ["tokenizer.json", "vocab.json", "merges.txt"], (HUGGINGFACE, "tokenizer.json")),
+        ("HFTokenizer", ["tokenizer.model"], (SENTENCEPIECE, "tokenizer.model")),
+        ("Llama2Tokenizer", ["tokenizer.json", "tokenizer.model"], (SENTENCEPIECE, "tokenizer.model")),
+        (SENTENCEPIECE, ["tokenizer.json"], (HUGGINGFACE, "tokenizer.json")),
+    ],
+)
+def test_a_published_tokenizer_is_found_by_its_files(tmp_path: Path, chosen, present: list, expected: tuple) -> None:
+    for name in present:
+        (tmp_path / name).touch()
+    kind, name = expected
+    words = [*GPT2_WORDS.split(), *(["--tokenizer-type", chosen] if chosen else [])]
+    for model in (str(tmp_path), str(tmp_path / name)):
+        if model == str(tmp_path) or kind != "GPT2BPETokenizer":
+            data = parse_run([*words, "--tokenizer-name-or-path", model], CPU).data
+            assert (data.tokenizer_type, data.vocab_file) == (kind, str(tmp_path / name))
+            check_tokenizer_folder(kind, model)
+
+
+def test_a_published_tokenizer_needs_its_file(tmp_path: Path) -> None:
+    words = f"{GPT2_WORDS} --tokenizer-type HuggingFaceTokenizer"
+    cases = {
+        words: "--tokenizer-model is required with --tokenizer-type HuggingFaceTokenizer",
+        f"{GPT2_WORDS} --vocab-file {__file__} --merge-file m --eod-token x": "--eod-token x has no effect with",
+        f"{BERT_WORDS} --tokenizer-type HFTokenizer --tokenizer-model x": "HuggingFaceTokenizer does not suit BERT",
+    }
+    for line, message in cases.items():
+        with pytest.raises(ConfigError, match=message):
+            parse_run(line.split(), CPU, BERT if "BERT" in message else GPT2)
+    assert tokenizer_kind(None, str(tmp_path)) == "GPT2BPETokenizer"
+    (tmp_path / "tokenizer.model").touch()
+    for model, problem in {
+        "org/model": "no such folder; .* no files are downloaded",
+        str(tmp_path): "no tokenizer.json",
+    }.items():
+        with pytest.raises(DataError, match=f"--tokenizer-model {model}: {problem}"):
+            check_tokenizer_folder(HUGGINGFACE, model)
+    with pytest.raises(DataError, match="what GPT2BPETokenizer reads; use --tokenizer-type GPTS"):
+        check_tokenizer_folder("GPT2BPETokenizer", str(tmp_path))

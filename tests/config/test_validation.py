@@ -28,6 +28,12 @@ BROKEN = [
         "--tokenizer-type BertWordPieceCase",
     ),
     (
+        "--eod-token is for HuggingFaceTokenizer and GPTSentencePieceTokenizer",
+        "--eod-token </s>",
+        "--eod-token </s> has no effect with GPT2BPETokenizer: remove it",
+        "--tokenizer-type Llama2Tokenizer",
+    ),
+    (
         "a pair of sentences fits into a sample",
         "bert --seq-length 4",
         "--seq-length 4 is too short for [CLS]",

@@ -24,7 +24,7 @@ from megatron.config import (
 from megatron.config.batch_schedule import Steps, ramp_up, read_steps
 from megatron.config.command_line.flags import read_extra_args, read_flags
 from megatron.config.command_line.parser import CONFIG_FILE
-from megatron.config.data import DEFAULT_VOCABULARY, NULL_TOKENIZER, tokenizer_files
+from megatron.config.data import DEFAULT_VOCABULARY, NULL_TOKENIZER, tokenizer_files, tokenizer_kind
 from megatron.config.deepspeed_json import compile_config, conflicts, read_settings
 from megatron.config.deepspeed_json.file import ConfigFile, read_config_file
 from megatron.config.environment import expected_device, local_rank, world_size
@@ -191,7 +191,10 @@ def _logging(run: RunConfig) -> LoggingConfig:
 def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: ArchitectureSpec) -> DataConfig:
     if "tokenizer_type" not in provided:
         is_null = data.mock_data and data.vocab_file is data.tokenizer_model is None
-        data = replace(data, tokenizer_type=NULL_TOKENIZER if is_null else architecture.tokenizers[0])
+        kind = NULL_TOKENIZER if is_null else tokenizer_kind(None, data.tokenizer_model, architecture.tokenizers[0])
+    else:
+        kind = tokenizer_kind(data.tokenizer_type, data.tokenizer_model)
+    data = replace(data, tokenizer_type=kind)
     files = tokenizer_files(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
     data = replace(data, vocab_file=files[0], merge_file=files[1])
     if not data.mock_data:

@@ -299,7 +299,7 @@ _REFUSED = {
     ),
     # Data and tokenizers.
     "tokenizers are read from --tokenizer-model, or --vocab-file and --merge-file: use --tokenizer-type with them": (
-        "tokenizer-metadata tokenizer-name-or-path tokenizer-not-use-fast tiktoken-* "
+        "tokenizer-metadata tokenizer-not-use-fast tiktoken-* "
         "tokenizer-hf-* tokenizer-special-tokens legacy-tokenizer trust-remote-code padded-vocab-size "
         "allow-ambiguous-pad-tokens"
     ),

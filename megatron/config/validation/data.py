@@ -1,7 +1,7 @@
 """Rules about tokenizers and data sets."""
 
 from megatron.config import RunConfig
-from megatron.config.data import NULL_TOKENIZER, read_blend, unused_merges
+from megatron.config.data import NULL_TOKENIZER, PUBLISHED, read_blend, unused_merges
 from megatron.config.validation.rules import Messages, excludes, needs, rule
 from megatron.model.architectures import architecture_of
 
@@ -40,6 +40,16 @@ def merges_of_words(run: RunConfig) -> Messages:
     yield from unused_merges(run.data.tokenizer_type, run.data.merge_file)
 
 
+@rule(
+    "--eod-token is for HuggingFaceTokenizer and GPTSentencePieceTokenizer",
+    why="The end of a document is fixed in the others.",
+)
+def eod_token(run: RunConfig) -> Messages:
+    data = run.data
+    if data.eod_text is not None and data.tokenizer_type not in PUBLISHED:
+        yield f"--eod-token {data.eod_text} has no effect with {data.tokenizer_type}: remove it"
+
+
 _FILES = {"--vocab-file": "vocab_file", "--merge-file": "merge_file", "--tokenizer-model": "tokenizer_model"}
 
 
@@ -54,12 +64,18 @@ def tokenizer_files(run: RunConfig) -> Messages:
         if data.vocab_size is None:
             yield "--tokenizer-type NullTokenizer needs --vocab-size, the number of tokens"
     elif data.vocab_file is None and _needs_tokenizer(run):
+        if data.tokenizer_type in PUBLISHED:
+            yield f"--tokenizer-model is required with --tokenizer-type {data.tokenizer_type}"
         yield "--vocab-file is required"
 
 
-@rule("--vocab-size is for NullTokenizer", why="The others count the tokens of their files.", only_warns=True)
+@rule(
+    "--vocab-size is for NullTokenizer",
+    why="The others count the tokens of their files. Published models may have more rows than tokens.",
+    only_warns=True,
+)
 def vocab_size(run: RunConfig) -> Messages:
-    if run.data.vocab_size is not None and run.data.tokenizer_type != NULL_TOKENIZER:
+    if run.data.vocab_size is not None and run.data.tokenizer_type not in (NULL_TOKENIZER, *PUBLISHED):
         yield (
             f"--vocab-size {run.data.vocab_size} has no effect with {run.data.tokenizer_type}, which counts the tokens "
             "of its files: remove it"

@@ -15,7 +15,7 @@ from megatron.data.datasets import BlendedDataset, build_datasets
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.index_maps import sample_at
 from megatron.model.architectures import GPT2
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import Tokenizer, tokenizer_of
 from megatron.tools.convert.inspection import find
 
 
@@ -65,11 +65,11 @@ class Case:
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer. Raises ConfigError if its files have changed, DataError if they are missing."""
         data, files = self.data, (self.data.vocab_file, self.data.merge_file)
-        tokenizer = build_tokenizer(data.tokenizer_type, *files, data.vocab_size)
-        if data.tokenizer_hash not in ("", tokenizer_hash(data.tokenizer_type, *files)):
+        tokenizer = tokenizer_of(data)
+        if data.tokenizer_hash not in ("", tokenizer_hash(data.tokenizer_type, *files, eod=tokenizer.eod)):
             raise ConfigError(
                 f"the vocabulary in {', '.join(file for file in files if file)} is not the one of "
-                f"{self.saved.path}: name that with --vocab-file and --merge-file"
+                f"{self.saved.path}: name that with --vocab-file and --merge-file, or --tokenizer-model"
             )
         return tokenizer
 

@@ -10,7 +10,15 @@ from typing import Any
 
 from megatron.checkpoint.fingerprint import tokenizer_hash
 from megatron.config import ModelConfig
-from megatron.config.data import check_tokenizer_folder, tokenizer_files, unused_merges, used_merges
+from megatron.config.data import (
+    PUBLISHED,
+    TOKENIZER_TYPES,
+    check_tokenizer_folder,
+    tokenizer_files,
+    tokenizer_kind,
+    unused_merges,
+    used_merges,
+)
 from megatron.config.environment import check_place, rank, world_size
 from megatron.config.errors import ConfigError
 from megatron.config.fields import inside, interval_as_text
@@ -123,16 +131,18 @@ def _run_tokenizer(path: Path, description: Mapping[str, Any], files: TokenizerF
     kind = data["tokenizer_type"]
     vocab_file, merge_file = files.of_kind(kind)
     chosen = (vocab_file or data["vocab_file"], used_merges(kind, merge_file or data["merge_file"]))
-    for flag, file in zip(("--vocab-file", "--merge-file"), chosen, strict=True):
+    flags = ("--tokenizer-model",) if kind in PUBLISHED else ("--vocab-file", "--merge-file")
+    for flag, file in zip(flags, chosen, strict=False):
         if file is not None and not Path(file).is_file():
             raise ConfigError(f"{flag} {file}: no such file; name the one that {path} was trained with")
     expected_hash = data.get("tokenizer_hash")
-    if expected_hash and tokenizer_hash(kind, *chosen) != expected_hash:
+    tokenizer = build_tokenizer(kind, *chosen, data.get("vocab_size"), data.get("eod_text"))
+    if expected_hash and tokenizer_hash(kind, *chosen, eod=tokenizer.eod) != expected_hash:
         raise ConfigError(
             f"{' and '.join(file for file in chosen if file)}: another tokenizer than the one that {path} was trained "
-            "with (their hashes differ); give its --vocab-file and --merge-file"
+            f"with (their hashes differ); give its {' and '.join(flags)}"
         )
-    return build_tokenizer(kind, *chosen, data.get("vocab_size"))
+    return tokenizer
 
 
 def _folder_bpe(found: Found, files: TokenizerFiles) -> BPE:
@@ -180,8 +190,13 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
     )
     group.add_argument("--vocab-file", metavar="FILE", help="vocabulary, if it was moved since training")
     group.add_argument("--merge-file", metavar="FILE", help="merges, if they were moved since training")
-    group.add_argument("--tokenizer-model", metavar="DIR", help="folder with both, instead of the two flags")
-    group.add_argument("--tokenizer-type", choices=TOKENIZERS, help="accepted if it matches the model")
+    group.add_argument(
+        "--tokenizer-model",
+        "--tokenizer-name-or-path",
+        metavar="PATH",
+        help="folder with them, instead of the two flags",
+    )
+    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="accepted if it matches the model")
     types = group.add_mutually_exclusive_group()
     types.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", default="fp32", help="in bfloat16")
     types.add_argument("--fp16", dest="dtype", action="store_const", const="fp16", help="in half precision")
@@ -273,7 +288,8 @@ def source_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Source:
         for name, value in sizes.items()
         if value not in (None, getattr(source.config, name))
     ]
-    if args.tokenizer_type is not None and type(source.tokenizer) is not TOKENIZERS[args.tokenizer_type]:
+    kind = args.tokenizer_type and tokenizer_kind(args.tokenizer_type, args.tokenizer_model)
+    if kind is not None and type(source.tokenizer) is not TOKENIZERS[kind]:
         problems.append(f"--tokenizer-type {args.tokenizer_type} is not that of {source.name}: leave it out")
     if problems:
         raise ConfigError(problems)

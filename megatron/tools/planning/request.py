@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.config import flag_fields
 from megatron.config.command_line.flags import read_flags
-from megatron.config.data import DEFAULT_VOCABULARY, NULL_TOKENIZER, tokenizer_files
+from megatron.config.data import DEFAULT_VOCABULARY, NULL_TOKENIZER, PUBLISHED, tokenizer_files, tokenizer_kind
 from megatron.config.errors import ConfigError, DataError
 from megatron.config.fields import Provided, flag_name
 from megatron.config.presets import PRESETS, preset_words
@@ -35,6 +35,8 @@ _PLACEHOLDERS = {
     "merge_file": "vocab/merges.txt",
 }
 """Values of what the layout does not depend on, if they are not given."""
+_TOKENIZER = "tokenizer"
+"""The same, with a tokenizer that is read from a folder."""
 _SCHEDULE = {"lr_decay_style": "cosine", "save": "checkpoints/my", "save_interval": 1000}
 """The same, of a run that lasts: without these it would keep one learning rate to its end, and its weights nowhere."""
 
@@ -96,7 +98,8 @@ def make_request(
         problems.append("--global-batch-size is required")
     filled, _, _ = read_flags(_fillers(given, tokens, model, architecture), architecture)
     given = {**filled, **given}
-    if _value(given, "tokenizer_type") == NULL_TOKENIZER and vocab_size:
+    kind = tokenizer_kind(_value(given, "tokenizer_type"), _value(given, "tokenizer_model"))
+    if kind in (NULL_TOKENIZER, *PUBLISHED) and vocab_size:
         given["vocab_size"] = Provided(vocab_size, f"--vocab-size {vocab_size}")
     if not (_value(given, "bf16") or _value(given, "fp16")) and precision != "fp32":
         given[precision] = Provided(True, f"--{precision}")
@@ -113,8 +116,9 @@ def _fillers(
 ) -> list[str]:
     """The arguments of ``model``, and placeholders for required ones that do not affect the layout."""
     is_mock = "mock_data" in given and not {"vocab_file", "tokenizer_model"} & given.keys()
-    own = NULL_TOKENIZER if is_mock else architecture.tokenizers[0]
-    tokenizer = given["tokenizer_type"].value if "tokenizer_type" in given else own
+    folder, vocabulary = _value(given, "tokenizer_model"), _value(given, "vocab_file")
+    chosen = given["tokenizer_type"].value if "tokenizer_type" in given else NULL_TOKENIZER if is_mock else None
+    tokenizer = tokenizer_kind(chosen, folder, architecture.tokenizers[0])
     found: dict[str, object] = {**_PLACEHOLDERS, **_SCHEDULE, "tokenizer_type": tokenizer}
     found["min_lr"] = f"{(given['lr'].value if 'lr' in given else _LR) / 10:g}"
     if not {"lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"} & given.keys():
@@ -123,11 +127,12 @@ def _fillers(
         found["auto_resume"] = True
     if {"train_data_path", "mock_data"} & given.keys():
         del found["data_path"]
-    folder, vocabulary = _value(given, "tokenizer_model"), _value(given, "vocab_file")
     if tokenizer != "GPT2BPETokenizer" or folder or tokenizer_files(tokenizer, vocabulary, None, None)[1]:
         del found["merge_file"]
-    if tokenizer == NULL_TOKENIZER or folder:
+    if tokenizer in (NULL_TOKENIZER, *PUBLISHED) or folder:
         del found["vocab_file"]
+    if tokenizer in PUBLISHED and not folder and not vocabulary:
+        found["tokenizer_model"] = _TOKENIZER
     if not {"train_iters", "train_samples"} & given.keys():
         s = given["seq_length"].value if "seq_length" in given else PRESETS[model].flags["seq_length"] if model else 1
         varies = {"rampup_batch_size", "step_batch_size_schedule"} & given.keys()
@@ -143,11 +148,13 @@ def _fillers(
 
 def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
     """Tokens of the vocabulary file, if it exists."""
-    names = ("tokenizer_type", "vocab_file", "merge_file", "tokenizer_model")
-    kind, *files = (_value(given, name) for name in names)
+    names = ("vocab_file", "merge_file", "tokenizer_model")
+    files = [_value(given, name) for name in names]
+    kind = tokenizer_kind(_value(given, "tokenizer_type"), files[-1])
     file, merges = tokenizer_files(kind, *files)
+    rows, eod = _value(given, "vocab_size"), _value(given, "eod_text")
     try:
-        return read_vocabulary(kind, file, merges).size if file and Path(file).is_file() else None
+        return read_vocabulary(kind, file, merges, rows, eod).size if file and Path(file).is_file() else None
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
 

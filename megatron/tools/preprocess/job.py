@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.data import loss_mask_prefix
+from megatron.config.data import HUGGINGFACE, loss_mask_prefix
 from megatron.config.errors import DataError
 from megatron.config.reading import read_json
 from megatron.launch.files import replace_file
+from megatron.tokenizer.huggingface import CONFIG_FILES
 from megatron.tools.preprocess.corpus import format_of
 from megatron.tools.preprocess.indexed_dataset_builder import Written
 
@@ -84,6 +85,9 @@ class Job:
     tokenizer_type: str = "GPT2BPETokenizer"
     vocab_file: str | None = None
     merge_file: str | None = None
+    eod_token: str | None = None
+    """The token that ends a document, instead of that of the tokenizer's files."""
+    prepend_bos: bool = False
     append_eod: bool = False
     split_sentences: bool = False
     """Whether each sentence of a document becomes a sequence, as BERT's samples need it."""
@@ -112,6 +116,14 @@ class Job:
         return self.input_format or format_of(path)
 
     @property
+    def _beside(self) -> list[list[str | int]] | None:
+        """The files that name the special tokens of a tokenizer; None if there are none, or the kind has none."""
+        if self.tokenizer_type != HUGGINGFACE or self.vocab_file is None:
+            return None
+        paths = (Path(self.vocab_file).parent / name for name in CONFIG_FILES)
+        return [_version(path) for path in paths if path.is_file()] or None
+
+    @property
     def journal(self) -> Journal:
         """The journal of the job, with everything its output depends on."""
         job = {
@@ -121,6 +133,9 @@ class Job:
             "--tokenizer-type": self.tokenizer_type,
             "--vocab-file": self.vocab_file and _version(Path(self.vocab_file)),
             "--merge-file": self.merge_file and _version(Path(self.merge_file)),
+            "files beside the tokenizer": self._beside,
+            "--eod-token": self.eod_token,
+            "--prepend-bos": self.prepend_bos or None,
             "--append-eod": self.append_eod,
             "--split-sentences": self.split_sentences,
             "--keep-newlines": self.keep_newlines,

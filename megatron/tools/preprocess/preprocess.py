@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config.errors import DataError, ResourceError
+from megatron.config.errors import ConfigError, DataError, ResourceError
 from megatron.launch.processes import exit_with_parent
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.base import check_words
@@ -132,10 +132,12 @@ def preprocess(
     Raises:
         DataError: a file or line that cannot be read (unless lines are to be skipped), a bad vocabulary or one
             without any of the words, no document at all, or unfinished output of another job.
-        ConfigError: a package to read an input is missing.
+        ConfigError: a package to read an input is missing, or the tokenizer has no token to begin documents with.
         ResourceError: the output cannot be written, or a worker was killed.
     """
-    tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
+    tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file, job.eod_token)
+    if job.prepend_bos and tokenizer.bos is None:
+        raise ConfigError(f"--prepend-bos: {job.tokenizer_type} {job.vocab_file} has no bos_token: remove the flag")
     dtype = best_dtype(tokenizer.vocab_size)
     journal = job.journal
     done = journal.read() if resume else None
@@ -197,7 +199,8 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
         numbers.append(number)
         for key, text in zip(job.json_keys, texts_of_line, strict=True):
             texts[key].append(text)
-    tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
+    tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file, job.eod_token)
+    begin = [tokenizer.bos] if job.prepend_bos and tokenizer.bos is not None else []
     end = [tokenizer.eod] if job.append_eod else []
     tokens, sizes = {}, {}
     split = partial(split_sentences, keep_newlines=job.keep_newlines) if job.split_sentences else _whole
@@ -212,6 +215,8 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
                 LineError(line, f'{chunk.path}:{line}: no text under "{key}"', is_empty=True) for line in without
             ]
         documents = [[*document[:-1], document[-1] + end] for document in tokenized if document]
+        if begin:
+            documents = [[begin + document[0], *document[1:]] for document in documents]
         ids = chain.from_iterable(chain.from_iterable(documents))
         tokens[key] = np.fromiter(ids, best_dtype(tokenizer.vocab_size))
         unknown += 0 if tokenizer.unk is None else int(np.count_nonzero(tokens[key] == tokenizer.unk))
@@ -223,7 +228,7 @@ def _tokenize_conversations(job: Job, chunk: Chunk) -> Tokenized:
     """The same for documents with a loss mask."""
     assert job.conversations is not None
     template = chat_template(job.chat_template) if job.chat_template is not None else None
-    tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file)
+    tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file, job.eod_token)
     documents: list[list[Part]] = []
     numbers: list[int] = []
     errors: list[LineError] = []
@@ -278,9 +283,9 @@ def _tokenized(tokenizer: Tokenizer, documents: Sequence[Sequence[str]]) -> list
 
 
 @cache
-def _tokenizer(kind: str, vocab_file: str | None, merge_file: str | None) -> Tokenizer:
+def _tokenizer(kind: str, vocab_file: str | None, merge_file: str | None, eod_token: str | None) -> Tokenizer:
     """The tokenizer, built once in a process and inherited by forked workers."""
-    return build_tokenizer(kind, vocab_file, merge_file)
+    return build_tokenizer(kind, vocab_file, merge_file, eod_token=eod_token)
 
 
 def _chunks(job: Job, done: Milestone | None) -> Iterator[Chunk]:
