@@ -127,6 +127,8 @@ _OPTIMIZERS = {
     "Lamb": _LAMB,
     "Lion": {**_COMMON, "betas": BETAS},
     "SGD": {**_COMMON, "momentum": AMOUNT},
+    "Muon": {**_COMMON, "momentum": AMOUNT, "betas": BETAS, "eps": AMOUNT},
+    "Adafactor": _COMMON,
 }
 
 

@@ -117,7 +117,14 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
             f"{line}: state on NVMe is resumed on the layout it was saved on"
             for line in _differences(SavedLayout.from_run(run).to_json(), saved.layout.to_json(), path)
         ]
-    if not (config.finetune or config.no_load_optim):
+    needs_optimizer = not (config.finetune or config.no_load_optim)
+    if run.optim.optimizer == "adafactor" and needs_optimizer and not loads_directly(saved, run):
+        messages += [
+            f"{line}: Adafactor, whose state is sums over rows and columns, is resumed on the layout it was saved on, "
+            "or with --no-load-optim"
+            for line in _differences(SavedLayout.from_run(run).to_json(), saved.layout.to_json(), path)
+        ]
+    if needs_optimizer:
         if saved.has_optimizer:
             optimizers = _optimizer(run.ds_config), _optimizer(saved.config.get("ds_config", {}))
             lines = _differences(*optimizers, path)

@@ -117,6 +117,21 @@ def _layout_keys() -> dict[str, str]:
     return {entry.name: entry.metadata["key"] for entry in fields(SavedLayout) if entry.metadata}
 
 
+_OF_OPTIMIZER = {
+    "sgd": ("sgd_momentum",),
+    "muon": (
+        "muon_momentum",
+        "muon_nesterov",
+        "muon_num_ns_steps",
+        "muon_coefficient_type",
+        "muon_scale_mode",
+        "muon_extra_scale_factor",
+        "muon_split_qkv",
+    ),
+}
+"""Settings that one optimizer alone has."""
+
+
 def settings_of(run: RunConfig) -> dict[str, Any]:
     """The settings that decide which samples ``run`` trains on and what it computes, except the learning rate."""
     data = run.data
@@ -133,6 +148,7 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         **_flags(run.model, "attention_dropout", "hidden_dropout"),
         **_flags(run.model, "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"),
         **_flags(run.optim, "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
+        **_flags(run.optim, *_OF_OPTIMIZER.get(run.optim.optimizer, ())),
     }
 
 

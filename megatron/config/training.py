@@ -11,6 +11,12 @@ from megatron.config.fields import derived, flag
 class OptimConfig:
     """Optimizer and learning rate."""
 
+    optimizer: str = flag(
+        "adam",
+        "Optimizer: AdamW (adam), SGD with momentum (sgd), Lion, Muon for the matrices of the transformer layers with "
+        "AdamW for all other parameters, or Adafactor.",
+        choices=("adam", "sgd", "lion", "muon", "adafactor"),
+    )
     lr: float = flag(0.0, "Peak learning rate.", within="(0, inf)", required=True)
     min_lr: float = flag(0.0, "Learning rate at the end of the decay.", within="[0, inf)")
     lr_decay_style: str = flag(
@@ -42,9 +48,44 @@ class OptimConfig:
     )
     weight_decay: float = flag(0.01, "Weight decay of matrices; biases and norms have none.", within="[0, inf)")
     clip_grad: float = flag(1.0, "Clip gradients to this global norm; 0 disables it.", within="[0, inf)")
-    adam_beta1: float = flag(0.9, "Decay rate of Adam's first moment.", within="[0, 1)")
-    adam_beta2: float = flag(0.999, "Decay rate of Adam's second moment.", within="[0, 1)")
+    adam_beta1: float = flag(
+        0.9, "Decay rate of Adam's first moment; for Lion, the weight of the momentum in an update.", within="[0, 1)"
+    )
+    adam_beta2: float = flag(
+        0.999, "Decay rate of Adam's second moment; for Lion, that of its momentum.", within="[0, 1)"
+    )
     adam_eps: float = flag(1e-8, "Epsilon of Adam.", within="(0, inf)")
+    sgd_momentum: float = flag(0.9, "Momentum of SGD.", within="[0, 1)")
+    muon_momentum: float = flag(0.95, "Momentum of Muon.", within="[0, 1)")
+    muon_nesterov: bool = flag(
+        True,
+        "Nesterov momentum in Muon (default: true).",
+        aliases=("muon-use-nesterov",),
+        switches={"muon-no-use-nesterov": False, "muon-no-nesterov": False},
+    )
+    muon_num_ns_steps: int = flag(5, "Number of Newton-Schulz iterations of Muon.", within="[1, 100)")
+    muon_coefficient_type: str = flag(
+        "quintic",
+        "Coefficients of Muon's Newton-Schulz iterations: another set for each of five iterations (quintic), or the "
+        "same for all (simple), as in torch.optim.Muon.",
+        choices=("simple", "quintic"),
+    )
+    muon_scale_mode: str = flag(
+        "spectral",
+        "Factor of Muon's orthogonal update of a matrix [out, in]: sqrt(max(out, in)) (spectral), sqrt(out / in) "
+        "(unit_rms_norm), or the same but at least 1 (shape_scaling).",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = flag(
+        1.0,
+        "Another factor of Muon's update; with 0.2 and the spectral mode it is as large as an update of Adam.",
+        within="(0, inf)",
+    )
+    muon_split_qkv: bool = flag(
+        True,
+        "Orthogonalize queries, keys and values as three matrices (default: true).",
+        switches={"muon-no-split-qkv": False},
+    )
     override_lr_scheduler: bool = flag(
         False,
         "On resume, use the learning-rate schedule of the command line instead of the checkpoint's.",

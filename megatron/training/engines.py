@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import deepspeed
 import torch
@@ -13,11 +12,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from megatron.checkpoint.optimizer_state import accept_any_adam
-from megatron.config import ModelConfig, OptimConfig, RunConfig, TrainConfig
+from megatron.checkpoint.reshard import master_weights
+from megatron.config import OptimConfig, RunConfig, TrainConfig
 from megatron.data.loader import Batch
 from megatron.model.architectures import architecture_of
 from megatron.model.containers import DualPipeVModel, Layers, LossFn, PipelinedModel, SequentialModel, loss_parts
-from megatron.model.kernels import uses_apex
 from megatron.parallel.deepspeed_compat.engine import (
     continue_without_reports,
     inside_hooks,
@@ -37,6 +36,8 @@ from megatron.parallel.pipeline.partition import layers_per_chunk, partition_bou
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 from megatron.parallel.tensor.linear import accumulate_in_place
 from megatron.training.learning_rates import AnnealingLR
+from megatron.training.optimizers import client_optimizer, parameter_groups
+from megatron.training.optimizers.muon import Muon
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,21 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     if run.model.gradient_accumulation_fusion:
         for weight in module.parameters():
             accumulate_in_place(weight)
-    groups = weight_decay_groups(module, run.model)
+    groups = parameter_groups(module, run)
+    optimizer = client_optimizer(run, module, groups, layout)
+    if optimizer is not None:
+        del ds_config["optimizer"]
     engine, *_ = deepspeed.initialize(
         model=module,
         model_parameters=groups,
-        optimizer=_apex_adam(run, groups),
+        optimizer=optimizer,
         config=ds_config,
         lr_scheduler=partial(annealing_lr, optim=run.optim, train=run.train, override=run.checkpoint.override),
         mpu=None if run.parallel.uses_pipeline else layout,  # the pipeline engine makes its own
     )
     accept_any_adam(engine.basic_optimizer)
+    if isinstance(optimizer, Muon) and run.zero.zero_stage > 0:
+        optimizer.use_partitions(master_weights(engine))
     skip_reduction_of_one_rank(engine, layout.get_sequence_data_parallel_group().size())
     reduce_fp32_sums_of_tied_weights(engine)
     start_backward_timers_once(engine)
@@ -114,32 +120,6 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
         if provider is not None:
             return provider.module(run, layout)
         return SequentialModel(*layers_and_loss(), run.activation)
-
-
-def weight_decay_groups(module: nn.Module, model: ModelConfig) -> list[dict[str, Any]]:
-    """Parameter groups with and without weight decay, by the spec of ``model``.
-
-    Without a spec vectors and scalars, such as biases, are without, and no group is empty.
-    """
-    architecture = architecture_of(model)
-    if architecture.provider is not None:
-        return _groups_by_shape(module)
-    specs = architecture.named_parameters(model)
-    parameters = [(specs[name].weight_decay, parameter) for name, parameter in module.named_parameters()]
-    return [
-        {"params": [parameter for decays, parameter in parameters if decays]},
-        {"params": [parameter for decays, parameter in parameters if not decays], "weight_decay": 0.0},
-    ]
-
-
-def _groups_by_shape(module: nn.Module) -> list[dict[str, Any]]:
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for parameter in module.parameters():
-        shape = getattr(parameter, "ds_shape", parameter.shape)  # under zero.Init the parameter itself is flat
-        (matrices if len(shape) > 1 else vectors).append(parameter)
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
 
 
 def annealing_lr(
@@ -237,22 +217,3 @@ def _mean_over_ranks(losses: list[Tensor], engine: DeepSpeedEngine) -> Tensor:
     mean = torch.stack(losses).mean(dim=0)
     dist.all_reduce(mean, group=group)
     return mean / group.size()
-
-
-def _apex_adam(run: RunConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
-    """apex's fused Adam if the optimizer is Adam, apex is requested and the state stays on the device.
-
-    None for the optimizer of the JSON, which DeepSpeed makes: SGD, or Adam with a setting that apex does not have.
-    """
-    optimizer = run.ds_config.get("optimizer", {})
-    kind, params = optimizer.get("type"), optimizer.get("params", {})
-    if not uses_apex(run.model.fused_kernels) or run.zero.offloads_optimizer:
-        return None
-    if kind not in ("Adam", "AdamW") or params.get("amsgrad"):
-        return None
-    from apex.optimizers import FusedAdam
-
-    names = ("lr", "betas", "eps", "weight_decay", "bias_correction")
-    known = {name: value for name, value in params.items() if name in names}
-    # DeepSpeed's meaning: Adam decouples weight decay as well, unless adam_w_mode is false.
-    return FusedAdam(groups, adam_w_mode=kind == "AdamW" or params.get("adam_w_mode", True), **known)

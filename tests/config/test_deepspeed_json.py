@@ -372,11 +372,43 @@ def test_torchs_adam_steps_unless_the_cpu_or_the_file_does(
 def test_another_optimizer_gets_the_parameters_it_takes(config_file, errors) -> None:
     params = parse(config_file({"optimizer": {"type": "adagrad"}})).ds_config["optimizer"]
     assert params == {"type": "Adagrad", "params": {"lr": 0.001, "eps": 1e-8, "weight_decay": 0.01}}
-    assert errors({"optimizer": {"type": "SGD"}}, "--adam-beta1 0.5 --zero-stage 1") == [
-        'optimizer SGD is untested with ZeRO: use AdamW, --zero-stage 0, or "zero_allow_untested_optimizer": true',
-        "--adam-beta1 0.5 has no effect on optimizer SGD: remove it",
+    for flag in ("--adam-beta1 0.5", "--muon-momentum 0.8"):
+        assert errors({"optimizer": {"type": "SGD"}}, f"{flag} --zero-stage 1") == [
+            f"{flag} has no effect on optimizer SGD: remove it",
+        ]
+    assert errors({"optimizer": {"type": "Lamb"}}, "--zero-stage 1") == [
+        'optimizer Lamb is untested with ZeRO: use AdamW, --zero-stage 0, or "zero_allow_untested_optimizer": true',
+        "optimizer Lamb needs a GPU, and this host has none: use AdamW",
     ]
-    assert errors({"optimizer": {"type": "Lion"}}) == ["optimizer Lion needs a GPU, and this host has none: use AdamW"]
+
+
+@pytest.mark.parametrize(
+    "flag, type_, params",
+    [
+        ("adam", "Adam", {"betas": [0.9, 0.999], "eps": 1e-8, "torch_adam": True, "fused": True}),
+        ("sgd", "SGD", {"momentum": 0.9}),
+        ("lion", "lion", {"betas": [0.9, 0.999]}),
+        ("muon", "Muon", {"momentum": 0.95, "betas": [0.9, 0.999], "eps": 1e-8}),
+        ("adafactor", "Adafactor", {}),
+    ],
+)
+def test_the_optimizer_is_set_by_a_flag_or_the_file(config_file, errors, flag, type_, params) -> None:
+    by_file, both = {"optimizer": {"type": type_}}, f"--optimizer {flag}"
+    expected = {"lr": 0.001, "weight_decay": 0.01} | params
+    for words in (both, config_file(by_file), f"{both} {config_file(by_file)}"):
+        run = parse(words)
+        assert run.optim.optimizer == flag
+        assert run.ds_config["optimizer"]["params"] == expected
+        assert run.ds_config["optimizer"]["type"].lower().removesuffix("w") == flag
+    (message,) = errors({"optimizer": {"type": "Adagrad"}}, both)
+    assert message.startswith(f'--optimizer {flag} and optimizer.type "Adagrad" in ')
+
+
+def test_deepspeed_is_allowed_optimizers_that_are_right_under_zero(errors) -> None:
+    assert parse("--optimizer sgd --zero-stage 1").ds_config["zero_allow_untested_optimizer"] is True
+    assert "zero_allow_untested_optimizer" not in parse("--optimizer adam --zero-stage 1").ds_config
+    (message,) = errors({"zero_allow_untested_optimizer": False}, "--optimizer sgd --zero-stage 1")
+    assert message.startswith("optimizer SGD is untested with ZeRO")
 
 
 @pytest.mark.parametrize(

@@ -336,6 +336,30 @@ BROKEN = [
         "--offload-param cpu",
     ),
     (
+        "Muon runs at ZeRO 0 to 2 on the device",
+        "--optimizer muon --zero-stage 3",
+        "--optimizer muon does not work at --zero-stage 3",
+        "--zero-stage 2",
+    ),
+    (
+        "Muon runs at ZeRO 0 to 2 on the device",
+        "--optimizer muon --zero-stage 1 --offload-optimizer cpu",
+        "--optimizer muon cannot be offloaded",
+        "--offload-optimizer none",
+    ),
+    (
+        "Adafactor runs without ZeRO and tensor parallelism",
+        "--optimizer adafactor --zero-stage 1",
+        "--optimizer adafactor needs whole matrices on each rank: use --zero-stage 0, or --optimizer adam",
+        "--zero-stage 0",
+    ),
+    (
+        "an optimizer on NVMe is Adam",
+        "--optimizer sgd --zero-stage 3 --offload-optimizer nvme --nvme-path d",
+        "--optimizer sgd does not work with --offload-optimizer nvme",
+        "--optimizer adam",
+    ),
+    (
         "--compile excludes ZeRO 3",
         "--compile --zero-stage 3",
         "--compile does not work at --zero-stage 3: use --zero-stage 2",

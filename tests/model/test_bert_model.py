@@ -11,7 +11,7 @@ from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.model.architectures import BERT, CLASSIFIER, architecture_of
 from megatron.model.containers import SequentialModel
 from megatron.mpu import ParallelLayout
-from megatron.training.engines import weight_decay_groups
+from megatron.training.optimizers import weight_decay_groups
 
 CONFIG = ModelConfig(
     architecture=BERT.name,

@@ -15,7 +15,7 @@ from megatron.model.gpt2 import GPT2Model, gpt2_layers, gpt2_loss
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.parallel.pipeline.partition import partition_boundaries
-from megatron.training.engines import weight_decay_groups
+from megatron.training.optimizers import weight_decay_groups
 
 EOD = 4
 CONFIG = ModelConfig(

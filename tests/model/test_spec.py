@@ -29,7 +29,7 @@ def settled(words: str) -> RunConfig:
 def test_built_parameters_are_those_of_the_spec(program: str, words: str) -> None:
     """Names, shapes, sharded dimension and weight decay, on the first rank of each stage."""
     from megatron.tools.planning.dry_run import built_stage, fake_layout, first_rank_of_each_stage
-    from megatron.training.engines import weight_decay_groups
+    from megatron.training.optimizers import weight_decay_groups
 
     run = settled(f"{program} {words}")
     t, seen = run.parallel.model_parallel_size, {}

@@ -121,10 +121,10 @@ def _recorded(words: list[str]) -> tuple[dict[str, str], list[Call]]:
     from support.training import pretrain
 
     from megatron.model import kernels
-    from megatron.training import engines
+    from megatron.training import optimizers
 
     apex_stub.install()
-    engines.uses_apex = kernels.uses_apex = lambda fused_kernels: fused_kernels == "auto"
+    optimizers.uses_apex = kernels.uses_apex = lambda fused_kernels: fused_kernels == "auto"
     import apex
 
     stub, calls = {}, set()

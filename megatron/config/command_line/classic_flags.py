@@ -29,7 +29,9 @@ no-gradient-accumulation-fusion scaled-upper-triang-masked-softmax-fusion attent
 init-method-std apply-query-key-layer-scaling no-query-key-layer-scaling attention-softmax-in-fp32
 fp16-lm-cross-entropy fp32-residual-connection use-cpu-initialization shape-order pre-tockens next-tockens lr min-lr
 lr-decay-style lr-decay-iters lr-decay-samples warmup lr-warmup-fraction lr-warmup-iters lr-warmup-samples
-lr-wsd-decay-style lr-wsd-decay-iters weight-decay clip-grad adam-beta1 adam-beta2 adam-eps override-lr-scheduler
+lr-wsd-decay-style lr-wsd-decay-iters weight-decay clip-grad optimizer adam-beta1 adam-beta2 adam-eps sgd-momentum
+muon-momentum muon-nesterov muon-use-nesterov muon-no-nesterov muon-no-use-nesterov muon-num-ns-steps
+muon-coefficient-type muon-scale-mode muon-extra-scale-factor muon-split-qkv muon-no-split-qkv override-lr-scheduler
 use-checkpoint-lr-scheduler override-opt-param-scheduler use-checkpoint-opt-param-scheduler batch-size
 micro-batch-size gas global-batch-size train-iters train-samples exit-interval exit-duration-in-mins eval-iters
 eval-interval seed fp16 bf16 loss-scale initial-loss-scale loss-scale-window hysteresis min-scale min-loss-scale
@@ -61,6 +63,8 @@ _REPLACED = {
 }
 
 _FULFILLED = {
+    "Muon gathers whole matrices over the tensor-parallel ranks": "muon-tp-mode=duplicated",
+    "the parameters that Muon does not update are AdamW's": "muon-scalar-optimizer=adam",
     "a signal always saves and ends the run": "exit-signal-handler",
     "the layers that are recomputed together are counted from the first one on": "recompute-method=uniform",
     "samples are shuffled for each epoch, and epochs repeat until the end of training": "dataloader-type=single",
@@ -95,9 +99,8 @@ _IGNORED = {
         "cross-entropy-loss-fusion cross-entropy-fusion-impl no-clone-scatter-output-in-embedding jit-compile "
         "optimization-level use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb"
     ),
-    "the optimizer is AdamW, torch's or apex's by --fused-kernels, or the one in --deepspeed_config": (
-        "optimizer=adam torch-adam ds-fused-adam optimizer-selection"
-    ),
+    "AdamW is torch's or apex's by --fused-kernels": "torch-adam ds-fused-adam optimizer-selection",
+    "Muon's iterations are in bf16 with --bf16, otherwise in fp32": "muon-fp32-matmul-prec",
     "DeepSpeed reduces gradients, in buckets of --zero-reduce-bucket-size": (
         "DDP-impl=local DDP-impl=torch use-contiguous-buffers-in-local-ddp no-contiguous-buffers-in-local-ddp "
         "ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-average-in-collective "
@@ -283,9 +286,14 @@ _REFUSED = {
         "data-parallel-random-init check-weight-hash-across-dp-replicas-interval"
     ),
     # Optimizer, learning rate and training.
-    'another optimizer is named in "optimizer" of --deepspeed_config: use it': (
-        "optimizer sgd-momentum muon-* dump-param-to-param-group-map"
+    "the update would depend on tensor parallelism: matrices are orthogonalized whole, without the flag": (
+        "muon-tp-mode=blockwise muon-tp-mode=distributed"
     ),
+    "Muon updates the matrices of the transformer layers, AdamW everything else: remove it": (
+        "muon-scalar-optimizer muon-*"
+    ),
+    "Lion's betas are --adam-beta1 and --adam-beta2: use them": "lion-beta1 lion-beta2",
+    "the groups of an optimizer are those of --weight-decay: remove it": "dump-param-to-param-group-map",
     "weight decay is constant: use --weight-decay": "start-weight-decay end-weight-decay weight-decay-incr-style",
     "durations are counted in iterations or samples, which are tokens / --seq-length: use --train-samples, "
     "--lr-decay-samples and --lr-warmup-samples": ("train-tokens lr-decay-tokens lr-warmup-tokens"),

@@ -30,12 +30,17 @@ ZERO, RECOMPUTE, PARAMS = "zero_optimization", "activation_checkpointing", ("opt
 _NO_REPORTS = 2**31 - 1
 """Steps between DeepSpeed's own reports to disable them; its pipeline engine does not accept null."""
 _PARTITIONED = ("pipe_partitioned", "grad_partitioned")
-_UNTESTED_WITH_ZERO = ("Lamb", "SGD")
-"""Optimizers that DeepSpeed runs under ZeRO with "zero_allow_untested_optimizer" only."""
+_ALLOWS_UNTESTED = "zero_allow_untested_optimizer"
+_UNTESTED_WITH_ZERO = ("Lamb",)
+"""Optimizers whose updates under ZeRO are not those without it, which DeepSpeed runs with the key above only."""
+_UNKNOWN_TO_ZERO = ("SGD", "Lion", "Muon")
+"""Optimizers that DeepSpeed runs with that key only, too, and whose updates under ZeRO are right."""
 _MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
 """Sections of DeepSpeed's monitors, and the package that each imports."""
-_NEED_GPU = ("Lamb", "Lion")
+_NEED_GPU = ("Lamb",)
 """Optimizers that are CUDA kernels only, unless they are offloaded."""
+_TYPES = {"adam": DEFAULT_OPTIMIZER, "sgd": "SGD"}
+"""Values of --optimizer whose key of OPTIMIZERS is another word than the value itself."""
 
 
 def _same(value: Any) -> Any:
@@ -44,6 +49,15 @@ def _same(value: Any) -> Any:
 
 def _or_default(value: Any) -> Any:
     return value or None
+
+
+def _optimizer_flag(type_: str) -> str:
+    """The value of --optimizer for an "optimizer.type"; AdamW is what ``adam`` means, and Adam the same by default."""
+    return type_.lower().replace("adamw", "adam")
+
+
+def _optimizer_type(name: str) -> str:
+    return _TYPES.get(name, name.title())
 
 
 def _size_or_default(size: float) -> int | None:
@@ -62,6 +76,8 @@ class Setting(NamedTuple):
     """Converts the field's value to the JSON value; None is left to DeepSpeed."""
     allowed: Callable[[RunConfig], bool] = lambda run: True
     """Whether it may be written at all."""
+    optimizer: str | None = None
+    """The optimizer, as in --optimizer, without which the key is of another setting."""
 
     @property
     def name(self) -> str:
@@ -131,11 +147,14 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("activation", "checkpoint_in_cpu", (RECOMPUTE, "cpu_checkpointing")),
     Setting("activation", "synchronize_each_layer", (RECOMPUTE, "synchronize_checkpoint_boundary")),
     Setting("activation", "profile_backward", (RECOMPUTE, "profile")),
+    Setting("optim", "optimizer", ("optimizer", "type"), read=_optimizer_flag, write=_optimizer_type),
     Setting("optim", "lr", (*PARAMS, "lr"), read=float),
     Setting("optim", "adam_beta1", (*PARAMS, "betas", 0), read=float),
     Setting("optim", "adam_beta2", (*PARAMS, "betas", 1), read=float),
     Setting("optim", "adam_eps", (*PARAMS, "eps"), read=float),
     Setting("optim", "weight_decay", (*PARAMS, "weight_decay"), read=float),
+    Setting("optim", "sgd_momentum", (*PARAMS, "momentum"), read=float, optimizer="sgd"),
+    Setting("optim", "muon_momentum", (*PARAMS, "momentum"), read=float, optimizer="muon"),
 )
 
 
@@ -147,12 +166,12 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
         provided: what the user provided, which is written even if DeepSpeed does not need it.
         file: tree of the config file, or an empty one. It is not changed.
 
-    The optimizer section asks for torch's AdamW unless the step is offloaded or the file names another
+    The optimizer section asks for torch's AdamW unless the step is offloaded or --optimizer or the file names another
     optimizer. The engine replaces it by apex's if --fused-kernels allows it.
     """
     tree = copy.deepcopy(dict(file))
     optimizer = tree.setdefault("optimizer", {})
-    optimizer["type"] = optimizer_name(optimizer.get("type", DEFAULT_OPTIMIZER))
+    optimizer["type"] = _run_optimizer(run, file)
     params = optimizer.setdefault("params", {})
     params.pop(MAX_GRAD_NORM, None)  # written as "gradient_clipping"
     known = OPTIMIZERS[optimizer["type"]]
@@ -163,6 +182,8 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
         params.setdefault("torch_adam", run.zero.cpu_torch_adam or not run.zero.offloads_optimizer)
         if params["torch_adam"]:
             params.setdefault("fused", True)  # one kernel for the whole step, on the CPU as well
+    if run.zero.zero_stage > 0 and optimizer["type"] in _UNKNOWN_TO_ZERO:
+        tree.setdefault(_ALLOWS_UNTESTED, True)
     if _whole_tensors(run.parallel):
         tree.setdefault("pipeline", {}).update(dict.fromkeys(_PARTITIONED, False))
     if run.observe.flops_profile_step is not None:
@@ -238,19 +259,28 @@ def _gradient_scaling_conflicts(run: RunConfig, file: Mapping[str, Any]) -> list
 
 
 def _optimizer_conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Provided]) -> list[str]:
-    name = optimizer_name(file.get("optimizer", {}).get("type", DEFAULT_OPTIMIZER)) or DEFAULT_OPTIMIZER
+    name = _run_optimizer(run, file)
     problems = []
-    if run.zero.zero_stage > 0 and name in _UNTESTED_WITH_ZERO and not file.get("zero_allow_untested_optimizer"):
+    may_need = (*_UNTESTED_WITH_ZERO, *_UNKNOWN_TO_ZERO)
+    if run.zero.zero_stage > 0 and name in may_need and not file.get(_ALLOWS_UNTESTED, name in _UNKNOWN_TO_ZERO):
         without = "--zero-stage 0" if run.precision.dtype == "fp32" else "fp32 at --zero-stage 0"
-        problems.append(
-            f'optimizer {name} is untested with ZeRO: use AdamW, {without}, or "zero_allow_untested_optimizer": true'
-        )
+        problems.append(f'optimizer {name} is untested with ZeRO: use AdamW, {without}, or "{_ALLOWS_UNTESTED}": true')
     if name in _NEED_GPU and run.parallel.device == "cpu" and not run.zero.offloads_optimizer:
         problems.append(f"optimizer {name} needs a GPU, and this host has none: use AdamW")
-    for field, param in (("adam_beta1", "betas"), ("adam_beta2", "betas"), ("adam_eps", "eps")):
+    of_adam = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_eps": "eps", "cpu_torch_adam": "torch_adam"}
+    for field, param in of_adam.items():
         if field in provided and param not in OPTIMIZERS[name]:
             problems.append(f"{provided[field].source} has no effect on optimizer {name}: remove it")
+    for field, given in provided.items():
+        prefix, _, rest = field.partition("_")
+        if prefix in ("sgd", "muon") and rest and prefix != run.optim.optimizer:
+            problems.append(f"{given.source} has no effect on optimizer {name}: remove it")
     return problems
+
+
+def _run_optimizer(run: RunConfig, file: Mapping[str, Any]) -> str:
+    """The key of OPTIMIZERS that the file names, or else --optimizer."""
+    return optimizer_name(file.get("optimizer", {}).get("type", "")) or _optimizer_type(run.optim.optimizer)
 
 
 def _whole_tensors(parallel: ParallelConfig) -> str | None:
@@ -270,10 +300,12 @@ def read_settings(file: ConfigFile) -> dict[str, Provided]:
     def provided(name: str, value: Any, read: Callable[[Any], Any] = _same) -> Provided:
         return Provided(read(value), f"{name} {json.dumps(value)} in {file.path}")
 
+    optimizer = value_at(file.tree, ("optimizer", "type"))
     settings = {
         setting.field: provided(setting.name, value, setting.read)
         for setting in SETTINGS
         if (value := value_at(file.tree, setting.key)) is not None
+        and setting.optimizer in (None, optimizer and _optimizer_flag(optimizer))
     }
     torch_adam = value_at(file.tree, (*PARAMS, "torch_adam"))
     offloads = "offload_optimizer" in settings and settings["offload_optimizer"].value != "none"
@@ -292,7 +324,9 @@ def _write_settings(tree: dict[str, Any], run: RunConfig, provided: Mapping[str,
         RECOMPUTE: run.activation.checkpoint_activations,
     }
     for setting in SETTINGS:
-        of_other_optimizer = setting.key[:2] == PARAMS and setting.key[2] not in params
+        of_other_optimizer = setting.optimizer not in (None, run.optim.optimizer) or (
+            setting.key[:2] == PARAMS and setting.key[2] not in params
+        )
         required = needed.get(str(setting.key[0]), True) or setting.field in (*provided, "zero_stage")
         # In half precision the file's stage 0 becomes 1; everything else that it has is the run's value.
         missing = value_at(tree, setting.key) is None or setting.field == "zero_stage"

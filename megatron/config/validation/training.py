@@ -156,6 +156,46 @@ def loss_normalization(run: RunConfig) -> Messages:
         )
 
 
+@rule(
+    "Muon runs at ZeRO 0 to 2 on the device",
+    why="It orthogonalizes whole matrices, which it gathers from the partitions of ZeRO 1 and 2.",
+)
+def muon(run: RunConfig) -> Messages:
+    if run.optim.optimizer != "muon":
+        return
+    if run.zero.zero_stage == 3:
+        yield "--optimizer muon does not work at --zero-stage 3, which divides every matrix: use --zero-stage 2"
+    if run.zero.offloads_optimizer:
+        yield "--optimizer muon cannot be offloaded: its products are too slow on the CPU; remove --offload-optimizer"
+    if architecture_of(run.model).provider is not None:
+        yield "--optimizer muon needs a model with a spec, which states its matrices: use --optimizer adam"
+
+
+@rule(
+    "Adafactor runs without ZeRO and tensor parallelism",
+    why="Its state is the sums of a whole matrix's rows and columns, and its step depends on a whole matrix's norm.",
+    otherwise="computes another update on each layout",
+)
+def adafactor(run: RunConfig) -> Messages:
+    remedies = {
+        "--zero-stage 0": run.zero.zero_stage > 0 and run.precision.dtype == "fp32",
+        "fp32 at --zero-stage 0": run.zero.zero_stage > 0 and run.precision.dtype != "fp32",
+        "--model-parallel-size 1": run.parallel.model_parallel_size > 1,
+    }
+    if run.optim.optimizer == "adafactor" and (needed := enabled(remedies)):
+        yield f"--optimizer adafactor needs whole matrices on each rank: use {needed}, or --optimizer adam"
+
+
+@rule(
+    "an optimizer on NVMe is Adam",
+    why="DeepSpeed 0.19.8 tests its exchange of states with NVMe for Adam only.",
+)
+def swapped_optimizer(run: RunConfig) -> Messages:
+    optimizer = run.optim.optimizer
+    if run.zero.offload_optimizer == "nvme" and optimizer in ("sgd", "lion"):
+        yield f"--optimizer {optimizer} does not work with --offload-optimizer nvme: use --offload-optimizer cpu"
+
+
 @rule("--min-lr is at most --lr", why="The learning rate decays from --lr to --min-lr.")
 def min_lr(run: RunConfig) -> Messages:
     if run.optim.lr > 0 and run.optim.min_lr > run.optim.lr:

@@ -18,7 +18,7 @@ from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.errors import ConfigError
 from megatron.config.reading import read_json
 from megatron.model.architectures import architecture_of
-from megatron.model.spec import LayerSpec, ParameterSpec
+from megatron.model.spec import LayerSpec
 
 EXPLICIT = re.compile(r"\d{1,9}( *, *\d{1,9})*")
 BY_TYPE = "type:"
@@ -50,9 +50,9 @@ class Stage:
         """FLOPs of the forward pass for one token."""
         return sum(layer.flops(seq_length) for layer in self.layers)
 
-    def parameter_specs(self) -> list[ParameterSpec]:
-        """Its parameters in order; those of tied layers once."""
-        return [parameter for layer in _without_repeated(self.layers) for parameter in layer.parameters]
+    def distinct_layers(self) -> list[LayerSpec]:
+        """Its layers in order; tied layers once."""
+        return list(_without_repeated(self.layers))
 
 
 METHODS: dict[str, Callable[[LayerGroup, int], int]] = {

@@ -19,7 +19,7 @@ from megatron.parallel.pipeline.partition import layers_per_chunk, partition_bou
 from megatron.tools.planning.explain import ranks_as_text
 from megatron.tools.planning.memory import Memory, activations, working
 from megatron.tools.planning.states import Weight, numel, states
-from megatron.training.engines import weight_decay_groups
+from megatron.training.optimizers import weight_decay_groups
 
 
 def dry_run(run: RunConfig) -> None:
@@ -39,7 +39,10 @@ def built_weights(run: RunConfig, layout: ParallelLayout) -> list[Weight]:
     """The parameters of a rank's built layers, in order."""
     layers = built_stage(run, layout)
     decaying = {id(parameter) for parameter in weight_decay_groups(layers, run.model)[0]["params"]}
-    return [Weight(name, parameter.numel(), id(parameter) in decaying) for name, parameter in layers.named_parameters()]
+    return [
+        Weight(name, parameter.numel(), id(parameter) in decaying, tuple(parameter.shape))
+        for name, parameter in layers.named_parameters()
+    ]
 
 
 @contextmanager

@@ -22,12 +22,20 @@ class Weight(NamedTuple):
     numel: int
     decays: bool
     """Whether the optimizer's weight decay takes it: matrices, not biases and norms."""
+    shape: tuple[int, ...] = ()
+    """Of the whole parameter."""
+    is_block_matrix: bool = False
+    """Whether it is a matrix of a transformer layer, which Muon updates."""
 
 
 def stage_weights(run: RunConfig, stage: Stage) -> list[Weight]:
     """What a tensor-parallel rank of ``stage`` holds; parameters of tied layers once."""
     t = run.parallel.model_parallel_size
-    return [Weight(spec.name, spec.local_numel(t), spec.weight_decay) for spec in stage.parameter_specs()]
+    return [
+        Weight(spec.name, spec.local_numel(t), spec.weight_decay, spec.shape, layer.is_block and len(spec.shape) > 1)
+        for layer in stage.distinct_layers()
+        for spec in layer.parameters
+    ]
 
 
 def numel(weights: Sequence[Weight]) -> int:
@@ -41,6 +49,8 @@ def rank_parameters(run: RunConfig) -> list[int]:
 
 
 FP32 = 4
+_ONE_MOMENT = ("lion", "sgd", "adafactor", "adagrad")
+"""Optimizers with a moment for each parameter; the others have two."""
 _ALIGNMENT = 2
 """Each owner's partition is a multiple of this many elements at ZeRO 1 and 2."""
 _COUNTER = 4
@@ -118,14 +128,32 @@ def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> 
 
 
 def _optimizer(run: RunConfig, weights: Sequence[Weight]) -> int:
-    """Adam's two moments, and fp32 master weights unless it updates the model's own, as at ZeRO 0."""
+    """The optimizer's moments, and fp32 master weights unless it updates the model's own, as at ZeRO 0."""
     if run.zero.offloads_optimizer:
         return 0
+    counter = _COUNTER if run.optim.optimizer in ("adam", "adafactor") else 0
     if run.zero.zero_stage == 0:
-        return 2 * numel(weights) * FP32 + len(weights) * _COUNTER
+        return sum(_moments(run, weight) for weight in weights) * FP32 + len(weights) * counter
+    elements = sum(weight.numel for weight in weights)
+    moments = sum(_moments(run, weight) for weight in weights) / max(elements, 1)
     groups = [group for group in _groups(weights) if group]
     part = _shards(run, weights) if run.zero.zero_stage == 3 else sum(_part(run, group) for group in groups)
-    return 3 * part * FP32 + len(groups) * _COUNTER
+    return part * FP32 + round(moments * part) * FP32 + len(groups) * counter
+
+
+def _moments(run: RunConfig, weight: Weight) -> int:
+    """Elements of the optimizer's state of ``weight``, without master weights.
+
+    Two for each element with Adam, and one with Lion, SGD with momentum, and the matrices of Muon. Adafactor has a row
+    and a column of a matrix.
+    """
+    optim = run.optim
+    if optim.optimizer == "adafactor" and len(weight.shape) > 1:
+        return weight.numel // weight.shape[-1] + weight.numel // weight.shape[-2]
+    has_one = weight.is_block_matrix if optim.optimizer == "muon" else optim.optimizer in _ONE_MOMENT
+    if optim.optimizer == "sgd" and not optim.sgd_momentum:
+        return 0
+    return weight.numel if has_one else 2 * weight.numel
 
 
 def _buffers(run: RunConfig, weights: Sequence[Weight]) -> int:
