@@ -4,7 +4,7 @@
 #   source tools/environment.sh FILE
 #
 # Uses the active virtual environment, or .venv in the checkout, which is created if it does not exist. Installs only if
-# a requirements file has changed since the last time.
+# a requirements file has changed since the last time. Returns pip's exit status, also to a shell without set -e.
 
 _checkout=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 _requirements=$_checkout/$1
@@ -15,7 +15,7 @@ if [ -z "${VIRTUAL_ENV:-}" ]; then
         # On Debian, venv cannot install pip without another package; pip itself can.
         python3 -m venv "$_checkout/.venv" 2>/dev/null ||
             { python3 -m venv --without-pip --clear "$_checkout/.venv" &&
-                python3 -m pip --python "$_checkout/.venv/bin/python" install --quiet pip; }
+                python3 -m pip --python "$_checkout/.venv/bin/python" install --quiet pip; } || return
     fi
     # shellcheck disable=SC1091
     source "$_checkout/.venv/bin/activate"
@@ -25,6 +25,6 @@ _stamp=$VIRTUAL_ENV/.installed-$1
 _wanted=$(cat "$_checkout"/requirements*.txt "$_requirements")
 if [ ! -f "$_stamp" ] || [ "$(cat "$_stamp")" != "$_wanted" ]; then
     echo "> installing $1 into $VIRTUAL_ENV (a minute or two)"
-    python -m pip install --quiet --disable-pip-version-check -r "$_requirements"
+    python -m pip install --quiet --disable-pip-version-check -r "$_requirements" || return
     printf '%s\n' "$_wanted" >"$_stamp"
 fi
