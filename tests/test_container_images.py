@@ -101,8 +101,9 @@ def test_pip_keeps_the_packages_of_the_gpu_image(tmp_path, constrained) -> None:
     environ["PIP_CONFIG_FILE"] = os.devnull
     if constrained:
         environ["PIP_CONSTRAINT"] = str(tmp_path / "constraint.txt")
-    words = ["pip", "--python", tmp_path / "image" / "bin" / "python", "install", "--dry-run", "--quiet", "--report", "-"]
-    words += ["--no-index", "--find-links", tmp_path / "index", "--requirement", tmp_path / "wanted.txt"]
+    words = ["pip", "--python", tmp_path / "image" / "bin" / "python", "install", "--dry-run", "--quiet"]
+    words += ["--report", "-", "--requirement", tmp_path / "wanted.txt"]
+    words += ["--no-index", "--find-links", tmp_path / "index"]
     finished = subprocess.run([sys.executable, "-m", *words], env=environ, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
 

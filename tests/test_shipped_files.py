@@ -207,7 +207,8 @@ def test_config_that_contradicts_the_variables_is_refused() -> None:
     "script",
     [
         *(f"examples/{name}" for name in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, EVALUATION, "quickstart.sh")),
-        *("docker/run.sh", "docker/entrypoint.sh", "tools/environment.sh", "run_tests.sh", ".ci/run"),
+        *("docker/run.sh", "docker/entrypoint.sh", "docker/check_cpu_image.sh"),
+        *("tools/environment.sh", "run_tests.sh", ".ci/run"),
         *("tests/support/slurm/srun", "tests/support/slurm/scontrol"),
     ],
 )

@@ -24,6 +24,8 @@ class DeviceFacts(NamedTuple):
     """CUDA's compute capability, such as (8, 0); None if it is not known, which counts as a new one."""
     has_fused_kernels: bool = True
     """Whether torch was built with them for this device."""
+    has_varlen: bool = True
+    """Whether torch has a ``varlen_attn`` with windows and shared keys: 2.12 or later."""
 
 
 class AttentionKernel(NamedTuple):
@@ -144,8 +146,13 @@ def _limits(head_size: int, device: DeviceFacts, name: str, has_dropout: bool, c
     """How tokens are kept from attending to others, and why not by ``varlen_attn``."""
     why = ""
     if device.kind == "cuda" and name == "flash":
-        if not has_dropout and head_size % 8 == 0:
+        if has_dropout:
+            why = "varlen_attn has no dropout"
+        elif head_size % 8:
+            why = "varlen_attn needs a head dim that is a multiple of 8"
+        elif not device.has_varlen:
+            why = "varlen_attn needs torch 2.12"
+        else:
             return "varlen", ""
-        why = "varlen_attn has no dropout" if has_dropout else "varlen_attn needs a head dim that is a multiple of 8"
     # A call for each sample would be slow on a GPU. Samples are short where attention is not causal.
     return ("blocks", why) if causal or device.kind == "cpu" else ("mask", why)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from megatron.config import ModelConfig
 from megatron.model.architectures import BERT, GPT2
@@ -17,6 +18,7 @@ CPU, V100, A100, H100, NEW = (
     DeviceFacts("cpu"), DeviceFacts("cuda", (7, 0)), DeviceFacts("cuda", (8, 0)), DeviceFacts("cuda", (9, 0)),
     DeviceFacts("cuda"),
 )  # fmt: skip
+OLD_TORCH = H100._replace(has_varlen=False)
 EMULATED = DeviceFacts("cuda", (9, 0), has_fused_kernels=False)
 S = 4096
 FP32, DROPOUT, DOCUMENTS = {"dtype": "fp32"}, {"attention_dropout": 0.1}, {"reset_attention_mask": True}
@@ -42,6 +44,8 @@ CHOICES = [
     ({"pre_tokens": S - 1}, A100, "flash", "none", "flash (bf16, head dim 64, causal)"),
     (DOCUMENTS | DROPOUT, H100, "flash", "blocks", "varlen_attn has no dropout"),
     (DOCUMENTS | {"hidden_size": 16 * 36}, H100, "flash", "blocks", "varlen_attn needs a head dim"),
+    (DOCUMENTS, OLD_TORCH, "flash", "blocks", "documents kept apart, by blocks): varlen_attn needs torch 2.12"),
+    ({"architecture": BERT.name}, OLD_TORCH, "flash", "mask", "by mask): varlen_attn needs torch 2.12"),
     (DOCUMENTS | {"dtype": "fp16"}, V100, "memory-efficient", "blocks", "documents kept apart, by blocks"),
     (DOCUMENTS | FP32, CPU, "flash", "blocks", "documents kept apart, by blocks"),
     (DOCUMENTS, EMULATED, "plain", "blocks", "this torch has no fused kernels"),
@@ -84,5 +88,7 @@ def test_the_facts_of_a_device(monkeypatch) -> None:
     assert facts(torch.device("cuda", 0)) == EMULATED, "this torch was built without CUDA"
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     assert facts(torch.device("cuda", 0)) == H100
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.8.0a0+5228986c39.nv25.06"))  # as in docker/Dockerfile
+    assert facts(torch.device("cuda", 0)) == OLD_TORCH
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert facts(torch.device("cuda", 0)) == DeviceFacts("rocm")
