@@ -19,8 +19,12 @@ FAULTS = {
 }
 
 
-def verify(programs: Programs, *words: str | Path, **environ: str) -> Finished:
-    command = ("tools/verify_layout.py", *SETTINGS, *TINY_MODEL, *programs.data_arguments, *words)
+QUICK = "tests/support/verify_layout.py"
+"""The tool, without a process of its own that imports torch."""
+
+
+def verify(programs: Programs, *words: str | Path, tool: str = QUICK, **environ: str) -> Finished:
+    command = (tool, *SETTINGS, *TINY_MODEL, *programs.data_arguments, *words)
     return programs.warm(1, *command, **environ)
 
 
@@ -41,7 +45,8 @@ def read_layouts(path: Path) -> list[dict]:
 
 def test_layouts_agree(programs: Programs, tmp_path: Path) -> None:
     names = ["tp1-pp0-dp1", "tp1-pp2-dp1-zero1", "tp2-pp0-dp1-zero3"]
-    finished = verify(programs, "--layouts", *names, "--json", tmp_path / "found.json").ok()
+    words = ("--layouts", *names, "--json", tmp_path / "found.json")
+    finished = verify(programs, *words, tool="tools/verify_layout.py").ok()
     assert "3 of 3 layouts agree within these bounds" in finished.output
     assert printed_bounds(finished.output) == FP32_BOUNDS
     layouts = read_layouts(tmp_path / "found.json")
@@ -96,7 +101,7 @@ def test_rounding_that_adam_amplifies_is_no_difference(
 ) -> None:
     """Gradients that are rounding become steps of the size of the learning rate; nothing else differs."""
     finished = programs.warm(
-        1, "tools/verify_layout.py", "--layouts", *layouts, "--iterations", "4", "--json", tmp_path / "found.json",
+        1, QUICK, "--layouts", *layouts, "--iterations", "4", "--json", tmp_path / "found.json",
         *"--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64".split(),
         *"--batch-size 2 --global-batch-size 8 --lr 1e-3 --num-workers 0".split(), *precision, *large_vocabulary,
     ).ok()  # fmt: skip
@@ -119,7 +124,7 @@ def test_a_planted_fault_is_found_and_named(programs: Programs, fault: str) -> N
 def test_bert_is_verified_by_its_program(programs: Programs) -> None:
     words = [*SETTINGS, *TINY_MODEL, *programs.sentence_arguments, "--program", "pretrain_bert.py"]
     layouts = ["tp1-pp0-dp1", "tp2-pp0-dp1-zero2", "tp1-pp2-dp1-zero1"]
-    finished = programs.warm(1, "tools/verify_layout.py", *words, "--layouts", *layouts).ok()
+    finished = programs.warm(1, QUICK, *words, "--layouts", *layouts).ok()
     assert "3 of 3 layouts agree" in finished.output
 
 
