@@ -143,11 +143,11 @@ def test_the_tool_converts_once(programs: Programs, saved_on):
     place = folder / "global_step3"
     cached(newest(folder))
     tool = ("tools/convert_checkpoint.py", "to-universal")
-    output = programs.python(*tool, place).ok().output
+    output = programs.warm(1, *tool, place).ok().output
     assert output == f"{place}_universal: exists already, of {place}\n"
     assert (folder / "latest_universal").read_text() == "global_step3_universal"
     (place / "run.json").touch()
-    assert "global_step3_universal: converted from" in programs.python(*tool, folder).ok().output
+    assert "global_step3_universal: converted from" in programs.warm(1, *tool, folder).ok().output
 
 
 def test_tool_refuses_folders_without_a_checkpoint(programs: Programs, tmp_path: Path):

@@ -83,7 +83,7 @@ def test_layouts_agree_and_a_run_resumes_exactly(programs: Programs, tmp_path: P
         "--batch-size", "4",
     )  # fmt: skip
     assert other.returncode == 4 and "but mock data in" in other.output
-    audit = programs.python("tools/audit_data.py", "batch", "--load", folder, "--iteration", "1")
+    audit = programs.warm(1, "tools/audit_data.py", "batch", "--load", folder, "--iteration", "1")
     assert audit.returncode == 2 and "was trained on --mock-data, which has no documents to list" in audit.output
 
 

@@ -45,8 +45,8 @@ def test_layouts_agree_and_a_checkpoint_changes_layout(programs: Programs, tmp_p
     assert len(losses) == 4
     assert [line["lm_loss"] for line in read_metrics(four)] == pytest.approx(losses[:2], rel=1e-5)
     assert [line["lm_loss"] for line in read_metrics(resumed)] == pytest.approx(losses[2:], rel=1e-5)
-    finished = programs.python(
-        "tools/inspect_checkpoint.py", "--program", PROGRAM, tmp_path / "checkpoint", "--json"
+    finished = programs.warm(
+        1, "tools/inspect_checkpoint.py", "--program", PROGRAM, tmp_path / "checkpoint", "--json"
     ).ok()
     report = json.loads(finished.output)
     assert "toy_pretrain.py --load to resume" in report["loaded_by"] and "output" in finished.output
@@ -70,8 +70,8 @@ def test_the_planner_counts_the_built_model(toy, words: str) -> None:
 
 def test_the_planner_is_given_the_program(programs: Programs, tmp_path: Path) -> None:
     sizes = "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 128"
-    finished = programs.python(
-        "tools/plan.py", "--program", PROGRAM, "--device", "a100", "--devices", "4", "--global-batch-size", "64",
+    finished = programs.warm(
+        1, "tools/plan.py", "--program", PROGRAM, "--device", "a100", "--devices", "4", "--global-batch-size", "64",
         "--vocab-size", "1000", *sizes.split(), "--emit", tmp_path / "plan", "--exact",
     ).ok()  # fmt: skip
     assert "layouts: " in finished.output

@@ -18,7 +18,7 @@ TAG = "global_step3"
 
 
 def inspect(programs: Programs, *words: str | Path) -> Finished:
-    return programs.python(TOOL, *words)
+    return programs.warm(1, TOOL, *words)
 
 
 def test_facts_about_a_folder(programs: Programs, copy: Path):

@@ -182,10 +182,10 @@ def test_every_format_gives_the_same_model(run_ranks, logits: Tensor, tmp_path: 
 def test_the_tool(programs: Programs, run_ranks, logits: Tensor, tmp_path: Path):
     write_megatron_lm(tmp_path / "theirs", 0.0, size=2, stages=1, **OLD)
     command = ("tools/convert_checkpoint.py", "from-megatron", tmp_path / "theirs", "--output", tmp_path / "ours")
-    refused = programs.python(*command)
+    refused = programs.warm(1, *command)
     assert refused.returncode == 2 and "has 96 rows of tokens, including padding: give --vocab-file" in refused.output
     assert not (tmp_path / "ours").exists()
-    finished = programs.python(*command, "--vocab-size", str(TOKENS)).ok()
+    finished = programs.warm(1, *command, "--vocab-size", str(TOKENS)).ok()
     assert "query_key_value read as of checkpoint version 0" in finished.output
     assert run_ranks(1, logits_and_weights, tmp_path / "ours")[0][0].equal(logits)
 

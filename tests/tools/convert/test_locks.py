@@ -32,7 +32,7 @@ def test_a_folder_in_use_is_refused(words: str, folder: Path, programs: Programs
     lock.take()
     try:
         command = [word.format(folder) for word in words.split()]
-        finished = programs.python("tools/convert_checkpoint.py", *command)
+        finished = programs.warm(1, "tools/convert_checkpoint.py", *command)
     finally:
         lock.release()
     assert finished.returncode == 4 and "saves into this folder" in finished.output, finished

@@ -70,8 +70,8 @@ def check_ranks(run: RunConfig) -> None:
 
 def test_dry_run_of_some_ranks_of_a_thousand(programs):
     words = "--model-parallel-size 2 --pipe-parallel-size 4 --zero-stage 1 --batch-size 1 --gas 8 --train-iters 1"
-    finished = programs.python(
-        "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, "--split", "1,0,0", "--eval-iters", "0",
+    finished = programs.warm(
+        1, "pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, "--split", "1,0,0", "--eval-iters", "0",
         *words.split(), *"--dry-run --world-size 1024 --rank 0,513".split(),
     ).ok()  # fmt: skip
     for line in (

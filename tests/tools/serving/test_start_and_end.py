@@ -53,7 +53,7 @@ def test_server_that_cannot_start_prints_one_line(programs, endless, taken, tmp_
         (["--load", tmp_path / "none"], 2, "none: no such file or folder"),
         (["--load", endless, "--port", str(taken)], 6, f"127.0.0.1:{taken} is not available (Address already in use)"),
     ):
-        finished = programs.python("tools/serve.py", *words)
+        finished = programs.warm(1, "tools/serve.py", *words)
         assert finished.returncode == code and message in finished.output
         assert finished.output.startswith("serve.py: error: ") and finished.output.count("\n") == 1
 
