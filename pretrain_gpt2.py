@@ -58,6 +58,7 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
 def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     """Set up the ranks, build engine and data, load the checkpoint, train. Returns the exit code of the process."""
     from megatron.checkpoint.compatibility import at_saved_sample
+    from megatron.checkpoint.huggingface import load_huggingface
     from megatron.checkpoint.load import FRESH, load_checkpoint, select_checkpoint
     from megatron.checkpoint.save import Checkpointer, lock_folder
     from megatron.parallel.deepspeed_compat import deepspeed_silenced
@@ -85,7 +86,10 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
             engine = build_engine(run, layout)
             resumed = None if run.checkpoint.finetune else saved
             checkpointer = Checkpointer(engine, run, log.info, resumed.history if resumed else (), lock)
-            loaded = load_checkpoint(engine, run, layout, saved) if saved else FRESH
+            if saved:
+                loaded = load_checkpoint(engine, run, layout, saved)
+            else:
+                loaded = load_huggingface(engine, run, layout) if run.checkpoint.load_hf else FRESH
         log_start(run, layout, engine, saved, loaded, log)
 
         trainer = Trainer(

@@ -4,6 +4,7 @@ n heads, g query groups, d size of a head, h hidden, f inside the MLP
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,7 +21,6 @@ from megatron.config.errors import CheckpointError
 from megatron.config.huggingface import HEAD, is_llama, read_config, shape_problems, source_shapes
 from megatron.config.huggingface.gpt2 import PREFIX
 from megatron.model.architectures import GPT2
-from megatron.model.spec import ParameterSpec
 from megatron.parallel.layout import ParallelLayout
 
 _SHOWN = 4
@@ -108,43 +108,47 @@ def load_huggingface(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLa
     """Load the weights of ``--load-hf`` into ``engine``, of any layout; the optimizer starts anew.
 
     Each rank reads the weights of its stage, and its shards of them. Every rank must call it. Raises CheckpointError if
-    the files are not those of the model, which ``check_huggingface`` has found out before.
+    the files are not those of the model, which the checks before training have excluded.
     """
     folder = Path(str(run.checkpoint.load_hf))
-    # The configuration of the run has the tokenizer's vocabulary, and other flags; that of the folder the names.
     config, tensors = read_config(folder), SafetensorsFiles(folder)
-    weights, specs = our_weights(tensors, config, str(folder)), GPT2.named_parameters(config)
-    rank, size = layout.tensor_group.rank(), layout.tensor_group.size()
+    shards = _Shards(tensors, our_weights(tensors, config, str(folder)), config, layout, run.model.vocab_size)
 
     def read(name: str, parameter: nn.Parameter) -> State:
         shape = getattr(parameter, "ds_shape", parameter.shape)
-        shard = _shard(name, specs[name], weights, tensors, config, shape, rank, size)
-        return {WEIGHT: F.pad(shard, (0, 0) * (shard.dim() - 1) + (0, shape[0] - shard.size(0)))}
+        shard = shards.read(name, shape[0])
+        padding = (0, 0) * (shard.dim() - 1) + (0, shape[0] - shard.size(0))
+        return {WEIGHT: F.pad(shard, padding)}
 
     load_states(engine, read)
-    return Loaded(0, (f"{folder}: weights of a {config.num_layers}-layer Hugging Face model",))
+    return Loaded(0, (f"weights of {folder}, with a new optimizer",))
 
 
-def _shard(
-    name: str,
-    spec: ParameterSpec,
-    weights: LazyTensors,
-    tensors: SafetensorsFiles,
-    config: ModelConfig,
-    shape: Sequence[int],
-    rank: int,
-    size: int,
-) -> Tensor:
-    """This tensor-parallel rank's shard of a weight, of ``shape``; without rows that pad the vocabulary."""
-    sources, dim = source_shapes(config)[name], spec.shard_dim
-    if dim is None:
-        return weights[name]
-    if spec.is_vocabulary:
-        rows = min(spec.shape[0], rank * shape[0]), min(spec.shape[0], (rank + 1) * shape[0])
-        return tensors.part(_present(next(iter(sources)), tensors), 0, *rows)
-    if not is_llama(config) or ("query_key_value" in name and config.query_groups % size):
-        return weights[name].chunk(size, dim)[rank]
-    dim -= len(sources) == 2  # gate and up are stacked
-    lengths = {theirs: source[dim] // size for theirs, source in sources.items()}
-    parts = [tensors.part(theirs, dim, rank * length, (rank + 1) * length) for theirs, length in lengths.items()]
-    return joined(name, parts, config)
+@dataclass(frozen=True)
+class _Shards:
+    """One tensor-parallel rank's shards of the weights in a folder."""
+
+    tensors: SafetensorsFiles
+    weights: LazyTensors
+    """The same under our names, whole."""
+    config: ModelConfig
+    layout: ParallelLayout
+    tokens: int
+    """Rows of the vocabulary that are used; the others are padding."""
+
+    def read(self, name: str, rows: int) -> Tensor:
+        """This rank's shard of a weight, of ``rows`` rows or, of the vocabulary, without those that are padding."""
+        config, rank, size = self.config, self.layout.tensor_group.rank(), self.layout.tensor_group.size()
+        spec, sources = GPT2.named_parameters(config)[name], source_shapes(config)[name]
+        dim = spec.shard_dim
+        if dim is None:
+            return self.weights[name]
+        if spec.is_vocabulary:
+            ends = min(self.tokens, rank * rows), min(self.tokens, (rank + 1) * rows)
+            return self.tensors.part(_present(next(iter(sources)), self.tensors), 0, *ends)
+        if not is_llama(config) or ("query_key_value" in name and config.query_groups % size):
+            return self.weights[name].chunk(size, dim)[rank]
+        dim -= len(sources) == 2  # gate and up are stacked
+        lengths = {theirs: shape[dim] // size for theirs, shape in sources.items()}
+        parts = [self.tensors.part(key, dim, rank * length, (rank + 1) * length) for key, length in lengths.items()]
+        return joined(name, parts, config)

@@ -10,6 +10,8 @@ from megatron.config.huggingface import read_json
 
 SAFETENSORS = "model.safetensors"
 INDEX_SUFFIX = ".index.json"
+FLOATS = ("F32", "BF16", "F16")
+"""Types that weights can have, by the format's names."""
 
 
 class Entry(NamedTuple):
@@ -28,6 +30,8 @@ def read_entries(path: Path) -> dict[str, Entry]:
     """
     if path.is_dir():
         path = path / SAFETENSORS if (path / SAFETENSORS).exists() else path / (SAFETENSORS + INDEX_SUFFIX)
+        if not path.exists():
+            raise CheckpointError(f"{path.parent} holds no {SAFETENSORS}, whole or with an index: convert its weights")
     if not path.name.endswith(INDEX_SUFFIX):
         return _entries_of(path)
     entries: dict[str, Entry] = {}

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from megatron.config.fields import derived, flag
+from megatron.config.fields import flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,13 @@ class CheckpointConfig:
         "Folder to load a checkpoint from. If it equals --save and is empty, training starts from scratch.",
         metavar="DIR",
     )
+    load_hf: str | None = flag(
+        None,
+        "Hugging Face folder (GPT-2, Llama, Mistral, Qwen2, Qwen3) to train on from, at iteration 0: its weights, and "
+        "the flags of its model.",
+        metavar="DIR",
+        masked_lm=False,
+    )
     load_strict: bool = flag(
         False, "Refuse to load a broken checkpoint, instead of falling back to the newest complete one."
     )
@@ -45,8 +52,6 @@ class CheckpointConfig:
         False,
         "Resume even if data, tokenizer, batch size, learning rate or other settings differ from the checkpoint's.",
     )
-    load_hf: str | None = derived(None)
-    """Hugging Face folder that the weights are from."""
 
 
 @dataclass(frozen=True, kw_only=True)

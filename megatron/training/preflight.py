@@ -8,11 +8,13 @@ from typing import TypeVar
 
 from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.folder_lock import check_unlocked
+from megatron.checkpoint.safetensors_files import FLOATS, read_entries
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import resolve
 from megatron.config import RunConfig
 from megatron.config.data import MOCK_DATA, check_tokenizer_folder, used_merges
 from megatron.config.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
+from megatron.config.huggingface import read_config, shape_problems
 from megatron.config.model import padded_vocabulary
 from megatron.data.datasets import check_data
 from megatron.model.architectures import architecture_of
@@ -34,6 +36,8 @@ def check(run: RunConfig) -> tuple[RunConfig, SavedRun | None]:
     whole = _attempt(errors, DataError, lambda: _with_vocabulary(run, with_hashes=not errors))
     # A checkpoint is compared with the vocabulary and the data, so both must be known.
     saved = _attempt(errors, CheckpointError, lambda: resolve(whole)) if whole is not None else None
+    if whole is not None and saved is None and whole.checkpoint.load_hf:
+        _attempt(errors, CheckpointError, lambda: _check_huggingface(whole))
     if run.checkpoint.save and not (run.logging.dry_run or run.logging.explain):
         folder = Path(run.checkpoint.save)
         _attempt(errors, CheckpointError, lambda: check_unlocked(folder))
@@ -90,6 +94,27 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     return replace(run, model=model, data=data)
 
 
+def _check_huggingface(run: RunConfig) -> None:
+    """Compare the headers of the files of ``--load-hf`` with the model. Raises CheckpointError."""
+    folder = Path(str(run.checkpoint.load_hf))
+    config = read_config(folder)
+    if run.model.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"--load-hf {folder}: its table has {config.vocab_size} rows, and the tokenizer {run.model.vocab_size} "
+            "tokens: give the tokenizer of that model"
+        )
+    entries = read_entries(folder)
+    problems = shape_problems(config, {name: entry.shape for name, entry in entries.items()}, str(folder))
+    problems += [
+        f"{entry.file}: {name} is of type {entry.dtype}, and can be {', '.join(FLOATS)}"
+        for name, entry in entries.items()
+        if entry.dtype not in FLOATS
+    ]
+    if problems:
+        raise CheckpointError(problems[:_SHOWN] + [f"{folder}: {len(problems)} such lines"] * (len(problems) > _SHOWN))
+
+
+_SHOWN = 4
 _GB = 1e9
 
 

@@ -111,6 +111,8 @@ def log_start(
         for problem in saved.newer_problems:
             log.info(f"> warning: {problem}")
         log.info(f"> loaded {saved.path}; resuming after iteration {loaded.iteration}")
+    elif run.checkpoint.load_hf:
+        log.info("> starting at iteration 0")
     elif run.checkpoint.auto_resume:
         log.info(f"> {run.checkpoint.save} holds no checkpoint yet: a fresh start")
     elif run.checkpoint.load:

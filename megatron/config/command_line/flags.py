@@ -1,13 +1,14 @@
 """From the sources of a run's flags to a value for each field of the config.
 
 The sources are layers, of which a later one replaces what an earlier one gives: the defaults of a provided model, the
-model of ``--model-preset``, the settings file of ``--config``, the command line.
+model of ``--model-preset`` or ``--load-hf``, the settings file of ``--config``, the command line.
 """
 
 import argparse
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from megatron.config import flag_fields
@@ -18,6 +19,7 @@ from megatron.config.command_line.values import read_value
 from megatron.config.deepspeed_json import SETTINGS
 from megatron.config.errors import ConfigError, did_you_mean
 from megatron.config.fields import Provided, Source, flag_name
+from megatron.config.huggingface import model_words, read_config, shape_of
 from megatron.config.presets import PRESETS, preset_words
 from megatron.config.reading import unreadable_words
 from megatron.config.validation import EXCLUSIVE
@@ -27,7 +29,7 @@ from megatron.model.spec import ArchitectureSpec
 _Given: TypeAlias = tuple[str, str, Provided]
 """Field, flag and value."""
 
-PRESET = "model_preset"
+PRESET, HF_FOLDER = "model_preset", "load_hf"
 _NEAR = 0.8
 """Similarity from which on a known flag is suggested for an unknown one."""
 _ALTERNATIVES = (*EXCLUSIVE, ("fp16", "bf16"))
@@ -138,6 +140,10 @@ def _read_layers(argv: Sequence[str], architecture: ArchitectureSpec) -> list[_L
     presets = [layer.values[PRESET].value for layer in (*layers, typed) if PRESET in layer.values]
     if presets:
         layers.insert(len(layers) - has_file, _read_preset(presets[-1], parser, architecture))
+    folders = [layer.values[HF_FOLDER].value for layer in (*layers, typed) if HF_FOLDER in layer.values]
+    if folders:
+        given = [*layers[len(layers) - has_file :], typed]
+        layers.insert(len(layers) - has_file, _read_huggingface(folders[-1], given, parser, architecture))
     return [*layers, typed]
 
 
@@ -146,6 +152,26 @@ def _read_preset(name: str, parser: argparse.ArgumentParser, architecture: Archi
     if PRESETS[name].program != architecture.program:
         return _Layer(problems=[f"{place} is a model of {PRESETS[name].program}, and this is {architecture.program}"])
     return _read_layer([(preset_words(name), place)], parser, architecture)
+
+
+def _read_huggingface(
+    folder: str, given: Iterable[_Layer], parser: argparse.ArgumentParser, architecture: ArchitectureSpec
+) -> _Layer:
+    """The layer of the config.json in ``folder``, which the layers ``given`` must not contradict.
+
+    Raises CheckpointError if the file is missing, or describes no model of ours.
+    """
+    config = read_config(Path(folder))
+    place = f"--load-hf {folder}"
+    layer = _read_layer([(model_words(config), place)], parser, architecture)
+    for name, value in shape_of(config).items():
+        layer.problems += [
+            f"{one.values[name].source} contradicts {place}, whose model has {flag_name(flag_fields()[name])} {value}: "
+            "remove it"
+            for one in given
+            if name in one.values and one.values[name].value != value
+        ]
+    return layer
 
 
 def _defaults(architecture: ArchitectureSpec) -> list[Setting]:

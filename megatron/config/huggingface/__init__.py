@@ -41,6 +41,54 @@ def config_of(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = N
     return read(tree, path, vocab_size=vocab_size)
 
 
+_SHAPE = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "query_groups",
+    "kv_channels": "head_size",
+    "ffn_hidden_size": "ffn_hidden_size",
+    "swiglu": "swiglu",
+    "normalization": "normalization",
+    "qk_layernorm": "qk_layernorm",
+    "disable_bias_linear": "disable_bias_linear",
+    "add_qkv_bias": "add_qkv_bias",
+    "untie_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
+    "position_embedding_type": "position_embedding_type",
+}
+"""Flags of the shape of a model to the properties that have their values."""
+_OTHER_FLAGS = (
+    "rotary_base",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "max_position_embeddings",
+    "layernorm_epsilon",
+    "openai_gelu",
+    "attention_dropout",
+    "hidden_dropout",
+    "init_method_std",
+    "pre_tokens",
+)
+
+
+def shape_of(config: ModelConfig) -> dict[str, Any]:
+    """The values of the flags that decide which weights the model has, and their shapes."""
+    shape = {name: getattr(config, of_model) for name, of_model in _SHAPE.items()}
+    return shape | ({"max_position_embeddings": config.position_rows} if config.has_position_table else {})
+
+
+def model_words(config: ModelConfig) -> list[str]:
+    """The command-line arguments that stand for the model, where they differ from the defaults of the flags."""
+    values = shape_of(config) | {name: getattr(config, name) for name in _OTHER_FLAGS}
+    words: list[str] = []
+    for name, value in values.items():
+        if value != getattr(ModelConfig(), name):
+            flag = "--" + name.replace("_", "-")
+            words += [flag] if value is True else [flag, str(value)]
+    # A BPE of GPT-2 counts its tokens; other tables have more rows than their tokenizers have tokens.
+    return [*words, "--vocab-size", str(config.vocab_size)] if is_llama(config) else words
+
+
 def is_llama(config: ModelConfig) -> bool:
     """Whether the format of ``config`` is that of the Llama family, instead of GPT-2's."""
     return config.has_rotary_embedding or config.swiglu or config.normalization == "RMSNorm"

@@ -15,6 +15,18 @@ needs("checkpoint.save", "checkpoint.on_save_error")
 needs("checkpoint.save_interval", "train.rewind_on_spike")
 needs("train.rewind_on_spike", "train.spike_factor")
 excludes("checkpoint.auto_resume", "checkpoint.finetune", why="A resumed run would start at iteration 0 again.")
+excludes(
+    "checkpoint.load_hf",
+    "checkpoint.load",
+    why="Weights have one source; --auto-resume prefers a checkpoint in --save.",
+)
+excludes("checkpoint.load_hf", "model.model_preset", why="The folder describes its model.")
+
+
+@rule("--load-hf needs the model of this program", why="Weights of a provided model have other names.")
+def load_hf(run: RunConfig) -> Messages:
+    if run.checkpoint.load_hf is not None and architecture_of(run.model).provider is not None:
+        yield "--load-hf is for the model of pretrain_gpt2.py: remove it"
 
 
 @rule("--load-strict needs a checkpoint to load", why="It refuses to load a broken checkpoint.")

@@ -1,0 +1,132 @@
+"""--load-hf: training on from a Hugging Face folder on any layout begins with the loss of transformers."""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.programs import read_metrics
+from support.training import pretrain
+from torch.nn import functional as F
+
+from megatron.config import DataConfig
+from megatron.config.command_line import parse_run
+from megatron.config.errors import CheckpointError, ConfigError
+from megatron.data.datasets import build_datasets
+from megatron.training.preflight import check
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+MODELS = {
+    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 90, "max_position_embeddings": 64},
+    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4, "vocab_size": 90, "n_positions": 64,
+             "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0},
+}  # fmt: skip
+SECOND: dict[str, float] = {}
+"""Loss of the second iteration by model, of the first layout."""
+RUN = (
+    "--train-iters 2 --batch-size 2 --global-batch-size 4 --seq-length 16 --mock-data --vocab-size 90 --lr 1e-3"
+    " --eval-iters 0 --log-interval 1 --num-workers 0 --warmup 0"
+).split()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Small random models in several files."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folders = {}
+    for kind, sizes in MODELS.items():
+        torch.manual_seed(5)
+        config = AutoConfig.for_model(kind, **sizes, initializer_range=0.3, bos_token_id=89, eos_token_id=89)
+        folders[kind] = tmp_path_factory.mktemp(kind)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folders[kind], max_shard_size="20KB")
+    return folders
+
+
+@torch.no_grad()
+def loss_of_transformers(folder: Path) -> float:
+    """Its loss on the first global batch."""
+    from transformers import AutoModelForCausalLM
+
+    data = DataConfig(mock_data=True, tokenizer_type="NullTokenizer", vocab_size=90, seq_length=16)
+    sizes = {"global_batch_size": 4, "train_iters": 2, "eval_interval": 1000, "eval_iters": 0}
+    rows = torch.from_numpy(build_datasets(data, **sizes, vocab_size=90, seed=1234).train.take(range(4)))
+    logits = AutoModelForCausalLM.from_pretrained(folder).eval()(rows[:, :-1]).logits
+    return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "layout"),
+    [
+        ("llama", 4, "--model-parallel-size 2 --pipe-parallel-size 2"),
+        ("gpt2", 2, "--zero-stage 3"),
+        ("llama", 2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev --bf16 --zero-stage 1 --batch-size 1"),
+        ("gpt2", 1, "--zero-stage 0"),
+    ],
+)
+def test_first_loss_is_that_of_transformers(run_ranks, folders, tmp_path, kind: str, ranks: int, layout: str):
+    words = [*RUN, *layout.split(), "--load-hf", str(folders[kind]), "--metrics-file", str(tmp_path / "metrics")]
+    outputs = run_ranks(ranks, pretrain, words)
+    assert all(code == 0 for code, _ in outputs)
+    first, second = (line["lm_loss"] for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line)
+    assert first == pytest.approx(loss_of_transformers(folders[kind]), rel=1e-2 if "--bf16" in layout else 1e-5)
+    # A step later, weights and their fp32 copies in the optimizer are the same on every layout.
+    assert second == pytest.approx(SECOND.setdefault(kind, second), rel=1e-2 if "--bf16" in layout else 1e-4)
+    assert abs(second - first) > 1e-3
+
+
+def test_a_checkpoint_in_save_is_preferred(run_ranks, folders, tmp_path: Path):
+    words = [
+        *RUN,
+        "--load-hf",
+        str(folders["llama"]),
+        "--save",
+        str(tmp_path),
+        "--auto-resume",
+        "--lr-decay-iters",
+        "2",
+    ]
+    ((_, fresh),) = run_ranks(1, pretrain, [*words, "--train-iters", "1"])
+    assert f"weights of {folders['llama']}, with a new optimizer" in fresh
+    ((_, resumed),) = run_ranks(1, pretrain, words)
+    assert "resuming after iteration 1" in resumed and "weights of" not in resumed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-layers 3", "--num-layers 3 contradicts --load-hf {llama}, whose model has --num-layers 4: remove it"),
+        ("--num-query-groups 4", "--num-query-groups 4 contradicts --load-hf {llama}"),
+        ("--qk-layernorm", "--qk-layernorm contradicts --load-hf {llama}, whose model has --qk-layernorm False"),
+        ("--load elsewhere", "--load-hf and --load exclude each other: remove one"),
+        ("--model-preset gpt2", "exclude each other: remove one"),
+    ],
+)
+def test_contradictions(folders, words: str, message: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_run([*RUN, "--load-hf", str(folders["llama"]), *words.split()], {})
+    assert message.format(**folders) in str(caught.value)
+
+
+def test_flags_are_those_of_the_folder(folders):
+    llama, gpt2 = (
+        parse_run([*RUN, "--load-hf", str(folders[kind]), "--hidden-dropout", "0.2"], {}).model for kind in MODELS
+    )
+    assert (llama.num_layers, llama.query_groups, llama.swiglu, llama.normalization) == (4, 2, True, "RMSNorm")
+    assert (gpt2.num_layers, gpt2.query_groups, gpt2.swiglu, gpt2.openai_gelu) == (4, 4, False, True)
+    assert llama.hidden_dropout == gpt2.hidden_dropout == 0.2 and llama.max_position_embeddings == 64
+
+
+def test_files_are_checked_before_training(folders, tmp_path: Path):
+    folder = shutil.copytree(folders["llama"], tmp_path / "hf")
+    run = parse_run([*RUN, "--load-hf", str(folder)], {})
+    assert check(run)[1] is None
+    larger = replace(run, data=replace(run.data, vocab_size=91))
+    with pytest.raises(CheckpointError, match="its table has 90 rows, and the tokenizer 91 tokens"):
+        check(larger)
+    next(folder.glob("model-00002-*")).unlink()
+    with pytest.raises(CheckpointError, match="names the file 'model-00002-of-"):
+        check(run)
