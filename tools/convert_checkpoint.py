@@ -313,7 +313,8 @@ def _write_checkpoint(
     from megatron.tools.convert.huggingface_files import MERGES, VOCAB
     from megatron.tools.convert.load_and_save import write_checkpoint
 
-    files = (args.output / VOCAB, args.output / MERGES) if bpe else (None, None)
+    published = [args.output / name for name in ("tokenizer.json", "tokenizer.model") if name in carried]
+    files = (args.output / VOCAB, args.output / MERGES) if bpe else (*published[:1], None, None)
     with _new_output(args) as folder:
         folder.mkdir()
         if bpe:

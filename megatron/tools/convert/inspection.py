@@ -155,7 +155,12 @@ _GPT2_LOADERS = {
     "tag": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
     "universal": ("DeepSpeed with load_universal", "tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
     "safetensors": ("safetensors.torch.load_file", "tools/generate.py", "tools/convert_checkpoint.py to-hf"),
-    "huggingface": ("transformers.GPT2LMHeadModel", "tools/generate.py", "tools/convert_checkpoint.py from-hf"),
+    "huggingface": (
+        "pretrain_gpt2.py --load-hf",
+        "transformers.AutoModelForCausalLM",
+        "tools/generate.py",
+        "tools/convert_checkpoint.py from-hf",
+    ),
 }
 
 

@@ -32,6 +32,7 @@ from megatron.config import (
     TrainConfig,
     ZeroConfig,
 )
+from megatron.config.data import GPT2_BPE, HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.config.errors import CheckpointError
 from megatron.model.architectures import architecture_of
 from megatron.tools.convert.huggingface import read_huggingface
@@ -215,6 +216,8 @@ def _write_states(
 def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None, source: Path | None) -> RunConfig:
     """The run that would have saved it."""
     config = model.config
+    tables = {"tokenizer.json": HUGGINGFACE, "tokenizer.model": SENTENCEPIECE}
+    kind = tables.get(vocab_file.name, GPT2_BPE) if vocab_file else GPT2_BPE
     rows = -(-config.vocab_size // config.make_vocab_size_divisible_by) * config.make_vocab_size_divisible_by
     return RunConfig(
         model=replace(config, padded_vocab_size=rows),
@@ -226,6 +229,8 @@ def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None, so
         train=TrainConfig(),
         data=DataConfig(
             seq_length=config.max_position_embeddings,
+            tokenizer_type=kind,
+            vocab_size=config.vocab_size if kind in PUBLISHED else None,
             vocab_file=str(vocab_file) if vocab_file else None,
             merge_file=str(merge_file) if merge_file else None,
         ),

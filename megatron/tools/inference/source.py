@@ -11,6 +11,7 @@ from typing import Any
 from megatron.checkpoint.fingerprint import tokenizer_hash
 from megatron.config import ModelConfig
 from megatron.config.data import (
+    HUGGINGFACE,
     PUBLISHED,
     TOKENIZER_TYPES,
     check_tokenizer_folder,
@@ -22,6 +23,8 @@ from megatron.config.data import (
 from megatron.config.environment import check_place, rank, world_size
 from megatron.config.errors import ConfigError
 from megatron.config.fields import inside, interval_as_text
+from megatron.config.huggingface import is_llama
+from megatron.config.huggingface import read_config as read_folder_config
 from megatron.model.architectures import GPT2
 from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
@@ -81,7 +84,11 @@ def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
     if not path.exists():
         raise ConfigError(f"{path}: no such file or folder; name a checkpoint")
     found = find(path)
-    if found.kind == "huggingface":
+    config: ModelConfig | None
+    tokenizer: Tokenizer
+    if found.kind == "huggingface" and is_llama(folder_config := read_folder_config(path)):
+        config, tokenizer = folder_config, _published_tokenizer(path, folder_config, files)
+    elif found.kind == "huggingface":
         bpe = _folder_bpe(found, files)
         config, tokenizer = read_config(found, vocab_size=len(bpe.vocabulary)), _tokenizer_of(bpe)
     else:
@@ -145,6 +152,16 @@ def _run_tokenizer(path: Path, description: Mapping[str, Any], files: TokenizerF
     return tokenizer
 
 
+def _published_tokenizer(path: Path, config: ModelConfig, files: TokenizerFiles) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder with a model of the Llama family."""
+    folder = files.folder or str(path)
+    kind = tokenizer_kind(HUGGINGFACE, folder)
+    vocab_file, _ = tokenizer_files(kind, None, None, folder)
+    if vocab_file is None or not Path(vocab_file).is_file():
+        raise ConfigError(f"{folder} holds no tokenizer; give --tokenizer-model")
+    return build_tokenizer(kind, vocab_file, None, config.vocab_size)
+
+
 def _folder_bpe(found: Found, files: TokenizerFiles) -> BPE:
     """The tokenizer of a Hugging Face folder."""
     own = read_folder_bpe(found.path)
@@ -186,7 +203,7 @@ def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all th
         type=Path,
         required=True,
         metavar="PATH",
-        help="checkpoint folder, one tag of it, merged safetensors or a Hugging Face GPT-2",
+        help="checkpoint folder, one tag of it, merged safetensors or a Hugging Face folder",
     )
     group.add_argument("--vocab-file", metavar="FILE", help="vocabulary, if it was moved since training")
     group.add_argument("--merge-file", metavar="FILE", help="merges, if they were moved since training")

@@ -61,6 +61,9 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_folder_returns_equal(programs: Programs, tmp_path: Path, kind: str, dtype: torch.dtype, settings: dict):
     source, ours, again = make_folder(tmp_path / "source", kind, dtype, **settings), tmp_path / "ours", tmp_path / "hf"
     programs.warm(1, TOOL, "from-hf", source, "--output", ours).ok()
+    data = newest(ours).config["data"]
+    assert (data["tokenizer_type"], data["vocab_size"]) == ("HuggingFaceTokenizer", 90)
+    assert data["vocab_file"] == str(ours / "tokenizer.json")
     programs.warm(1, TOOL, "to-hf", ours, "--output", again, "--max-shard-size", "10KB").ok()
     first, second = tensors_of(source), tensors_of(again)
     assert first.keys() == second.keys() and len(first) > 10
