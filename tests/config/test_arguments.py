@@ -196,7 +196,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
 def test_every_flag_changes_the_run(name: str) -> None:
     of_splits = ("train_data_path", "valid_data_path", "test_data_path")
     batches = ("train_samples", "rampup_batch_size", "step_batch_size_schedule", "lr_wsd_decay_samples")
-    if name in ("mock_data", "vocab_size", "repartition_from", "tokenizer_model", *of_splits, *batches):
+    if name in ("mock_data", "vocab_size", "repartition_from", "tokenizer_model", "load_hf", *of_splits, *batches):
         return  # they stand in the place of others, or need a file, so they have tests of their own
     words, company = EFFECTS.get(name, (flag_name(flag_fields()[name]), ""))
     environ = CUDA if company.startswith("gpu") else CPU

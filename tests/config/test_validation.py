@@ -683,6 +683,9 @@ def test_every_rule_is_tested_and_explained() -> None:
         "every batch size is a multiple of micro-batch x DP",
         "a tokenizer has a vocabulary",
         "--dry-run and --run-dir need the spec of the model",
+        "--load-hf excludes --load",
+        "--load-hf excludes --model-preset",
+        "--load-hf needs the model of this program",
     }
     warned = {name for name, *_ in WARNED} | {"--vocab-size is for NullTokenizer"}
     tested = errors | warned

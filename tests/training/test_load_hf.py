@@ -15,6 +15,8 @@ from megatron.config import DataConfig
 from megatron.config.command_line import parse_run
 from megatron.config.errors import CheckpointError, ConfigError
 from megatron.data.datasets import build_datasets
+from megatron.model.architectures import ARCHITECTURES
+from megatron.training.model_provider import ModelProvider, provided_architecture
 from megatron.training.preflight import check
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -109,6 +111,14 @@ def test_contradictions(folders, words: str, message: str):
     with pytest.raises(ConfigError) as caught:
         parse_run([*RUN, "--load-hf", str(folders["llama"]), *words.split()], {})
     assert message.format(**folders) in str(caught.value)
+
+
+def test_a_provided_model_has_other_weights(folders, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["own.py"])
+    monkeypatch.setitem(ARCHITECTURES, "own.py", None)  # is removed in the end
+    provided = provided_architecture(ModelProvider(*[lambda *_: None] * 3, None, {}))
+    with pytest.raises(ConfigError, match="--load-hf is for the model of pretrain_gpt2.py: remove it"):
+        parse_run([*RUN, "--load-hf", str(folders["llama"])], {}, provided)
 
 
 def test_flags_are_those_of_the_folder(folders):
