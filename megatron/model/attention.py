@@ -59,6 +59,10 @@ class ParallelSelfAttention(nn.Module):
         self.q_layernorm = norm(d, eps=config.layernorm_epsilon)
         self.k_layernorm = norm(d, eps=config.layernorm_epsilon)
         self.rotary = RotaryEmbedding.of(config)
+        # Of query, key and value. One that is a view would keep the columns of all three for the backward pass. Queries
+        # that share a key are copied in any case, and what is only rotated is not kept.
+        shares, is_kept = queries > 1, config.qk_layernorm or self.rotary is None
+        self.copied = (self.ranks_per_group > 1 and is_kept, shares and is_kept, shares or not is_kept)
         self.resets_positions = config.reset_position_ids
         self.keeps_documents_apart = config.reset_attention_mask or not (causal and config.reset_position_ids)
         self.dense = RowParallelLinear(
@@ -111,6 +115,10 @@ class ParallelSelfAttention(nn.Module):
         query, key, value = (part.flatten(2, 3) for part in groups.split(self.group_sizes, dim=3))
         if self.ranks_per_group > 1:
             query = query.chunk(self.ranks_per_group, 2)[self.tensor_group.rank() % self.ranks_per_group]
+        query, key, value = (
+            part.contiguous() if is_copied else part
+            for part, is_copied in zip((query, key, value), self.copied, strict=True)
+        )
         query, key = self.q_layernorm(query), self.k_layernorm(key)
         query, key, value = (heads.movedim((self.batch_dim, 2), (0, 1)) for heads in (query, key, value))
         return query, key, value

@@ -57,7 +57,7 @@ def _norm(config: ModelConfig, *, fp32_residual: bool) -> type[nn.Module]:
         return getattr(source, ("MixedFused" if fp32_residual else "Fused") + config.normalization)
     if fp32_residual:
         return {"LayerNorm": Fp32ResidualLayerNorm, "RMSNorm": Fp32ResidualRMSNorm}[config.normalization]
-    return {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization]
+    return {"LayerNorm": nn.LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
 
 
 def _sharded_norm(norm: type[nn.Module], group: ProcessGroup) -> type[nn.Module]:
@@ -80,11 +80,47 @@ class Fp32ResidualLayerNorm(nn.LayerNorm):
         return F.layer_norm(hidden, self.normalized_shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
-class Fp32ResidualRMSNorm(nn.RMSNorm):
-    """The same without mean and bias."""
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) x weight (arXiv 1910.07467), which keeps its input alone for the backward pass."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, self.normalized_shape, self.weight.float(), self.eps).to(self.weight.dtype)
+        return rms_norm(hidden, self.weight, self.eps or 0.0)
+
+
+class Fp32ResidualRMSNorm(nn.RMSNorm):
+    """The same of an fp32 residual stream; its output has the type of the weights."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return rms_norm(hidden, self.weight.float(), self.eps or 0.0).to(self.weight.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension, computed in fp32; the output has the type of ``x``.
+
+    torch's has one kernel on GPUs. On a CPU it runs step by step, and would keep the normalized input, too.
+    """
+    if x.device.type != "cpu":
+        return F.rms_norm(x, weight.shape, weight, eps)
+    output: Tensor = _RMSNorm.apply(x, weight, eps)
+    return output
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed, wide = x.float() * scale, grad.float()
+        of_weight = (wide * normed).flatten(0, -2).sum(0)
+        wide = wide * weight
+        of_x = (wide - normed * (wide * normed).mean(-1, keepdim=True)).mul_(scale)
+        return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
 def bias_gelu(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor] | None:

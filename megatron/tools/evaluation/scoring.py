@@ -57,7 +57,7 @@ class ForwardModel:
         dtype = torch.float32 if config.fp32_residual_connection else DTYPES[config.dtype]
         hidden = torch.empty(*shape, config.hidden_size, dtype=dtype, device=tokens.device)
         dist.recv(hidden, dist.get_global_rank(group, group.rank() - 1), group)
-        return (hidden, segment_ids_of(tokens, config.eod_token)) if config.reset_attention_mask else hidden
+        return (hidden, segment_ids_of(tokens, config.eod_token)) if config.layers_need_segment_ids else hidden
 
     def _send(self, hidden: Tensor) -> None:
         group = self.layout.pipe_group

@@ -94,7 +94,7 @@ def activations(run: RunConfig) -> Activations:
     # sequence, parts of them, too.
     copies = 2 if z.t == 1 else 4 if z.stream == z.tokens else 6
     return Activations(
-        layer=_kept(z, block) + (0 if run.model.recomputes_attention else scores),
+        layer=_kept(z, block) + _shared_keys(run, z) + (0 if run.model.recomputes_attention else scores),
         scores=scores,
         kept_input=_kept_input(run, hidden, z.t),
         front=_kept(z, front),
@@ -102,7 +102,7 @@ def activations(run: RunConfig) -> Activations:
         logits=2 * logits * z.element + _loss_rows(run, z),
         stored_logits=logits * z.element,
         hidden=hidden,
-        passing=2 * z.tokens * z.f * z.element // z.t + copies * whole,
+        passing=(4 if run.model.swiglu else 2) * z.tokens * z.f * z.element // z.t + copies * whole + _gathered(run, z),
     )
 
 
@@ -114,6 +114,20 @@ def _kept(z: Sizes, layers: Sequence[LayerSpec]) -> int:
         total += z.stream * hidden + z.tokens * kept.index_bytes
         total += z.tokens * kept.sharded * z.element // z.t
     return total
+
+
+def _shared_keys(run: RunConfig, z: Sizes) -> int:
+    """What a rank keeps of a key and value head that it shares with others, beyond its part of them."""
+    model, parts = run.model, run.parallel.ds_sequence_parallel_size
+    beyond = max(parts - model.query_groups / z.t, 0)
+    return int(beyond * z.tokens * model.head_size * z.element * (3 if model.qk_layernorm else 2))
+
+
+def _gathered(run: RunConfig, z: Sizes) -> int:
+    """The queries, keys and values of all ranks, where there are more ranks than key and value heads."""
+    model = run.model
+    columns = (model.num_attention_heads + 2 * model.query_groups) * model.head_size
+    return z.tokens * columns * z.element if z.t > model.query_groups else 0
 
 
 def _loss_rows(run: RunConfig, z: Sizes) -> int:

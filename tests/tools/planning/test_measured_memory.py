@@ -12,6 +12,10 @@ from support.programs import TINY_MODEL
 MODEL = "--hidden-size 64 --seq-length 64 --max-position-embeddings 64 --batch-size 4 --gas 4 --train-iters 20"
 STILL = "--attention-dropout 0 --hidden-dropout 0"
 LONG = "--seq-length 512 --max-position-embeddings 512 --batch-size 1"
+LLAMA = (
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+    "--untie-embeddings-and-output-weights"
+)
 BUCKET = "--zero-reduce-bucket-size 5000"
 
 ON_ONE = [
@@ -31,6 +35,11 @@ BERT_ON_ONE = [
     f"{STILL} --checkpoint-activations",
     f"--bf16 --zero-stage 1 {BUCKET}",
 ]
+LLAMA_ON_ONE = [
+    f"{STILL} {LLAMA}",
+    f"{STILL} {LLAMA} --num-query-groups 2 --bf16 --zero-stage 1 {BUCKET}",
+    f"{STILL} {LLAMA} --num-query-groups 2 --kv-channels 24 --qk-layernorm",
+]
 ON_TWO = [
     f"{STILL} --zero-stage 0",
     f"--zero-stage 1 {BUCKET}",
@@ -46,6 +55,7 @@ ON_TWO = [
     f"{STILL} --pipe-parallel-size 2 --bf16 --zero-stage 1 --grad-accum-dtype fp32 --checkpoint-activations {BUCKET}",
     f"{STILL} --bf16 --zero-stage 3 {BUCKET}",
     f"{STILL} --zero-stage 3 {BUCKET}",
+    f"{STILL} {LLAMA} --num-query-groups 1 --model-parallel-size 2 --sequence-parallel",
 ]
 
 
@@ -55,6 +65,10 @@ def test_memory_on_one_process(run_ranks_once, programs):
 
 def test_memory_on_two_processes(run_ranks_once, programs):
     check_layouts(run_ranks_once, programs, 2, ON_TWO)
+
+
+def test_memory_of_llama(run_ranks_once, programs):
+    check_layouts(run_ranks_once, programs, 1, LLAMA_ON_ONE)
 
 
 def test_memory_of_bert(run_ranks_once, programs):
