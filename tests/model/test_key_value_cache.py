@@ -11,6 +11,10 @@ CONFIG = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64, max_position_embeddings=16,
     vocab_size=50, padded_vocab_size=50, eod_token=49, init_method_std=0.3,
 )  # fmt: skip
+LLAMA = {
+    "num_query_groups": 2, "kv_channels": 6, "position_embedding_type": "rope", "normalization": "RMSNorm",
+    "swiglu": True, "qk_layernorm": True,
+}  # fmt: skip
 KINDS = {
     "plain": {},
     "sequence first": {"shape_order": "SBH"},
@@ -20,6 +24,9 @@ KINDS = {
     "residual after the norm": {"apply_residual_connection_post_layernorm": True},
     "documents apart": {"reset_attention_mask": True, "reset_position_ids": True},
     "positions of documents": {"reset_position_ids": True},
+    "grouped queries": LLAMA,
+    "grouped queries in a window": {**LLAMA, "pre_tokens": 3},
+    "grouped queries, softmax in fp32": {**LLAMA, "attention_softmax_in_fp32": True},
 }
 
 
@@ -34,7 +41,9 @@ def difference(settings: dict) -> float:
     model = GPT2Model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig())).eval()
     tokens = torch.randint(0, 49, (3, 12), generator=torch.Generator().manual_seed(1))
     begins, worst, done = torch.tensor([0, 4, 2]), 0.0, 0
-    cache = KeyValueCache(config, begins, 12, heads=4, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KeyValueCache(
+        config, begins, 12, heads=config.query_groups, dtype=torch.float32, device=torch.device("cpu")
+    )
     with torch.no_grad():
         for step in (5, 1, 3, 1, 2):
             if done == 6:  # row 2 is continued twice, and row 1 is dropped

@@ -18,6 +18,12 @@ from megatron.config.model import padded_vocabulary
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.rotary import RotaryEmbedding
 from megatron.parallel.layout import ParallelLayout
+from megatron.tools.convert.inspection import find
+from megatron.tools.convert.inspection import read_config as read_checkpoint_config
+from megatron.tools.convert.load_and_save import write_checkpoint
+from megatron.tools.convert.whole_model import WholeModel
+from megatron.tools.inference.model import DecodingBatch, LanguageModel, load_model
+from megatron.tools.inference.source import Source
 
 SIZES = {
     "hidden_size": 32,
@@ -138,6 +144,78 @@ def _gathered(part: Tensor, layout: ParallelLayout) -> list[Tensor]:
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part.detach().contiguous(), group=layout.tensor_group)
     return parts
+
+
+NEW_TOKENS = 50
+PROMPTS = [[5], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20], [3, 9, 3]]
+
+
+def test_greedy_tokens_are_those_of_transformers(run_ranks, references, tmp_path: Path) -> None:
+    """From a checkpoint, with and without a cache, on one rank, and on four that share two key and value heads."""
+    expected = {}
+    for name in ("llama", "mistral", "qwen3"):
+        model, reference = hugging_face(name).eval(), references[name]
+        model.generation_config.eos_token_id = None
+        expected[name] = [_generated(model, prompt) for prompt in PROMPTS]
+        (tmp_path / name).mkdir()
+        whole = WholeModel(replace(reference.config, padded_vocab_size=reference.config.vocab_size), reference.weights)
+        write_checkpoint(tmp_path / name, whole, vocab_file=None, merge_file=None)
+    assert max(len(set(tokens)) for tokens in expected["llama"]) > 10, "no text that any model would write"
+    assert run_ranks(1, greedy_tokens, tmp_path, [*expected], False) == [expected]
+    for size in (1, 4):
+        assert run_ranks(size, greedy_tokens, tmp_path, [*expected], True) == [expected] * size
+
+
+def _generated(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    tokens = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
+    return tokens[0, len(prompt) :].tolist()
+
+
+def greedy_tokens(folder: Path, names: list[str], use_cache: bool) -> dict[str, list[list[int]]]:
+    """What each checkpoint continues PROMPTS with, on the ranks that this is called on."""
+    size, found = dist.get_world_size(), {}
+    layout = ParallelLayout.create(ParallelConfig(model_parallel_size=size, world_size=size))
+    for name in names:
+        place = find(folder / name)
+        source = Source(place, read_checkpoint_config(place), None)
+        model = LanguageModel(load_model(source, layout), source.config, layout.tensor_group)
+        batch = DecodingBatch(model, PROMPTS, context=64, new_tokens=NEW_TOKENS, use_cache=use_cache)
+        for _ in range(NEW_TOKENS):
+            batch.append(batch.logits.argmax(-1).tolist())
+        found[name] = [tokens[len(prompt) :] for tokens, prompt in zip(batch.sequences, PROMPTS, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_positions_restart_after_each_document(run_ranks, references, apart: bool) -> None:
+    """As transformers computes with these positions, where tokens attend to earlier documents and where they do not."""
+    tokens = TOKENS.masked_fill(TOKENS == 4, 5)
+    tokens[0, [6, 15]] = tokens[1, 9] = 4
+    ends = (tokens == 4).int()
+    document = ends.cumsum(-1) - ends
+    positions = torch.stack([(row.unsqueeze(1) == row).tril().sum(-1) - 1 for row in document])
+    model = hugging_face("llama").eval()
+    mask = torch.ones(2, 1, 24, 24, dtype=torch.bool).tril()
+    if apart:
+        mask &= (document.unsqueeze(-1) == document.unsqueeze(-2)).unsqueeze(1)
+    scores = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    expected = model(tokens, attention_mask=scores, position_ids=positions).logits.detach()
+    assert (expected - model(tokens).logits).abs().max() > 0.1
+    settings = {"eod_token": 4, "reset_position_ids": True, "reset_attention_mask": apart}
+    reference = references["llama"]._replace(config=replace(references["llama"].config, **settings))
+    for found in run_ranks(2, logits_on_rank, reference, tokens):
+        assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def logits_on_rank(reference: Reference, tokens: Tensor) -> Tensor:
+    """Logits [b, s, v] of ``tokens``, with tensor and sequence parallelism over all ranks."""
+    size = dist.get_world_size()
+    parallel = ParallelConfig(model_parallel_size=size, world_size=size, sequence_parallel=True)
+    layout, rows = ParallelLayout.create(parallel), padded_vocabulary(reference.config.vocab_size, size, 1)
+    model = GPT2Model(replace(reference.config, padded_vocab_size=rows), ActivationConfig(), layout)
+    for key, parameter in model.named_parameters():
+        parameter.data.copy_(_shard(key, reference.weights[key], parameter, rows))
+    return torch.cat(_gathered(model(tokens), layout), -1)[..., : reference.config.vocab_size]
 
 
 @pytest.mark.parametrize("name", MODELS)

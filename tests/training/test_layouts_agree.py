@@ -14,6 +14,11 @@ SETTINGS = (
     " --clip-grad 0.4 --eval-iters 1 --eval-interval 5 --eod-mask-loss"
 ).split()
 
+LLAMA = (
+    "--num-query-groups 2 --kv-channels 10 --swiglu --normalization RMSNorm --position-embedding-type rope"
+    " --disable-bias-linear --qk-layernorm --untie-embeddings-and-output-weights --reset-position-ids"
+)
+
 LAYOUTS = {
     "tp2": (2, "--model-parallel-size 2"),
     "pp2": (2, "--pipe-parallel-size 2"),
@@ -77,6 +82,14 @@ LAYOUTS = {
         4,
         "--model-parallel-size 2 --pipe-parallel-size 2 --reset-attention-mask --reset-position-ids",
     ),
+    "llama-tp2-sequence-recompute": (
+        2,
+        f"{LLAMA} --model-parallel-size 2 --sequence-parallel --checkpoint-activations",
+    ),
+    "llama-tp2-ulysses2-zero2": (
+        4,
+        f"{LLAMA} --model-parallel-size 2 --ds-sequence-parallel-size 2 --zero-stage 2",
+    ),
 }
 
 
@@ -107,20 +120,43 @@ def one_process_with_documents(train) -> Path:
     return train(1, "--reset-attention-mask --reset-position-ids")
 
 
+@pytest.fixture(scope="module")
+def one_process_llama(train) -> Path:
+    return train(1, LLAMA)
+
+
+REFERENCES = {"documents": "one_process_with_documents", "llama": "one_process_llama"}
+"""The first word of a layout's name, and the run that it is compared with."""
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_agrees_with_one_process(train, run_ranks, layout, request):
-    reference = request.getfixturevalue("one_process_with_documents" if "documents" in layout else "one_process")
+    reference = request.getfixturevalue(REFERENCES.get(layout.split("-")[0], "one_process"))
     processes, flags = LAYOUTS[layout]
     folder = train(processes, flags)
     expected, found = read_metrics(reference / "metrics"), read_metrics(folder / "metrics")
     assert len(found) == len(expected) == ITERATIONS + 3  # two validations and the test
+    compare_metrics(expected, found, layout)
+    assert any(line.get("grad_norm", 0) > 0.4 for line in expected), "clipping had nothing to do"
+    (differences,) = run_ranks(1, compare_weights, str(reference / "checkpoint"), str(folder / "checkpoint"))
+    assert not differences
+
+
+def test_llama_resumes_on_another_layout(train, one_process_llama):
+    """From tensor parallel 2 to two pipeline stages after half of the iterations."""
+    saved = train(2, f"{LLAMA} --model-parallel-size 2 --exit-interval 5")
+    resumed = train(2, f"{LLAMA} --pipe-parallel-size 2 --load {saved / 'checkpoint'}")
+    found = read_metrics(resumed / "metrics")
+    expected = [line for line in read_metrics(one_process_llama / "metrics") if line["iteration"] > 5]
+    assert len(found) == len(expected) == 7
+    compare_metrics(expected, found, "resumed")
+
+
+def compare_metrics(expected: list[dict], found: list[dict], layout: str) -> None:
     for one, other in zip(expected, found, strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() & {"lm_loss", "grad_norm", "learning_rate", "validation_loss", "test_loss"}:
             assert other[name] == pytest.approx(one[name], rel=TOLERANCE), (layout, one["iteration"], name)
-    assert any(line.get("grad_norm", 0) > 0.4 for line in expected), "clipping had nothing to do"
-    (differences,) = run_ranks(1, compare_weights, str(reference / "checkpoint"), str(folder / "checkpoint"))
-    assert not differences
 
 
 def compare_weights(one: str, other: str) -> list[str]:
