@@ -1,20 +1,22 @@
-"""Write the generated pages in docs/: layouts.md, command-line.md and classic-flags.md, from the rules and flags."""
+"""Write the generated pages in docs/: layouts.md, command-line.md and classic-flags.md, and a table of models.md."""
 
 import argparse
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.config import flag_fields
+from megatron.config import ModelConfig, default_ffn_hidden_size, flag_fields
 from megatron.config.command_line import resolve_run
 from megatron.config.command_line.classic_flags import OUTCOMES, UNCHANGED
 from megatron.config.command_line.flags import read_flags
 from megatron.config.command_line.parser import build_parser
 from megatron.config.fields import flag_name
+from megatron.config.presets import PRESETS
 from megatron.config.validation import RULES
 from megatron.model.architectures import ARCHITECTURES
 from megatron.tools.command_line import ToolParser, run_tool
@@ -141,7 +143,12 @@ def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("--output", type=Path, default=ROOT / "docs", metavar="DIR", help="folder of the pages")
     args = parser.parse_args()
-    pages = {"layouts.md": layouts(), "command-line.md": command_line(), "classic-flags.md": classic_flags()}
+    pages = {
+        "layouts.md": layouts(),
+        "command-line.md": command_line(),
+        "classic-flags.md": classic_flags(),
+        "models.md": models((ROOT / "docs" / "models.md").read_text()),
+    }
     for name, text in pages.items():
         with atomic_file(args.output / name, "--output") as file:
             file.write(text)
@@ -242,6 +249,34 @@ def outcome_rows(kind: str) -> Iterator[str]:
     for text, flags in names.items():
         marked = re.sub(r"--[a-zA-Z][\w-]*", r"`\g<0>`", text)
         yield f"| {', '.join(flags)} | {marked} |\n"
+
+
+PRESETS_BEGIN, PRESETS_END = "<!-- presets -->\n", "<!-- end of presets -->\n"
+PRESETS_COLUMNS = ("preset", "layers", "hidden", "heads", "MLP", "sequence", "vocabulary", "parameters")
+
+
+def models(page: str) -> str:
+    """``page`` with a new table of presets between its two marks."""
+    before, _, rest = page.partition(PRESETS_BEGIN)
+    lines = [f"| {' | '.join(PRESETS_COLUMNS)} |\n", "|---|" + "---:|" * (len(PRESETS_COLUMNS) - 1) + "\n"]
+    lines += [f"| {' | '.join(preset_row(name))} |\n" for name in PRESETS]
+    return f"{before}{PRESETS_BEGIN}{''.join(lines)}{PRESETS_END}{rest.partition(PRESETS_END)[2]}"
+
+
+def preset_row(name: str) -> list[str]:
+    """The cells of a preset; its number of parameters is that of the layers."""
+    preset = PRESETS[name]
+    flags = {"max_position_embeddings": preset.flags["seq_length"], **preset.flags}
+    fields = {field: value for field, value in flags.items() if field != "seq_length"}
+    spec = next(spec for spec in ARCHITECTURES.values() if spec.program == preset.program)
+    model = ModelConfig(**fields, architecture=spec.name, padded_vocab_size=preset.vocab_size)
+    model = replace(model, ffn_hidden_size=model.ffn_hidden_size or default_ffn_hidden_size(model))
+    parameters = sum(parameter.numel for parameter in spec.named_parameters(model).values())
+    heads = f"{model.num_attention_heads}"
+    if model.query_groups != model.num_attention_heads:
+        heads += f" in {model.query_groups} groups"
+    sizes = (model.ffn_hidden_size, flags["seq_length"], preset.vocab_size, parameters)
+    return [f"`{name}`", f"{model.num_layers}", f"{model.hidden_size:,}", heads, *(f"{size:,}" for size in sizes)]
 
 
 def task_flags() -> Iterator[str]:

@@ -63,6 +63,30 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
     }
 
 
+def layer_kinds(model: ModelConfig) -> list[str]:
+    """How the layers of ``model`` differ from GPT-2's, such as RMSNorm and SwiGLU; empty if they do not."""
+    scaling = f", long waves x {model.rope_scaling_factor:g}" if model.use_rope_scaling else ""
+    share = f", {model.rotary_percent:.0%} of each head" if model.rotary_percent < 1 else ""
+    biases = "biases for queries, keys and values only" if model.qkv_bias else "no biases"
+    kinds = {
+        model.normalization: model.normalization != "LayerNorm",
+        "SwiGLU": model.swiglu,
+        f"rotary positions (base {model.rotary_base:,.0f}{scaling}{share})": model.has_rotary_embedding,
+        "no positions": model.position_embedding_type == "none",
+        "normalized queries and keys": model.qk_layernorm,
+        biases: not model.linear_bias,
+        "an output layer of its own": model.untie_embeddings_and_output_weights,
+    }
+    return [words for words, is_so in kinds.items() if is_so]
+
+
+def _heads(model: ModelConfig) -> str:
+    """The number of heads; their size and that of groups where they do not follow from it."""
+    heads, groups = model.num_attention_heads, model.query_groups
+    size = f" of {model.head_size}" if model.head_size * heads != model.hidden_size else ""
+    return f"{counted(heads, 'head')}{size}" + (f" in {counted(groups, 'query group')}" if groups != heads else "")
+
+
 def describe_stages(run: RunConfig) -> str:
     """A table of the pipeline stages: layers, parameters and share of the forward FLOPs."""
     stages = plan(run)

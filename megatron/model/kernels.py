@@ -99,7 +99,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     torch's has one kernel on GPUs. On a CPU it runs step by step, and would keep the normalized input, too.
     """
-    if x.device.type != "cpu":
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.rms_norm(x, weight.shape, weight, eps)
     output: Tensor = _RMSNorm.apply(x, weight, eps)
     return output

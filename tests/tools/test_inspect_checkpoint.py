@@ -9,7 +9,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.programs import Finished, Programs
 
-from megatron.tools.convert.inspection import find
+from megatron.config import ModelConfig
+from megatron.tools.convert.inspection import Found, facts, find
 from megatron.tools.convert.load_and_save import read_weights
 from megatron.tools.convert.report import are_equal, differences, differences_as_text, heading
 
@@ -39,6 +40,21 @@ def test_facts_about_a_folder(programs: Programs, copy: Path):
     assert ["", "attention.query_key_value.weight", "96 x 32", "float32"] in [
         [part.strip() for part in row if part.strip() or part == row[0]][:4] for row in rows
     ]
+
+
+def test_kinds_of_layers_are_named(tmp_path: Path):
+    model = ModelConfig(
+        num_layers=4, hidden_size=48, num_attention_heads=4, num_query_groups=2, kv_channels=10, swiglu=True,
+        normalization="RMSNorm", position_embedding_type="rope", use_rope_scaling=True, rotary_base=5e5,
+        disable_bias_linear=True, add_qkv_bias=True, qk_layernorm=True, untie_embeddings_and_output_weights=True,
+    )  # fmt: skip
+    shown = heading(facts(Found(tmp_path, "safetensors"), None, model))
+    assert "heads 4" in shown and "query groups 2, head size 10\n" in shown
+    assert (
+        "  layers      RMSNorm; SwiGLU; rotary positions (base 500,000, long waves x 8); normalized queries and keys; "
+        "biases for queries, keys and values only; an output layer of its own\n"
+    ) in shown
+    assert "\n  layers " not in heading(facts(Found(tmp_path, "safetensors"), None, ModelConfig()))
 
 
 def test_every_parameter_is_measured(programs: Programs, trained: Path, merged: Path):

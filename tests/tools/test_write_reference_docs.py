@@ -6,19 +6,28 @@ from pathlib import Path
 
 from megatron.config import flag_fields
 from megatron.config.fields import flag_name
+from megatron.config.presets import PRESETS
 from megatron.config.validation import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = ROOT / "docs" / "layouts.md"
 COMMAND_LINE = ROOT / "docs" / "command-line.md"
 CLASSIC_FLAGS = ROOT / "docs" / "classic-flags.md"
+MODELS = ROOT / "docs" / "models.md"
 
 
 def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "tools" / "write_reference_docs.py", "--output", tmp_path], check=True)
-    for page in (LAYOUTS, COMMAND_LINE, CLASSIC_FLAGS):
+    for page in (LAYOUTS, COMMAND_LINE, CLASSIC_FLAGS, MODELS):
         written = (tmp_path / page.name).read_text()
         assert page.read_text() == written, "run python tools/write_reference_docs.py"
+
+
+def test_the_published_numbers_of_parameters_are_on_the_page() -> None:
+    page = MODELS.read_text()
+    for name, preset in PRESETS.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        assert preset.parameters is None or row.endswith(f" {preset.parameters:,} |")
 
 
 def test_every_rule_is_on_the_page() -> None:

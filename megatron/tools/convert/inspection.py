@@ -17,6 +17,7 @@ from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, counted
 from megatron.config.huggingface import HF_CONFIG
 from megatron.config.huggingface import read_config as read_folder_config
+from megatron.config.summary import layer_kinds
 from megatron.model.architectures import GPT2, architecture_of
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.progress import progress_bar
@@ -176,6 +177,12 @@ def facts(found: Found, description: Mapping[str, Any] | None, config: ModelConf
         known["holds"] = _holds(found, description)
     if config is not None:
         known["model"] = {words: getattr(config, name) for name, words in _SIZES.items()}
+        if config.query_groups != config.num_attention_heads:
+            known["model"]["query groups"] = config.query_groups
+        if config.head_size * config.num_attention_heads != config.hidden_size:
+            known["model"]["head size"] = config.head_size
+        if kinds := layer_kinds(config):
+            known["kinds"] = kinds
     architecture = GPT2 if config is None else architecture_of(config)
     return known | {"loaded_by": loaders(found, description, architecture)}
 

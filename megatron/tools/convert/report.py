@@ -55,6 +55,7 @@ _TITLES = {
     "consumed_tokens": "tokens",
     "layout": "layout",
     "model": "model",
+    "kinds": "layers",
     "holds": "contains",
     "versions": "versions",
     "whole": "complete",

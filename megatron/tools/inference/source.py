@@ -120,6 +120,12 @@ def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
                 f"{size} tensor-parallel ranks cannot share a model of {name} {getattr(config, name)}; start a number "
                 "of processes that divides it"
             )
+    groups = config.query_groups
+    if groups % size and size % groups:
+        raise ConfigError(
+            f"{size} tensor-parallel ranks cannot share a model of {groups} query groups: neither is a multiple of the "
+            "other; start another number of processes"
+        )
     return replace(
         config,
         padded_vocab_size=-(-config.vocab_size // size) * size,

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError
-from megatron.tools.inference.source import TokenizerFiles, open_source
+from megatron.tools.inference.source import TokenizerFiles, config_on, open_source
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +26,12 @@ def kinds(programs, cut: Path, foreign: Path, tmp_path_factory) -> dict[str, Pat
         "safetensors": folder / "one.safetensors",
         "huggingface": foreign,
     }
+
+
+def test_ranks_that_cannot_share_the_query_groups() -> None:
+    model = ModelConfig(num_attention_heads=12, num_query_groups=3, ffn_hidden_size=64, vocab_size=50)
+    with pytest.raises(ConfigError, match="2 tensor-parallel ranks cannot share a model of 3 query groups"):
+        config_on(model, 2, "fp32")
 
 
 def weights_agree(paths: dict[str, Path]) -> list[str]:
