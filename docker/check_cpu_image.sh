@@ -111,7 +111,7 @@ case "${STAGE:-}" in
 hosts) two_containers && exit ;;
 esac
 configure
-mkdir -p "$CHECKOUT"
+rm -rf "$CHECKOUT" && mkdir -p "$CHECKOUT"
 (cd "$ROOT" && git ls-files -z | tar --null --files-from=- -c) | tar -C "$CHECKOUT" -x
 mkdir -p "$CHECKOUT/data" "$CHECKOUT/checkpoints"
 chown $USER_ID "$CHECKOUT/data" "$CHECKOUT/checkpoints"
