@@ -7,6 +7,8 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.config.errors import ConfigError, DataError
@@ -82,6 +84,17 @@ def find_sources(
     if errors:
         raise DataError(errors)
     return sources
+
+
+def check_token_type(data: DataConfig, tokens: int) -> None:
+    """Raises DataError if a data set stores its tokens in too few bytes for ids below ``tokens``."""
+    for prefix in data.prefixes:
+        dtype = IndexedDataset(prefix).dtype
+        if np.iinfo(dtype).max < tokens - 1:
+            raise DataError(
+                f"{prefix}.bin stores tokens as {dtype.name}, which does not hold the {tokens} tokens of "
+                f"{data.vocab_file}: it was made with another tokenizer; make it again with tools/preprocess_data.py"
+            )
 
 
 def all_sources(data: DataConfig, *, warmup: bool = False) -> dict[str, tuple[Source, ...]]:

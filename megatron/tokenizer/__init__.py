@@ -51,6 +51,8 @@ class Vocabulary:
     """Tokens, before any padding."""
     eod: int
     """Id that ends a document."""
+    tokens: int | None = None
+    """Tokens of a published tokenizer, without the rows that only the model has; None of another."""
 
 
 TOKENIZERS: dict[str, Callable[..., Tokenizer]] = {
@@ -103,4 +105,6 @@ def read_vocabulary(
 ) -> Vocabulary:
     """Size and end of document of a vocabulary. Checks all its files; raises as ``build_tokenizer``."""
     tokenizer = build_tokenizer(kind, vocab_file, merge_file, vocab_size, eod_token)
+    if isinstance(tokenizer, HuggingFaceTokenizer | GPTSentencePieceTokenizer):
+        return Vocabulary(tokenizer.vocab_size, tokenizer.eod, tokenizer.tokens)
     return Vocabulary(tokenizer.vocab_size, tokenizer.eod)

@@ -23,11 +23,13 @@ class HuggingFaceTokenizer(RustTokenizer):
     ``tokenize`` adds no special token, neither at the beginning nor at the end, and does not look for special tokens in
     texts: a document cannot end itself by quoting one. (``transformers`` looks for them unless it is given
     ``split_special_tokens=True``.) ``detokenize`` spells special tokens out; an id without a token has no text.
+    Of a WordLevel or Unigram model a text is not safe: a special token may be one of its words.
 
     Attributes:
         path: the tokenizer.json.
         vocab_size: its tokens with the added ones (or the highest id and one, if ids are left out), or the size that is
             asked for, if the model has more rows.
+        tokens: the same without these rows.
         eod: the eos_token that a file beside it names, of ``CONFIG_FILES`` the first that does.
         bos: id of the bos_token that such a file names, which begins texts of some models; None without one.
         special_tokens: ids of the special tokens by their text.
@@ -54,6 +56,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         self.special_tokens = {token.content: id for id, token in sorted(added.items()) if token.special}
         size = max(self._tokens.values(), default=-1) + 1
         super().__init__(encoder, checked_size(self.path, size, vocab_size))
+        self.tokens = size
         self.bos = self._special("bos", configs, None)
         eod = self._special("eos", configs, eod_token)
         if eod is None:

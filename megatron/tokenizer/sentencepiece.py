@@ -17,6 +17,7 @@ class GPTSentencePieceTokenizer:
 
     Attributes:
         vocab_size: its pieces, or the size that is asked for, if the model has more rows.
+        tokens: the same without these rows.
         eod: the model's own end of a sentence, ``</s>`` for most.
         bos: id of the model's own beginning of a sentence; None without one.
         special_tokens: ids of the control tokens by their text.
@@ -41,7 +42,7 @@ class GPTSentencePieceTokenizer:
         self._model = _read_model(path)
         pieces = self._model.get_piece_size()
         self.vocab_size = checked_size(path, pieces, vocab_size)
-        self._pieces = pieces
+        self.tokens = pieces
         self.bos: int | None = None if self._model.bos_id() < 0 else self._model.bos_id()
         self.special_tokens = {self._model.id_to_piece(id): id for id in range(pieces) if self._model.is_control(id)}
         self.eod: int = self._model.eos_id()
@@ -67,7 +68,7 @@ class GPTSentencePieceTokenizer:
         """The text of ``ids``; half a character becomes U+FFFD. Raises DataError for an id outside the vocabulary."""
         ids = [int(id) for id in ids]
         check_known(ids, self.vocab_size)
-        return self._model.decode([id for id in ids if id < self._pieces])
+        return self._model.decode([id for id in ids if id < self.tokens])
 
 
 def _read_model(path: str) -> Any:

@@ -17,6 +17,7 @@ from megatron.config.errors import CheckpointError, ConfigError, DataError, Reso
 from megatron.config.huggingface import read_config, shape_problems
 from megatron.config.model import padded_vocabulary
 from megatron.data.datasets import check_data
+from megatron.data.splits import check_token_type
 from megatron.model.architectures import architecture_of
 from megatron.tokenizer import read_vocabulary
 
@@ -80,6 +81,8 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
         return run
     check_tokenizer_folder(data.tokenizer_type, data.tokenizer_model)
     vocabulary = read_vocabulary(data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size, data.eod_text)
+    if vocabulary.tokens is not None and not data.mock_data and not is_provided:
+        check_token_type(data, vocabulary.tokens)
     multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
     model = replace(
         run.model,

@@ -5,17 +5,25 @@ import json
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
+from support.command_lines import CPU
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from megatron.checkpoint.fingerprint import tokenizer_hash
+from megatron.config.command_line import parse_run
 from megatron.config.data import HUGGINGFACE, SENTENCEPIECE, TOKENIZER_FILES
 from megatron.config.errors import DataError
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
 from megatron.tools.inference.generator import Detokenizer
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.tools.preprocess.job import Job
+from megatron.tools.preprocess.preprocess import preprocess
+from megatron.training.preflight import check
 
 STRINGS = 1500
 CORPUS = [
@@ -194,3 +202,32 @@ def test_broken_files(tmp_path: Path, encoder: tokenizers.Tokenizer) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match="config.json: not JSON"):
         build_tokenizer(HUGGINGFACE, str(path), None)
+
+
+def test_large_vocabulary(tmp_path: Path) -> None:
+    """From text to a run's vocabulary: ids of four bytes, read back; data of two bytes are another tokenizer's."""
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{id}": id for id in range(3, 70_000)}}
+    encoder = tokenizers.Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    encoder.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    encoder.add_special_tokens(["<unk>", "<s>", "</s>"])
+    encoder.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (tmp_path / "text.txt").write_text("w3 w69999 new w65536\n" * 40)
+    kind = {"tokenizer_type": HUGGINGFACE, "vocab_file": str(tmp_path / "tokenizer.json")}
+    tokens = {"append_eod": True, "prepend_bos": True}
+    job = Job(inputs=(tmp_path / "text.txt",), output_prefix=str(tmp_path / "a"), **kind, **tokens)
+    preprocess(job, lambda summary: None, lambda error: None)
+    data = IndexedDataset(f"{tmp_path}/a_text_document")
+    assert (data.dtype, data.get(0).tolist()) == (np.int32, [1, 3, 69_999, 0, 65_536, 2])
+    with IndexedDatasetBuilder(f"{tmp_path}/b", np.dtype(np.uint16)) as builder:
+        builder.add_documents(np.full(400, 3), [[40]] * 10)
+    line = (
+        "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --batch-size 1 --train-iters 2 --lr 1 "
+    )
+    line += f"--split 8,1,1 --tokenizer-model {tmp_path} --vocab-size 70016 --save {tmp_path}/s --data-path {tmp_path}"
+    run = check(parse_run(f"{line}/a_text_document".split(), CPU))[0]
+    assert (run.model.vocab_size, run.model.padded_vocab_size, run.model.eod_token) == (70_016, 70_016, 2)
+    other = check(parse_run(f"{line}/a_text_document --eod-token <s>".split(), CPU))[0]
+    assert run.data.tokenizer_hash != other.data.tokenizer_hash
+    with pytest.raises(DataError, match="b.bin stores tokens as uint16, which does not hold the 70000 tokens of"):
+        check(parse_run(f"{line}/b".split(), CPU))
