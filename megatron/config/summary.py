@@ -49,7 +49,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
         f" x PP {parallel.pipe_stages}{sequence} x DP {parallel.data_parallel_size},"
         f" {engine}, ZeRO {run.zero.zero_stage}",
         "model": f"{model.model_preset or model.architecture}, {counted(model.num_layers, 'layer')},"
-        f" hidden {model.hidden_size}, {counted(model.num_attention_heads, 'head')}{_kinds(model)},"
+        f" hidden {model.hidden_size}, {', '.join([_heads(model), *layer_kinds(model)])},"
         f" sequence {run.data.seq_length}, vocabulary {vocabulary}",
         "data": _data(run.data) if architecture_of(run.model).is_language_model else "labeled rows",
         "batch": f"{counted(train.global_batch_size, 'sample')} = micro {train.micro_batch_size}"
@@ -101,19 +101,6 @@ def describe_stages(run: RunConfig) -> str:
         f"{max(costs) * len(costs) / sum(costs):.2f}" for costs in ([stage.parameters for stage in stages], of_stages)
     ]
     return "\n".join([*lines, f"> largest stage over the mean: parameters {imbalance[0]}, FLOPs {imbalance[1]}"])
-
-
-def _kinds(model: ModelConfig) -> str:
-    """What the layers are if they are not GPT-2's, such as `` in 8 groups, RMSNorm, SwiGLU, rotary positions``."""
-    groups = model.query_groups
-    kinds = {
-        f" in {counted(groups, 'group')}": groups != model.num_attention_heads,
-        ", RMSNorm": model.normalization == "RMSNorm",
-        ", SwiGLU": model.swiglu,
-        ", rotary positions": model.has_rotary_embedding,
-        ", no positions": model.position_embedding_type == "none",
-    }
-    return "".join(kind for kind, has in kinds.items() if has)
 
 
 def _batch_steps(train: TrainConfig) -> str:

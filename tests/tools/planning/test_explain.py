@@ -79,6 +79,12 @@ def test_the_kernel_of_attention_is_named(environ, words: str, line: str) -> Non
     assert describe_config(parse(words, environ=environ))["attention"] == line
 
 
+def test_the_kinds_of_layers_are_named() -> None:
+    words = "--num-query-groups 2 --kv-channels 10 --swiglu --position-embedding-type rope --qk-layernorm"
+    line = describe_config(parse(words))["model"]
+    assert "heads of 10 in 2 query groups, SwiGLU, rotary positions (base 10,000), normalized queries and keys" in line
+
+
 def test_an_illegal_run_names_rule_cause_and_remedy(programs: Programs) -> None:
     words = "--world-size 4 --pipe-parallel-size 2 --zero-stage 3".split()
     finished = programs.python("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SIZES, *words)
