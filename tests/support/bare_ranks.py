@@ -1,5 +1,6 @@
 """Ranks without a launcher: none is killed when another has ended, and each has its own exit code."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,14 +14,14 @@ import psutil
 from support.hosts import INTERFACE, Hosts
 from support.ports import free_port
 from support.programs import TIME_LIMIT, TINY_MODEL, Programs
-from support.warm import start
+from support.warm import start, start_unreaped
 
 
 class BareRanks:
     """``pretrain_gpt2.py`` with a fault planted in it, on ``ranks`` of ``size``, with the tiny model and corpus.
 
     On this machine, or with ``hosts`` each on one of these. With ``corpses`` the others can see how one has ended,
-    as under a launcher that does not look; the ranks then import torch themselves.
+    as under a launcher that does not look.
     """
 
     def __init__(
@@ -42,10 +43,18 @@ class BareRanks:
         self._log = log
         log.touch()
         self._processes: dict[int, subprocess.Popen | BaseProcess] = {}
-        for place_here, rank in enumerate(range(size) if ranks is None else ranks):
-            environ = {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": "0" if hosts else str(place_here)}
-            if hosts or corpses:
-                command = [*(hosts.on(hosts.names[rank]) if hosts else ()), sys.executable, *words]
+        self._codes = log.with_suffix(".codes")
+        self._keeper: BaseProcess | None = None
+        environs = {
+            rank: {**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": "0" if hosts else str(place_here)}
+            for place_here, rank in enumerate(range(size) if ranks is None else ranks)
+        }
+        if corpses:
+            self._keeper = start_unreaped(list(environs.values()), words, programs.root, log, self._codes)
+            return
+        for rank, environ in environs.items():
+            if hosts:
+                command = [*hosts.on(hosts.names[rank]), sys.executable, *words]
                 self._processes[rank] = _start_cold(command, environ, programs.root, log)
             else:
                 self._processes[rank] = start(words, environ, programs.root, log)
@@ -59,6 +68,11 @@ class BareRanks:
 
     def ended(self, *ranks: int) -> list[int]:
         """The exit codes of ``ranks``, of all by default, once they have ended; then the others are killed."""
+        if self._keeper:
+            self._keeper.join(TIME_LIMIT)
+            self._keeper.kill()  # and the ranks with it
+            assert self._codes.exists(), f"ranks did not end:\n{self.output[-6000:]}"
+            return json.loads(self._codes.read_text())
         chosen = [self._processes[rank] for rank in ranks or self._processes]
         deadline = time.monotonic() + TIME_LIMIT
         try:

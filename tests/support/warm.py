@@ -3,6 +3,7 @@
 For tests of what a run does. How it starts under a launcher, and what it has imported by when, is for others to show.
 """
 
+import json
 import os
 import runpy
 import sys
@@ -48,6 +49,17 @@ def launch_ranks(processes: int, words: Words, environ: Mapping[str, str], folde
     return process
 
 
+def start_unreaped(ranks: list[dict[str, str]], words: Words, folder: Path, log: Path, codes: Path) -> BaseProcess:
+    """The same on ranks with these environments, of which the others can see how they have ended until all have.
+
+    ``codes`` becomes JSON: the exit code of each, in order.
+    """
+    words = [str(word) for word in words]
+    process = fork_server().Process(target=keep, args=(ranks, words, str(folder), str(log), str(codes)))
+    process.start()
+    return process
+
+
 def places(processes: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """The environment of each rank."""
     shared = {**environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
@@ -82,6 +94,15 @@ def launch(ranks: list[dict[str, str]], words: list[str], folder: str, log: str)
         code = code or os.waitstatus_to_exitcode(status)
         running.remove(ended)
     raise SystemExit(128 - code if code < 0 else code)
+
+
+def keep(ranks: list[dict[str, str]], words: list[str], folder: str, log: str, codes: str) -> None:
+    """Become the parent of a program's ranks, which reaps none before all have ended."""
+    running = [_fork_rank(place, words, folder, log) for place in ranks]
+    for process in running:
+        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
+    found = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in running]
+    Path(codes).write_text(json.dumps(found))
 
 
 def _fork_rank(place: dict[str, str], words: list[str], folder: str, log: str) -> int:
