@@ -94,6 +94,8 @@ def _to_hf(args: argparse.Namespace) -> None:
 
     model = read_model(found)
     assert model.description is not None, "a checkpoint of this suite"
+    if model.config.lora_rank:
+        raise ConfigError(f"{args.path} has adapters: merge them by merge-lora first, or write them alone by to-peft")
     bpe = read_run_bpe(model.description, *_bpe_files(args))
     carried = files_for_huggingface(found.saved.folder if found.saved else None, model.description)
     if args.vocab_file or args.merge_file:
@@ -192,6 +194,52 @@ def _from_megatron_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _merge_lora(args: argparse.Namespace) -> None:
+    """Write a checkpoint without adapters, each added to the weight of its layer, from one of --lora-rank.
+
+    pretrain_gpt2.py --load FOLDER --finetune continues from it; the other tools read it as any checkpoint.
+    """
+    found = _find(args, "tag", "folder")
+
+    from megatron.tools.convert.load_and_save import read_model, write_checkpoint
+    from megatron.tools.convert.lora import merged
+
+    model = merged(read_model(found))
+    assert model.description is not None, "a checkpoint of this suite"
+    data = model.description["config"]["data"]
+    files = {name: data.get(name) and Path(data[name]) for name in ("vocab_file", "merge_file")}
+    with _new_output(args) as folder:
+        folder.mkdir()
+        write_checkpoint(folder, model, **files, tokenizer_type=data["tokenizer_type"])
+    _report(args, model)
+
+
+def _merge_lora_flags(parser: argparse.ArgumentParser) -> None:
+    _paths(parser, "a checkpoint folder or one tag of it", "checkpoint folder to write")
+
+
+def _to_peft(args: argparse.Namespace) -> None:
+    """Write the adapters of a model of the Llama family as a folder for PeftModel.from_pretrained.
+
+    It has adapter_config.json and adapter_model.safetensors. The base model is written by to-hf from the checkpoint
+    that the training began with.
+    """
+    found = _find(args, "tag", "folder")
+
+    from megatron.tools.convert.load_and_save import read_model
+    from megatron.tools.convert.lora import write_peft
+
+    model = read_model(found)
+    with _new_output(args) as folder:
+        write_peft(folder, model, args.base)
+    print(f"{args.output}: adapters of rank {model.config.lora_rank} from {args.path}")
+
+
+def _to_peft_flags(parser: argparse.ArgumentParser) -> None:
+    _paths(parser, "a checkpoint folder or one tag of it", "folder to write")
+    parser.add_argument("--base", metavar="NAME", help="name or folder of the base model, for adapter_config.json")
+
+
 def _to_universal(args: argparse.Namespace) -> None:
     """Write the universal form of a checkpoint next to it, as TAG_universal: every parameter whole, in its own files.
 
@@ -217,6 +265,8 @@ COMMANDS = {
     "to-hf": Command(_to_hf_flags, _to_hf),
     "from-hf": Command(_from_hf_flags, _from_hf),
     "from-megatron": Command(_from_megatron_flags, _from_megatron),
+    "merge-lora": Command(_merge_lora_flags, _merge_lora),
+    "to-peft": Command(_to_peft_flags, _to_peft),
     "to-universal": Command(_to_universal_flags, _to_universal),
 }
 

@@ -26,7 +26,7 @@ from megatron.config.data import (
 from megatron.config.errors import ConfigError, counted
 from megatron.launch.rank import print_warning
 from megatron.tools.command_line import ToolParser, run_tool
-from megatron.tools.preprocess.conversations import KEYS, chat_template, find_chat_template
+from megatron.tools.preprocess.conversations import KEYS, find_chat_template
 from megatron.tools.preprocess.corpus import add_input_flags, check_inputs, format_of, text_size
 from megatron.tools.preprocess.job import Job, Summary
 from megatron.tools.preprocess.preprocess import preprocess
@@ -45,8 +45,6 @@ def main() -> None:
     check_tokenizer_folder(kind, args.tokenizer_model)
     vocab_file, merge_file = tokenizer_files(kind, args.vocab_file, args.merge_file, args.tokenizer_model)
     template = find_chat_template(args.chat_template, vocab_file) if args.format == "messages" else None
-    if template is not None:
-        chat_template(template)  # an error here is reported before any work
     job = Job(
         inputs=tuple(args.input),
         output_prefix=args.output_prefix,

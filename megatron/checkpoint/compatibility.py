@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.saved_run import SavedLayout, SavedRun, schedule_of, settings_of
-from megatron.config import RunConfig
+from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import CheckpointError
 from megatron.model.spec import architecture_of
 
@@ -102,6 +102,7 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     saved_model = saved.whole_model_config()
     saved_shape = {name: getattr(saved_model, field) for field, name in _SHAPE_FIELDS.items()}
     messages = [f"{line}: load a model of the same shape" for line in _differences(shape, saved_shape, path)]
+    messages += _adapter_differences(saved, saved_model, run)
     if not config.override:
         advice = "give --override to continue with another value, or --finetune to start anew"
         messages += [f"{line}: {advice}" for line in overridden_settings(saved, run)]
@@ -136,6 +137,25 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
         messages.append(f"{path} was saved with --no-save-rng: add --no-load-rng or --finetune")
     if messages:
         raise CheckpointError(messages)
+
+
+def _adapter_differences(saved: SavedRun, saved_model: ModelConfig, run: RunConfig) -> list[str]:
+    """A line for each reason why the adapters of ``saved`` are not those of ``run``, unless it adds new ones."""
+    if not saved_model.lora_rank and (run.checkpoint.finetune or not run.model.lora_rank):
+        return []
+    current, before = (
+        {"--lora-rank": model.lora_rank, "the adapted layers": model.adapted, "--lora-alpha": model.lora_alpha}
+        for model in (run.model, saved_model)
+    )
+    if lines := _differences(current, before, saved.path):
+        advice = "add --finetune" if not saved_model.lora_rank else "give the same, or merge it first by merge-lora"
+        return [f"{line}: {advice}" for line in lines]
+    if loads_directly(saved, run):
+        return []
+    return [
+        f"{line}: a checkpoint with adapters is resumed on the layout it was saved on, or merged by merge-lora"
+        for line in _differences(SavedLayout.from_run(run).to_json(), saved.layout.to_json(), saved.path)
+    ]
 
 
 def _optimizer(ds_config: Mapping[str, Any]) -> dict[str, str]:

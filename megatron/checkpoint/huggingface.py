@@ -120,7 +120,7 @@ def load_huggingface(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLa
         padding = (0, 0) * (shard.dim() - 1) + (0, shape[0] - shard.size(0))
         return {WEIGHT: F.pad(shard, padding)}
 
-    load_states(engine, read)
+    load_states(engine, read, GPT2.named_parameters(config))  # adapters, which it lacks, keep their values
     return Loaded(0, (f"weights of {folder}, with a new optimizer",))
 
 

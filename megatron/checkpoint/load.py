@@ -113,18 +113,11 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     optimizer, used = optimizer_name(engine.basic_optimizer), saved.description.get("optimizer")
     if used not in (None, optimizer) and not (config.finetune or config.no_load_optim):
         remarks.append(f"the optimizer is {optimizer}: its state is converted from that of {used}")
-    with _unfitting_content(saved):
-        if loads_directly(saved, run):
-            # Each rank reads the files that it would write itself.
-            engine.load_checkpoint(
-                str(saved.folder),
-                tag=saved.tag,
-                load_module_only=config.finetune,
-                load_optimizer_states=not (config.finetune or config.no_load_optim),
-                load_lr_scheduler_states=not config.finetune,
-            )
-        else:
-            remarks.append(_load_converted(engine, run, layout, saved))
+    if config.finetune and run.model.lora_rank > saved.whole_model_config().lora_rank == 0:
+        remarks.append(load_pretrained(engine, run, layout, saved))
+    else:
+        with _unfitting_content(saved):
+            remarks += _load_state(engine, run, layout, saved)
     for group, current in zip(engine.optimizer.param_groups, groups, strict=True):
         # Those of the command line again, after DeepSpeed restored the saved ones; they differ with --override.
         group.update({name: value for name, value in current.items() if name not in ("params", "step")})
@@ -136,6 +129,22 @@ def load_checkpoint(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
         model_parallel_manual_seed(run.train.seed, layout, iteration=saved.iteration)
         remarks.append(f"{reason}: random streams restart from --seed and the iteration")
     return Loaded(saved.iteration, tuple(remarks))
+
+
+def _load_state(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLayout, saved: SavedRun) -> list[str]:
+    """Load everything that ``run`` asks for, by DeepSpeed if it can. Returns a line about it if it cannot."""
+    config = run.checkpoint
+    if not loads_directly(saved, run):
+        return [_load_converted(engine, run, layout, saved)]
+    # Each rank reads the files that it would write itself.
+    engine.load_checkpoint(
+        str(saved.folder),
+        tag=saved.tag,
+        load_module_only=config.finetune,
+        load_optimizer_states=not (config.finetune or config.no_load_optim),
+        load_lr_scheduler_states=not config.finetune,
+    )
+    return []
 
 
 def _restore_random_streams(run: RunConfig, saved: SavedRun) -> str | None:
@@ -195,7 +204,12 @@ def load_pretrained(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     with _unfitting_content(saved):
         load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=False, only=pretrained)
     new = architecture_of(run.model).named_parameters(run.model).keys() - pretrained.keys()
-    return f"{_source(saved, folder, is_new)}; not in it, and so initialized: {', '.join(sorted(new)) or 'nothing'}"
+    names = ", ".join(sorted(new)) if len(new) <= _NAMED else f"{len(new)} parameters"
+    return f"{_source(saved, folder, is_new)}; not in it, and so initialized: {names or 'nothing'}"
+
+
+_NAMED = 8
+"""New parameters that are listed by name."""
 
 
 def _universal(saved: SavedRun) -> tuple[Path, bool]:

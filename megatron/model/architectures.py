@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from megatron.config import ModelConfig
 from megatron.config.data import GPT2_BPE, PUBLISHED
+from megatron.config.model import LORA_TARGETS
 from megatron.model.spec import (
     ARCHITECTURES,
     ArchitectureSpec,
@@ -17,10 +18,12 @@ from megatron.model.spec import (
     ParameterSpec,
     architecture_of,
     column_parallel,
+    column_parallel_adapter,
     norm_parameters,
     register,
     replicated_linear,
     row_parallel,
+    row_parallel_adapter,
 )
 
 __all__ = ["ARCHITECTURES", "BERT", "CLASSIFIER", "GPT2", "architecture_of"]
@@ -39,14 +42,19 @@ def transformer_layer(config: ModelConfig) -> LayerSpec:
         for name in ("q_layernorm", "k_layernorm")
         for parameter in norm_parameters(f"attention.{name}", config.head_size, norm)
     ]
+    ranks = dict.fromkeys(LORA_TARGETS, 0) | dict.fromkeys(config.adapted, config.lora_rank)
     parameters = (
         *norm_parameters("input_layernorm", h, norm),
         *column_parallel("attention.query_key_value", h, q + 2 * k, bias=config.qkv_bias),
+        *column_parallel_adapter("attention.query_key_value", h, q + 2 * k, ranks["query_key_value"]),
         *(head_norms if config.qk_layernorm else ()),
         *row_parallel("attention.dense", q, h, bias=bias),
+        *row_parallel_adapter("attention.dense", q, h, ranks["dense"]),
         *norm_parameters("post_attention_layernorm", h, norm),
         *column_parallel("mlp.dense_h_to_4h", h, f, bias=bias, parts=matrices),
+        *column_parallel_adapter("mlp.dense_h_to_4h", h, f, ranks["dense_h_to_4h"], parts=matrices),
         *row_parallel("mlp.dense_4h_to_h", f, h, bias=bias),
+        *row_parallel_adapter("mlp.dense_4h_to_h", f, h, ranks["dense_4h_to_h"]),
     )
     kept = KeptActivations(
         residual=2 * h,

@@ -5,6 +5,7 @@ b batch, s sequence, h hidden, n heads of this rank, g of them with keys and val
 
 import math
 from functools import partial
+from typing import Any
 
 import deepspeed
 import torch
@@ -14,13 +15,14 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.attention_kernel import AttentionKernel, attention_kernel
-from megatron.model.kernels import device_facts, head_norm_class, residual_weight, weight
+from megatron.model.kernels import adapter, device_facts, head_norm_class, residual_weight, weight
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.packed_attention import attend_in_blocks, attend_varlen, dense_mask, window_mask
 from megatron.model.rotary import RotaryEmbedding, positions_in_segment, rotate
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import all_to_all, sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.lora import ColumnParallelAdapter, RowParallelAdapter
 from megatron.parallel.tensor.mappings import gather_from_sequence_parallel_region
 from megatron.parallel.tensor.random import random_stream
 
@@ -43,14 +45,10 @@ class ParallelSelfAttention(nn.Module):
         d, queries = config.head_size, config.num_attention_heads // config.query_groups
         # Rows are [groups, queries of a group, its key and its value, d]: a rank's shard holds whole groups, unless
         # there are more ranks than groups.
-        self.query_key_value = ColumnParallelLinear(
-            h,
-            config.query_groups * (queries + 2) * d,
-            group=group,
-            init=weight(config, f"{name}.query_key_value"),
-            has_bias=config.qkv_bias,
-            sequence_dim=dim,
-        )
+        columns = config.query_groups * (queries + 2) * d
+        place: dict[str, Any] = {"group": group, "sequence_dim": dim, "init": weight(config, f"{name}.query_key_value")}
+        lora = adapter(config, "query_key_value", ColumnParallelAdapter, h, columns, **place)
+        self.query_key_value = ColumnParallelLinear(h, columns, has_bias=config.qkv_bias, lora=lora, **place)
         self.group_sizes = (queries, 1, 1)
         self.ranks_per_group = max(group.size() // config.query_groups, 1)
         self.tensor_group = group
@@ -65,14 +63,10 @@ class ParallelSelfAttention(nn.Module):
         self.copied = (self.ranks_per_group > 1 and is_kept, shares and is_kept, shares or not is_kept)
         self.resets_positions = config.reset_position_ids
         self.keeps_documents_apart = config.reset_attention_mask or not (causal and config.reset_position_ids)
-        self.dense = RowParallelLinear(
-            config.num_attention_heads * d,
-            h,
-            group=group,
-            init=residual_weight(config, f"{name}.dense"),
-            has_bias=config.linear_bias,
-            sequence_dim=dim,
-        )
+        rows = config.num_attention_heads * d
+        place |= {"init": residual_weight(config, f"{name}.dense")}
+        lora = adapter(config, "dense", RowParallelAdapter, rows, h, **place)
+        self.dense = RowParallelLinear(rows, h, has_bias=config.linear_bias, lora=lora, **place)
         self.sequence_group = layout.sequence_group
         self.batch_dim = 1 - config.sequence_dim
         self.config = config

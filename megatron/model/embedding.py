@@ -50,6 +50,8 @@ class WordEmbedding(nn.Module):
         tokens = local_shard(tokens, self.sequence_group, 1)
         hidden = self.word_embeddings(tokens.movedim(1, self.sequence_dim))
         hidden = hidden.float() if self.fp32_residual else hidden
+        if self.training and torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()  # of a frozen table; a recomputed layer of frozen inputs would have no gradients
         return (hidden, segment_ids_of(hidden_states, self.eod_token)) if self.returns_segment_ids else hidden
 
 

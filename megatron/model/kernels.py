@@ -17,6 +17,7 @@ from megatron.config import ModelConfig
 from megatron.model.attention_kernel import DeviceFacts
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import WeightInit, all_reduce_gradient
+from megatron.parallel.tensor.lora import LowRank
 
 
 def uses_apex(fused_kernels: str) -> bool:
@@ -188,6 +189,16 @@ def weight(config: ModelConfig, name: str) -> WeightInit:
     """Normal with deviation ``init_method_std``."""
     device = "cpu" if config.use_cpu_initialization else get_accelerator().current_device_name()
     return WeightInit(config.init_method_std, config.seed, name, device)
+
+
+def adapter(
+    config: ModelConfig, target: str, kind: Callable[..., nn.Module], *sizes: int, **arguments: Any
+) -> nn.Module | None:
+    """The adapter of the linear layer ``target``, of a ``kind`` and arguments as that; None if it has none."""
+    if target not in config.adapted:
+        return None
+    settings = LowRank(config.lora_rank, config.lora_alpha / config.lora_rank, config.lora_dropout)
+    return kind(*sizes, settings=settings, **arguments)
 
 
 def residual_weight(config: ModelConfig, name: str) -> WeightInit:

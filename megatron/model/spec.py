@@ -216,6 +216,21 @@ def row_parallel(name: str, inputs: int, outputs: int, *, bias: bool = True) -> 
     return replace(weight, shard_dim=1), *biases
 
 
+def column_parallel_adapter(
+    name: str, inputs: int, outputs: int, rank: int, parts: int = 1
+) -> tuple[ParameterSpec, ...]:
+    """A and B of a ``ColumnParallelAdapter``; none of rank 0."""
+    shape, dim = ((outputs, rank), 0) if parts == 1 else ((parts, outputs, rank), 1)
+    a, b = ParameterSpec(f"{name}.lora.A", (rank, inputs)), ParameterSpec(f"{name}.lora.B", shape, dim)
+    return (a, b) if rank else ()
+
+
+def row_parallel_adapter(name: str, inputs: int, outputs: int, rank: int) -> tuple[ParameterSpec, ...]:
+    """A and B of a ``RowParallelAdapter``; none of rank 0."""
+    a, b = ParameterSpec(f"{name}.lora.A", (rank, inputs), 1), ParameterSpec(f"{name}.lora.B", (outputs, rank))
+    return (a, b) if rank else ()
+
+
 def replicated_linear(name: str, inputs: int, outputs: int, *, bias: bool = True) -> tuple[ParameterSpec, ...]:
     """Weight and bias of a linear layer that every rank holds whole."""
     weight = ParameterSpec(f"{name}.weight", (outputs, inputs))

@@ -4,17 +4,19 @@ b batch, s sequence, h hidden
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.model.attention import ParallelSelfAttention
-from megatron.model.kernels import bias_gelu, dropout_add, mlp_activation, norm_class, residual_weight, weight
+from megatron.model.kernels import adapter, bias_gelu, dropout_add, mlp_activation, norm_class, residual_weight, weight
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.tensor.lora import ColumnParallelAdapter, RowParallelAdapter
 from megatron.parallel.tensor.random import random_stream
 
 HiddenStates = Tensor | tuple[Tensor, Tensor]
@@ -94,25 +96,16 @@ class ParallelMLP(nn.Module):
         h, inner, group = config.hidden_size, config.ffn_hidden_size, layout.tensor_group
         name, fused = f"layers.{layer_number}.mlp", bias_gelu(config)
         dim = sequence_parallel_dim(config, layout)
+        place: dict[str, Any] = {"group": group, "sequence_dim": dim, "init": weight(config, f"{name}.dense_h_to_4h")}
+        parts = 2 if config.swiglu else 1
+        lora = adapter(config, "dense_h_to_4h", ColumnParallelAdapter, h, inner, parts=parts, **place)
         self.dense_h_to_4h = ColumnParallelLinear(
-            h,
-            inner,
-            group=group,
-            init=weight(config, f"{name}.dense_h_to_4h"),
-            has_bias=config.linear_bias,
-            parts=2 if config.swiglu else 1,
-            activation=fused,
-            sequence_dim=dim,
+            h, inner, has_bias=config.linear_bias, parts=parts, activation=fused, lora=lora, **place
         )
         self.activation = nn.Identity() if fused else mlp_activation(config)
-        self.dense_4h_to_h = RowParallelLinear(
-            inner,
-            h,
-            group=group,
-            init=residual_weight(config, f"{name}.dense_4h_to_h"),
-            has_bias=config.linear_bias,
-            sequence_dim=dim,
-        )
+        place |= {"init": residual_weight(config, f"{name}.dense_4h_to_h")}
+        lora = adapter(config, "dense_4h_to_h", RowParallelAdapter, inner, h, **place)
+        self.dense_4h_to_h = RowParallelLinear(inner, h, has_bias=config.linear_bias, lora=lora, **place)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))

@@ -35,6 +35,7 @@ from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 from megatron.parallel.tensor.linear import accumulate_in_place
+from megatron.parallel.tensor.lora import train_adapters_only
 from megatron.training.learning_rates import AnnealingLR
 from megatron.training.optimizers import client_optimizer, parameter_groups
 from megatron.training.optimizers.muon import Muon
@@ -61,6 +62,8 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     if run.activation.checkpoint_activations:
         deepspeed.checkpointing.configure(layout, deepspeed_config=ds_config)
     module = build_module(run, layout)
+    if run.model.lora_rank:
+        train_adapters_only(module)
     if run.model.gradient_accumulation_fusion:
         for weight in module.parameters():
             accumulate_in_place(weight)

@@ -233,6 +233,27 @@ BROKEN = [
         "--zero-stage 1",
     ),
     ("fp16 needs a GPU", "--fp16", "--fp16 does not work on the CPU: use --bf16", None),
+    *(
+        (
+            f"{flag.split()[0]} needs --lora-rank",
+            flag,
+            f"{flag.split()[0]} has no effect without --lora-rank",
+            "--lora-rank 4",
+        )
+        for flag in ("--lora-alpha 8", "--lora-dropout 0.1", "--lora-target dense")
+    ),
+    (
+        "adapters belong to whole linear layers",
+        "--lora-rank 4 --lora-target q_proj",
+        "--lora-target q_proj needs all of q_proj k_proj v_proj",
+        "--lora-target q_proj k_proj v_proj",
+    ),
+    (
+        "adapters need the whole frozen weights, and a place in every stage",
+        "--lora-rank 4 --zero-stage 3",
+        "--lora-rank is not supported with --zero-stage 3",
+        "--zero-stage 2",
+    ),
     ("--sft excludes --eod-mask-loss", "--sft --eod-mask-loss", "--sft and --eod-mask-loss exclude each other", None),
     ("--fp16 excludes --bf16", "gpu --fp16 --bf16", "--fp16 and --bf16 exclude each other", None),
     (

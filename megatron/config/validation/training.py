@@ -4,6 +4,7 @@ from importlib.util import find_spec
 
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import nearest_multiples
+from megatron.config.model import LORA_TARGETS
 from megatron.config.validation.rules import Messages, enabled, excludes, needs, rule
 from megatron.model.architectures import architecture_of
 
@@ -107,6 +108,39 @@ def swiglu(run: RunConfig) -> Messages:
         rivals := enabled({"--openai-gelu": model.openai_gelu, "--bias-gelu-fusion": model.bias_gelu_fusion})
     ):
         yield f"--swiglu and {rivals} exclude each other: remove one"
+
+
+needs("model.lora_rank", "model.lora_alpha", "model.lora_dropout", "model.lora_target")
+
+
+@rule("adapters belong to whole linear layers", why="Queries, keys and values are one matrix here, as are gate and up.")
+def lora_targets(run: RunConfig) -> Messages:
+    chosen = set(run.model.lora_target)
+    known = {name for target, parts in LORA_TARGETS.items() for name in (target, *parts)}
+    for name in sorted(chosen - known):
+        yield f"--lora-target {name} is unknown: choose from {' '.join(LORA_TARGETS)}"
+    for target, parts in LORA_TARGETS.items():
+        given = chosen & set(parts)
+        if given and target not in chosen and given != set(parts):
+            yield f"--lora-target {' '.join(sorted(given))} needs all of {' '.join(parts)}: add the others"
+
+
+@rule(
+    "adapters need the whole frozen weights, and a place in every stage",
+    why="The others have not been tested with frozen weights; an optimizer without parameters is an error.",
+)
+def lora_engine(run: RunConfig) -> Messages:
+    rivals = {
+        "--zero-stage 3": run.zero.zero_stage == 3,
+        "--pipeline-schedule dualpipev": run.parallel.uses_dualpipev,
+        "--offload-optimizer": run.zero.offloads_optimizer,
+        "--compile": run.model.compile,
+        "--optimizer muon": run.optim.optimizer == "muon",
+        f"--pipeline-partition {run.parallel.pipeline_partition}": run.parallel.pipeline_partition
+        not in ("", None, type(run.parallel)().pipeline_partition),
+    }
+    if run.model.lora_rank and (given := enabled(rivals)):
+        yield f"--lora-rank is not supported with {given}: remove it"
 
 
 @rule("grouped-query attention has a number of groups", why="It has no default that fits every model.")

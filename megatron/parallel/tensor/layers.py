@@ -87,7 +87,8 @@ def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> T
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with W sharded by rows (outputs): [.., i] -> [.., o/t], or [.., o] with ``gather_output``.
 
-    ``activation(y, bias)`` replaces the addition of the bias, for a fused kernel. With ``parts`` there are as many
+    ``activation(y, bias)`` replaces the addition of the bias, for a fused kernel. The output of ``lora(x)``, an adapter
+    of the same layout, is added to the product. With ``parts`` there are as many
     matrices, each of which is sharded, W [parts, o, i]; their outputs are side by side, [.., parts x o/t].
     """
 
@@ -103,6 +104,7 @@ class ColumnParallelLinear(nn.Module):
         gather_output: bool = False,
         activation: Callable[[Tensor, Tensor], Tensor] | None = None,
         sequence_dim: int | None = None,
+        lora: nn.Module | None = None,
     ):
         super().__init__()
         self.group = group
@@ -114,20 +116,24 @@ class ColumnParallelLinear(nn.Module):
         self.bias = None
         if has_bias:
             self.bias = mark_sharded(nn.Parameter(torch.zeros(*more, output_size // group.size())), dim=len(more))
+        self.lora = lora
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.flatten(0, -2), None if self.bias is None else self.bias.flatten()
-        if self.activation is None or bias is None:
-            y = linear(x, weight, bias, self.group, self.sequence_dim)
-        else:
-            y = self.activation(linear(x, weight, None, self.group, self.sequence_dim), bias)
+        is_fused = self.activation is not None and bias is not None
+        y = linear(x, weight, None if is_fused else bias, self.group, self.sequence_dim)
+        if self.lora is not None:
+            y = y + self.lora(x)
+        if self.activation is not None and bias is not None:
+            y = self.activation(y, bias)
         return gather_from_model_parallel_region(y, self.group) if self.gather_output else y
 
 
 class RowParallelLinear(nn.Module):
     """y = x W^T + b with W sharded by columns (inputs): [.., i/t] -> [.., o].
 
-    With ``input_is_parallel=False`` the input is whole, [.., i], and is scattered here.
+    With ``input_is_parallel=False`` the input is whole, [.., i], and is scattered here. The output of ``lora(x)`` is
+    added, if it is given.
     """
 
     def __init__(
@@ -140,6 +146,7 @@ class RowParallelLinear(nn.Module):
         has_bias: bool = True,
         input_is_parallel: bool = True,
         sequence_dim: int | None = None,
+        lora: nn.Module | None = None,
     ):
         super().__init__()
         self.group = group
@@ -149,10 +156,15 @@ class RowParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(output_size)) if has_bias else None
         if self.bias is not None and sequence_dim is not None:
             all_reduce_gradient(self.bias, group)
+        self.lora = lora
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.group)
+        y = self._product(x)
+        return y if self.lora is None else y + self.lora(x)
+
+    def _product(self, x: Tensor) -> Tensor:
         if self.group.size() == 1:
             return linear(x, self.weight, self.bias)
         y = reduce_output(linear(x, self.weight), self.group, self.sequence_dim)

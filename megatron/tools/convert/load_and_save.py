@@ -165,7 +165,13 @@ TAG = "global_step0"
 
 
 def write_checkpoint(
-    folder: Path, model: WholeModel, *, vocab_file: Path | None, merge_file: Path | None, source: Path | None = None
+    folder: Path,
+    model: WholeModel,
+    *,
+    vocab_file: Path | None,
+    merge_file: Path | None,
+    source: Path | None = None,
+    tokenizer_type: str = DataConfig.tokenizer_type,
 ) -> None:
     """Write a checkpoint of iteration 0 without optimizer, as the plain engine of one process would.
 
@@ -173,6 +179,7 @@ def write_checkpoint(
     the Hugging Face folder that it is from, for ``run.json``. Raises ResourceError if there is not enough disk space.
     """
     run = _run(model, vocab_file, merge_file, source)
+    run = replace(run, data=replace(run.data, tokenizer_type=tokenizer_type))
     outlines = _padded_outlines(model, run.model.padded_vocab_size)
     check_space_for(outlines, folder)
     description = describe(run, 0)

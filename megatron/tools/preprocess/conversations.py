@@ -112,12 +112,28 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-@cache
-def chat_template(file: str) -> ChatTemplate:
-    """The template in a file: alone, or the one of a ``tokenizer_config.json``, beside which special tokens are named.
+def chat_template(file: str, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template in a file: alone, or the one of a ``tokenizer_config.json``. Special tokens are the tokenizer's.
 
     Raises ConfigError if it holds none.
     """
+    texts = {id: text for text, id in special_tokens(tokenizer).items()}
+    return _read_template(file, texts.get(tokenizer.eod, EOD), texts.get(_bos(tokenizer), ""))
+
+
+def _bos(tokenizer: Tokenizer) -> int:
+    """Id of the token that begins texts; -1 without one."""
+    bos = getattr(tokenizer, "bos", None)
+    return -1 if bos is None else bos
+
+
+def special_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
+    """The special tokens that a template may write, by their text."""
+    return getattr(tokenizer, "special_tokens", {EOD: tokenizer.eod})
+
+
+@cache
+def _read_template(file: str, eos_token: str, bos_token: str) -> ChatTemplate:
     path = Path(file)
     config = _tokenizer_config(path)
     source = read_text(file)
@@ -129,7 +145,7 @@ def chat_template(file: str) -> ChatTemplate:
             raise ConfigError(f'{file} has no "chat_template": give one with --chat-template')
         source = found
     special = {name: value for name in ("bos_token", "eos_token", "pad_token") if (value := _token(config.get(name)))}
-    return ChatTemplate(source, {"eos_token": EOD, "bos_token": "", **special})
+    return ChatTemplate(source, {"eos_token": eos_token, "bos_token": bos_token, **special})
 
 
 def find_chat_template(chosen: str | None, vocab_file: str | None) -> str:
@@ -205,7 +221,7 @@ def tokenize_documents(
     The text of a special token becomes that token. With ``append_eod`` the end of a document follows it, and counts
     if what is before it does.
     """
-    special: Mapping[str, int] = getattr(tokenizer, "special_tokens", {EOD: tokenizer.eod})
+    special = special_tokens(tokenizer)
     pattern = re.compile("(" + "|".join(re.escape(text) for text in sorted(special, key=len, reverse=True)) + ")")
     pieces = [
         [(piece, part.counts) for part in document for piece in pattern.split(part.text) if piece]

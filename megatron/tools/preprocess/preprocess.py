@@ -138,6 +138,8 @@ def preprocess(
     tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file, job.eod_token)
     if job.prepend_bos and tokenizer.bos is None:
         raise ConfigError(f"--prepend-bos: {job.tokenizer_type} {job.vocab_file} has no bos_token: remove the flag")
+    if job.chat_template is not None:
+        chat_template(job.chat_template, tokenizer)  # an error in it is reported before any work
     dtype = best_dtype(tokenizer.vocab_size)
     journal = job.journal
     done = journal.read() if resume else None
@@ -227,8 +229,8 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
 def _tokenize_conversations(job: Job, chunk: Chunk) -> Tokenized:
     """The same for documents with a loss mask."""
     assert job.conversations is not None
-    template = chat_template(job.chat_template) if job.chat_template is not None else None
     tokenizer = _tokenizer(job.tokenizer_type, job.vocab_file, job.merge_file, job.eod_token)
+    template = chat_template(job.chat_template, tokenizer) if job.chat_template is not None else None
     documents: list[list[Part]] = []
     numbers: list[int] = []
     errors: list[LineError] = []

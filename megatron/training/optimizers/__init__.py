@@ -40,6 +40,8 @@ def weight_decay_groups(module: nn.Module, model: ModelConfig) -> Groups:
         return _groups_by_shape(module)
     specs = architecture.named_parameters(model)
     parameters = [(specs[name].weight_decay, parameter) for name, parameter in module.named_parameters()]
+    if model.lora_rank:  # matrices alone, all of which decay; a frozen weight is not the optimizer's
+        return [{"params": [parameter for _, parameter in parameters if parameter.requires_grad]}]
     return [
         {"params": [parameter for decays, parameter in parameters if decays]},
         {"params": [parameter for decays, parameter in parameters if not decays], "weight_decay": 0.0},

@@ -1,0 +1,85 @@
+"""Adapters of a model (LoRA): merged into its weights, or as a folder that ``peft`` loads onto the Hugging Face model.
+
+r rank, i inputs, o outputs
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.checkpoint.huggingface import divided
+from megatron.config import ModelConfig
+from megatron.config.errors import ConfigError
+from megatron.config.huggingface.llama import family_of, source_shapes
+from megatron.config.model import LORA_TARGETS
+from megatron.tools.convert.whole_model import WholeModel
+
+
+def merged(model: WholeModel) -> WholeModel:
+    """``model`` without adapters, each added to the weight of its layer: W + alpha / r x B A.
+
+    Raises ConfigError if it has none.
+    """
+    _check_adapters(model)
+    weights = {name: weight for name, weight in model.weights.items() if ".lora." not in name}
+    scale = model.config.lora_alpha / model.config.lora_rank
+    for layer, a, b in _adapters(model):
+        weight = weights[f"{layer}.weight"]
+        weights[f"{layer}.weight"] = (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
+    return WholeModel(_without_adapters(model.config), weights, model.description)
+
+
+def write_peft(folder: Path, model: WholeModel, base: str | None) -> None:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors``.
+
+    A of a fused layer is that of each of its matrices, which have the rows of B that belong to them; so both compute
+    the same. ``base`` is the name or the path of the Hugging Face model. Raises ConfigError if the model has no
+    adapters, or is not of the Llama family.
+    """
+    _check_adapters(model)
+    plain = _without_adapters(model.config)
+    family_of(plain)
+    names = source_shapes(plain)
+    tensors: dict[str, Tensor] = {}
+    for layer, a, b in _adapters(model):
+        name = f"{layer}.weight"
+        for theirs, rows in zip(names[name], divided(name, b, plain), strict=True):
+            prefix = f"base_model.model.{theirs.removesuffix('.weight')}"
+            tensors[f"{prefix}.lora_A.weight"] = a.clone()
+            tensors[f"{prefix}.lora_B.weight"] = rows.clone()
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": model.config.lora_rank,
+        "lora_alpha": model.config.lora_alpha,
+        "lora_dropout": model.config.lora_dropout,
+        "target_modules": [part for target in model.config.adapted for part in LORA_TARGETS[target]],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _adapters(model: WholeModel) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The name of each adapted layer, A [r, i], and B [o, r] or of several matrices [parts, o, r]."""
+    for name, a in model.weights.items():
+        if name.endswith(".lora.A"):
+            layer = name.removesuffix(".lora.A")
+            yield layer, a, model.weights[f"{layer}.lora.B"]
+
+
+def _without_adapters(config: ModelConfig) -> ModelConfig:
+    return replace(config, lora_rank=0, lora_alpha=ModelConfig.lora_alpha, lora_dropout=0.0, lora_target=())
+
+
+def _check_adapters(model: WholeModel) -> None:
+    if not model.config.lora_rank:
+        raise ConfigError("the checkpoint has no adapters: it was trained without --lora-rank")

@@ -1,0 +1,150 @@
+"""Adapters: TP 2 equals TP 1, merged weights equal adapters, and peft computes the same from the exported folder."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing import assert_close
+
+from megatron.checkpoint.huggingface import joined
+from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.config.huggingface.llama import read_config, source_shapes
+from megatron.model.architectures import architecture_of
+from megatron.model.gpt2 import GPT2Model
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.lora import train_adapters_only
+from megatron.tools.convert.lora import merged, write_peft
+from megatron.tools.convert.whole_model import WholeModel
+
+TOKENS = torch.randint(0, 53, (2, 12), generator=torch.Generator().manual_seed(1))
+WEIGHTS = torch.full(TOKENS.shape, 1 / TOKENS.numel())
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 53}
+LORA = {"lora_rank": 3, "lora_alpha": 7.0}
+LLAMA = {
+    "num_query_groups": 2,
+    "ffn_hidden_size": 48,
+    "swiglu": True,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+MODELS = {
+    "gpt2": ModelConfig(**SIZES, **LORA, ffn_hidden_size=128),
+    "llama": ModelConfig(**SIZES, **LORA, **LLAMA),
+    "two layers": ModelConfig(**SIZES, **LORA, **LLAMA, lora_target=("query_key_value", "down_proj")),
+}
+
+
+def built(config: ModelConfig, layout: ParallelLayout, weights: dict[str, Tensor] | None = None) -> GPT2Model:
+    """The model with random adapters, or this rank's shards of ``weights``; only adapters are trained."""
+    t = layout.tensor_group.size()
+    config = replace(
+        config, padded_vocab_size=-(-53 // t) * t, attention_dropout=0.0, hidden_dropout=0.0, init_method_std=0.2
+    )
+    model = GPT2Model(config, ActivationConfig(), layout)
+    specs = architecture_of(config).named_parameters(config)
+    assert [*specs] == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(len(name))
+        whole = weights[name] if weights else torch.randn(specs[name].shape, generator=generator)
+        if weights is not None or ".lora.B" in name:
+            dim = specs[name].shard_dim
+            if specs[name].is_vocabulary:
+                whole = torch.nn.functional.pad(whole[:53], (0, 0, 0, config.padded_vocab_size - 53))
+            parameter.data.copy_(whole if dim is None else whole.chunk(t, dim)[layout.tensor_group.rank()])
+    train_adapters_only(model)
+    return model.train()
+
+
+def trained(config: ModelConfig, layout: ParallelLayout) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss, and gradients of whole adapters."""
+    model = built(config, layout)
+    loss = model(TOKENS, (TOKENS.roll(-1, 1), WEIGHTS))
+    loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == (".lora." not in name)
+        if parameter.grad is not None:
+            shards = [torch.empty_like(parameter) for _ in range(layout.tensor_group.size())]
+            dist.all_gather(shards, parameter.grad.contiguous(), group=layout.tensor_group)
+            dim = getattr(parameter, "partition_dim", None)
+            gradients[name] = shards[0].detach() if dim is None else torch.cat(shards, dim).detach()
+            for shard in shards if dim is None else ():
+                assert_close(shard, shards[0])
+    return loss.detach(), gradients
+
+
+def both(size: int, sequence_parallel: bool) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+    """Every model on this layout."""
+    parallel = ParallelConfig(model_parallel_size=size, world_size=size, sequence_parallel=sequence_parallel)
+    layout = ParallelLayout.create(parallel)
+    return {name: trained(config, layout) for name, config in MODELS.items()}
+
+
+def test_tensor_parallel_adapters_equal_those_of_one_rank(run_ranks) -> None:
+    (alone,) = run_ranks(1, both, 1, False)
+    assert len(alone["two layers"][1]) == 2 * 2 * 2 and len(alone["gpt2"][1]) == 4 * 2 * 2
+    for sequence_parallel in (False, True):
+        found = run_ranks(2, both, 2, sequence_parallel)[0]
+        for name in MODELS:
+            assert_close(found[name], alone[name], rtol=1e-4, atol=1e-4)
+
+
+def logits_of(config: ModelConfig, weights: dict[str, Tensor]) -> Tensor:
+    """Logits of one process."""
+    return built(config, ParallelLayout.create(ParallelConfig()), weights)(TOKENS).detach()[..., :53]
+
+
+def whole_weights(config: ModelConfig) -> dict[str, Tensor]:
+    """The weights of ``built``."""
+    model = built(config, ParallelLayout.create(ParallelConfig()))
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_merged_weights_compute_what_adapters_do(run_ranks, name: str) -> None:
+    (weights,) = run_ranks(1, whole_weights, MODELS[name])
+    model = WholeModel(MODELS[name], weights, None)
+    plain = merged(model)
+    assert plain.config.lora_rank == 0 and not any(".lora." in weight for weight in plain.weights)
+    (found,) = run_ranks(1, logits_of, plain.config, plain.weights)
+    (expected,) = run_ranks(1, logits_of, MODELS[name], weights)
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("targets", [(), ("q_proj", "k_proj", "v_proj", "dense_4h_to_h")])
+def test_peft_computes_the_same(run_ranks, tmp_path: Path, targets: tuple[str, ...]) -> None:
+    from peft import PeftModel
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    theirs = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=53,
+            max_position_embeddings=16,
+            initializer_range=0.1,
+        )
+    ).float()
+    config = replace(read_config(theirs.config.to_dict(), Path("config.json")), **LORA, lora_target=targets)
+    state = {name: parameter.detach() for name, parameter in theirs.named_parameters()}
+    names = source_shapes(replace(config, lora_rank=0))
+    weights = {name: joined(name, [state[source] for source in sources], config) for name, sources in names.items()}
+    specs = architecture_of(config).named_parameters(config)
+    weights = {name: weights.get(name, 0.3 * torch.randn(spec.shape)) for name, spec in specs.items()}
+    write_peft(tmp_path / "adapter", WholeModel(config, weights, None), None)
+    loaded = PeftModel.from_pretrained(theirs, str(tmp_path / "adapter")).eval()
+    (ours,) = run_ranks(1, logits_of, config, weights)
+    with torch.no_grad():
+        base, adapted = loaded.get_base_model()(TOKENS).logits, loaded(TOKENS).logits
+    assert_close(ours, adapted, rtol=1e-5, atol=1e-5)
+    with loaded.disable_adapter(), torch.no_grad():
+        assert (base - loaded(TOKENS).logits).abs().max() > 0.1

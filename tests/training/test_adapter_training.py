@@ -1,0 +1,58 @@
+"""Training of adapters from a checkpoint without them: the same on every layout, resumed exactly, and merged."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.programs import read_metrics
+
+from megatron.checkpoint.tracker import newest
+from megatron.tools.convert.load_and_save import whole_weights
+
+SETTINGS = (
+    "--batch-size 2 --global-batch-size 4 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --clip-grad 0.1"
+).split()
+LORA = "--finetune --lora-rank 4 --lora-alpha 8 --checkpoint-activations --train-iters 4 --save-interval 2".split()
+LAYOUTS = {
+    "tp2": "--model-parallel-size 2 --sequence-parallel --zero-stage 1",
+    "pp2": "--pipe-parallel-size 2 --zero-stage 1",
+    "dp2": "--zero-stage 2",
+}
+
+
+def losses(folder: Path) -> list[float]:
+    """Losses and gradient norms of all iterations."""
+    lines = [line for line in read_metrics(folder / "metrics") if "lm_loss" in line]
+    return [line[name] for line in lines for name in ("lm_loss", "grad_norm")]
+
+
+def test_adapters_train_alike_on_every_layout(train_in_ranks, programs, tmp_path: Path) -> None:
+    base = train_in_ranks.into_folder(tmp_path / "base", 1, *SETTINGS, "--train-iters", 2, "--zero-stage", 1)
+    lora = [*SETTINGS, "--load", base / "checkpoint", *LORA]
+    alone = train_in_ranks.into_folder(tmp_path / "alone", 1, *lora)
+    for name, flags in LAYOUTS.items():
+        found = train_in_ranks.into_folder(tmp_path / name, 2, *lora, *flags.split())
+        assert losses(found) == pytest.approx(losses(alone), rel=1e-4), name
+    before, after = (dict(whole_weights(newest(folder / "checkpoint"))) for folder in (base, tmp_path / "tp2"))
+    assert all(torch.equal(after[name], weight) for name, weight in before.items()), "the base is frozen"
+    assert all(after[name].abs().max() > 0 for name in after.keys() - before.keys())
+    assert len(after) - len(before) == 4 * 2 * 4
+
+    resumed = tmp_path / "resumed"
+    shutil.copytree(tmp_path / "tp2", resumed)
+    shutil.rmtree(resumed / "checkpoint" / newest(resumed / "checkpoint").tag)
+    again = [*SETTINGS, *LORA[1:], *LAYOUTS["tp2"].split(), "--load", resumed / "checkpoint"]
+    train_in_ranks(2, *again, "--metrics-file", resumed / "again")
+    expected = [line["lm_loss"] for line in read_metrics(tmp_path / "tp2" / "metrics") if "lm_loss" in line]
+    assert [line["lm_loss"] for line in read_metrics(resumed / "again") if "lm_loss" in line] == expected[2:]
+
+    output = tmp_path / "merged"
+    programs.python(
+        "tools/convert_checkpoint.py", "merge-lora", tmp_path / "tp2" / "checkpoint", "--output", output
+    ).ok()
+    plain = dict(whole_weights(newest(output)))
+    assert plain.keys() == before.keys()
+    name = "3.mlp.dense_4h_to_h"
+    added = 2 * after[f"{name}.lora.B"] @ after[f"{name}.lora.A"]
+    torch.testing.assert_close(plain[f"{name}.weight"], before[f"{name}.weight"] + added)
