@@ -5,6 +5,7 @@ Each is read by its own program's parser and rules, at its own size and on as ma
 happens to is in ``ELSEWHERE``, with the reason. A new command of a page is read without further ado.
 """
 
+import json
 import math
 import os
 import re
@@ -50,6 +51,11 @@ SMALLEST = (
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
     " --batch-size 1 --train-iters 2 --eval-iters 1 --save-interval 2 --log-interval 1 --num-workers 0 --split 8,1,1"
 )
+LLAMA = {
+    "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64,
+    "vocab_size": 100, "max_position_embeddings": 64,
+}  # fmt: skip
+"""config.json of a folder of Hugging Face."""
 
 
 @dataclass
@@ -98,6 +104,8 @@ def prepared(programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> Pa
     (folder / "wiki.test.tokens").write_text(" = Words = \n w1 w2 w3 w4 . \n" * 20)
     (folder / "lambada_test.jsonl").write_text('{"text": "w1 w2 w3 w4"}\n' * 4)
     (folder / "in.jsonl").write_text('{"prompt": "w1 w2"}\n' * 2)
+    (folder / "llama-3.2-1b").mkdir()
+    (folder / "llama-3.2-1b" / "config.json").write_text(json.dumps(LLAMA))
     for pattern in list(REAL)[:IN_EVERY_FOLDER]:
         (command,) = [command for command in COMMANDS if re.match(pattern, f"{command.page}: {command.text}")]
         run(programs, folder, command).ok()
