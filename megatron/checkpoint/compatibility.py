@@ -34,6 +34,9 @@ _SHAPE_FIELDS = {
     "classes": "the list of classes",
 }
 """Fields and properties of ModelConfig, and their names in messages."""
+_HEADS = "--num-attention-heads"
+_OF_HEADS = ("--num-query-groups", "--kv-channels")
+"""They follow from the hidden size and the heads, unless they are given."""
 
 
 def loads_directly(saved: SavedRun, run: RunConfig) -> bool:
@@ -101,6 +104,8 @@ def check_compatible(saved: SavedRun, run: RunConfig) -> None:
     shape = {name: getattr(run.model, field) for field, name in _SHAPE_FIELDS.items()}
     saved_model = saved.whole_model_config()
     saved_shape = {name: getattr(saved_model, field) for field, name in _SHAPE_FIELDS.items()}
+    if shape["--hidden-size"] != saved_shape["--hidden-size"] or shape[_HEADS] != saved_shape[_HEADS]:
+        shape = {name: value for name, value in shape.items() if name not in _OF_HEADS}
     messages = [f"{line}: load a model of the same shape" for line in _differences(shape, saved_shape, path)]
     messages += _adapter_differences(saved, saved_model, run)
     if not config.override:

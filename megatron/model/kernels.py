@@ -53,9 +53,11 @@ def head_norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Modu
 
 def _norm(config: ModelConfig, *, fp32_residual: bool) -> type[nn.Module]:
     if uses_apex(config.fused_kernels):
-        import apex.normalization as source
+        from apex.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 
-        return getattr(source, ("MixedFused" if fp32_residual else "Fused") + config.normalization)
+        if fp32_residual:
+            return {"LayerNorm": MixedFusedLayerNorm, "RMSNorm": MixedFusedRMSNorm}[config.normalization]
+        return {"LayerNorm": FusedLayerNorm, "RMSNorm": FusedRMSNorm}[config.normalization]
     if fp32_residual:
         return {"LayerNorm": Fp32ResidualLayerNorm, "RMSNorm": Fp32ResidualRMSNorm}[config.normalization]
     return {"LayerNorm": nn.LayerNorm, "RMSNorm": RMSNorm}[config.normalization]

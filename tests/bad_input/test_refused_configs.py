@@ -60,7 +60,10 @@ CONFIGS: dict[str, tuple[str, str, list[str]]] = {
     "an optimizer that there is not": (
         '{"optimizer": {"type": "Adm"}}',
         "",
-        ['ds.json, line 1: optimizer.type: "Adm" must be one of Adam, AdamW, Adagrad, Lamb, Lion, SGD'],
+        [
+            'ds.json, line 1: optimizer.type: "Adm" must be one of Adam, AdamW, Adagrad, Lamb, Lion, SGD, Muon, '
+            "Adafactor"
+        ],
     ),
     "a scheduler": (
         '{"scheduler": {"type": "WarmupLR"}}',

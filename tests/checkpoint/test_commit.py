@@ -17,6 +17,7 @@ from megatron.config import CheckpointConfig
 from megatron.config.errors import CheckpointError
 
 KEEP_ALL = CheckpointConfig()
+ONE_PROCESS = {"--model-parallel-size": 1, "--pipe-parallel-size": 0, "data-parallel size": 1, "--zero-stage": 0}
 KEEP_ONE = CheckpointConfig(keep_last=1)
 CHANGES = ("open", "mkdir", "rmdir", "unlink", "rename", "replace", "fsync")
 """Functions of ``os`` that change what is on the disk."""
@@ -27,7 +28,8 @@ def save(folder: Path, iteration: int, text: str = "weights", config: Checkpoint
     tag = tracker.tag_name(iteration)
     place = tracker.begin_tag(folder, tag)
     records = {name: write_text(place / name, f"{text} of {name}") for name in ("first.pt", "second.pt")}
-    tracker.commit_tag(folder, tag, {"iteration": iteration, "layout": {}, "config": {"model": {}}}, records)
+    description = {"iteration": iteration, "layout": ONE_PROCESS, "config": {"model": {}}}
+    tracker.commit_tag(folder, tag, description, records)
     tracker.remove_old_tags(folder, iteration, config)
 
 

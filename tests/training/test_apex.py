@@ -97,7 +97,7 @@ def _imported_from_apex() -> Iterator[str]:
 
 
 def test_the_stub_and_all_calls_fit_the_signatures_of_apex(run_ranks_once, programs) -> None:
-    """Calls of a short run by this project and by DeepSpeed, with both layer norms, at ZeRO 0 and 1."""
+    """Calls of short runs by this project and by DeepSpeed, with all norms, at ZeRO 0 and 1."""
     words = [*map(str, (*TINY_MODEL, *programs.data_arguments)), *WORDS, "--train-iters", "2"]
     ((stub, calls),) = run_ranks_once(1, _recorded, words)
     assert stub == {name: str(_signature([*versions.values()][-1])) for name, versions in SIGNATURES.items()}
@@ -116,7 +116,7 @@ def _signature(text: str) -> inspect.Signature:
 
 
 def _recorded(words: list[str]) -> tuple[dict[str, str], list[Call]]:
-    """The stub's signatures, and the different calls of runs with apex's Adam and both of its layer norms."""
+    """The stub's signatures, and the different calls of runs with apex's Adam and all of its norms."""
     from support import apex_stub
     from support.training import pretrain
 
@@ -134,8 +134,9 @@ def _recorded(words: list[str]) -> tuple[dict[str, str], list[Call]]:
         stub[name] = str(inspect.signature(getattr(owner, method)))
         setattr(owner, method, _recording(getattr(owner, method), name, calls))
     for flags in ("", "--zero-stage 1 --bf16 --fp32-residual-connection"):
-        code, output = pretrain([*words, *flags.split()])
-        assert code == 0, output
+        for norm in ("LayerNorm", "RMSNorm"):
+            code, output = pretrain([*words, *flags.split(), "--normalization", norm])
+            assert code == 0, output
     return stub, [(name, positional, list(names)) for name, positional, names in calls]
 
 

@@ -28,5 +28,9 @@ SIGNATURES: dict[str, dict[str, str]] = {
     "normalization.FusedLayerNorm.forward": {"3c53cf8": "(self, input)", "014f30f": "(self, input)"},
     "normalization.MixedFusedLayerNorm.__init__": {"014f30f": f"({_NORM}, *, memory_efficient=False, **kwargs)"},
     "normalization.MixedFusedLayerNorm.forward": {"014f30f": "(self, input)"},
+    "normalization.FusedRMSNorm.__init__": {"014f30f": f"({_NORM}, elementwise_affine=True, memory_efficient=False)"},
+    "normalization.FusedRMSNorm.forward": {"014f30f": "(self, input)"},
+    "normalization.MixedFusedRMSNorm.__init__": {"014f30f": f"({_NORM}, *, memory_efficient=False, **kwargs)"},
+    "normalization.MixedFusedRMSNorm.forward": {"014f30f": "(self, input)"},
 }
 """Function in the package, version, signature."""
