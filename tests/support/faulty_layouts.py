@@ -24,11 +24,9 @@ ARCHITECTURE = GPT2
 
 
 def missing_all_reduce():
-    from types import SimpleNamespace
+    from megatron.parallel.tensor import linear
 
-    from megatron.parallel.tensor import layers
-
-    layers.dist = SimpleNamespace(all_reduce=lambda *_, **__: None)
+    linear.async_all_reduce = lambda gradient, group: lambda: gradient
 
 
 def untied_embedding():
