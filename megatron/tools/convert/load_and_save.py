@@ -171,15 +171,17 @@ def write_checkpoint(
     vocab_file: Path | None,
     merge_file: Path | None,
     source: Path | None = None,
-    tokenizer_type: str = DataConfig.tokenizer_type,
+    tokenizer_type: str | None = None,
 ) -> None:
     """Write a checkpoint of iteration 0 without optimizer, as the plain engine of one process would.
 
     The weights keep their type, and one is in memory at a time. The two files are the tokenizer's, and ``source`` is
-    the Hugging Face folder that it is from, for ``run.json``. Raises ResourceError if there is not enough disk space.
+    the Hugging Face folder that it is from, for ``run.json``. Without ``tokenizer_type`` the files decide. Raises
+    ResourceError if there is not enough disk space.
     """
     run = _run(model, vocab_file, merge_file, source)
-    run = replace(run, data=replace(run.data, tokenizer_type=tokenizer_type))
+    if tokenizer_type is not None:
+        run = replace(run, data=replace(run.data, tokenizer_type=tokenizer_type))
     outlines = _padded_outlines(model, run.model.padded_vocab_size)
     check_space_for(outlines, folder)
     description = describe(run, 0)
