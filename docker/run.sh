@@ -50,14 +50,7 @@ done
 if [ -t 0 ] && [ -t 1 ]; then FLAGS+=(--interactive --tty); fi
 
 # DRY_RUN=1 prints the command instead of running it.
-quoted() { # words as one types them
-    local word
-    for word; do
-        [[ $word =~ ^[-A-Za-z0-9_@%+=:,./]+$ ]] || word="'${word//\'/\'\\\'\'}'"
-        printf '%s ' "$word"
-    done
-    echo
-}
-run() { if ((${DRY_RUN:-0})); then quoted "$@"; else "$@"; fi; }
+# shellcheck disable=SC1091
+source "$(dirname "$0")/../tools/dry_run.sh"
 run mkdir -p "$DATA_DIR" "$CHECKPOINT_DIR"
 run docker run "${FLAGS[@]}" "$IMAGE" "$@"

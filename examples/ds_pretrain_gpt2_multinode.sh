@@ -67,15 +67,8 @@ SWITCHES=(--checkpoint-activations)
 if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 
 # DRY_RUN=1 prints the command instead of running it.
-quoted() { # words as one types them
-    local word
-    for word; do
-        [[ $word =~ ^[-A-Za-z0-9_@%+=:,./]+$ ]] || word="'${word//\'/\'\\\'\'}'"
-        printf '%s ' "$word"
-    done
-    echo
-}
-run() { if ((${DRY_RUN:-0})); then quoted "$@"; else "$@"; fi; }
+# shellcheck disable=SC1091
+source "$(dirname "$0")/../tools/dry_run.sh"
 run deepspeed "${HOSTS[@]}" "$(realpath "$(dirname "$0")/..")/pretrain_gpt2.py" \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" \
     --num-layers "$LAYERS" --hidden-size "$HIDDEN" --num-attention-heads "$HEADS" \

@@ -31,15 +31,8 @@ SWITCHES=()
 if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 
 # DRY_RUN=1 prints the command instead of running it.
-quoted() { # words as one types them
-    local word
-    for word; do
-        [[ $word =~ ^[-A-Za-z0-9_@%+=:,./]+$ ]] || word="'${word//\'/\'\\\'\'}'"
-        printf '%s ' "$word"
-    done
-    echo
-}
-run() { if ((${DRY_RUN:-0})); then quoted "$@"; else "$@"; fi; }
+# shellcheck disable=SC1091
+source "$(dirname "$0")/../tools/dry_run.sh"
 run deepspeed --log_level error --num_gpus "$GPUS" --master_port "$MASTER_PORT" \
     "$(realpath "$(dirname "$0")/../tools/evaluate.py")" \
     --task "$TASK" --strict-lambada --valid-data "$VALID_DATA" --overlapping-eval "$OVERLAPPING_EVAL" --load "$LOAD" \

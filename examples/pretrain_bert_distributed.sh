@@ -53,15 +53,8 @@ if [ "$PRECISION" != fp32 ]; then SWITCHES+=("--$PRECISION"); fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((CORES = $(nproc) / GPUS, CORES ? CORES : 1))}
 
 # DRY_RUN=1 prints the command instead of running it.
-quoted() { # words as one types them
-    local word
-    for word; do
-        [[ $word =~ ^[-A-Za-z0-9_@%+=:,./]+$ ]] || word="'${word//\'/\'\\\'\'}'"
-        printf '%s ' "$word"
-    done
-    echo
-}
-run() { if ((${DRY_RUN:-0})); then quoted "$@"; else "$@"; fi; }
+# shellcheck disable=SC1091
+source "$(dirname "$0")/../tools/dry_run.sh"
 run torchrun --nnodes "$NODES" --node_rank "$NODE_RANK" --nproc_per_node "$GPUS" \
     --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$(realpath "$(dirname "$0")/../pretrain_bert.py")" \
     --model-parallel-size "$TP" --pipe-parallel-size "$PP" \

@@ -33,14 +33,8 @@ fi
 
 if ((${DRY_RUN:-0})); then
     exec 3>&1 # the output of some commands is an argument of another
-    quoted() { # words as one types them
-        local word
-        for word; do
-            [[ $word =~ ^[-A-Za-z0-9_@%+=:,./]+$ ]] || word="'${word//\'/\'\\\'\'}'"
-            printf '%s ' "$word"
-        done
-        echo
-    }
+    # shellcheck disable=SC1091
+    source tools/dry_run.sh
     show() { quoted "$@" >&3; }
     source() { show source "$@"; }
     find() { show find "$@"; }
