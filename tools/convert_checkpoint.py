@@ -12,28 +12,32 @@ Nothing is overwritten, and a conversion that fails leaves no output.
 import argparse
 import inspect
 import os
-import re
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import _project_root  # noqa: F401
-from _atomic_file import atomic_path, check_vacant
+from _conversion import (
+    check_output,
+    find_source,
+    max_shard_size,
+    new_output,
+    paths,
+    report,
+    shard_size,
+    sole_writer,
+    tokenizer_flags,
+    write_checkpoint,
+)
 
 from megatron.checkpoint.files import replace_text
-from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked
+from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.saved_run import RUN_FILE
-from megatron.checkpoint.tracker import holds_checkpoint, newest, tag_at
-from megatron.config.data import tokenizer_files
-from megatron.config.errors import ConfigError, ResourceError
+from megatron.checkpoint.tracker import newest, tag_at
+from megatron.config.data import GPT2_BPE, tokenizer_files
+from megatron.config.errors import ConfigError
 from megatron.tools.command_line import ToolParser, run_tool
-from megatron.tools.convert.inspection import KINDS, Found, find, verify_weights
-
-MAX_SHARD_SIZE = "5GB"
 
 
 @dataclass(frozen=True)
@@ -59,88 +63,88 @@ def _merge(args: argparse.Namespace) -> None:
     is_file = args.output.suffix == ".safetensors"
     if is_file and args.max_shard_size:
         raise ConfigError(f"--max-shard-size is for a folder, and --output {args.output} is one file")
-    size = _bytes(args.max_shard_size or MAX_SHARD_SIZE)
-    found = _find(args, "tag", "folder", "universal")
+    size = shard_size(args)
+    found = find_source(args, "tag", "folder", "universal")
 
     from megatron.tools.convert.load_and_save import read_model, run_metadata
     from megatron.tools.convert.whole_model import write_file, write_tensors
 
     model = read_model(found)
-    with _new_output(args) as output:
+    with new_output(args) as output:
         if is_file:
             write_file(model.weights, output, run_metadata(model))
         else:
             write_tensors(model.weights, output, max_shard_size=size, metadata=run_metadata(model))
-    _report(args, model)
+    report(args, model)
 
 
 def _merge_flags(parser: argparse.ArgumentParser) -> None:
-    _paths(parser, "a checkpoint folder or one tag of it", "a name that ends in .safetensors, or a folder")
-    _max_shard_size(parser)
+    paths(parser, "a checkpoint folder or one tag of it", "a name that ends in .safetensors, or a folder")
+    max_shard_size(parser)
 
 
 def _to_hf(args: argparse.Namespace) -> None:
-    """Write a folder for Hugging Face's transformers, from a checkpoint of a GPT-2 or a model of the Llama family.
+    """Write a folder for Hugging Face's transformers, from a checkpoint of GPT-2, of the Llama family or of BERT.
 
     Weights keep their type. The rows that pad the vocabulary are removed. Files of the tokenizer are copied from the
-    Hugging Face folder that the model came from, if it did.
+    Hugging Face folder that the model came from, if it did. BERT becomes a Megatron-BERT, and with a classifier as its
+    head one for sequence classification.
     """
-    size = _bytes(args.max_shard_size or MAX_SHARD_SIZE)
-    found = _find(args, "tag", "folder", "universal", "safetensors")
+    size = shard_size(args)
+    found = find_source(args, "tag", "folder", "universal", "safetensors")
 
     from megatron.tools.convert.huggingface import write_huggingface
-    from megatron.tools.convert.huggingface_files import files_for_huggingface, read_run_bpe
+    from megatron.tools.convert.huggingface_files import files_for_huggingface, read_run_tokenizer
     from megatron.tools.convert.load_and_save import read_model
 
     model = read_model(found)
     assert model.description is not None, "a checkpoint of this suite"
     if model.config.lora_rank:
         raise ConfigError(f"{args.path} has adapters: merge them by merge-lora first, or write them alone by to-peft")
-    bpe = read_run_bpe(model.description, *_bpe_files(args))
+    tokenizer = read_run_tokenizer(model.description, model.config, args.vocab_file, args.merge_file)
     carried = files_for_huggingface(found.saved.folder if found.saved else None, model.description)
     if args.vocab_file or args.merge_file:
         carried = {name: file for name, file in carried.items() if "token" not in name}
-    with _new_output(args) as folder:
-        write_huggingface(folder, model, bpe, max_shard_size=size, carried=carried)
-    _report(args, model)
-    if bpe is None and not any("token" in name for name in carried):
+    with new_output(args) as folder:
+        write_huggingface(folder, model, tokenizer, max_shard_size=size, carried=carried)
+    report(args, model)
+    if tokenizer is None and not any("token" in name for name in carried):
         print("  no tokenizer files: the run has no BPE; give --vocab-file and --merge-file")
 
 
 def _to_hf_flags(parser: argparse.ArgumentParser) -> None:
-    _paths(parser, "a checkpoint folder, one tag of it, or merged weights", "folder to write")
-    _tokenizer(parser, "if it has moved since the run")
-    _max_shard_size(parser)
+    paths(parser, "a checkpoint folder, one tag of it, or merged weights", "folder to write")
+    tokenizer_flags(parser, "if it has moved since the run")
+    max_shard_size(parser)
 
 
 def _from_hf(args: argparse.Namespace) -> None:
     """Write a checkpoint with the weights of a Hugging Face folder, for pretrain_gpt2.py --load FOLDER --finetune.
 
-    The model is a GPT-2, Llama, Mistral, Qwen2 or Qwen3. The folder has config.json and model.safetensors or
-    pytorch_model.bin, whole or with an index. The files of its tokenizer are copied, and those of a GPT-2 also as
-    vocab.json and merges.txt. Weights keep their type.
+    The model is a GPT-2, Llama, Mistral, Qwen2 or Qwen3, or a Megatron-BERT for pretrain_bert.py. The folder has
+    config.json and model.safetensors or pytorch_model.bin, whole or with an index. The files of its tokenizer are
+    copied, and those of a GPT-2 also as vocab.json and merges.txt, of a BERT as vocab.txt. Weights keep their type.
     """
-    found = _find(args, "huggingface")
+    found = find_source(args, "huggingface")
 
-    from megatron.config.huggingface import is_llama, read_config
-    from megatron.tools.convert.huggingface_files import carried_files, count_tokens, read_folder_bpe
+    from megatron.config.huggingface import read_config
+    from megatron.tools.convert.huggingface_files import carried_files, count_tokens, read_folder_tokenizer
 
-    has_bpe = not is_llama(read_config(found.path))
-    bpe = read_folder_bpe(found.path) if has_bpe else None
-    tokens = (bpe and len(bpe.vocabulary)) if has_bpe else count_tokens(found.path)
+    tokenizer = read_folder_tokenizer(found.path, read_config(found.path))
+    tokens = len(tokenizer) if tokenizer is not None else count_tokens(found.path)
     read_config(found.path, vocab_size=tokens)  # refuses a vocabulary that is larger than the model's
 
     from megatron.tools.convert.huggingface import read_huggingface
 
     model, carried = read_huggingface(found.path, vocab_size=tokens), carried_files(found.path)
-    _write_checkpoint(args, model, bpe, source=found.path, carried=carried)
-    _report(args, model)
-    if bpe is None and not any("token" in name for name in carried):
+    write_checkpoint(args, model, tokenizer, source=found.path, carried=carried)
+    report(args, model)
+    if tokenizer is None and not any("token" in name for name in carried):
         print("  no tokenizer files found: give the run --vocab-file and --merge-file")
 
 
 def _from_hf_flags(parser: argparse.ArgumentParser) -> None:
-    _paths(parser, "a Hugging Face folder", "checkpoint folder to write")
+    paths(parser, "a Hugging Face folder", "checkpoint folder to write")
 
 
 def _from_megatron(args: argparse.Namespace) -> None:
@@ -150,13 +154,14 @@ def _from_megatron(args: argparse.Namespace) -> None:
     layer_LL-model_XX-model_states.pt (Megatron on DeepSpeed), and merges tensor-parallel shards and pipeline stages.
     Properties of the model that the files lack must be given as flags.
     """
-    _check_output(args)
+    check_output(args)
 
     from megatron.tokenizer.base import EOD
     from megatron.tools.convert.huggingface_files import read_bpe
 
     has_tokenizer = args.vocab_file or args.merge_file
-    bpe = read_bpe(*_bpe_files(args)) if has_tokenizer else None
+    files = tokenizer_files(GPT2_BPE, args.vocab_file, args.merge_file, None)
+    bpe = read_bpe(*files) if has_tokenizer else None
 
     from megatron.tools.convert.megatron_files import read_shards
     from megatron.tools.convert.megatron_model import GivenModel, whole_model
@@ -171,14 +176,14 @@ def _from_megatron(args: argparse.Namespace) -> None:
         layernorm_epsilon=args.layernorm_epsilon,
     )
     model = whole_model(shards, given)
-    _write_checkpoint(args, model, bpe)
-    _report(args, model)
+    write_checkpoint(args, model, bpe)
+    report(args, model)
     print(f"  query_key_value read as of checkpoint version {given.version_of(shards):g}")
 
 
 def _from_megatron_flags(parser: argparse.ArgumentParser) -> None:
-    _paths(parser, "folder with a tracker file, or the folder that holds the files", "checkpoint folder to write")
-    _tokenizer(parser, "copied to the output; decides the vocabulary's size")
+    paths(parser, "folder with a tracker file, or the folder that holds the files", "checkpoint folder to write")
+    tokenizer_flags(parser, "copied to the output; decides the vocabulary's size")
     parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens without padding, if no file is given")
     parser.add_argument("--num-attention-heads", type=int, metavar="N", help="if the files lack it")
     parser.add_argument(
@@ -199,7 +204,7 @@ def _merge_lora(args: argparse.Namespace) -> None:
 
     pretrain_gpt2.py --load FOLDER --finetune continues from it; the other tools read it as any checkpoint.
     """
-    found = _find(args, "tag", "folder")
+    found = find_source(args, "tag", "folder")
 
     from megatron.tools.convert.load_and_save import read_model, write_checkpoint
     from megatron.tools.convert.lora import merged
@@ -208,14 +213,14 @@ def _merge_lora(args: argparse.Namespace) -> None:
     assert model.description is not None, "a checkpoint of this suite"
     data = model.description["config"]["data"]
     files = {name: data.get(name) and Path(data[name]) for name in ("vocab_file", "merge_file")}
-    with _new_output(args) as folder:
+    with new_output(args) as folder:
         folder.mkdir()
         write_checkpoint(folder, model, **files, tokenizer_type=data["tokenizer_type"])
-    _report(args, model)
+    report(args, model)
 
 
 def _merge_lora_flags(parser: argparse.ArgumentParser) -> None:
-    _paths(parser, "a checkpoint folder or one tag of it", "checkpoint folder to write")
+    paths(parser, "a checkpoint folder or one tag of it", "checkpoint folder to write")
 
 
 def _to_peft(args: argparse.Namespace) -> None:
@@ -224,19 +229,19 @@ def _to_peft(args: argparse.Namespace) -> None:
     It has adapter_config.json and adapter_model.safetensors. The base model is written by to-hf from the checkpoint
     that the training began with.
     """
-    found = _find(args, "tag", "folder")
+    found = find_source(args, "tag", "folder")
 
     from megatron.tools.convert.load_and_save import read_model
     from megatron.tools.convert.lora import write_peft
 
     model = read_model(found)
-    with _new_output(args) as folder:
+    with new_output(args) as folder:
         write_peft(folder, model, args.base)
     print(f"{args.output}: adapters of rank {model.config.lora_rank} from {args.path}")
 
 
 def _to_peft_flags(parser: argparse.ArgumentParser) -> None:
-    _paths(parser, "a checkpoint folder or one tag of it", "folder to write")
+    paths(parser, "a checkpoint folder or one tag of it", "folder to write")
     parser.add_argument("--base", metavar="NAME", help="name or folder of the base model, for adapter_config.json")
 
 
@@ -250,7 +255,7 @@ def _to_universal(args: argparse.Namespace) -> None:
 
     from megatron.checkpoint.universal import cached
 
-    with _sole_writer(saved.folder):
+    with sole_writer(saved.folder):
         folder, is_new = cached(saved)
         replace_text(saved.folder / "latest_universal", folder.name)  # where DeepSpeed looks without a tag
     print(f"{folder}: {'converted from' if is_new else 'exists already, of'} {saved.path}")
@@ -278,108 +283,6 @@ def _parser() -> ToolParser:
         text = inspect.cleandoc(command.run.__doc__)
         command.add_flags(commands.add_parser(name, description=text, help=text.splitlines()[0].rstrip(".")))
     return parser
-
-
-def _paths(parser: argparse.ArgumentParser, source: str, output: str) -> None:
-    parser.add_argument("path", type=Path, metavar="PATH", help=source)
-    parser.add_argument("--output", type=Path, required=True, metavar="NAME", help=output)
-
-
-def _tokenizer(parser: argparse.ArgumentParser, why: str) -> None:
-    parser.add_argument("--vocab-file", metavar="FILE", help=f"vocab.json, {why}")
-    parser.add_argument("--merge-file", metavar="FILE", help=f"merges.txt, {why} (default: beside --vocab-file)")
-
-
-def _bpe_files(args: argparse.Namespace) -> tuple[str | None, str | None]:
-    return tokenizer_files("GPT2BPETokenizer", args.vocab_file, args.merge_file, None)
-
-
-def _max_shard_size(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-shard-size", metavar="SIZE", help=f"largest file of a folder, such as 500MB (default: {MAX_SHARD_SIZE})"
-    )
-
-
-def _bytes(size: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?)B?", size, re.IGNORECASE)
-    if match is None or int(match[1]) == 0:
-        raise ConfigError(f"--max-shard-size {size} is not a size; give one such as 500MB or 2GiB")
-    return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
-
-
-def _find(args: argparse.Namespace, *kinds: str) -> Found:
-    """Check PATH and --output. Raises ConfigError or CheckpointError."""
-    _check_output(args)
-    found = find(args.path)
-    if found.kind not in kinds:
-        accepted = " or ".join(KINDS[kind].words for kind in kinds)
-        raise ConfigError(f"{args.path} is {found.what}, and {args.command} accepts {accepted}")
-    if found.saved:
-        verify_weights(found.saved)
-    return found
-
-
-def _check_output(args: argparse.Namespace) -> None:
-    """Raises ConfigError if --output exists, CheckpointError if a run of this host saves into its folder."""
-    check_vacant(args.output, "--output")
-    check_unlocked(args.output.parent)
-
-
-@contextmanager
-def _new_output(args: argparse.Namespace) -> Iterator[Path]:
-    """A temporary path that becomes --output. Raises as ``atomic_path`` and ``_sole_writer``."""
-    with _sole_writer(args.output.parent), atomic_path(args.output, "--output") as path:
-        yield path
-
-
-@contextmanager
-def _sole_writer(folder: Path) -> Iterator[None]:
-    """Keep runs from saving into ``folder`` meanwhile, if it is a folder of checkpoints: they remove unfinished files.
-
-    Raises CheckpointError if a run saves into it, ResourceError if it cannot be written.
-    """
-    if not (holds_checkpoint(folder) or (folder / LOCK).exists()):
-        yield
-        return
-    lock = FolderLock(folder)
-    try:
-        lock.take()
-    except OSError as error:
-        raise ResourceError(f"{folder} cannot be written ({error.strerror})") from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _write_checkpoint(
-    args: argparse.Namespace,
-    model: Any,
-    bpe: Any,
-    *,
-    source: Path | None = None,
-    carried: Mapping[str, Path] = MappingProxyType({}),
-) -> None:
-    from megatron.tools.convert.huggingface_files import MERGES, VOCAB
-    from megatron.tools.convert.load_and_save import write_checkpoint
-
-    published = [args.output / name for name in ("tokenizer.json", "tokenizer.model") if name in carried]
-    files = (args.output / VOCAB, args.output / MERGES) if bpe else (*published[:1], None, None)
-    with _new_output(args) as folder:
-        folder.mkdir()
-        if bpe:
-            bpe.write(folder)
-        for name, file in carried.items():
-            shutil.copyfile(file, folder / name)
-        write_checkpoint(folder, model, vocab_file=files[0], merge_file=files[1], source=source)
-
-
-def _report(args: argparse.Namespace, model: Any) -> None:
-    from megatron.checkpoint.tensor_files import outlines_of
-
-    outlines = list(outlines_of(model.weights).values())
-    count, dtype = sum(one.numel() for one in outlines), str(outlines[0].dtype).removeprefix("torch.")
-    print(f"{args.output}: {len(model.weights)} tensors, {count:,} parameters, {dtype}, from {args.path}")
 
 
 if __name__ == "__main__":

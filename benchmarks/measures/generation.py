@@ -20,7 +20,7 @@ from megatron.launch.distributed import distributed
 from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 from megatron.tokenizer.base import EOD
-from megatron.tools.convert.huggingface_files import BPE, write_folder_bpe
+from megatron.tools.convert.huggingface_files import BPE, write_tokenizer
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
 from megatron.tools.inference.model import LanguageModel, load_model
@@ -120,4 +120,4 @@ def _write_model(size: Size, folder: Path) -> None:
     GPT2LMHeadModel(config).save_pretrained(folder)
     names = sorted(pre_tokenizers.ByteLevel.alphabet())
     names += [f"word{number}" for number in range(eod - len(names))]
-    write_folder_bpe(BPE({name: id for id, name in enumerate([*names, EOD])}, []), folder, positions=positions)
+    write_tokenizer(BPE({name: id for id, name in enumerate([*names, EOD])}, []), folder, positions=positions)

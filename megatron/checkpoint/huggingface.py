@@ -18,9 +18,8 @@ from megatron.checkpoint.reshard import load_states
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import CheckpointError
-from megatron.config.huggingface import HEAD, is_llama, read_config, shape_problems, source_shapes
-from megatron.config.huggingface.gpt2 import PREFIX
-from megatron.model.architectures import GPT2
+from megatron.config.huggingface import format_of, gpt2, read_config, shape_problems, source_shapes
+from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
 
 _SHOWN = 4
@@ -30,19 +29,22 @@ def our_weights(tensors: Mapping[str, Tensor], config: ModelConfig, source: str)
     """The weights of ``config``, all rows of the vocabulary included, from Hugging Face's ``tensors``.
 
     Raises CheckpointError with a line for each of the first weights that are missing, unknown or of another shape, and
-    if a head that should be the embedding is another table.
+    if a head that should be the embedding, or another repeated weight, is not equal.
     """
     outlines = outlines_of(tensors)
     if problems := shape_problems(config, {name: tuple(one.shape) for name, one in outlines.items()}, source):
         more = [f"{source}: {len(problems)} such lines in all"] if len(problems) > _SHOWN else []
         raise CheckpointError(problems[:_SHOWN] + more)
     sources = {ours: [_present(name, tensors) for name in theirs] for ours, theirs in source_shapes(config).items()}
-    words = next(iter(sources.values()))[0]
-    is_tied = not config.untie_embeddings_and_output_weights
-    if is_tied and HEAD in tensors and not tensors[HEAD].equal(tensors[words]):
-        table = words.removeprefix(PREFIX)
-        raise CheckpointError(f"{source}: {HEAD} is another table than {table}, which config.json says to be the head")
-    specs = GPT2.named_parameters(config)
+    needed = {name for names in sources.values() for name in names}
+    for name, other in format_of(config).TIED.items():
+        other = _present(other, tensors)
+        if name in tensors and name not in needed and not tensors[name].equal(tensors[other]):
+            table = other.removeprefix(gpt2.PREFIX)
+            raise CheckpointError(
+                f"{source}: {name} is another table than {table}, and config.json says that both are one"
+            )
+    specs = architecture_of(config).named_parameters(config)
     return LazyTensors(
         {name: torch.empty(specs[name].shape, dtype=outlines[sources[name][0]].dtype, device="meta") for name in specs},
         lambda name: joined(name, [tensors[theirs] for theirs in sources[name]], config),
@@ -66,12 +68,12 @@ def their_weights(weights: Mapping[str, Tensor], config: ModelConfig) -> LazyTen
 
 def _present(name: str, tensors: Mapping[str, Tensor]) -> str:
     """``name`` as it is in a file, which may be that of a model without a head."""
-    return name if name in tensors else name.removeprefix(PREFIX)
+    return name if name in tensors else name.removeprefix(gpt2.PREFIX)
 
 
 def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
     """Our weight ``name``, or a rank's shard of whole groups of it, from the tensors that it consists of."""
-    if not is_llama(config):
+    if format_of(config) is gpt2:
         return _from_gpt2(name, theirs[0], config)
     if "query_key_value" in name:  # [n d, ..], [g d, ..], [g d, ..] -> [g, n/g + 2, d, ..]
         count = theirs[1].size(0) // config.head_size
@@ -82,13 +84,13 @@ def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
 
 def divided(name: str, ours: Tensor, config: ModelConfig) -> list[Tensor]:
     """The tensors that our weight ``name`` consists of."""
-    if not is_llama(config):
+    if format_of(config) is gpt2:
         return [_to_gpt2(name, ours, config)]
     if "query_key_value" in name:
         groups = ours.unflatten(0, (config.query_groups, -1, config.head_size))
         sizes = [groups.size(1) - 2, 1, 1]
         return [part.flatten(0, 2).contiguous() for part in groups.split(sizes, dim=1)]
-    return list(ours.unbind()) if "dense_h_to_4h" in name else [ours]
+    return list(ours.unbind()) if config.swiglu and "dense_h_to_4h" in name else [ours]
 
 
 def _from_gpt2(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
@@ -120,7 +122,8 @@ def load_huggingface(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLa
         padding = (0, 0) * (shard.dim() - 1) + (0, shape[0] - shard.size(0))
         return {WEIGHT: F.pad(shard, padding)}
 
-    load_states(engine, read, GPT2.named_parameters(config))  # adapters, which it lacks, keep their values
+    # Adapters, which the folder lacks, keep their values.
+    load_states(engine, read, architecture_of(config).named_parameters(config))
     return Loaded(0, (f"weights of {folder}, with a new optimizer",))
 
 
@@ -139,14 +142,14 @@ class _Shards:
     def read(self, name: str, rows: int) -> Tensor:
         """This rank's shard of a weight, of ``rows`` rows or, of the vocabulary, without those that are padding."""
         config, rank, size = self.config, self.layout.tensor_group.rank(), self.layout.tensor_group.size()
-        spec, sources = GPT2.named_parameters(config)[name], source_shapes(config)[name]
+        spec, sources = architecture_of(config).named_parameters(config)[name], source_shapes(config)[name]
         dim = spec.shard_dim
         if dim is None:
             return self.weights[name]
         if spec.is_vocabulary:
             ends = min(self.tokens, rank * rows), min(self.tokens, (rank + 1) * rows)
             return self.tensors.part(_present(next(iter(sources)), self.tensors), 0, *ends)
-        if not is_llama(config) or ("query_key_value" in name and config.query_groups % size):
+        if format_of(config) is gpt2 or ("query_key_value" in name and config.query_groups % size):
             return self.weights[name].chunk(size, dim)[rank]
         dim -= len(sources) == 2  # gate and up are stacked
         lengths = {theirs: shape[dim] // size for theirs, shape in sources.items()}

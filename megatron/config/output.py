@@ -34,10 +34,10 @@ class CheckpointConfig:
     )
     load_hf: str | None = flag(
         None,
-        "Hugging Face folder (GPT-2, Llama, Mistral, Qwen2, Qwen3) to train on from, at iteration 0: its weights, and "
-        "the flags of its model.",
+        "Hugging Face folder (GPT-2, Llama, Mistral, Qwen2, Qwen3; for pretrain_bert.py Megatron-BERT) to train on "
+        "from, at iteration 0: its weights, and the flags of its model.",
         metavar="DIR",
-        masked_lm=False,
+        pretraining=True,
     )
     load_strict: bool = flag(
         False, "Refuse to load a broken checkpoint, instead of falling back to the newest complete one."

@@ -1,5 +1,6 @@
 """BERT's WordPiece (Devlin et al., 2018), run by the Rust library ``tokenizers``."""
 
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
@@ -59,9 +60,14 @@ def read_pieces(path: str) -> dict[str, int]:
         if piece in pieces:
             raise DataError(f"{path}:{number}: {piece!r} repeats line {pieces[piece] + 1}")
         pieces[piece] = number - 1
+    check_special(path, pieces)
+    return pieces
+
+
+def check_special(path: str, pieces: Mapping[str, int]) -> None:
+    """Raises DataError if the vocabulary in ``path`` lacks one of BERT's own tokens."""
     if missing := [token for token in SPECIAL if token not in pieces]:
         raise DataError(
             f"{path}: the vocabulary lacks {', '.join(missing)}; is it BERT's vocab.txt, a token a line? "
             "(tools/train_tokenizer.py makes one)"
         )
-    return pieces

@@ -1,16 +1,20 @@
 """BERT against the same network of transformers, and what its attention and its loss see."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
 
+from megatron.checkpoint.huggingface import their_weights
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.model.architectures import BERT, CLASSIFIER, architecture_of
 from megatron.model.containers import SequentialModel
 from megatron.mpu import ParallelLayout
+from megatron.tools.convert.huggingface import read_huggingface, write_huggingface
+from megatron.tools.convert.whole_model import WholeModel, without_padding
 from megatron.training.optimizers import weight_decay_groups
 
 CONFIG = ModelConfig(
@@ -43,39 +47,45 @@ def _bert(config: ModelConfig = CONFIG) -> SequentialModel:
     return model
 
 
-def test_logits_and_gradients_are_those_of_transformers(run_ranks):
-    run_ranks(1, equals_transformers)
+def test_logits_and_gradients_are_those_of_transformers(run_ranks, tmp_path: Path):
+    run_ranks(1, equals_transformers, tmp_path)
 
 
-def equals_transformers():
+def equals_transformers(folder: Path):
     """MegatronBertForPreTraining is the network with its norms in front, as Megatron trained it."""
-    ours = _bert()
-    theirs = their_model(ours, CONFIG)
+    for tanh in (False, True):
+        compare_pretraining(replace(CONFIG, openai_gelu=tanh), folder / str(tanh))
+
+
+def compare_pretraining(config: ModelConfig, folder: Path):
+    ours = _bert(config)
+    theirs = exported(ours, config, folder)
     mask, types = REAL.long(), SEGMENTS.clamp(min=0)
     logits, order = ours(INPUTS)
     expected = theirs(TOKENS, attention_mask=mask, token_type_ids=types)
-    assert_close(logits[REAL][:, :21], expected.prediction_logits[REAL])
-    assert_close(order, expected.seq_relationship_logits)
+    assert_close(logits[REAL][:, :21], expected.prediction_logits[REAL], atol=1e-5, rtol=0)
+    assert_close(order, expected.seq_relationship_logits, atol=1e-5, rtol=0)
 
-    ours(INPUTS, TARGETS).backward()
-    labels = TARGETS[0].masked_fill(~REAL, -100)
-    loss = theirs(TOKENS, attention_mask=mask, token_type_ids=types, labels=labels, next_sentence_label=TARGETS[2]).loss
-    assert_close(ours(INPUTS, TARGETS), loss)
+    loss = ours(INPUTS, TARGETS)
     loss.backward()
-    table = ours.get_parameter("tied_modules.embed.word_embeddings.weight")
-    assert_close(table.grad[:21], theirs.bert.embeddings.word_embeddings.weight.grad)
-    assert_close(ours.get_parameter("1.tokentype_embeddings.weight").grad,
-                 theirs.bert.embeddings.token_type_embeddings.weight.grad)  # fmt: skip
+    labels = TARGETS[0].masked_fill(~REAL, -100)
+    their_loss = theirs(
+        TOKENS, attention_mask=mask, token_type_ids=types, labels=labels, next_sentence_label=TARGETS[2]
+    ).loss
+    assert_close(loss, their_loss)
+    their_loss.backward()
+    compare_gradients(ours, theirs, config)
 
 
-def test_a_classifier_is_that_of_transformers(run_ranks):
-    run_ranks(1, classifier_equals_transformers)
+def test_a_classifier_is_that_of_transformers(run_ranks, tmp_path: Path):
+    run_ranks(1, classifier_equals_transformers, tmp_path)
 
 
-def classifier_equals_transformers():
+def classifier_equals_transformers(folder: Path):
     config = replace(CONFIG, architecture=CLASSIFIER.name, classes=("a", "b", "c"))
     ours = _bert(config)
-    theirs = their_model(ours, config, "MegatronBertForSequenceClassification", num_labels=3)
+    theirs = exported(ours, config, folder / "hf")
+    assert theirs.config.id2label == {0: "a", 1: "b", 2: "c"}
     mask, types, labels = REAL.long(), SEGMENTS.clamp(min=0), torch.tensor([2, 0])
     expected = theirs(TOKENS, attention_mask=mask, token_type_ids=types, labels=labels)
     assert_close(ours(INPUTS), expected.logits)
@@ -83,61 +93,35 @@ def classifier_equals_transformers():
     assert_close(loss, expected.loss)
     loss.backward()
     expected.loss.backward()
-    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    assert all(gradient is not None for gradient in gradients.values())
-    for name, gradient in renamed(gradients, config).items():
-        assert_close(gradient, theirs.get_parameter(name).grad)
+    compare_gradients(ours, theirs, config)
 
 
-def their_model(
-    ours: SequentialModel, config: ModelConfig, kind: str = "MegatronBertForPreTraining", **head: int
-) -> torch.nn.Module:
-    """transformers' model of a ``kind`` with our weights."""
+def exported(ours: SequentialModel, config: ModelConfig, folder: Path) -> torch.nn.Module:
+    """transformers' model of the folder that to-hf would write, in evaluation mode."""
     import transformers
 
-    theirs = getattr(transformers, kind)(
-        transformers.MegatronBertConfig(
-            vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_attention_heads, intermediate_size=config.ffn_hidden_size,
-            max_position_embeddings=config.max_position_embeddings, layer_norm_eps=config.layernorm_epsilon,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **head,
-        )
-    ).eval()  # fmt: skip
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            parameter.copy_(renamed(dict(ours.named_parameters()), config)[name])
-    return theirs
+    whole = replace(config, padded_vocab_size=config.vocab_size)
+    weights = without_padding({name: one.detach() for name, one in ours.named_parameters()}, whole)
+    write_huggingface(folder, WholeModel(whole, weights), None, max_shard_size=20_000, carried={})
+    (kind,) = json.loads((folder / "config.json").read_text())["architectures"]
+    theirs, report = getattr(transformers, kind).from_pretrained(folder, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    if config.architecture == BERT.name:
+        again = read_huggingface(folder)
+        assert again.config == replace(whole, attention_dropout=0, hidden_dropout=0)
+        assert all(again.weights[name].equal(weights[name]) for name in weights)
+    return theirs.eval()
 
 
-def renamed(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Our weights, or their gradients, under the names of transformers."""
-    heads, last, v = config.num_attention_heads, config.num_layers + 3, config.vocab_size
-    pairs = {
-        "bert.embeddings.word_embeddings.weight": weights["tied_modules.embed.word_embeddings.weight"][:v],
-        "bert.embeddings.token_type_embeddings.weight": weights["1.tokentype_embeddings.weight"],
-        "bert.embeddings.position_embeddings.weight": weights["2.position_embeddings.weight"],
-    }
-    if f"{last + 4}.word_bias" in weights:
-        pairs["cls.predictions.bias"] = weights[f"{last + 4}.word_bias"][:v]
-    names = {f"{last + 1}": "bert.encoder.ln", f"{last + 2}.dense": "cls.predictions.transform.dense",
-             f"{last + 2}.layernorm": "cls.predictions.transform.LayerNorm", f"{last + 2}.pooler": "bert.pooler.dense",
-             f"{last + 2}.order": "cls.seq_relationship", f"{last + 2}.classifier": "classifier"}  # fmt: skip
-    for n in range(config.num_layers):
-        layer = f"bert.encoder.layer.{n}."
-        names |= {f"{n + 3}.input_layernorm": f"{layer}attention.ln", f"{n + 3}.post_attention_layernorm": f"{layer}ln",
-                  f"{n + 3}.attention.dense": f"{layer}attention.output.dense",
-                  f"{n + 3}.mlp.dense_h_to_4h": f"{layer}intermediate.dense",
-                  f"{n + 3}.mlp.dense_4h_to_h": f"{layer}output.dense"}  # fmt: skip
-        for end in ("weight", "bias"):
-            rows = weights[f"{n + 3}.attention.query_key_value.{end}"].unflatten(0, (heads, 3, -1)).unbind(1)
-            for part, row in zip(("query", "key", "value"), rows, strict=True):
-                pairs[f"{layer}attention.self.{part}.{end}"] = row.flatten(0, 1)
-    return pairs | {
-        f"{theirs}.{end}": weights[f"{ours}.{end}"]
-        for ours, theirs in names.items()
-        for end in ("weight", "bias")
-        if f"{ours}.{end}" in weights
-    }
+def compare_gradients(ours: SequentialModel, theirs: torch.nn.Module, config: ModelConfig):
+    """Every parameter has the gradient that transformers computes."""
+    whole = replace(config, padded_vocab_size=config.vocab_size)
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    assert all(gradient is not None for gradient in gradients.values())
+    renamed = their_weights(without_padding(gradients, whole), whole)
+    assert len(renamed) == len(list(theirs.named_parameters()))
+    for name, gradient in renamed.items():
+        assert_close(gradient, theirs.get_parameter(name).grad)
 
 
 def test_bert_attends_to_the_future_but_not_to_padding(run_ranks):

@@ -80,6 +80,31 @@ def test_first_loss_is_that_of_transformers(run_ranks, folders, tmp_path, kind: 
     assert abs(second - first) > 1e-3
 
 
+def test_a_bert_begins_with_the_weights_of_its_folder(run_ranks, train_bert_in_ranks, programs, tmp_path: Path):
+    from transformers import AutoModelForPreTraining, MegatronBertConfig
+
+    config = MegatronBertConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=32, initializer_range=0.3, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    AutoModelForPreTraining.from_config(config).save_pretrained(tmp_path / "hf")
+    shutil.copyfile(programs.folder / "vocab.txt", tmp_path / "hf" / "vocab.txt")
+    tool = "tools/convert_checkpoint.py"
+    programs.warm(1, tool, "from-hf", tmp_path / "hf", "--output", tmp_path / "ours").ok()
+    run = "--train-iters 2 --batch-size 4 --global-batch-size 8 --eval-iters 0 --warmup 0".split()
+    of_model = "--ffn-hidden-size 48 --layernorm-epsilon 1e-12 --hidden-dropout 0 --attention-dropout 0".split()
+    losses = []
+    for ranks, words in (
+        (2, ["--model-parallel-size", "2", "--load-hf", str(tmp_path / "hf")]),
+        (1, [*of_model, "--load", str(tmp_path / "ours"), "--finetune"]),
+    ):
+        train_bert_in_ranks(ranks, *run, *words, "--metrics-file", tmp_path / "metrics")
+        losses.append([line["lm_loss"] for line in read_metrics(tmp_path / "metrics")])
+        (tmp_path / "metrics").unlink()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_a_checkpoint_in_save_is_preferred(run_ranks, folders, tmp_path: Path):
     words = [
         *RUN,
@@ -119,6 +144,11 @@ def test_a_provided_model_has_other_weights(folders, monkeypatch: pytest.MonkeyP
     provided = provided_architecture(ModelProvider(*[lambda *_: None] * 3, None, {}))
     with pytest.raises(ConfigError, match="--load-hf is for the model of pretrain_gpt2.py: remove it"):
         parse_run([*RUN, "--load-hf", str(folders["llama"])], {}, provided)
+
+
+def test_a_folder_of_another_program(folders):
+    with pytest.raises(ConfigError, match="is a GPT-2 model, and this is pretrain_bert.py"):
+        parse_run([*RUN, "--load-hf", str(folders["llama"])], {}, ARCHITECTURES["BERT"])
 
 
 def test_flags_are_those_of_the_folder(folders):

@@ -6,32 +6,26 @@ model of ``--model-preset`` or ``--load-hf``, the settings file of ``--config``,
 
 import argparse
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import Field, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from megatron.config import flag_fields
-from megatron.config.command_line.classic_flags import Outcome, outcome_of
-from megatron.config.command_line.parser import SETTINGS_FILE, build_parser, has_flag, names_of, negative_flag
+from megatron.config.command_line.classic_flags import outcome_of
+from megatron.config.command_line.layer import NEAR, Layer, flags_of_other_models, is_flag, known_name, read_layer
+from megatron.config.command_line.parser import SETTINGS_FILE, build_parser, negative_flag
 from megatron.config.command_line.settings_file import Setting, read_settings_file
-from megatron.config.command_line.values import read_value
 from megatron.config.deepspeed_json import SETTINGS
 from megatron.config.errors import ConfigError, did_you_mean
-from megatron.config.fields import Provided, Source, flag_name
+from megatron.config.fields import Provided, flag_name
 from megatron.config.huggingface import model_words, read_config, shape_of
 from megatron.config.presets import PRESETS, preset_words
 from megatron.config.reading import unreadable_words
 from megatron.config.validation import EXCLUSIVE
-from megatron.model.architectures import BERT, GPT2
+from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 
-_Given: TypeAlias = tuple[str, str, Provided]
-"""Field, flag and value."""
-
 PRESET, HF_FOLDER = "model_preset", "load_hf"
-_NEAR = 0.8
-"""Similarity from which on a known flag is suggested for an unknown one."""
 _ALTERNATIVES = (*EXCLUSIVE, ("fp16", "bf16"))
 """Fields of which a layer that gives one replaces all in the layers before it."""
 
@@ -45,19 +39,6 @@ class Flags(NamedTuple):
     """A message for each flag that is unknown or refused, or contradicts another."""
     warnings: list[str]
     """A message for each flag that has no effect."""
-
-
-@dataclass
-class _Layer:
-    """What one source gives."""
-
-    words: list[str] = field(default_factory=list)
-    """As arguments of a command line, with the names that the parser knows."""
-    values: dict[str, Provided] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    unreadable: list[str] = field(default_factory=list)
-    """A message for each value that is missing or cannot be parsed."""
-    warnings: list[str] = field(default_factory=list)
 
 
 def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> Flags:
@@ -120,14 +101,14 @@ def read_extra_args(argv: Sequence[str], architecture: ArchitectureSpec) -> dict
     return values
 
 
-def _read_layers(argv: Sequence[str], architecture: ArchitectureSpec) -> list[_Layer]:
+def _read_layers(argv: Sequence[str], architecture: ArchitectureSpec) -> list[Layer]:
     """The layers, first to last. Raises ConfigError if the settings file cannot be read."""
     if unreadable := unreadable_words(argv):
         raise ConfigError(unreadable)
     parser = build_parser(architecture)
     for action in parser._actions:
         action.required = False  # each layer is parsed alone; see read_extra_args
-    typed = _read_layer([(argv, "")], parser, architecture)
+    typed = read_layer([(argv, "")], parser, architecture)
     layers = []
     if architecture.provider is not None:
         layers.append(_read_settings(_defaults(architecture), parser, architecture))
@@ -147,23 +128,25 @@ def _read_layers(argv: Sequence[str], architecture: ArchitectureSpec) -> list[_L
     return [*layers, typed]
 
 
-def _read_preset(name: str, parser: argparse.ArgumentParser, architecture: ArchitectureSpec) -> _Layer:
+def _read_preset(name: str, parser: argparse.ArgumentParser, architecture: ArchitectureSpec) -> Layer:
     place = f"--model-preset {name}"
     if PRESETS[name].program != architecture.program:
-        return _Layer(problems=[f"{place} is a model of {PRESETS[name].program}, and this is {architecture.program}"])
-    return _read_layer([(preset_words(name), place)], parser, architecture)
+        return Layer(problems=[f"{place} is a model of {PRESETS[name].program}, and this is {architecture.program}"])
+    return read_layer([(preset_words(name), place)], parser, architecture)
 
 
 def _read_huggingface(
-    folder: str, given: Iterable[_Layer], parser: argparse.ArgumentParser, architecture: ArchitectureSpec
-) -> _Layer:
+    folder: str, given: Iterable[Layer], parser: argparse.ArgumentParser, architecture: ArchitectureSpec
+) -> Layer:
     """The layer of the config.json in ``folder``, which the layers ``given`` must not contradict.
 
     Raises CheckpointError if the file is missing, or describes no model of ours.
     """
     config = read_config(Path(folder))
     place = f"--load-hf {folder}"
-    layer = _read_layer([(model_words(config), place)], parser, architecture)
+    if architecture.provider is None and config.architecture != architecture.name:
+        return Layer(problems=[f"{place} is a {config.architecture} model, and this is {architecture.program}"])
+    layer = read_layer([(model_words(config), place)], parser, architecture)
     for name, value in shape_of(config).items():
         layer.problems += [
             f"{one.values[name].source} contradicts {place}, whose model has {flag_name(flag_fields()[name])} {value}: "
@@ -187,7 +170,7 @@ def _defaults(architecture: ArchitectureSpec) -> list[Setting]:
 
 def _read_settings(
     settings: Iterable[Setting], parser: argparse.ArgumentParser, architecture: ArchitectureSpec
-) -> _Layer:
+) -> Layer:
     """The layer of a settings file, or of defaults."""
     actions = {name: action for action in parser._actions for name in action.option_strings}
     sources, problems = [], []
@@ -196,23 +179,23 @@ def _read_settings(
             sources.append((_words_of(setting, actions, architecture), setting.place))
         except ValueError as error:
             problems.append(f"{setting.place}: {error}")
-    layer = _read_layer(sources, parser, architecture)
+    layer = read_layer(sources, parser, architecture)
     layer.problems[:0] = problems
     return layer
 
 
 def _words_of(setting: Setting, actions: Mapping[str, argparse.Action], architecture: ArchitectureSpec) -> list[str]:
     """``setting`` on a command line. Raises ValueError if there is no such flag, or it takes another kind of value."""
-    name, value = _known_name(f"--{setting.name}", actions), setting.value
+    name, value = known_name(f"--{setting.name}", actions), setting.value
     action = actions.get(name)
-    if action is None and name not in _flags_of_other_models(architecture):
+    if action is None and name not in flags_of_other_models(architecture):
         if (
             outcome_of(
                 name.removeprefix("--"), [] if isinstance(value, bool) else [value] if isinstance(value, str) else value
             )
             is None
         ):
-            guess = did_you_mean(name, actions, otherwise="see --help", cutoff=_NEAR)
+            guess = did_you_mean(name, actions, otherwise="see --help", cutoff=NEAR)
             raise ValueError(f"there is no flag {name}: {guess}")
     if name in ("--help", f"--{SETTINGS_FILE}"):
         raise ValueError(f"{name} is for the command line: remove it")
@@ -226,7 +209,7 @@ def _words_of(setting: Setting, actions: Mapping[str, argparse.Action], architec
         return [f"{name}={value}"]
     if action is not None and action.nargs is None:
         raise ValueError(f"{name} takes one value, not a list")
-    if flags := [item for item in value if _is_flag(item)]:
+    if flags := [item for item in value if is_flag(item)]:
         raise ValueError(f"{name}: {flags[0]!r} looks like a flag; write a value")
     return [name, *value]
 
@@ -239,158 +222,3 @@ def _off(name: str, action: argparse.Action | None) -> list[str]:
     if action.const is False:
         return [flag_name(of_action)]
     return [negative_flag(of_action)] if action.const is True else []
-
-
-def _read_layer(
-    sources: Iterable[tuple[Sequence[str], str]], parser: argparse.ArgumentParser, architecture: ArchitectureSpec
-) -> _Layer:
-    """The layer of one or more command lines, each with the place that messages name; empty for the real one."""
-    layer = _Layer()
-    provided: list[_Given] = []
-    for argv, place in sources:
-        at = f"{place}: " if place else ""
-        words, problems, warnings = _normalize_names(argv, parser, architecture)
-        layer.words += words
-        layer.warnings += [at + warning for warning in warnings]
-        try:
-            namespace, extra = parser.parse_known_args(words, argparse.Namespace(occurrences=[]))
-        except ConfigError as error:
-            layer.unreadable += [at + message for message in error.messages]
-        else:
-            problems += [f"unexpected argument {word!r}: every value follows its flag" for word in extra]
-            provided += _read_values(namespace.occurrences, place, layer.unreadable)
-        layer.problems += [at + problem for problem in problems]
-    layer.values = _merge_repetitions(_without_single_stage(provided), layer)
-    return layer
-
-
-class _Words(NamedTuple):
-    """The arguments with all flags as the parser knows them, and a message for each flag that it does not know."""
-
-    words: list[str]
-    problems: list[str]
-    warnings: list[str]
-
-
-def _normalize_names(argv: Sequence[str], parser: argparse.ArgumentParser, architecture: ArchitectureSpec) -> _Words:
-    """``argv`` for ``parser``. Unknown and unsupported flags are removed with their values."""
-    known = {name for action in parser._actions for name in action.option_strings}
-    others = _flags_of_other_models(architecture)
-    result = _Words([], [], [])
-    for word, *values in _grouped(argv):
-        name, equals, value = word.partition("=")
-        name = _known_name(name, known)
-        values = [value, *values] if equals else values
-        if not _is_flag(word):
-            result.words.extend([word, *values])
-        elif name in known:
-            result.words.extend([f"{name}={values[0]}", *values[1:]] if equals else [name, *values])
-        elif name in others:
-            result.problems.append(f"{name}: {others[name]}")
-        elif outcome := outcome_of(name.removeprefix("--"), values):
-            _apply(outcome, name, values, result)
-        else:
-            guess = did_you_mean(name, known, otherwise="see --help", cutoff=_NEAR)
-            result.problems.append(f"unknown flag {name}: {guess}")
-    return result
-
-
-def _known_name(name: str, known: Collection[str]) -> str:
-    """The one of ``known`` that is ``name`` but for hyphens and underscores; without one ``name`` with hyphens."""
-    hyphens = name.replace("_", "-")
-    return hyphens if hyphens in known else next((one for one in known if one.replace("_", "-") == hyphens), hyphens)
-
-
-def _grouped(argv: Sequence[str]) -> list[list[str]]:
-    """Each flag with the words that follow it up to the next flag; the words before the first flag are a group, too."""
-    groups: list[list[str]] = []
-    for word in argv:
-        if _is_flag(word) or not groups:
-            groups.append([word])
-        else:
-            groups[-1].append(word)
-    return groups
-
-
-def _apply(outcome: Outcome, name: str, values: Sequence[str], result: _Words) -> None:
-    """Add to ``result`` what becomes of the classic flag ``name`` with ``values``."""
-    if outcome.kind == "replaced":
-        result.words.extend(outcome.text.split())
-    elif outcome.kind == "ignored":
-        result.warnings.append(f"{' '.join([name, *values])} has no effect: {outcome.text}")
-    elif outcome.kind == "refused":
-        result.problems.append(f"{name}: {outcome.text}")
-
-
-def _flags_of_other_models(architecture: ArchitectureSpec) -> dict[str, str]:
-    """The flags that the program of ``architecture`` refuses since they are those of other models, with the message."""
-    others = [field for field in flag_fields().values() if not has_flag(field, architecture)]
-    return {
-        name: f"{architecture.program} has no such flag: it is {_owner(field)}"
-        for field in others
-        for name in names_of(field)
-    }
-
-
-def _owner(field: Field) -> str:
-    """The model and the program that have the flag of ``field``, which not all have."""
-    masked_lm = field.metadata["flag"]["masked_lm"]
-    if masked_lm is None:
-        return "for pretraining"
-    owner = BERT if masked_lm else GPT2
-    return f"{owner.name}'s, for {owner.program}"
-
-
-def _is_flag(word: str) -> bool:
-    if not word.startswith("-") or word == "-":
-        return False
-    try:
-        float(word)
-        return False
-    except ValueError:
-        return True
-
-
-def _read_values(occurrences: Iterable[tuple[str, str, Any, bool]], place: str, unreadable: list[str]) -> list[_Given]:
-    """The value of each occurrence, which is field, flag, text, and whether the flag is a switch.
-
-    Adds a message to ``unreadable`` for each value that cannot be parsed.
-    """
-    provided: list[_Given] = []
-    for name, flag, value, is_switch in occurrences:
-        words = " ".join(value) if isinstance(value, list) else value
-        source = Source(flag if is_switch else f"{flag} {words or repr(words)}", place)
-        try:
-            if not is_switch:
-                value = read_value(flag_fields()[name] if name in flag_fields() else None, value)
-        except ValueError as error:
-            unreadable.append(f"{source}: {error}")
-        else:
-            provided.append((name, flag, Provided(value, source)))
-    return provided
-
-
-def _without_single_stage(occurrences: list[_Given]) -> list[_Given]:
-    """Without a pipeline size of 1 next to --no-pipeline-parallel: the scripts of Megatron-DeepSpeed give both."""
-    if all(flag != "--no-pipeline-parallel" for _, flag, _ in occurrences):
-        return occurrences
-    return [given for given in occurrences if (given[0], given[2].value) != ("pipe_parallel_size", 1)]
-
-
-def _merge_repetitions(occurrences: list[_Given], layer: _Layer) -> dict[str, Provided]:
-    """One value for each field; ``layer`` gets a warning for each value that a later one of the same flag replaces.
-
-    The last value counts, so that the flags a user appends to a script replace the script's; aliases must not
-    contradict each other.
-    """
-    values: dict[str, Provided] = {}
-    flags: dict[str, str] = {}
-    for name, flag, value in occurrences:
-        before = values.get(name)
-        if before is not None and before.value != value.value:
-            if flags[name] == flag:
-                layer.warnings.append(f"{before.source} has no effect: {value.source} follows it")
-            else:
-                layer.problems.append(f"{before.source} and {value.source} set the same thing: remove one")
-        values[name], flags[name] = value, flag
-    return values

@@ -1,25 +1,29 @@
 """What a Hugging Face folder says of its model: config.json, and names and shapes of its weights. No torch here.
 
-GPT-2 and the models of the Llama family are converted in both directions.
+GPT-2, the models of the Llama family and BERT, each a module here, are converted in both directions.
 """
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError
-from megatron.config.huggingface import gpt2, llama
+from megatron.config.huggingface import bert, gpt2, llama
 from megatron.config.reading import parse_json, read_bytes
 from megatron.model.architectures import GPT2
 
 HF_CONFIG = "config.json"
-MODEL_TYPES = {gpt2.MODEL_TYPE: gpt2.CLASS_NAME} | {name: family.class_name for name, family in llama.FAMILIES.items()}
-"""``model_type`` to the class in ``transformers``."""
-HEAD = "lm_head.weight"
-_BUFFER = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
-"""Tensors in older files that are no weights: the causal mask, and the frequencies of the rotation."""
+FORMATS: dict[str, ModuleType] = {
+    gpt2.MODEL_TYPE: gpt2,
+    **dict.fromkeys(llama.FAMILIES, llama),
+    bert.MODEL_TYPE: bert,
+}
+"""``model_type`` to the module that reads and writes it."""
+_BUFFER = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq|embeddings\.position_ids)")
+"""Tensors in older files that are no weights: the causal mask, the frequencies of the rotation, the positions."""
 _TOKENS = ("bos_token_id", "eos_token_id")
 
 
@@ -34,11 +38,25 @@ def read_config(folder: Path, *, vocab_size: int | None = None) -> ModelConfig:
 def config_of(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = None) -> ModelConfig:
     """The same of the content of the file."""
     kind = tree.get("model_type", gpt2.MODEL_TYPE)
-    if not isinstance(kind, str) or kind not in MODEL_TYPES:
-        names = ", ".join(MODEL_TYPES)
+    if not isinstance(kind, str) or kind not in FORMATS:
+        names = ", ".join(FORMATS)
         raise CheckpointError(f"{path}: model_type is {kind!r}, which is not supported; supported are {names}")
-    read = gpt2.read_config if kind == gpt2.MODEL_TYPE else llama.read_config
-    return read(tree, path, vocab_size=vocab_size)
+    config: ModelConfig = FORMATS[kind].read_config(tree, path, vocab_size=vocab_size)
+    return config
+
+
+def format_of(config: ModelConfig) -> ModuleType:
+    """The module of the format that the model has: ``gpt2``, ``llama`` or ``bert``.
+
+    Raises ConfigError if the architecture is none of these.
+    """
+    if config.architecture in bert.CLASS_NAMES:
+        return bert
+    if config.architecture != GPT2.name:
+        names = ", ".join((GPT2.name, *bert.CLASS_NAMES))
+        raise ConfigError(f"the model is {config.architecture}, and to-hf supports {names}; use merge")
+    is_llama = config.has_rotary_embedding or config.swiglu or config.normalization == "RMSNorm"
+    return llama if is_llama else gpt2
 
 
 _SHAPE = {
@@ -80,18 +98,15 @@ def shape_of(config: ModelConfig) -> dict[str, Any]:
 def model_words(config: ModelConfig) -> list[str]:
     """The command-line arguments that stand for the model, where they differ from the defaults of the flags."""
     values = shape_of(config) | {name: getattr(config, name) for name in _OTHER_FLAGS}
+    if config.query_groups == config.num_attention_heads:
+        del values["num_query_groups"]
     words: list[str] = []
     for name, value in values.items():
         if value != getattr(ModelConfig(), name):
             flag = "--" + name.replace("_", "-")
             words += [flag] if value is True else [flag, str(value)]
-    # A BPE of GPT-2 counts its tokens; other tables have more rows than their tokenizers have tokens.
-    return [*words, "--vocab-size", str(config.vocab_size)] if is_llama(config) else words
-
-
-def is_llama(config: ModelConfig) -> bool:
-    """Whether the format of ``config`` is that of the Llama family, instead of GPT-2's."""
-    return config.has_rotary_embedding or config.swiglu or config.normalization == "RMSNorm"
+    # Tables of the Llama family have more rows than their tokenizers have tokens; those of others are cut.
+    return [*words, "--vocab-size", str(config.vocab_size)] if format_of(config) is llama else words
 
 
 def write_config(config: ModelConfig, dtype: str, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -100,10 +115,8 @@ def write_config(config: ModelConfig, dtype: str, source: Mapping[str, Any] | No
     It is ``source``, the one that the model was read from, if the model is still as it says. Raises ConfigError with a
     line for each setting that Hugging Face's model does not have.
     """
-    if config.architecture != GPT2.name:
-        raise ConfigError(f"the model is {config.architecture}, and to-hf supports {GPT2.name} only; use merge")
-    write = llama.write_config if is_llama(config) else gpt2.write_config
-    tree = write(config, dtype)
+    write = format_of(config).write_config
+    tree: dict[str, Any] = write(config, dtype)
     if source is None:
         return tree
     try:
@@ -118,13 +131,14 @@ def write_config(config: ModelConfig, dtype: str, source: Mapping[str, Any] | No
 
 def source_shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     """Our name of each weight, in the order of the layers, to name and shape of the tensors that it consists of."""
-    return (llama if is_llama(config) else gpt2).source_shapes(config)
+    shapes: dict[str, dict[str, tuple[int, ...]]] = format_of(config).source_shapes(config)
+    return shapes
 
 
 def shape_problems(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], source: str) -> list[str]:
     """A message for each weight of ``config`` that is missing in ``shapes`` or has another one; for unknown ones, too.
 
-    A head is accepted where the embedding is the head, too.
+    Names that repeat a weight, such as that of a head that is the embedding, are accepted.
     """
     names = {name.removeprefix(gpt2.PREFIX): shape for name, shape in shapes.items()}
     expected = {
@@ -136,7 +150,7 @@ def shape_problems(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], s
     problems += [
         f"{source} holds {name}, which the model does not have"
         for name in names
-        if name not in expected and name != HEAD and not _BUFFER.fullmatch(name)
+        if name not in expected and name not in format_of(config).TIED and not _BUFFER.fullmatch(name)
     ]
     return problems + [
         f"{source}: {name} is {list(names[name])}, and the model's {list(shape)}"

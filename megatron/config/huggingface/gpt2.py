@@ -6,27 +6,30 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError
+from megatron.config.huggingface.values import GELU_KINDS, gelu_name, gelu_problems, read_values, vocabulary_problems
 from megatron.model.architectures import GPT2
 
 MODEL_TYPE, CLASS_NAME = "gpt2", "GPT2LMHeadModel"
-GELU_KINDS = {"gelu": False, "gelu_new": True, "gelu_pytorch_tanh": True}
-"""Hugging Face's activations, and whether each is OpenAI's tanh approximation. The first name of each is written."""
+PREFIX = "transformer."
+"""Which names have in files of the whole model, and not in those of the model without a head."""
+TIED = {"lm_head.weight": "transformer.wte.weight"}
+"""Names that files may have besides, to the weights that they repeat."""
 
-_DEFAULTS = {
-    "n_layer": 12,
-    "n_embd": 768,
-    "n_head": 12,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-    "n_inner": None,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "resid_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-    "initializer_range": 0.02,
+_SIZES = {
+    "num_layers": ("n_layer", 12),
+    "hidden_size": ("n_embd", 768),
+    "num_attention_heads": ("n_head", 12),
+    "max_position_embeddings": ("n_positions", 1024),
+    "vocab_size": ("vocab_size", 50257),
 }
-"""Hugging Face's defaults for what config.json lacks."""
-
+_INNER_SIZE = {"ffn_hidden_size": ("n_inner", None)}
+"""Is 4 n_embd, unless config.json has it."""
+_NUMBERS = {
+    "layernorm_epsilon": ("layer_norm_epsilon", 1e-5),
+    "hidden_dropout": ("resid_pdrop", 0.1),
+    "attention_dropout": ("attn_pdrop", 0.1),
+    "init_method_std": ("initializer_range", 0.02),
+}
 _FIXED = {
     "model_type": MODEL_TYPE,
     "tie_word_embeddings": True,
@@ -35,8 +38,6 @@ _FIXED = {
     "add_cross_attention": False,
 }
 """Settings that have other values there, but not here."""
-
-_SIZES = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size", "n_inner")
 
 
 def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -68,20 +69,11 @@ def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return {
         "architectures": [CLASS_NAME],
         **_FIXED,
-        "n_layer": config.num_layers,
-        "n_embd": config.hidden_size,
-        "n_head": config.num_attention_heads,
-        "n_positions": config.max_position_embeddings,
-        "n_inner": config.ffn_hidden_size,
-        "vocab_size": config.vocab_size,
+        **{name: getattr(config, field) for field, (name, _) in {**_SIZES, **_INNER_SIZE, **_NUMBERS}.items()},
         "bos_token_id": config.eod_token,
         "eos_token_id": config.eod_token,
-        "activation_function": next(name for name, tanh in GELU_KINDS.items() if tanh == config.openai_gelu),
-        "layer_norm_epsilon": config.layernorm_epsilon,
-        "resid_pdrop": config.hidden_dropout,
+        "activation_function": gelu_name(config),
         "embd_pdrop": config.hidden_dropout,
-        "attn_pdrop": config.attention_dropout,
-        "initializer_range": config.init_method_std,
         "torch_dtype": dtype,
     }
 
@@ -91,53 +83,24 @@ def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None =
 
     Raises CheckpointError with a line for each setting that is wrong or not supported.
     """
-    values = {name: tree.get(name, default) for name, default in _DEFAULTS.items()}
-    problems = [
-        f"{path}: {name} is {tree[name]!r}, and only {value!r} can be taken over"
-        for name, value in _FIXED.items()
-        if name in tree and tree[name] != value
-    ]
-    problems += [
-        f"{path}: {name} is {values[name]!r}, and should be a whole number above 0"
-        for name in _SIZES
-        if not (type(values[name]) is int and values[name] > 0 or name == "n_inner" and values[name] is None)
-    ]
-    problems += [
-        f"{path}: {name} is {values[name]!r}, and should be a number"
-        for name in ("layer_norm_epsilon", "resid_pdrop", "attn_pdrop", "initializer_range")
-        if type(values[name]) not in (int, float)
-    ]
-    if str(values["activation_function"]) not in GELU_KINDS:
-        problems.append(
-            f"{path}: activation_function is {values['activation_function']!r}, and can be {' or '.join(GELU_KINDS)}"
-        )
-    if not problems and values["n_embd"] % values["n_head"]:
-        problems.append(f"{path}: n_embd {values['n_embd']} is not a multiple of n_head {values['n_head']}")
-    if not problems and vocab_size is not None and vocab_size > values["vocab_size"]:
-        problems.append(f"{path}: vocab_size is {values['vocab_size']}, and its tokenizer has {vocab_size} tokens")
+    sizes = _SIZES if tree.get("n_inner") is None else {**_SIZES, **_INNER_SIZE}
+    values, problems = read_values(tree, sizes, _NUMBERS, _FIXED)
+    activation = tree.get("activation_function", "gelu_new")
+    problems += gelu_problems("activation_function", activation)
+    if not problems and values["hidden_size"] % values["num_attention_heads"]:
+        problems.append(f"n_embd {values['hidden_size']} is not a multiple of n_head {values['num_attention_heads']}")
+    problems = problems or vocabulary_problems(values["vocab_size"], vocab_size)
     if problems:
-        raise CheckpointError(problems)
-    tokens = vocab_size or values["vocab_size"]
-    eod = tree.get("eos_token_id")
+        raise CheckpointError(f"{path}: {problem}" for problem in problems)
+    tokens, eod = vocab_size or values["vocab_size"], tree.get("eos_token_id")
     return ModelConfig(
-        num_layers=values["n_layer"],
-        hidden_size=values["n_embd"],
-        num_attention_heads=values["n_head"],
-        max_position_embeddings=values["n_positions"],
-        ffn_hidden_size=values["n_inner"] or 4 * values["n_embd"],
-        openai_gelu=GELU_KINDS[values["activation_function"]],
-        layernorm_epsilon=values["layer_norm_epsilon"],
-        hidden_dropout=values["resid_pdrop"],
-        attention_dropout=values["attn_pdrop"],
-        init_method_std=values["initializer_range"],
-        vocab_size=tokens,
+        **{"ffn_hidden_size": 4 * values["hidden_size"], **values, "vocab_size": tokens},
         padded_vocab_size=tokens,
+        openai_gelu=GELU_KINDS[activation],
         eod_token=eod if type(eod) is int else tokens - 1,
     )
 
 
-PREFIX = "transformer."
-"""Which names have in files of the whole model, and not in those of the model without a head."""
 _LAYER = {
     "input_layernorm": "ln_1",
     "attention.query_key_value": "attn.c_attn",

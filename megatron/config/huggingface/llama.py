@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError
+from megatron.config.huggingface.values import read_values, vocabulary_problems
 from megatron.config.model import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_LENGTH
 from megatron.model.architectures import GPT2
 
@@ -37,14 +38,17 @@ FAMILIES = {
     )
 }
 
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+"""Names that files may have besides, to the weights that they repeat, unless they are weights of their own."""
 _SIZES = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "max_position_embeddings": "max_position_embeddings",
-    "vocab_size": "vocab_size",
+    "num_layers": ("num_hidden_layers", None),
+    "hidden_size": ("hidden_size", None),
+    "ffn_hidden_size": ("intermediate_size", None),
+    "num_attention_heads": ("num_attention_heads", None),
+    "max_position_embeddings": ("max_position_embeddings", None),
+    "vocab_size": ("vocab_size", None),
 }
+_HEADS = {"num_query_groups": ("num_key_value_heads", None), "kv_channels": ("head_dim", None)}
 _NUMBERS = {
     "layernorm_epsilon": ("rms_norm_eps", 1e-6),
     "attention_dropout": ("attention_dropout", 0.0),
@@ -62,48 +66,34 @@ def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None =
 
     Raises CheckpointError with a line for each setting that is wrong or not supported.
     """
-    family, problems = FAMILIES[tree["model_type"]], []
-    sizes: dict[str, Any] = {ours: tree.get(theirs) for ours, theirs in _SIZES.items()}
-    sizes["num_query_groups"] = tree.get("num_key_value_heads") or tree.get("num_attention_heads")
-    sizes["kv_channels"] = tree.get("head_dim") or _quotient(tree.get("hidden_size"), tree.get("num_attention_heads"))
-    theirs = {**_SIZES, "num_query_groups": "num_key_value_heads", "kv_channels": "head_dim"}
-    problems += [
-        f"{theirs[name]} is {value!r}, and should be a whole number above 0"
-        for name, value in sizes.items()
-        if type(value) is not int or value < 1
-    ]
-    numbers = {ours: tree.get(name, default) for ours, (name, default) in _NUMBERS.items()}
-    problems += [
-        f"{_NUMBERS[name][0]} is {value!r}, and should be a number"
-        for name, value in numbers.items()
-        if type(value) not in (int, float)
-    ]
+    family, heads = FAMILIES[tree["model_type"]], tree.get("num_attention_heads")
+    defaults = {
+        "num_key_value_heads": tree.get("num_key_value_heads") or heads,
+        "head_dim": tree.get("head_dim") or _quotient(tree.get("hidden_size"), heads),
+    }
+    values, problems = read_values({**tree, **defaults}, {**_SIZES, **_HEADS}, _NUMBERS, {"hidden_act": "silu"})
     rotation, rotation_problems = _rotation(tree)
     problems += rotation_problems
-    if tree.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act is {tree['hidden_act']!r}, and only 'silu' can be taken over")
     biases = {bool(tree.get("attention_bias")), bool(tree.get("mlp_bias"))}
     if len(biases) > 1 or (True in biases and family.model_type != "llama"):
         problems.append("attention_bias and mlp_bias differ, and only both or neither can be taken over")
     window, window_problems = _window(tree, family)
     problems += window_problems
-    if not problems and sizes["num_attention_heads"] % sizes["num_query_groups"]:
+    if not problems and values["num_attention_heads"] % values["num_query_groups"]:
         problems.append(
-            f"num_attention_heads {sizes['num_attention_heads']} is not a multiple of num_key_value_heads "
-            f"{sizes['num_query_groups']}"
+            f"num_attention_heads {values['num_attention_heads']} is not a multiple of num_key_value_heads "
+            f"{values['num_query_groups']}"
         )
-    if not problems and vocab_size is not None and vocab_size > sizes["vocab_size"]:
-        problems.append(f"vocab_size is {sizes['vocab_size']}, and its tokenizer has {vocab_size} tokens")
+    problems = problems or vocabulary_problems(values["vocab_size"], vocab_size)
     if problems:
         raise CheckpointError(f"{path}: {problem}" for problem in problems)
     end = tree.get("eos_token_id")
     end = end[0] if isinstance(end, list) and end else end
     return ModelConfig(
-        **sizes,
-        **numbers,
+        **values,
         **rotation,
         **window,
-        padded_vocab_size=sizes["vocab_size"],
+        padded_vocab_size=values["vocab_size"],
         normalization="RMSNorm",
         swiglu=True,
         position_embedding_type="rope",
@@ -112,7 +102,7 @@ def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None =
         qk_layernorm=family.qk_layernorm,
         untie_embeddings_and_output_weights=not tree.get("tie_word_embeddings", False),
         hidden_dropout=0.0,
-        eod_token=end if type(end) is int else sizes["vocab_size"] - 1,
+        eod_token=end if type(end) is int else values["vocab_size"] - 1,
     )
 
 
@@ -196,8 +186,7 @@ def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     tree: dict[str, Any] = {
         "architectures": [family.class_name],
         "model_type": family.model_type,
-        **{theirs: getattr(config, ours) for ours, theirs in _SIZES.items()},
-        **{theirs: getattr(config, ours) for ours, (theirs, _) in _NUMBERS.items()},
+        **{theirs: getattr(config, ours) for ours, (theirs, _) in {**_SIZES, **_NUMBERS}.items()},
         "num_key_value_heads": config.query_groups,
         "head_dim": config.head_size,
         "hidden_act": "silu",

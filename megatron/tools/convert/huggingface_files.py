@@ -4,14 +4,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
+from megatron.config import ModelConfig
+from megatron.config.data import GPT2_BPE, tokenizer_files
 from megatron.config.errors import CheckpointError, DataError
-from megatron.config.huggingface import HF_CONFIG, read_json
+from megatron.config.huggingface import HF_CONFIG, bert, format_of, gpt2, read_json
+from megatron.model.architectures import BERT
 from megatron.tokenizer.base import EOD, check_ids
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_byte_vocabulary, read_merges
+from megatron.tokenizer.wordpiece import PAD, WordPieceTokenizer, check_special, read_pieces
 
-VOCAB, MERGES = "vocab.json", "merges.txt"
+VOCAB, MERGES, PIECES = "vocab.json", "merges.txt", "vocab.txt"
+TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+LOWER_CASE, CASED = BERT.tokenizers
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,18 @@ class BPE:
 
     vocabulary: Mapping[str, int]
     merges: Sequence[tuple[str, str]]
+    kind: ClassVar[str] = GPT2_BPE
+    names: ClassVar[tuple[str, str]] = (VOCAB, MERGES)
+    """Of its files."""
+    model_settings: ClassVar[Mapping[str, Any]] = {}
+    settings: ClassVar[Mapping[str, Any]] = {
+        "tokenizer_class": "GPT2Tokenizer",
+        "add_prefix_space": False,
+        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOD),
+    }
+
+    def __len__(self) -> int:
+        return len(self.vocabulary)
 
     def write(self, folder: Path) -> None:
         """Write ``vocab.json`` and ``merges.txt``."""
@@ -33,6 +51,42 @@ class BPE:
         return {VOCAB: vocabulary + "\n", MERGES: "\n".join(lines) + "\n"}
 
 
+@dataclass(frozen=True)
+class WordPieces:
+    """BERT's WordPiece: the pieces of its ``vocab.txt``, and whether texts become lower case first."""
+
+    pieces: Mapping[str, int]
+    lower_case: bool
+    names: ClassVar[tuple[str, None]] = (PIECES, None)
+
+    @property
+    def kind(self) -> str:
+        """The value of ``--tokenizer-type``."""
+        return LOWER_CASE if self.lower_case else CASED
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What ``tokenizer_config.json`` says of it."""
+        return {"tokenizer_class": "BertTokenizer", "do_lower_case": self.lower_case}
+
+    @property
+    def model_settings(self) -> dict[str, Any]:
+        """What the model's ``config.json`` says of it."""
+        return {"pad_token_id": self.pieces[PAD]}
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def write(self, folder: Path) -> None:
+        """Write ``vocab.txt``."""
+        lines = sorted(self.pieces, key=self.pieces.__getitem__)
+        (folder / PIECES).write_text("".join(f"{piece}\n" for piece in lines), encoding="utf-8")
+
+
+Vocabulary: TypeAlias = BPE | WordPieces
+"""A tokenizer that is converted. Those of the Llama family are copied as they are."""
+
+
 def read_bpe(vocab_file: str | None, merge_file: str | None) -> BPE:
     """The tokenizer in two files. Raises DataError if they are missing or broken, or do not match."""
     GPT2BPETokenizer(vocab_file, merge_file)
@@ -41,23 +95,49 @@ def read_bpe(vocab_file: str | None, merge_file: str | None) -> BPE:
     return BPE(vocabulary, read_merges(merge_file, vocabulary))
 
 
-def read_run_bpe(description: Mapping[str, Any], vocab_file: str | None, merge_file: str | None) -> BPE | None:
-    """The tokenizer of a training run, from the given files or those in its ``run.json``; None if it has no BPE.
+def read_word_pieces(vocab_file: str, merge_file: str | None, *, lower_case: bool) -> WordPieces:
+    """The tokenizer in a ``vocab.txt``. Raises DataError if it is missing or broken, or merges are given."""
+    WordPieceTokenizer(vocab_file, merge_file, lower_case=lower_case)
+    return WordPieces(read_pieces(vocab_file), lower_case)
 
-    Raises DataError as ``read_bpe``, and if its size is not the model's.
+
+def read_run_tokenizer(
+    description: Mapping[str, Any], config: ModelConfig, vocab_file: str | None, merge_file: str | None
+) -> Vocabulary | None:
+    """The tokenizer of a training run, from the given files or those in its ``run.json``.
+
+    None if it is no BPE of GPT-2 or WordPiece of BERT. Raises DataError as ``read_bpe``, and if its size is not that of
+    the model.
     """
-    data, model = description["config"]["data"], description["config"]["model"]
-    if data["tokenizer_type"] == "GPT2BPETokenizer":
+    data = description["config"]["data"]
+    kind, is_bert = data["tokenizer_type"], format_of(config) is bert
+    if kind in (GPT2_BPE, LOWER_CASE, CASED):
         vocab_file, merge_file = vocab_file or data["vocab_file"], merge_file or data["merge_file"]
+    if not is_bert:
+        vocab_file, merge_file = tokenizer_files(GPT2_BPE, vocab_file, merge_file, None)
     if vocab_file is merge_file is None:
         return None
-    bpe = read_bpe(vocab_file, merge_file)
-    if len(bpe.vocabulary) != model["vocab_size"]:
+    tokenizer: Vocabulary
+    if is_bert and vocab_file is not None:
+        tokenizer = read_word_pieces(vocab_file, merge_file, lower_case=kind != CASED)
+    else:
+        tokenizer = read_bpe(vocab_file, merge_file)
+    if len(tokenizer) != config.vocab_size:
+        flags = "the --vocab-file" if is_bert else "the --vocab-file and the --merge-file"
         raise DataError(
-            f"{vocab_file} has {len(bpe.vocabulary)} tokens, and the model {model['vocab_size']}; "
-            "give the --vocab-file and the --merge-file that it was trained with"
+            f"{vocab_file} has {len(tokenizer)} tokens, and the model {config.vocab_size}; give {flags} that it was "
+            "trained with"
         )
-    return bpe
+    return tokenizer
+
+
+def read_folder_tokenizer(folder: Path, config: ModelConfig) -> Vocabulary | None:
+    """The tokenizer of a Hugging Face folder with the model ``config``; None if it is not converted, or there is none.
+
+    Raises CheckpointError or DataError if it cannot be used.
+    """
+    form = format_of(config)
+    return read_folder_bpe(folder) if form is gpt2 else read_folder_word_pieces(folder) if form is bert else None
 
 
 def read_folder_bpe(folder: Path) -> BPE | None:
@@ -67,7 +147,7 @@ def read_folder_bpe(folder: Path) -> BPE | None:
     """
     if (folder / VOCAB).exists() and (folder / MERGES).exists():
         return read_bpe(str(folder / VOCAB), str(folder / MERGES))
-    whole = folder / "tokenizer.json"
+    whole = folder / TOKENIZER
     if not whole.exists():
         return None
     tree = read_json(whole)
@@ -87,22 +167,43 @@ def read_folder_bpe(folder: Path) -> BPE | None:
     return bpe
 
 
-def write_folder_bpe(bpe: BPE, folder: Path, *, positions: int) -> None:
-    """Write the two files and Hugging Face's ``tokenizer_config.json``."""
-    bpe.write(folder)
-    settings: dict[str, Any] = {
-        "tokenizer_class": "GPT2Tokenizer",
-        "model_max_length": positions,
-        "add_prefix_space": False,
-        **dict.fromkeys(("bos_token", "eos_token", "unk_token"), EOD),
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+def read_folder_word_pieces(folder: Path) -> WordPieces | None:
+    """BERT's tokenizer in a Hugging Face folder, from ``vocab.txt`` or ``tokenizer.json``; None if there is none.
+
+    Raises CheckpointError or DataError if it cannot be used.
+    """
+    if (folder / PIECES).exists():
+        settings = read_json(folder / SETTINGS) if (folder / SETTINGS).exists() else {}
+        return read_word_pieces(str(folder / PIECES), None, lower_case=bool(settings.get("do_lower_case", True)))
+    whole = folder / TOKENIZER
+    if not whole.exists():
+        return None
+    tree = read_json(whole)
+    try:
+        model = tree["model"]
+        added = {token["content"]: token["id"] for token in tree.get("added_tokens", ())}
+        pieces = WordPieces({**model["vocab"], **added}, bool((tree["normalizer"] or {}).get("lowercase")))
+        is_word_piece = model["type"] == "WordPiece"
+    except (KeyError, TypeError, AttributeError, ValueError):
+        is_word_piece = False
+    if not is_word_piece:
+        raise CheckpointError(f"{whole} is not a WordPiece, which BERT uses; move the file away to convert without it")
+    check_ids(str(whole), pieces.pieces)
+    check_special(str(whole), pieces.pieces)
+    return pieces
+
+
+def write_tokenizer(tokenizer: Vocabulary, folder: Path, *, positions: int) -> None:
+    """Write its files and Hugging Face's ``tokenizer_config.json``."""
+    tokenizer.write(folder)
+    settings = {"model_max_length": positions, **tokenizer.settings}
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 CARRIED = (
     HF_CONFIG,
-    "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER,
+    SETTINGS,
     "special_tokens_map.json",
     "tokenizer.model",
     "generation_config.json",
@@ -136,7 +237,7 @@ def count_tokens(folder: Path) -> int | None:
 
     Raises CheckpointError if it is broken.
     """
-    file = folder / "tokenizer.json"
+    file = folder / TOKENIZER
     if not file.exists():
         return None
     tree = read_json(file)

@@ -144,25 +144,15 @@ _SIZES = {
     "max_position_embeddings": "positions",
     "vocab_size": "tokens",
 }
+_GENERATE, _CONVERT = "tools/generate.py", "tools/convert_checkpoint.py"
 _LOADERS = {
-    "folder": ("tools/convert_checkpoint.py merge",),
-    "tag": ("tools/convert_checkpoint.py merge",),
-    "universal": ("DeepSpeed with load_universal", "tools/convert_checkpoint.py merge"),
-    "safetensors": ("safetensors.torch.load_file",),
+    "folder": (_GENERATE, f"{_CONVERT} merge, to-hf"),
+    "tag": (_GENERATE, f"{_CONVERT} merge, to-hf"),
+    "universal": ("DeepSpeed with load_universal", _GENERATE, f"{_CONVERT} merge, to-hf"),
+    "safetensors": ("safetensors.torch.load_file", _GENERATE, f"{_CONVERT} to-hf"),
+    "huggingface": ("transformers.{auto_class}", _GENERATE, f"{_CONVERT} from-hf"),
 }
 """Programs that load each kind of checkpoint, besides the training program."""
-_GPT2_LOADERS = {
-    "folder": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
-    "tag": ("tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
-    "universal": ("DeepSpeed with load_universal", "tools/generate.py", "tools/convert_checkpoint.py merge, to-hf"),
-    "safetensors": ("safetensors.torch.load_file", "tools/generate.py", "tools/convert_checkpoint.py to-hf"),
-    "huggingface": (
-        "pretrain_gpt2.py --load-hf",
-        "transformers.AutoModelForCausalLM",
-        "tools/generate.py",
-        "tools/convert_checkpoint.py from-hf",
-    ),
-}
 
 
 def facts(found: Found, description: Mapping[str, Any] | None, config: ModelConfig | None) -> dict[str, Any]:
@@ -196,7 +186,13 @@ def integrity(found: Found) -> str:
 
 def loaders(found: Found, description: Mapping[str, Any] | None, architecture: ArchitectureSpec) -> list[str]:
     """The programs that load it, and how."""
-    others = list((_GPT2_LOADERS if architecture is GPT2 else _LOADERS)[found.kind])
+    generates = architecture is GPT2
+    auto_class = "AutoModelForCausalLM" if generates else "AutoModelForPreTraining"
+    others = [
+        program.format(auto_class=auto_class) for program in _LOADERS[found.kind] if generates or program != _GENERATE
+    ]
+    if found.kind == "huggingface":
+        others.insert(0, f"{architecture.program} --load-hf")
     if description is None or found.kind not in ("folder", "tag"):
         return others
     how = "to resume" if description.get("has_optimizer") else "with --finetune, for it has no optimizer"

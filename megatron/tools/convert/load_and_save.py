@@ -32,7 +32,7 @@ from megatron.config import (
     TrainConfig,
     ZeroConfig,
 )
-from megatron.config.data import GPT2_BPE, HUGGINGFACE, PUBLISHED, SENTENCEPIECE
+from megatron.config.data import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.config.errors import CheckpointError
 from megatron.model.architectures import architecture_of
 from megatron.tools.convert.huggingface import read_huggingface
@@ -225,8 +225,11 @@ def _write_states(
 def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None, source: Path | None) -> RunConfig:
     """The run that would have saved it."""
     config = model.config
-    tables = {"tokenizer.json": HUGGINGFACE, "tokenizer.model": SENTENCEPIECE}
-    kind = tables.get(vocab_file.name, GPT2_BPE) if vocab_file else GPT2_BPE
+    tables, default = (
+        {"tokenizer.json": HUGGINGFACE, "tokenizer.model": SENTENCEPIECE},
+        architecture_of(config).tokenizers[0],
+    )
+    kind = tables.get(vocab_file.name, default) if vocab_file else default
     rows = -(-config.vocab_size // config.make_vocab_size_divisible_by) * config.make_vocab_size_divisible_by
     return RunConfig(
         model=replace(config, padded_vocab_size=rows),

@@ -23,7 +23,7 @@ from megatron.config.data import (
 from megatron.config.environment import check_place, rank, world_size
 from megatron.config.errors import ConfigError
 from megatron.config.fields import inside, interval_as_text
-from megatron.config.huggingface import is_llama
+from megatron.config.huggingface import format_of, llama
 from megatron.config.huggingface import read_config as read_folder_config
 from megatron.model.architectures import GPT2
 from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
@@ -84,23 +84,23 @@ def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
     if not path.exists():
         raise ConfigError(f"{path}: no such file or folder; name a checkpoint")
     found = find(path)
-    config: ModelConfig | None
-    tokenizer: Tokenizer
-    if found.kind == "huggingface" and is_llama(folder_config := read_folder_config(path)):
-        config, tokenizer = folder_config, _published_tokenizer(path, folder_config, files)
-    elif found.kind == "huggingface":
-        bpe = _folder_bpe(found, files)
-        config, tokenizer = read_config(found, vocab_size=len(bpe.vocabulary)), _tokenizer_of(bpe)
-    else:
-        description = read_description(found)
-        if description is None:
-            raise ConfigError(f"{path} does not describe its model; name the checkpoint that it was made from")
-        config, tokenizer = read_config(found), _run_tokenizer(path, description, files)
-    assert config is not None, "both kinds of source describe their model"
+    config = read_config(found)
+    if config is None:
+        raise ConfigError(f"{path} does not describe its model; name the checkpoint that it was made from")
     if config.architecture != GPT2.name:
         raise ConfigError(
             f"{path} is a {config.architecture} model, which cannot generate text: name a {GPT2.name} model"
         )
+    tokenizer: Tokenizer
+    if found.kind != "huggingface":
+        description = read_description(found)
+        assert description is not None, "it describes the model"
+        tokenizer = _run_tokenizer(path, description, files)
+    elif format_of(config) is llama:
+        tokenizer = _published_tokenizer(path, config, files)
+    else:
+        bpe = _folder_bpe(found, files)
+        config, tokenizer = read_folder_config(path, vocab_size=len(bpe.vocabulary)), _tokenizer_of(bpe)
     if tokenizer.vocab_size != config.vocab_size:
         raise ConfigError(
             f"{path} is a model of {config.vocab_size} tokens, and the vocabulary has {tokenizer.vocab_size}; give the "

@@ -14,8 +14,10 @@ from support.programs import Programs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.tracker import newest
+from megatron.config.errors import CheckpointError
 from megatron.config.huggingface import config_of, source_shapes
 from megatron.tools.convert.huggingface import read_huggingface, write_huggingface
+from megatron.tools.convert.huggingface_files import WordPieces, read_folder_word_pieces, write_tokenizer
 from megatron.tools.convert.load_and_save import lazy_weights, write_checkpoint
 from megatron.tools.convert.whole_model import WholeModel, write_tensors
 
@@ -70,6 +72,58 @@ def test_a_folder_returns_equal(programs: Programs, tmp_path: Path, kind: str, d
     assert all(tensor.dtype == dtype and tensor.equal(second[name]) for name, tensor in first.items())
     for name in ("config.json", *OTHER_FILES):
         assert (again / name).read_bytes() == (source / name).read_bytes(), name
+
+
+PIECES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", "sea", "ship", "##s", "the", "The", "é", "e")
+
+
+def test_a_bert_returns_equal_with_its_tokenizer(programs: Programs, tmp_path: Path):
+    from transformers import AutoModelForPreTraining, AutoTokenizer, BertTokenizer, MegatronBertConfig
+
+    source, ours, again = tmp_path / "source", tmp_path / "ours", tmp_path / "hf"
+    config = MegatronBertConfig(
+        vocab_size=len(PIECES) + 3, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=12, hidden_act="gelu_new",
+    )  # fmt: skip
+    torch.manual_seed(5)
+    AutoModelForPreTraining.from_config(config).save_pretrained(source)
+    theirs = BertTokenizer({piece: n for n, piece in enumerate(PIECES)}, do_lower_case=False)
+    theirs.save_pretrained(source)
+    programs.warm(1, TOOL, "from-hf", source, "--output", ours).ok()
+    assert newest(ours).config["data"]["tokenizer_type"] == "BertWordPieceCase"
+    assert (ours / "vocab.txt").read_text().split() == list(PIECES)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (ours / name).unlink()  # what is left is what training would leave
+    moved = source.rename(tmp_path / "moved")
+    programs.warm(1, TOOL, "to-hf", ours, "--output", again).ok()
+    first, second = (load_file(folder / "model.safetensors") for folder in (moved, again))
+    cut = {"bert.embeddings.word_embeddings.weight", "cls.predictions.bias"}
+    assert first.keys() == second.keys() and len(first) > 20
+    assert all(one[: len(PIECES)].equal(second[name]) if name in cut else one.equal(second[name])
+               for name, one in first.items())  # fmt: skip
+    model, tokenizer = AutoModelForPreTraining.from_pretrained(again), AutoTokenizer.from_pretrained(again)
+    assert model.config.hidden_act == "gelu_new" and model.config.vocab_size == len(PIECES)
+    text = "The ships, thé sea."
+    assert tokenizer(text, text)["input_ids"] == theirs(text, text)["input_ids"]
+    assert tokenizer.pad_token_id == model.config.pad_token_id == 0
+
+
+@pytest.mark.parametrize("lower_case", [True, False])
+def test_word_pieces_are_read_from_either_file(tmp_path: Path, lower_case: bool):
+    from transformers import BertTokenizer
+
+    pieces = WordPieces({piece: n for n, piece in enumerate(PIECES)}, lower_case)
+    write_tokenizer(pieces, tmp_path, positions=12)
+    assert read_folder_word_pieces(tmp_path) == pieces
+    theirs = BertTokenizer.from_pretrained(tmp_path)
+    assert theirs("The é", add_special_tokens=False)["input_ids"] == ([9, 12] if lower_case else [10, 11])
+    (tmp_path / "vocab.txt").unlink()
+    theirs.save_pretrained(tmp_path)
+    assert read_folder_word_pieces(tmp_path) == pieces
+    tree = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**tree, "model": {**tree["model"], "type": "BPE"}}))
+    with pytest.raises(CheckpointError, match="tokenizer.json is not a WordPiece, which BERT uses"):
+        read_folder_word_pieces(tmp_path)
 
 
 class PeakMemory(TorchDispatchMode):

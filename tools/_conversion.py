@@ -1,0 +1,135 @@
+"""What the conversions of convert_checkpoint.py share: their flags, the source that is checked, the output."""
+
+import argparse
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from _atomic_file import atomic_path, check_vacant
+
+from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked
+from megatron.checkpoint.tracker import holds_checkpoint
+from megatron.config.errors import ConfigError, ResourceError
+from megatron.tools.convert.inspection import KINDS, Found, find, verify_weights
+
+if TYPE_CHECKING:
+    from megatron.tools.convert.huggingface_files import Vocabulary
+    from megatron.tools.convert.whole_model import WholeModel
+
+MAX_SHARD_SIZE = "5GB"
+
+
+def paths(parser: argparse.ArgumentParser, source: str, output: str) -> None:
+    """Add PATH and --output, with what each is."""
+    parser.add_argument("path", type=Path, metavar="PATH", help=source)
+    parser.add_argument("--output", type=Path, required=True, metavar="NAME", help=output)
+
+
+def tokenizer_flags(parser: argparse.ArgumentParser, why: str) -> None:
+    """Add --vocab-file and --merge-file."""
+    parser.add_argument("--vocab-file", metavar="FILE", help=f"vocab.json, {why}")
+    parser.add_argument("--merge-file", metavar="FILE", help=f"merges.txt, {why} (default: beside --vocab-file)")
+
+
+def max_shard_size(parser: argparse.ArgumentParser) -> None:
+    """Add --max-shard-size."""
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help=f"largest file of a folder, such as 500MB (default: {MAX_SHARD_SIZE})"
+    )
+
+
+def shard_size(args: argparse.Namespace) -> int:
+    """``--max-shard-size`` in bytes. Raises ConfigError if it is none."""
+    size = args.max_shard_size or MAX_SHARD_SIZE
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?)B?", size, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise ConfigError(f"--max-shard-size {size} is not a size; give one such as 500MB or 2GiB")
+    return int(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " ")
+
+
+def find_source(args: argparse.Namespace, *kinds: str) -> Found:
+    """What is at PATH, which must be of one of ``kinds``, undamaged; ``--output`` is checked, too.
+
+    Raises ConfigError or CheckpointError.
+    """
+    check_output(args)
+    found = find(args.path)
+    if found.kind not in kinds:
+        accepted = " or ".join(KINDS[kind].words for kind in kinds)
+        raise ConfigError(f"{args.path} is {found.what}, and {args.command} accepts {accepted}")
+    if found.saved:
+        verify_weights(found.saved)
+    return found
+
+
+def check_output(args: argparse.Namespace) -> None:
+    """Raises ConfigError if --output exists, CheckpointError if a run of this host saves into its folder."""
+    check_vacant(args.output, "--output")
+    check_unlocked(args.output.parent)
+
+
+@contextmanager
+def new_output(args: argparse.Namespace) -> Iterator[Path]:
+    """A temporary path that becomes --output. Raises as ``atomic_path`` and ``sole_writer``."""
+    with sole_writer(args.output.parent), atomic_path(args.output, "--output") as path:
+        yield path
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Keep runs from saving into ``folder`` meanwhile, if it is a folder of checkpoints: they remove unfinished files.
+
+    Raises CheckpointError if a run saves into it, ResourceError if it cannot be written.
+    """
+    if not (holds_checkpoint(folder) or (folder / LOCK).exists()):
+        yield
+        return
+    lock = FolderLock(folder)
+    try:
+        lock.take()
+    except OSError as error:
+        raise ResourceError(f"{folder} cannot be written ({error.strerror})") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_checkpoint(
+    args: argparse.Namespace,
+    model: "WholeModel",
+    tokenizer: "Vocabulary | None",
+    *,
+    source: Path | None = None,
+    carried: Mapping[str, Path] = MappingProxyType({}),
+) -> None:
+    """Write ``model`` as the checkpoint ``--output``, with its tokenizer and the ``carried`` files of ``source``.
+
+    Raises as ``new_output``.
+    """
+    from megatron.tools.convert.load_and_save import write_checkpoint as write
+
+    published = [name for name in ("tokenizer.json", "tokenizer.model") if name in carried]
+    names = tokenizer.names if tokenizer is not None else (*published[:1], None, None)
+    vocab_file, merge_file, *_ = (name and args.output / name for name in names)
+    kind = None if tokenizer is None else tokenizer.kind
+    with new_output(args) as folder:
+        folder.mkdir()
+        if tokenizer is not None:
+            tokenizer.write(folder)
+        for name, file in carried.items():
+            shutil.copyfile(file, folder / name)
+        write(folder, model, vocab_file=vocab_file, merge_file=merge_file, source=source, tokenizer_type=kind)
+
+
+def report(args: argparse.Namespace, model: "WholeModel") -> None:
+    """Print the size of ``model``, which has been written."""
+    from megatron.checkpoint.tensor_files import outlines_of
+
+    outlines = list(outlines_of(model.weights).values())
+    count, dtype = sum(one.numel() for one in outlines), str(outlines[0].dtype).removeprefix("torch.")
+    print(f"{args.output}: {len(model.weights)} tensors, {count:,} parameters, {dtype}, from {args.path}")
