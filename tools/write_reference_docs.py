@@ -124,6 +124,10 @@ SETTINGS = {
         f"round-robin gradients, ZeRO {stage}": f"--zero-round-robin-gradients --zero-stage {stage}"
         for stage in range(4)
     },
+    **{
+        f"coalesced reduction, ZeRO {stage}": f"--zero-coalesce-grad-reduction --zero-stage {stage}"
+        for stage in range(4)
+    },
     "full recomputation": "--checkpoint-activations",
     "selective recomputation": "--recompute-granularity selective",
     "partitioned activations": "--checkpoint-activations --partition-activations",

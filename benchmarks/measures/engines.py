@@ -7,21 +7,15 @@ engine over the same model without this project around it.
 
 import os
 import socket
-from collections.abc import Callable
 from itertools import repeat
-from typing import Any
 
-import deepspeed
 import torch
-from torch import Tensor
 
 from benchmarks.comparing import Comparison, alternate
-from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape, WithWeights, plain_step
-from benchmarks.measures.suite import engine_step, run_of
-from megatron.config import RunConfig
+from benchmarks.measures.peers import Shape, WithWeights, plain_step
+from benchmarks.measures.suite import bare_step, engine_step, run_of
 from megatron.launch.distributed import distributed
 from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
-from megatron.parallel.layout import ParallelLayout
 from megatron.training.engines import build_module
 
 SHAPE = Shape(layers=6, hidden=384, heads=6, sequence=256, batch=2, vocabulary=512)
@@ -53,7 +47,7 @@ def measure(rounds: int) -> list[Comparison]:
             ways = {
                 "suite": engine_step(run, layout, tokens, labels),
                 "plain loop": plain_step(plain, repeat((tokens, labels)), bf16=False, micro_batches=MICRO_BATCHES),
-                "bare DeepSpeed": _bare_step(run, layout, tokens, labels),
+                "bare DeepSpeed": bare_step(run, layout, tokens, labels),
             }
             times = alternate(ways, rounds)
         ours = times.pop("suite")
@@ -63,33 +57,6 @@ def measure(rounds: int) -> list[Comparison]:
             for peer, theirs in times.items()
         ]
     return comparisons
-
-
-def _bare_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Tensor) -> Callable[[], Any]:
-    """A step of the same engine over the same model, as a script has it that knows nothing but DeepSpeed."""
-    adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "torch_adam": True, "fused": True}
-    module = build_module(run, layout)
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        model_parameters=module.parameters(),
-        config={
-            "train_micro_batch_size_per_gpu": SHAPE.batch,
-            "gradient_accumulation_steps": MICRO_BATCHES,
-            "gradient_clipping": CLIP,
-            "zero_optimization": {"stage": run.zero.zero_stage},
-            "optimizer": {"type": "AdamW", "params": adam},
-        },
-    )
-    targets = labels, torch.full(labels.shape, 1 / labels.numel())
-    if run.parallel.uses_pipeline:
-        return lambda: engine.train_batch(repeat((tokens, targets)))
-
-    def step() -> None:
-        for _ in range(MICRO_BATCHES):
-            engine.backward(engine(tokens, targets))
-            engine.step()
-
-    return step
 
 
 def _free_port() -> str:

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.pipeline.schedule import Instruction
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.engines import build_engine, train_batch
 
@@ -40,24 +41,15 @@ def measured_memory(run: RunConfig, layout: ParallelLayout, batches: Iterator[Ba
 def _between_micro_batches(engine: DeepSpeedEngine, batches: Iterator[Batch]) -> dict[str, int]:
     """Bytes of each kind when gradients have been summed up, but not yet reduced, in a second iteration."""
     found: dict[str, int] = {}
-
-    def look() -> None:
-        if not found:
-            found.update({kind: sum(_storages(tensors).values()) for kind, tensors in _by_kind(engine).items()})
+    moment = Instruction("ReduceGrads") if isinstance(engine, PipelineEngine) else Instruction("LoadMicroBatch", 2)
 
     @contextmanager
-    def listen(instruction) -> Iterator[None]:
-        if instruction.name == "ReduceGrads":
-            look()
+    def listen(instruction: Instruction) -> Iterator[None]:
+        if instruction == moment:
+            found.update({kind: sum(_storages(tensors).values()) for kind, tensors in _by_kind(engine).items()})
         yield
 
-    if isinstance(engine, PipelineEngine):
-        train_batch(engine, batches, [listen])
-        return found
-    step = engine.step
-    engine.step = lambda: (look(), step())
-    train_batch(engine, batches)
-    del engine.step
+    train_batch(engine, batches, [listen])
     return found
 
 

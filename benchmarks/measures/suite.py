@@ -1,4 +1,4 @@
-"""This project's side of the benchmarks: its engines, built from flags as in a run."""
+"""This project's side of the benchmarks: its engines, built from flags as in a run, and DeepSpeed's without it."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -6,16 +6,17 @@ from dataclasses import replace
 from itertools import repeat
 from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor
 
-from benchmarks.measures.shapes import Shape
+from benchmarks.measures.shapes import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
 from megatron.config import RunConfig
 from megatron.config.command_line import parse_run
 from megatron.data.loader import Batch
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import model_parallel_manual_seed
-from megatron.training.engines import build_engine, train_batch
+from megatron.training.engines import build_engine, build_module, train_batch
 
 
 def run_of(shape: Shape, *flags: str, micro_batches: int = 1) -> RunConfig:
@@ -34,3 +35,37 @@ def engine_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: 
     weights = torch.full_like(labels, 1 / labels.numel(), dtype=torch.float32)
     batches: Iterator[Batch] = repeat(Batch(tokens, (labels, weights)))
     return lambda: train_batch(engine, batches)
+
+
+def bare_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Tensor) -> Callable[[], Any]:
+    """A step of the same engine over the same model, as a script has it that knows nothing but DeepSpeed."""
+    adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "torch_adam": True, "fused": True}
+    module, micro_batches = build_module(run, layout), run.train.gradient_accumulation_steps
+    engine, *_ = deepspeed.initialize(
+        model=module,
+        model_parameters=module.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": run.train.micro_batch_size,
+            "gradient_accumulation_steps": micro_batches,
+            "gradient_clipping": CLIP,
+            "zero_optimization": {"stage": run.zero.zero_stage},
+            "optimizer": {"type": "AdamW", "params": adam},
+        },
+    )
+    targets = labels, torch.full(labels.shape, 1 / labels.numel())
+    if run.parallel.uses_pipeline:
+        return lambda: engine.train_batch(repeat((tokens, targets)))
+
+    def step() -> None:
+        for _ in range(micro_batches):
+            engine.backward(engine(tokens, targets))
+            engine.step()
+
+    def step_reduced_once() -> None:
+        with engine.coalesce_grad_reduction():
+            for _ in range(micro_batches):
+                engine.backward(engine(tokens, targets))
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+
+    return step_reduced_once if run.coalesces_grad_reduction else step

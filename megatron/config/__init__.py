@@ -72,6 +72,14 @@ class RunConfig:
             interval for interval in (1, 2, 5, 10, 20, 50, 100) if interval <= max(1, self.train.train_iters // 30)
         )
 
+    @property
+    def coalesces_grad_reduction(self) -> bool:
+        """Whether ranks hold unsharded gradients until the end of a step, by ``--zero-coalesce-grad-reduction``.
+
+        A single micro-batch has none to add to.
+        """
+        return self.zero.zero_coalesce_grad_reduction and self.train.gradient_accumulation_steps > 1
+
     def is_logged(self, iteration: int) -> bool:
         """Whether the metrics of ``iteration`` are logged, as those of the last one are.
 

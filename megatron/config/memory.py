@@ -73,6 +73,11 @@ class ZeroConfig:
     zero_round_robin_gradients: bool = flag(
         False, "Distribute gradients over ranks in turn, so that all ranks copy at the same time (stages 1 and 2)."
     )
+    zero_coalesce_grad_reduction: bool = flag(
+        False,
+        "Accumulate the gradients of all micro-batches on each rank, and reduce them once per step (stages 2 and 3): "
+        "less communication, and the memory of unsharded gradients.",
+    )
     offload_optimizer: str = flag(
         "none",
         "Offload optimizer state to the CPU or NVMe, and run the optimizer on the CPU. nvme needs ZeRO 3.",

@@ -47,7 +47,8 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
     return {
         "layout": f"{counted(parallel.world_size, 'process')} = TP {parallel.model_parallel_size}"
         f" x PP {parallel.pipe_stages}{sequence} x DP {parallel.data_parallel_size},"
-        f" {engine}, ZeRO {run.zero.zero_stage}",
+        f" {engine}, ZeRO {run.zero.zero_stage}"
+        f"{', gradients reduced once per step' if run.coalesces_grad_reduction else ''}",
         "model": f"{model.model_preset or model.architecture}, {counted(model.num_layers, 'layer')},"
         f" hidden {model.hidden_size}, {', '.join([_heads(model), *layer_kinds(model)])},"
         f" sequence {run.data.seq_length}, vocabulary {vocabulary}",

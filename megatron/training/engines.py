@@ -19,6 +19,7 @@ from megatron.model.architectures import architecture_of
 from megatron.model.containers import DualPipeVModel, Layers, LossFn, PipelinedModel, SequentialModel, loss_parts
 from megatron.parallel.deepspeed_compat.engine import (
     continue_without_reports,
+    grad_reduction_coalesced,
     inside_hooks,
     instruction_hooks,
     reduce_fp32_sums_of_tied_weights,
@@ -86,6 +87,7 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     reduce_fp32_sums_of_tied_weights(engine)
     start_backward_timers_once(engine)
     continue_without_reports(engine)
+    engine.coalesces_grad_reduction = run.coalesces_grad_reduction
     if run.zero.zero_stage == 0:
         clip_by_model_norm(engine, layout)
     else:
@@ -160,9 +162,7 @@ def train_batch(
             return engine.train_batch(batches)
         assert batches is not None
         engine.train()
-        numbers = range(1, engine.gradient_accumulation_steps() + 1)
-        losses = [_train_micro_batch(engine, batches, hooks, number) for number in numbers]
-        loss, *parts = _mean_over_ranks(losses, engine)
+        loss, *parts = _mean_over_ranks(_train_micro_batches(engine, batches, hooks), engine)
         engine.module.mean_loss_parts = dict(zip(loss_parts(engine.module), parts, strict=True))
         return loss
 
@@ -194,7 +194,24 @@ def step_status(engine: DeepSpeedEngine) -> StepStatus:
     )
 
 
-def _train_micro_batch(
+def _train_micro_batches(
+    engine: DeepSpeedEngine, batches: Iterator[Batch], hooks: Sequence[InstructionHook]
+) -> list[Tensor]:
+    """Run the micro-batches of a step of the plain engine, and the step. Returns each one's losses, [1 + terms]."""
+    numbers = range(1, engine.gradient_accumulation_steps() + 1)
+    if engine.coalesces_grad_reduction:
+        with grad_reduction_coalesced(engine):
+            losses = [_forward_and_backward(engine, batches, hooks, number) for number in numbers]
+        _step(engine, hooks, numbers[-1])
+        return losses
+    losses = []
+    for number in numbers:
+        losses.append(_forward_and_backward(engine, batches, hooks, number))
+        _step(engine, hooks, number)
+    return losses
+
+
+def _forward_and_backward(
     engine: DeepSpeedEngine, batches: Iterator[Batch], hooks: Sequence[InstructionHook], number: int
 ) -> Tensor:
     """Run a micro-batch. Returns its loss and the terms of it, [1 + terms]."""
@@ -204,9 +221,13 @@ def _train_micro_batch(
         loss = _forward(engine, batch)
     with inside_hooks(hooks, Instruction("BackwardPass", number)):
         engine.backward(loss)
+    return torch.stack([loss.detach(), *loss_parts(engine.module).values()])
+
+
+def _step(engine: DeepSpeedEngine, hooks: Sequence[InstructionHook], number: int) -> None:
+    """End micro-batch ``number``; the last one of a step updates the weights."""
     with inside_hooks(hooks, Instruction("OptimizerStep", number)):
         engine.step()
-    return torch.stack([loss.detach(), *loss_parts(engine.module).values()])
 
 
 def _forward(engine: DeepSpeedEngine, batch: Batch) -> Tensor:

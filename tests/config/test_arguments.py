@@ -95,6 +95,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "zero_allgather_bucket_size": ("--zero-allgather-bucket-size 5000000", "--zero-stage 1"),
     "zero_overlap_comm": ("--zero-overlap-comm", "--zero-stage 1"),
     "zero_round_robin_gradients": ("--zero-round-robin-gradients", "--zero-stage 1"),
+    "zero_coalesce_grad_reduction": ("--zero-coalesce-grad-reduction", "--zero-stage 2"),
     "grad_accum_dtype": ("--grad-accum-dtype fp32", "--bf16"),
     "offload_optimizer": ("--offload-optimizer cpu", "--zero-stage 1"),
     "offload_param": ("--offload-param cpu", "--zero-stage 3"),

@@ -434,6 +434,27 @@ BROKEN = [
         )
         for stage in (0, 3)
     ),
+    *(
+        (
+            "coalesced reduction needs ZeRO 2 or 3",
+            f"--zero-coalesce-grad-reduction --zero-stage {stage}",
+            f"--zero-coalesce-grad-reduction has no effect at --zero-stage {stage}, which reduces gradients once",
+            "--zero-stage 2",
+        )
+        for stage in (0, 1)
+    ),
+    (
+        "coalesced reduction accumulates in the type of the weights",
+        "--zero-coalesce-grad-reduction --zero-stage 3 --bf16 --grad-accum-dtype fp32",
+        "--zero-coalesce-grad-reduction cannot be combined with --grad-accum-dtype fp32: remove one",
+        "--grad-accum-dtype bf16",
+    ),
+    (
+        "coalesced reduction at ZeRO 2 excludes overlapped reduction",
+        "--zero-coalesce-grad-reduction --zero-stage 2 --zero-overlap-comm",
+        "--zero-coalesce-grad-reduction at --zero-stage 2 leaves nothing to overlap: remove it",
+        "--zero-stage 3",
+    ),
     (
         "gradients accumulate in fp32 or in the weights' type",
         "--grad-accum-dtype bf16",

@@ -106,6 +106,8 @@ def _train_with_version(words: list[str], version: str) -> str:
         (PipelineEngine, "_INSTRUCTION_MAP"),
         (DeepSpeedEngine, "allreduce_gradients"),
         (DeepSpeedEngine, "buffered_allreduce_fallback"),
+        (DeepSpeedEngine, "_flush_coalesced_reduction_zero12"),
+        (DeepSpeedEngine, "_flush_coalesced_reduction_zero3"),
         (DeepSpeedEngine, "clip_fp32_gradients"),
         (DeepSpeedEngine, "_copy_recovery_script"),
         (DeepSpeedZeroOptimizer, "get_grad_norm_direct"),

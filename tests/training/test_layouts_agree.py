@@ -34,6 +34,11 @@ LAYOUTS = {
     "plain-dp2-zero1-offload": (2, "--zero-stage 1 --offload-optimizer cpu"),
     "plain-dp2-zero3-offload": (2, "--zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
     "plain-dp2-zero2-overlap-round-robin": (2, "--zero-stage 2 --zero-overlap-comm --zero-round-robin-gradients"),
+    "plain-dp2-zero2-coalesced": (2, "--zero-stage 2 --zero-coalesce-grad-reduction"),
+    "plain-dp2-zero3-coalesced-recompute": (
+        2,
+        "--zero-stage 3 --zero-coalesce-grad-reduction --checkpoint-activations",
+    ),
     "pp2-zero1-offload": (2, "--pipe-parallel-size 2 --zero-stage 1 --offload-optimizer cpu"),
     "documents-tp2-pp2-other-order-selective": (
         4,

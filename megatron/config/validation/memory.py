@@ -152,6 +152,46 @@ def overlap_comm(run: RunConfig) -> Messages:
         yield "--zero-overlap-comm has no effect without ZeRO: add --zero-stage 1, or remove it"
 
 
+@rule(
+    "coalesced reduction needs ZeRO 2 or 3",
+    why="ZeRO 0 and 1 reduce gradients once per step in any case.",
+)
+def coalesced_reduction(run: RunConfig) -> Messages:
+    if run.zero.zero_coalesce_grad_reduction and run.zero.zero_stage < 2:
+        yield (
+            f"--zero-coalesce-grad-reduction has no effect at --zero-stage {run.zero.zero_stage}, which reduces "
+            "gradients once per step: use --zero-stage 2 or 3, or remove it"
+        )
+
+
+@rule(
+    "coalesced reduction accumulates in the type of the weights",
+    why="Until they are reduced, gradients are where the backward pass adds them up.",
+    otherwise="silently accumulates in half precision",
+)
+def coalesced_in_half_precision(run: RunConfig) -> Messages:
+    in_fp32 = run.precision.grad_accum_dtype == "fp32" != run.precision.dtype
+    if run.zero.zero_coalesce_grad_reduction and in_fp32:
+        yield (
+            "--zero-coalesce-grad-reduction cannot be combined with --grad-accum-dtype fp32: remove one, or use "
+            "--zero-stage 1, which reduces sums in fp32 once per step"
+        )
+
+
+@rule(
+    "coalesced reduction at ZeRO 2 excludes overlapped reduction",
+    why="Gradients are reduced when the last backward pass has finished.",
+    otherwise="silently reduces them without overlap",
+)
+def coalesced_without_overlap(run: RunConfig) -> Messages:
+    zero = run.zero
+    if zero.zero_coalesce_grad_reduction and zero.zero_overlap_comm and zero.zero_stage == 2:
+        yield (
+            "--zero-coalesce-grad-reduction at --zero-stage 2 leaves nothing to overlap: remove it, or "
+            "--zero-overlap-comm"
+        )
+
+
 @rule("round-robin gradients need ZeRO 1 or 2", why="At stage 3 each gradient is split over all ranks already.")
 def round_robin_gradients(run: RunConfig) -> Messages:
     if run.zero.zero_round_robin_gradients and run.zero.zero_stage not in (1, 2):

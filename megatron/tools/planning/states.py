@@ -91,7 +91,7 @@ def states(run: RunConfig, weights: Sequence[Weight], owner: int | None = None) 
         gradients=_gradients(run, weights, owner),
         optimizer=_optimizer(run, weights),
         buffers=_buffers(run, weights),
-        step=_step(run, weights),
+        step=_step(run, weights, owner),
     )
 
 
@@ -115,10 +115,18 @@ def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> 
     element = bytes_of(run)
     if _sums_in_fp32(run):
         return numel(weights) * (FP32 + element)  # the sum, and those of the last micro-batch
+    whole = numel(weights) * element
     if run.zero.zero_stage < 2:
-        return numel(weights) * element
-    if run.zero.offloads_optimizer:
-        return 0
+        return whole
+    reduced = 0 if run.zero.offloads_optimizer else _reduced_gradients(run, weights, owner)
+    if not run.coalesces_grad_reduction:
+        return reduced
+    return whole + (reduced if run.zero.zero_stage == 3 else 0)  # ZeRO 3 has a place for its shards at all times
+
+
+def _reduced_gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
+    """What ZeRO 2 and 3 keep of the gradients that they have reduced."""
+    element = bytes_of(run)
     if run.zero.zero_stage == 3:
         return _shards(run, weights) * element
     if run.precision.grad_accum_dtype == "fp32" and element != FP32:
@@ -160,15 +168,34 @@ def _buffers(run: RunConfig, weights: Sequence[Weight]) -> int:
     zero = run.zero
     if zero.zero_stage == 0 or _sums_in_fp32(run):
         return 0
-    bucket = int(zero.zero_reduce_bucket_size) or _setting(run, "reduce_bucket_size", _BUCKET)
     if zero.zero_stage == 3:
         passing = sum(weight.numel for weight in weights if weight.numel > _persistent(run))
-        return (bucket + min(passing, _setting(run, "stage3_max_live_parameters", _LIVE))) * bytes_of(run)
+        return (_bucket(run) + min(passing, _setting(run, "stage3_max_live_parameters", _LIVE))) * bytes_of(run)
     copies = 2 if zero.zero_overlap_comm else 1
-    return copies * bucket * bytes_of(run) if zero.zero_contiguous_gradients else 0
+    has_bucket = zero.zero_contiguous_gradients and not run.coalesces_grad_reduction
+    return copies * _bucket(run) * bytes_of(run) if has_bucket else 0
 
 
-def _step(run: RunConfig, weights: Sequence[Weight]) -> int:
+def _bucket(run: RunConfig) -> int:
+    """Elements that are reduced at a time."""
+    return int(run.zero.zero_reduce_bucket_size) or _setting(run, "reduce_bucket_size", _BUCKET)
+
+
+def _step(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
+    """Of the optimizer step; if gradients are reduced after the last backward pass, that of the larger of the two.
+
+    What is reduced replaces the unsharded gradients.
+    """
+    step = _optimizer_step(run, weights)
+    if not run.coalesces_grad_reduction:
+        return step
+    whole, reduced = numel(weights) * bytes_of(run), _reduced_gradients(run, weights, owner)
+    if run.zero.zero_stage == 3:
+        return max(min(_bucket(run) * bytes_of(run), whole), step - whole)
+    return max(_bucket(run) * bytes_of(run) + reduced, step + reduced - whole)
+
+
+def _optimizer_step(run: RunConfig, weights: Sequence[Weight]) -> int:
     """Flat gradients, and a copy in fp32 for half precision or at ZeRO 2, which keeps them by tensor.
 
     Adam steps in place, and norms are those of blocks.

@@ -144,11 +144,13 @@ def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
 def data(run: RunConfig, parameters: int) -> float:
     """Gradients reduced and weights gathered, by ZeRO stage (arXiv 1910.02054, section 7).
 
-    ZeRO 2 reduces the gradients of every micro-batch, and ZeRO 3 gathers the weights twice for each, too.
+    ZeRO 2 and 3 reduce the gradients of every micro-batch unless the reduction is coalesced, and ZeRO 3 gathers the
+    weights twice for each, too.
     """
     ranks, accumulated = owners(run), run.train.gradient_accumulation_steps
     one_way = ring_gather(parameters * bytes_of(run), ranks)
-    ways = {0: 2, 1: 2, 2: accumulated + 1, 3: 3 * accumulated}[run.zero.zero_stage]
+    reductions = 1 if run.coalesces_grad_reduction else accumulated
+    ways = {0: 2, 1: 2, 2: reductions + 1, 3: reductions + 2 * accumulated}[run.zero.zero_stage]
     return ways * one_way
 
 

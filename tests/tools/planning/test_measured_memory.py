@@ -44,6 +44,8 @@ ON_TWO = [
     f"{STILL} --zero-stage 0",
     f"--zero-stage 1 {BUCKET}",
     f"{STILL} --zero-stage 2 {BUCKET}",
+    f"{STILL} --zero-stage 2 --zero-coalesce-grad-reduction {BUCKET}",
+    f"{STILL} --zero-stage 3 --zero-coalesce-grad-reduction {BUCKET}",
     f"{STILL} --bf16 --zero-stage 1 {BUCKET}",
     f"{STILL} --bf16 --zero-stage 1 --grad-accum-dtype fp32 {BUCKET}",
     f"{STILL} --bf16 --zero-stage 2 --grad-accum-dtype fp32 {BUCKET}",

@@ -82,17 +82,23 @@ def test_traffic_between_stages(t, sent):
     assert (first, middle) == pytest.approx((16 * sent * LAYER, 2 * 16 * sent * LAYER))
 
 
-@pytest.mark.parametrize(("stage", "ways"), [(0, 2), (1, 2), (2, 4 + 1), (3, 3 * 4)])
-def test_traffic_of_weights_and_gradients(stage, ways):
+COALESCED = "--zero-coalesce-grad-reduction"
+
+
+@pytest.mark.parametrize(
+    ("words", "ways"),
+    [("0", 2), ("1", 2), ("2", 4 + 1), ("3", 3 * 4), (f"2 {COALESCED}", 2), (f"3 {COALESCED}", 1 + 2 * 4)],
+)
+def test_traffic_of_weights_and_gradients(words, ways):
     """What ZeRO's section 7 counts, with four micro-batches; a ring of four passes on three quarters."""
-    precision = "fp32" if stage == 0 else "bf16"
+    precision = "fp32" if words == "0" else "bf16"
     one = candidate(
-        f"{BASE} --model-parallel-size 1 --pipe-parallel-size 0 --zero-stage {stage} --recompute-granularity full",
+        f"{BASE} --model-parallel-size 1 --pipe-parallel-size 0 --recompute-granularity full --zero-stage {words}",
         4,
         precision=precision,
     )
     count = one.memory.parameters
-    assert one.traffic.data == pytest.approx(ways * 0.75 * count * (4 if stage == 0 else 2))
+    assert one.traffic.data == pytest.approx(ways * 0.75 * count * (4 if words == "0" else 2))
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 8), (8, 32), (3, 2)])
