@@ -6,7 +6,7 @@ both of its attention implementations. Loop, clipping and optimizer are those of
 b batch, s sequence, h hidden, n heads, g query groups, d size of a head
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import repeat
@@ -32,15 +32,15 @@ SHAPES = {
 GOALS = {"bare": 1.0, "transformers": 1.10}
 
 
-def measure(rounds: int) -> list[Result]:
-    """Every shape, in fp32 and in bf16."""
+def measure(rounds: int, sizes: Sequence[str] = tuple(SHAPES)) -> list[Result]:
+    """Each of ``sizes``, in fp32 and in bf16."""
     silence_known_warnings()
     torch.manual_seed(1)
     results: list[Result] = []
     with distributed(run_of(SHAPES["A"]).parallel) as layout, deepspeed_silenced(verbose=False):
-        for name, shape in SHAPES.items():
+        for name in sizes:
             for dtype in ("fp32", "bf16"):
-                results += _compared(f"{name} {dtype}: {shape}", shape, dtype == "bf16", rounds, layout)
+                results += _compared(f"{name} {dtype}: {SHAPES[name]}", SHAPES[name], dtype == "bf16", rounds, layout)
     return results
 
 

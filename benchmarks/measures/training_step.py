@@ -6,7 +6,7 @@ step with AdamW. bf16 is autocast for the others, and fp32 master weights with Z
 which share of the rate of a matrix product of the same type a step reaches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import repeat
@@ -38,16 +38,16 @@ SHARES = {"fp32": {"A": 0.90, "B": 0.75, "C": 0.85}, "bf16": {"A": 0.60, "B": 0.
 """Of the rate of a matrix product."""
 
 
-def measure(rounds: int) -> list[Result]:
-    """Every shape, in fp32 and in bf16."""
+def measure(rounds: int, sizes: Sequence[str] = tuple(SHAPES)) -> list[Result]:
+    """Each of ``sizes``, in fp32 and in bf16."""
     silence_known_warnings()
     torch.manual_seed(1)
     comparisons = []
     parallel = run_of(SHAPES["A"]).parallel
     with distributed(parallel) as layout, deepspeed_silenced(verbose=False):
-        for name, shape in SHAPES.items():
+        for name in sizes:
             for dtype in ("fp32", "bf16"):
-                comparisons += _compared(name, shape, dtype, rounds, layout)
+                comparisons += _compared(name, SHAPES[name], dtype, rounds, layout)
     return comparisons
 
 

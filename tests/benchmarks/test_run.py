@@ -30,6 +30,11 @@ def test_a_measurement_is_made_and_written_into_a_file(programs: Programs, tmp_p
         (["run.py", "engine"], "run.py: error: there is no measurement engine: choose from training_step, "),
         (["run.py", "planner", "--rounds", "0"], "run.py: error: --rounds 0 must be at least 1"),
         (["run.py", "planner", "--json", "README.md"], "run.py: error: --json README.md: File exists"),
+        (["run.py", "training_step", "--sizes", "D"], "run.py: error: --sizes D: training_step has A, B, C"),
+        (["run.py", "planner", "--sizes", "A"], "run.py: error: --sizes chooses the models of training_step, "),
+        (["run.py", "--quick", "planner"], "run.py: error: --quick chooses names and sizes itself"),
+        (["run.py", "--quick", "--picture", "no/x.png"], "run.py: error: --picture no/x.png: no such folder"),
+        (["compare.py", "HEAD", "HEAD", "planner", "--turns", "0"], "compare.py: error: --turns and --rounds must be"),
         (["write_figures.py", "docs"], "write_figures.py: error: docs has no figures: make them with"),
     ],
 )

@@ -36,7 +36,7 @@ def query_groups(run: RunConfig) -> Messages:
 )
 def query_groups_over_ranks(run: RunConfig) -> Messages:
     groups, ranks = run.model.query_groups, run.parallel.model_parallel_size
-    if not (_divides(groups, ranks) or _divides(ranks, groups)):
+    if groups != run.model.num_attention_heads and not (_divides(groups, ranks) or _divides(ranks, groups)):
         yield (
             f"--num-query-groups {groups} and --model-parallel-size {ranks}: neither is a multiple of the other; use "
             f"--model-parallel-size {_either([n for n in range(1, groups + 1) if groups % n == 0])}"
