@@ -155,7 +155,7 @@ def launcher_flags(launcher: str) -> frozenset[str]:
 @cache
 def all_flags() -> frozenset[str]:
     scripts = [TRAINING, "pretrain_bert.py", "tasks/main.py", "benchmarks/run.py", "benchmarks/write_figures.py"]
-    scripts += ["benchmarks/gpu/command.py", "tests/torture.py"]
+    scripts += ["benchmarks/compare.py", "benchmarks/gpu/command.py", "tests/torture.py"]
     scripts += [f"tools/{path.name}" for path in (ROOT / "tools").glob("[a-z]*.py")]
     known = frozenset().union(*(flags_of(script) for script in scripts), *(launcher_flags(name) for name in LAUNCHERS))
     shell = "".join(path.read_text() for path in (ROOT / "examples").iterdir())

@@ -9,6 +9,7 @@ tokens and ranks themselves. Times are CPU time of one process; memory is of liv
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,13 @@ def _checkpoints(rounds: int) -> list[Growth]:
     theory = dict(zip(MEGABYTES, MEGABYTES, strict=True))
     with tempfile.TemporaryDirectory() as folder:
         files = {size: Path(folder) / f"{size}.pt" for size in MEGABYTES}
-        save = {size: lambda size=size: write_file(files[size], states[size]) for size in MEGABYTES}
-        load = {size: lambda size=size: read_file(files[size]) for size in MEGABYTES}
+
+        def write(size: int) -> None:
+            files[size].unlink(missing_ok=True)
+            write_file(files[size], states[size])
+
+        save = {size: partial(write, size) for size in MEGABYTES}
+        load = {size: partial(read_file, files[size]) for size in MEGABYTES}
         return [
             _timed(save, rounds, theory, "megabytes", "saving, s"),
             _timed(load, rounds, theory, "megabytes", "loading, s"),

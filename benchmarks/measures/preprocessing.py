@@ -1,4 +1,4 @@
-"""Text into a data set, against the library ``tokenizers`` alone, and against document after document, as is classic.
+"""Text into a data set, against the libraries gigatoken and ``tokenizers``, and document after document, as is classic.
 
 The corpus and its tokenizer are the quickstart's, with a vocabulary of 8,192: the documentation of Python's standard
 library, 2.6 MB. All on one core. Ids are compared, and the files of both programs, byte for byte.
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import gigatoken
 import numpy as np
 import tokenizers
 
@@ -24,7 +25,7 @@ from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuil
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY, BATCH, DOCUMENTS, LENGTH = 8192, 64, 64_000, 200
-GOALS = {"one batch": 1.0, "one document at a time": None}
+GOALS = {"gigatoken": 1.0, "tokenizers, one batch": 1.0, "tokenizers, one document at a time": None}
 
 
 def measure(rounds: int) -> list[Comparison]:
@@ -53,24 +54,32 @@ def _tokenizing(folder: Path, megabytes: float, rounds: int) -> list[Comparison]
         batches = (documents[first : first + BATCH] for first in range(0, len(documents), BATCH))
         ids["suite"] = [found for batch in batches for found in tokenizer.tokenize_batch(batch)]
 
-    def library(encode: Callable[[tokenizers.Tokenizer], list[tokenizers.Encoding]]) -> list[list[int]]:
+    def encoder() -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*files))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        return [encoding.ids for encoding in encode(tokenizer)]
+        return tokenizer
+
+    def library(encode: Callable[[tokenizers.Tokenizer], list[tokenizers.Encoding]]) -> list[list[int]]:
+        return [encoding.ids for encoding in encode(encoder())]
 
     def one_batch() -> None:
-        ids["one batch"] = library(lambda tokenizer: tokenizer.encode_batch_fast(documents))
+        ids["tokenizers, one batch"] = library(lambda tokenizer: tokenizer.encode_batch_fast(documents))
 
     def one_by_one() -> None:
-        ids["one document at a time"] = library(lambda tokenizer: [tokenizer.encode(text) for text in documents])
+        ids["tokenizers, one document at a time"] = library(
+            lambda tokenizer: [tokenizer.encode(text) for text in documents]
+        )
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    ways = {"suite": suite, "one batch": one_batch, "one document at a time": one_by_one}
+    def fastest() -> None:
+        ids["gigatoken"] = gigatoken.Tokenizer(encoder()).encode_batch_list(documents)
+
+    os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"] = "false", "1"
+    ways = dict(zip(["suite", *GOALS], [suite, fastest, one_batch, one_by_one], strict=True))
     times = alternate(ways, rounds)
     if any(found != ids["suite"] for found in ids.values()):
         raise AssertionError("the ids differ")
     return [
-        Comparison("tokenizing", f"tokenizers, {peer}", times["suite"], times[peer], megabytes, "MB", goal)
+        Comparison("tokenizing", peer, times["suite"], times[peer], megabytes, "MB", goal)
         for peer, goal in GOALS.items()
     ]
 

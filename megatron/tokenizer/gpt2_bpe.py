@@ -1,7 +1,11 @@
-"""GPT-2's byte-level BPE (Radford et al., 2019), run by the Rust library ``tokenizers``."""
+"""GPT-2's byte-level BPE (Radford et al., 2019), run by the Rust library ``tokenizers``.
+
+Batches are encoded by the library gigatoken where it is installed, or else through a cache of words: the same ids.
+"""
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -82,7 +86,18 @@ class GPT2BPETokenizer(RustTokenizer):
         self._words = WordCache()
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._gigatoken is not None:
+            return self._gigatoken(list(texts))
         return self._words.tokenize(texts, super()._ids)
+
+    @cached_property
+    def _gigatoken(self) -> Encode | None:
+        """That library's way to encode a batch; None where it is not installed."""
+        try:
+            import gigatoken
+        except ImportError:
+            return None
+        return gigatoken.Tokenizer(self._encoder).encode_batch_list
 
 
 def read_byte_vocabulary(path: str) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,12 +56,15 @@ def test_detokenize_restores_any_text(tokenizer: GPT2BPETokenizer, text: str):
     assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
 
 
-def test_cached_words_equal_those_of_the_library(files: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("with_gigatoken", [True, False])
+def test_batches_equal_those_of_the_library(files: tuple[Path, Path], monkeypatch, with_gigatoken: bool) -> None:
     """Texts made of all characters at which the cut into words could go wrong."""
     vocabulary, merges = (path.read_text(encoding="utf-8") for path in files)
     pairs = [tuple(line.split(" ")) for line in merges.splitlines()[1:]]
     library = tokenizers.Tokenizer(tokenizers.models.BPE(json.loads(vocabulary), pairs))
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if not with_gigatoken:
+        monkeypatch.setitem(sys.modules, "gigatoken", None)  # as if it were not installed
     tokenizer, draw = GPT2BPETokenizer(*map(str, files)), random.Random(1)
     characters = [*map(chr, range(128)), *CUT_HERE * 3, *ODD_BLANKS, *"é“”一ªſ²½Ⅷ٣\u0301\u200d😀\xad"]
     for _ in range(300):
@@ -69,7 +73,8 @@ def test_cached_words_equal_those_of_the_library(files: tuple[Path, Path]) -> No
         texts = [text * times for text in texts for times in (1, 1, 3, 7)]
         expected = [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
         assert tokenizer.tokenize_batch(texts) == expected
-    assert tokenizer._words._ids, "no word was looked up"
+    assert (tokenizer._gigatoken is not None) is with_gigatoken
+    assert bool(tokenizer._words._ids) is not with_gigatoken, "no word was looked up"
 
 
 def test_merges_are_applied_in_order(tokenizer: GPT2BPETokenizer, files: tuple[Path, Path]):
