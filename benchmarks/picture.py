@@ -45,6 +45,8 @@ def draw_growth(curves: Sequence[Mapping[str, Any]], file: Path) -> None:
         ours, theirs = median(curve["ours"]), curve["theirs"][0]
         axes.loglog(sizes, theory, "--", color="gray", label=f"theory, exponent {theirs:.2f}")
         axes.loglog(sizes, measured, "o-", label=f"measured, {ours:.2f}")
+        axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        axes.minorticks_off()
         axes.set(xlabel=curve["axis"], ylabel=curve["amount"])
         axes.legend(frameon=False, fontsize=8)
     for axes in plots:

@@ -1,7 +1,7 @@
 """How time and memory grow with the size of the work, beside what theory says.
 
-Each curve is fitted by a power law over its points, in every round: the exponent is the slope in a double-logarithmic
-picture. Theory's exponent is fitted the same way to the model FLOPs of a step, to the planner's bytes, or to the bytes,
+Each curve is fitted by a power law over its three largest sizes, in every round: the exponent is the slope in a
+double-logarithmic picture. Theory's exponent is fitted the same way to the model FLOPs of a step, to the planner's bytes, or to the bytes,
 tokens and ranks themselves. Times are CPU time of one process; memory is of live tensors, of one rank.
 ``write_figures.py`` draws the curves.
 """
@@ -38,6 +38,8 @@ SIZES: dict[str, tuple[int, ...]] = {
 }
 RANKS, TOKENS, MEGABYTES = (1, 2, 4, 8), (10**4, 10**5, 10**6, 10**7, 10**8), (10, 30, 100, 300)
 DOCUMENT, SAMPLE, TOLERANCE = 665, 1024, 0.1
+FITTED = 3
+"""Points of each curve, from the largest."""
 Values = Sequence[float]
 
 
@@ -130,7 +132,7 @@ def _timed(
 def _fitted(sizes: Values, by_round: Sequence[Values], theory: Values, axis: str, amount: str) -> Growth:
     """Exponents of each round; the points are medians, and theory is drawn through their geometric mean."""
     measured = np.median(np.array(by_round, dtype=float), axis=0)
-    scale = np.exp(np.mean(np.log(measured) - np.log(theory)))
+    scale = np.exp(np.mean((np.log(measured) - np.log(theory))[-FITTED:]))
     ours, theirs = [exponent(sizes, values) for values in by_round], exponent(sizes, theory)
     points = [(float(x), float(y), float(scale * t)) for x, y, t in zip(sizes, measured, theory, strict=True)]
     what = f"{amount.partition(',')[0]}, {sizes[0]:,} to {sizes[-1]:,} {axis}"
@@ -141,8 +143,9 @@ def _fitted(sizes: Values, by_round: Sequence[Values], theory: Values, axis: str
 
 
 def exponent(sizes: Values, values: Values) -> float:
-    """The slope of the straight line through the logarithms."""
-    return float(np.polyfit(np.log(np.array(sizes, dtype=float)), np.log(np.array(values, dtype=float)), 1)[0])
+    """The slope of the straight line through the logarithms, at the largest sizes."""
+    x, y = (np.log(np.array(amounts[-FITTED:], dtype=float)) for amounts in (sizes, values))
+    return float(np.polyfit(x, y, 1)[0])
 
 
 def _tokens(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
