@@ -1,9 +1,9 @@
 """How time and memory grow with the size of the work, beside what theory says.
 
 Each curve is fitted by a power law over its three largest sizes, in every round: the exponent is the slope in a
-double-logarithmic picture. Theory's exponent is fitted the same way to the model FLOPs of a step, to the planner's bytes, or to the bytes,
-tokens and ranks themselves. Times are CPU time of one process; memory is of live tensors, of one rank.
-``write_figures.py`` draws the curves.
+double-logarithmic picture. Theory's exponent is fitted the same way to the model FLOPs of a step with attention in
+full, to the planner's bytes, or to the bytes, tokens and ranks themselves. Times are CPU time of one process; memory is
+of live tensors, of one rank. ``write_figures.py`` draws the curves.
 """
 
 import tempfile
