@@ -31,6 +31,7 @@ INTERVALS = {
     "port": "[0, 65535]",
     "max_tokens": "[1, inf)",
     "max_choices": "[1, inf)",
+    "max_batch_size": "[1, inf)",
     "max_waiting": "[0, inf)",
     "max_body_bytes": "[1, inf)",
     "request_seconds": "(0, 86400]",
@@ -56,23 +57,26 @@ def main() -> None:
     from megatron.tools.inference.generator import TextGenerator
     from megatron.tools.inference.model import opened_model
     from megatron.tools.serving.app import build_app, serve, serve_worker
-    from megatron.tools.serving.request_queue import RankBroadcast, RequestQueue, completion_function
+    from megatron.tools.serving.request_queue import RequestQueue
+    from megatron.tools.serving.scheduler import RankBroadcast, RequestBatch
 
     with opened_model(source, ranks, args.dtype) as model:
-        complete = completion_function(TextGenerator(model, source.tokenizer))
+        batch = RequestBatch(TextGenerator(model, source.tokenizer), args.max_batch_size)
         rank_broadcast = RankBroadcast(model.tensor_group)
         if listener is None:
-            serve_worker(complete, rank_broadcast)
+            serve_worker(batch, rank_broadcast)
             return
         service = _service(args, source, key, local_only=is_loopback(listener.getsockname()[0]))
-        queue = RequestQueue(most_waiting=args.max_waiting, seconds=args.request_seconds)
+        queue = RequestQueue(
+            most_waiting=args.max_waiting, seconds=args.request_seconds, most_running=args.max_batch_size
+        )
         if not (key or service.local_only):
             print(
                 "serve.py: warning: everyone who can reach the port can use the model: see --api-key-file",
                 file=sys.stderr,
             )
         print(f"{service.model} at {listen(listener)}", flush=True)
-        serve(build_app(service, queue), listener, queue, complete, rank_broadcast, grace=args.grace_seconds)
+        serve(build_app(service, queue), listener, queue, batch, rank_broadcast, grace=args.grace_seconds)
 
 
 def _service(args: argparse.Namespace, source: Source, key: str | None, *, local_only: bool) -> "Service":
@@ -103,7 +107,8 @@ def _parser() -> ToolParser:
     most = parser.add_argument_group("limits").add_argument
     most("--max-tokens", type=int, default=1024, metavar="N", help="maximum tokens of a completion")
     most("--max-choices", type=int, default=8, metavar="N", help="maximum completions of one request")
-    most("--max-waiting", type=int, default=16, metavar="N", help="maximum requests that wait for the current one")
+    most("--max-batch-size", type=int, default=8, metavar="N", help="maximum completions that are generated together")
+    most("--max-waiting", type=int, default=16, metavar="N", help="maximum requests that wait for others to finish")
     most("--max-body-bytes", type=int, default=2**20, metavar="N", help="maximum size of a request")
     most(
         "--request-seconds", type=float, default=120.0, metavar="S", help="time limit of a request, including its wait"

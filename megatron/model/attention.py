@@ -89,7 +89,7 @@ class ParallelSelfAttention(nn.Module):
         tensors = (query, key, value, *documents)
         if cache is not None:
             key, value = cache.extend(self.layer_number - 1, key, value)
-            context = self._compute(query, key, value, cache.visible, 0.0)
+            context = self._compute(query, key, value, cache.mask, 0.0, is_causal=cache.is_causal)
         elif self.recomputes and self.training:
             context = deepspeed.checkpointing.checkpoint(self._core, *tensors)
         else:
@@ -164,27 +164,40 @@ class ParallelSelfAttention(nn.Module):
             dtype=_DTYPE_NAMES.get(query.dtype, "fp32"),
         )
 
-    def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    def _compute(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """Without a mask, attention is causal or to every column, as the layer is or ``is_causal`` says."""
         core = self._explicit if self.softmax_in_fp32 or self.score_divisor else self._fused
-        return core(query, key, value, mask, dropout)
+        return core(query, key, value, mask, dropout, self.causal if is_causal is None else is_causal)
 
-    def _fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    def _fused(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
+    ) -> Tensor:
         shares = query.size(1) != key.size(1)
         if shares and not self._kernel(query, dropout).shares_keys:
             (key, value), shares = _for_each_head(query, key, value), False
-        is_causal = mask is None and self.causal
+        is_causal = is_causal and mask is None
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=shares
         )
 
-    def _explicit(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    def _explicit(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
+    ) -> Tensor:
         """Step by step, for options that the fused kernel does not have: the softmax's type and scaled scores."""
         divisor = self.score_divisor or 1
         key, value = _for_each_head(query, key, value)
         if self.softmax_in_fp32:  # an fp32 softmax of rounded scores would gain nothing
             query, key = query.float(), key.float()
         scores = (query / (math.sqrt(query.size(-1)) * divisor)) @ key.transpose(-1, -2)  # [b, n, s, s]
-        if mask is None and self.causal:
+        if mask is None and is_causal:
             mask = window_mask(scores.size(-1), self.pre_tokens, scores.device)
         scores = scores.float() * divisor
         if mask is not None:

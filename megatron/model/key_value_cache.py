@@ -1,7 +1,9 @@
 """Keys and values of the tokens so far, for generation.
 
-b batch, n heads with keys and values, d size of a head
+b batch, n heads with keys and values, q new tokens, c columns of the longest sequence, d size of a head
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,46 +12,107 @@ from megatron.config import ModelConfig
 
 
 class KeyValueCache:
-    """Keys and values of every layer, for a batch of sequences that end in the same column and may begin later.
+    """Keys and values of every layer, for a batch of sequences of several lengths, each of which begins in column 0.
 
-    ``begins`` [b] is the column in which each sequence begins; the columns before it are not attended to. For every
-    step, ``advance`` reserves new columns, and each layer fills them with ``extend``. In its shapes q are the new
-    columns and c the columns so far.
+    For every step, ``advance`` reserves the columns after those of each sequence, and each layer fills them with
+    ``extend``. Sequences are added by ``join`` and removed by ``select``; the memory is allocated once for
+    ``columns`` tokens of each, and again only for more or longer sequences.
     """
 
     def __init__(
-        self, config: ModelConfig, begins: Tensor, columns: int, *, heads: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, rows: int, columns: int, *, heads: int, dtype: torch.dtype, device: torch.device
     ):
-        shape = (config.num_layers, 2, begins.numel(), heads, columns, config.head_size)
-        self._kept = torch.empty(shape, dtype=dtype, device=device)
-        self._begins = begins.to(device)
+        """For ``rows`` sequences without tokens."""
+        shape = (config.num_layers, 2, rows, heads, columns, config.head_size)
+        # Zeros, since what is masked is multiplied by 0, and memory that was never written may hold NaN.
+        self._storage = torch.zeros(shape, dtype=dtype, device=device)
         self._pre_tokens = config.pre_tokens
-        self._length = 0
+        self._lengths = [0] * rows
+        self._columns = slice(0, 0)
+        """The new columns, if they are the same of all sequences."""
+        self._index: Tensor | None = None
+        """Otherwise the places of the new tokens among all vectors of a layer [b x n x q]."""
+        self._layers = self._of_layers()
         self.positions = torch.empty(0, 0, device=device)
-        """Positions of the new columns in their sequences [b, q]."""
-        self.visible = torch.empty(0, 0, 0, 0, device=device)
-        """True where a new column attends to a column [b, 1, q, c]."""
+        """Positions of the new tokens in their sequences [b, q]."""
+        self.mask: Tensor | None = None
+        """Added to the scores of the new tokens [b, 1, q, c]: 0, or -inf where a token does not attend to a column."""
+        self._used = 0
+        """c"""
+        self.is_causal = True
+        """Without a mask: whether new tokens attend to earlier columns only. Otherwise they attend to all."""
 
-    def advance(self, count: int) -> None:
-        """Reserve ``count`` new columns."""
-        rows = torch.arange(self._length, self._length + count, device=self._begins.device)
-        columns = torch.arange(self._length + count, device=self._begins.device)
-        self._length += count
-        self.positions = (rows - self._begins.unsqueeze(1)).clamp(min=0)
-        back = rows.unsqueeze(1) - columns  # [q, c]
-        in_window = (back >= 0) & (back <= self._pre_tokens)
-        has_begun = columns >= self._begins.unsqueeze(1)  # [b, c]
-        # A column before the sequence attends to itself: without any column, the softmax would be NaN, which spreads.
-        self.visible = (in_window & has_begun.unsqueeze(1) | (back == 0)).unsqueeze(1)
+    def advance(self, counts: Sequence[int]) -> None:
+        """Reserve columns for so many new tokens of each sequence, all of them followed by padding up to the most.
+
+        Padding is stored, too, after the tokens, which do not attend to it, and is replaced in the next step.
+        """
+        q, begins = max(counts), self._lengths
+        self._lengths = [begin + count for begin, count in zip(begins, counts, strict=True)]
+        end, is_even = max(begins) + q, min(begins) == max(begins)
+        assert end <= self._storage.size(4), "no columns are left"
+        first = torch.tensor(begins[:1] if is_even else begins, device=self._storage.device)
+        positions = first.unsqueeze(1) + torch.arange(q, device=first.device)  # [b or 1, q]
+        self.positions = positions.expand(len(begins), q)
+        self._columns, self._index = slice(end - q, end), None if is_even else self._places()
+        self._used, self.is_causal = end, q > 1
+        sees_all = is_even and (q == 1 or q == end) and self._pre_tokens >= end - 1
+        self.mask = None if sees_all else self._mask(positions, end)
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of all columns so far, [b, n, c, d] each, the new ones [b, n, q, d] last."""
-        kept, begin = self._kept[layer], self._length - key.size(2)
-        kept[0, :, :, begin : self._length] = key
-        kept[1, :, :, begin : self._length] = value
-        return kept[0, :, :, : self._length], kept[1, :, :, : self._length]
+        """Store new keys and values [b, n, q, d]. Returns those of all columns so far, [b, n, c, d] each."""
+        keys, values = self._layers[layer]
+        if self._index is None:
+            keys[:, :, self._columns] = key
+            values[:, :, self._columns] = value
+        else:
+            for kept, new in zip(self._storage[layer], (key, value), strict=True):
+                kept.view(-1, key.size(-1)).index_copy_(0, self._index, new.reshape(-1, key.size(-1)))
+        return keys[:, :, : self._used], values[:, :, : self._used]
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these rows of the batch, in this order; a row may be repeated."""
-        self._kept = self._kept[:, :, rows.to(self._kept.device)]
-        self._begins = self._begins[rows.to(self._begins.device)]
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep these sequences, in this order; one may be repeated. Those that stay in their place are not copied."""
+        moved = [(to, row) for to, row in enumerate(rows) if to != row]
+        self._reserve(len(rows), 0)
+        self._lengths = [self._lengths[row] for row in rows]
+        if moved:
+            to, row = (torch.tensor(each, device=self._storage.device) for each in zip(*moved, strict=True))
+            used = slice(0, max(self._lengths))
+            self._storage[:, :, to, :, used] = self._storage[:, :, row, :, used]
+        self._layers = self._of_layers()
+
+    def join(self, other: "KeyValueCache") -> None:
+        """Append the sequences of ``other``."""
+        mine, all_rows = len(self._lengths), len(self._lengths) + len(other._lengths)
+        self._reserve(all_rows, other._storage.size(4))
+        used = slice(0, max(other._lengths))
+        self._storage[:, :, mine:all_rows, :, used] = other._storage[:, :, : len(other._lengths), :, used]
+        self._lengths += other._lengths
+        self._layers = self._of_layers()
+
+    def _places(self) -> Tensor:
+        """Where the new tokens are stored, if each layer's keys are [all rows x n x all columns, d]."""
+        _, _, _, heads, columns, _ = self._storage.shape
+        rows = torch.arange(len(self.positions) * heads, device=self._storage.device)  # and heads [b x n]
+        return (rows.view(-1, heads, 1) * columns + self.positions.unsqueeze(1)).flatten()
+
+    def _mask(self, positions: Tensor, end: int) -> Tensor:
+        back = positions.unsqueeze(-1) - torch.arange(end, device=positions.device)  # [b, q, c]
+        hidden = (back < 0) | (back > self._pre_tokens)
+        zeros = torch.zeros(hidden.shape, dtype=self._storage.dtype, device=positions.device)
+        return zeros.masked_fill_(hidden, -torch.inf).unsqueeze(1)
+
+    def _reserve(self, rows: int, columns: int) -> None:
+        """Make room for so many rows and columns; for twice as many rows if they are not enough."""
+        layers, two, has_rows, heads, has_columns, d = self._storage.shape
+        if rows <= has_rows and columns <= has_columns:
+            return
+        more_rows = max(rows, 2 * has_rows) if rows > has_rows else has_rows
+        storage = self._storage.new_zeros(layers, two, more_rows, heads, max(columns, has_columns), d)
+        used = (slice(None), slice(None), slice(0, len(self._lengths)), slice(None), slice(0, max(self._lengths)))
+        storage[used] = self._storage[used]
+        self._storage = storage
+
+    def _of_layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer, [b, n, all columns, d] each."""
+        return [(keys, values) for keys, values in self._storage[:, :, : len(self._lengths)].unbind(0)]

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from support.fuzzing import NUMBERS, TEXTS, VALUES, altered, damaged
 
 from megatron.config.errors import DataError
+from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.inference.decoding import Sampling, choose, sample_generator
-from megatron.tools.inference.generator import Piece
 from megatron.tools.serving.app import Service, build_app
 from megatron.tools.serving.request import RequestLimits
-from megatron.tools.serving.request_queue import RankBroadcast, RequestQueue, run_driver
+from megatron.tools.serving.request_queue import RequestQueue
+from megatron.tools.serving.scheduler import RankBroadcast, run_driver
 
 FIELDS = (
     "prompt max_tokens temperature top_k top_p repetition_penalty n stop seed echo stream stream_options user model"
@@ -62,20 +63,51 @@ class Words:
         return " ".join("x" * id for id in ids)
 
 
-def complete(request):
-    """What a model with equal and with very different logits would sample."""
-    sampling = Sampling(
-        greedy=request.temperature == 0,
-        temperature=request.temperature,
-        top_k=request.top_k,
-        top_p=request.top_p,
-        repetition_penalty=request.repetition_penalty,
-        seed=request.seed,
-    )
-    for prompt, tokens in enumerate(request.prompts):
-        for logits in (torch.zeros(10), torch.linspace(-1e4, 1e4, 10)):
-            token = choose(logits, sampling, sample_generator(sampling.seed, tokens, 0), tokens)
-            yield Piece(prompt, 0, token, "x")
+class Chosen:
+    """A batch of what a model with equal and with very different logits would sample, one request at a time."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, list[Piece]] = {}
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def has(self, number):
+        """Whether the request is not finished."""
+        return number in self._pieces
+
+    def has_room(self, request):
+        """Whether there is none."""
+        return not self._pieces
+
+    def join(self, number, request):
+        """Choose all tokens."""
+        sampling = Sampling(
+            greedy=request.temperature == 0,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            repetition_penalty=request.repetition_penalty,
+            seed=request.seed,
+        )
+        self._pieces[number] = []
+        for prompt, tokens in enumerate(request.prompts):
+            for logits in (torch.zeros(10), torch.linspace(-1e4, 1e4, 10)):
+                token = choose(logits, sampling, sample_generator(sampling.seed, tokens, 0), tokens)
+                self._pieces[number].append(Piece(prompt, 0, token, "x"))
+
+    def leave(self, number):
+        """Its client is gone."""
+        del self._pieces[number]
+
+    def choose(self):
+        """All of them."""
+        found = [(number, piece) for number, pieces in self._pieces.items() for piece in pieces]
+        self._pieces.clear()
+        return found
+
+    def advance(self):
+        """Nothing is left to compute."""
 
 
 async def answer(app: Any, path: str, headers: list[tuple[bytes, bytes]], body: bytes) -> tuple[int, bytes]:
@@ -109,7 +141,7 @@ def test_requests(requests: list[tuple[bytes, list[tuple[bytes, bytes]]]], name:
         queue = RequestQueue(most_waiting=2, seconds=20)
         service = Service("my", 0, Words(), RequestLimits(64, 32, 4), 4000, None, local_only=True)  # type: ignore[arg-type]
         group = SimpleNamespace(size=lambda: 1)
-        thread = threading.Thread(target=run_driver, args=(queue.jobs, complete, RankBroadcast(group)))  # type: ignore[arg-type]
+        thread = threading.Thread(target=run_driver, args=(queue, Chosen(), RankBroadcast(group)))  # type: ignore[arg-type]
         thread.start()
         try:
             app = build_app(service, queue)

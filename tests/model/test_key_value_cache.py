@@ -30,6 +30,10 @@ KINDS = {
 }
 
 
+BEGINNINGS = [7, 3, 5]
+"""Tokens of the sequences before the first step."""
+
+
 def difference(settings: dict) -> float:
     """The largest between logits of sequences of several lengths that grow in steps, and those of each alone."""
     from megatron.model.gpt2 import GPT2Model
@@ -39,24 +43,36 @@ def difference(settings: dict) -> float:
 
     config = replace(CONFIG, **settings)
     model = GPT2Model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig())).eval()
-    tokens = torch.randint(0, 49, (3, 12), generator=torch.Generator().manual_seed(1))
-    begins, worst, done = torch.tensor([0, 4, 2]), 0.0, 0
-    cache = KeyValueCache(
-        config, begins, 12, heads=config.query_groups, dtype=torch.float32, device=torch.device("cpu")
-    )
+    tokens = torch.randint(0, 49, (4, 16), generator=torch.Generator().manual_seed(1))
+
+    def empty(rows: int, columns: int) -> KeyValueCache:
+        place = {"dtype": torch.float32, "device": torch.device("cpu")}
+        return KeyValueCache(config, rows, columns, heads=config.query_groups, **place)
+
+    def grown(rows: list[int], cache: KeyValueCache, counts: list[int]) -> float:
+        """The difference after so many more tokens of these rows of ``tokens``."""
+        new = torch.zeros(len(rows), max(counts), dtype=torch.long)
+        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            new[place, :count] = tokens[row, done[row] : done[row] + count]
+        kept = last_logits(model, new, cache, counts)
+        ends = [done[row] + count for row, count in zip(rows, counts, strict=True)]
+        whole = torch.stack([model(tokens[row : row + 1, :end])[0, -1] for row, end in zip(rows, ends, strict=True)])
+        assert whole.std(-1).min() > 0.1
+        done.update(zip(rows, ends, strict=True))
+        return (whole - kept).abs().max().item()
+
+    done = dict.fromkeys(range(4), 0)
     with torch.no_grad():
-        for step in (5, 1, 3, 1, 2):
-            if done == 6:  # row 2 is continued twice, and row 1 is dropped
-                rows = torch.tensor([2, 0, 2])
-                cache.select(rows)
-                tokens, begins = tokens[rows], begins[rows]
-            done += step
-            kept = last_logits(model, tokens[:, done - step : done], cache)
-            for row, begin in enumerate(begins):
-                whole = model(tokens[row : row + 1, begin:done])[0, -1]
-                assert whole.std() > 0.1
-                worst = max(worst, (whole - kept[row]).abs().max().item())
-    return worst
+        cache, late = empty(3, 12), empty(1, 14)
+        worst = [grown([0, 1, 2], cache, BEGINNINGS), grown([0, 1, 2], cache, [1, 3, 2]), grown([3], late, [6])]
+        cache.join(late)
+        worst += [grown([0, 1, 2, 3], cache, [1, 1, 1, 1])]
+        tokens[0], done[0] = tokens[2], done[2]
+        cache.select([2, 3, 2])  # row 2 is continued twice, and row 1 is dropped
+        worst += [grown([0, 3, 2], cache, [1, 1, 1]), grown([0, 3, 2], cache, [3, 2, 1])]
+        done, even = dict.fromkeys(range(4), 0), empty(2, 12)
+        worst += [grown([1, 3], even, [count, count]) for count in (3, 1, 4, 1)]
+    return torch.tensor(worst).max().item()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -147,6 +147,8 @@ def _gathered(part: Tensor, layout: ParallelLayout) -> list[Tensor]:
 
 
 NEW_TOKENS = 50
+LATER = 3
+"""Steps after which the other prompts join the first."""
 PROMPTS = [[5], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20], [3, 9, 3]]
 
 
@@ -179,10 +181,15 @@ def greedy_tokens(folder: Path, names: list[str], use_cache: bool) -> dict[str, 
         place = find(folder / name)
         source = Source(place, read_checkpoint_config(place), None)
         model = LanguageModel(load_model(source, layout), source.config, layout.tensor_group)
-        batch = DecodingBatch(model, PROMPTS, context=64, new_tokens=NEW_TOKENS, use_cache=use_cache)
-        for _ in range(NEW_TOKENS):
-            batch.append(batch.logits.argmax(-1).tolist())
-        found[name] = [tokens[len(prompt) :] for tokens, prompt in zip(batch.sequences, PROMPTS, strict=True)]
+        settings = {"context": 64, "new_tokens": NEW_TOKENS + LATER, "use_cache": use_cache}
+        batch = DecodingBatch(model, PROMPTS[: 1 if use_cache else None], **settings)
+        for step in range(NEW_TOKENS + LATER):
+            if use_cache and step == LATER:
+                batch.join(DecodingBatch(model, PROMPTS[1:], **settings))
+            batch.append(batch.most_likely())
+        found[name] = [
+            tokens[len(prompt) :][:NEW_TOKENS] for tokens, prompt in zip(batch.sequences, PROMPTS, strict=True)
+        ]
     return found
 
 

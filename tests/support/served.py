@@ -51,6 +51,20 @@ class Served:
         """The text of each choice of a completion."""
         return [choice["text"] for choice in self.complete(**fields)["choices"]]
 
+    def load(self) -> dict[str, int]:
+        """Running and waiting requests, by the server's metrics."""
+        lines = self.request("GET", "/metrics", Authorization="").read().decode().splitlines()
+        return {
+            name: int(value)
+            for name, value in (line.rsplit(maxsplit=1) for line in lines)
+            if name.startswith("num_requests")
+        }
+
+    def wait_for(self, **load: int) -> None:
+        """Wait until so many requests are running or waiting. The test's time limit ends a wait in vain."""
+        while not load.items() <= self.load().items():
+            time.sleep(0.05)
+
     def send(self, **fields: Any) -> socket.socket:
         """Ask for a completion and do not wait for the answer."""
         body = json.dumps(fields)

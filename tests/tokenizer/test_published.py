@@ -19,7 +19,7 @@ from megatron.config.data import HUGGINGFACE, SENTENCEPIECE, TOKENIZER_FILES
 from megatron.config.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
-from megatron.tools.inference.generator import Detokenizer
+from megatron.tools.inference.detokenizer import Detokenizer
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tools.preprocess.job import Job
 from megatron.tools.preprocess.preprocess import preprocess

@@ -30,6 +30,11 @@ class Sampling:
     """Above 1, tokens that the sequence has already are less likely (CTRL, arXiv 1909.05858, section 4.1)."""
     seed: int = 1234
 
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the most likely token is chosen, whatever came before."""
+        return self.greedy and self.repetition_penalty == 1.0
+
 
 def sample_generator(seed: int, prompt: Sequence[int], sample: int) -> torch.Generator:
     """The random generator of one sample, which does not depend on the rest of the batch."""
@@ -47,7 +52,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen:
         least = logits.topk(min(sampling.top_k, logits.numel())).values[-1]
         logits = logits.masked_fill(logits < least, -torch.inf)
     probabilities = logits.softmax(-1)
-    if sampling.top_p:
+    if 0 < sampling.top_p < 1:
         ordered, index = probabilities.sort(descending=True)
         beyond = ordered.cumsum(-1) - ordered > sampling.top_p
         probabilities[index[beyond]] = 0.0

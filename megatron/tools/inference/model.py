@@ -26,6 +26,7 @@ from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.spec import ParameterSpec
 from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax
 from megatron.parallel.tensor.mappings import gather_from_model_parallel_region
 from megatron.tools.convert.load_and_save import read_model
 from megatron.tools.inference.source import Source, config_on
@@ -110,8 +111,23 @@ class DecodingBatch:
         self._model, self._context = model, context
         self.sequences = [list(sequence) for sequence in sequences]
         self._cache = self._empty_cache(new_tokens) if use_cache and self._can_cache() else None
-        self.logits = self._compute(self.sequences)
-        """fp32 on the CPU, [b, v]."""
+        self._sharded = self._compute(self.sequences)
+        self._logits: Tensor | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """Logits of the next tokens, fp32 on the CPU, [b, v]."""
+        if self._logits is None:
+            whole = gather_from_model_parallel_region(self._sharded, self._model.tensor_group)
+            self._logits = whole[:, : self._model.config.vocab_size].float().cpu()
+        return self._logits
+
+    def most_likely(self) -> list[int]:
+        """The most likely next token of each sequence; ranks that have no logits yet exchange no more than this."""
+        if self._logits is not None or self._model.tensor_group.size() == 1:
+            return self.logits.argmax(-1).tolist()
+        vocab_size = self._model.config.vocab_size
+        return vocab_parallel_argmax(self._sharded, self._model.tensor_group, vocab_size).tolist()
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append a token to each sequence."""
@@ -119,15 +135,26 @@ class DecodingBatch:
             sequence.append(token)
         if self._longest() > self._context:
             self._cache = None
-        self.logits = self._compute([[token] for token in tokens])
+        self._sharded, self._logits = self._compute([[token] for token in tokens]), None
 
     def select(self, rows: Sequence[int]) -> None:
         """Continue with these sequences, which may be fewer, and repeated."""
         self.sequences = [list(self.sequences[row]) for row in rows]
-        index = torch.tensor(rows)
-        self.logits = self.logits[index]
+        self._sharded = self._sharded[torch.tensor(rows, device=self._sharded.device)]
+        self._logits = None if self._logits is None else self._logits[torch.tensor(rows)]
         if self._cache is not None:
-            self._cache.select(index)
+            self._cache.select(rows)
+
+    def can_join(self, other: "DecodingBatch") -> bool:
+        """Whether ``other`` can join: both cache keys and values, up to the same context."""
+        return self._cache is not None and other._cache is not None and self._context == other._context
+
+    def join(self, other: "DecodingBatch") -> None:
+        """Append the sequences of ``other``, which ends as a batch of its own."""
+        assert self._cache is not None and other._cache is not None, "can_join"
+        self._cache.join(other._cache)
+        self.sequences += other.sequences
+        self._sharded, self._logits = torch.cat([self._sharded, other._sharded]), None
 
     def _longest(self) -> int:
         return max(map(len, self.sequences))
@@ -140,13 +167,11 @@ class DecodingBatch:
         return not ends and self._longest() <= self._context
 
     def _empty_cache(self, new_tokens: int) -> KeyValueCache:
-        model, longest = self._model, self._longest()
-        begins = torch.tensor([longest - len(sequence) for sequence in self.sequences])
-        new_tokens = min(new_tokens, self._context - min(map(len, self.sequences)))
+        model = self._model
         return KeyValueCache(
             model.config,
-            begins,
-            longest + new_tokens,
+            len(self.sequences),
+            min(self._longest() + new_tokens, self._context),
             heads=max(model.config.query_groups // model.tensor_group.size(), 1),
             dtype=next(model.module.parameters()).dtype,
             device=model.device,
@@ -154,40 +179,48 @@ class DecodingBatch:
 
     @torch.inference_mode()
     def _compute(self, new: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [b, v/t] after the ``new`` tokens of each sequence."""
         if self._cache is not None:
-            return self._whole(last_logits(self._model.module, self._padded(new), self._cache))
+            counts = [len(tokens) for tokens in new]
+            return last_logits(self._model.module, self._padded(new), self._cache, counts)
         windows = [sequence[-self._context :] for sequence in self.sequences]
         logits: dict[int, Tensor] = {}
         in_order = sorted(range(len(windows)), key=lambda row: len(windows[row]))
         for _, group in groupby(in_order, key=lambda row: len(windows[row])):
             rows = list(group)
             tokens = self._padded([windows[row] for row in rows])
-            for row, line in zip(rows, self._whole(last_logits(self._model.module, tokens)), strict=True):
-                logits[row] = line
+            logits |= zip(rows, last_logits(self._model.module, tokens), strict=True)
         return torch.stack([logits[row] for row in range(len(windows))])
 
     def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """[b, q] with zeros before the shorter ones."""
+        """[b, q] with zeros after the shorter ones."""
         longest = max(map(len, sequences))
-        rows = [[0] * (longest - len(sequence)) + list(sequence) for sequence in sequences]
+        rows = [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences]
         return torch.tensor(rows, device=self._model.device)
 
-    def _whole(self, logits: Tensor) -> Tensor:
-        """[b, v/t] -> [b, v], without padding."""
-        whole = gather_from_model_parallel_region(logits, self._model.tensor_group)
-        return whole[:, : self._model.config.vocab_size].float().cpu()
 
+def last_logits(
+    model: GPT2Model, tokens: Tensor, cache: KeyValueCache | None = None, counts: Sequence[int] | None = None
+) -> Tensor:
+    """Logits [b, v/t] of the token after ``tokens`` [b, q], which follow those in ``cache``, if given.
 
-def last_logits(model: GPT2Model, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-    """Logits [b, v/t] of the token after ``tokens`` [b, q], which follow those in ``cache``, if given."""
+    Of each sequence only ``counts`` are tokens, by default all q, and the rest is padding.
+    """
     parts: list[Any] = list(model.forward_funcs)  # of different signatures
     words, positions, *layers, _, last_norm, head = parts
+    b, q = tokens.shape
+    counts = counts or [q] * b
     if cache is None:
         hidden = run_in_order([words, positions, *layers], tokens)
     else:
-        cache.advance(tokens.size(1))
+        cache.advance(counts)
         hidden = positions(without_segment_ids(words(tokens)), cache.positions)
         for layer in layers:
             hidden = layer(hidden, cache)
-    hidden = without_segment_ids(hidden).narrow(positions.sequence_dim, -1, 1)
-    return head(last_norm(hidden)).squeeze(1)
+    hidden = without_segment_ids(hidden).movedim(positions.sequence_dim, 1)  # [b, q, h]
+    if min(counts) == q:
+        hidden = hidden[:, -1:]
+    else:
+        last = torch.tensor(counts, device=hidden.device) - 1
+        hidden = hidden[torch.arange(b, device=hidden.device), last].unsqueeze(1)
+    return head(last_norm(hidden.movedim(1, positions.sequence_dim))).squeeze(1)

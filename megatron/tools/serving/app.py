@@ -14,17 +14,18 @@ from typing import Any, TypeVar
 
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from megatron.launch.processes import ExitSignal
 from megatron.tokenizer import Tokenizer
-from megatron.tools.inference.generator import Piece
+from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.serving.access import check_host, check_key
 from megatron.tools.serving.connections import Connection, close_overdue
 from megatron.tools.serving.request import CompletionRequest, RequestError, RequestLimits, read_completion
-from megatron.tools.serving.request_queue import Complete, RankBroadcast, RequestQueue, run_driver, run_worker
+from megatron.tools.serving.request_queue import RequestQueue
+from megatron.tools.serving.scheduler import RankBroadcast, RequestBatch, run_driver, run_worker
 
 _KINDS = {401: "authentication_error", 500: "server_error", 503: "server_error", 504: "server_error"}
 
@@ -130,7 +131,7 @@ class Service:
 
 
 def build_app(service: Service, queue: RequestQueue) -> FastAPI:
-    """The page, OpenAI's addresses under /v1, and /health."""
+    """The page, OpenAI's addresses under /v1, /health and /metrics."""
 
     async def may_call(request: Request) -> None:
         if service.local_only:
@@ -164,8 +165,25 @@ def build_app(service: Service, queue: RequestQueue) -> FastAPI:
     async def health() -> dict[str, str | int]:
         return {"status": "ok", "requests": queue.pending}
 
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(metrics_text(queue), media_type="text/plain; version=0.0.4")
+
     app.include_router(_openai(service, queue), prefix="/v1", dependencies=[Depends(may_use)])
     return app
+
+
+def metrics_text(queue: RequestQueue) -> str:
+    """The load of the server in Prometheus' text format."""
+    running = min(queue.running, queue.pending)  # of one that has ended the thread learns at its next step
+    values = (
+        ("num_requests_running", "gauge", "Requests whose tokens are being generated.", running),
+        ("num_requests_waiting", "gauge", "Requests that wait for room in the batch.", queue.pending - running),
+        ("generation_tokens_total", "counter", "Tokens generated since the start.", queue.generated_tokens),
+    )
+    return "".join(
+        f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {value}\n" for name, kind, text, value in values
+    )
 
 
 def _openai(service: Service, queue: RequestQueue) -> APIRouter:
@@ -252,7 +270,7 @@ def serve(
     app: FastAPI,
     listener: socket.socket,
     queue: RequestQueue,
-    complete: Complete,
+    batch: RequestBatch,
     ranks: RankBroadcast,
     *,
     grace: float,
@@ -274,17 +292,17 @@ def serve(
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # uvicorn handles them, and raises them again after its shutdown
-    generator = _GeneratorThread(lambda: run_driver(queue.jobs, complete, ranks))
+    generator = _GeneratorThread(lambda: run_driver(queue, batch, ranks))
     _Server(config, queue, generator, grace).run([listener])
     if generator.error:
         raise generator.error
 
 
-def serve_worker(complete: Complete, ranks: RankBroadcast) -> None:
+def serve_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
     """Run the other ranks. After a signal they continue until the first rank ends, or until a second signal."""
     ExitSignal()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    run_worker(complete, ranks)
+    run_worker(batch, ranks)
 
 
 class _GeneratorThread(threading.Thread):

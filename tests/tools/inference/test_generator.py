@@ -63,6 +63,41 @@ def all_ways(path: Path) -> dict[str, Any]:
         }
 
 
+def together(path: Path) -> list[list[list[int]]]:
+    """Tokens of several requests: of each alone, and of all in a batch that they join and leave at different steps."""
+    from megatron.tools.inference.decoding import Sampling
+    from megatron.tools.inference.generator import Completion
+    from megatron.tools.inference.prompts import StoppingCriteria
+
+    hot = Sampling(temperature=1.5, top_k=50, seed=7)
+    requests = {  # the step at which it joins: prompts, sampling, new tokens, samples
+        0: (PROMPTS[:1], Sampling(greedy=True), 30, 1),
+        1: (PROMPTS[1:], hot, 12, 2),
+        4: (PROMPTS[2:], Sampling(temperature=1.5, top_p=0.9, seed=8), 40, 1),
+        5: (PROMPTS[:1], Sampling(greedy=True, repetition_penalty=1.3), 20, 1),
+        20: (PROMPTS[1:2], hot, 10, 3),
+    }
+    with _generator(path) as generator:
+        alone, joined, batch = [], {step: {} for step in requests}, generator.batch()
+        for prompts, sampling, new, samples in requests.values():
+            texts = generator.complete(prompts, sampling, StoppingCriteria(128, new_tokens=new), samples=samples)
+            alone += [completion.tokens for completions in texts for completion in completions]
+        for step in range(60):
+            if step in requests:
+                prompts, sampling, new, samples = requests[step]
+                batch.join(step, prompts, sampling, StoppingCriteria(128, new_tokens=new), samples=samples)
+            if step == 3:  # one that is gone before it is finished
+                batch.join("gone", PROMPTS[:2], hot, StoppingCriteria(128, new_tokens=50))
+            if step == 6:
+                batch.leave("gone")
+            for request, piece in batch.choose():
+                if request != "gone":
+                    joined[request].setdefault((piece.prompt, piece.sample), Completion()).add(piece)
+            batch.advance()
+        assert len(batch) == 0
+        return [alone, [texts[place].tokens for texts in joined.values() for place in sorted(texts)]]
+
+
 @contextmanager
 def _generator(path: Path, *, use_cache: bool = True):
     from megatron.config import ParallelConfig
@@ -115,6 +150,12 @@ def test_greedy_text_of_a_sharded_checkpoint_equals_transformers(cut: Path, expo
 def test_two_ranks_generate_the_same_text(on_one_and_two):
     (one,) = on_one_and_two[1]
     assert on_one_and_two[2] == [one, one]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_requests_in_a_batch_get_the_texts_that_each_gets_alone(run_ranks, foreign: Path, size: int):
+    for alone, joined in run_ranks(size, together, foreign):
+        assert joined == alone and len(set(map(tuple, alone))) == len(alone)
 
 
 def test_samples(on_one_and_two):

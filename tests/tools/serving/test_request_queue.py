@@ -2,13 +2,13 @@
 
 import asyncio
 import threading
-from itertools import count
 
 import pytest
 
-from megatron.tools.inference.generator import Piece
+from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.serving.request import RequestError
-from megatron.tools.serving.request_queue import RankBroadcast, RequestQueue, run_driver
+from megatron.tools.serving.request_queue import RequestQueue
+from megatron.tools.serving.scheduler import RankBroadcast, run_driver
 
 
 class _Alone:
@@ -18,20 +18,48 @@ class _Alone:
         return 1
 
 
-def _completed(request):
-    """As many pieces as are asked for, or a failure."""
-    if request == "bad":
-        raise ZeroDivisionError
-    for number in count() if request == "endless" else range(request):
-        yield Piece(0, 0, number, f"{number} ")
+class _Numbers:
+    """A batch of requests for as many pieces as are asked for, or for a failure."""
+
+    def __init__(self, most: int = 1):
+        self._done: dict[int, int] = {}
+        self._wanted: dict[int, float] = {}
+        self._most = most
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def has(self, number):
+        return number in self._wanted
+
+    def has_room(self, request):
+        return len(self) < self._most
+
+    def join(self, number, request):
+        if request == "bad":
+            raise ZeroDivisionError
+        self._wanted[number], self._done[number] = float("inf") if request == "endless" else request, 0
+
+    def leave(self, number):
+        del self._wanted[number]
+
+    def choose(self):
+        pieces = [(number, Piece(0, 0, self._done[number], f"{self._done[number]} ")) for number in self._wanted]
+        for number, _ in pieces:
+            self._done[number] += 1
+        self._wanted = {number: wanted for number, wanted in self._wanted.items() if self._done[number] < wanted}
+        return pieces
+
+    def advance(self):
+        pass
 
 
 async def _text(queue, request) -> str:
     return "".join([piece.text async for piece in queue.submit(request).pieces()])
 
 
-def _with_a_driver(queue, talk) -> None:
-    thread = threading.Thread(target=run_driver, args=(queue.jobs, _completed, RankBroadcast(_Alone())))
+def _with_a_driver(queue, talk, most: int = 1) -> None:
+    thread = threading.Thread(target=run_driver, args=(queue, _Numbers(most), RankBroadcast(_Alone())))
     thread.start()
     try:
         asyncio.run(talk)
@@ -79,3 +107,22 @@ def test_a_shutdown_is_reported():
 
     queue = RequestQueue(most_waiting=4, seconds=60)
     _with_a_driver(queue, talk())
+
+
+def test_requests_run_together_and_one_that_waits_takes_the_place_of_one_that_left():
+    async def talk():
+        jobs = [queue.submit("endless") for _ in range(3)]
+        first, second, third = (job.pieces() for job in jobs)
+        assert [(await anext(each)).text for each in (first, second, first, second)] == ["0 ", "0 ", "1 ", "1 "]
+        with pytest.raises(RequestError, match="too many requests are waiting"):
+            queue.submit(1)
+        waiting = asyncio.ensure_future(anext(third))
+        assert not (await asyncio.wait([waiting], timeout=0.1))[0] and queue.running == 2
+        await first.aclose()
+        assert (await waiting).text == "0 " and queue.running == 2
+        for each in (second, third):
+            await each.aclose()
+        assert await _text(queue, 2) == "0 1 "
+
+    queue = RequestQueue(most_waiting=1, most_running=2, seconds=60)
+    _with_a_driver(queue, talk(), most=2)

@@ -113,6 +113,7 @@ def test_disconnected_client_frees_its_place(server):
     next(events(first))
     second = server.send(**ENDLESS)
     _until_there_are(server, 2)
+    assert server.load() == {"num_requests_running": 1, "num_requests_waiting": 1}
     refused = server.open(**HELLO)
     assert refused.status == 503 and refused.getheader("Retry-After") == "1"
     assert "too many requests" in refused.read().decode()

@@ -1,0 +1,184 @@
+"""Continuous batching: completions of several requests, computed together, that join and leave between tokens."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from megatron.tokenizer import Tokenizer
+from megatron.tools.inference.decoding import Sampling, choose, sample_generator
+from megatron.tools.inference.detokenizer import Detokenizer
+from megatron.tools.inference.model import DecodingBatch, LanguageModel
+from megatron.tools.inference.prompts import StoppingCriteria, checked_length
+
+
+class Piece(NamedTuple):
+    """What one more token adds to a completion."""
+
+    prompt: int
+    """Index of the prompt."""
+    sample: int
+    """Index of the completion of that prompt."""
+    token: int | None
+    """None for the end of document."""
+    text: str
+    """Whole characters; empty if the token is half of one, or may be the beginning of a stop string."""
+    finish_reason: str | None = None
+    """In the last piece of a completion: ``stop`` (end of document or stop string) or ``length`` (token limit)."""
+
+
+@dataclass
+class Writer:
+    """One completion in progress."""
+
+    prompt: int
+    sample: int
+    tokens_left: int
+    """Tokens that may still be added."""
+    text: Detokenizer
+    request: Hashable = None
+    """The request that it belongs to."""
+    sampling: Sampling = Sampling()
+    generator: torch.Generator = field(default_factory=torch.Generator)
+    """Random numbers for sampling."""
+
+    def take(self, token: int, eod: int) -> Piece:
+        """Append a token."""
+        self.tokens_left -= 1
+        if token == eod:
+            return Piece(self.prompt, self.sample, None, self.text.finish(), "stop")
+        text = self.text.push(token)
+        if not self.text.stopped and not self.tokens_left:
+            text += self.text.finish()
+        reason = "stop" if self.text.stopped else None if self.tokens_left else "length"
+        return Piece(self.prompt, self.sample, token, text, reason)
+
+
+class ContinuousBatch:
+    """Completions in progress. Requests ``join`` and ``leave`` at any time; ``choose`` and ``advance`` take turns.
+
+    Each completion has its own length, sampling parameters and random numbers, so that its text does not depend on the
+    others. All tensor-parallel ranks make the same calls and get the same results.
+    """
+
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, *, use_cache: bool = True):
+        """``use_cache=False`` recomputes keys and values for each token."""
+        self._model, self._tokenizer, self._use_cache = model, tokenizer, use_cache
+        self._groups: list[_Group] = []
+        """The first holds everything that can be cached; others are computed by themselves."""
+
+    def __len__(self) -> int:
+        """Number of completions in progress."""
+        return sum(len(group.writers) for group in self._groups)
+
+    def has(self, request: Hashable) -> bool:
+        """Whether completions of a request are in progress."""
+        return any(writer.request == request for group in self._groups for writer in group.writers)
+
+    def join(
+        self,
+        request: Hashable,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        limits: StoppingCriteria,
+        *,
+        samples: int = 1,
+        first_sample: int = 0,
+    ) -> None:
+        """Add ``samples`` completions of each prompt. Computes the prompts, not the completions that are in progress.
+
+        A completion depends on the seed, the prompt and its index alone, counted from ``first_sample``.
+        Raises ConfigError for a prompt that is empty or too long.
+        """
+        new_tokens = [checked_length(prompt, limits) - len(prompt) for prompt in prompts]
+        writers = [
+            Writer(
+                number,
+                sample,
+                new_tokens[number],
+                Detokenizer(self._tokenizer, prompt, limits.stop),
+                request,
+                sampling,
+                sample_generator(sampling.seed, prompt, first_sample + sample),
+            )
+            for number, prompt in enumerate(prompts)
+            for sample in range(samples)
+        ]
+        batch = DecodingBatch(
+            self._model, prompts, context=limits.context, new_tokens=max(new_tokens), use_cache=self._use_cache
+        )
+        if samples > 1:
+            batch.select([writer.prompt for writer in writers])
+        group = next((group for group in self._groups if group.batch.can_join(batch)), None)
+        if group is None:
+            self._groups.append(_Group(batch, writers))
+        else:
+            group.batch.join(batch)
+            group.writers += writers
+
+    def leave(self, request: Hashable) -> None:
+        """Remove the completions of a request that is not finished."""
+        for group in self._groups:
+            group.keep([row for row, writer in enumerate(group.writers) if writer.request != request])
+        self._groups = [group for group in self._groups if group.writers]
+
+    def choose(self) -> list[tuple[Hashable, Piece]]:
+        """Choose the next token of every completion. Returns a piece of each; those that are finished leave."""
+        pieces = [piece for group in self._groups for piece in group.choose(self._tokenizer.eod)]
+        self._groups = [group for group in self._groups if group.writers]
+        return pieces
+
+    def advance(self) -> None:
+        """Compute what follows the tokens chosen last."""
+        for group in self._groups:
+            group.advance()
+
+
+@dataclass
+class _Group:
+    """Completions that are one batch."""
+
+    batch: DecodingBatch
+    writers: list[Writer]
+    """One for each row."""
+    chosen: list[int] = field(default_factory=list)
+    """The tokens of the rows that are not computed yet."""
+
+    def choose(self, eod: int) -> list[tuple[Hashable, Piece]]:
+        self.chosen = self._tokens()
+        pieces = [writer.take(token, eod) for writer, token in zip(self.writers, self.chosen, strict=True)]
+        found = [(writer.request, piece) for writer, piece in zip(self.writers, pieces, strict=True)]
+        self.keep([row for row, piece in enumerate(pieces) if piece.finish_reason is None])
+        return found
+
+    def advance(self) -> None:
+        self.batch.append(self.chosen)
+        self.chosen = []
+
+    def keep(self, rows: list[int]) -> None:
+        """Keep these rows, in their places where that is possible; the last ones move to places that become free."""
+        if len(rows) == len(self.writers):
+            return
+        size = len(rows)
+        movable = [row for row in rows if row >= size]
+        kept = set(rows)
+        order = [row if row in kept else movable.pop() for row in range(size)]
+        self.writers = [self.writers[row] for row in order]
+        self.chosen = [self.chosen[row] for row in order] if self.chosen else []
+        if order:
+            self.batch.select(order)
+
+    def _tokens(self) -> list[int]:
+        """The next token of each row. Logits are gathered only if a row needs more than the most likely token."""
+        needs_logits = [not writer.sampling.is_argmax for writer in self.writers]
+        logits = self.batch.logits if any(needs_logits) else None
+        best = self.batch.most_likely() if not all(needs_logits) else [0] * len(self.writers)
+        if logits is None:
+            return best
+        return [
+            choose(logits[row], writer.sampling, writer.generator, self.batch.sequences[row])
+            if needs_logits[row]
+            else best[row]
+            for row, writer in enumerate(self.writers)
+        ]

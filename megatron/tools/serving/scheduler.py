@@ -1,0 +1,213 @@
+"""The scheduler: which requests are computed together, on all ranks in the same order (continuous batching)."""
+
+import pickle
+import sys
+import traceback
+from collections import deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from queue import Empty
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch.distributed import ProcessGroup
+
+from megatron.tools.inference.continuous_batch import Piece
+from megatron.tools.inference.decoding import Sampling
+from megatron.tools.inference.generator import TextGenerator
+from megatron.tools.inference.prompts import StoppingCriteria
+from megatron.tools.serving.request import CompletionRequest, RequestError
+from megatron.tools.serving.request_queue import Job, RequestQueue
+
+
+class RequestBatch:
+    """The requests in progress, whose completions are computed together, the same on every rank."""
+
+    def __init__(self, generator: TextGenerator, most: int) -> None:
+        """At most ``most`` completions, or those of one request."""
+        self._generator, self._most = generator, most
+        self._batch = generator.batch()
+
+    def __len__(self) -> int:
+        """Number of completions in progress."""
+        return len(self._batch)
+
+    def has(self, number: int) -> bool:
+        """Whether completions of this request are in progress."""
+        return self._batch.has(number)
+
+    def has_room(self, request: CompletionRequest) -> bool:
+        """Whether the request may join."""
+        return not self or len(self) + len(request.prompts) * request.n <= self._most
+
+    def join(self, number: int, request: CompletionRequest) -> None:
+        """Add the completions of a request, under a number of its own. Computes its prompts."""
+        sampling = Sampling(
+            greedy=request.temperature == 0,
+            temperature=request.temperature,
+            top_k=request.top_k,
+            top_p=request.top_p,
+            repetition_penalty=request.repetition_penalty,
+            seed=request.seed,
+        )
+        context = self._generator.model.config.max_position_embeddings
+        limits = StoppingCriteria(context, new_tokens=request.max_tokens, stop=request.stop)
+        self._batch.join(number, request.prompts, sampling, limits, samples=request.n)
+
+    def leave(self, number: int) -> None:
+        """Remove the completions of a request."""
+        self._batch.leave(number)
+
+    def choose(self) -> list[tuple[Hashable, Piece]]:
+        """The next piece of every completion, with the number of its request. What is finished leaves."""
+        return self._batch.choose()
+
+    def advance(self) -> None:
+        """Compute what follows the pieces."""
+        self._batch.advance()
+
+    def reset(self) -> None:
+        """Remove everything, after an error."""
+        self._batch = self._generator.batch()
+
+
+class RankBroadcast:
+    """Broadcasts from the first rank, which keep all ranks in step."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.has_workers = group.size() > 1
+
+    def share(self, message: Any = None) -> Any:
+        """The first rank's message, on every rank. None, the most frequent one, is a single number to send."""
+        if not self.has_workers:
+            return message
+        device = get_accelerator().current_device_name()
+        content = b"" if message is None else pickle.dumps(message)
+        size = torch.tensor([len(content)], device=device)
+        dist.broadcast(size, group=self._group, group_src=0)
+        if not (length := int(size)):
+            return None
+        data = torch.empty(length, dtype=torch.uint8, device=device)
+        if self._group.rank() == 0:
+            data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        dist.broadcast(data, group=self._group, group_src=0)
+        return pickle.loads(data.cpu().numpy().tobytes())  # from a rank of this server
+
+
+class Change(NamedTuple):
+    """What all ranks do before the next step: requests leave, then one joins."""
+
+    leaving: tuple[int, ...] = ()
+    joining: tuple[int, CompletionRequest] | None = None
+    is_end: bool = False
+    """Whether the server ends."""
+
+
+_HEARTBEAT_SECONDS = 60.0
+_ERROR = "the server failed on this request: see its log"
+
+
+def run_driver(queue: RequestQueue, batch: RequestBatch, ranks: RankBroadcast) -> None:
+    """Answer the requests in ``queue`` on the first rank until it ends.
+
+    An error fails the request that joins, or all in progress. With several ranks it is raised, since they may be out
+    of step.
+    """
+    _Driver(queue, batch, ranks).run()
+
+
+def run_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
+    """Process the same requests on another rank until the first rank ends."""
+    while not (change := ranks.share() or Change()).is_end:
+        for number in change.leaving:
+            batch.leave(number)
+        if change.joining:
+            batch.join(*change.joining)
+        if batch:
+            batch.choose()
+            batch.advance()
+
+
+class _Driver:
+    """The scheduler: requests join and leave the batch between two tokens, in order of arrival.
+
+    At most one joins at a time, so that the others wait for one prompt only.
+    """
+
+    def __init__(self, queue: RequestQueue, batch: RequestBatch, ranks: RankBroadcast) -> None:
+        self._queue, self._batch, self._ranks = queue, batch, ranks
+        self._waiting: deque[Job] = deque()
+        self._running: dict[int, Job] = {}
+        self._numbers = count()
+
+    def run(self) -> None:
+        """Until the queue ends."""
+        while self._receive():
+            leaving = tuple(number for number, job in self._running.items() if not job.is_wanted)
+            for number in leaving:
+                self._batch.leave(number)
+                del self._running[number]
+            job = self._next()
+            joining = None if job is None else (next(self._numbers), job.request)
+            self._ranks.share(Change(leaving, joining) if leaving or joining else None)
+            if job is not None and joining is not None:
+                with self._failing({joining[0]: job}):
+                    self._batch.join(*joining)
+                    self._running[joining[0]] = job
+            self._queue.running = len(self._running)
+            if self._batch:
+                with self._failing(self._running):
+                    self._step()
+        self._ranks.share(Change(is_end=True))
+
+    def _receive(self) -> bool:
+        """Take what has arrived; wait for it if there is nothing to do. Returns False at the end of the queue."""
+        is_idle = not (self._running or self._waiting)
+        while True:
+            try:
+                job = self._queue.jobs.get(is_idle, _HEARTBEAT_SECONDS)
+            except Empty:
+                return True  # to a step without changes, since the broadcast of the other ranks would time out
+            if job is None:
+                return False
+            self._waiting.append(job)
+            is_idle = False
+
+    def _next(self) -> Job | None:
+        """The request that joins, if there is one and it has room."""
+        while self._waiting and not self._waiting[0].is_wanted:
+            self._waiting.popleft()
+        if self._waiting and self._batch.has_room(self._waiting[0].request):
+            return self._waiting.popleft()
+        return None
+
+    def _step(self) -> None:
+        pieces: dict[Hashable, list[Piece]] = {}
+        for number, piece in self._batch.choose():
+            pieces.setdefault(number, []).append(piece)
+        for number, job in list(self._running.items()):
+            is_done = not self._batch.has(number)
+            job.put(*pieces.get(number, ()), *((None,) if is_done else ()))
+            if is_done:
+                del self._running[number]
+        self._queue.generated_tokens += sum(map(len, pieces.values()))
+        self._batch.advance()
+
+    @contextmanager
+    def _failing(self, jobs: dict[int, Job]) -> Iterator[None]:
+        """An error of the block, of whatever kind, fails ``jobs``: the next request may be fine."""
+        try:
+            yield
+        except Exception:
+            for job in jobs.values():
+                job.put(RequestError(_ERROR, status=500))
+            if self._ranks.has_workers:
+                raise
+            traceback.print_exc(file=sys.stderr)
+            if jobs is self._running:
+                self._batch.reset()
+                self._running.clear()
