@@ -9,11 +9,12 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import FrameType
-from typing import NoReturn
-
-import psutil
+from typing import TYPE_CHECKING, NoReturn
 
 from megatron.config.errors import LaunchError
+
+if TYPE_CHECKING:
+    import psutil
 
 _PR_SET_PDEATHSIG = 1
 _LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
@@ -43,8 +44,10 @@ def exit_with_launcher(environ: Mapping[str, str]) -> None:
         threading.Thread(target=_exit_after, args=(runner,), name="launcher", daemon=True).start()
 
 
-def _deepspeed_runner() -> psutil.Process | None:
+def _deepspeed_runner() -> "psutil.Process | None":
     """The deepspeed command of this host: it starts a process per host, and that one the ranks. None elsewhere."""
+    import psutil
+
     with suppress(psutil.Error):
         runner = psutil.Process(psutil.Process(os.getppid()).ppid())
         if any(os.path.basename(word) in _DEEPSPEED_RUNNERS for word in runner.cmdline()):
@@ -52,7 +55,7 @@ def _deepspeed_runner() -> psutil.Process | None:
     return None
 
 
-def _exit_after(process: psutil.Process) -> None:
+def _exit_after(process: "psutil.Process") -> None:
     """Wait until ``process`` has ended, then end this one. psutil's own wait lasts until it has also been reaped."""
     with suppress(ProcessLookupError):
         select.select([os.pidfd_open(process.pid)], [], [])

@@ -12,9 +12,16 @@ from typing import Any, NamedTuple
 
 from megatron.config import flag_fields
 from megatron.config.command_line.classic_flags import outcome_of
-from megatron.config.command_line.layer import NEAR, Layer, flags_of_other_models, is_flag, known_name, read_layer
+from megatron.config.command_line.layer import (
+    NEAR,
+    Layer,
+    Setting,
+    flags_of_other_models,
+    is_flag,
+    known_name,
+    read_layer,
+)
 from megatron.config.command_line.parser import SETTINGS_FILE, build_parser, negative_flag
-from megatron.config.command_line.settings_file import Setting, read_settings_file
 from megatron.config.deepspeed_json import SETTINGS
 from megatron.config.errors import ConfigError, did_you_mean
 from megatron.config.fields import Provided, flag_name
@@ -114,6 +121,9 @@ def _read_layers(argv: Sequence[str], architecture: ArchitectureSpec) -> list[La
         layers.append(_read_settings(_defaults(architecture), parser, architecture))
     has_file = SETTINGS_FILE in typed.values
     if (file := typed.values.pop(SETTINGS_FILE, None)) is not None:
+        # Imported here: PyYAML would take a tenth of the time to an error message.
+        from megatron.config.command_line.settings_file import read_settings_file
+
         try:
             layers.append(_read_settings(read_settings_file(file.value), parser, architecture))
         except ConfigError as error:

@@ -24,6 +24,16 @@ NEAR = 0.8
 """Similarity from which on a known flag is suggested for an unknown one."""
 
 
+class Setting(NamedTuple):
+    """A flag with its value, from another source than the command line."""
+
+    name: str
+    """Of the flag, with hyphens or underscores."""
+    value: bool | str | list[str]
+    place: str
+    """The file and the line, for messages."""
+
+
 @dataclass
 class Layer:
     """What one source gives."""

@@ -6,10 +6,11 @@ written, so that none of YAML's guesses apply: ``1e-4`` is a number where the fl
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
+from megatron.config.command_line.layer import Setting
 from megatron.config.errors import ConfigError
 from megatron.config.reading import read_bytes
 
@@ -22,16 +23,6 @@ _LONGEST = 4096
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _CONSTANTS = {"true": True, "false": False, "null": None, "~": None, "": None}
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-class Setting(NamedTuple):
-    """A flag with its value, from another source than the command line."""
-
-    name: str
-    """Of the flag, with hyphens or underscores."""
-    value: bool | str | list[str]
-    place: str
-    """The file and the line, for messages."""
 
 
 def read_settings_file(path: str) -> list[Setting]:
