@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron.config import RunConfig
 from megatron.config.command_line import read_run
 from megatron.config.environment import rank
-from megatron.launch.environment import prepare_environment
+from megatron.launch.environment import import_backend, prepare_environment
 from megatron.launch.rank import print_warning, run_rank
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
@@ -57,6 +57,7 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
 
 def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     """Set up the ranks, build engine and data, load the checkpoint, train. Returns the exit code of the process."""
+    import_backend("deepspeed", "torch._dynamo")  # the second is what the first optimizer imports
     from megatron.checkpoint.compatibility import at_saved_sample
     from megatron.checkpoint.huggingface import load_huggingface
     from megatron.checkpoint.load import FRESH, load_checkpoint, select_checkpoint

@@ -22,7 +22,7 @@ from _atomic_file import atomic_file
 
 from megatron.config.environment import rank
 from megatron.config.errors import ConfigError
-from megatron.launch.environment import prepare_environment
+from megatron.launch.environment import import_backend, prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.prompts import (
@@ -65,6 +65,7 @@ def main() -> None:
     limits = _limits(args, source)
     prompts = _prompts(args, source, limits)
     prepare_environment(os.environ)
+    import_backend("deepspeed")
 
     from megatron.tools.inference.model import opened_model
     from megatron.tools.inference.session import broadcast

@@ -19,7 +19,7 @@ import _project_root  # noqa: F401
 
 from megatron.config.environment import rank
 from megatron.config.errors import ConfigError
-from megatron.launch.environment import prepare_environment
+from megatron.launch.environment import import_backend, prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.source import Source, add_model_flags, check_values, shared_source
@@ -53,6 +53,7 @@ def main() -> None:
     source, ranks = shared_source(args, os.environ)
     listener = None if rank(os.environ) else bound_socket(args.host, args.port)
     prepare_environment(os.environ)
+    import_backend("deepspeed")
 
     from megatron.tools.inference.generator import TextGenerator
     from megatron.tools.inference.model import opened_model

@@ -6,6 +6,8 @@ asks mpi4py; a plain ``python`` is a world of one process, for which this module
 
 import ctypes
 import errno
+import gc
+import importlib
 import ipaddress
 import os
 import socket
@@ -73,6 +75,21 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
         # The default is the address of the host's name, which other hosts may reach.
         environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)
         environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK.name)
+
+
+def import_backend(*modules: str) -> None:
+    """Import ``modules``, which import torch, and spare Python's garbage collector all that they have made.
+
+    While it runs, the collector looks through half a million objects that all stay, again and again: half a second of
+    the three that a rank takes to start.
+    """
+    gc.disable()
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def divide_cores(environ: MutableMapping[str, str], ranks: int) -> None:
