@@ -53,7 +53,7 @@ SMALLEST = (
 )
 LLAMA = {
     "model_type": "llama", "num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64,
-    "vocab_size": 100, "max_position_embeddings": 64,
+    "vocab_size": 100, "max_position_embeddings": 8192,
 }  # fmt: skip
 """config.json of a folder of Hugging Face."""
 
@@ -190,10 +190,10 @@ def problems_of(command: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
         started = ("deepspeed", *flags, launch.script, *launch.arguments)
         yield from problems_of(command._replace(words=started), monkeypatch)
     elif program.endswith((".sh", ".sbatch")):
-        shown = shown_by_script(program, arguments, command.variables)
         nodes = words[words.index("--nodes") + 1] if "--nodes" in words[:place] else "2"
-        started = [f"-n={8 * int(nodes)}" if word == "--kill-on-bad-exit=1" else word for word in shown]
-        yield from problems_of(command._replace(words=tuple(started)), monkeypatch)
+        for shown in shown_by_script(program, arguments, command.variables):
+            started = [f"-n={8 * int(nodes)}" if word == "--kill-on-bad-exit=1" else word for word in shown]
+            yield from problems_of(command._replace(words=tuple(started)), monkeypatch)
     elif program in TRAINING:
         try:
             parsed = read_run(arguments, environ, TRAINING[program])
@@ -244,13 +244,14 @@ def processes_of(launcher: Sequence[str]) -> int:
     return math.prod(map(int, numbers))
 
 
-def shown_by_script(script: str, arguments: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """The words of the command that a script of ours would run."""
+def shown_by_script(script: str, arguments: Sequence[str], variables: Mapping[str, str]) -> list[list[str]]:
+    """The words of each command that a script of ours would run."""
     slurm = {"SLURM_JOB_ID": "71", "SLURM_JOB_NODELIST": "localhost"}
     path = f"{ROOT}/tests/support/slurm:/usr/bin:/bin"
     environ = {"PATH": path, "DRY_RUN": "1", **slurm, **variables}
     command = ["bash", str(ROOT / script), *arguments]
-    return shlex.split(subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout)
+    shown = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
+    return [shlex.split(line) for line in shown.splitlines()]
 
 
 class _Parsed(Exception):

@@ -25,6 +25,7 @@ MULTINODE, SLURM = "ds_pretrain_gpt2_multinode.sh", "ds_pretrain_gpt2.sbatch"
 BERT_SCRIPT = "pretrain_bert_distributed.sh"
 SCRIPTS = (PLAIN, PIPE, TORCHRUN, BERT_SCRIPT)
 SCRIPTS_FOR_HOSTS = (MULTINODE, SLURM)
+FINETUNING = "finetune_llama.sh"
 EVALUATION = "evaluate_lambada.sh"  # tests/tools/evaluation/test_evaluate.py runs it
 CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").iterdir())
 
@@ -63,7 +64,7 @@ def run_of(script: str, *arguments: str, **variables: str) -> RunConfig:
 
 def test_no_script_goes_untested() -> None:
     scripts = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch")}
-    assert scripts == {*SCRIPTS, *SCRIPTS_FOR_HOSTS, EVALUATION, "quickstart.sh"}
+    assert scripts == {*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, "quickstart.sh"}
     # Their tests: tests/test_examples.py, tests/training/test_model_provider.py.
     programs = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert programs == {"pretrain_my_model.py", "show_communication.py", "train_small_model.py"}
@@ -92,7 +93,7 @@ def test_a_script_starts_its_run(script, layout, zero_stage, environ, dtype) -> 
     assert run.train.seed == 7, "further arguments are passed on"
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *SCRIPTS_FOR_HOSTS, EVALUATION, "quickstart.sh"])
+@pytest.mark.parametrize("script", [*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, "quickstart.sh"])
 def test_a_dry_run_is_a_command_that_a_person_would_type(script) -> None:
     shown = dry_run_of(script, VIRTUAL_ENV=sys.prefix)
     assert "\\" not in shown and "/../" not in shown
@@ -118,7 +119,7 @@ REQUIRED = {
     ("script", "variable"),
     [
         (script, variable)
-        for script in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, EVALUATION)
+        for script in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION)
         for variable in variables_of(script)
         if (script, variable) != (SLURM, "MASTER_PORT")  # goes to the ranks by their environment
     ],
@@ -209,7 +210,7 @@ def test_config_that_contradicts_the_variables_is_refused() -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        *(f"examples/{name}" for name in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, EVALUATION, "quickstart.sh")),
+        *(f"examples/{name}" for name in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, "quickstart.sh")),
         *("docker/run.sh", "docker/entrypoint.sh", "docker/check_cpu_image.sh"),
         *("tools/environment.sh", "run_tests.sh", ".ci/run"),
         *("tests/support/slurm/srun", "tests/support/slurm/scontrol"),
@@ -268,6 +269,78 @@ def test_the_script_of_bert_trains(programs: Programs, tmp_path) -> None:
     words = len(Path(vocabulary).read_text().splitlines())
     assert len(losses) == 2 and losses[0] == pytest.approx(math.log(words) + math.log(2), abs=0.3)
     assert (tmp_path / "saved" / "latest").read_text() == "global_step2"
+
+
+CHAT = [
+    [{"role": "user", "content": f"{n} and {m}?"}, {"role": "assistant", "content": f"{n + m}, of course."}]
+    for n in (1, 2, 30)
+    for m in (5, 600)
+]
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message.role + ': ' + message.content + '\n' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A folder of transformers with a small random Llama, a byte-level tokenizer and its chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+    folder, alphabet = tmp_path / "llama", sorted(pre_tokenizers.ByteLevel.alphabet())
+    encoder = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
+    encoder.pre_tokenizer, encoder.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=encoder, eos_token="</s>", chat_template=TEMPLATE).save_pretrained(folder)
+    set_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=260, eos_token_id=256, initializer_range=0.2)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in CHAT))
+    return folder
+
+
+def loss_of_answers(folder: Path) -> float:
+    """What transformers computes with the model, the tokenizer and the template of a folder."""
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    total = counted = 0.0
+    for messages in CHAT:
+        found = tokenizer.apply_chat_template(
+            messages, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
+        )
+        tokens, answers = found["input_ids"][0], found["assistant_masks"][0].bool()
+        rows = model(tokens[None]).logits[0, :-1][answers[1:]]
+        total += cross_entropy(rows, tokens[1:][answers[1:]], reduction="sum").item()
+        counted += len(rows)
+    return total / counted
+
+
+def test_the_fine_tuning_script_trains_and_exports(programs: Programs, llama: Path, tmp_path: Path) -> None:
+    """From a folder of transformers to a better one, by its commands in processes that have torch already.
+
+    A global batch holds all conversations, two in each sample. The last step has a learning rate of 0.
+    """
+    files = {"HF_MODEL": llama, "DATA": tmp_path / "chat.jsonl", "SAVE": tmp_path / "saved", "EXPORT": tmp_path / "new"}
+    sizes = {"SEQ_LENGTH": "64", "GLOBAL_BATCH": "3", "ITERATIONS": "3", "WORKERS": "1", "LR": "1e-2", "SPLIT": "1"}
+    flags = ("--num-workers", "0", "--log-interval", "1", "--eval-iters", "0", "--lr-decay-iters", "2")
+    variables = {**CPU, **{name: str(path) for name, path in files.items()}, **sizes, "GPUS": "2", "TP": "2"}
+    shown = dry_run_of(FINETUNING, *flags, "--metrics-file", str(tmp_path / "metrics"), **variables, LORA_DROPOUT="0")
+    outputs = []
+    for launcher, *words in map(shlex.split, shown.splitlines()):
+        program = next(place for place, word in enumerate(words) if word.endswith(".py"))
+        outputs.append(programs.warm(2 if launcher == "deepspeed" else 1, *words[program:]).ok().output)
+    _, trained, _ = outputs
+    assert "> layout    2 processes = TP 2 x PP 1 x DP 1, plain engine, ZeRO 1" in trained
+    assert "> sft       6 documents in 3 samples an epoch" in trained
+    assert ": 13,312 of 64,672 parameters trained" in trained
+    lines = [line for line in read_metrics(tmp_path / "metrics") if "lm_loss" in line]
+    before, *_, after = (line["lm_loss"] for line in lines)
+    assert before == pytest.approx(loss_of_answers(llama), rel=1e-5)
+    assert after == pytest.approx(loss_of_answers(tmp_path / "new"), rel=1e-5) and after < before - 0.1
 
 
 @pytest.mark.parametrize(("code", "queued_again"), [(0, False), (2, False), (75, True)])

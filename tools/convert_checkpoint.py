@@ -88,7 +88,7 @@ def _to_hf(args: argparse.Namespace) -> None:
 
     Weights keep their type. The rows that pad the vocabulary are removed. Files of the tokenizer are copied from the
     Hugging Face folder that the model came from, if it did. BERT becomes a Megatron-BERT, and with a classifier as its
-    head one for sequence classification.
+    head one for sequence classification. With --merge-lora adapters are added to the weights.
     """
     size = shard_size(args)
     found = find_source(args, "tag", "folder", "universal", "safetensors")
@@ -96,11 +96,12 @@ def _to_hf(args: argparse.Namespace) -> None:
     from megatron.tools.convert.huggingface import write_huggingface
     from megatron.tools.convert.huggingface_files import files_for_huggingface, read_run_tokenizer
     from megatron.tools.convert.load_and_save import read_model
+    from megatron.tools.convert.lora import merged
 
-    model = read_model(found)
+    model = merged(read_model(found)) if args.merge_lora else read_model(found)
     assert model.description is not None, "a checkpoint of this suite"
     if model.config.lora_rank:
-        raise ConfigError(f"{args.path} has adapters: merge them by merge-lora first, or write them alone by to-peft")
+        raise ConfigError(f"{args.path} has adapters: add --merge-lora, or write them alone by to-peft")
     tokenizer = read_run_tokenizer(model.description, model.config, args.vocab_file, args.merge_file)
     carried = files_for_huggingface(found.saved.folder if found.saved else None, model.description)
     if args.vocab_file or args.merge_file:
@@ -114,6 +115,7 @@ def _to_hf(args: argparse.Namespace) -> None:
 
 def _to_hf_flags(parser: argparse.ArgumentParser) -> None:
     paths(parser, "a checkpoint folder, one tag of it, or merged weights", "folder to write")
+    parser.add_argument("--merge-lora", action="store_true", help="add adapters to the weights of their layers")
     tokenizer_flags(parser, "if it has moved since the run")
     max_shard_size(parser)
 
@@ -211,8 +213,9 @@ def _merge_lora(args: argparse.Namespace) -> None:
 
     model = merged(read_model(found))
     assert model.description is not None, "a checkpoint of this suite"
-    data = model.description["config"]["data"]
+    data, source = (model.description["config"][section] for section in ("data", "checkpoint"))
     files = {name: data.get(name) and Path(data[name]) for name in ("vocab_file", "merge_file")}
+    files["source"] = source.get("load_hf") and Path(source["load_hf"])
     with new_output(args) as folder:
         folder.mkdir()
         write_checkpoint(folder, model, **files, tokenizer_type=data["tokenizer_type"])

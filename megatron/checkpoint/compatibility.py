@@ -152,15 +152,8 @@ def _adapter_differences(saved: SavedRun, saved_model: ModelConfig, run: RunConf
         {"--lora-rank": model.lora_rank, "the adapted layers": model.adapted, "--lora-alpha": model.lora_alpha}
         for model in (run.model, saved_model)
     )
-    if lines := _differences(current, before, saved.path):
-        advice = "add --finetune" if not saved_model.lora_rank else "give the same, or merge it first by merge-lora"
-        return [f"{line}: {advice}" for line in lines]
-    if loads_directly(saved, run):
-        return []
-    return [
-        f"{line}: a checkpoint with adapters is resumed on the layout it was saved on, or merged by merge-lora"
-        for line in _differences(SavedLayout.from_run(run).to_json(), saved.layout.to_json(), saved.path)
-    ]
+    advice = "add --finetune" if not saved_model.lora_rank else "give the same, or merge it first by merge-lora"
+    return [f"{line}: {advice}" for line in _differences(current, before, saved.path)]
 
 
 def _optimizer(ds_config: Mapping[str, Any]) -> dict[str, str]:

@@ -7,6 +7,9 @@ DeepSpeed's files contain states in *blocks*: a flat fp32 tensor that the optimi
 length, and the parameters in it. Without ZeRO a block is a parameter or a group of them. At ZeRO 1 and 2 it is a
 group, partitioned over the data-parallel ranks. At ZeRO 3 it is a rank's part of each parameter of a group, one after
 the other, padded at the end.
+
+Weights that are frozen beside adapters have no state. They are with the other weights in DeepSpeed's files; at ZeRO 3
+as parts of their own.
 """
 
 import math
@@ -34,7 +37,8 @@ Shapes = Mapping[str, torch.Size]
 def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
     """The weights of one tensor-parallel rank, from all stages, under their names in the plain engine."""
     if saved.layout.zero_stage == 3:
-        return {name: state[WEIGHT] for name, state in rank_states(saved, tensor_rank).items()}
+        trained = {name: state[WEIGHT] for name, state in rank_states(saved, tensor_rank).items()}
+        return trained | _frozen_at_zero3(saved, tensor_rank)
     if saved.layout.pipe_parallel_size == 0:
         return read_file(saved.path / f"mp_rank_{tensor_rank:02d}_model_states.pt", mapped=True)["module"]
     config = saved.whole_model_config()
@@ -47,6 +51,15 @@ def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
     return weights
 
 
+def _frozen_at_zero3(saved: SavedRun, mp_rank: int) -> dict[str, Tensor]:
+    """The frozen weights of a model-parallel rank, concatenated from the parts of all data-parallel ranks."""
+    layout = saved.layout
+    ranks = [read_file(model_file(saved.path, layout, mp_rank, rank), mapped=True) for rank in range(layout.zero_ranks)]
+    shapes: Shapes = ranks[0].get("frozen_param_shapes") or {}
+    parts = {name: [rank["frozen_param_fragments"][name].flatten() for rank in ranks] for name in shapes}
+    return {name: _whole(name, {WEIGHT: parts[name]}, shape, saved.path)[WEIGHT] for name, shape in shapes.items()}
+
+
 class Block(NamedTuple):
     """A flat fp32 tensor, the optimizer's state of it, and the parameters in it."""
 
@@ -55,9 +68,12 @@ class Block(NamedTuple):
     spans: Mapping[str, slice]
 
 
-def model_file(folder: Path, layout: SavedLayout, mp_rank: int) -> Path:
-    """DeepSpeed's file of model-parallel rank ``mp_rank`` = stage x tensor-parallel size + tensor rank."""
-    prefix = "zero_pp_rank_0_" if layout.zero_stage == 3 else ""
+def model_file(folder: Path, layout: SavedLayout, mp_rank: int, zero_rank: int = 0) -> Path:
+    """DeepSpeed's file of model-parallel rank ``mp_rank`` = stage x tensor-parallel size + tensor rank.
+
+    At ZeRO 3 each data-parallel rank has one.
+    """
+    prefix = f"zero_pp_rank_{zero_rank}_" if layout.zero_stage == 3 else ""
     return folder / f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt"
 
 

@@ -164,16 +164,20 @@ def _write(saved: SavedRun, folder: Path) -> None:
 
 
 def _parameters(saved: SavedRun) -> Iterator[tuple[str, list[State]]]:
-    """Each parameter once, with its state on each tensor-parallel rank. Holds one stage in memory at a time."""
-    if not saved.has_optimizer:
-        shards = [rank_weights(saved, rank) for rank in range(saved.layout.model_parallel_size)]
-        for name in shards[0]:
-            yield name, [{WEIGHT: shard[name].float().clone()} for shard in shards]
-        return
+    """Each parameter once, with its state on each tensor-parallel rank. Holds one stage in memory at a time.
+
+    Those that the optimizer has come first; of the others there is the weight alone.
+    """
     seen: set[str] = set()
-    for states in stage_states(saved):
+    for states in stage_states(saved) if saved.has_optimizer else ():
         yield from ((name, parts) for name, parts in states.items() if name not in seen)
         seen |= states.keys()
+    if saved.has_optimizer and not saved.whole_model_config().lora_rank:
+        return
+    shards = [rank_weights(saved, rank) for rank in range(saved.layout.model_parallel_size)]
+    for name in shards[0]:
+        if name not in seen:
+            yield name, [{WEIGHT: shard[name].float().clone()} for shard in shards]
 
 
 def _write_parameter(folder: Path, spec: ParameterSpec, parts: Sequence[State]) -> Any:

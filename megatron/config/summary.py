@@ -7,6 +7,7 @@ from megatron.config.data import Part
 from megatron.config.errors import counted
 from megatron.model.architectures import architecture_of
 from megatron.model.attention_kernel import DeviceFacts, attention_kernel
+from megatron.model.spec import parameter_counts
 from megatron.parallel.pipeline.partition import plan
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
@@ -52,6 +53,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
         "model": f"{model.model_preset or model.architecture}, {counted(model.num_layers, 'layer')},"
         f" hidden {model.hidden_size}, {', '.join([_heads(model), *layer_kinds(model)])},"
         f" sequence {run.data.seq_length}, vocabulary {vocabulary}",
+        **_adapters(model),
         "data": _data(run.data) if architecture_of(run.model).is_language_model else "labeled rows",
         "batch": f"{counted(train.global_batch_size, 'sample')} = micro {train.micro_batch_size}"
         f" x accumulation {train.gradient_accumulation_steps} x DP {parallel.data_parallel_size}"
@@ -86,6 +88,17 @@ def _heads(model: ModelConfig) -> str:
     heads, groups = model.num_attention_heads, model.query_groups
     size = f" of {model.head_size}" if model.head_size * heads != model.hidden_size else ""
     return f"{counted(heads, 'head')}{size}" + (f" in {counted(groups, 'query group')}" if groups != heads else "")
+
+
+def _adapters(model: ModelConfig) -> dict[str, str]:
+    """The line of adapters; none without them. Sizes are known only with the vocabulary."""
+    if not model.lora_rank:
+        return {}
+    text = f"rank {model.lora_rank}, alpha {model.lora_alpha:g}, on {', '.join(model.adapted)}"
+    if not model.padded_vocab_size:
+        return {"adapters": text}
+    total, trained = parameter_counts(model)
+    return {"adapters": f"{text}: {trained:,} of {total:,} parameters trained, {trained / total:.2%}"}
 
 
 def describe_stages(run: RunConfig) -> str:

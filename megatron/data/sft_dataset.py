@@ -131,7 +131,13 @@ class SFTDataset:
             f"{1 - filled:.1%} of them padding"
         )
         longer = f"; {self.cut_documents:,} longer than a sample, cut at the end"
-        return text + (longer if self.cut_documents else "")
+        return text + (longer if self.cut_documents else "") + self._describe_lost()
+
+    def _describe_lost(self) -> str:
+        """How many documents are cut before the first token that counts in the loss."""
+        starts = (int(start) for start in self._starts[self._documents[self._sizes == self._seq_length]])
+        lost = sum(not self.loss_mask.span(start + 1, self._seq_length).any() for start in starts)
+        return f"; {lost:,} of no effect, as their answers come after the cut" if lost else ""
 
     def _documents_of(self, index: int) -> list[tuple[int, int]]:
         """Each document of the ``index``-th sample, counted from the first in use, and its positions."""
@@ -162,10 +168,16 @@ def sft_error(data: DataConfig, name: str, source: Source) -> str | None:
         )
     if not np.array_equal(loss_mask.document_starts, indexed.document_starts):
         return f"{loss_mask.prefix} is not the loss mask of {indexed.prefix}: its documents have other lengths"
-    if (np.diff(indexed.document_starts[documents.start : documents.stop + 1]) > 1).any():
+    split = f"the {SPLIT_NAMES[name]} split of {indexed.prefix}"
+    starts = indexed.document_starts[documents.start : documents.stop + 1]
+    positions = np.diff(starts) - 1
+    if not (positions > 0).any():
+        cut = f' by --split "{data.split}"' if data.is_split else ""
+        return f"{split}{cut} has no document: use more text or another --split"
+    kept = zip(starts[:-1].tolist(), positions.clip(0, data.seq_length).tolist(), strict=True)
+    if any(loss_mask.span(start + 1, size).any() for start, size in kept if size):
         return None
-    cut = f' by --split "{data.split}"' if data.is_split else ""
-    return f"the {SPLIT_NAMES[name]} split of {indexed.prefix}{cut} has no document: use more text or another --split"
+    return f"{split}: no token that counts is among the first {data.seq_length + 1} of a document: raise --seq-length"
 
 
 def sft_samples(data: DataConfig, name: str, source: Source, samples: int, *, vocab_size: int, seed: int) -> SFTDataset:

@@ -64,14 +64,32 @@ def transformer_layer(config: ModelConfig) -> LayerSpec:
         # With SwiGLU gate and up, and their product. A norm of heads keeps its input, too.
         sharded=2 * q + 2 * k + (3 * f if config.swiglu else 2 * f) + (q + k if config.qk_layernorm else 0),
     )
+    if config.lora_rank:
+        kept = _with_adapters(kept, config)
+    linears = 2 * (h * (2 * q + 2 * k) + (matrices + 1) * h * f)
     return LayerSpec(
         "ParallelTransformerLayer",
         parameters,
-        2 * (h * (2 * q + 2 * k) + (matrices + 1) * h * f),
+        linears + 2 * sum(parameter.numel for parameter in parameters if ".lora." in parameter.name),
+        linears if config.lora_rank else 0,
         attention_size=q,
         kept=kept,
         is_block=True,
     )
+
+
+def _with_adapters(kept: KeptActivations, config: ModelConfig) -> KeptActivations:
+    """What a transformer layer keeps whose own weights are frozen.
+
+    Inputs of linear layers without an adapter are not kept, outputs of A are, and so are inputs of A and their masks
+    if they have dropout.
+    """
+    chosen, copies = config.adapted, 2 if config.lora_dropout else 1
+    h, f, q = config.hidden_size, config.ffn_hidden_size, config.num_attention_heads * config.head_size
+    inputs = copies * h * len({"query_key_value", "dense_h_to_4h"}.intersection(chosen))
+    inside_mlp = f * (copies if "dense_4h_to_h" in chosen else 0) - f
+    context = q * (copies - 1 if "dense" in chosen else 0)  # attention keeps it in any case
+    return replace(kept, local=inputs + config.lora_rank * len(chosen), sharded=kept.sharded + inside_mlp + context)
 
 
 def word_embedding(config: ModelConfig, class_name: str = "WordEmbedding") -> LayerSpec:
@@ -85,7 +103,9 @@ def word_embedding(config: ModelConfig, class_name: str = "WordEmbedding") -> La
 def word_logits(config: ModelConfig, class_name: str = "WordEmbedding") -> LayerSpec:
     """The same table as the output projection. Kept: its input; the logits are counted with the loss."""
     h, table = config.hidden_size, word_embedding(config, class_name)
-    return replace(table, matmul_flops=2 * table.numel, kept=KeptActivations(local=h))
+    flops = 2 * table.numel
+    frozen = flops if config.lora_rank else 0
+    return replace(table, matmul_flops=flops, frozen_flops=frozen, kept=KeptActivations(local=0 if frozen else h))
 
 
 def output_layer(config: ModelConfig) -> LayerSpec:

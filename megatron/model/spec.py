@@ -69,6 +69,8 @@ class LayerSpec:
     parameters: tuple[ParameterSpec, ...] = ()
     matmul_flops: int = 0
     """FLOPs of the forward pass per token in products with weights; 2 for each weight."""
+    frozen_flops: int = 0
+    """Those of them whose weights are frozen: the backward pass computes the gradient of their input only."""
     attention_size: int = 0
     """Columns of all heads together: the attention core takes 4 FLOPs per token, column and attended token."""
     kept: KeptActivations = KeptActivations()
@@ -141,6 +143,17 @@ class ArchitectureSpec:
         return {prefix + parameter.name: parameter for prefix, layer in layers for parameter in layer.parameters}
 
 
+def is_trained(config: ModelConfig, name: str) -> bool:
+    """Whether training changes the parameter ``name``: with ``--lora-rank`` only those of adapters."""
+    return not config.lora_rank or ".lora." in name
+
+
+def parameter_counts(config: ModelConfig) -> tuple[int, int]:
+    """Elements of all parameters of the model, and of those that are trained."""
+    sizes = {name: spec.numel for name, spec in architecture_of(config).named_parameters(config).items()}
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if is_trained(config, name))
+
+
 def parameter_prefix(index: int, layer: LayerSpec) -> str:
     """What the names of a layer's parameters begin with in modules and checkpoints: its index, or its tied key."""
     return f"{index}." if layer.tied is None else f"tied_modules.{layer.tied}."
@@ -172,7 +185,8 @@ def architecture_of(config: ModelConfig) -> ArchitectureSpec:
 
 def model_flops(run: RunConfig) -> float:
     """FLOPs of one iteration, forward and backward, without recomputation (arXiv 2205.05198, appendix A)."""
-    return 3 * _forward_flops(run, architecture_of(run.model).layers(run.model))
+    layers = architecture_of(run.model).layers(run.model)
+    return 3 * _forward_flops(run, layers) - _tokens(run) * sum(layer.frozen_flops for layer in layers)
 
 
 def hardware_flops(run: RunConfig) -> float:
@@ -186,8 +200,11 @@ def hardware_flops(run: RunConfig) -> float:
 
 
 def _forward_flops(run: RunConfig, layers: Sequence[LayerSpec]) -> float:
-    tokens = run.train.global_batch_size * run.data.seq_length
-    return tokens * sum(layer.flops(run.data.seq_length) for layer in layers)
+    return _tokens(run) * sum(layer.flops(run.data.seq_length) for layer in layers)
+
+
+def _tokens(run: RunConfig) -> int:
+    return run.train.global_batch_size * run.data.seq_length
 
 
 # Parameters of the common layers; ``h`` stands for inputs or hidden size throughout.

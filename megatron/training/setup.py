@@ -128,23 +128,25 @@ def _device_name() -> str:
 
 
 def _describe_model(module: nn.Module, layout: ParallelLayout) -> str:
-    """Number of parameters, in total and on each rank of the first data-parallel replica."""
+    """Number of parameters, in total and on each rank of the first data-parallel replica; and how many are trained."""
     held = sum(_numel(p) for p in module.parameters())
-    unique = sum(
-        _numel(p)
+    unique = [
+        p
         for p in module.parameters()
         if not getattr(p, "ds_pipe_replicated", False)
         and (getattr(p, "model_parallel", False) or layout.tensor_group.rank() == 0)
         and (layout.sequence_group is None or layout.sequence_group.rank() == 0)
-    )
-    counts = torch.tensor([held, unique], device=get_accelerator().current_device_name())
+    ]
+    trained = sum(_numel(p) for p in unique if p.requires_grad)
+    counts = torch.tensor([held, sum(map(_numel, unique)), trained], device=get_accelerator().current_device_name())
     of_ranks = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, counts)
     replica = [rank for rank in range(len(of_ranks)) if layout.topology.get_coord(rank).data == 0]
-    total = sum(int(of_ranks[rank][1]) for rank in replica)
+    total, trained = (sum(int(of_ranks[rank][column]) for rank in replica) for column in (1, 2))
     ranks = ", ".join(f"rank {rank} {int(of_ranks[rank][0]):,}" for rank in replica[:8])
     more = f", and {len(replica) - 8} more" if len(replica) > 8 else ""
-    return f"> parameters {total:,} in total, padding included; {ranks}{more}"
+    some = f", {trained:,} of them trained" if trained < total else ""
+    return f"> parameters {total:,} in total, padding included{some}; {ranks}{more}"
 
 
 def _numel(parameter: nn.Parameter) -> int:

@@ -249,10 +249,23 @@ BROKEN = [
         "--lora-target q_proj k_proj v_proj",
     ),
     (
-        "adapters need the whole frozen weights, and a place in every stage",
-        "--lora-rank 4 --zero-stage 3",
-        "--lora-rank is not supported with --zero-stage 3",
-        "--zero-stage 2",
+        "adapters belong to whole linear layers",
+        "--lora-rank 4 --lora-target embedding",
+        "--lora-target embedding is unknown: choose from query_key_value dense dense_h_to_4h dense_4h_to_h",
+        "--lora-target dense",
+    ),
+    (
+        "adapters exclude Muon",
+        "--lora-rank 4 --optimizer muon",
+        "--lora-rank does not work with --optimizer muon: use --optimizer adam",
+        "--optimizer adam",
+    ),
+    (
+        "every stage has an adapter",
+        "--lora-rank 4 --pipe-parallel-size 1 --pipeline-partition parameters",
+        "--pipeline-partition parameters may leave a stage without a transformer layer, and so without an adapter of "
+        "--lora-rank: remove it, or give the number of layers of each stage",
+        "--pipeline-partition 4",
     ),
     ("--sft excludes --eod-mask-loss", "--sft --eod-mask-loss", "--sft and --eod-mask-loss exclude each other", None),
     ("--fp16 excludes --bf16", "gpu --fp16 --bf16", "--fp16 and --bf16 exclude each other", None),

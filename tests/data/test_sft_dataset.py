@@ -64,3 +64,19 @@ def test_a_data_set_without_its_loss_mask_is_an_error(data: DataConfig, write_da
     assert other.contents == ((other.data_path[0], loss_mask_prefix(other.data_path[0])),)
     with pytest.raises(DataError, match="a token above 5, the last"):
         build_datasets(data, **{**SIZES, "vocab_size": 6}).train[0]
+
+
+def test_answers_after_the_cut_are_counted_or_an_error(data: DataConfig, write_dataset: Callable[..., str]) -> None:
+    documents = [[1] * 17, [2] * 18, [3] * 20]
+    prefix = write_dataset(documents, name="late")
+    masks = [[0] * 17, [0] * 17 + [1], [0] * 17 + [1] * 3]
+    write_dataset(masks, "u1", "late_loss_mask")
+    late = replace(data, data_path=(prefix,))
+    with pytest.raises(DataError, match="no token that counts is among the first 17 of a document: raise --seq-length"):
+        check_data(late, train_iters=1, eval_iters=0)
+    check_data(replace(late, seq_length=17), train_iters=1, eval_iters=0)
+    samples = build_datasets(replace(late, seq_length=17), **SIZES).train
+    assert samples.describe().endswith("; 1 longer than a sample, cut at the end")
+    write_dataset([[0] * 16 + [1], *masks[1:]], "u1", "late_loss_mask")
+    samples = build_datasets(late, **SIZES).train
+    assert samples.describe().endswith("; 2 of no effect, as their answers come after the cut")

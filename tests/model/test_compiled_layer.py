@@ -19,6 +19,7 @@ from torch.testing import assert_close
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, get_rng_tracker, model_parallel_manual_seed
+from megatron.parallel.tensor.lora import train_adapters_only
 
 S, H = 12, 16
 CONFIG = ModelConfig(
@@ -26,15 +27,18 @@ CONFIG = ModelConfig(
     attention_dropout=0.25, hidden_dropout=0.5, init_method_std=0.3,
 )  # fmt: skip
 
+WITH_ADAPTERS = replace(CONFIG, lora_rank=2, lora_dropout=0.25)
+
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_compiled_layer_is_one_graph_with_the_masks_of_the_plain_one(run_ranks, size: int) -> None:
     run_ranks(size, same_as_plain, False)
     if size > 1:
         run_ranks(size, same_as_plain, True)
+        run_ranks(size, same_as_plain, True, WITH_ADAPTERS)
 
 
-def same_as_plain(sequence_parallel: bool) -> None:
+def same_as_plain(sequence_parallel: bool, config: ModelConfig = CONFIG) -> None:
     """Outputs, gradients, and both random streams afterwards; without sequence parallelism ranks agree on outputs."""
     size = dist.get_world_size()
     layout = ParallelLayout.create(
@@ -48,9 +52,9 @@ def same_as_plain(sequence_parallel: bool) -> None:
 
     torch._dynamo.reset()
     with patch("torch.compile", partial(torch.compile, backend=run_as_it_is)):
-        compiled = run_layer(layout, compile=True)
+        compiled = run_layer(layout, replace(config, compile=True))
     assert len(graphs) == 1, "a graph break"
-    plain = run_layer(layout, compile=False)
+    plain = run_layer(layout, config)
     assert_close(compiled, plain)
     outputs = [torch.empty_like(plain[0]) for _ in range(size)]
     dist.all_gather(outputs, compiled[0])
@@ -58,10 +62,12 @@ def same_as_plain(sequence_parallel: bool) -> None:
     assert all(shares) if not sequence_parallel else not any(shares)
 
 
-def run_layer(layout: ParallelLayout, *, compile: bool) -> list[Tensor]:
+def run_layer(layout: ParallelLayout, config: ModelConfig) -> list[Tensor]:
     """Output, gradients, and the states of both random streams after two passes."""
     model_parallel_manual_seed(3, layout)
-    layer = ParallelTransformerLayer(replace(CONFIG, compile=compile), layout, layer_number=1)
+    layer = ParallelTransformerLayer(config, layout, layer_number=1)
+    if config.lora_rank:
+        train_adapters_only(layer)
     shard = S // layout.tensor_group.size() if layout.sequence_parallel else S
     hidden = torch.randn(2, shard, H, generator=torch.Generator().manual_seed(1)).requires_grad_()
     output = layer(hidden) + layer(hidden)

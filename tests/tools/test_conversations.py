@@ -50,6 +50,7 @@ def test_text_and_answers_are_those_of_transformers(source: str) -> None:
 def test_a_template_that_rewrites_earlier_turns_is_an_error() -> None:
     with pytest.raises(DataError, match="writes message 3 in another way"):
         ChatTemplate(LAST_ALONE, SPECIAL).parts(MESSAGES)
+    ChatTemplate("{% if messages[0].role == 'critic' %}{% endif %}", SPECIAL).parts([{"role": "critic"}])
     with pytest.raises(DataError, match="the chat template: roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}", SPECIAL).parts(MESSAGES)
 
@@ -100,6 +101,9 @@ def test_a_completion_counts_and_the_end_after_it(tmp_path: Path) -> None:
     "line, kind, message",
     [
         ({"messages": [{"role": "user", "content": "a"}]}, "messages", "1: no message of the assistant"),
+        ({"messages": [{"role": "asistant", "content": "a"}]}, "messages", "'asistant' .* did you mean assistant"),
+        ({"messages": [{"role": "gpt", "content": "a"}]}, "messages", "'gpt' of message 1 is unknown: use system, "),
+        ({"prompt": "a", "completion": "b"}, "messages", '1: no key "messages", which --format messages reads'),
         ({"messages": "a"}, "messages", '1: "messages" must be a list of objects'),
         ({"prompt": "a"}, "prompt-completion", '1: no key "completion"'),
         ({"prompt": "a", "completion": " "}, "prompt-completion", "1: no token to train on"),

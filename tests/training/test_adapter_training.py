@@ -1,4 +1,4 @@
-"""Training of adapters from a checkpoint without them: the same on every layout, resumed exactly, and merged."""
+"""Training of adapters from a checkpoint without them: the same on every layout, resumed on any, and merged."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,30 @@ LAYOUTS = {
     "tp2": "--model-parallel-size 2 --sequence-parallel --zero-stage 1",
     "pp2": "--pipe-parallel-size 2 --zero-stage 1",
     "dp2": "--zero-stage 2",
+    "offload": "--zero-stage 2 --offload-optimizer cpu",
 }
+CHAIN = {
+    "--model-parallel-size 2 --sequence-parallel --zero-stage 1": 1e-5,
+    "--zero-stage 3 --offload-optimizer cpu": 1e-5,
+    "--pipe-parallel-size 2 --pipeline-schedule dualpipev --batch-size 1": 1e-5,
+    # The tied embedding is frozen on both stages.
+    "--pipe-parallel-size 2 --bf16 --zero-stage 1 --grad-accum-dtype fp32": 5e-3,
+}
+"""Layouts that run an iteration each, resuming from the one before; and bounds of losses and gradient norms."""
+
+
+@pytest.fixture(scope="module")
+def base(train_in_ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of the whole model."""
+    folder = tmp_path_factory.mktemp("base")
+    return train_in_ranks.into_folder(folder, 1, *SETTINGS, "--train-iters", 2, "--zero-stage", 1)
+
+
+@pytest.fixture(scope="module")
+def alone(train_in_ranks, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the metrics of adapters that one process trains."""
+    folder = tmp_path_factory.mktemp("alone")
+    return train_in_ranks.into_folder(folder, 1, *SETTINGS, "--load", base / "checkpoint", *LORA)
 
 
 def losses(folder: Path) -> list[float]:
@@ -27,10 +50,10 @@ def losses(folder: Path) -> list[float]:
     return [line[name] for line in lines for name in ("lm_loss", "grad_norm")]
 
 
-def test_adapters_train_alike_on_every_layout(train_in_ranks, programs, tmp_path: Path) -> None:
-    base = train_in_ranks.into_folder(tmp_path / "base", 1, *SETTINGS, "--train-iters", 2, "--zero-stage", 1)
+def test_adapters_train_alike_on_every_layout(
+    train_in_ranks, base: Path, alone: Path, programs, tmp_path: Path
+) -> None:
     lora = [*SETTINGS, "--load", base / "checkpoint", *LORA]
-    alone = train_in_ranks.into_folder(tmp_path / "alone", 1, *lora)
     for name, flags in LAYOUTS.items():
         found = train_in_ranks.into_folder(tmp_path / name, 2, *lora, *flags.split())
         assert losses(found) == pytest.approx(losses(alone), rel=1e-4), name
@@ -56,3 +79,18 @@ def test_adapters_train_alike_on_every_layout(train_in_ranks, programs, tmp_path
     name = "3.mlp.dense_4h_to_h"
     added = 2 * after[f"{name}.lora.B"] @ after[f"{name}.lora.A"]
     torch.testing.assert_close(plain[f"{name}.weight"], before[f"{name}.weight"] + added)
+
+
+def test_any_layout_resumes_adapters_of_any_other(train_in_ranks, base: Path, alone: Path, tmp_path: Path) -> None:
+    chain = tmp_path / "chain"
+    for number, flags in enumerate(CHAIN):
+        source = ["--load", chain / "checkpoint"] if number else ["--load", base / "checkpoint", "--finetune"]
+        words = [*SETTINGS, *LORA[1:], *flags.split(), *source, "--save-interval", 1, "--exit-interval", 1]
+        train_in_ranks.into_folder(chain, 2, *words)
+    found, expected = losses(chain), losses(alone)
+    assert len(found) == 2 * len(CHAIN)
+    for number, (flags, bound) in enumerate(CHAIN.items()):
+        pair = slice(2 * number, 2 * number + 2)
+        assert found[pair] == pytest.approx(expected[pair], rel=bound), flags
+    before, after = (dict(whole_weights(newest(folder / "checkpoint"))) for folder in (base, chain))
+    assert all(torch.equal(after[name], weight.bfloat16()) for name, weight in before.items()), "the base is frozen"

@@ -189,6 +189,29 @@ def embeddings_alone(run: RunConfig) -> Messages:
     )
 
 
+@rule(
+    "every stage has an adapter",
+    why="With --lora-rank a stage without transformer layers has nothing to train, and DeepSpeed's optimizers need a "
+    "parameter. By parameters and FLOPs the stages depend on the vocabulary, which is not read yet.",
+    otherwise="fails on the empty list of parameters",
+)
+def stages_have_adapters(run: RunConfig) -> Messages:
+    parallel, method = run.parallel, run.parallel.pipeline_partition
+    if not (run.model.lora_rank and parallel.uses_pipeline) or run.model.num_layers < 1:
+        return
+    if any(stages_have_layers(run)) or any(partition_fits(run)):
+        return
+    if method not in ("parameters", "flops"):
+        layers = partition.layers_per_chunk(run)
+        # With DualPipeV a stage also has the chunk that is as far from the end.
+        if all(layers[n] or (parallel.uses_dualpipev and layers[-1 - n]) for n in range(parallel.pipe_stages)):
+            return
+    yield (
+        f"--pipeline-partition {method} may leave a stage without a transformer layer, and so without an adapter of "
+        "--lora-rank: remove it, or give the number of layers of each stage"
+    )
+
+
 needs(
     "parallel.pipe_parallel_size",
     "parallel.pipeline_partition",

@@ -125,22 +125,10 @@ def lora_targets(run: RunConfig) -> Messages:
             yield f"--lora-target {' '.join(sorted(given))} needs all of {' '.join(parts)}: add the others"
 
 
-@rule(
-    "adapters need the whole frozen weights, and a place in every stage",
-    why="The others have not been tested with frozen weights; an optimizer without parameters is an error.",
-)
-def lora_engine(run: RunConfig) -> Messages:
-    rivals = {
-        "--zero-stage 3": run.zero.zero_stage == 3,
-        "--pipeline-schedule dualpipev": run.parallel.uses_dualpipev,
-        "--offload-optimizer": run.zero.offloads_optimizer,
-        "--compile": run.model.compile,
-        "--optimizer muon": run.optim.optimizer == "muon",
-        f"--pipeline-partition {run.parallel.pipeline_partition}": run.parallel.pipeline_partition
-        not in ("", None, type(run.parallel)().pipeline_partition),
-    }
-    if run.model.lora_rank and (given := enabled(rivals)):
-        yield f"--lora-rank is not supported with {given}: remove it"
+@rule("adapters exclude Muon", why="It orthogonalizes the update of a whole matrix; A and B are factors of one.")
+def lora_optimizer(run: RunConfig) -> Messages:
+    if run.model.lora_rank and run.optim.optimizer == "muon":
+        yield "--lora-rank does not work with --optimizer muon: use --optimizer adam"
 
 
 @rule("grouped-query attention has a number of groups", why="It has no default that fits every model.")

@@ -12,6 +12,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngi
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import BufferOpInstruction, PipeInstruction, ReduceGrads, ReduceTiedGrads
+from torch import nn
 
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 
@@ -21,9 +22,11 @@ class ExplicitPipelineModule(PipelineModule):
 
     DeepSpeed: runtime/pipe/module.py. ``_partition_layers`` accepts neither a list of boundaries nor the operations of
     each layer. ``forward`` decides by class names which layers are recomputed, and silently keeps all activations of
-    a group that mixes layers of different classes.
-    Tests: tests/parallel/test_partition.py, tests/training/test_activation_checkpointing.py. Remove when partition
-    boundaries and a predicate of recomputed layers can be passed.
+    a group that mixes layers of different classes. ``_exec_reduce_tied_grads`` of the engine, in bf16 with sums in
+    fp32, asks a tied weight that is frozen for a gradient: "no attribute '_hp_grad'".
+    Tests: tests/parallel/test_partition.py, tests/training/test_activation_checkpointing.py,
+    tests/training/test_adapter_training.py. Remove when partition boundaries and a predicate of recomputed layers can
+    be passed, and frozen weights are skipped.
     """
 
     def __init__(self, *, partition_boundaries: Sequence[int], **options: Any):
@@ -33,6 +36,10 @@ class ExplicitPipelineModule(PipelineModule):
     def _partition_layers(self, method: str) -> None:
         assert self.parts[-1] == self._num_layers
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, Any]]:
+        """The tied weights of this stage that are trained, and the group of the stages that share each."""
+        return [pair for pair in super().get_tied_weights_and_groups() if pair[0].requires_grad]
 
 
 def skip_reduction_of_one_rank(engine: DeepSpeedEngine, group_size: int) -> None:

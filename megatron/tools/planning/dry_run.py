@@ -16,9 +16,10 @@ from megatron.model.architectures import architecture_of
 from megatron.parallel.deepspeed_compat import deepspeed_silenced
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries, plan
+from megatron.parallel.tensor.lora import train_adapters_only
 from megatron.tools.planning.explain import ranks_as_text
 from megatron.tools.planning.memory import Memory, activations, working
-from megatron.tools.planning.states import Weight, numel, states
+from megatron.tools.planning.states import Weight, numel, states, trained
 from megatron.training.optimizers import weight_decay_groups
 
 
@@ -38,9 +39,17 @@ def dry_run(run: RunConfig) -> None:
 def built_weights(run: RunConfig, layout: ParallelLayout) -> list[Weight]:
     """The parameters of a rank's built layers, in order."""
     layers = built_stage(run, layout)
+    if run.model.lora_rank:
+        train_adapters_only(layers)
     decaying = {id(parameter) for parameter in weight_decay_groups(layers, run.model)[0]["params"]}
     return [
-        Weight(name, parameter.numel(), id(parameter) in decaying, tuple(parameter.shape))
+        Weight(
+            name,
+            parameter.numel(),
+            id(parameter) in decaying,
+            tuple(parameter.shape),
+            is_trained=parameter.requires_grad,
+        )
         for name, parameter in layers.named_parameters()
     ]
 
@@ -102,12 +111,15 @@ def rank_memory(run: RunConfig, rank: int) -> Rank:
         }
         members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
     at_work = working(run, plan(run)[stage], stage, activations(run))
-    return Rank(rank, stage, members, Memory(numel(weights), states(run, weights, owner), at_work))
+    memory = Memory(numel(weights), numel(trained(weights)), states(run, weights, owner), at_work)
+    return Rank(rank, stage, members, memory)
 
 
 def _describe(rank: Rank) -> Iterator[str]:
     memory = rank.memory
-    yield f"rank {rank.number}: stage {rank.stage} of {len(rank.groups['pipe'])}, {memory.parameters:,} parameters"
+    some = f", {memory.trained:,} of them trained" if memory.trained < memory.parameters else ""
+    stage = f"stage {rank.stage} of {len(rank.groups['pipe'])}"
+    yield f"rank {rank.number}: {stage}, {memory.parameters:,} parameters{some}"
     for name, ranks in rank.groups.items():
         yield f"  {name:8} {ranks.index(rank.number)} of {len(ranks)}: [{ranks_as_text(ranks)}]"
     parts = ", ".join(f"{name} {with_prefix(amount, 'B')}" for name, amount in memory.parts().items())

@@ -11,7 +11,7 @@ from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.partition import Stage, layer_groups, plan
 from megatron.parallel.pipeline.schedule import micro_batches_in_flight
 from megatron.parallel.tensor import rows_at_once
-from megatron.tools.planning.states import FP32, States, bytes_of, numel, stage_weights, states
+from megatron.tools.planning.states import FP32, States, bytes_of, numel, stage_weights, states, trained
 
 
 class Sizes(NamedTuple):
@@ -182,6 +182,8 @@ class Memory:
 
     parameters: int
     """Elements that the rank computes with, wherever they are stored."""
+    trained: int
+    """Those of them that training changes."""
     states: States
     working: Working
 
@@ -211,7 +213,8 @@ def stage_memory(run: RunConfig, owner: int | None = None) -> list[Memory]:
     found, kept = [], activations(run)
     for number, stage in enumerate(plan(run)):
         weights = stage_weights(run, stage)
-        found.append(Memory(numel(weights), states(run, weights, owner), working(run, stage, number, kept)))
+        held = states(run, weights, owner)
+        found.append(Memory(numel(weights), numel(trained(weights)), held, working(run, stage, number, kept)))
     return found
 
 

@@ -215,7 +215,8 @@ def stage_table(memories: Sequence[Memory]) -> list[str]:
             continue
         name = str(number) if first == number else f"{first}-{number}"
         amounts = [with_prefix(amount, "B") for amount in (*memory.parts().values(), memory.total)]
-        rows.append((name, f"{memory.parameters:,}", str(memory.working.in_flight), *amounts))
+        trained = f", {memory.trained:,} trained" if memory.trained < memory.parameters else ""
+        rows.append((name, f"{memory.parameters:,}{trained}", str(memory.working.in_flight), *amounts))
         first = number + 1
     if len(rows) > _MOST_ROWS:
         rows = [*rows[: _MOST_ROWS // 2], ("...", *[""] * (len(rows[0]) - 1)), *rows[-_MOST_ROWS // 2 :]]
@@ -250,7 +251,10 @@ def _as_json(one: Candidate, *, with_stages: bool) -> dict[str, Any]:
     }
     if with_stages:
         stages = stage_memory(one.run)
-        found["stages"] = [{"parameters": stage.parameters, **stage.parts(), "total": stage.total} for stage in stages]
+        found["stages"] = [
+            {"parameters": stage.parameters, "trained": stage.trained, **stage.parts(), "total": stage.total}
+            for stage in stages
+        ]
     return found
 
 

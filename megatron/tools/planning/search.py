@@ -20,7 +20,7 @@ from megatron.parallel.pipeline.partition import Stage, plan
 from megatron.parallel.pipeline.schedule import bubble
 from megatron.tools.planning.memory import Memory, activations, working
 from megatron.tools.planning.request import Request, words
-from megatron.tools.planning.states import States, numel, stage_weights, states
+from megatron.tools.planning.states import States, numel, stage_weights, states, trained
 from megatron.tools.planning.timing import Timing, Traffic, timing, traffic
 
 RECOMPUTE = (None, "selective", "full")
@@ -210,7 +210,7 @@ class _Grid:
             kinds.setdefault((stage.num_blocks, stage.parameters), (number, stage))
         self.stages = list(kinds.values())
         self.weights = [stage_weights(run, stage) for _, stage in self.stages]
-        self.parameters = [numel(weights) for weights in self.weights]
+        self.parameters = [(numel(weights), numel(trained(weights))) for weights in self.weights]
         self._states: dict[int, list[States]] = {}
 
     def states(self, run: RunConfig) -> list[States]:
@@ -223,9 +223,9 @@ class _Grid:
 
 def _candidate(request: Request, run: RunConfig, given: Mapping[str, Provided], grid: _Grid) -> Candidate:
     micro_batch, memories, sent = activations(run), [], []
-    for (number, stage), count, held in zip(grid.stages, grid.parameters, grid.states(run), strict=True):
-        memories.append(Memory(count, held, working(run, stage, number, micro_batch)))
-        sent.append((stage, traffic(run, stage, count, micro_batch.hidden)))
+    for (number, stage), counts, held in zip(grid.stages, grid.parameters, grid.states(run), strict=True):
+        memories.append(Memory(*counts, held, working(run, stage, number, micro_batch)))
+        sent.append((stage, traffic(run, stage, memories[-1], micro_batch.hidden)))
     return Candidate(
         request,
         run,

@@ -2,7 +2,8 @@
 
 At ZeRO 0, which is fp32, the optimizer updates the weights themselves. At ZeRO 1 and 2, the weights that decay and
 those that do not are one flat tensor each, padded so that all data-parallel ranks (owners) have partitions of equal
-size. At ZeRO 3 every weight is padded by itself.
+size. At ZeRO 3 every weight is padded by itself. Weights that are frozen beside
+adapters are as they are, and at ZeRO 3 divided as the others.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megatron.config import RunConfig
+from megatron.model.spec import is_trained
 from megatron.parallel.pipeline.partition import Stage, plan
 
 
@@ -26,21 +28,35 @@ class Weight(NamedTuple):
     """Of the whole parameter."""
     is_block_matrix: bool = False
     """Whether it is a matrix of a transformer layer, which Muon updates."""
+    is_trained: bool = True
+    """Whether it has a gradient and optimizer state."""
 
 
 def stage_weights(run: RunConfig, stage: Stage) -> list[Weight]:
     """What a tensor-parallel rank of ``stage`` holds; parameters of tied layers once."""
     t = run.parallel.model_parallel_size
+    held = [(layer, spec) for layer in stage.distinct_layers() for spec in layer.parameters]
     return [
-        Weight(spec.name, spec.local_numel(t), spec.weight_decay, spec.shape, layer.is_block and len(spec.shape) > 1)
-        for layer in stage.distinct_layers()
-        for spec in layer.parameters
+        Weight(
+            spec.name,
+            spec.local_numel(t),
+            decays=spec.weight_decay and is_trained(run.model, spec.name),
+            shape=spec.shape,
+            is_block_matrix=layer.is_block and len(spec.shape) > 1,
+            is_trained=is_trained(run.model, spec.name),
+        )
+        for layer, spec in held
     ]
 
 
 def numel(weights: Sequence[Weight]) -> int:
     """Elements of all of them."""
     return sum(weight.numel for weight in weights)
+
+
+def trained(weights: Sequence[Weight]) -> list[Weight]:
+    """Those that training changes."""
+    return [weight for weight in weights if weight.is_trained]
 
 
 def rank_parameters(run: RunConfig) -> list[int]:
@@ -86,12 +102,13 @@ def states(run: RunConfig, weights: Sequence[Weight], owner: int | None = None) 
 
     What is offloaded to CPU memory or NVMe is not counted.
     """
+    changing = trained(weights)
     return States(
         weights=_weights(run, weights),
-        gradients=_gradients(run, weights, owner),
-        optimizer=_optimizer(run, weights),
+        gradients=_gradients(run, changing, owner),
+        optimizer=_optimizer(run, changing),
         buffers=_buffers(run, weights),
-        step=_step(run, weights, owner),
+        step=_step(run, changing, owner),
     )
 
 
@@ -108,7 +125,8 @@ def _weights(run: RunConfig, weights: Sequence[Weight]) -> int:
         return (shards + whole) * element
     if run.zero.zero_stage == 0:
         return numel(weights) * element
-    return sum(_part(run, group) * owners(run) for group in _groups(weights)) * element
+    frozen = sum(weight.numel for weight in weights if not weight.is_trained)
+    return (frozen + sum(_part(run, group) * owners(run) for group in _groups(trained(weights)))) * element
 
 
 def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megatron.config import RunConfig
 from megatron.parallel.pipeline.partition import Stage
 from megatron.parallel.pipeline.schedule import bubble_ratio
+from megatron.tools.planning.memory import Memory
 from megatron.tools.planning.states import bytes_of, owners
 
 GB, TERA = 10**9, 10**12
@@ -89,12 +90,12 @@ class Traffic:
         return self.tensor + self.pipeline + self.data
 
 
-def traffic(run: RunConfig, stage: Stage, parameters: int, hidden: int) -> Traffic:
-    """What a rank of ``stage`` with ``parameters`` elements sends in one iteration.
+def traffic(run: RunConfig, stage: Stage, memory: Memory, hidden: int) -> Traffic:
+    """What a rank of ``stage`` with the parameters of ``memory`` sends in one iteration.
 
     ``hidden`` are the bytes of hidden states between two stages.
     """
-    return Traffic(tensor(run, stage), pipeline(run, stage, hidden), data(run, parameters))
+    return Traffic(tensor(run, stage), pipeline(run, stage, hidden), data(run, memory.parameters, memory.trained))
 
 
 def tensor(run: RunConfig, stage: Stage) -> float:
@@ -141,17 +142,17 @@ def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
     return run.train.gradient_accumulation_steps * borders * part
 
 
-def data(run: RunConfig, parameters: int) -> float:
+def data(run: RunConfig, parameters: int, trained: int) -> float:
     """Gradients reduced and weights gathered, by ZeRO stage (arXiv 1910.02054, section 7).
 
     ZeRO 2 and 3 reduce the gradients of every micro-batch unless the reduction is coalesced, and ZeRO 3 gathers the
-    weights twice for each, too.
+    weights twice for each, too; it alone gathers those that are not ``trained``.
     """
     ranks, accumulated = owners(run), run.train.gradient_accumulation_steps
-    one_way = ring_gather(parameters * bytes_of(run), ranks)
     reductions = 1 if run.coalesces_grad_reduction else accumulated
-    ways = {0: 2, 1: 2, 2: reductions + 1, 3: reductions + 2 * accumulated}[run.zero.zero_stage]
-    return ways * one_way
+    reduced = {0: 2, 1: 2, 2: reductions + 1, 3: reductions}[run.zero.zero_stage] * trained
+    gathered = 2 * accumulated * parameters if run.zero.zero_stage == 3 else 0
+    return ring_gather((reduced + gathered) * bytes_of(run), ranks)
 
 
 _LINKS = 0.75
@@ -218,7 +219,7 @@ def compute_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
     linears = sum(layer.matmul_flops for layer in stage.layers)
     in_blocks = sum(layer.matmul_flops for layer in stage.layers if layer.is_block)
     again = bool(run.activation.layers_together)
-    passes = 3 * linears + again * in_blocks
+    passes = 3 * linears - sum(layer.frozen_flops for layer in stage.layers) + again * in_blocks
     core_passes = (3 + (again or run.model.recomputes_attention)) * core
     per_rank = tokens / (run.parallel.model_parallel_size * run.parallel.ds_sequence_parallel_size)
     size = per_rank * run.model.hidden_size

@@ -16,13 +16,15 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatron.config.errors import ConfigError, DataError
+from megatron.config.errors import ConfigError, DataError, did_you_mean
 from megatron.config.reading import read_json
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import EOD, read_text
 
 KEYS: Mapping[str, tuple[str, ...]] = {"messages": ("messages",), "prompt-completion": ("prompt", "completion")}
 """Kinds of documents, and the keys of a line's JSON object that hold them."""
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Roles of messages. Others must be named in the chat template."""
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 """Around what an assistant generates: code points that are no characters, and in no text."""
 
@@ -56,6 +58,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"the chat template cannot be parsed: {error}") from error
         self._special = dict(special)
+        self._own_roles = frozenset(name for pair in re.findall(r"'(\w+)'|\"(\w+)\"", source) for name in pair if name)
         self._marks_answers = "{%" in source and bool(re.search(r"\{%-?\s*generation\b", source))
 
     def parts(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> list[Part]:
@@ -64,8 +67,14 @@ class ChatTemplate:
         A turn is what ``{% generation %}`` surrounds, or else what the template adds to the conversation before it
         that ends with the generation prompt.
 
-        Raises DataError if the template refuses the conversation, or changes earlier turns afterwards.
+        Raises DataError if the template refuses the conversation, or changes earlier turns afterwards, and for a role
+        that is neither in ``ROLES`` nor in the template.
         """
+        for number, message in enumerate(messages, start=1):
+            if message["role"] not in self._own_roles.union(ROLES):
+                known = f"use {', '.join(ROLES)}, or one that the chat template names"
+                advice = did_you_mean(message["role"], ROLES, otherwise=known)
+                raise DataError(f"the role {message['role']!r} of message {number} is unknown: {advice}")
         text = self._render(messages, tools)
         if self._marks_answers:
             pieces = re.split(f"[{_BEGIN}{_END}]", text)
@@ -197,12 +206,13 @@ def document_parts(where: str, document: Mapping[str, Any], kind: str, template:
     )
     if not is_conversation:
         raise DataError(f'{where}: "messages" must be a list of objects with "role" and "content"')
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(f"{where}: no message of the assistant: nothing to train on")
     try:
-        return template.parts(messages, document.get("tools"))
+        parts = template.parts(messages, document.get("tools"))
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
+    if not any(message["role"] == "assistant" for message in messages):
+        raise DataError(f"{where}: no message of the assistant: nothing to train on")
+    return parts
 
 
 def check_encodable(where: str, parts: Sequence[Part]) -> None:

@@ -191,7 +191,7 @@ def _planned_seconds(run: RunConfig, device: str, memories: Sequence[Memory]) ->
     if known is None:
         return None
     hidden = activations(run).hidden
-    stages = [(s, traffic(run, s, memory.parameters, hidden)) for s, memory in zip(plan(run), memories, strict=True)]
+    stages = [(s, traffic(run, s, memory, hidden)) for s, memory in zip(plan(run), memories, strict=True)]
     return timing(run, Machine(known, known.per_node), stages).total
 
 

@@ -23,7 +23,7 @@ from megatron.checkpoint.tracker import newest, tag_at, tag_name
 from megatron.config import OptimConfig
 from megatron.config.errors import CheckpointError
 from megatron.model.architectures import architecture_of
-from megatron.model.spec import ParameterSpec
+from megatron.model.spec import ParameterSpec, is_trained
 from megatron.tools.verify.request import checkpoint_folder, metrics_file
 
 _MOMENTS = ("exp_avg", "momentum_buffer")
@@ -143,13 +143,14 @@ def _of_key(states: Mapping[str, Sequence[Mapping[str, Tensor]]], key: str) -> d
 
 
 def _parameter_states(saved: SavedRun) -> dict[str, list[dict[str, Tensor]]]:
-    """Weight and moments of each whole parameter, in the order of the layers.
+    """Weight and moments of each whole parameter that is trained, in the order of the layers.
 
     A parameter that tensor parallelism cuts has one copy on each pipeline stage that holds it, any other has one on
     each tensor-parallel rank of those. The vocabulary is without its padding.
     """
     config = saved.whole_model_config()
-    specs = architecture_of(config).named_parameters(config)
+    named = architecture_of(config).named_parameters(config)
+    specs = {name: spec for name, spec in named.items() if is_trained(config, name)}
     states: dict[str, list[dict[str, Tensor]]] = {name: [] for name in specs}
     for states_of_stage in stage_states(saved):
         for name, parts in states_of_stage.items():

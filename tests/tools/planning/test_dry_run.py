@@ -22,6 +22,7 @@ LAYOUTS = [
     "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-partition parameters",
     "--pipe-parallel-size 3 --pipeline-partition 1,3,0 --zero-stage 1",
     "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 4 --zero-stage 1",
+    "--lora-rank 4 --bf16 --model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1",
     "--fp16 --zero-stage 1 --max-position-embeddings 100 --make-vocab-size-divisible-by 7",
 ]
 

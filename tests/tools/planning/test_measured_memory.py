@@ -39,6 +39,8 @@ LLAMA_ON_ONE = [
     f"{STILL} {LLAMA}",
     f"{STILL} {LLAMA} --num-query-groups 2 --bf16 --zero-stage 1 {BUCKET}",
     f"{STILL} {LLAMA} --num-query-groups 2 --kv-channels 24 --qk-layernorm",
+    f"{STILL} {LLAMA} --lora-rank 4 --lora-target dense_4h_to_h",
+    f"{STILL} {LLAMA} --lora-rank 4 --lora-dropout 0.1 --bf16 --zero-stage 1 {BUCKET}",
 ]
 ON_TWO = [
     f"{STILL} --zero-stage 0",
@@ -58,6 +60,8 @@ ON_TWO = [
     f"{STILL} --bf16 --zero-stage 3 {BUCKET}",
     f"{STILL} --zero-stage 3 {BUCKET}",
     f"{STILL} {LLAMA} --num-query-groups 1 --model-parallel-size 2 --sequence-parallel",
+    f"{STILL} --lora-rank 4 --zero-stage 2 {BUCKET}",
+    f"{STILL} --lora-rank 4 --bf16 --zero-stage 3 {BUCKET}",
 ]
 
 
