@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import repeat
 from typing import Any
+from unittest.mock import patch
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.measures.shapes import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
@@ -54,7 +56,7 @@ def bare_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Te
     )
     targets = labels, torch.full(labels.shape, 1 / labels.numel())
     if run.parallel.uses_pipeline:
-        return lambda: engine.train_batch(repeat((tokens, targets)))
+        return _with_torchs_collectives(lambda: engine.train_batch(repeat((tokens, targets))))
 
     def step() -> None:
         for _ in range(micro_batches):
@@ -68,4 +70,15 @@ def bare_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Te
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
 
-    return step_reduced_once if run.coalesces_grad_reduction else step
+    return _with_torchs_collectives(step_reduced_once if run.coalesces_grad_reduction else step)
+
+
+def _with_torchs_collectives(step: Callable[[], Any]) -> Callable[[], Any]:
+    """``step``, in which DeepSpeed communicates as it does by itself."""
+    torchs = {"all_gather_function": dist.all_gather_into_tensor, "reduce_scatter_function": dist.reduce_scatter_tensor}
+
+    def run_step() -> Any:
+        with patch.multiple(deepspeed.comm.comm.cdb, **torchs):
+            return step()
+
+    return run_step

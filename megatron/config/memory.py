@@ -34,6 +34,10 @@ class PrecisionConfig:
         return "fp16" if self.fp16 else "bf16" if self.bf16 else "fp32"
 
 
+DEFAULT_REDUCE_BUCKET = 500_000_000
+"""DeepSpeed's number of elements that are reduced at a time."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ZeroConfig:
     """ZeRO: sharding over the data-parallel ranks (arXiv 1910.02054), and offload."""
@@ -58,7 +62,7 @@ class ZeroConfig:
     )
     zero_reduce_bucket_size: float = flag(
         0.0,
-        "Number of elements reduced at a time; 0 uses DeepSpeed's default.",
+        "Number of elements reduced at a time, at most those of the model; 0 uses DeepSpeed's default.",
         aliases=("ddp-bucket-size",),
         within="[0, 9007199254740992]",
     )

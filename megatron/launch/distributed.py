@@ -23,6 +23,7 @@ from megatron.parallel.deepspeed_compat import (
     limit_groups_of_deepspeed,
     silence_known_warnings,
 )
+from megatron.parallel.deepspeed_compat.gloo import exchange_shards_directly
 from megatron.parallel.layout import ParallelLayout
 
 _SHOWN = 16
@@ -58,6 +59,8 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     with deepspeed_silenced(verbose):
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
         limit_groups_of_deepspeed(timeout)
+        if backend == "gloo" and on_one_host(os.environ):
+            exchange_shards_directly()
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         layout = ParallelLayout.create(parallel)
     yield layout

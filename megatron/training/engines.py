@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import deepspeed
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.optimizer_state import accept_any_adam
 from megatron.checkpoint.reshard import master_weights
 from megatron.config import OptimConfig, RunConfig, TrainConfig
+from megatron.config.memory import DEFAULT_REDUCE_BUCKET
 from megatron.data.loader import Batch
 from megatron.model.architectures import architecture_of
 from megatron.model.containers import DualPipeVModel, Layers, LossFn, PipelinedModel, SequentialModel, loss_parts
@@ -26,6 +28,7 @@ from megatron.parallel.deepspeed_compat.engine import (
     skip_reduction_of_one_rank,
     start_backward_timers_once,
 )
+from megatron.parallel.deepspeed_compat.gloo import reduce_to_owners
 from megatron.parallel.deepspeed_compat.gradients import (
     clip_by_model_norm,
     keep_loss_scale_within_step,
@@ -69,6 +72,8 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
         for weight in module.parameters():
             accumulate_in_place(weight)
     groups = parameter_groups(module, run)
+    if run.zero.zero_stage > 0:
+        ds_config = _with_bucket_of_model(ds_config, module)
     optimizer = client_optimizer(run, module, groups, layout)
     if optimizer is not None:
         del ds_config["optimizer"]
@@ -91,6 +96,7 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     if run.zero.zero_stage == 0:
         clip_by_model_norm(engine, layout)
     else:
+        reduce_to_owners(engine)
         measure_norm_by_blocks(engine.optimizer)
         keep_loss_scale_within_step(engine.optimizer)
     return engine
@@ -125,6 +131,18 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
         if provider is not None:
             return provider.module(run, layout)
         return SequentialModel(*layers_and_loss(), run.activation)
+
+
+def _with_bucket_of_model(ds_config: dict[str, Any], module: nn.Module) -> dict[str, Any]:
+    """``ds_config`` with a bucket for the reduction of gradients that is no larger than the model.
+
+    DeepSpeed allocates all of it, and on the CPU maps that much memory anew in every step.
+    """
+    zero = ds_config["zero_optimization"]
+    trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+    elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained)
+    bucket = min(int(zero.get("reduce_bucket_size", DEFAULT_REDUCE_BUCKET)), elements)
+    return ds_config | {"zero_optimization": {**zero, "reduce_bucket_size": bucket}}
 
 
 def annealing_lr(

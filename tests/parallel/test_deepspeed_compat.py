@@ -6,6 +6,7 @@ import types
 import deepspeed
 import pytest
 import torch
+from deepspeed.comm.torch import TorchBackend
 from deepspeed.pipe import PipelineModule
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -110,6 +111,10 @@ def _train_with_version(words: list[str], version: str) -> str:
         (DeepSpeedEngine, "_flush_coalesced_reduction_zero3"),
         (DeepSpeedEngine, "clip_fp32_gradients"),
         (DeepSpeedEngine, "_copy_recovery_script"),
+        (TorchBackend, "get_all_gather_function"),
+        (TorchBackend, "get_reduce_scatter_function"),
+        (DeepSpeedZeroOptimizer, "allreduce_and_scatter"),
+        (DeepSpeedZeroOptimizer, "_add_to_grad_partition_buffer"),
         (DeepSpeedZeroOptimizer, "get_grad_norm_direct"),
         (DeepSpeedZeroOptimizer, "_update_scale"),
         (DeepSpeedZeroOptimizer, "get_gradient_for_reduction"),
@@ -135,3 +140,33 @@ def test_optimizer_shards_are_saved_again_afterwards() -> None:
     with optimizer_shards_not_saved(engine):
         assert not engine.save_zero_checkpoint
     assert engine.save_zero_checkpoint
+
+
+def test_shards_are_exchanged_directly_as_torch_exchanges_them(run_ranks) -> None:
+    """Four ranks; the rank's own part lies within the whole tensor, as DeepSpeed has it, and beside it."""
+    assert all(run_ranks(4, _exchanges_agree))
+
+
+def _exchanges_agree() -> bool:
+    import torch.distributed as dist
+
+    from megatron.parallel.deepspeed_compat.gloo import all_gather, reduce_scatter
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(rank)
+    for dtype, is_async in ((torch.float32, False), (torch.bfloat16, True)):
+        whole = torch.randint(-8, 8, (size * 5,)).to(dtype)  # sums are exact
+        total, part = torch.empty(5, dtype=dtype), torch.empty(5, dtype=dtype)
+        dist.reduce_scatter_tensor(total, whole.clone())
+        reduce_scatter(part, whole)
+        within = whole.chunk(size)[rank]
+        reduce_scatter(within, whole)
+        assert part.equal(total) and within.equal(total)
+        expected, found = torch.empty(size * 5, dtype=dtype), torch.empty(size * 5, dtype=dtype)
+        dist.all_gather_into_tensor(expected, part)
+        inside = found.chunk(size)[rank].copy_(part)
+        work = all_gather(found, inside if is_async else part, async_op=is_async)
+        if is_async:
+            work.wait()
+        assert found.equal(expected)
+    return True

@@ -13,6 +13,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megatron.config import RunConfig
+from megatron.config.memory import DEFAULT_REDUCE_BUCKET
 from megatron.model.spec import is_trained
 from megatron.parallel.pipeline.partition import Stage, plan
 
@@ -73,7 +74,6 @@ _COUNTER = 4
 """Bytes in which torch's Adam counts the steps of each of its tensors."""
 
 # DeepSpeed's defaults.
-_BUCKET = 500_000_000
 _PERSISTENT = 100_000
 _LIVE = 1_000_000_000
 _SUB_GROUP = 1_000_000_000
@@ -188,15 +188,17 @@ def _buffers(run: RunConfig, weights: Sequence[Weight]) -> int:
         return 0
     if zero.zero_stage == 3:
         passing = sum(weight.numel for weight in weights if weight.numel > _persistent(run))
-        return (_bucket(run) + min(passing, _setting(run, "stage3_max_live_parameters", _LIVE))) * bytes_of(run)
+        gathered = min(passing, _setting(run, "stage3_max_live_parameters", _LIVE))
+        return (_bucket(run, weights) + gathered) * bytes_of(run)
     copies = 2 if zero.zero_overlap_comm else 1
     has_bucket = zero.zero_contiguous_gradients and not run.coalesces_grad_reduction
-    return copies * _bucket(run) * bytes_of(run) if has_bucket else 0
+    return copies * _bucket(run, weights) * bytes_of(run) if has_bucket else 0
 
 
-def _bucket(run: RunConfig) -> int:
+def _bucket(run: RunConfig, weights: Sequence[Weight]) -> int:
     """Elements that are reduced at a time."""
-    return int(run.zero.zero_reduce_bucket_size) or _setting(run, "reduce_bucket_size", _BUCKET)
+    bucket = int(run.zero.zero_reduce_bucket_size) or _setting(run, "reduce_bucket_size", DEFAULT_REDUCE_BUCKET)
+    return min(bucket, numel(trained(weights)))
 
 
 def _step(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
@@ -209,8 +211,8 @@ def _step(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
         return step
     whole, reduced = numel(weights) * bytes_of(run), _reduced_gradients(run, weights, owner)
     if run.zero.zero_stage == 3:
-        return max(min(_bucket(run) * bytes_of(run), whole), step - whole)
-    return max(_bucket(run) * bytes_of(run) + reduced, step + reduced - whole)
+        return max(_bucket(run, weights) * bytes_of(run), step - whole)
+    return max(_bucket(run, weights) * bytes_of(run) + reduced, step + reduced - whole)
 
 
 def _optimizer_step(run: RunConfig, weights: Sequence[Weight]) -> int:
