@@ -1,4 +1,4 @@
-"""New files that are on disk when they are closed, with their SHA-256; and disk space. No torch here.
+"""New files that are on disk when they are closed, with their hashes; and disk space. No torch here.
 
 Files are created, never opened: an existing name, even a symbolic link, is an error. Permissions are those of
 ``megatron.launch.files``.
@@ -8,11 +8,14 @@ import errno
 import hashlib
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Thread
 from typing import NamedTuple
+
+from xxhash import xxh3_128, xxh3_128_digest
 
 from megatron.config.errors import CheckpointError, ResourceError
 from megatron.config.reading import regular
@@ -20,39 +23,70 @@ from megatron.launch.files import file_mode, folder_mode, replace_file, sync_fol
 
 SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
 _BLOCK = 1 << 20
+_BLOCKS = 8
+"""Blocks of a new file in memory."""
+_READERS = min(4, len(os.sched_getaffinity(0)))
+"""Threads that verify a file."""
+_Block = tuple[memoryview, tuple["Future[None]", ...]]
+"""Memory of a block, and the threads that still use its content."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Record(NamedTuple):
-    """Size and hash of a file's content."""
+    """Size and hashes of a file's content."""
 
     size: int
     sha256: str
+    xxh128: str | None = None
+    """XXH3-128 of the digests by XXH3-128 of all blocks of 1 MiB: ten times faster to verify, and by several threads.
+    None in checkpoints of earlier versions."""
 
 
 class NewFile:
-    """A file to write from beginning to end, for ``torch.save``."""
+    """A file to write from beginning to end, for ``torch.save``.
+
+    Blocks are hashed and written by two threads while the next one is collected. Each is sent to disk immediately, so
+    that little is left to flush in the end.
+    """
 
     def __init__(self, path: Path):
-        self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode()), "wb", buffering=_BLOCK)
-        self._digest, self._size = hashlib.sha256(), 0
+        self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode()), "wb")
+        self._sha256, self._xxh128, self._size = hashlib.sha256(), xxh3_128(), 0
+        self._threads = ThreadPoolExecutor(1, "hash"), ThreadPoolExecutor(1, "write")
+        self._blocks = deque[_Block]((memoryview(bytearray(_BLOCK)), ()) for _ in range(_BLOCKS))
+        self._filled = 0
         self._error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         """Write all of ``data``. An OSError is raised by ``close()``: torch would raise its own instead."""
+        rest = memoryview(data)
+        while rest:
+            count = min(len(rest), _BLOCK - self._filled)
+            self._blocks[0][0][self._filled : self._filled + count] = rest[:count]
+            self._filled, rest = self._filled + count, rest[count:]
+            if self._filled == _BLOCK:
+                self._hand_over()
+        return len(data)
+
+    def _hand_over(self) -> None:
+        """Have the collected block hashed and written, and wait until the next one is free."""
+        block, _ = self._blocks.popleft()
+        content, self._filled = block[: self._filled], 0
+        hashing, writing = self._threads
+        users = hashing.submit(self._sha256.update, content), writing.submit(self._store, content)
+        self._blocks.append((block, users))
+        _wait(self._blocks[0])
+
+    def _store(self, block: memoryview) -> None:
+        self._xxh128.update(xxh3_128_digest(block))
+        self._size += len(block)
         if self._error is None:
-            # Both release the interpreter lock, so that each can use a core. A small block takes less than a thread.
-            is_large = len(data) >= _BLOCK
-            hashing = Thread(target=self._digest.update, args=(data,))
-            hashing.start() if is_large else hashing.run()
             try:
-                self._file.write(data)
+                self._file.write(block)
+                # Starts to write the block to disk, in the background; what is not there yet stays in memory.
+                os.posix_fadvise(self._file.fileno(), self._size - len(block), len(block), os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 self._error = error
-            if is_large:
-                hashing.join()
-            self._size += len(data)
-        return len(data)
 
     def flush(self) -> None:
         """Do nothing: ``close()`` flushes."""
@@ -60,14 +94,25 @@ class NewFile:
     def close(self) -> Record:
         """Flush everything to disk. Raises OSError if any of it could not be written."""
         try:
+            if self._filled:
+                self._hand_over()
+            for block in self._blocks:
+                _wait(block)
             if self._error is not None:
                 raise self._error
             self._file.flush()
             os.fsync(self._file.fileno())
         finally:
+            for thread in self._threads:
+                thread.shutdown()
             with suppress(OSError):  # if the buffer cannot be written, closing tries again
                 self._file.close()
-        return Record(self._size, self._digest.hexdigest())
+        return Record(self._size, self._sha256.hexdigest(), self._xxh128.hexdigest())
+
+
+def _wait(block: _Block) -> None:
+    for user in block[1]:
+        user.result()
 
 
 def write_text(path: Path, text: str) -> Record:
@@ -93,12 +138,27 @@ def make_folder(path: Path) -> None:
 
 def record_of(path: Path) -> Record:
     """The record of an existing file. Raises OSError if it cannot be read."""
-    digest, size, block = hashlib.sha256(), 0, memoryview(bytearray(_BLOCK))
+    return Record(path.stat().st_size, sha256_of(path), xxh128_of(path))
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file. Raises OSError if it cannot be read."""
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
     with open(path, "rb", buffering=0, opener=regular) as file:
         while count := file.readinto(block):
             digest.update(block[:count])
-            size += count
-    return Record(size, digest.hexdigest())
+    return digest.hexdigest()
+
+
+def xxh128_of(path: Path) -> str:
+    """``Record.xxh128`` of a file. Raises OSError if it cannot be read."""
+    with open(path, "rb", buffering=0, opener=regular) as file, ThreadPoolExecutor(_READERS, "read") as threads:
+
+        def digest(offset: int) -> bytes:
+            return xxh3_128_digest(os.pread(file.fileno(), _BLOCK, offset))
+
+        offsets = range(0, os.fstat(file.fileno()).st_size, _BLOCK)
+        return xxh3_128(b"".join(threads.map(digest, offsets))).hexdigest()
 
 
 def check_disk_space(folder: Path, what: str, size: int, advice: str = SAVE_ADVICE) -> None:

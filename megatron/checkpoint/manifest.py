@@ -1,8 +1,10 @@
-"""``manifest.json``: size and SHA-256 of each file of a checkpoint. It is written last, so it marks a complete one.
+"""``manifest.json``: size and hashes of each file of a checkpoint. It is written last, so it marks a complete one.
 
 No torch here.
 
-{"format": 1, "files": {"run.json": {"size": 4096, "sha256": "…"}, …}, "sha256": "… of format and files"}
+{"format": 1, "files": {"run.json": {"size": 4096, "sha256": "…", "xxh128": "…"}, …}, "sha256": "… of format and files"}
+
+Verification compares ``xxh128``, described in files.py; checkpoints of earlier versions have ``sha256`` alone.
 """
 
 import hashlib
@@ -13,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megatron.checkpoint.files import Record, record_of, write_text
+from megatron.checkpoint.files import Record, record_of, sha256_of, write_text, xxh128_of
 from megatron.config.errors import CheckpointError
 from megatron.config.reading import read_bytes
 from megatron.launch.files import sync, sync_folder
@@ -44,7 +46,10 @@ def read_manifest(tag_folder: Path) -> Manifest:
         text = read_bytes(file).decode("utf-8")
         content = json.loads(text)
         form = content["format"]
-        records = {name: Record(entry["size"], entry["sha256"]) for name, entry in content["files"].items()}
+        records = {
+            name: Record(entry["size"], entry["sha256"], entry.get("xxh128"))
+            for name, entry in content["files"].items()
+        }
     except FileNotFoundError:
         raise CheckpointError(
             f"{tag_folder} has no {MANIFEST}, which is written last: the save was interrupted, or another program "
@@ -68,7 +73,8 @@ def _is_possible(entry: tuple[str, Record]) -> bool:
     name, record = entry
     path = PurePosixPath(name)
     is_inside = name.isprintable() and not path.is_absolute() and ".." not in path.parts
-    return is_inside and type(record.size) is int and record.size >= 0 and isinstance(record.sha256, str)
+    has_hashes = isinstance(record.sha256, str) and isinstance(record.xxh128, str | None)
+    return is_inside and has_hashes and type(record.size) is int and record.size >= 0
 
 
 def check_sizes(tag_folder: Path, manifest: Manifest) -> None:
@@ -82,13 +88,13 @@ def check_sizes(tag_folder: Path, manifest: Manifest) -> None:
 
 
 def check_content(file: Path, record: Record) -> None:
-    """Raises CheckpointError if ``file`` is missing, or its size or SHA-256 is not that of ``record``."""
+    """Raises CheckpointError if ``file`` is missing, or its size or content is not that of ``record``."""
     _check_size(file, record)
     try:
-        found = record_of(file)
+        is_same = xxh128_of(file) == record.xxh128 if record.xxh128 else sha256_of(file) == record.sha256
     except OSError as error:
         raise CheckpointError(_unreadable(file, error)) from None
-    if found != record:
+    if not is_same:
         raise CheckpointError(f"{file} is damaged: its SHA-256 differs from the one saved in {MANIFEST}")
 
 
@@ -111,7 +117,10 @@ def _unreadable(file: Path, error: OSError) -> str:
 
 
 def _render(records: Manifest) -> str:
-    files = {name: records[name]._asdict() for name in sorted(records)}
+    files = {
+        name: {key: value for key, value in records[name]._asdict().items() if value is not None}
+        for name in sorted(records)
+    }
     content: dict[str, Any] = {"format": FORMAT, "files": files}
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return json.dumps({**content, "sha256": digest}, indent=1) + "\n"

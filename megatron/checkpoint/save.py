@@ -25,14 +25,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
-from megatron.checkpoint.files import check_disk_space, disk_errors, make_folder, replace_text
+from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.optimizer_state import optimizer_name
 from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.saved_run import describe
-from megatron.checkpoint.tensor_files import read_checked_file, write_file
+from megatron.checkpoint.tensor_files import read_file, write_file
 from megatron.checkpoint.universal import conversion_info
 from megatron.config import RunConfig
 from megatron.config.command_line.settings_file import KEPT, settings_text
@@ -47,16 +47,20 @@ StateFile = tuple[Path, Any]
 class EngineFiles(CheckpointEngine):
     """DeepSpeed's checkpoint engine that keeps what is saved in memory for a writer, and loads without running code.
 
-    With ``copies`` it keeps copies in host memory, so that training can continue.
+    With ``copies`` it keeps copies in host memory, so that training can continue. Their memory is used again.
     """
 
     def __init__(self, *, copies: bool):
         super().__init__()
-        self._copies, self._kept = copies, list[StateFile]()
+        self._copies, self._kept, self._used = copies, list[StateFile](), dict[str, list[Tensor]]()
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Keep ``state_dict`` for the file ``path``."""
-        self._kept.append((Path(path), in_host_memory(state_dict) if self._copies else state_dict))
+        """Keep ``state_dict`` for the file ``path``. The file of that name before it must have been written."""
+        if self._copies:
+            name = Path(path).name
+            state_dict = in_host_memory(state_dict, self._used.get(name, []))
+            self._used[name] = _tensors(state_dict)
+        self._kept.append((Path(path), state_dict))
 
     def take(self) -> list[StateFile]:
         """Everything kept since the last call."""
@@ -64,8 +68,14 @@ class EngineFiles(CheckpointEngine):
         return kept
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of ``path``, on the CPU."""
-        return read_checked_file(Path(path))
+        """The content of ``path``, on the CPU, after a comparison with the manifest.
+
+        Weights are still in the file, and read when they are copied into the model. DeepSpeed keeps other tensors.
+        """
+        content = read_file(Path(path), mapped=True)
+        if Path(path).name.startswith("layer_"):
+            return content
+        return {key: value if key == "module" else in_host_memory(value) for key, value in content.items()}
 
     def preserves_storage_sharing(self) -> bool:
         """Whether DeepSpeed has to copy views, or their whole storage is saved. Copies made here are no views."""
@@ -83,19 +93,29 @@ class EngineFiles(CheckpointEngine):
         return True
 
 
-def in_host_memory(item: Any) -> Any:
-    """A copy of ``item``, its tensors in host memory."""
+def in_host_memory(item: Any, used: Sequence[Tensor] = ()) -> Any:
+    """A copy of ``item``, its tensors in host memory: that of ``used`` tensors where they have the same shapes."""
+    memory = iter(used)
 
     def copied(leaf: Any) -> Any:
-        return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        into = next(memory, None)
+        if into is not None and (into.shape, into.stride(), into.dtype) == (leaf.shape, leaf.stride(), leaf.dtype):
+            return into.copy_(leaf.detach())
+        return leaf.detach().to("cpu", copy=True)
 
     return tree_map(copied, item, is_leaf=lambda part: isinstance(part, torch.Size))  # otherwise a plain tuple there
 
 
 def bytes_of(item: Any) -> int:
     """Bytes of the tensors in ``item`` in a file. Each storage counts once."""
-    storages = [leaf.untyped_storage() for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
+    storages = [tensor.untyped_storage() for tensor in _tensors(item)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(item: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -279,6 +299,8 @@ class Checkpointer:
             self._log(f"  warning: {error}; training continues")
 
 
+_AT_ONCE = 2
+"""Files that a rank writes at a time."""
 _FILE_OVERHEAD = 1 << 16
 """Approximate bytes of a file besides its tensors."""
 
@@ -288,9 +310,12 @@ def _name(iteration: int) -> str:
 
 
 def _write(files: list[StateFile], folder: Path, stop: Event) -> Manifest:
-    """Write one file after the other, and free its content."""
-    records = {}
-    while files and not stop.is_set():
-        path, state = files.pop()
-        records[path.relative_to(folder).as_posix()] = write_file(path, state)
-    return records
+    """Write the files, several at a time, and free the content of each."""
+
+    def write(path: Path, state: Any) -> Record | None:
+        return None if stop.is_set() else write_file(path, state)
+
+    with ThreadPoolExecutor(_AT_ONCE, "file") as writers:
+        written = {path.relative_to(folder).as_posix(): writers.submit(write, path, state) for path, state in files}
+        files.clear()
+    return {name: record for name, future in written.items() if (record := future.result()) is not None}

@@ -60,7 +60,7 @@ _noting: list[list[Path]] = []
 
 
 def read_checked_file(path: Path, *, mapped: bool = False) -> Any:
-    """The same for a file whose SHA-256 was compared before."""
+    """The same for a file whose hash was compared before."""
     for files in _noting:
         files.append(path)
     try:

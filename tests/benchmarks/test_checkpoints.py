@@ -10,8 +10,14 @@ TINY = Shape(layers=1, hidden=32, heads=2, sequence=16, batch=1, vocabulary=128)
 def test_every_variant_is_measured(run_ranks_once, tmp_path: Path) -> None:
     (peers,) = run_ranks_once(1, measure_tiny, str(tmp_path))
     assert peers == {
-        "save": {"raw bytes and fsync", "safetensors and fsync", "torch.save and fsync"},
-        "load": {"safetensors", "torch.load", "reading bytes"},
+        "save": {
+            "raw bytes and fsync",
+            "safetensors and fsync",
+            "torch.save and fsync",
+            "torch.save alone, without a disk",
+            "SHA-256 alone",
+        },
+        "load": {"safetensors", "safetensors after xxHash", "torch.load", "reading bytes"},
         "load without SHA-256": {"safetensors"},
         "load from a cold cache": {"reading bytes"},
         "--async-save": {"a synchronous save"},

@@ -1,6 +1,8 @@
 """Adding and removing checkpoints on disk: interrupted at any step, no earlier checkpoint is lost."""
 
+import hashlib
 import os
+import random
 import shutil
 import sys
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint import tracker
-from megatron.checkpoint.files import replace_text, write_text
+from megatron.checkpoint.files import NewFile, Record, record_of, replace_text, write_text
 from megatron.checkpoint.manifest import check_content, read_manifest
 from megatron.checkpoint.tracker import newest
 from megatron.config import CheckpointConfig
@@ -207,3 +209,25 @@ def test_text_is_replaced_atomically(tmp_path: Path) -> None:
     replace_text(tmp_path / "latest", "global_step2")
     assert [path.name for path in tmp_path.iterdir()] == ["latest"]
     assert (tmp_path / "latest").read_text() == "global_step2"
+
+
+def test_a_flipped_bit_in_any_block_is_found(tmp_path: Path) -> None:
+    """Also in checkpoints of earlier versions, which have no xxh128; and blocks that are exchanged."""
+    path, block = tmp_path / "large.pt", 1 << 20
+    content = random.Random(1).randbytes(3 * block + 5)
+    file = NewFile(path)
+    for begin, end in ((0, 7), (7, 2 * block + 7), (2 * block + 7, len(content))):
+        file.write(memoryview(content)[begin:end])
+    record = file.close()
+    assert path.read_bytes() == content and record == record_of(path)
+    assert record.sha256 == hashlib.sha256(content).hexdigest()
+    changes = [content[block : 2 * block] + content[:block] + content[2 * block :]]
+    for position in (0, block - 1, block, 2 * block + 100, len(content) - 1):
+        changes.append(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+    for known in (record, Record(record.size, record.sha256)):
+        path.write_bytes(content)
+        check_content(path, known)
+        for changed in changes:
+            path.write_bytes(changed)
+            with pytest.raises(CheckpointError, match=f"{path} is damaged"):
+                check_content(path, known)

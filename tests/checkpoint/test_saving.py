@@ -12,7 +12,7 @@ import torch
 from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 from support.training import RankTraining
 
-from megatron.checkpoint.save import bytes_of, in_host_memory
+from megatron.checkpoint.save import EngineFiles, bytes_of, in_host_memory
 from megatron.config.command_line import parse_run
 
 SETTINGS = "--batch-size 2 --gas 2 --eval-iters 0 --save-interval 1".split()
@@ -147,3 +147,21 @@ def test_copies_share_nothing_with_the_state() -> None:
     assert copy["whole"].tolist() == list(range(10)) and copy["part"].tolist() == [2, 3]
     assert copy["kept"]["deep"][0][1].tolist() == list(range(10))
     assert copy["shapes"] == [torch.Size([2, 3])] and isinstance(copy["shapes"][0], torch.Size)
+
+
+def test_copies_use_the_memory_of_earlier_ones() -> None:
+    used = [torch.zeros(2, 3), torch.zeros(4), torch.zeros(5, dtype=torch.bfloat16)]
+    state = {"same": torch.ones(2, 3), "of another shape": torch.ones(5), "of another type": torch.ones(5)}
+    copy = in_host_memory(state, used)
+    assert all(torch.equal(copy[name], tensor) for name, tensor in state.items())
+    assert copy["same"] is used[0] and not any(tensor.any() for tensor in used[1:])
+
+
+def test_what_deepspeed_keeps_does_not_depend_on_the_file(tmp_path: Path) -> None:
+    """Weights are read from it when they are copied; the optimizer's tensors become those of the run."""
+    path = tmp_path / "mp_rank_00_model_states.pt"
+    torch.save({"module": {"weight": torch.ones(1000)}, "optimizer": {"state": {0: torch.ones(1000)}}}, path)
+    content = EngineFiles(copies=False).load(str(path))
+    with open(path, "r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert content["optimizer"]["state"][0].all() and not content["module"]["weight"].any()

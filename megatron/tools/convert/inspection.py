@@ -117,7 +117,7 @@ def verify_weights(saved: SavedRun) -> None:
 
 
 def verify(tag_folder: Path, pattern: str = "*") -> str:
-    """Compare the files that match ``pattern`` with the sizes and SHA-256 in the manifest. Returns a summary.
+    """Compare the files that match ``pattern`` with the sizes and hashes in the manifest. Returns a summary.
 
     Raises CheckpointError with a line for each file that is missing or damaged.
     """
