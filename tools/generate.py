@@ -1,4 +1,4 @@
-"""Continue prompts with a model: a checkpoint of any layout, merged weights, or a Hugging Face GPT-2.
+"""Continue prompts with a model: a checkpoint of any layout, merged weights, or a Hugging Face folder.
 
     python tools/generate.py --load checkpoints/my --prompt "Once upon a time" --temperature 0.8 --top-k 40
     python tools/generate.py --load checkpoints/my --sample-input-file in.jsonl --sample-output-file out.jsonl

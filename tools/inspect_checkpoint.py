@@ -3,7 +3,7 @@
     python tools/inspect_checkpoint.py checkpoints/my
     python tools/inspect_checkpoint.py --diff checkpoints/my checkpoints/other
 
-A path is a folder of checkpoints, one tag of it, a universal checkpoint, merged weights, or a Hugging Face GPT-2.
+A path is a folder of checkpoints, one tag of it, a universal checkpoint, merged weights, or a Hugging Face folder.
 Two are compared tensor by tensor under the names of the plain engine, whatever their layouts: max |b - a|, and the
 same relative to max |a|.
 

@@ -3,7 +3,7 @@
     python tools/serve.py --load checkpoints/my
     deepspeed --num_gpus 2 tools/serve.py --load checkpoints/my
 
-The model is a checkpoint of any layout, merged weights or a Hugging Face GPT-2. Only this machine can connect, unless
+The model is a checkpoint of any layout, merged weights or a Hugging Face folder. Only this machine can connect, unless
 --host names another address. If --api-key-file or the variable SERVE_API_KEY holds a key, clients must send it. SIGTERM
 and Ctrl-C shut the server down cleanly. In names of flags, hyphens and underscores are the same.
 """

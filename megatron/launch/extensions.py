@@ -34,7 +34,8 @@ def build_extensions(run: RunConfig) -> None:
             "offload to nvme needs libaio, which is not found: install libaio-dev (libaio-devel), or offload to cpu"
         )
     names = ["ShareMemCommBuilder"] if get_accelerator().device_name() == "cpu" else []
-    if run.zero.offloads_optimizer and not run.zero.cpu_torch_adam:
+    is_adam = run.ds_config["optimizer"]["type"] in ("Adam", "AdamW")
+    if is_adam and run.zero.offloads_optimizer and not run.zero.cpu_torch_adam:
         names.append("CPUAdamBuilder")
     if run.zero.uses_nvme:
         names += ["PinMemoryBuilder", "AsyncIOBuilder"]

@@ -95,7 +95,10 @@ class HuggingFaceTokenizer(RustTokenizer):
 def checked_size(path: str, tokens: int, rows: int | None) -> int:
     """``rows``, or ``tokens`` if that is None. Raises DataError if there are fewer rows than tokens."""
     if rows is not None and rows < tokens:
-        raise DataError(f"--vocab-size {rows} is less than the {tokens} tokens of {path}: give {tokens} or more")
+        raise DataError(
+            f"{path} has {tokens} tokens, and the table of the model {rows} rows (--vocab-size): give the tokenizer of "
+            f"the model, or {tokens} rows or more"
+        )
     return tokens if rows is None else rows
 
 

@@ -197,7 +197,7 @@ def test_broken_files(tmp_path: Path, encoder: tokenizers.Tokenizer) -> None:
             build_tokenizer(HUGGINGFACE, str(path), None)
         assert "\n" not in str(caught.value)
     path.write_text(encoder.to_str())
-    with pytest.raises(DataError, match="--vocab-size 353 is less than the 354 tokens of"):
+    with pytest.raises(DataError, match="has 354 tokens, and the table of the model 353 rows"):
         build_tokenizer(HUGGINGFACE, str(path), None, 353, "<think>")
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(DataError, match="config.json: not JSON"):

@@ -167,6 +167,10 @@ def test_files_are_checked_before_training(folders, tmp_path: Path):
     larger = replace(run, data=replace(run.data, vocab_size=91))
     with pytest.raises(CheckpointError, match="its table has 90 rows, and the tokenizer 91 tokens"):
         check(larger)
-    next(folder.glob("model-00002-*")).unlink()
+    (shard,) = folder.glob("model-00002-*")
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=f"{shard.name} is not a complete safetensors file"):
+        check(run)
+    shard.unlink()
     with pytest.raises(CheckpointError, match="names the file 'model-00002-of-"):
         check(run)

@@ -1,6 +1,7 @@
 """Optimizers beside Adam: they learn, compute the same on every layout, and resume on another one."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,64 +29,62 @@ FLAGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def one_process(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """``one_process(optimizer)``: the metrics of a run on one process, and its checkpoint of iteration 3."""
-    folders: dict[str, Path] = {}
+ONE = (1, "")
+"""Processes and layout."""
 
-    def folder(optimizer: str) -> Path:
-        if optimizer not in folders:
-            folders[optimizer] = tmp_path_factory.mktemp(optimizer)
-            words = (*SETTINGS, *FLAGS[optimizer].split(), "--save-interval", SAVED)
-            train_in_ranks.into_folder(folders[optimizer], 1, *words)
-            publish(folders[optimizer] / "checkpoint", f"global_step{SAVED}", SAVED)
-        return folders[optimizer]
+
+@pytest.fixture(scope="module")
+def trained(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``trained(optimizer, processes, layout)``: the metrics of a run, and its checkpoint of iteration 3."""
+
+    @cache
+    def folder(optimizer: str, processes: int = 1, layout: str = "") -> Path:
+        place = tmp_path_factory.mktemp(optimizer)
+        words = (*SETTINGS, *FLAGS[optimizer].split(), *layout.split(), "--save-interval", SAVED)
+        train_in_ranks.into_folder(place, processes, *words)
+        publish(place / "checkpoint", f"global_step{SAVED}", SAVED)
+        return place
 
     return folder
 
 
-@pytest.fixture
-def losses(train_in_ranks: RankTraining, tmp_path: Path) -> Callable[..., list[float]]:
-    """The losses of a run with these flags."""
-
-    def run(processes: int, flags: str, *words: str | Path) -> list[float]:
-        train_in_ranks(processes, *SETTINGS, *flags.split(), *words, "--metrics-file", tmp_path / "metrics")
-        return [line["lm_loss"] for line in read_metrics(tmp_path / "metrics")]
-
-    return run
-
-
-LAYOUTS = [
-    ("sgd", 2, "--model-parallel-size 2 --zero-stage 1"),
-    ("lion", 2, "--pipe-parallel-size 2 --zero-stage 1"),
-    ("adafactor", 2, "--pipe-parallel-size 2"),
-    ("muon", 2, "--model-parallel-size 2"),
-    ("muon", 2, "--zero-stage 2"),
-    ("muon-whole-qkv", 2, "--pipe-parallel-size 2 --zero-stage 1"),
-]
-
-
-@pytest.mark.parametrize(("optimizer", "processes", "layout"), LAYOUTS)
-def test_a_layout_has_the_losses_of_one_process(losses, one_process, optimizer, processes, layout):
-    expected = [line["lm_loss"] for line in read_metrics(one_process(optimizer) / "metrics")]
-    assert expected[-1] < expected[0] - 0.1
-    assert losses(processes, f"{FLAGS[optimizer]} {layout}") == pytest.approx(expected, rel=1e-5)
+def losses(metrics: Path) -> list[float]:
+    return [line["lm_loss"] for line in read_metrics(metrics)]
 
 
 @pytest.mark.parametrize(
     ("optimizer", "processes", "layout"),
     [
-        ("sgd", 2, "--zero-stage 3"),
-        ("lion", 1, "--zero-stage 1"),
-        ("muon", 2, "--model-parallel-size 2 --zero-stage 1"),
-        ("muon", 1, ""),
+        ("sgd", 2, "--model-parallel-size 2 --zero-stage 1"),
+        ("lion", 2, "--pipe-parallel-size 2 --zero-stage 1"),
+        ("lion", 1, "--zero-stage 2 --offload-optimizer cpu"),
+        ("adafactor", 2, "--pipe-parallel-size 2"),
+        ("muon", 2, "--model-parallel-size 2"),
+        ("muon", 2, "--zero-stage 2"),
+        ("muon-whole-qkv", 2, "--pipe-parallel-size 2 --zero-stage 1"),
     ],
 )
-def test_a_run_resumes_on_another_layout(losses, one_process, optimizer, processes, layout):
-    source = one_process(optimizer)
-    expected = [line["lm_loss"] for line in read_metrics(source / "metrics")][SAVED:]
-    found = losses(processes, f"{FLAGS[optimizer]} {layout}", "--load", source / "checkpoint")
-    assert found == pytest.approx(expected, rel=1e-5)
+def test_a_layout_has_the_losses_of_one_process(trained, optimizer, processes, layout):
+    expected = losses(trained(optimizer) / "metrics")
+    assert expected[-1] < expected[0] - 0.1
+    assert losses(trained(optimizer, processes, layout) / "metrics") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "before", "processes", "layout"),
+    [
+        ("sgd", ONE, 2, "--zero-stage 3"),
+        ("lion", ONE, 1, "--zero-stage 1"),
+        ("muon", ONE, 2, "--model-parallel-size 2 --zero-stage 1"),
+        ("muon", ONE, 1, ""),
+        ("muon", (2, "--model-parallel-size 2"), 1, ""),
+    ],
+)
+def test_a_run_resumes_on_another_layout(train_in_ranks, trained, tmp_path, optimizer, before, processes, layout):
+    source, metrics = trained(optimizer, *before), tmp_path / "metrics"
+    words = [*SETTINGS, *FLAGS[optimizer].split(), *layout.split(), "--load", source / "checkpoint"]
+    train_in_ranks(processes, *words, "--metrics-file", metrics)
+    assert losses(metrics) == pytest.approx(losses(source / "metrics")[SAVED:], rel=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8)])

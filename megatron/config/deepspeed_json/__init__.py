@@ -35,6 +35,8 @@ _UNTESTED_WITH_ZERO = ("Lamb",)
 """Optimizers whose updates under ZeRO are not those without it, which DeepSpeed runs with the key above only."""
 _UNKNOWN_TO_ZERO = ("SGD", "Lion", "Muon")
 """Optimizers that DeepSpeed runs with that key only, too, and whose updates under ZeRO are right."""
+_FORCES_ITS_OWN = "zero_force_ds_cpu_optimizer"
+"""Whether DeepSpeed offloads its own optimizers only. Offloaded, Lion is ours."""
 _MONITORS = {"wandb": "wandb", "comet": "comet_ml", "tensorboard": "tensorboard"}
 """Sections of DeepSpeed's monitors, and the package that each imports."""
 _NEED_GPU = ("Lamb",)
@@ -184,6 +186,8 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
             params.setdefault("fused", True)  # one kernel for the whole step, on the CPU as well
     if run.zero.zero_stage > 0 and optimizer["type"] in _UNKNOWN_TO_ZERO:
         tree.setdefault(_ALLOWS_UNTESTED, True)
+    if run.zero.offloads_optimizer and optimizer["type"] == "Lion":
+        tree[_FORCES_ITS_OWN] = False
     if _whole_tensors(run.parallel):
         tree.setdefault("pipeline", {}).update(dict.fromkeys(_PARTITIONED, False))
     if run.observe.flops_profile_step is not None:
@@ -265,6 +269,10 @@ def _optimizer_conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapp
     if run.zero.zero_stage > 0 and name in may_need and not file.get(_ALLOWS_UNTESTED, name in _UNKNOWN_TO_ZERO):
         without = "--zero-stage 0" if run.precision.dtype == "fp32" else "fp32 at --zero-stage 0"
         problems.append(f'optimizer {name} is untested with ZeRO: use AdamW, {without}, or "{_ALLOWS_UNTESTED}": true')
+    if run.zero.offloads_optimizer and name == "Lion" and file.get(_FORCES_ITS_OWN):
+        problems.append(
+            f'"{_FORCES_ITS_OWN}": true excludes Lion with --offload-optimizer, which is not DeepSpeed\'s: remove it'
+        )
     if name in _NEED_GPU and run.parallel.device == "cpu" and not run.zero.offloads_optimizer:
         problems.append(f"optimizer {name} needs a GPU, and this host has none: use AdamW")
     of_adam = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_eps": "eps", "cpu_torch_adam": "torch_adam"}

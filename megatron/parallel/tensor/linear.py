@@ -118,7 +118,7 @@ def _async_sum(grad: Tensor, group: ProcessGroup | None, sequence_dim: int | Non
 
 def _weight_gradient(rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
     """rows [r, o], x [r, i] -> [o, i]; None if it was added to ``weight.grad``."""
-    if weight.grad is None or not getattr(weight, "accumulates_in_place", False):
+    if not getattr(weight, "accumulates_in_place", False) or weight.grad is None:
         return rows.t() @ x
     weight.grad.addmm_(rows.t(), x)
     return None

@@ -71,7 +71,7 @@ def _groups_by_shape(module: nn.Module) -> Groups:
 def client_optimizer(
     run: RunConfig, module: nn.Module, groups: Groups, layout: ParallelLayout
 ) -> torch.optim.Optimizer | None:
-    """The optimizer of ``run`` if DeepSpeed has none that fits: Muon, Lion on the CPU, and apex's fused Adam.
+    """The optimizer of ``run`` if DeepSpeed has none that fits: Muon, Lion that steps on the CPU, apex's fused Adam.
 
     None for the optimizer of the DeepSpeed config, which DeepSpeed makes.
     """
@@ -79,7 +79,7 @@ def client_optimizer(
     kind, params = optimizer.get("type"), optimizer.get("params", {})
     if kind == "Muon":
         return _muon(run, module, groups, layout, params)
-    if kind == "Lion" and run.parallel.device == "cpu" and not run.zero.offloads_optimizer:
+    if kind == "Lion" and (run.parallel.device == "cpu" or run.zero.offloads_optimizer):
         return Lion(groups, **params)
     if kind in ("Adam", "AdamW"):
         return _apex_adam(run, groups, kind, params)

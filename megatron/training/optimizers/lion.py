@@ -1,4 +1,4 @@
-"""Lion (arXiv 2302.06675) on any device; DeepSpeed's is for CUDA, or for an offloaded step."""
+"""Lion (arXiv 2302.06675) on any device. DeepSpeed's is for CUDA; its offloaded one keeps a second moment unused."""
 
 from collections.abc import Sequence
 from typing import Any

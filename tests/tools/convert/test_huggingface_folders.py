@@ -187,13 +187,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"tie_word_embeddings": True}, "lm_head.weight is another table than model.embed_tokens.weight"),
         ({"intermediate_size": 49}, "mlp.gate_proj.weight is [48, 32], and the model's [49, 32]"),
         ("a shard", "names the file 'model-00002-of-"),
+        ("the end of a shard", "is not a complete safetensors file"),
         ("the index", "neither model.safetensors nor pytorch_model.bin there"),
     ],
 )
 def test_mistakes(programs: Programs, whole: Path, tmp_path: Path, change: dict | str, message: str):
     source = shutil.copytree(whole, tmp_path / "source")
-    if isinstance(change, str):
-        next(source.glob("model-00002-*" if change == "a shard" else "*.index.json")).unlink()
+    (shard,), (index,) = source.glob("model-00002-*"), source.glob("*.index.json")
+    if change == "the end of a shard":
+        shard.write_bytes(shard.read_bytes()[:-8])
+    elif isinstance(change, str):
+        (shard if change == "a shard" else index).unlink()
     else:
         tree = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps(tree | change))

@@ -54,17 +54,9 @@ def tasks(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     tokenizer = GPT2Tokenizer.from_pretrained(place / "hf")
     texts = [json.loads(line)["text"] for line in (place / "lambada.jsonl").read_text().splitlines()]
 
-    def nll(tokens: list[int], predicted: int) -> tuple[float, bool]:
-        with torch.no_grad():
-            rows = model(torch.tensor([tokens[:-1]])).logits[0, -predicted:].double().log_softmax(-1)
-        target = torch.tensor(tokens[-predicted:])
-        return -rows.gather(1, target[:, None]).sum().item(), rows.argmax(-1).equal(target)
-
-    last = []
-    for text in texts:
-        context, target = (tokenizer(part)["input_ids"] for part in (text.rpartition(" ")[0], " " + text.split()[-1]))
-        last.append(nll([*context, *target][-49:], len(target)))
-    whole = sum(nll(part, predicted)[0] for text in texts for part, predicted in _parts(tokenizer(text)["input_ids"]))
+    whole = sum(
+        _nll(model, part, predicted)[0] for text in texts for part, predicted in _parts(tokenizer(text)["input_ids"])
+    )
     with open(folder / "continued.jsonl", "w") as file:
         for text in texts:
             tokens = torch.tensor([tokenizer(text)["input_ids"][-42:]])
@@ -75,11 +67,30 @@ def tasks(place: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         (folder / f"{name}.yaml").write_text(task.format(folder=place))
     (folder / "continued.yaml").write_text(CONTINUED.format(folder=folder, stop=STOP))
     return folder, {
-        "own_last_word perplexity": math.exp(sum(loss for loss, _ in last) / len(last)),
-        "own_last_word acc": sum(right for _, right in last) / len(last),
+        **_last_words(model, tokenizer, texts),
         "own_whole_text word_perplexity": math.exp(whole / sum(len(text.split()) for text in texts)),
         "own_continued exact_match": 1.0,
     }
+
+
+def _last_words(model: Any, tokenizer: Any, texts: list[str]) -> dict[str, float]:
+    """The perplexity and the accuracy of the last words."""
+    last = []
+    for text in texts:
+        context, target = (tokenizer(part)["input_ids"] for part in (text.rpartition(" ")[0], " " + text.split()[-1]))
+        last.append(_nll(model, [*context, *target][-49:], len(target)))
+    return {
+        "own_last_word perplexity": math.exp(sum(loss for loss, _ in last) / len(last)),
+        "own_last_word acc": sum(right for _, right in last) / len(last),
+    }
+
+
+@torch.no_grad()
+def _nll(model: Any, tokens: list[int], predicted: int) -> tuple[float, bool]:
+    """Minus the log probability of the last tokens, and whether each is the most likely one."""
+    rows = model(torch.tensor([tokens[:-1]])).logits[0, -predicted:].double().log_softmax(-1)
+    target = torch.tensor(tokens[-predicted:])
+    return -rows.gather(1, target[:, None]).sum().item(), rows.argmax(-1).equal(target)
 
 
 def _parts(ids: list[int]) -> list[tuple[list[int], int]]:
@@ -116,6 +127,25 @@ def test_results_are_those_of_transformers(run_ranks, place: Path, tasks, tmp_pa
         task, metric = name.split()
         if "continued" in asked or task != "own_continued":
             assert report["results"][task][f"{metric},none"] == pytest.approx(value, rel=1e-5), name
+
+
+def test_results_of_a_llama_are_those_of_transformers(run_ranks, place: Path, tasks, tmp_path: Path):
+    """With grouped queries and a published tokenizer."""
+    from transformers import GPT2Tokenizer, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=301, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=48, initializer_range=0.1, eos_token_id=300,
+    )  # fmt: skip
+    model, tokenizer = LlamaForCausalLM(config).eval(), GPT2Tokenizer.from_pretrained(place / "hf")
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "llama")
+    texts = [json.loads(line)["text"] for line in (place / "lambada.jsonl").read_text().splitlines()]
+    words = ["--load", str(tmp_path / "llama"), "--tasks", str(tasks[0] / "last.yaml"), "--model-parallel-size", "2"]
+    report, _ = run_ranks(2, ask_on_rank, words, str(tmp_path))
+    for name, value in _last_words(model, tokenizer, texts).items():
+        assert report["results"]["own_last_word"][f"{name.split()[1]},none"] == pytest.approx(value, rel=1e-5), name
 
 
 def test_harness_finds_the_model_by_name(programs, place: Path, tasks, tmp_path: Path):

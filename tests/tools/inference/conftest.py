@@ -45,6 +45,27 @@ def cut(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
+def llama(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a model of the Llama family with grouped queries."""
+    folder = tmp_path_factory.mktemp("llama")
+    settings = "--train-iters 2 --batch-size 4 --gas 1 --eval-iters 0 --init-method-std 0.2".split()
+    lengths = "--seq-length 64 --max-position-embeddings 128".split()
+    layers = "--num-query-groups 2 --normalization RMSNorm --swiglu --ffn-hidden-size 48 --disable-bias-linear"
+    ends = "--position-embedding-type rope --untie-embeddings-and-output-weights"
+    layout = "--model-parallel-size 2 --pipe-parallel-size 2".split()
+    train_in_ranks(4, *settings, *lengths, *layers.split(), *ends.split(), *layout, "--save", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def exported_llama(programs: Programs, llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same for Hugging Face."""
+    folder = tmp_path_factory.mktemp("exported-llama") / "hf"
+    programs.warm(1, "tools/convert_checkpoint.py", "to-hf", llama, "--output", folder).ok()
+    return folder
+
+
+@pytest.fixture(scope="session")
 def exported(programs: Programs, cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same for Hugging Face."""
     folder = tmp_path_factory.mktemp("exported") / "hf"

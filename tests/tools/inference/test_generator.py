@@ -10,17 +10,16 @@ import torch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 PROMPTS = [[5], [70, 71, 72, 73, 74, 75, 76, 77, 78, 79], [10, 3, 10]]
-LENGTH = 100
 BEAMS = {"length_penalty": 0.5, "repetition_penalty": 1.2}
 
 
-def greedy_with_ours(path: Path) -> dict[str, Any]:
+def greedy_with_ours(path: Path, length: int) -> dict[str, Any]:
     """The most likely tokens after each prompt, computed in three ways, on the ranks that this is called on."""
     from megatron.tools.inference.decoding import Sampling
     from megatron.tools.inference.prompts import StoppingCriteria
 
     greedy = Sampling(greedy=True)
-    limits = StoppingCriteria(context=128, new_tokens=LENGTH)
+    limits = StoppingCriteria(context=128, new_tokens=length)
     with _generator(path) as kept, _generator(path, use_cache=False) as anew:
         return {
             "kept": _tokens(kept.complete(PROMPTS, greedy, limits)),
@@ -122,9 +121,9 @@ def _told(completions) -> list[list[int]]:
 
 def theirs(folder: Path, prompt: list[int], new_tokens: int, **settings: Any) -> list[list[int]]:
     """The continuation of a prompt by transformers, without the end of document."""
-    from transformers import GPT2LMHeadModel
+    from transformers import AutoModelForCausalLM
 
-    model = GPT2LMHeadModel.from_pretrained(folder).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
     eod = model.config.eos_token_id
     texts = model.generate(
         torch.tensor([prompt]), max_new_tokens=new_tokens, do_sample=False, pad_token_id=eod, **settings
@@ -137,11 +136,15 @@ def on_one_and_two(foreign: Path, _rank_pools) -> dict[int, list[dict[str, Any]]
     return {size: _rank_pools.run(size, all_ways, foreign) for size in (1, 2)}
 
 
-def test_greedy_text_of_a_sharded_checkpoint_equals_transformers(cut: Path, exported: Path, run_ranks):
-    (one,) = run_ranks(1, greedy_with_ours, cut)
-    two = run_ranks(2, greedy_with_ours, cut)
-    expected = [theirs(exported, prompt, LENGTH)[0] for prompt in PROMPTS]
-    assert max(len(tokens) for tokens in expected) == LENGTH
+@pytest.mark.parametrize(("trained", "written", "length"), [("cut", "exported", 100), ("llama", "exported_llama", 50)])
+def test_greedy_text_of_a_sharded_checkpoint_equals_transformers(
+    request: pytest.FixtureRequest, run_ranks, trained: str, written: str, length: int
+):
+    ours, folder = (request.getfixturevalue(name) for name in (trained, written))
+    (one,) = run_ranks(1, greedy_with_ours, ours, length)
+    two = run_ranks(2, greedy_with_ours, ours, length)
+    expected = [theirs(folder, prompt, length)[0] for prompt in PROMPTS]
+    assert max(len(tokens) for tokens in expected) == length
     assert max(len(set(tokens)) for tokens in expected) > 10, "no text that any model would write"
     assert one == dict.fromkeys(one, expected)
     assert two == [one, one]

@@ -11,6 +11,10 @@ from megatron.model.architectures import BERT
 from megatron.tools.planning.memory import stage_memory
 from megatron.training.preflight import check
 
+LLAMA = (
+    "--num-query-groups 2 --normalization RMSNorm --swiglu --ffn-hidden-size 48 --position-embedding-type rope "
+    "--disable-bias-linear --untie-embeddings-and-output-weights"
+)
 LAYOUTS = [
     "",
     "--zero-stage 2 --bf16",
@@ -23,6 +27,7 @@ LAYOUTS = [
     "--pipe-parallel-size 3 --pipeline-partition 1,3,0 --zero-stage 1",
     "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 4 --zero-stage 1",
     "--lora-rank 4 --bf16 --model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1",
+    f"{LLAMA} --model-parallel-size 2 --pipe-parallel-size 2 --bf16 --zero-stage 1",
     "--fp16 --zero-stage 1 --max-position-embeddings 100 --make-vocab-size-divisible-by 7",
 ]
 
