@@ -8,6 +8,7 @@ from support.command_lines import parse
 
 from megatron.config import ParallelConfig, RunConfig
 from megatron.model.architectures import architecture_of
+from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.partition import (
     balanced,
     inputs_in_flight,
@@ -144,25 +145,32 @@ def names_of_layers(program: str) -> list[str]:
     return [getattr(layer, "typename", layer).__name__ for layer in layers]
 
 
-def test_flops_equal_those_of_the_flop_counter(run_ranks) -> None:
-    """By torch's own counter, which knows matrix products and attention."""
-    (counted,) = run_ranks(1, counted_operations)
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_flops_equal_those_of_the_flop_counter(run_ranks, lora_rank: int) -> None:
+    """By torch's own counter, which knows matrix products and attention: of a forward pass, and of an iteration."""
     run = tiny("1f1b", "uniform")
-    assert sum(stage.flops(run.data.seq_length) for stage in plan(run)) * run.data.seq_length == counted
+    run = replace(run, model=replace(run.model, lora_rank=lora_rank, attention_dropout=0.0, hidden_dropout=0.0))
+    ((forward, iteration),) = run_ranks(1, counted_operations, run)
+    assert sum(stage.flops(run.data.seq_length) for stage in plan(run)) * run.data.seq_length == forward
+    assert model_flops(run) / run.train.global_batch_size == iteration
 
 
-def counted_operations() -> int:
+def counted_operations(run: RunConfig) -> tuple[int, int]:
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     from megatron.config import ActivationConfig
     from megatron.model.gpt2 import GPT2Model
     from megatron.mpu import ParallelLayout
+    from megatron.parallel.tensor.lora import train_adapters_only
 
-    run = tiny("1f1b", "uniform")
     softmax_by_steps = replace(run.model, attention_softmax_in_fp32=True)  # products that the counter sees
     layout = ParallelLayout.create(ParallelConfig(world_size=1))
-    model = GPT2Model(softmax_by_steps, ActivationConfig(), layout).eval()
-    with FlopCounterMode(display=False) as counter:
-        model(torch.zeros(1, run.data.seq_length, dtype=torch.long))
-    return counter.get_total_flops()
+    model, tokens = GPT2Model(softmax_by_steps, ActivationConfig(), layout), torch.zeros(1, run.data.seq_length).long()
+    with FlopCounterMode(display=False) as forward:
+        model.eval()(tokens)
+    if run.model.lora_rank:
+        train_adapters_only(model)
+    with FlopCounterMode(display=False) as iteration:
+        model.train()(tokens, (tokens, torch.ones_like(tokens).float())).backward()
+    return forward.get_total_flops(), iteration.get_total_flops()
