@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.pages import PAGES, ROOT, commands_in_blocks, words_of
+from support.pages import PAGES, ROOT, commands_in_blocks, help_of, words_of
 
 from megatron.config.command_line.classic_flags import OUTCOMES
 
@@ -130,25 +130,19 @@ def _without_fences(text: str) -> str:
 
 
 @cache
-def _help(*words: str) -> str:
-    environ = os.environ | {"COLUMNS": "200", "DS_ACCELERATOR": "cpu", "NO_COLOR": "1"}
-    return subprocess.run([*words, "--help"], cwd=ROOT, capture_output=True, text=True, env=environ).stdout
-
-
-@cache
 def flags_of(script: str) -> frozenset[str]:
     """The flags that the help of a script lists, those of its subcommands among them; hyphens for underscores."""
-    text = _help(sys.executable, script)
-    for command in re.findall(r"^ {4}([a-z][\w-]+)(?: |$)", text, re.MULTILINE):
+    text = help_of(script)
+    for command in re.findall(r"^ {4}(?!python )([a-z][\w-]+)(?: |$)", text, re.MULTILINE):
         if "COMMAND" in text.splitlines()[0]:
-            text += _help(sys.executable, script, command)
+            text += help_of(script, command)
     return frozenset(flag.replace("_", "-") for flag in re.findall(r"--[a-zA-Z][\w-]*", text))
 
 
 @cache
 def launcher_flags(launcher: str) -> frozenset[str]:
     command = ["launch"] if launcher == "accelerate" else []
-    text = _help(str(Path(sys.executable).parent / launcher), *command)
+    text = help_of(Path(sys.executable).parent / launcher, *command)
     return frozenset(flag.replace("_", "-") for flag in re.findall(r"--[a-zA-Z][\w-]*", text))
 
 

@@ -5,10 +5,7 @@ Each entry of ``WORDING`` is a pattern that newcomers stumble over, and what to 
 """
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -120,10 +117,9 @@ def test_documents_use_plain_terms(name) -> None:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_help_texts_use_plain_terms(name) -> None:
-    environ = os.environ | {"COLUMNS": "1000", "DS_ACCELERATOR": "cpu"}
-    text = subprocess.run(
-        [sys.executable, name, "--help"], cwd=ROOT, capture_output=True, text=True, env=environ
-    ).stdout
+    from support.pages import help_of  # not earlier: this file is a program, too
+
+    text = help_of(name)
     found = findings(f"{name} --help", enumerate(text.splitlines(), 1))
     assert text and not found, "\n" + "\n".join(found)
 

@@ -25,14 +25,20 @@ from megatron.training.engines import build_engine, train_batch
 STEPS = 5
 
 
-def measured_memory(run: RunConfig, layout: ParallelLayout, batches: Iterator[Batch]) -> dict[str, int]:
-    """Bytes of weights, gradients and optimizer between two micro-batches, and in total at the peak of a step."""
+def measured_memory(
+    run: RunConfig, layout: ParallelLayout, batches: Iterator[Batch], steps: int = STEPS
+) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer between two micro-batches, and in total at the peak of a step.
+
+    The peak is the least of so many steps: gloo's threads let go of a tensor when they next run, which may be late on a
+    busy machine.
+    """
     model_parallel_manual_seed(1, layout)
     others = _live_tensors()  # held on to, so that no storage of the engine's gets the address of one of theirs
     engine = build_engine(run, layout)
     train_batch(engine, batches)
     held = _between_micro_batches(engine, batches)
-    total = _peak_of_a_step(engine, batches, others)
+    total = _peak_of_a_step(engine, batches, others, steps)
     engine.destroy()
     deepspeed.checkpointing.reset()
     return {**held, "total": total}
@@ -72,15 +78,12 @@ def _by_kind(engine: DeepSpeedEngine) -> dict[str, list[Tensor]]:
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
 
-def _peak_of_a_step(engine: DeepSpeedEngine, batches: Iterator[Batch], others: list[Tensor]) -> int:
-    """What is live before a step, without what was live before the engine, and by how much the step goes above.
-
-    Of some steps the least: gloo's threads let go of a tensor when they next run, which may be late on a busy machine.
-    """
+def _peak_of_a_step(engine: DeepSpeedEngine, batches: Iterator[Batch], others: list[Tensor], steps: int) -> int:
+    """What is live before a step, without what was live before the engine, and by how much the step goes above."""
     known = _storages(others)
     before = sum(size for address, size in _storages(_live_tensors()).items() if address not in known)
     peaks = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             train_batch(engine, batches)
         level = highest = 0

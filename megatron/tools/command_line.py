@@ -20,7 +20,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if isinstance(action.default, list) and action.default:
-            return f"{action.help} (default: {' '.join(action.default)})"
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
         return action.help if action.default in (None, False, "", []) else super()._get_help_string(action)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:

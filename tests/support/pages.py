@@ -1,10 +1,15 @@
-"""The commands of the documentation: each line of a ```bash block, as a shell reads it."""
+"""The commands of the documentation: each line of a ```bash block, as a shell reads it; and the help of a program."""
 
+import os
 import re
 import shlex
+import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from support.warm import exit_code, start
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -49,6 +54,18 @@ def words_of(line: str) -> Iterator[list[str]]:
         end = next((place for place, word in enumerate(words) if word in SEPARATORS), len(words))
         yield words[:end]
         words = words[end + 1 :]
+
+
+@cache
+def help_of(program: str | Path, *words: str) -> str:
+    """What ``PROGRAM WORDS --help`` prints in long lines, in a process that has torch already."""
+    environ = os.environ | {"COLUMNS": "1000", "DS_ACCELERATOR": "cpu", "NO_COLOR": "1"}
+    with tempfile.NamedTemporaryFile() as log:
+        process = start([program, *words, "--help"], environ, ROOT, Path(log.name))
+        code = exit_code([process], time_limit=240)
+        text = Path(log.name).read_text()
+    assert code == 0, f"{program}:\n{text}"
+    return text
 
 
 def _lines(block: str) -> Iterator[tuple[int, str]]:

@@ -17,6 +17,8 @@ LLAMA = (
     "--untie-embeddings-and-output-weights"
 )
 BUCKET = "--zero-reduce-bucket-size 5000"
+FEW_STEPS, MORE_STEPS = 2, 5
+"""A peak is the least of so many steps, and of more where it is too high, since gloo's threads ran late."""
 
 ON_ONE = [
     STILL,
@@ -84,31 +86,43 @@ def test_memory_of_bert(run_ranks_once, programs):
 def check_layouts(run_ranks_once, programs, processes: int, layouts: list[str], *, masked_lm: bool = False) -> None:
     data = programs.sentence_arguments if masked_lm else programs.data_arguments
     common = [*TINY_MODEL, *data, *MODEL.split()]
-    found = run_ranks_once(processes, measure_all, common, layouts, masked_lm, time_limit=580)
-    for rank, of_rank in enumerate(found):
-        for layout, (planned, measured) in zip(layouts, of_rank, strict=True):
+
+    def of_ranks(layouts: list[str], steps: int) -> zip:
+        found = run_ranks_once(processes, measure_all, common, layouts, masked_lm, steps, time_limit=580)
+        return zip(layouts, zip(*found, strict=True), strict=True)
+
+    found = dict(of_ranks(layouts, FEW_STEPS))
+    if late := [layout for layout, ranks in found.items() if not all(is_low(layout, *rank) for rank in ranks)]:
+        found |= of_ranks(late, MORE_STEPS)
+    for layout, ranks in found.items():
+        for rank, (planned, measured) in enumerate(ranks):
             where = f"rank {rank}, {layout}: planned {planned}, measured {measured}"
             for kind in ("weights", "gradients", "optimizer"):
                 assert planned[kind] == measured[kind], f"{kind} of {where}"
             assert planned["total"] < 1.1 * measured["total"], f"peak of {where}"
-            assert measured["total"] < (1 + spare(layout)) * planned["total"], f"peak of {where}"
+            assert is_low(layout, planned, measured), f"peak of {where}"
 
 
-def spare(layout: str) -> float:
-    """How much more than planned a peak may be.
+def is_low(layout: str, planned: dict[str, int], measured: dict[str, int]) -> bool:
+    """Whether a peak is no more than planned, and a little.
 
     Tensor parallelism reduces all the time, and gloo's threads let go of a tensor when they next run, which on a busy
     machine is some tensors later.
     """
-    return 0.3 if "--model-parallel-size" in layout else 0.1
+    spare = 0.3 if "--model-parallel-size" in layout else 0.1
+    return measured["total"] < (1 + spare) * planned["total"]
 
 
-def measure_all(common: list[str], layouts: list[str], masked_lm: bool) -> list[tuple[dict[str, int], dict[str, int]]]:
+Bytes = tuple[dict[str, int], dict[str, int]]
+"""Planned and measured ones, by kind."""
+
+
+def measure_all(common: list[str], layouts: list[str], masked_lm: bool, steps: int) -> list[Bytes]:
     """On each rank: planned and measured bytes of each layout."""
-    return [measure([*common, *layout.split()], masked_lm) for layout in layouts]
+    return [measure([*common, *layout.split()], masked_lm, steps) for layout in layouts]
 
 
-def measure(words: list[str], masked_lm: bool) -> tuple[dict[str, int], dict[str, int]]:
+def measure(words: list[str], masked_lm: bool, steps: int) -> Bytes:
     from benchmarks.measures.live_memory import measured_memory
     from megatron.config.command_line import parse_run
     from megatron.launch.distributed import distributed
@@ -119,7 +133,7 @@ def measure(words: list[str], masked_lm: bool) -> tuple[dict[str, int], dict[str
 
     run, _ = check(parse_run(words, os.environ, BERT if masked_lm else GPT2))
     with distributed(run.parallel) as layout:
-        measured = measured_memory(run, layout, DataIterators(run, layout, ()).training(0))
+        measured = measured_memory(run, layout, DataIterators(run, layout, ()).training(0), steps)
         owner = layout.get_sequence_data_parallel_rank()
         memory = stage_memory(run, owner)[layout.pipe_group.rank()]
     return {**memory.parts(), "total": memory.total}, measured
