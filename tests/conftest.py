@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from support.emulated_cuda import EmulatedCuda  # noqa: E402
 from support.programs import Programs  # noqa: E402
 from support.ranks import RankPools  # noqa: E402
-from support.training import RankTraining, pretrain_bert, pretrain_in_blocks  # noqa: E402
+from support.training import RankTraining, pretrain_bert, pretrain_in_blocks, pretrain_t5  # noqa: E402
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
 if hasattr(os, "sched_setscheduler"):
@@ -77,6 +77,12 @@ def train_in_blocks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
 def train_bert_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
     """The same with BERT, and a corpus of sentences."""
     return RankTraining(_rank_pools.run_once, programs.sentence_arguments, pretrain_bert)
+
+
+@pytest.fixture(scope="session")
+def train_t5_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTraining:
+    """The same with T5."""
+    return RankTraining(_rank_pools.run_once, programs.sentence_arguments, pretrain_t5)
 
 
 @pytest.fixture(scope="session")

@@ -148,7 +148,8 @@ def launcher_flags(launcher: str) -> frozenset[str]:
 
 @cache
 def all_flags() -> frozenset[str]:
-    scripts = [TRAINING, "pretrain_bert.py", "tasks/main.py", "benchmarks/run.py", "benchmarks/write_figures.py"]
+    scripts = [TRAINING, "pretrain_bert.py", "pretrain_t5.py", "tasks/main.py", "benchmarks/run.py"]
+    scripts += ["benchmarks/write_figures.py"]
     scripts += ["benchmarks/compare.py", "benchmarks/gpu/command.py", "tests/torture.py"]
     scripts += [f"tools/{path.name}" for path in (ROOT / "tools").glob("[a-z]*.py")]
     known = frozenset().union(*(flags_of(script) for script in scripts), *(launcher_flags(name) for name in LAUNCHERS))

@@ -27,7 +27,7 @@ from support.programs import Finished, Programs
 from megatron.config.command_line import read_run
 from megatron.config.command_line.flags import read_flags
 from megatron.config.errors import ConfigError
-from megatron.model.architectures import BERT, GPT2
+from megatron.model.architectures import BERT, GPT2, T5
 from megatron.tools.cluster.launching import chosen_hosts, read_launch
 from megatron.tools.command_line import ToolParser
 
@@ -205,7 +205,7 @@ def problems_of(command: Command, monkeypatch: pytest.MonkeyPatch) -> Iterator[s
         yield from problems_of_tool(program, arguments, monkeypatch)
 
 
-TRAINING = {spec.program: spec for spec in (GPT2, BERT)}
+TRAINING = {spec.program: spec for spec in (GPT2, BERT, T5)}
 PLACEHOLDER = "..."
 
 

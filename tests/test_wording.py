@@ -69,12 +69,12 @@ DOCUMENTS = [
     ),
 ]
 PROGRAMS = [
-    *("pretrain_gpt2.py", "pretrain_bert.py", "benchmarks/run.py", "benchmarks/write_figures.py"),
+    *("pretrain_gpt2.py", "pretrain_bert.py", "pretrain_t5.py", "benchmarks/run.py", "benchmarks/write_figures.py"),
     "benchmarks/gpu/command.py",
     *sorted(f"tools/{path.name}" for path in (ROOT / "tools").glob("[a-z]*.py")),
 ]
 CODE = [
-    *("pretrain_gpt2.py", "pretrain_bert.py"),
+    *("pretrain_gpt2.py", "pretrain_bert.py", "pretrain_t5.py"),
     *sorted(
         str(path.relative_to(ROOT))
         for folder in ("megatron", "tools", "benchmarks", "tests")

@@ -24,6 +24,7 @@ from megatron.config.environment import rank
 from megatron.config.errors import ConfigError
 from megatron.launch.environment import import_backend, prepare_environment
 from megatron.launch.rank import run_rank
+from megatron.model.architectures import GPT2, T5
 from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.prompts import (
     NEW_TOKENS,
@@ -61,7 +62,7 @@ def main() -> None:
     """Check everything that can be checked without torch, then import torch and generate."""
     args = _parser().parse_args()
     _check(args)
-    source, ranks = shared_source(args, os.environ)
+    source, ranks = shared_source(args, os.environ, (GPT2, T5))
     limits = _limits(args, source)
     prompts = _prompts(args, source, limits)
     prepare_environment(os.environ)
@@ -158,7 +159,8 @@ def _limits(args: argparse.Namespace, source: Source) -> StoppingCriteria:
         context=context_length(args, source),
         new_tokens=args.new_tokens,
         out_seq_length=args.out_seq_length,
-        slides=args.on_long_context == "slide",
+        # A text that is encoded takes no room from its target.
+        slides=args.on_long_context == "slide" or source.config.encoder_num_layers > 0,
         stop=tuple(args.stop),
     )
 

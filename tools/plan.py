@@ -22,7 +22,7 @@ from _atomic_file import atomic_file
 
 from megatron.config.errors import ConfigError, counted
 from megatron.config.presets import PRESETS
-from megatron.model.architectures import BERT, GPT2
+from megatron.model.architectures import BERT, GPT2, T5
 from megatron.tools.command_line import ToolParser, read_architecture, run_tool
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
@@ -34,7 +34,7 @@ PRECISION = {"v100": "fp16", "cpu": "fp32"}
 """Default precision by device; bf16 on the others."""
 
 
-_BY_PROGRAM = {architecture.program: architecture for architecture in (GPT2, BERT)}
+_BY_PROGRAM = {architecture.program: architecture for architecture in (GPT2, BERT, T5)}
 
 
 def main() -> None:

@@ -71,6 +71,7 @@ def main() -> None:
 
 
 _WITHOUT_EFFECT = {
+    "--vocab-extra-ids": "sentinels are in no data set: pretrain_t5.py adds them",
     "--chunk-size": "each worker takes 256 KiB of text at a time",
     "--partitions": "the input is not divided into files: use --workers",
     "--lang": "sentences are found by rules that do not depend on the language",
@@ -119,7 +120,7 @@ def parse_arguments() -> argparse.Namespace:
         help=f"this token, of {' and '.join(PUBLISHED)} (default: the eos_token that the files name)",
     )
     add("--prepend-bos", action="store_true", help="begin each document with the tokenizer's bos_token")
-    add("--split-sentences", action="store_true", help="make each sentence a sequence, as BERT needs it")
+    add("--split-sentences", action="store_true", help="make each sentence a sequence, as BERT and T5 need it")
     add(
         "--keep-newlines",
         action="store_true",

@@ -209,7 +209,8 @@ def flag_tables() -> Iterator[str]:
     for title, rows in models.items():
         yield f"\n## {title}\n\n| flag | value | description |\n|---|---|---|\n"
         for row, names in rows.items():
-            yield f"{row}{'' if len(names) == len(pretrained) else f' {names[0]} only.'} |\n"
+            only = "" if len(names) == len(pretrained) else f" {' and '.join(names)} only."
+            yield f"{row}{only} |\n"
 
 
 def flag_row(action: argparse.Action) -> str:

@@ -75,7 +75,7 @@ def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
     """Our weight ``name``, or a rank's shard of whole groups of it, from the tensors that it consists of."""
     if format_of(config) is gpt2:
         return _from_gpt2(name, theirs[0], config)
-    if "query_key_value" in name:  # [n d, ..], [g d, ..], [g d, ..] -> [g, n/g + 2, d, ..]
+    if "key_value" in name:  # [n d, ..], [g d, ..], [g d, ..] -> [g, n/g + 2, d, ..]; or without the first
         count = theirs[1].size(0) // config.head_size
         groups = [tensor.unflatten(0, (count, -1, config.head_size)) for tensor in theirs]
         return torch.cat(groups, dim=1).flatten(0, 2)
@@ -86,11 +86,11 @@ def divided(name: str, ours: Tensor, config: ModelConfig) -> list[Tensor]:
     """The tensors that our weight ``name`` consists of."""
     if format_of(config) is gpt2:
         return [_to_gpt2(name, ours, config)]
-    if "query_key_value" in name:
+    if "key_value" in name:
         groups = ours.unflatten(0, (config.query_groups, -1, config.head_size))
-        sizes = [groups.size(1) - 2, 1, 1]
+        sizes = [groups.size(1) - 2, 1, 1] if "query" in name else [1, 1]
         return [part.flatten(0, 2).contiguous() for part in groups.split(sizes, dim=1)]
-    return list(ours.unbind()) if config.swiglu and "dense_h_to_4h" in name else [ours]
+    return list(ours.unbind()) if config.is_gated and "dense_h_to_4h" in name else [ours]
 
 
 def _from_gpt2(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
@@ -151,7 +151,7 @@ class _Shards:
             return self.tensors.part(_present(next(iter(sources)), self.tensors), 0, *ends)
         if format_of(config) is gpt2 or ("query_key_value" in name and config.query_groups % size):
             return self.weights[name].chunk(size, dim)[rank]
-        dim -= len(sources) == 2  # gate and up are stacked
+        dim -= len(spec.shape) > len(next(iter(sources.values())))  # gate and up are stacked
         lengths = {theirs: shape[dim] // size for theirs, shape in sources.items()}
         parts = [self.tensors.part(key, dim, rank * length, (rank + 1) * length) for key, length in lengths.items()]
         return joined(name, parts, config)

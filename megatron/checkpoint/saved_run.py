@@ -144,6 +144,8 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         **_flags(run.train, "seed"),
         **_flags(data, "sft", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
         **_flags(data, "mask_prob", "short_seq_prob"),
+        **(_flags(data, "decoder_seq_length", "vocab_extra_ids") if data.decoder_seq_length else {}),
+        **(_flags(run.model, "relative_attention_max_distance") if run.model.has_relative_positions else {}),
         **_flags(run.train, "loss_normalization"),
         **_flags(run.model, "attention_dropout", "hidden_dropout"),
         **_flags(run.model, "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"),

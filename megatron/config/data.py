@@ -154,6 +154,15 @@ def loss_mask_prefix(prefix: str) -> str:
     return f"{prefix}_loss_mask"
 
 
+def target_prefix(prefix: str) -> str:
+    """The prefix of the data set with the targets of the texts at ``prefix``; ``prefix`` itself if it is not named so.
+
+    Both are written for the keys ``input`` and ``target`` of the same lines.
+    """
+    head, name, tail = prefix.rpartition("_input_")
+    return f"{head}_target_{tail}" if name and "/" not in tail else prefix
+
+
 MOCK_DATA = "mock data"
 """What stands for a hash of their content."""
 DEFAULT_VOCABULARY = {False: 50257, True: 30522}
@@ -202,7 +211,16 @@ class DataConfig:
     data_impl: str = flag("infer", "Format of the data set.", choices=("mmap", "infer"), pretraining=True)
     mmap_warmup: bool = flag(False, "Read the data set once at the start to warm the page cache.", pretraining=True)
     num_workers: int = flag(2, "Number of data loader processes per rank.", within="[0, inf)", pretraining=True)
-    seq_length: int = flag(0, "Sequence length in tokens.", within="[1, inf)", required=True)
+    seq_length: int = flag(
+        0,
+        "Sequence length in tokens; of T5 that of the encoder.",
+        aliases=("encoder-seq-length",),
+        within="[1, inf)",
+        required=True,
+    )
+    decoder_seq_length: int = flag(
+        0, "Sequence length of the decoder in tokens (required).", within="[1, inf)", encoder_decoder="only"
+    )
     tokenizer_type: str = flag(
         "GPT2BPETokenizer",
         "Type of tokenizer (default: BertWordPieceLowerCase for BERT; else what --tokenizer-model holds, or "
@@ -249,8 +267,16 @@ class DataConfig:
     sft: bool = flag(
         False,
         "Instruction tuning: pack whole documents, with attention and positions of their own, and count those tokens "
-        "in the loss that the data set's loss mask marks. For data sets of tools/preprocess_data.py --format.",
+        "in the loss that the data set's loss mask marks. For data sets of tools/preprocess_data.py --format. With T5: "
+        "texts and targets of --json-keys input target.",
         masked_lm=False,
+        encoder_decoder="also",
+    )
+    vocab_extra_ids: int = flag(
+        100,
+        "Sentinels added to the vocabulary, each of which stands for a span that was taken out of a sample.",
+        within="[0, inf)",
+        encoder_decoder="only",
     )
     mask_prob: float = flag(0.15, "Probability of masking a token.", within="(0, 1)", masked_lm=True)
     short_seq_prob: float = flag(
@@ -260,6 +286,11 @@ class DataConfig:
     """Hash of the content of the data, or ``MOCK_DATA``; empty if no checkpoint is saved or loaded."""
     tokenizer_hash: str = derived("")
     """Hash of the tokenizer's files, likewise."""
+
+    @property
+    def extra_ids(self) -> int:
+        """Sentinels that are added to the vocabulary; none for a model without a decoder of its own."""
+        return self.vocab_extra_ids if self.decoder_seq_length else 0
 
     @property
     def is_split(self) -> bool:
@@ -277,7 +308,8 @@ class DataConfig:
     @property
     def contents(self) -> tuple[tuple[str, ...], ...]:
         """The prefixes of the one blend that is divided, or of the blend of each split; with those of loss masks."""
-        own = (lambda prefix: (prefix, loss_mask_prefix(prefix))) if self.sft else (lambda prefix: (prefix,))
+        companion = target_prefix if self.decoder_seq_length else loss_mask_prefix
+        own = (lambda prefix: (prefix, companion(prefix))) if self.sft else (lambda prefix: (prefix,))
         return tuple(tuple(name for part in parts for name in own(part.prefix)) for parts in self._provided_blends)
 
     @property

@@ -19,13 +19,16 @@ def flag(
     required: bool = False,
     metavar: str | None = None,
     masked_lm: bool | None = None,
+    encoder_decoder: str | None = None,
     pretraining: bool = False,
 ) -> Any:
     """A field with a command-line flag named after it, or ``name``, and ``aliases``.
 
     ``switches`` are further flags without a value, each with the value it sets; ``within`` is the
     interval of legal numbers in mathematical notation, such as ``"[0, 1)"`` or ``"[1, inf)"``; ``masked_lm``
-    restricts the flag to masked (True) or causal (False) language models, ``pretraining`` to both.
+    restricts the flag to masked (True) or causal (False) language models, ``pretraining`` to both. Models with an
+    encoder and a decoder have the flags of masked ones; ``encoder_decoder`` says that they have this one, too
+    ("also"), that no other model has it ("only"), or that they have not ("not").
     """
     metadata = {
         "help": help,
@@ -37,7 +40,8 @@ def flag(
         "required": required,
         "metavar": metavar,
         "masked_lm": masked_lm,
-        "pretraining": pretraining or masked_lm is not None,
+        "encoder_decoder": encoder_decoder,
+        "pretraining": pretraining or masked_lm is not None or encoder_decoder == "only",
     }
     return field(default=default, metadata={"flag": metadata})
 

@@ -141,13 +141,19 @@ class ActivationConfig:
         False,
         "Partition checkpointed activations over the tensor-parallel ranks.",
         aliases=("distribute-checkpointed-activations", "distribute-saved-activations"),
+        encoder_decoder="not",
     )
     contiguous_checkpointing: bool = flag(
         False,
         "Keep checkpointed activations in a contiguous buffer; needs --partition-activations.",
         aliases=("contigious_checkpointing",),
+        encoder_decoder="not",
     )
-    checkpoint_in_cpu: bool = flag(False, "Keep checkpointed activations in CPU memory; needs --partition-activations.")
+    checkpoint_in_cpu: bool = flag(
+        False,
+        "Keep checkpointed activations in CPU memory; needs --partition-activations.",
+        encoder_decoder="not",
+    )
     synchronize_each_layer: bool = flag(False, "Synchronize the device before and after each recomputed layer.")
     profile_backward: bool = flag(False, "Measure the forward and backward time of recomputed layers.")
 

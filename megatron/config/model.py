@@ -22,7 +22,19 @@ class ModelConfig:
         choices=tuple(PRESETS),
         metavar="NAME",
     )
-    num_layers: int = flag(0, "Number of transformer layers.", within="[1, inf)", required=True)
+    num_layers: int = flag(
+        0,
+        "Number of transformer layers; of T5 those of the encoder.",
+        aliases=("encoder-num-layers",),
+        within="[1, inf)",
+        required=True,
+    )
+    decoder_num_layers: int = flag(
+        0,
+        "Number of layers of the decoder (default: as many as the encoder).",
+        within="[1, inf)",
+        encoder_decoder="only",
+    )
     hidden_size: int = flag(0, "Hidden size of the transformer.", within="[1, inf)", required=True)
     num_attention_heads: int = flag(0, "Number of attention heads.", within="[1, inf)", required=True)
     num_query_groups: int = flag(
@@ -43,29 +55,44 @@ class ModelConfig:
     swiglu: bool = flag(
         False, "Gate the MLP with SiLU instead of GELU: SiLU(gate) x up (arXiv 2002.05202).", masked_lm=False
     )
+    geglu: bool = flag(False, "Gate the MLP with GELU: GELU(gate) x up (arXiv 2002.05202).", encoder_decoder="only")
     normalization: str = flag(
         "LayerNorm",
         "Kind of the norms.",
         choices=("LayerNorm", "RMSNorm"),
         masked_lm=False,
+        encoder_decoder="also",
     )
     qk_layernorm: bool = flag(
         False, "Normalize the queries and keys of each head, before their rotation (Qwen3).", masked_lm=False
     )
-    disable_bias_linear: bool = flag(False, "Linear layers without biases.", masked_lm=False)
+    disable_bias_linear: bool = flag(False, "Linear layers without biases.", masked_lm=False, encoder_decoder="also")
     add_qkv_bias: bool = flag(
         False, "A bias for queries, keys and values in spite of --disable-bias-linear (Qwen2).", masked_lm=False
     )
     untie_embeddings_and_output_weights: bool = flag(
-        False, "An output projection of its own, instead of the word embedding.", masked_lm=False
+        False,
+        "An output projection of its own, instead of the word embedding.",
+        masked_lm=False,
+        encoder_decoder="also",
     )
     position_embedding_type: str = flag(
         "learned_absolute",
-        "How positions are represented: a learned table, the rotation of queries and keys (arXiv 2104.09864), or not "
-        "at all.",
-        choices=("learned_absolute", "rope", "none"),
+        "How positions are represented: a learned table, the rotation of queries and keys (arXiv 2104.09864), a bias "
+        "of the scores by distance (relative, of T5 alone), or not at all.",
+        choices=("learned_absolute", "rope", "relative", "none"),
         switches={"use-rotary-position-embeddings": "rope", "no-position-embedding": "none"},
         masked_lm=False,
+        encoder_decoder="also",
+    )
+    relative_attention_num_buckets: int = flag(
+        32, "Distances that relative positions distinguish.", within="[4, inf)", encoder_decoder="only"
+    )
+    relative_attention_max_distance: int = flag(
+        128,
+        "Distance in tokens from which on relative positions are the same.",
+        within="[2, inf)",
+        encoder_decoder="only",
     )
     rotary_base: float = flag(
         10000.0,
@@ -91,7 +118,9 @@ class ModelConfig:
     )
     layernorm_epsilon: float = flag(1e-5, "Epsilon of the layer norms.", aliases=("norm-epsilon",), within="(0, inf)")
     apply_residual_connection_post_layernorm: bool = flag(
-        False, "Use the output of the layer norm for the residual connection, instead of its input."
+        False,
+        "Use the output of the layer norm for the residual connection, instead of its input.",
+        encoder_decoder="not",
     )
     openai_gelu: bool = flag(False, "Use OpenAI's GELU, the tanh approximation.")
     bias_gelu_fusion: bool = flag(
@@ -105,7 +134,9 @@ class ModelConfig:
         switches={"no-bias-dropout-fusion": False},
     )
     compile: bool = flag(
-        False, "Compile each transformer layer (torch.compile), which takes up to a minute at the start."
+        False,
+        "Compile each transformer layer (torch.compile), which takes up to a minute at the start.",
+        encoder_decoder="not",
     )
     gradient_accumulation_fusion: bool = flag(
         False,
@@ -127,6 +158,7 @@ class ModelConfig:
         False,
         "Scale attention scores by 1 / layer number, and undo it in fp32, to avoid fp16 overflow.",
         switches={"no-query-key-layer-scaling": False},
+        encoder_decoder="not",
     )
     attention_softmax_in_fp32: bool = flag(False, "Compute attention scores and their softmax in fp32.")
     fp16_lm_cross_entropy: bool = flag(
@@ -136,7 +168,10 @@ class ModelConfig:
         False, "Initialize weights on the CPU, so that they are the same on any device."
     )
     shape_order: str = flag(
-        "BSH", "Dimension order of hidden states between layers: B batch, S sequence, H hidden.", choices=("BSH", "SBH")
+        "BSH",
+        "Dimension order of hidden states between layers: B batch, S sequence, H hidden.",
+        choices=("BSH", "SBH"),
+        encoder_decoder="not",
     )
     pre_tokens: int = flag(
         65536,
@@ -171,7 +206,9 @@ class ModelConfig:
         masked_lm=False,
     )
     fp32_residual_connection: bool = flag(
-        False, "Keep the residual connection in fp32 when weights are in half precision."
+        False,
+        "Keep the residual connection in fp32 when weights are in half precision.",
+        encoder_decoder="not",
     )
     architecture: str = derived("GPT-2")
     """Name of its spec among ``megatron.model.spec.ARCHITECTURES``."""
@@ -188,6 +225,12 @@ class ModelConfig:
     recomputes_attention: bool = derived(False)
     """Whether the backward pass recomputes the attention core alone."""
     seed: int = derived(1234)
+    encoder_num_layers: int = derived(0)
+    """Layers of the encoder, of ``num_layers`` in all; 0 for a model without encoder and decoder."""
+    encoder_seq_length: int = derived(0)
+    decoder_seq_length: int = derived(0)
+    decoder_start_token: int = derived(-1)
+    """Token that a decoder of its own reads first."""
     classes: tuple[str, ...] = derived(())
     """Names of the classes of a classifier, in the order of its outputs."""
 
@@ -215,6 +258,16 @@ class ModelConfig:
     def has_position_table(self) -> bool:
         """Whether positions are embedded by a learned table."""
         return self.position_embedding_type == "learned_absolute"
+
+    @property
+    def has_relative_positions(self) -> bool:
+        """Whether the scores of attention have a bias by distance."""
+        return self.position_embedding_type == "relative"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP multiplies two products of its input, gate and up."""
+        return self.swiglu or self.geglu
 
     @property
     def position_rows(self) -> int:
@@ -255,8 +308,8 @@ LORA_TARGETS = {
 
 
 def default_ffn_hidden_size(model: ModelConfig) -> int:
-    """Four times the hidden size; two thirds of it, in multiples of 64, for SwiGLU, which has a third matrix."""
-    return int(4 * model.hidden_size * 2 / 3 / 64) * 64 if model.swiglu else 4 * model.hidden_size
+    """Four times the hidden size; two thirds of it, in multiples of 64, for a gated MLP, which has a third matrix."""
+    return int(4 * model.hidden_size * 2 / 3 / 64) * 64 if model.is_gated else 4 * model.hidden_size
 
 
 def padded_vocabulary(v: int, t: int, multiple: int = 128) -> int:

@@ -36,6 +36,14 @@ class ParallelConfig:
         "Folder of --trace, or its trace.json. Instead of using --pipeline-partition, balance the measured time of "
         "the layers over the stages.",
         metavar="TRACE",
+        encoder_decoder="not",
+    )
+    pipeline_model_parallel_split_rank: int | None = flag(
+        None,
+        "First stage of the decoder, from 1 on: the stages before it share the encoder alone (default: any stage may "
+        "hold layers of both).",
+        within="[1, inf)",
+        encoder_decoder="only",
     )
     pipeline_schedule: str = flag(
         "1f1b",

@@ -50,7 +50,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
         f" x PP {parallel.pipe_stages}{sequence} x DP {parallel.data_parallel_size},"
         f" {engine}, ZeRO {run.zero.zero_stage}"
         f"{', gradients reduced once per step' if run.coalesces_grad_reduction else ''}",
-        "model": f"{model.model_preset or model.architecture}, {counted(model.num_layers, 'layer')},"
+        "model": f"{model.model_preset or model.architecture}, {_layers(model)},"
         f" hidden {model.hidden_size}, {', '.join([_heads(model), *layer_kinds(model)])},"
         f" sequence {run.data.seq_length}, vocabulary {vocabulary}",
         **_adapters(model),
@@ -74,13 +74,21 @@ def layer_kinds(model: ModelConfig) -> list[str]:
     kinds = {
         model.normalization: model.normalization != "LayerNorm",
         "SwiGLU": model.swiglu,
+        "GEGLU": model.geglu,
         f"rotary positions (base {model.rotary_base:,.0f}{scaling}{share})": model.has_rotary_embedding,
+        "relative positions": model.has_relative_positions,
         "no positions": model.position_embedding_type == "none",
         "normalized queries and keys": model.qk_layernorm,
         biases: not model.linear_bias,
         "an output layer of its own": model.untie_embeddings_and_output_weights,
     }
     return [words for words, is_so in kinds.items() if is_so]
+
+
+def _layers(model: ModelConfig) -> str:
+    if not model.encoder_num_layers:
+        return counted(model.num_layers, "layer")
+    return f"{model.encoder_num_layers} layers of the encoder and {model.decoder_num_layers} of the decoder"
 
 
 def _heads(model: ModelConfig) -> str:

@@ -58,6 +58,7 @@ class SentenceStream:
         requested: samples needed; the stream holds whole epochs, so more.
         seed: seed of the lengths and of the order.
         salt: distinguishes streams that share a seed.
+        fewest: sentences of a sample, at least; of BERT one for each span.
     """
 
     sizes: np.ndarray
@@ -67,16 +68,17 @@ class SentenceStream:
     requested: int
     seed: int
     salt: int = 0
+    fewest: int = 2
     names: ClassVar[tuple[str, ...]] = ("runs", "order")
     """Names of the maps on disk."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the maps that ``build`` returns, at least: of a pair for each document that has one."""
-        return 32 * int(np.count_nonzero(np.diff(self.bounds) >= 2))
+        return 32 * int(np.count_nonzero(np.diff(self.bounds) >= self.fewest))
 
     def build(self) -> dict[str, np.ndarray]:
-        """Compute the maps of a stream that has a document of two sentences; the order is that of the first window."""
+        """Compute the maps of a stream with a document of enough sentences; the order is that of the first window."""
         spans = self._spans()
         return {"runs": spans, "order": self.order(len(spans), self.window(len(spans), 0))}
 
@@ -99,13 +101,13 @@ class SentenceStream:
     def _spans(self) -> np.ndarray:
         """All pairs of spans, int64 [n, 3]; computed for all documents at once, the next pair of each at a time."""
         tokens = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])  # before each sentence, and in all
-        begin, stop = (side[np.diff(self.bounds) >= 2] for side in (self.bounds[:-1], self.bounds[1:]))
+        begin, stop = (side[np.diff(self.bounds) >= self.fewest] for side in (self.bounds[:-1], self.bounds[1:]))
         random, spans = self._random(0, 0), []
         while len(begin):
             is_short = random.random_sample(len(begin)) < self.short_seq_prob
             target = np.where(is_short, random.randint(2, self.max_tokens + 1, len(begin)), self.max_tokens)
-            end = np.maximum(np.searchsorted(tokens, tokens[begin] + target), begin + 2)
-            end = np.where(stop - end < 2, stop, end)
+            end = np.maximum(np.searchsorted(tokens, tokens[begin] + target), begin + self.fewest)
+            end = np.where(stop - end < self.fewest, stop, end)
             spans.append(np.stack([begin, end, target], axis=1))
             begin, stop = end[end < stop], stop[end < stop]
         whole = np.concatenate(spans)
@@ -194,7 +196,11 @@ class BertDataset:
         first, end, target = map(int, self._maps.spans[order[at]])
         random = np.random.RandomState([*self._seed_words, index & 0xFFFFFFFF, index >> 32])
         cut = random.randint(first + 1, end)
-        a, b = self._read(first, cut), self._read(cut, end)
+        tokens = self._tokenizer.vocab_size
+        a, b = (
+            read_sentences(self._indexed, self._first + begin, self._first + stop, tokens)
+            for begin, stop in ((first, cut), (cut, end))
+        )
         swapped = random.random_sample() < 0.5
         if swapped:
             a, b = b, a
@@ -205,16 +211,17 @@ class BertDataset:
         """Some samples, int64 [n, 3, s]. Raises DataError as each does."""
         return np.stack([self[index] for index in indices])
 
-    def _read(self, first: int, end: int) -> np.ndarray:
-        """Tokens of consecutive sentences, int64."""
-        tokens = np.concatenate([self._indexed.get(self._first + n) for n in range(first, end)]).astype(np.int64)
-        if (wrong := (tokens < 0) | (tokens >= self._tokenizer.vocab_size)).any():
-            raise DataError(
-                f"{self._indexed.bin_path} holds token {tokens[wrong.argmax()]} in sentences {self._first + first} to "
-                f"{self._first + end - 1}, but the vocabulary ends at {self._tokenizer.vocab_size - 1}: name the "
-                "vocabulary that the data set was made with, or make the data set again"
-            )
-        return tokens
+
+def read_sentences(indexed: IndexedDataset, first: int, end: int, vocab_size: int) -> np.ndarray:
+    """Tokens of consecutive sentences, int64. Raises DataError if one is not in a vocabulary of that size."""
+    tokens = np.concatenate([indexed.get(n) for n in range(first, end)]).astype(np.int64)
+    if (wrong := (tokens < 0) | (tokens >= vocab_size)).any():
+        raise DataError(
+            f"{indexed.bin_path} holds token {tokens[wrong.argmax()]} in sentences {first} to {end - 1}, but the "
+            f"vocabulary ends at {vocab_size - 1}: name the vocabulary that the data set was made with, or make the "
+            "data set again"
+        )
+    return tokens
 
 
 def pair_sample(
@@ -302,39 +309,53 @@ def bert_samples(
 
     Raises DataError if the vocabulary lacks one of BERT's own tokens.
     """
-    indexed, documents = source.indexed, source.documents
     tokenizer = build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file)
     assert isinstance(tokenizer, WordPieceTokenizer) and tokenizer.vocab_size == vocab_size
+    first, maps, later_order = sentence_maps(
+        data, name, source, samples, max_tokens=data.seq_length - SPECIAL_TOKENS, fewest=2, seed=seed
+    )
+    return BertDataset(
+        source.indexed,
+        first,
+        maps,
+        later_order,
+        samples,
+        tokenizer=tokenizer,
+        data=data,
+        seed=seed,
+        salt=SPLITS.index(name),
+    )
+
+
+def sentence_maps(
+    data: DataConfig, name: str, source: Source, samples: int, *, max_tokens: int, fewest: int, seed: int
+) -> tuple[int, SentenceMaps, Callable[[int], np.ndarray]]:
+    """The maps of a source of the split ``name``, built or read from the cache.
+
+    Its first sentence, the maps, and a function of the number of a window that returns the order in it.
+    """
+    indexed, documents = source.indexed, source.documents
     salt, bounds = SPLITS.index(name), indexed.doc_idx[documents.start : documents.stop + 1]
     stream = SentenceStream(
         sizes=indexed.sizes[bounds[0] : bounds[-1]],
         bounds=bounds - bounds[0],
-        max_tokens=data.seq_length - SPECIAL_TOKENS,
+        max_tokens=max_tokens,
         short_seq_prob=data.short_seq_prob,
         requested=samples,
         seed=seed,
         salt=salt,
+        fewest=fewest,
     )
-    origin = (indexed.content_hash(), documents, name, seed, stream.max_tokens, data.short_seq_prob, samples)
+    origin: tuple = (indexed.content_hash(), documents, name, seed, stream.max_tokens, data.short_seq_prob, samples)
+    origin += (fewest,) if fewest != 2 else ()
     cache_name = f"{Path(indexed.prefix).name}_{name}_{samples}np_{data.seq_length}sl_{seed}s_{digest(origin)}"
     folder = cache_folder(data, indexed.prefix)
     maps = cached(folder, cache_name, stream)
-    sentence_maps = SentenceMaps(spans=maps["runs"], order=maps["order"])
-    pairs = len(sentence_maps.spans)
+    pairs = len(maps["runs"])
 
     def later_order(number: int) -> np.ndarray:
         epochs = stream.window(pairs, number)
         window, name = OrderWindow(stream, pairs, epochs), f"{cache_name}_from{epochs.start}"
         return cached_window(folder, name, window, first_epoch=epochs.start, epochs=window_epochs(pairs))["order"]
 
-    return BertDataset(
-        indexed,
-        int(bounds[0]),
-        sentence_maps,
-        later_order,
-        samples,
-        tokenizer=tokenizer,
-        data=data,
-        seed=seed,
-        salt=salt,
-    )
+    return int(bounds[0]), SentenceMaps(spans=maps["runs"], order=maps["order"]), later_order

@@ -17,16 +17,21 @@ from megatron.data.bert_dataset import BertDataset, bert_error, bert_samples
 from megatron.data.gpt2_dataset import GPT2Dataset, Span, gpt2_error, gpt2_samples
 from megatron.data.map_cache import cache_folder, cached, digest
 from megatron.data.mock_dataset import mock_samples
+from megatron.data.pair_dataset import PairDataset, pair_error, pair_samples
 from megatron.data.sft_dataset import SFTDataset, sft_error, sft_samples
 from megatron.data.splits import Source, find_sources, has_split, split_weights
+from megatron.data.t5_dataset import T5Dataset, t5_error, t5_samples
 
-IndexedSamples: TypeAlias = GPT2Dataset | SFTDataset | BertDataset
+IndexedSamples: TypeAlias = GPT2Dataset | SFTDataset | BertDataset | T5Dataset | PairDataset
 
 
 def _readers(
     data: DataConfig, masked_lm: bool
 ) -> tuple[Callable[[DataConfig, str, Source], str | None], Callable[..., IndexedSamples]]:
-    """What checks a source, and what makes samples of it: of masked language models pairs of sentences."""
+    """What checks a source, and what makes samples of it: of masked language models pairs of sentences, or a text with
+    spans taken out if a decoder reads those."""
+    if data.decoder_seq_length:
+        return (pair_error, pair_samples) if data.sft else (t5_error, t5_samples)
     if masked_lm:
         return bert_error, bert_samples
     return (sft_error, sft_samples) if data.sft else (gpt2_error, gpt2_samples)

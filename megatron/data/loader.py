@@ -24,7 +24,8 @@ class Batch(NamedTuple):
     """A micro-batch, as both engines accept it."""
 
     tokens: Tensor
-    """int64 [b, s]; for BERT [b, 2, s], tokens and token types; with --sft tokens and segment ids"""
+    """int64 [b, s]; for BERT [b, 2, s], tokens and token types; with --sft tokens and segment ids; for T5 [b, s + r]:
+    tokens of the encoder, -1 for padding, and r of the decoder"""
     targets: tuple[Tensor, ...]
     """labels int64 [b, s], and loss_mask float32 [b, s]; for BERT also whether the sentences were swapped [b]"""
 
@@ -121,6 +122,13 @@ def next_token_batch(rows: Tensor, *, eod_token: int, eod_mask_loss: bool) -> Ba
 def sft_batch(rows: Tensor) -> Batch:
     """rows [b, 4, s], tokens, segment ids, labels and loss mask -> a batch whose tokens [b, 2, s] are the first two."""
     return Batch(rows[:, :2].contiguous(), (rows[:, 2].contiguous(), rows[:, 3].float()))
+
+
+def span_batch(rows: Tensor, *, decoder_seq_length: int) -> Batch:
+    """rows [b, s + 2 r], tokens of encoder and decoder, and labels, -1 for padding -> a batch for T5."""
+    labels = rows[:, -decoder_seq_length:]
+    tokens = rows[:, :-decoder_seq_length].contiguous()
+    return Batch(tokens, (labels.clamp(min=0), labels.ge(0).float()))
 
 
 def masked_lm_batch(rows: Tensor) -> Batch:

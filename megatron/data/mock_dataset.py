@@ -11,7 +11,8 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import SPECIAL_TOKENS, PairVocabulary, pair_sample
-from megatron.tokenizer import Tokenizer, tokenizer_of
+from megatron.data.t5_dataset import FRAME, Shape, corrupted
+from megatron.tokenizer import Tokenizer, span_vocabulary, tokenizer_of
 
 
 class MockDataset(ABC):
@@ -82,10 +83,24 @@ class MockBertDataset(MockDataset):
         return pair_sample(a, b, swapped, self._tokenizer, self._seq_length, self._mask_prob, random)
 
 
+class MockT5Dataset(MockDataset):
+    """Samples for T5 as those of ``T5Dataset``: texts that count."""
+
+    def __init__(self, samples: int, data: DataConfig, seed_words: Sequence[int]) -> None:
+        self._vocabulary, self._shape = span_vocabulary(data), Shape.of(data)
+        super().__init__(samples, np.arange(self._vocabulary.text_tokens), data.seq_length, seed_words)
+
+    def _draw(self, random: np.random.RandomState) -> np.ndarray:
+        longest = self._seq_length - FRAME
+        return corrupted(self._count(longest, random), longest, self._vocabulary, self._shape, random)
+
+
 def mock_samples(data: DataConfig, name: str, samples: int, *, seed: int, masked_lm: bool) -> MockDataset:
     """``samples`` mock samples of the split ``name``. Raises DataError if the tokenizer's files are broken."""
-    tokenizer = tokenizer_of(data)
     seed_words = [seed & 0xFFFFFFFF, seed >> 32, SPLITS.index(name)]
+    if data.decoder_seq_length:
+        return MockT5Dataset(samples, data, seed_words)
+    tokenizer = tokenizer_of(data)
     if not masked_lm:
         return MockGPT2Dataset(samples, data, tokenizer, seed_words)
     assert isinstance(tokenizer, PairVocabulary), "a rule refuses the others"

@@ -69,6 +69,10 @@ def attention_kernel(
     has_dropout = bool(model.attention_dropout) if has_dropout is None else has_dropout
     causal = architecture_of(model).masked_lm is False if causal is None else causal
     name, why = _kernel(model, device, dtype, has_dropout)
+    if architecture_of(model).is_encoder_decoder:
+        name = "memory-efficient" if name == "flash" and device.kind == "cuda" else name
+        reasons = why or "a mask keeps padding and later tokens apart"
+        return AttentionKernel(name, "mask", f"{name} ({dtype}, head dim {model.head_size}, by mask): {reasons}")
     limits, why_limits = "none", ""
     window = causal and model.pre_tokens < seq_length - 1
     if model.reset_attention_mask or window or not causal:
@@ -106,6 +110,8 @@ def _kernel(model: ModelConfig, device: DeviceFacts, dtype: str, has_dropout: bo
     for field, flag in _STEP_BY_STEP.items():
         if getattr(model, field):
             return "plain", f"{flag} needs the scores"
+    if model.has_relative_positions:
+        return "plain", "the bias of relative positions needs the scores"
     if device.kind == "cpu":
         return ("plain", "torch's fused kernel for CPUs has no dropout") if has_dropout else ("flash", "")
     if device.kind != "cuda":

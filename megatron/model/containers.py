@@ -13,6 +13,7 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from megatron.config import ActivationConfig
+from megatron.model.relative_positions import RelativePositions, with_bias_apart, without_bias
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
 from megatron.parallel.deepspeed_compat.engine import ExplicitPipelineModule
 from megatron.parallel.layout import ParallelLayout
@@ -49,9 +50,10 @@ class PipelinedModel(ExplicitPipelineModule):
             partition_boundaries=partition_boundaries, layers=layers, loss_fn=loss_fn, topology=layout.topology
         )
 
-    def forward(self, hidden_states: HiddenStates) -> HiddenStates:
+    def forward(self, hidden_states: HiddenStates) -> Any:
         """This stage's part of the model."""
-        return run_layers(self.forward_funcs, hidden_states, self.layers_per_checkpoint if self.training else 0)
+        outputs = run_layers(self.forward_funcs, hidden_states, self.layers_per_checkpoint if self.training else 0)
+        return outputs if isinstance(outputs, Tensor) else without_bias(outputs)
 
     def get_additional_losses(self) -> dict[str, Tensor] | None:
         """The terms of the last loss, which DeepSpeed averages and broadcasts together with the loss."""
@@ -109,25 +111,41 @@ class ProvidedModel(nn.Module):
         return self.loss(self.model, inputs, targets)
 
 
-def run_layers(layers: Sequence[Layer], hidden_states: HiddenStates, layers_per_checkpoint: int = 0) -> HiddenStates:
+def run_layers(layers: Sequence[Layer], hidden_states: Any, layers_per_checkpoint: int = 0) -> Any:
     """Run the layers in order. Of each ``layers_per_checkpoint`` transformer layers only the input is kept."""
-    for is_block, neighbors in groupby(layers, lambda layer: isinstance(layer, ParallelTransformerLayer)):
-        remaining = list(neighbors)
-        if not (is_block and layers_per_checkpoint):
-            hidden_states, remaining = run_in_order(remaining, hidden_states), []
-        while remaining:
-            together, remaining = remaining[:layers_per_checkpoint], remaining[layers_per_checkpoint:]
-            tensors = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
-            hidden_states = deepspeed.checkpointing.checkpoint(partial(_run_together, together), *tensors)
+    for is_recomputed, neighbors in groupby(layers, _is_recomputed):
+        if is_recomputed and layers_per_checkpoint:
+            hidden_states = _run_recomputed(list(neighbors), hidden_states, layers_per_checkpoint)
+        else:
+            hidden_states = run_in_order(list(neighbors), hidden_states)
     return hidden_states
 
 
-def run_in_order(layers: Sequence[Layer], hidden_states: HiddenStates) -> HiddenStates:
+def _is_recomputed(layer: Layer) -> bool:
+    module = layer.args[0] if isinstance(layer, partial) else layer  # of a tied layer's further use
+    return isinstance(module, ParallelTransformerLayer | RelativePositions)
+
+
+def _run_recomputed(layers: Sequence[Any], hidden_states: Any, layers_per_checkpoint: int) -> Any:
+    """Run transformer layers, which the backward pass runs again; but not the relative positions in front of them."""
+    remaining, bias = [layer for layer in layers if isinstance(layer, ParallelTransformerLayer)], None
+    if len(remaining) < len(layers):
+        hidden_states, bias = with_bias_apart(layers[0], hidden_states)
+    while remaining:
+        together, remaining = remaining[:layers_per_checkpoint], remaining[layers_per_checkpoint:]
+        tensors = hidden_states if isinstance(hidden_states, tuple) else (hidden_states,)
+        hidden_states = deepspeed.checkpointing.checkpoint(partial(_run_together, together, bias), *tensors)
+    return hidden_states
+
+
+def run_in_order(layers: Sequence[Layer], hidden_states: Any) -> Any:
     """Run the layers in order, without activation checkpointing."""
     for layer in layers:
         hidden_states = layer(hidden_states)
     return hidden_states
 
 
-def _run_together(layers: Sequence[Layer], hidden: Tensor, segment_ids: Tensor | None = None) -> HiddenStates:
-    return run_in_order(layers, hidden if segment_ids is None else (hidden, segment_ids))
+def _run_together(layers: Sequence[Layer], bias: Tensor | None, *tensors: Tensor) -> Any:
+    if bias is not None:
+        return without_bias(run_in_order(layers, (*tensors, bias)))
+    return run_in_order(layers, tensors if len(tensors) > 1 else tensors[0])

@@ -132,7 +132,9 @@ def bias_gelu(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor] | None:
 
 
 def mlp_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
-    """SwiGLU of gate and up [.., 2f] -> [.., f], or GELU."""
+    """SwiGLU or GEGLU of gate and up [.., 2f] -> [.., f], or GELU."""
+    if config.geglu:
+        return partial(geglu, approximate=_gelu_kind(config))
     return swiglu if config.swiglu else gelu(config)
 
 
@@ -142,6 +144,12 @@ def swiglu(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
     return _SwiGLU.apply(x)
+
+
+def geglu(x: Tensor, approximate: str) -> Tensor:
+    """GELU(gate) x up of both side by side (arXiv 2002.05202): [.., 2f] -> [.., f]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate) * up
 
 
 class _SwiGLU(torch.autograd.Function):

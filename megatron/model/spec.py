@@ -111,6 +111,10 @@ class ArchitectureSpec:
     masked_lm: bool | None = False
     """Whether samples are pairs of sentences with masked tokens (BERT), instead of runs of tokens. None for a model
     that is no language model: its samples are rows of a table, each with a class."""
+    is_encoder_decoder: bool = False
+    """Whether samples are texts with spans taken out, for an encoder, and those spans, for a decoder (T5)."""
+    defaults: tuple[str, ...] = ()
+    """Arguments of the command line that its program has without them."""
     provider: Any = None
     """For a model without a spec: its ``megatron.training.model_provider.ModelProvider``; ``layers`` then says nothing
     about parameters and cost."""

@@ -32,6 +32,8 @@ def unpack(hidden_states: HiddenStates) -> tuple[Tensor, Tensor | None]:
 class ParallelTransformerLayer(nn.Module):
     """hidden [b, s, h] -> hidden [b, s, h]: attention, then MLP, each after a norm and with a residual."""
 
+    attention_class: type[nn.Module] = ParallelSelfAttention
+
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool = True):
         super().__init__()
         self.layer_number = layer_number
@@ -42,7 +44,7 @@ class ParallelTransformerLayer(nn.Module):
         self.draws_random_numbers = max(config.hidden_dropout, config.attention_dropout) > 0
         self.dropout_add = dropout_add(config)
         self.input_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.attention = ParallelSelfAttention(config, layout, layer_number=layer_number, causal=causal)
+        self.attention = self.attention_class(config, layout, layer_number=layer_number, causal=causal)
         self.post_attention_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
         self.mlp = ParallelMLP(config, layout, layer_number=layer_number)
         self._compiled: Callable[..., HiddenStates] | None = torch.compile(self._compute) if config.compile else None
@@ -89,7 +91,7 @@ class ParallelTransformerLayer(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h] through ``ffn_hidden_size``; twice, as gate and up, for ``--swiglu``."""
+    """hidden [b, s, h] -> hidden [b, s, h] through ``ffn_hidden_size``; twice, as gate and up, if it is gated."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
         super().__init__()
@@ -97,7 +99,7 @@ class ParallelMLP(nn.Module):
         name, fused = f"layers.{layer_number}.mlp", bias_gelu(config)
         dim = sequence_parallel_dim(config, layout)
         place: dict[str, Any] = {"group": group, "sequence_dim": dim, "init": weight(config, f"{name}.dense_h_to_4h")}
-        parts = 2 if config.swiglu else 1
+        parts = 2 if config.is_gated else 1
         lora = adapter(config, "dense_h_to_4h", ColumnParallelAdapter, h, inner, parts=parts, **place)
         self.dense_h_to_4h = ColumnParallelLinear(
             h, inner, has_bias=config.linear_bias, parts=parts, activation=fused, lora=lora, **place

@@ -4,14 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from megatron.config.data import HUGGINGFACE, NULL_TOKENIZER, PUBLISHED, SENTENCEPIECE, DataConfig
-from megatron.config.errors import ConfigError
+from megatron.config.errors import ConfigError, DataError
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer
 from megatron.tokenizer.null import NullTokenizer
 from megatron.tokenizer.sentencepiece import GPTSentencePieceTokenizer
 from megatron.tokenizer.whitespace import WhitespaceTokenizer
-from megatron.tokenizer.wordpiece import WordPieceCase, WordPieceLowerCase
+from megatron.tokenizer.wordpiece import WordPieceCase, WordPieceLowerCase, WordPieceTokenizer
 
 
 class Tokenizer(Protocol):
@@ -73,11 +75,12 @@ def build_tokenizer(
     merge_file: str | None,
     vocab_size: int | None = None,
     eod_token: str | None = None,
+    extra_ids: int = 0,
 ) -> Tokenizer:
     """A tokenizer of a kind of ``TOKENIZERS`` from its files, or a NullTokenizer of ``vocab_size`` tokens.
 
     With a kind of ``PUBLISHED``, ``vocab_size`` may be more than its tokens, for a model that has more rows, and
-    ``eod_token`` ends documents instead of the token that the files name.
+    ``eod_token`` ends documents instead of the token that the files name. A WordPiece has ``extra_ids`` sentinels more.
 
     Raises ConfigError for an unknown kind, and DataError for a file that is missing (or None), superfluous, broken,
     or inconsistent with the other.
@@ -88,12 +91,78 @@ def build_tokenizer(
         raise ConfigError(f"--tokenizer-type {kind} is unknown: choose one of {', '.join(TOKENIZERS)}")
     if kind in PUBLISHED:
         return TOKENIZERS[kind](vocab_file, merge_file, vocab_size=vocab_size, eod_token=eod_token)
+    if extra_ids:
+        return TOKENIZERS[kind](vocab_file, merge_file, extra_ids=extra_ids)
     return TOKENIZERS[kind](vocab_file, merge_file)
 
 
 def tokenizer_of(data: DataConfig) -> Tokenizer:
     """The tokenizer of a run. Raises as ``build_tokenizer``."""
-    return build_tokenizer(data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size, data.eod_text)
+    return build_tokenizer(
+        data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size, data.eod_text, data.extra_ids
+    )
+
+
+def _published_spans(tokenizer: HuggingFaceTokenizer, count: int) -> "SpanVocabulary":
+    """The first ``count`` sentinels, and the padding as what the decoder reads first, as published T5 models have it.
+
+    Raises DataError if there are not as many.
+    """
+    special, names = tokenizer.special_tokens, [f"<extra_id_{n}>" for n in range(count)]
+    for name in (*names, "<pad>"):
+        if name not in special:
+            raise DataError(
+                f"{tokenizer.path} has no special token {name}: lower --vocab-extra-ids, or name that of a T5"
+            )
+    continues = np.zeros(tokenizer.vocab_size, bool)
+    for piece, id in tokenizer.pieces.items():
+        continues[id] = not piece.startswith("\N{LOWER ONE EIGHTH BLOCK}") and piece not in special
+    sentinels = tuple(special[name] for name in names)
+    return SpanVocabulary(
+        tokenizer.vocab_size,
+        tokenizer.tokens,
+        special["<pad>"],
+        tokenizer.eod,
+        sentinels,
+        tuple(special.values()),
+        continues,
+    )
+
+
+@dataclass(frozen=True)
+class SpanVocabulary:
+    """The tokens from which T5's samples are made."""
+
+    size: int
+    text_tokens: int
+    """Those that a data set may hold are below it."""
+    bos: int
+    """What the decoder reads first."""
+    eos: int
+    sentinels: tuple[int, ...]
+    """Which stand for the spans of a sample, in order."""
+    separators: tuple[int, ...]
+    """Tokens of a text that belong to no word."""
+    continues: np.ndarray
+    """Whether each token continues a word, bool [size]."""
+
+
+def span_vocabulary(data: DataConfig) -> SpanVocabulary:
+    """The tokens from which samples of a run for T5 are made. Raises DataError as ``build_tokenizer``."""
+    tokenizer, count = tokenizer_of(data), data.extra_ids
+    size = tokenizer.vocab_size
+    if isinstance(tokenizer, NullTokenizer):  # in front of its own special tokens
+        first = tokenizer.pad - count
+        if first < 1:
+            raise DataError(f"--vocab-size {size} leaves no token for text beside {count} sentinels: raise it")
+        sentinels = tuple(range(first, tokenizer.pad))
+        return SpanVocabulary(size, first, tokenizer.cls, tokenizer.eod, sentinels, (), tokenizer.continues)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return _published_spans(tokenizer, count)
+    assert isinstance(tokenizer, WordPieceTokenizer), "a rule refuses the others"
+    text, separators = size - len(tokenizer.extra), (tokenizer.cls, tokenizer.sep)
+    sentinels = tuple(range(text + 2, size))
+    return SpanVocabulary(size, text, text, text + 1, sentinels, separators, tokenizer.continues)
 
 
 def read_vocabulary(
@@ -102,9 +171,10 @@ def read_vocabulary(
     merge_file: str | None,
     vocab_size: int | None = None,
     eod_token: str | None = None,
+    extra_ids: int = 0,
 ) -> Vocabulary:
     """Size and end of document of a vocabulary. Checks all its files; raises as ``build_tokenizer``."""
-    tokenizer = build_tokenizer(kind, vocab_file, merge_file, vocab_size, eod_token)
+    tokenizer = build_tokenizer(kind, vocab_file, merge_file, vocab_size, eod_token, extra_ids)
     if isinstance(tokenizer, HuggingFaceTokenizer | GPTSentencePieceTokenizer):
         return Vocabulary(tokenizer.vocab_size, tokenizer.eod, tokenizer.tokens)
     return Vocabulary(tokenizer.vocab_size, tokenizer.eod)

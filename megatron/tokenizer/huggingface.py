@@ -33,6 +33,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         eod: the eos_token that a file beside it names, of ``CONFIG_FILES`` the first that does.
         bos: id of the bos_token that such a file names, which begins texts of some models; None without one.
         special_tokens: ids of the special tokens by their text.
+        pieces: ids of all tokens by their text.
     """
 
     def __init__(
@@ -51,10 +52,10 @@ class HuggingFaceTokenizer(RustTokenizer):
         configs = dict(_read_configs(os.path.dirname(self.path)))
         encoder = _read_encoder(self.path, configs.get("tokenizer_config.json", {}))
         encoder.encode_special_tokens = True  # as ordinary text
-        self._tokens = encoder.get_vocab(with_added_tokens=True)
+        self.pieces = encoder.get_vocab(with_added_tokens=True)
         added = encoder.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in sorted(added.items()) if token.special}
-        size = max(self._tokens.values(), default=-1) + 1
+        size = max(self.pieces.values(), default=-1) + 1
         super().__init__(encoder, checked_size(self.path, size, vocab_size))
         self.tokens = size
         self.bos = self._special("bos", configs, None)
@@ -87,9 +88,9 @@ class HuggingFaceTokenizer(RustTokenizer):
         return None
 
     def _id(self, place: str, token: Any) -> int:
-        if not isinstance(token, str) or token not in self._tokens:
+        if not isinstance(token, str) or token not in self.pieces:
             raise DataError(f"{place} is not in the vocabulary of {self.path}: choose one of its tokens")
-        return self._tokens[token]
+        return self.pieces[token]
 
 
 def checked_size(path: str, tokens: int, rows: int | None) -> int:

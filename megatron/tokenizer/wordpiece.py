@@ -1,14 +1,15 @@
 """BERT's WordPiece (Devlin et al., 2018), run by the Rust library ``tokenizers``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megatron.config.errors import DataError
-from megatron.tokenizer.base import RustTokenizer, read_text, vocabulary_file
+from megatron.tokenizer.base import RustTokenizer, check_known, read_text, vocabulary_file
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """BERT's own tokens."""
@@ -22,12 +23,15 @@ class WordPieceTokenizer(RustTokenizer):
     A word that cannot be put together is [UNK]. ``lower_case`` also removes accents. A text that contains ``[MASK]``
     is tokenized as a word between brackets. ``detokenize`` returns words with blanks between them.
 
+    With ``extra_ids`` there are [BOS], [EOS] and as many sentinels after the vocabulary, as Megatron-LM has for T5.
+
     Attributes:
-        pad, cls, sep, mask: ids of BERT's own tokens; ``eod`` is ``sep``.
+        pad, cls, sep, mask: ids of BERT's own tokens; ``eod`` is ``sep``, or [EOS].
         continues: whether each token continues a word, bool [vocab_size].
+        extra: the tokens after the vocabulary.
     """
 
-    def __init__(self, vocab_file: str | None, merge_file: str | None = None, *, lower_case: bool):
+    def __init__(self, vocab_file: str | None, merge_file: str | None = None, *, lower_case: bool, extra_ids: int = 0):
         """Raises DataError if the vocabulary is absent or broken, or if merges are given."""
         path = vocabulary_file("WordPiece", vocab_file, merge_file)
         pieces = read_pieces(path)
@@ -35,10 +39,26 @@ class WordPieceTokenizer(RustTokenizer):
         encoder.normalizer = normalizer(lower_case)
         encoder.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         encoder.decoder = decoders.WordPiece(prefix=CONTINUES)
-        super().__init__(encoder, len(pieces))
+        self.extra = ["[BOS]", "[EOS]", *(f"<extra_id_{n}>" for n in range(extra_ids))] if extra_ids else []
+        super().__init__(encoder, len(pieces) + len(self.extra))
         self.pad, self.cls, self.sep, self.mask = (pieces[token] for token in (PAD, CLS, SEP, MASK))
         self.eod, self.unk = self.sep, pieces[UNK]
-        self.continues = np.array([piece.startswith(CONTINUES) and piece != CONTINUES for piece in pieces])
+        names = [*pieces, *self.extra]
+        self.continues = np.array([name.startswith(CONTINUES) and name != CONTINUES for name in names])
+        if self.extra:
+            self.bos, self.eod = len(pieces), len(pieces) + 1
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``. Raises DataError for an id outside the vocabulary."""
+        if not self.extra:
+            return super().detokenize(ids)
+        check_known(ids, self.vocab_size)
+        first = self.vocab_size - len(self.extra)
+        texts = []
+        for is_extra, group in groupby(map(int, ids), lambda id: id >= first):
+            run = list(group)
+            texts += [self.extra[id - first] for id in run] if is_extra else [super().detokenize(run)]
+        return " ".join(texts)
 
 
 WordPieceLowerCase = partial(WordPieceTokenizer, lower_case=True)

@@ -15,7 +15,7 @@ from megatron.config import RunConfig
 from megatron.config.batch_schedule import BatchSchedule
 from megatron.data.datasets import BlendedDataset, Datasets, Samples, build_datasets, split_samples
 from megatron.data.index_maps import sample_at, with_skipped
-from megatron.data.loader import Batch, MicroBatches, batches, masked_lm_batch, next_token_batch, sft_batch
+from megatron.data.loader import Batch, MicroBatches, batches, masked_lm_batch, next_token_batch, sft_batch, span_batch
 from megatron.data.sft_dataset import SFTDataset
 from megatron.data.splits import has_split
 from megatron.model.architectures import architecture_of
@@ -170,6 +170,8 @@ class DataIterators:
     def _to_batch(self, rows: Tensor) -> Batch:
         """Samples as a micro-batch."""
         run = self._run
+        if architecture_of(run.model).is_encoder_decoder:
+            return span_batch(rows, decoder_seq_length=run.data.decoder_seq_length)
         if architecture_of(run.model).masked_lm:
             return masked_lm_batch(rows)
         if run.data.sft:

@@ -21,6 +21,7 @@ from megatron.model.architectures import architecture_of
 from megatron.model.containers import DualPipeVModel, Layers, LossFn, PipelinedModel, SequentialModel, loss_parts
 from megatron.parallel.deepspeed_compat.engine import (
     continue_without_reports,
+    differentiate_outputs_together,
     grad_reduction_coalesced,
     inside_hooks,
     instruction_hooks,
@@ -91,6 +92,8 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     skip_reduction_of_one_rank(engine, layout.get_sequence_data_parallel_group().size())
     reduce_fp32_sums_of_tied_weights(engine)
     start_backward_timers_once(engine)
+    if architecture_of(run.model).is_encoder_decoder:
+        differentiate_outputs_together(engine)
     continue_without_reports(engine)
     engine.coalesces_grad_reduction = run.coalesces_grad_reduction
     if run.zero.zero_stage == 0:

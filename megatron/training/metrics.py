@@ -67,7 +67,8 @@ class MetricsLogger:
     def __init__(self, run: RunConfig, *, is_main_rank: bool):
         self._run = run
         architecture = architecture_of(run.model)
-        self._loss_is_of_tokens = architecture.masked_lm is False and architecture.provider is None
+        is_of_tokens = architecture.masked_lm is False or architecture.is_encoder_decoder
+        self._loss_is_of_tokens = is_of_tokens and architecture.provider is None
         self._flops = hardware_flops(run) if architecture.provider is None else None
         self._is_main_rank = is_main_rank
         self._is_terminal = is_main_rank and sys.stdout.isatty()

@@ -19,7 +19,7 @@ from megatron.config.model import padded_vocabulary
 from megatron.data.datasets import check_data
 from megatron.data.splits import check_token_type
 from megatron.model.architectures import architecture_of
-from megatron.tokenizer import read_vocabulary
+from megatron.tokenizer import read_vocabulary, span_vocabulary
 
 T = TypeVar("T")
 
@@ -80,7 +80,9 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
     if is_provided and data.vocab_file is None and data.vocab_size is None:
         return run
     check_tokenizer_folder(data.tokenizer_type, data.tokenizer_model)
-    vocabulary = read_vocabulary(data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size, data.eod_text)
+    vocabulary = read_vocabulary(
+        data.tokenizer_type, data.vocab_file, data.merge_file, data.vocab_size, data.eod_text, data.extra_ids
+    )
     if vocabulary.tokens is not None and not data.mock_data and not is_provided:
         check_token_type(data, vocabulary.tokens)
     multiple, ranks = run.model.make_vocab_size_divisible_by, run.parallel.model_parallel_size
@@ -90,6 +92,8 @@ def _with_vocabulary(run: RunConfig, *, with_hashes: bool) -> RunConfig:
         padded_vocab_size=padded_vocabulary(vocabulary.size, ranks, multiple),
         eod_token=vocabulary.eod,
     )
+    if architecture_of(run.model).is_encoder_decoder:
+        model = replace(model, decoder_start_token=span_vocabulary(data).bos)
     if with_hashes and (run.checkpoint.save or run.checkpoint.load):
         hash_of_tokenizer = tokenizer_hash(data.tokenizer_type, data.vocab_file, data.merge_file, eod=vocabulary.eod)
         content = MOCK_DATA if data.mock_data else "" if is_provided else data.data_hash or blend_hash(data.contents)

@@ -13,7 +13,7 @@ from megatron.config.command_line.classic_flags import OUTCOMES, UNCHANGED, outc
 from megatron.config.command_line.parser import build_parser
 from megatron.config.errors import DataError
 from megatron.config.validation import RULES
-from megatron.model.architectures import ARCHITECTURES, BERT, GPT2
+from megatron.model.architectures import ARCHITECTURES, BERT, GPT2, T5
 from megatron.tools.planning.explain import explain
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-megatron.md"
@@ -133,7 +133,9 @@ def test_an_unknown_flag_is_never_read_as_another() -> None:
 
 
 def test_every_classic_flag_has_one_outcome() -> None:
-    flags = {name for spec in (GPT2, BERT) for action in build_parser(spec)._actions for name in action.option_strings}
+    flags = {
+        name for spec in (GPT2, BERT, T5) for action in build_parser(spec)._actions for name in action.option_strings
+    }
     assert [name for name in UNCHANGED if f"--{name}" not in flags] == []
     assert [name for name in OUTCOMES if f"--{name}" in flags] == [], "an outcome would never be used"
     assert {outcome.kind for outcome in OUTCOMES.values()} == {"replaced", "fulfilled", "ignored", "refused"}

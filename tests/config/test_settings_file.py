@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.command_lines import CPU, CUDA, SMALL, latest
+from support.command_lines import CPU, CUDA, SMALL, SMALL_T5, latest
 from test_arguments import EFFECTS
 
 from megatron.config import RunConfig
@@ -12,7 +12,7 @@ from megatron.config.command_line.flags import layered
 from megatron.config.command_line.settings_file import KEPT, settings_text
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided, Source
-from megatron.model.architectures import BERT, GPT2
+from megatron.model.architectures import BERT, GPT2, T5
 from megatron.tools.planning.request import make_request as planned
 from megatron.tools.planning.timing import DEVICES, Machine
 from megatron.tools.verify.request import make_request as verified
@@ -50,9 +50,11 @@ def messages(run_of, tmp_path: Path):
 def test_the_file_that_a_run_keeps_repeats_it(tmp_path: Path) -> None:
     """Every flag, written to a file and read from it."""
     for name, (words, needed) in EFFECTS.items():
-        architecture = BERT if "bert" in needed else GPT2
+        is_t5 = needed.startswith("t5")
+        architecture, small = (T5, SMALL_T5) if is_t5 else (BERT if "bert" in needed else GPT2, SMALL)
         environ = {**(CUDA if "gpu" in needed else CPU), "WORLD_SIZE": "4"}
-        line = latest(f"{SMALL} {needed.replace('gpu', '').replace('bert', '')} {words}".split())
+        needed = needed.removeprefix("t5").replace("gpu", "").replace("bert", "")
+        line = latest(f"{small} {needed} {words}".split())
         run = read_run(line, environ, architecture).checked()
         (file := tmp_path / KEPT).write_text(settings_text(run.settings, "a program"))
         again = read_run(["--config", str(file)], environ, architecture).checked()

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.data.indexed_dataset import IndexedDataset
@@ -37,6 +38,29 @@ print(json.dumps({
     "doc_idx": dataset.document_indices.tolist(),
     "dtype": dataset.index.dtype.__name__,
 }))
+"""
+
+SPANS = """
+import json, sys
+from types import SimpleNamespace
+import numpy
+from megatron.core.datasets.t5_dataset import T5MaskedWordPieceDataset
+pieces, texts, target, seed = json.loads(sys.argv[1])
+names = [*pieces, "[BOS]", "[EOS]"]
+tokenizer = SimpleNamespace(
+    cls=2, sep=3, mask=4, bos=len(pieces), eos=len(pieces) + 1, inv_vocab=dict(enumerate(names)),
+    additional_special_tokens_ids=[len(names) + n for n in range(20)],
+)
+dataset = object.__new__(T5MaskedWordPieceDataset)
+dataset.dataset = [numpy.array(text) for text in texts]
+dataset.sample_index, dataset._pad_token_id = [(n, n + 1, target) for n in range(len(texts))], 0
+dataset.config = SimpleNamespace(
+    tokenizer=tokenizer, random_seed=seed, sequence_length=40, sequence_length_encoder=40, sequence_length_decoder=24,
+    masking_probability=0.15, masking_max_ngram=10, masking_do_full_word=True, masking_do_permutation=False,
+    masking_use_longer_ngrams=False, masking_use_geometric_distribution=True,
+)
+samples = [dataset[n] for n in range(len(texts))]
+print(json.dumps([[sample[part].tolist() for part in ("text_enc", "text_dec", "labels")] for sample in samples]))
 """
 
 
@@ -77,3 +101,32 @@ def test_files_are_the_same_bytes(
 def test_megatron_core_reads_ours(megatron_core: Callable[..., str], write_dataset: Callable[..., str]) -> None:
     found = json.loads(megatron_core(READ, write_dataset(DOCUMENTS)).splitlines()[-1])
     assert found == {"documents": DOCUMENTS, "doc_idx": [0, 1, 2, 3], "dtype": "uint16"}
+
+
+def test_spans_of_t5_are_those_of_megatron_core(megatron_core: Callable[..., str]):
+    """For the same texts and seed: the spans, and what encoder and decoder read."""
+    from megatron.data.t5_dataset import Shape, corrupted
+    from megatron.tokenizer import SpanVocabulary
+
+    chance, seed, target = np.random.RandomState(1), 1234, 38
+    pieces = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *(f"w{n}" for n in range(30)),
+        *(f"##{n}" for n in range(9)),
+    ]
+    texts = [chance.randint(5, len(pieces), chance.randint(3, target + 1)).tolist() for _ in range(80)]
+    expected = json.loads(megatron_core(SPANS, json.dumps([pieces, texts, target, seed])))
+    first = len(pieces) + 2
+    continues = np.array([piece.startswith("##") for piece in pieces])
+    vocabulary = SpanVocabulary(
+        first + 20, len(pieces), len(pieces), len(pieces) + 1, tuple(range(first, first + 20)), (2, 3), continues
+    )
+    for number, (text, parts) in enumerate(zip(texts, expected, strict=True)):
+        random = np.random.RandomState((seed + number) % 2**32)
+        sample = corrupted(np.array(text), target, vocabulary, Shape(40, 24, 0.15), random)
+        encoder, decoder, labels = np.split(sample, [40, 64])
+        assert [encoder.clip(0).tolist(), decoder.tolist(), labels.tolist()] == parts

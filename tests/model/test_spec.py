@@ -24,8 +24,26 @@ def settled(words: str) -> RunConfig:
     return replace(run, model=replace(run.model, vocab_size=100, padded_vocab_size=128, classes=("a", "b", "c")))
 
 
-@pytest.mark.parametrize("words", LAYOUTS)
-@pytest.mark.parametrize("program", ["", "bert", "classifier"])
+CLASSIC_T5 = (
+    "--normalization LayerNorm --no-geglu --no-disable-bias-linear --position-embedding-type learned_absolute "
+    "--no-untie-embeddings-and-output-weights"
+)
+LAYOUTS_OF_T5 = [
+    "",
+    "--model-parallel-size 2",
+    "--pipe-parallel-size 3 --pipeline-model-parallel-split-rank 1",
+    f"--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-partition 5,2 {CLASSIC_T5}",
+    f"--pipe-parallel-size 4 {CLASSIC_T5}",
+]
+
+
+@pytest.mark.parametrize(
+    "program, words",
+    [
+        *((program, words) for program in ("", "bert", "classifier") for words in LAYOUTS),
+        *(("t5", words) for words in LAYOUTS_OF_T5),
+    ],
+)
 def test_built_parameters_are_those_of_the_spec(program: str, words: str) -> None:
     """Names, shapes, sharded dimension and weight decay, on the first rank of each stage."""
     from megatron.tools.planning.dry_run import built_stage, fake_layout, first_rank_of_each_stage
@@ -47,7 +65,7 @@ def test_built_parameters_are_those_of_the_spec(program: str, words: str) -> Non
     assert seen == {name: (spec.shape, spec.shard_dim, spec.weight_decay) for name, spec in specs.items()}
 
 
-@pytest.mark.parametrize("program", ["", "bert", "classifier"])
+@pytest.mark.parametrize("program", ["", "bert", "classifier", "t5", f"t5 {CLASSIC_T5}"])
 def test_parameters_are_in_the_order_of_the_layers(run_ranks, program: str) -> None:
     run = settled(program)
     (names,) = run_ranks(1, whole_model_names, run)
@@ -67,7 +85,7 @@ def whole_model_names(run: RunConfig) -> list[str]:
 
 
 def test_the_vocabulary_is_the_padded_dimension() -> None:
-    for program in ("", "bert", "classifier"):
+    for program in ("", "bert", "classifier", "t5"):
         run = settled(program)
         grown = replace(run.model, padded_vocab_size=256)
         specs, others = (architecture_of(model).named_parameters(model) for model in (run.model, grown))

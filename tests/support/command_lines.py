@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from megatron.config import RunConfig
 from megatron.config.command_line import ParsedRun, read_run
 from megatron.config.errors import ConfigError
-from megatron.model.architectures import BERT, CLASSIFIER, GPT2
+from megatron.model.architectures import BERT, CLASSIFIER, GPT2, T5
 
 CPU = {"DS_ACCELERATOR": "cpu"}
 CUDA = {"DS_ACCELERATOR": "cuda"}
@@ -19,7 +19,10 @@ SMALL_BERT = SMALL.replace(
     "--vocab-file vocab.json --merge-file merges.txt", "--vocab-file vocab.txt --tokenizer-type BertWordPieceLowerCase"
 )
 """That of pretrain_bert.py."""
+SMALL_T5 = f"{SMALL_BERT} --decoder-num-layers 3 --decoder-seq-length 16"
+"""That of pretrain_t5.py."""
 _BY_WORD = {
+    "t5": (SMALL_T5, T5),
     "bert": (SMALL_BERT, BERT),
     "classifier": (SMALL_BERT.replace("--data-path corpus ", ""), CLASSIFIER),
 }
@@ -39,7 +42,8 @@ def latest(words: Sequence[str], *, only: str = "") -> list[str]:
 
 
 def parse(words: str = "", *, ranks: int = 1, environ: Mapping[str, str] = CPU) -> RunConfig:
-    """The run of SMALL and ``words`` on so many ranks; where they begin with ``bert``, of pretrain_bert.py.
+    """The run of SMALL and ``words`` on so many ranks; where they begin with ``bert`` or ``t5``, of
+    pretrain_bert.py or pretrain_t5.py.
 
     Where they begin with ``classifier``, it is the run of a task. A value of SMALL that
     ``words`` repeat is theirs.

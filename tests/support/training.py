@@ -61,6 +61,11 @@ def pretrain_bert(words: list[str]) -> tuple[int, str]:
     return pretrain(words, "BERT")
 
 
+def pretrain_t5(words: list[str]) -> tuple[int, str]:
+    """The same as ``pretrain_t5.py``."""
+    return pretrain(words, "T5")
+
+
 def fine_tune(words: list[str]) -> tuple[int, str]:
     """The same as ``tasks/main.py``."""
     from dataclasses import replace

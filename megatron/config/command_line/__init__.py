@@ -205,17 +205,32 @@ def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: Arch
 
 
 def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
-    model = run.model
+    model = _both_stacks(run) if architecture.is_encoder_decoder else run.model
+    packs = run.data.sft and not architecture.is_encoder_decoder
     return replace(
         model,
         architecture=architecture.name,
         ffn_hidden_size=model.ffn_hidden_size or default_ffn_hidden_size(model),
-        max_position_embeddings=model.max_position_embeddings or run.data.seq_length,
-        reset_position_ids=run.data.reset_position_ids or run.data.sft,
-        reset_attention_mask=run.data.reset_attention_mask or run.data.sft,
+        max_position_embeddings=model.max_position_embeddings or max(run.data.seq_length, run.data.decoder_seq_length),
+        reset_position_ids=run.data.reset_position_ids or packs,
+        reset_attention_mask=run.data.reset_attention_mask or packs,
         dtype=run.precision.dtype,
         seed=run.train.seed,
         recomputes_attention=run.activation.recompute_granularity == "selective",
+    )
+
+
+def _both_stacks(run: RunConfig) -> ModelConfig:
+    """The model with the layers and lengths of encoder and decoder; ``num_layers`` is from here on of both."""
+    model, encoder = run.model, run.model.num_layers
+    decoder = model.decoder_num_layers or encoder
+    return replace(
+        model,
+        num_layers=encoder + decoder,
+        encoder_num_layers=encoder,
+        decoder_num_layers=decoder,
+        encoder_seq_length=run.data.seq_length,
+        decoder_seq_length=run.data.decoder_seq_length,
     )
 
 

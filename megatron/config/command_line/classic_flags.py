@@ -52,7 +52,9 @@ tensorboard-dir rampup-batch-size step-batch-size-schedule lr-wsd-decay-samples 
 timing-log-level log-timers-to-tensorboard normalization swiglu position-embedding-type
 use-rotary-position-embeddings no-position-embedding rotary-base rotary-position-embeddings-theta rotary-percent
 use-rope-scaling rope-scaling-factor group-query-attention num-query-groups num-key-value-heads kv-channels
-disable-bias-linear add-qkv-bias qk-layernorm untie-embeddings-and-output-weights
+disable-bias-linear add-qkv-bias qk-layernorm untie-embeddings-and-output-weights encoder-num-layers
+decoder-num-layers encoder-seq-length decoder-seq-length vocab-extra-ids pipeline-model-parallel-split-rank
+relative-attention-num-buckets relative-attention-max-distance
 """.split()
 """Flags of the classic suites that are flags here, or aliases of one."""
 
@@ -175,13 +177,13 @@ _IGNORED = {
 }
 
 _REFUSED = {
-    # Architectures other than GPT-2, the Llama family and BERT.
+    # Architectures other than GPT-2, the Llama family, BERT and T5.
     "rotation by other rules than Llama's is not supported: remove it": (
         "rotary-* rope-* no-rope-freq mrope-section original-max-position-embeddings low-freq-factor high-freq-factor"
     ),
-    "not a part of GPT-2, Llama or BERT: remove it": (
+    "not a part of GPT-2, Llama, BERT or T5: remove it": (
         "quick-geglu glu-linear-offset activation-func-clamp-value qk-l2-norm add-dense-bias skip-bias-add "
-        "squared-relu relative-attention-* apply-layernorm-1p softmax-type "
+        "squared-relu apply-layernorm-1p softmax-type "
         "embedding-init-method-std square-alibi-mask alibi-* fill-neg-inf transformer-impl attention-output-gate "
         "linear-attention-* experimental-attention-variant dsa-*"
     ),
@@ -193,10 +195,6 @@ _REFUSED = {
         "n-shared-experts noisy-gate-policy use-pipe-experts pipe-experts-* ampipe-* "
         "use-fused-moe-token-permute-and-unpermute use-fused-weighted-squared-relu no-use-rts "
         "enable-token-rearrange-opt"
-    ),
-    "there are no encoder-decoder models such as T5: remove it": (
-        "pipeline-model-parallel-split-rank vocab-extra-ids encoder-num-layers decoder-num-layers "
-        "encoder-seq-length decoder-seq-length"
     ),
     "there is no multi-latent attention, multi-token prediction or state-space layer: remove it": (
         "multi-latent-attention multi-head-latent-attention q-lora-rank kv-lora-rank qk-* v-head-dim mscale "

@@ -62,6 +62,9 @@ def read_flags(argv: Sequence[str], architecture: ArchitectureSpec = GPT2) -> Fl
     if unreadable := [message for layer in layers for message in layer.unreadable]:
         raise ConfigError([*problems, *unreadable])
     values = layered(layer.values for layer in layers)
+    if architecture.defaults:  # what they switch on stays off where the values are given again, by a tool
+        off = {name: given for layer in layers for name, given in layer.values.items() if given.value is False}
+        values |= {name: off[name] for name in off.keys() & layers[0].values.keys() - values.keys()}
     return Flags(values, problems, [warning for layer in layers for warning in layer.warnings])
 
 
@@ -119,6 +122,8 @@ def _read_layers(argv: Sequence[str], architecture: ArchitectureSpec) -> list[La
     layers = []
     if architecture.provider is not None:
         layers.append(_read_settings(_defaults(architecture), parser, architecture))
+    elif architecture.defaults:
+        layers.append(read_layer([(architecture.defaults, f"{architecture.name}'s default")], parser, architecture))
     has_file = SETTINGS_FILE in typed.values
     if (file := typed.values.pop(SETTINGS_FILE, None)) is not None:
         # Imported here: PyYAML would take a tenth of the time to an error message.

@@ -14,7 +14,7 @@ from megatron.config.command_line.parser import has_flag, names_of
 from megatron.config.command_line.values import read_value
 from megatron.config.errors import ConfigError, did_you_mean
 from megatron.config.fields import Provided, Source
-from megatron.model.architectures import BERT, GPT2
+from megatron.model.architectures import BERT, GPT2, T5
 from megatron.model.spec import ArchitectureSpec
 
 _Given: TypeAlias = tuple[str, str, Provided]
@@ -140,10 +140,10 @@ def flags_of_other_models(architecture: ArchitectureSpec) -> dict[str, str]:
 
 def _owner(field: Field) -> str:
     """The model and the program that have the flag of ``field``, which not all have."""
-    masked_lm = field.metadata["flag"]["masked_lm"]
-    if masked_lm is None:
+    metadata = field.metadata["flag"]
+    if metadata["masked_lm"] is None and metadata["encoder_decoder"] is None:
         return "for pretraining"
-    owner = BERT if masked_lm else GPT2
+    owner = T5 if metadata["encoder_decoder"] == "only" else BERT if metadata["masked_lm"] else GPT2
     return f"{owner.name}'s, for {owner.program}"
 
 

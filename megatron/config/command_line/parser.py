@@ -72,7 +72,10 @@ def has_flag(field: Field, architecture: ArchitectureSpec) -> bool:
     metadata = field.metadata["flag"]
     if not architecture.is_language_model:
         return not metadata["pretraining"]
-    return metadata["masked_lm"] in (None, architecture.masked_lm)
+    kind = metadata["encoder_decoder"]
+    if architecture.is_encoder_decoder and kind:
+        return kind != "not"
+    return kind != "only" and metadata["masked_lm"] in (None, architecture.masked_lm)
 
 
 def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:

@@ -1,6 +1,6 @@
 """What a Hugging Face folder says of its model: config.json, and names and shapes of its weights. No torch here.
 
-GPT-2, the models of the Llama family and BERT, each a module here, are converted in both directions.
+GPT-2, the models of the Llama family, BERT and T5 1.1, each a module here, are converted in both directions.
 """
 
 import re
@@ -11,15 +11,16 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError
-from megatron.config.huggingface import bert, gpt2, llama
+from megatron.config.huggingface import bert, gpt2, llama, t5
 from megatron.config.reading import parse_json, read_bytes
-from megatron.model.architectures import GPT2
+from megatron.model.architectures import GPT2, T5
 
 HF_CONFIG = "config.json"
 FORMATS: dict[str, ModuleType] = {
     gpt2.MODEL_TYPE: gpt2,
     **dict.fromkeys(llama.FAMILIES, llama),
     bert.MODEL_TYPE: bert,
+    t5.MODEL_TYPE: t5,
 }
 """``model_type`` to the module that reads and writes it."""
 _BUFFER = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq|embeddings\.position_ids)")
@@ -46,14 +47,16 @@ def config_of(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = N
 
 
 def format_of(config: ModelConfig) -> ModuleType:
-    """The module of the format that the model has: ``gpt2``, ``llama`` or ``bert``.
+    """The module of the format that the model has: ``gpt2``, ``llama``, ``bert`` or ``t5``.
 
     Raises ConfigError if the architecture is none of these.
     """
     if config.architecture in bert.CLASS_NAMES:
         return bert
+    if config.architecture == T5.name:
+        return t5
     if config.architecture != GPT2.name:
-        names = ", ".join((GPT2.name, *bert.CLASS_NAMES))
+        names = ", ".join((GPT2.name, *bert.CLASS_NAMES, T5.name))
         raise ConfigError(f"the model is {config.architecture}, and to-hf supports {names}; use merge")
     is_llama = config.has_rotary_embedding or config.swiglu or config.normalization == "RMSNorm"
     return llama if is_llama else gpt2
@@ -92,6 +95,8 @@ _OTHER_FLAGS = (
 def shape_of(config: ModelConfig) -> dict[str, Any]:
     """The values of the flags that decide which weights the model has, and their shapes."""
     shape = {name: getattr(config, of_model) for name, of_model in _SHAPE.items()}
+    if format_of(config) is t5:
+        shape |= {name: getattr(config, name) for name in t5.SHAPE} | {"num_layers": config.encoder_num_layers}
     return shape | ({"max_position_embeddings": config.position_rows} if config.has_position_table else {})
 
 
@@ -100,13 +105,15 @@ def model_words(config: ModelConfig) -> list[str]:
     values = shape_of(config) | {name: getattr(config, name) for name in _OTHER_FLAGS}
     if config.query_groups == config.num_attention_heads:
         del values["num_query_groups"]
+    if format_of(config) is t5:
+        del values["max_position_embeddings"]
     words: list[str] = []
     for name, value in values.items():
         if value != getattr(ModelConfig(), name):
             flag = "--" + name.replace("_", "-")
             words += [flag] if value is True else [flag, str(value)]
-    # Tables of the Llama family have more rows than their tokenizers have tokens; those of others are cut.
-    return [*words, "--vocab-size", str(config.vocab_size)] if format_of(config) is llama else words
+    # Tables of the Llama family and T5 have more rows than their tokenizers have tokens; those of others are cut.
+    return [*words, "--vocab-size", str(config.vocab_size)] if format_of(config) in (llama, t5) else words
 
 
 def write_config(config: ModelConfig, dtype: str, source: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from megatron.config.validation.rules import RULES, Rule
 from megatron.model.spec import ArchitectureSpec
 
 # The order of RULES.
-from megatron.config.validation import layout, memory, training, data, output  # noqa: F401, I001  # isort: skip
+from megatron.config.validation import layout, memory, training, data, encoder_decoder, output  # noqa: F401, I001  # isort: skip
 
 __all__ = ["RULES", "Rule", "size_problems", "value_problems", "violations", "warnings"]
 
@@ -45,6 +45,11 @@ SIZES: Mapping[str, tuple[float, float]] = {
     "kv_channels": (1, 2**20),
     "num_attention_heads": (1, 2**20),
     "seq_length": (1, 2**30),
+    "decoder_num_layers": (1, 20_000),
+    "decoder_seq_length": (1, 2**30),
+    "vocab_extra_ids": (0, 2**20),
+    "relative_attention_num_buckets": (4, 2**20),
+    "relative_attention_max_distance": (2, 2**30),
     "max_position_embeddings": (1, 2**30),
     "vocab_size": (1, 2**30),
     "make_vocab_size_divisible_by": (1, 2**30),

@@ -15,7 +15,9 @@ def tokenizer(run: RunConfig) -> Messages:
     if model.provider is not None:
         return
     is_null = data.tokenizer_type == NULL_TOKENIZER
-    if data.tokenizer_type not in model.tokenizers and not (is_null and (data.mock_data or not model.masked_lm)):
+    if data.tokenizer_type not in model.tokenizers and not (
+        is_null and (data.mock_data or not model.masked_lm or model.is_encoder_decoder)
+    ):
         instead = " or ".join(model.tokenizers)
         mock = ", or add --mock-data" if is_null else ""
         yield f"--tokenizer-type {data.tokenizer_type} does not suit {run.model.architecture}: use {instead}{mock}"
@@ -90,7 +92,8 @@ def _needs_tokenizer(run: RunConfig) -> bool:
 @rule("a pair of sentences fits into a sample", why="BERT's samples are pairs of sentences with three special tokens.")
 def pairs(run: RunConfig) -> Messages:
     tokens = run.data.seq_length
-    if architecture_of(run.model).masked_lm and 0 < tokens < 5:
+    architecture = architecture_of(run.model)
+    if architecture.masked_lm and not architecture.is_encoder_decoder and 0 < tokens < 5:
         yield f"--seq-length {tokens} is too short for [CLS] and two tokens with a [SEP] after each: use 5 or more"
 
 

@@ -6,12 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import BufferOpInstruction, PipeInstruction, ReduceGrads, ReduceTiedGrads
+from deepspeed.runtime.pipe.schedule import (
+    BackwardPass,
+    BufferOpInstruction,
+    PipeInstruction,
+    ReduceGrads,
+    ReduceTiedGrads,
+)
 from torch import nn
 
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
@@ -106,6 +113,30 @@ def reduce_fp32_sums_of_tied_weights(engine: DeepSpeedEngine) -> None:
                 dist.all_reduce(weight.grad_accum, group=group)
 
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, ReduceTiedGrads: reduce_sums}
+
+
+def differentiate_outputs_together(engine: DeepSpeedEngine) -> None:
+    """In a pipeline: one backward pass for all tensors with gradients that a stage has sent on.
+
+    DeepSpeed: runtime/pipe/engine.py, ``_exec_backward_pass`` runs one for each of them. The layers that several depend
+    on would be differentiated as often, the gradients of their weights reduced as often at ZeRO 1, and recomputed
+    layers fail, since the first pass frees their inputs.
+    Test: tests/training/test_t5_layouts_agree.py. Remove when it calls ``torch.autograd.backward`` once.
+    """
+    if not isinstance(engine, PipelineEngine):
+        return
+    run = engine._INSTRUCTION_MAP[BackwardPass]
+
+    def backward(engine: PipelineEngine, buffer_id: int, **options: Any) -> None:
+        outputs, gradients = engine.pipe_buffers["outputs"][buffer_id], engine.grad_layer
+        sent = [tensor for tensor in outputs if tensor.is_floating_point()] if isinstance(outputs, tuple) else []
+        if len(sent) > 1 and not engine.is_last_stage():
+            engine.pipe_buffers["outputs"][buffer_id] = torch.cat([tensor.flatten() for tensor in sent])
+            engine.grad_layer = torch.cat([gradient.flatten() for gradient in gradients])
+        run(engine, buffer_id=buffer_id, **options)
+        engine.grad_layer = gradients
+
+    engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, BackwardPass: backward}
 
 
 def continue_without_reports(engine: DeepSpeedEngine) -> None:

@@ -24,6 +24,8 @@ EXPLICIT = re.compile(r"\d{1,9}( *, *\d{1,9})*")
 BY_TYPE = "type:"
 
 LayerGroup = tuple[LayerSpec, ...]
+POSITIONS = "RelativePositions"
+"""Class name of the layer that each transformer layer of T5 needs in front of it."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,21 @@ METHODS: dict[str, Callable[[LayerGroup, int], int]] = {
 
 
 def layer_groups(model: ModelConfig) -> list[LayerGroup]:
-    """The layers of ``model`` in groups that are never divided, from the embeddings to the head."""
+    """The layers of ``model`` in groups that are never divided, from the embeddings to the head.
+
+    What stands between two transformer layers belongs to the later one, as do the relative positions of the first.
+    """
     layers = tuple(architecture_of(model).layers(model))
     blocks = [index for index, layer in enumerate(layers) if layer.is_block]
-    assert blocks == list(range(blocks[0], blocks[0] + model.num_layers)), "num_layers blocks in a row"
-    return [layers[: blocks[0]], *((layers[index],) for index in blocks), layers[blocks[-1] + 1 :]]
+    assert len(blocks) == model.num_layers
+    first = blocks[0] - (layers[blocks[0] - 1].class_name == POSITIONS)
+    begins = [first, *(index + 1 for index in blocks)]
+    return [layers[:first], *(layers[begin:end] for begin, end in pairwise(begins)), layers[begins[-1] :]]
 
 
 def layer_names(model: ModelConfig) -> tuple[str, ...]:
-    """The class names in the list of layers of ``model``, those of the blocks once."""
-    front, *blocks, back = layer_groups(model)
-    return tuple(layer.class_name for layer in (*front, *blocks[0], *back))
+    """The class names in the list of layers of ``model``, each once."""
+    return tuple(dict.fromkeys(layer.class_name for group in layer_groups(model) for layer in group))
 
 
 def group_weights(method: str, model: ModelConfig, seq_length: int) -> list[int]:
@@ -96,7 +102,14 @@ def layers_per_chunk(run: RunConfig) -> tuple[int, ...]:
     """Transformer layers of each model chunk, in the order of the model."""
     if (numbers := explicit(run.parallel.pipeline_partition)) is not None:
         return numbers
-    *sizes, last = balanced(run_weights(run), run.parallel.model_chunks)
+    weights, split = run_weights(run), run.parallel.pipeline_model_parallel_split_rank
+    if split is None:
+        *sizes, last = balanced(weights, run.parallel.model_chunks)
+    else:
+        encoder = run.model.encoder_num_layers
+        sizes = balanced(weights[:encoder], split)
+        *later, last = balanced(weights[encoder:], run.parallel.model_chunks - split)
+        sizes += later
     return (*sizes, last - 1)  # the head is no layer
 
 
@@ -157,8 +170,9 @@ def _cheapest(
 
 def partition_boundaries(layers_per_chunk: Sequence[int], model: ModelConfig) -> list[int]:
     """The index in the list of layers at which each model chunk begins, and the length of the list."""
-    front, *_, back = layer_groups(model)
-    inner = [len(front) + layers for layers in accumulate(layers_per_chunk)]
+    front, *blocks, back = layer_groups(model)
+    before = [0, *accumulate(map(len, blocks))]
+    inner = [len(front) + before[layers] for layers in accumulate(layers_per_chunk)]
     return [0, *inner[:-1], inner[-1] + len(back)]
 
 

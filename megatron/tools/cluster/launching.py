@@ -17,7 +17,7 @@ from megatron.config.command_line.flags import read_flags
 from megatron.config.command_line.parser import CONFIG_FILE
 from megatron.config.errors import ConfigError
 from megatron.config.validation import value_problems
-from megatron.model.architectures import BERT, GPT2
+from megatron.model.architectures import BERT, GPT2, T5
 from megatron.tools.cluster.hostfile import Host, name_problem, read_hostfile, runs_here_alone, select
 from megatron.tools.cluster.remote import device_kind, is_plain, quote_for_pdsh, variable_problems
 from megatron.tools.command_line import ToolParser
@@ -105,7 +105,7 @@ def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
     Raises ConfigError with a line for each problem.
     """
     script = Path(launch.script).resolve()
-    program = next((spec for spec in (GPT2, BERT) if script == _PROJECT / spec.program), None)
+    program = next((spec for spec in (GPT2, BERT, T5) if script == _PROJECT / spec.program), None)
     if program is None or launch.module or launch.no_python or "--explain" in launch.arguments:
         return
     hosts = chosen_hosts(launch)

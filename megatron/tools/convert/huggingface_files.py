@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeAlias
 from megatron.config import ModelConfig
 from megatron.config.data import GPT2_BPE, tokenizer_files
 from megatron.config.errors import CheckpointError, DataError
-from megatron.config.huggingface import HF_CONFIG, bert, format_of, gpt2, read_json
+from megatron.config.huggingface import HF_CONFIG, bert, format_of, gpt2, read_json, t5
 from megatron.model.architectures import BERT
 from megatron.tokenizer.base import EOD, check_ids
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_byte_vocabulary, read_merges
@@ -106,11 +106,13 @@ def read_run_tokenizer(
 ) -> Vocabulary | None:
     """The tokenizer of a training run, from the given files or those in its ``run.json``.
 
-    None if it is no BPE of GPT-2 or WordPiece of BERT. Raises DataError as ``read_bpe``, and if its size is not that of
-    the model.
+    None if it is no BPE of GPT-2 or WordPiece of BERT, or is T5's. Raises DataError as ``read_bpe``, and if its size
+    is not that of the model.
     """
     data = description["config"]["data"]
     kind, is_bert = data["tokenizer_type"], format_of(config) is bert
+    if format_of(config) is t5:
+        return None  # transformers has no WordPiece with sentinels
     if kind in (GPT2_BPE, LOWER_CASE, CASED):
         vocab_file, merge_file = vocab_file or data["vocab_file"], merge_file or data["merge_file"]
     if not is_bert:

@@ -240,7 +240,8 @@ def _run(model: WholeModel, vocab_file: Path | None, merge_file: Path | None, so
         optim=OptimConfig(),
         train=TrainConfig(),
         data=DataConfig(
-            seq_length=config.max_position_embeddings,
+            seq_length=config.encoder_seq_length or config.max_position_embeddings,
+            decoder_seq_length=config.decoder_seq_length,
             tokenizer_type=kind,
             vocab_size=config.vocab_size if kind in PUBLISHED else None,
             vocab_file=str(vocab_file) if vocab_file else None,

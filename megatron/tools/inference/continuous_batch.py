@@ -10,7 +10,8 @@ from megatron.tokenizer import Tokenizer
 from megatron.tools.inference.decoding import Sampling, choose, sample_generator
 from megatron.tools.inference.detokenizer import Detokenizer
 from megatron.tools.inference.model import DecodingBatch, LanguageModel
-from megatron.tools.inference.prompts import StoppingCriteria, checked_length
+from megatron.tools.inference.prompts import StoppingCriteria
+from megatron.tools.inference.text_to_text import continues, decoding_batch, new_tokens_after
 
 
 class Piece(NamedTuple):
@@ -91,13 +92,13 @@ class ContinuousBatch:
         A completion depends on the seed, the prompt and its index alone, counted from ``first_sample``.
         Raises ConfigError for a prompt that is empty or too long.
         """
-        new_tokens = [checked_length(prompt, limits) - len(prompt) for prompt in prompts]
+        new_tokens = [new_tokens_after(self._model, prompt, limits) for prompt in prompts]
         writers = [
             Writer(
                 number,
                 sample,
                 new_tokens[number],
-                Detokenizer(self._tokenizer, prompt, limits.stop),
+                Detokenizer(self._tokenizer, prompt if continues(self._model) else (), limits.stop),
                 request,
                 sampling,
                 sample_generator(sampling.seed, prompt, first_sample + sample),
@@ -105,7 +106,7 @@ class ContinuousBatch:
             for number, prompt in enumerate(prompts)
             for sample in range(samples)
         ]
-        batch = DecodingBatch(
+        batch = decoding_batch(
             self._model, prompts, context=limits.context, new_tokens=max(new_tokens), use_cache=self._use_cache
         )
         if samples > 1:

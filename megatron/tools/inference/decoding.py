@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.tools.inference.model import DecodingBatch, LanguageModel
+from megatron.tools.inference.model import LanguageModel
+from megatron.tools.inference.text_to_text import decoding_batch
 
 _LEAST_TEMPERATURE = 1e-30
 """Divided by less, logits are infinite; by this, all but the most likely token have the probability 0 already."""
@@ -104,7 +105,8 @@ def search_beams(
 
     The search ends when no beam at its current length could still be among them.
     """
-    batch = DecodingBatch(model, [prompt], context=context, new_tokens=new_tokens, use_cache=use_cache)
+    batch = decoding_batch(model, [prompt], context=context, new_tokens=new_tokens, use_cache=use_cache)
+    begin = len(batch.sequences[0])
     sums = torch.zeros(1)
     done: list[Hypothesis] = []
     for length in range(1, new_tokens + 1):
@@ -120,7 +122,7 @@ def search_beams(
         is_last = length == new_tokens
         for total, row, token in candidates[: beams.number]:
             if token == eod or is_last:
-                tokens = (*batch.sequences[row][len(prompt) :], token)
+                tokens = (*batch.sequences[row][begin:], token)
                 done.append(Hypothesis(tokens, total / length**beams.length_penalty))
         done = sorted(done, key=lambda hypothesis: -hypothesis.score)[: beams.number]
         alive = [candidate for candidate in candidates if candidate[2] != eod][: beams.number]

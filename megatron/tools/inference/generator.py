@@ -8,7 +8,8 @@ from megatron.tools.inference.continuous_batch import ContinuousBatch, Piece, Wr
 from megatron.tools.inference.decoding import BeamSearch, Sampling, search_beams
 from megatron.tools.inference.detokenizer import Detokenizer
 from megatron.tools.inference.model import LanguageModel
-from megatron.tools.inference.prompts import StoppingCriteria, checked_length
+from megatron.tools.inference.prompts import StoppingCriteria
+from megatron.tools.inference.text_to_text import continues, new_tokens_after
 
 
 @dataclass
@@ -36,6 +37,8 @@ class TextGenerator:
     def __init__(self, model: LanguageModel, tokenizer: Tokenizer, *, use_cache: bool = True):
         """``use_cache=False`` recomputes keys and values for each token."""
         self.model, self.tokenizer, self._use_cache = model, tokenizer, use_cache
+        self.continues = continues(model)
+        """Whether completions continue the prompts; those of a model with an encoder are texts of their own."""
 
     def batch(self) -> ContinuousBatch:
         """An empty batch, for completions that begin and end at different times."""
@@ -82,7 +85,7 @@ class TextGenerator:
             self.model,
             prompt,
             beams,
-            new_tokens=checked_length(prompt, limits) - len(prompt),
+            new_tokens=new_tokens_after(self.model, prompt, limits),
             context=limits.context,
             eod=self.tokenizer.eod,
             use_cache=self._use_cache,
@@ -91,7 +94,7 @@ class TextGenerator:
 
     def _completion(self, prompt: Sequence[int], tokens: Sequence[int]) -> Completion:
         completion = Completion()
-        writer = Writer(0, 0, len(tokens), Detokenizer(self.tokenizer, prompt))
+        writer = Writer(0, 0, len(tokens), Detokenizer(self.tokenizer, prompt if self.continues else ()))
         for token in tokens:
             completion.add(writer.take(token, self.tokenizer.eod))
         return completion

@@ -19,9 +19,8 @@ from torch.nn import functional as F
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.launch.distributed import distributed
 from megatron.model.architectures import architecture_of
-from megatron.model.containers import run_in_order
+from megatron.model.containers import SequentialModel, run_in_order
 from megatron.model.embedding import without_segment_ids
-from megatron.model.gpt2 import GPT2Model
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.spec import ParameterSpec
 from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
@@ -35,14 +34,16 @@ Module = TypeVar("Module", bound=nn.Module)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def load_model(source: Source, layout: ParallelLayout, dtype: str = "fp32") -> GPT2Model:
+def load_model(source: Source, layout: ParallelLayout, dtype: str = "fp32") -> SequentialModel:
     """This rank's shard of the model, in eval mode and in a type of ``DTYPES``, on the rank's device.
 
     Logits are [b, s, v/t]; columns from ``source.config.vocab_size`` on are padding.
     Raises ConfigError if the tensor group cannot share the model, CheckpointError if weights are incomplete.
     """
     config = config_on(source.config, layout.tensor_group.size(), dtype)
-    return load_weights(GPT2Model(config, ActivationConfig(), layout), source, config, layout)
+    spec = architecture_of(config)
+    module = SequentialModel(spec.build_layers(config, layout), spec.build_loss(config, layout), ActivationConfig())
+    return load_weights(module, source, config, layout)
 
 
 def load_weights(model: Module, source: Source, config: ModelConfig, layout: ParallelLayout) -> Module:
@@ -68,7 +69,7 @@ def _local_shard(whole: Tensor, spec: ParameterSpec, config: ModelConfig, layout
 class LanguageModel:
     """A model in eval mode, with its configuration and tensor group."""
 
-    module: GPT2Model
+    module: SequentialModel
     config: ModelConfig
     tensor_group: ProcessGroup
 
@@ -200,7 +201,7 @@ class DecodingBatch:
 
 
 def last_logits(
-    model: GPT2Model, tokens: Tensor, cache: KeyValueCache | None = None, counts: Sequence[int] | None = None
+    model: SequentialModel, tokens: Tensor, cache: KeyValueCache | None = None, counts: Sequence[int] | None = None
 ) -> Tensor:
     """Logits [b, v/t] of the token after ``tokens`` [b, q], which follow those in ``cache``, if given.
 

@@ -39,13 +39,13 @@ class Session:
     def show(self, prompt: Prompt) -> None:
         """Print a prompt with its completions; a single one is streamed."""
         if self.samples == 1 and self.beams is None:
-            self._print(prompt.text)
+            self._print(prompt.text if self.generator.continues else "")
             self._complete([prompt.tokens], 1, on_text=self._print)
             self._print("\n")
             return
         for number, completion in enumerate(self._complete([prompt.tokens], self.samples)[0], start=1):
             heading = f"--- {number}\n" if self.samples > 1 else ""
-            self._print(f"{heading}{prompt.text}{completion.text}\n")
+            self._print(f"{heading}{prompt.text if self.generator.continues else ''}{completion.text}\n")
 
     def converse(self) -> None:
         """Continue each line of input."""
@@ -68,7 +68,8 @@ class Session:
                         file, {**prompt.record, "completions": [_record(completion) for completion in completions]}
                     )
                 else:
-                    file.writelines(f"{prompt.text}{completion.text}\n\n" for completion in completions)
+                    before = prompt.text if self.generator.continues else ""
+                    file.writelines(f"{before}{completion.text}\n\n" for completion in completions)
 
     def write_documents(self, file: IO[str]) -> None:
         """Write completions of an end of document alone, as JSON lines."""

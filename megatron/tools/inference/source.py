@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,9 +23,10 @@ from megatron.config.data import (
 from megatron.config.environment import check_place, rank, world_size
 from megatron.config.errors import ConfigError
 from megatron.config.fields import inside, interval_as_text
-from megatron.config.huggingface import format_of, llama
+from megatron.config.huggingface import format_of, llama, t5
 from megatron.config.huggingface import read_config as read_folder_config
-from megatron.model.architectures import GPT2
+from megatron.model.architectures import GPT2, T5
+from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tools.convert.huggingface_files import BPE, read_bpe, read_folder_bpe
@@ -72,8 +73,12 @@ class Source:
         return [] if saved is None else [f"{problem}; taking {saved.tag}" for problem in saved.newer_problems]
 
 
-def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
+def open_source(
+    path: Path, files: TokenizerFiles = TokenizerFiles(), accepted: Sequence[ArchitectureSpec] = (GPT2,)
+) -> Source:
     """The configuration and the tokenizer of the model at ``path``, which must match. Reads no weights.
+
+    The model is of one of the ``accepted`` architectures.
 
     Raises:
         ConfigError: the path or a file of the tokenizer is missing, or the tokenizer is not the one that the model
@@ -87,16 +92,16 @@ def open_source(path: Path, files: TokenizerFiles = TokenizerFiles()) -> Source:
     config = read_config(found)
     if config is None:
         raise ConfigError(f"{path} does not describe its model; name the checkpoint that it was made from")
-    if config.architecture != GPT2.name:
-        raise ConfigError(
-            f"{path} is a {config.architecture} model, which cannot generate text: name a {GPT2.name} model"
-        )
+    names = [architecture.name for architecture in accepted]
+    if config.architecture not in names:
+        what = "cannot generate text" if config.architecture != T5.name else "is for tools/generate.py alone"
+        raise ConfigError(f"{path} is a {config.architecture} model, which {what}: name a {GPT2.name} model")
     tokenizer: Tokenizer
     if found.kind != "huggingface":
         description = read_description(found)
         assert description is not None, "it describes the model"
         tokenizer = _run_tokenizer(path, description, files)
-    elif format_of(config) is llama:
+    elif format_of(config) in (llama, t5):
         tokenizer = _published_tokenizer(path, config, files)
     else:
         bpe = _folder_bpe(found, files)
@@ -149,7 +154,8 @@ def _run_tokenizer(path: Path, description: Mapping[str, Any], files: TokenizerF
         if file is not None and not Path(file).is_file():
             raise ConfigError(f"{flag} {file}: no such file; name the one that {path} was trained with")
     expected_hash = data.get("tokenizer_hash")
-    tokenizer = build_tokenizer(kind, *chosen, data.get("vocab_size"), data.get("eod_text"))
+    extra_ids = data.get("vocab_extra_ids", 0) if data.get("decoder_seq_length") else 0
+    tokenizer = build_tokenizer(kind, *chosen, data.get("vocab_size"), data.get("eod_text"), extra_ids)
     if expected_hash and tokenizer_hash(kind, *chosen, eod=tokenizer.eod) != expected_hash:
         raise ConfigError(
             f"{' and '.join(file for file in chosen if file)}: another tokenizer than the one that {path} was trained "
@@ -282,10 +288,12 @@ def tensor_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
     return started
 
 
-def shared_source(args: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Source, int]:
+def shared_source(
+    args: argparse.Namespace, environ: Mapping[str, str], accepted: Sequence[ArchitectureSpec] = (GPT2,)
+) -> tuple[Source, int]:
     """The model that ``args`` name, and the number of processes, which share it. Raises as the functions it calls."""
     ranks = tensor_ranks(args, environ)
-    source = source_of(args, environ)
+    source = source_of(args, environ, accepted)
     config_on(source.config, ranks, args.dtype)  # an error here is printed once, not by all ranks
     return source, ranks
 
@@ -298,13 +306,15 @@ def context_length(args: argparse.Namespace, source: Source) -> int:
     return args.seq_length or positions
 
 
-def source_of(args: argparse.Namespace, environ: Mapping[str, str]) -> Source:
+def source_of(
+    args: argparse.Namespace, environ: Mapping[str, str], accepted: Sequence[ArchitectureSpec] = (GPT2,)
+) -> Source:
     """The model that ``args`` name, with the attention window that they choose, if they do.
 
     Raises as ``open_source``, and ConfigError if flags do not match the model.
     """
     check_values(args, {"pre_tokens": "[0, inf)", "next_tokens": "[0, inf)"})
-    source = open_source(args.load, TokenizerFiles(args.vocab_file, args.merge_file, args.tokenizer_model))
+    source = open_source(args.load, TokenizerFiles(args.vocab_file, args.merge_file, args.tokenizer_model), accepted)
     sizes = {name: getattr(args, name) for name in _SIZES}
     problems = [
         f"--{name.replace('_', '-')} {value}, and {source.name} has {getattr(source.config, name)}: leave it out"

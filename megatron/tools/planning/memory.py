@@ -1,6 +1,6 @@
 """Peak memory of a rank of each pipeline stage, in bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
@@ -64,7 +64,9 @@ class Activations(NamedTuple):
     """Bytes of one micro-batch."""
 
     layer: int
-    """Kept by a transformer layer, without full recomputation."""
+    """Kept by a transformer layer, without full recomputation; by the one that keeps most."""
+    of_layers: Mapping[str, int]
+    """The same of each kind of layer, by its class name."""
     scores: int
     """Kept by the attention core besides query, key, value and context, unless it is recomputed."""
     kept_input: int
@@ -85,16 +87,24 @@ class Activations(NamedTuple):
 
 def activations(run: RunConfig) -> Activations:
     """What one rank keeps of a micro-batch of ``run``."""
-    z, (front, block, *_, back) = sizes(run), layer_groups(run.model)
-    scores = _scores(run, z) if block[0].attention_size else 0
-    hidden = z.stream * z.h * z.residual
-    logits = z.tokens * (z.v // z.t)
+    z, (front, *groups, back) = sizes(run), layer_groups(run.model)
+    kinds = {layer.class_name: layer for group in groups for layer in group}
+    of_layers = {name: _kept(z, [layer]) for name, layer in kinds.items()}
+    blocks, scores = [layer for layer in kinds.values() if layer.is_block], 0
+    for block in blocks:
+        of_block = _scores(run, z) * block.attention_size // _columns(run) if block.attention_size else 0
+        scores = max(scores, of_block)
+        of_layers[block.class_name] += _shared_keys(run, z) + (0 if run.model.recomputes_attention else of_block)
+    read, predicted = _sequences(run, z)
+    hidden = z.stream * read // z.s * z.h * z.residual
+    logits = z.b * predicted * (z.v // z.t)
     whole = z.tokens * z.h * z.element
     # Tensor parallelism adds the gradient of its region's input, and a copy to be reduced; where it cuts the
     # sequence, parts of them, too.
     copies = 2 if z.t == 1 else 4 if z.stream == z.tokens else 6
     return Activations(
-        layer=_kept(z, block) + _shared_keys(run, z) + (0 if run.model.recomputes_attention else scores),
+        layer=max(of_layers[block.class_name] for block in blocks),
+        of_layers=of_layers,
         scores=scores,
         kept_input=_kept_input(run, hidden, z.t),
         front=_kept(z, front),
@@ -104,6 +114,18 @@ def activations(run: RunConfig) -> Activations:
         hidden=hidden,
         passing=(4 if run.model.swiglu else 2) * z.tokens * z.f * z.element // z.t + copies * whole + _gathered(run, z),
     )
+
+
+def _columns(run: RunConfig) -> int:
+    """Columns of all heads."""
+    return run.model.num_attention_heads * run.model.head_size
+
+
+def _sequences(run: RunConfig, z: Sizes) -> tuple[int, int]:
+    """Tokens of a sample that layers pass on at most, and those of which there are logits."""
+    if not run.model.encoder_num_layers:
+        return z.s, z.tokens // z.b
+    return z.s + run.data.decoder_seq_length, run.data.decoder_seq_length
 
 
 def _kept(z: Sizes, layers: Sequence[LayerSpec]) -> int:
@@ -222,7 +244,10 @@ def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations)
     """The working memory of a rank of ``stage``, which is the one of that number."""
     layers, has_back = stage.num_blocks, stage.has_head
     in_flight, together = _in_flight(run, number), run.activation.layers_together
-    kept = ceil(layers / together) * micro_batch.kept_input if together else layers * micro_batch.layer
+    held = (layer for layer in stage.layers if layer.class_name in micro_batch.of_layers)
+    kept = sum(micro_batch.of_layers[layer.class_name] for layer in held)
+    if together:
+        kept = ceil(layers / together) * micro_batch.kept_input
     each = kept + (micro_batch.front if stage.has_embedding else 0)
     back = micro_batch.back if has_back else 0
     logits = micro_batch.logits if has_back else 0

@@ -4,7 +4,7 @@ import argparse
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,8 @@ def make_request(
         problems.append(f"{given['deepspeed_config'].source} is written by the planner: give its settings as flags")
     if not {"global_batch_size", "step_batch_size_schedule"} & given.keys():
         problems.append("--global-batch-size is required")
-    filled, _, _ = read_flags(_fillers(given, tokens, model, architecture), architecture)
+    without_defaults = replace(architecture, defaults=())  # a given value may have switched one of them off
+    filled, _, _ = read_flags(_fillers(given, tokens, model, architecture), without_defaults)
     given = {**filled, **given}
     kind = tokenizer_kind(_value(given, "tokenizer_type"), _value(given, "tokenizer_model"))
     if kind in (NULL_TOKENIZER, *PUBLISHED) and vocab_size:
@@ -154,7 +155,8 @@ def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
     file, merges = tokenizer_files(kind, *files)
     rows, eod = _value(given, "vocab_size"), _value(given, "eod_text")
     try:
-        return read_vocabulary(kind, file, merges, rows, eod).size if file and Path(file).is_file() else None
+        extra = _value(given, "vocab_extra_ids") if "decoder_seq_length" in given else 0
+        return read_vocabulary(kind, file, merges, rows, eod, extra).size if file and Path(file).is_file() else None
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
 

@@ -90,7 +90,7 @@ class Job:
     prepend_bos: bool = False
     append_eod: bool = False
     split_sentences: bool = False
-    """Whether each sentence of a document becomes a sequence, as BERT's samples need it."""
+    """Whether each sentence of a document becomes a sequence, as samples of BERT and T5 need it."""
     keep_newlines: bool = False
     """Whether a sentence includes the white space that follows it."""
     conversations: str | None = None

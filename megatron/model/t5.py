@@ -1,0 +1,212 @@
+"""T5's list of layers: an encoder and a decoder that reads its output (arXiv 1910.10683).
+
+Between layers of the encoder travel (hidden [b, s, h], segment ids, int32 [b, s], tokens of the decoder, int32 [b, r]);
+between those of the decoder (hidden [b, r, h], output of the encoder [b, s, h], segment ids). Within a stage the bias
+of the stack, [1, n, q, k], is a last one.
+
+b batch, s sequence of the encoder, r of the decoder, h hidden, n heads of this rank, d size of a head
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig
+from megatron.model.containers import Layers
+from megatron.model.embedding import (
+    EmbeddingDropout,
+    OutputLayer,
+    PositionEmbedding,
+    WordEmbedding,
+    to_logits,
+    without_segment_ids,
+)
+from megatron.model.kernels import norm_class
+from megatron.model.relative_positions import RelativePositions
+from megatron.model.t5_attention import CrossAttention, DecoderCache, MaskedSelfAttention
+from megatron.model.transformer import ParallelTransformerLayer
+from megatron.parallel.layout import ParallelLayout
+
+State = tuple[Tensor, ...]
+"""What layers pass on, see the top of the file."""
+
+
+class EncoderParallelTransformerLayer(ParallelTransformerLayer):
+    """A layer of the encoder, whose tokens attend to the whole text, but not to padding."""
+
+    attention_class = MaskedSelfAttention
+
+    def forward(self, state: State) -> State:  # type: ignore[override]
+        hidden, segment_ids, tokens, *bias = state
+        visible = real_tokens(segment_ids)
+        mask = _added(bias[0], visible) if bias else visible
+        normed = self.input_layernorm(hidden)
+        hidden = self._join(self.attention(normed, mask), hidden, normed, None)
+        normed = self.post_attention_layernorm(hidden)
+        return self._join(self.mlp(normed), hidden, normed, None), segment_ids, tokens, *bias
+
+
+class DecoderParallelTransformerLayer(ParallelTransformerLayer):
+    """A layer of the decoder, whose tokens attend to earlier ones, and to the output of the encoder."""
+
+    attention_class = MaskedSelfAttention
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
+        super().__init__(config, layout, layer_number=layer_number)
+        self.inter_attention = CrossAttention(config, layout, layer_number=layer_number)
+        norm = norm_class(config, layout)
+        self.post_inter_attention_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, state: State, cache: DecoderCache | None = None) -> State:  # type: ignore[override]
+        """With ``cache`` the hidden states are of the next token alone."""
+        hidden, encoder_output, segment_ids, *bias = state
+        length = hidden.size(1)
+        earlier = torch.ones(length, length, dtype=torch.bool, device=hidden.device).tril()
+        mask = _added(bias[0], earlier) if bias else earlier
+        normed = self.input_layernorm(hidden)
+        hidden = self._join(self.attention(normed, mask, cache), hidden, normed, None)
+        normed = self.post_attention_layernorm(hidden)
+        context = self.inter_attention(normed, encoder_output, real_tokens(segment_ids), cache)
+        hidden = self._join(context, hidden, normed, None)
+        normed = self.post_inter_attention_layernorm(hidden)
+        return self._join(self.mlp(normed), hidden, normed, None), encoder_output, segment_ids, *bias
+
+
+def real_tokens(segment_ids: Tensor) -> Tensor:
+    """Segment ids [b, s] -> mask [b, 1, 1, s] that is True where there is no padding."""
+    return segment_ids.eq(0)[:, None, None]
+
+
+def _added(bias: Tensor, visible: Tensor) -> Tensor:
+    """The bias where a token is visible, else -inf."""
+    return bias.masked_fill(~visible, -torch.inf)
+
+
+class T5Embedding(WordEmbedding):
+    """The table of tokens, of which encoder, decoder and a tied head make use.
+
+    Tokens of both, int64 [b, s + r], -1 where the encoder's text ends -> the state of the encoder; the encoder's last
+    state -> the decoder's first.
+    """
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout):
+        super().__init__(config, layout)
+        self.decoder_seq_length = config.decoder_seq_length
+
+    def forward(self, inputs: Any, to_logits: bool = False) -> Any:
+        if to_logits:
+            return super().forward(inputs, to_logits=True)
+        if isinstance(inputs, tuple):
+            encoder_output, segment_ids, tokens, *_ = inputs
+            return super().forward(tokens), encoder_output, segment_ids
+        text, tokens = inputs[:, : -self.decoder_seq_length], inputs[:, -self.decoder_seq_length :]
+        return *self.state_of_text(text)[:2], tokens.int()
+
+    def state_of_text(self, text: Tensor) -> State:
+        """The state of the encoder for a text [b, s] alone."""
+        return without_segment_ids(super().forward(text.clamp(min=0))), text.lt(0).int(), text[:, :0]
+
+
+class _OfHidden:
+    """Makes a layer of hidden states one of the first tensor of a state."""
+
+    def forward(self, state: State) -> State:
+        hidden, *others = state
+        return (super().forward(hidden), *others)  # type: ignore[misc]
+
+
+class StackDropout(_OfHidden, EmbeddingDropout):  # type: ignore[misc]
+    """Dropout of the embedded tokens of a stack."""
+
+
+class StackPositions(_OfHidden, PositionEmbedding):  # type: ignore[misc]
+    """Adds learned positions to the embedded tokens of a stack, then applies dropout."""
+
+
+def t5_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
+    """The layers in order, not yet built; the same list as in the spec.
+
+    Checkpoints have a file for the first use of a tied layer; the others are functions of it.
+    """
+    embedding = partial(TiedLayerSpec, "embed", T5Embedding, config, layout, tied_weight_attr="word_embeddings.weight")
+    head = embedding(forward_fn=to_logits)
+    if config.untie_embeddings_and_output_weights:
+        head = LayerSpec(OutputLayer, config, layout)
+    positions = partial(LayerSpec, StackDropout, config, layout, passes_segment_ids=False)
+    again = positions
+    if config.has_position_table:
+        table: Any = partial(TiedLayerSpec, "positions", StackPositions, config, layout, passes_segment_ids=False)
+        positions = partial(table, tied_weight_attr="position_embeddings.weight")
+        again = partial(positions, forward_fn=called)
+    norm = norm_class(config, layout)
+    encoder_norm = type("EncoderNorm", (_OfHidden, norm), {})
+    encoder, decoder = range(config.encoder_num_layers), range(config.encoder_num_layers, config.num_layers)
+    return [
+        embedding(),  # tokens [b, s + r] -> state of the encoder
+        positions(),
+        *_stack(config, layout, encoder, EncoderParallelTransformerLayer, "encoder"),
+        LayerSpec(encoder_norm, config.hidden_size, eps=config.layernorm_epsilon),
+        embedding(forward_fn=called),  # -> state of the decoder
+        again(),
+        *_stack(config, layout, decoder, DecoderParallelTransformerLayer, "decoder"),
+        without_encoder_output,
+        LayerSpec(norm, config.hidden_size, eps=config.layernorm_epsilon),
+        head,  # hidden -> logits [b, r, v/t]
+    ]
+
+
+def _stack(
+    config: ModelConfig, layout: ParallelLayout, numbers: range, kind: type[nn.Module], name: str
+) -> Iterator[LayerSpec]:
+    """The transformer layers of these ``numbers``, from 0 on, each after the relative positions of its stack."""
+    for number in numbers:
+        if config.has_relative_positions:
+            again = {} if number == numbers[0] else {"forward_fn": called}
+            causal = kind is DecoderParallelTransformerLayer
+            yield TiedLayerSpec(
+                f"{name}_positions", RelativePositions, config, layout, name=name, causal=causal,
+                tied_weight_attr="weight", **again,
+            )  # fmt: skip
+        yield LayerSpec(kind, config, layout, layer_number=number + 1)
+
+
+def called(module: nn.Module, state: State) -> State:
+    """A further use of a tied layer, as it is."""
+    return module(state)
+
+
+def without_encoder_output(state: State) -> Tensor:
+    """hidden [b, r, h] alone: nothing after the last transformer layer reads the encoder's output."""
+    return state[0]
+
+
+class Parts(NamedTuple):
+    """The built layers of a whole model, as generation calls them."""
+
+    front: Sequence[Any]
+    """From the embedding to the norm of the encoder."""
+    positions: EmbeddingDropout
+    """What is added to embedded tokens of the decoder."""
+    bias: RelativePositions | None
+    decoder: Sequence[Any]
+    back: Sequence[Any]
+    """The last norm, and the head."""
+
+
+def parts_of(layers: Sequence[Any], config: ModelConfig) -> Parts:
+    """The parts of the list of layers that ``t5_layers`` has made, built."""
+    each = 2 if config.has_relative_positions else 1
+    after = 2 + each * config.encoder_num_layers + 1
+    _, *rest = layers[after:]
+    positions, decoder = rest[0], rest[1 : 1 + each * config.decoder_num_layers]
+    return Parts(
+        layers[:after],
+        positions.args[0] if isinstance(positions, partial) else positions,
+        decoder[0] if each == 2 else None,
+        decoder[each - 1 :: each],
+        layers[-2:],
+    )

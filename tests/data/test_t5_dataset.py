@@ -1,0 +1,143 @@
+"""Samples for T5: texts with spans taken out, which put back in give the text again."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.config import DataConfig
+from megatron.config.errors import DataError
+from megatron.data.datasets import build_datasets
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.t5_dataset import Shape, T5Dataset, framed
+from megatron.tokenizer import span_vocabulary
+from megatron.tokenizer.wordpiece import SPECIAL
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
+
+WORDS, PIECES, SENTINELS = 60, 30, 12
+TEXT_TOKENS = 5 + WORDS + PIECES
+VOCAB_SIZE = TEXT_TOKENS + 2 + SENTINELS
+BOS, EOS, FIRST = TEXT_TOKENS, TEXT_TOKENS + 1, TEXT_TOKENS + 2
+LENGTHS = [1, 2, 7, 3, 1, 12, 2, 5] * 3
+"""Sentences of each document."""
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    folder = tmp_path_factory.mktemp("t5")
+    tokens = [*SPECIAL, *(f"w{n}" for n in range(WORDS)), *(f"##p{n}" for n in range(PIECES))]
+    (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in tokens))
+    chance, prefix = np.random.RandomState(3), str(folder / "text_sentence")
+    with IndexedDatasetBuilder(prefix, "u2") as builder:
+        for sentences in LENGTHS:
+            for _ in range(sentences):
+                builder.add_sequence(chance.randint(5, TEXT_TOKENS, chance.randint(1, 25)))
+            builder.end_document()
+    return {
+        "data_path": (prefix,), "seq_length": 40, "decoder_seq_length": 20, "split": "1,0,0",
+        "data_cache_path": str(folder), "tokenizer_type": "BertWordPieceLowerCase",
+        "vocab_file": str(folder / "vocab.txt"), "vocab_extra_ids": SENTINELS,
+    }  # fmt: skip
+
+
+def build(settings: dict, samples: int = 60, seed: int = 7, **changes) -> T5Dataset:
+    sizes = {"global_batch_size": 1, "train_iters": samples, "eval_interval": 1000, "eval_iters": 0}
+    data = DataConfig(**settings | changes)
+    return build_datasets(data, vocab_size=VOCAB_SIZE, seed=seed, masked_lm=True, **sizes).train
+
+
+def parts(sample: np.ndarray) -> tuple[list[int], list[int], list[int]]:
+    """What the encoder reads, without padding; the decoder; and the labels."""
+    encoder, decoder, labels = np.split(sample, [40, 60])
+    length = int((labels >= 0).sum())
+    assert (labels[length:] == -1).all() and not decoder[length:].any()
+    return encoder[encoder >= 0].tolist(), decoder[:length].tolist(), labels[:length].tolist()
+
+
+def put_back(encoder: list[int], labels: list[int]) -> list[int]:
+    spans: dict[int, list[int]] = {}
+    for token in labels[:-1]:
+        if token >= FIRST:
+            spans[token] = []
+        else:
+            spans[max(spans)].append(token)
+    assert list(spans) == list(range(FIRST, FIRST + len(spans))) and all(spans.values())
+    return [token for mark in encoder for token in spans.get(mark, [mark])]
+
+
+def test_samples_with_their_spans_are_the_text(settings):
+    indexed, dataset = IndexedDataset(settings["data_path"][0]), build(settings)
+    text = ",".join(map(str, indexed.span(0, indexed.num_tokens)))
+    masked = whole = 0
+    for n in range(len(dataset)):
+        encoder, decoder, labels = parts(dataset[n])
+        assert decoder == [BOS, *labels[:-1]] and labels[-1] == EOS
+        original = put_back(encoder, labels)
+        assert len(original) <= 38 and f",{','.join(map(str, original))}," in f",{text},"
+        begins = [labels[at + 1] for at, token in enumerate(labels[:-1]) if token >= FIRST]
+        assert all(token < 5 + WORDS for token in begins if token != original[0]), "spans begin with words"
+        whole += len(original)
+        masked += sum(token < TEXT_TOKENS for token in labels)
+    assert 0.11 < masked / whole < 0.16
+
+
+def test_samples_follow_from_the_seed(settings):
+    one, same, other = build(settings), build(settings), build(settings, seed=8)
+    assert np.array_equal(one.take(range(30)), same.take(range(30)))
+    assert not np.array_equal(one.take(range(30)), other.take(range(30)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mask_prob": 0.6, "decoder_seq_length": 60, "vocab_extra_ids": 1},
+            "spans are more than the 1 sentinels: raise",
+        ),
+        ({"decoder_seq_length": 4}, "more than --decoder-seq-length 4: raise it, or lower --mask-prob"),
+        ({"vocab_file": None}, "--vocab-file is missing"),
+    ],
+)
+def test_what_does_not_fit_is_an_error_of_one_line(settings, changes, message):
+    with pytest.raises(DataError, match=message) as caught:
+        sizes = {"global_batch_size": 1, "train_iters": 60, "eval_interval": 1000, "eval_iters": 0}
+        data = DataConfig(**settings | changes)
+        size = span_vocabulary(data).size
+        build_datasets(data, vocab_size=size, seed=7, masked_lm=True, **sizes).train.take(range(60))
+    assert len(caught.value.messages) == 1
+
+
+def test_spans_of_a_known_text(settings):
+    """The example of the paper: two spans, and the sentinels in their places."""
+    data = DataConfig(**settings)
+    sample = framed(np.arange(10, 20), [range(2, 4), range(8, 9)], span_vocabulary(data), Shape(12, 8, 0.15))
+    assert sample.tolist() == [
+        10, 11, FIRST, 14, 15, 16, 17, FIRST + 1, 19, -1, -1, -1,
+        BOS, FIRST, 12, 13, FIRST + 1, 18, 0, 0,
+        FIRST, 12, 13, FIRST + 1, 18, EOS, -1, -1,
+    ]  # fmt: skip
+
+
+def test_the_tokenizer_writes_sentinels(settings):
+    from megatron.tokenizer import tokenizer_of
+
+    tokenizer = tokenizer_of(DataConfig(**settings))
+    assert tokenizer.detokenize([5, FIRST, 6, FIRST + 1, EOS]) == "w0 <extra_id_0> w1 <extra_id_1> [EOS]"
+
+
+def test_mock_samples_have_the_same_form(settings):
+    data = DataConfig(
+        mock_data=True, tokenizer_type="NullTokenizer", vocab_size=200, vocab_extra_ids=20, seq_length=40,
+        decoder_seq_length=20,
+    )  # fmt: skip
+    sizes = {"global_batch_size": 1, "train_iters": 3, "eval_interval": 1000, "eval_iters": 0}
+    sample = build_datasets(data, vocab_size=200, seed=1, masked_lm=True, **sizes).train.take([0])[0]
+    encoder, decoder, labels = np.split(sample, [40, 60])
+    assert sample.shape == (80,) and decoder[0] == 197 and (labels == 199).sum() == 1
+    assert (encoder[encoder >= 0] < 196).all() and (encoder == 176).sum() == 1
+
+
+def test_a_vocabulary_of_no_one_has_room_for_sentinels(tmp_path: Path):
+    data = DataConfig(tokenizer_type="NullTokenizer", vocab_size=50, decoder_seq_length=4)
+    with pytest.raises(DataError, match="--vocab-size 50 leaves no token for text beside 100 sentinels: raise it"):
+        span_vocabulary(data)
