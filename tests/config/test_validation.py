@@ -338,6 +338,12 @@ BROKEN = [
         "--optimizer adam",
     ),
     (
+        "frozen weights beside adapters are not on NVMe",
+        "--lora-rank 4 --zero-stage 3 --nvme-path . --offload-param nvme",
+        "--lora-rank does not work with --offload-param nvme: use --offload-param cpu",
+        "--offload-optimizer nvme --offload-param cpu",
+    ),
+    (
         "every stage has an adapter",
         "--lora-rank 4 --pipe-parallel-size 1 --pipeline-partition parameters",
         "--pipeline-partition parameters may leave a stage without a transformer layer, and so without an adapter of "

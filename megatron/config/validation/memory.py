@@ -116,6 +116,16 @@ def offloaded_param(run: RunConfig) -> Messages:
         yield f"--offload-param {device} works at ZeRO 3 only: use --zero-stage 3, or remove it"
 
 
+@rule(
+    "frozen weights beside adapters are not on NVMe",
+    why="DeepSpeed 0.19.8 saves those of a frozen weight's elements that are in memory.",
+    otherwise="saves checkpoints without the frozen weights",
+)
+def frozen_weights_on_nvme(run: RunConfig) -> Messages:
+    if run.model.lora_rank and run.zero.offload_param == "nvme":
+        yield "--lora-rank does not work with --offload-param nvme: use --offload-param cpu"
+
+
 @rule("offload to NVMe needs a folder", why="Offloaded state is written to files there.")
 def nvme_path(run: RunConfig) -> Messages:
     if run.zero.uses_nvme and run.zero.nvme_path is None:
