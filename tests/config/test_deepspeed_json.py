@@ -411,6 +411,15 @@ def test_deepspeed_is_allowed_optimizers_that_are_right_under_zero(errors) -> No
     assert message.startswith("optimizer SGD is untested with ZeRO")
 
 
+def test_an_offloaded_lion_is_not_deepspeeds(config_file, errors) -> None:
+    offloaded, force = "--zero-stage 1 --offload-optimizer cpu", "zero_force_ds_cpu_optimizer"
+    config = parse(f"{offloaded} {config_file({'optimizer': {'type': 'lion'}})}").ds_config
+    assert (config["optimizer"]["type"], config[force]) == ("Lion", False)
+    (message,) = errors({force: True}, f"--optimizer lion {offloaded}")
+    assert message.startswith(f'"{force}": true excludes Lion with --offload-optimizer')
+    assert force not in parse(f"--optimizer sgd {offloaded}").ds_config
+
+
 @pytest.mark.parametrize(
     "text, message",
     [

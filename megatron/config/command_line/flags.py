@@ -155,12 +155,13 @@ def _read_huggingface(
 ) -> Layer:
     """The layer of the config.json in ``folder``, which the layers ``given`` must not contradict.
 
-    Raises CheckpointError if the file is missing, or describes no model of ours.
+    Raises CheckpointError if the file is missing, or describes no model of ours, and ConfigError if another program
+    trains its model.
     """
     config = read_config(Path(folder))
     place = f"--load-hf {folder}"
     if architecture.provider is None and config.architecture != architecture.name:
-        return Layer(problems=[f"{place} is a {config.architecture} model, and this is {architecture.program}"])
+        raise ConfigError(f"{place} is a {config.architecture} model, and this is {architecture.program}")
     layer = read_layer([(model_words(config), place)], parser, architecture)
     for name, value in shape_of(config).items():
         layer.problems += [
