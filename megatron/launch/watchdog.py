@@ -85,7 +85,7 @@ class _Watchdog:
                 self._trigger()
 
     def _report_positions(self) -> None:
-        while not self._over.wait(self._interval):
+        while True:  # the first at once: a rank may hang in the first second
             self._postpone_exit()
             try:
                 self._report()
@@ -93,6 +93,8 @@ class _Watchdog:
                     self._trigger()
             except RuntimeError:
                 return  # the store has ended: whether that is a failure, the rank failure monitor knows
+            if self._over.wait(self._interval):
+                return
 
     def _postpone_exit(self) -> None:
         # While a library holds Python's lock no Python thread runs; this thread is not Python's.

@@ -13,6 +13,7 @@ import pytest
 from support.bare_ranks import BareRanks
 from support.hosts import INTERFACE, Hosts, why_not
 from support.programs import TINY_MODEL, Finished, Programs, read_metrics
+from support.training import RankTraining, pretrain
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -62,8 +63,16 @@ def launch(programs: Programs, hosts: Hosts, words: list[str], tmp_path: Path) -
     return run
 
 
+def pretrain_soon(words: list[str]) -> tuple[int, str]:
+    """``pretrain_gpt2.py`` that waits for a second, and not for a minute, whether a run of another host still saves."""
+    from megatron.checkpoint import folder_lock
+
+    folder_lock.LEASE_SECONDS = 1.0
+    return pretrain(words)
+
+
 def test_a_cut_link_is_reported_on_both_sides_and_the_run_resumes(
-    hosts, launch, train_in_ranks, words, whole, tmp_path
+    programs, hosts, launch, run_ranks_once, words, whole, tmp_path
 ) -> None:
     ended = launch(f"command 1 3 ip link set {INTERFACE} down", (), "--watchdog-minutes", "0.1")
     assert ended.returncode not in (0, 1), ended.output
@@ -73,7 +82,7 @@ def test_a_cut_link_is_reported_on_both_sides_and_the_run_resumes(
     hosts.await_end("host-2", str(tmp_path))
     assert (tmp_path / "ck" / "hang-rank1.txt").read_text().startswith("rank 1, process ")
     subprocess.run([*hosts.on("host-2"), "ip", "link", "set", INTERFACE, "up"], check=True)
-    train_in_ranks(2, *words)
+    RankTraining(run_ranks_once, programs.data_arguments, pretrain_soon)(2, *words)
     assert losses(tmp_path / "metrics") == whole
 
 

@@ -8,10 +8,10 @@ from support.programs import read_metrics
 from support.training import RankTraining
 
 TOLERANCE = 1e-4
-ITERATIONS = 10
+ITERATIONS = 6
 SETTINGS = (
     f"--train-iters {ITERATIONS} --batch-size 2 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0"
-    " --clip-grad 0.4 --eval-iters 1 --eval-interval 5 --eod-mask-loss"
+    " --clip-grad 0.4 --eval-iters 1 --eval-interval 3 --eod-mask-loss"
 ).split()
 
 LLAMA = (
@@ -149,11 +149,11 @@ def test_layout_agrees_with_one_process(train, run_ranks, layout, request):
 
 def test_llama_resumes_on_another_layout(train, one_process_llama):
     """From tensor parallel 2 to two pipeline stages after half of the iterations."""
-    saved = train(2, f"{LLAMA} --model-parallel-size 2 --exit-interval 5")
+    saved = train(2, f"{LLAMA} --model-parallel-size 2 --exit-interval 3")
     resumed = train(2, f"{LLAMA} --pipe-parallel-size 2 --load {saved / 'checkpoint'}")
     found = read_metrics(resumed / "metrics")
-    expected = [line for line in read_metrics(one_process_llama / "metrics") if line["iteration"] > 5]
-    assert len(found) == len(expected) == 7
+    expected = [line for line in read_metrics(one_process_llama / "metrics") if line["iteration"] > 3]
+    assert len(found) == len(expected) == 5
     compare_metrics(expected, found, "resumed")
 
 
