@@ -825,6 +825,7 @@ def test_every_rule_is_tested_and_explained() -> None:
         "--load-hf excludes --load",
         "--load-hf excludes --model-preset",
         "--load-hf needs the model of this program",
+        "adapters belong to layers of this suite",
     }
     warned = {name for name, *_ in WARNED} | {"--vocab-size is for NullTokenizer"}
     tested = errors | warned

@@ -144,6 +144,8 @@ def test_a_provided_model_has_other_weights(folders, monkeypatch: pytest.MonkeyP
     provided = provided_architecture(ModelProvider(*[lambda *_: None] * 3, None, {}))
     with pytest.raises(ConfigError, match="--load-hf is for the model of pretrain_gpt2.py: remove it"):
         parse_run([*RUN, "--load-hf", str(folders["llama"])], {}, provided)
+    with pytest.raises(ConfigError, match="--lora-rank: own.py has no layer with adapters: remove it"):
+        parse_run([*RUN, "--lora-rank", "4"], {}, provided)
 
 
 def test_a_folder_of_another_program(folders):

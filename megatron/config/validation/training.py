@@ -1,5 +1,6 @@
 """Rules about kernels, loss, batch sizes and learning rate."""
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 from megatron.config import ModelConfig, RunConfig
@@ -7,6 +8,7 @@ from megatron.config.errors import nearest_multiples
 from megatron.config.model import LORA_TARGETS
 from megatron.config.validation.rules import Messages, enabled, excludes, needs, rule
 from megatron.model.architectures import architecture_of
+from megatron.model.spec import parameter_counts
 
 
 @rule("NCCL needs GPUs", why="On the CPU, gloo is the backend.")
@@ -123,6 +125,14 @@ def lora_targets(run: RunConfig) -> Messages:
         given = chosen & set(parts)
         if given and target not in chosen and given != set(parts):
             yield f"--lora-target {' '.join(sorted(given))} needs all of {' '.join(parts)}: add the others"
+
+
+@rule("adapters belong to layers of this suite", why="Another model has none, so that nothing would be trained.")
+def lora_model(run: RunConfig) -> Messages:
+    adapted = replace(run.model, lora_target=(), num_layers=1)  # whether targets and layers exist is for other rules
+    is_provided = architecture_of(run.model).provider is not None
+    if run.model.lora_rank and (is_provided or not parameter_counts(adapted)[1]):
+        yield f"--lora-rank: {run.model.architecture} has no layer with adapters: remove it"
 
 
 @rule("adapters exclude Muon", why="It orthogonalizes the update of a whole matrix; A and B are factors of one.")
