@@ -34,7 +34,10 @@ LAYOUTS = {
     "plain-dp2-zero1-offload": (2, "--zero-stage 1 --offload-optimizer cpu"),
     "plain-dp2-zero3-offload": (2, "--zero-stage 3 --offload-optimizer cpu --offload-param cpu"),
     "plain-dp2-zero2-overlap-round-robin": (2, "--zero-stage 2 --zero-overlap-comm --zero-round-robin-gradients"),
-    "plain-dp2-zero2-coalesced": (2, "--zero-stage 2 --zero-coalesce-grad-reduction"),
+    "plain-dp2-zero2-coalesced-small-buckets": (
+        2,
+        "--zero-stage 2 --zero-coalesce-grad-reduction --zero-reduce-bucket-size 5000",
+    ),
     "plain-dp2-zero3-coalesced-recompute": (
         2,
         "--zero-stage 3 --zero-coalesce-grad-reduction --checkpoint-activations",

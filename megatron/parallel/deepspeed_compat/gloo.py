@@ -44,7 +44,7 @@ def all_gather(
     assert group is not None, "the process group has been joined"
     parts = output_tensor.view(-1).chunk(group.size())
     own = input_tensor.view(-1)
-    exchange = _exchange([[own]] * group.size(), [[part] for part in parts], group)
+    exchange = _exchange([own] * group.size(), parts, group)
     if parts[group.rank()].data_ptr() != own.data_ptr():
         parts[group.rank()].copy_(own)
     if async_op:
@@ -69,7 +69,7 @@ def reduce_scatter(
     own = parts[group.rank()]
     if output_tensor.data_ptr() != own.data_ptr():
         output_tensor.view(-1).copy_(own)
-    _add_from_others([[part] for part in parts], [output_tensor.view(-1)], group)
+    _add_from_others(parts, [output_tensor.view(-1)], group)
     return None
 
 
@@ -78,7 +78,7 @@ def reduce_to_owners(engine: DeepSpeedEngine) -> None:
 
     DeepSpeed: runtime/zero/stage_1_and_2.py, ``allreduce_and_scatter`` sums a copy of every slice on every rank, and
     all but its owner discard it.
-    Test: tests/parallel/test_deepspeed_compat.py. Remove when slices are reduced to their owners only.
+    Test: tests/training/test_layouts_agree.py. Remove when slices are reduced to their owners only.
     """
     optimizer = engine.optimizer
     if comm.comm.cdb.reduce_scatter_function is not reduce_scatter or not hasattr(optimizer, "allreduce_and_scatter"):
@@ -93,8 +93,8 @@ def reduce_to_owners(engine: DeepSpeedEngine) -> None:
         slices: list[list[Tensor]] = [[] for _ in range(group.size())]
         for (owner,), gradient, _ in bucket:
             slices[owner].append(gradient.to(dtype))
-        own = slices[group.rank()]
-        _add_from_others(slices, own, group)
+        own, slices[group.rank()] = slices[group.rank()], []
+        _add_from_others([torch.cat(of_rank) if of_rank else None for of_rank in slices], own, group)
         mine = [(gradient, output) for owners, gradient, output in bucket if group.rank() in owners]
         for (gradient, output), total in zip(mine, own, strict=True):
             optimizer._add_to_grad_partition_buffer(output, total)
@@ -105,22 +105,27 @@ def reduce_to_owners(engine: DeepSpeedEngine) -> None:
     optimizer.allreduce_and_scatter = reduce
 
 
-def _add_from_others(sent: Sequence[Sequence[Tensor]], totals: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Send ``sent[rank]`` to each other rank, and add to ``totals`` what they send."""
-    received = [[torch.empty_like(total) for total in totals] for _ in range(group.size())]
+def _add_from_others(sent: Sequence[Tensor | None], totals: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Send ``sent[rank]`` to each other rank, and add to ``totals``, which may be none, what they send for them.
+
+    A rank may divide what it keeps otherwise than the others do, so that all of it is one message.
+    """
+    sizes = [total.numel() for total in totals]
+    received = [totals[0].new_empty(sum(sizes)) if totals else None for _ in range(group.size())]
     _exchange(sent, received, group).wait()
     for rank in _others(group):
-        torch._foreach_add_(list(totals), received[rank])
+        if (of_rank := received[rank]) is not None:
+            torch._foreach_add_(list(totals), of_rank.split(sizes))
 
 
-def _exchange(
-    sent: Sequence[Sequence[Tensor]], received: Sequence[Sequence[Tensor]], group: dist.ProcessGroup
-) -> Exchange:
-    """Start to send ``sent[rank]`` to each other rank and to receive ``received[rank]`` from it."""
+def _exchange(sent: Sequence[Tensor | None], received: Sequence[Tensor | None], group: dist.ProcessGroup) -> Exchange:
+    """Start to send ``sent[rank]`` to each other rank and to receive ``received[rank]`` from it, if there is any."""
     works: list[dist.Work | None] = []
     for rank in _others(group):
-        works += [dist.irecv(tensor, group=group, group_src=rank) for tensor in received[rank] if tensor.numel()]
-        works += [dist.isend(tensor, group=group, group_dst=rank) for tensor in sent[rank] if tensor.numel()]
+        if (to_fill := received[rank]) is not None and to_fill.numel():
+            works.append(dist.irecv(to_fill, group=group, group_src=rank))
+        if (to_send := sent[rank]) is not None and to_send.numel():
+            works.append(dist.isend(to_send, group=group, group_dst=rank))
     return Exchange([work for work in works if work is not None])
 
 

@@ -259,7 +259,7 @@ def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations)
     return Working(
         activations=in_flight * each + (back if at_the_loss else inside),
         logits=logits if at_the_loss else 0,
-        buffers=_pipeline_buffers(run, number, has_back, micro_batch),
+        buffers=_pipeline_buffers(run, number, has_back, at_the_loss, micro_batch),
         in_flight=in_flight,
     )
 
@@ -273,10 +273,11 @@ def _in_flight(run: RunConfig, number: int) -> int:
     return micro_batches_in_flight(number, parallel.pipe_stages, accumulated)
 
 
-def _pipeline_buffers(run: RunConfig, number: int, has_back: bool, micro_batch: Activations) -> int:
+def _pipeline_buffers(run: RunConfig, number: int, has_back: bool, at_the_loss: bool, micro_batch: Activations) -> int:
     """Tensors between stages: received and sent ones, their gradients, and logits until they are replaced.
 
-    DeepSpeed keeps a place for each of at least two micro-batches.
+    DeepSpeed keeps a place for each of at least two micro-batches. The logits in it stay, but with DualPipeV, until the
+    next ones come; at the loss, those of the current micro-batch are counted as logits.
     """
     if not run.parallel.uses_pipeline:
         return 0
@@ -284,5 +285,6 @@ def _pipeline_buffers(run: RunConfig, number: int, has_back: bool, micro_batch: 
     places, received = max(2, in_flight), 0 if number == 0 else 3
     if has_back:
         between = 0 if run.parallel.pipe_stages == 1 else (places + received) * micro_batch.hidden
-        return places * micro_batch.stored_logits + between
+        kept = 1 if run.parallel.uses_dualpipev else places
+        return (kept - at_the_loss) * micro_batch.stored_logits + between
     return (received + 1 + in_flight) * micro_batch.hidden

@@ -55,7 +55,7 @@ ON_TWO = [
     f"{STILL} --bf16 --zero-stage 2 --grad-accum-dtype fp32 {BUCKET}",
     f"{STILL} --model-parallel-size 2",
     f"{STILL} --model-parallel-size 2 --sequence-parallel",
-    f"{STILL} --pipe-parallel-size 2",
+    f"{STILL} --pipe-parallel-size 2 --make-vocab-size-divisible-by 4096",
     f"{STILL} --pipe-parallel-size 2 --bf16 --zero-stage 1 {BUCKET}",
     f"{STILL} --pipe-parallel-size 2 --bf16 --zero-stage 0 {BUCKET}",
     f"{STILL} --pipe-parallel-size 2 --bf16 --zero-stage 1 --grad-accum-dtype fp32 --checkpoint-activations {BUCKET}",
