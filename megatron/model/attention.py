@@ -106,16 +106,22 @@ class ParallelSelfAttention(nn.Module):
         groups = columns.unflatten(-1, (-1, sum(self.group_sizes), self.head_size))
         if self.ranks_per_group > 1:
             groups = groups.narrow(2, self.tensor_group.rank() // self.ranks_per_group, 1)
-        query, key, value = (part.flatten(2, 3) for part in groups.split(self.group_sizes, dim=3))
+        if sum(self.group_sizes) == 3:
+            query, key, value = groups.unbind(3)
+        else:
+            query, key, value = (part.flatten(2, 3) for part in groups.split(self.group_sizes, dim=3))
         if self.ranks_per_group > 1:
             query = query.chunk(self.ranks_per_group, 2)[self.tensor_group.rank() % self.ranks_per_group]
-        query, key, value = (
-            part.contiguous() if is_copied else part
-            for part, is_copied in zip((query, key, value), self.copied, strict=True)
-        )
-        query, key = self.q_layernorm(query), self.k_layernorm(key)
-        query, key, value = (heads.movedim((self.batch_dim, 2), (0, 1)) for heads in (query, key, value))
-        return query, key, value
+        if any(self.copied):
+            query, key, value = (
+                part.contiguous() if is_copied else part
+                for part, is_copied in zip((query, key, value), self.copied, strict=True)
+            )
+        if self.config.qk_layernorm:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if self.batch_dim:  # [s, b, n, d]
+            query, key, value = (heads.transpose(0, 1) for heads in (query, key, value))
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def _rotation(
         self, rotary: RotaryEmbedding, query: Tensor, segment_ids: Tensor | None, cache: KeyValueCache | None

@@ -189,7 +189,7 @@ def _bias_gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
 
 
 def _dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
-    return residual + F.dropout(x, dropout)
+    return residual + (F.dropout(x, dropout) if dropout else x)
 
 
 _compiled = cache(torch.compile)

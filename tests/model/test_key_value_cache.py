@@ -39,10 +39,12 @@ def difference(settings: dict) -> float:
     from megatron.model.gpt2 import GPT2Model
     from megatron.model.key_value_cache import KeyValueCache
     from megatron.parallel.layout import ParallelLayout
-    from megatron.tools.inference.model import last_logits
+    from megatron.tools.inference.model import LanguageModel, last_hidden
 
     config = replace(CONFIG, **settings)
-    model = GPT2Model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig())).eval()
+    layout = ParallelLayout.create(ParallelConfig())
+    model = GPT2Model(config, ActivationConfig(), layout).eval()
+    head = LanguageModel(model, config, layout.tensor_group).head
     tokens = torch.randint(0, 49, (4, 16), generator=torch.Generator().manual_seed(1))
 
     def empty(rows: int, columns: int) -> KeyValueCache:
@@ -54,7 +56,7 @@ def difference(settings: dict) -> float:
         new = torch.zeros(len(rows), max(counts), dtype=torch.long)
         for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
             new[place, :count] = tokens[row, done[row] : done[row] + count]
-        kept = last_logits(model, new, cache, counts)
+        kept = head(last_hidden(model, new, cache, counts))
         ends = [done[row] + count for row, count in zip(rows, counts, strict=True)]
         whole = torch.stack([model(tokens[row : row + 1, :end])[0, -1] for row, end in zip(rows, ends, strict=True)])
         assert whole.std(-1).min() > 0.1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.tools.inference.decoding import Sampling, choose, penalized, sample_generator
+from megatron.tools.inference.decoding import Sampling, _nucleus, choose, penalized, sample_generator
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 
@@ -28,6 +28,23 @@ def test_frequencies_are_the_probabilities():
     draws = torch.tensor([choose(LOGITS, Sampling(), generator) for _ in range(4000)])
     shares = torch.bincount(draws, minlength=5) / 4000
     torch.testing.assert_close(shares, LOGITS.softmax(0), atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 20.0])
+def test_the_most_likely_tokens_of_a_large_vocabulary(spread: float):
+    """Many of them where probabilities are nearly equal, and few where they are not."""
+    probabilities = (torch.randn(1000, generator=torch.Generator().manual_seed(0)) * spread + 1e-3).softmax(0)
+    ordered, index = probabilities.sort(descending=True)
+    expected = torch.zeros(1000).index_copy(0, index, ordered * (ordered.cumsum(0) - ordered <= 0.9))
+    assert expected.count_nonzero() in {0.0: range(899, 903), 1.0: range(300, 700), 20.0: range(1, 20)}[spread]
+    kept = _nucleus(probabilities, 0.9)
+    assert kept.count_nonzero() == expected.count_nonzero() and (spread == 0 or kept.equal(expected))
+    assert _nucleus(probabilities, 1.0) is probabilities
+
+
+def test_logits_that_are_not_finite_are_an_error():
+    with pytest.raises(FloatingPointError, match="not finite"):
+        choose(torch.full((5,), torch.nan), Sampling(), torch.Generator())
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-320, 1e-7, 1e300])
