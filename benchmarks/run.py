@@ -34,7 +34,7 @@ MEASURES = (
     "training_step", "llama_step", "flags", "engines", "two_cores", "ddp",
     "memory", "planner", "bubble",
     "preprocessing", "index_maps", "sample_reads",
-    "checkpoints", "generation",
+    "checkpoints", "generation", "serving",
     "start_up", "faults", "growth",
 )  # fmt: skip
 GPU_MEASURES = ("gpu_step",)

@@ -181,21 +181,33 @@ class ParallelSelfAttention(nn.Module):
     ) -> Tensor:
         """Without a mask, attention is causal or to every column, as the layer is or ``is_causal`` says."""
         core = self._explicit if self.softmax_in_fp32 or self.score_divisor else self._fused
-        return core(query, key, value, mask, dropout, self.causal if is_causal is None else is_causal)
+        return core(query, key, value, mask, dropout, is_causal)
 
     def _fused(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        is_causal: bool | None = None,
     ) -> Tensor:
         shares = query.size(1) != key.size(1)
         if shares and not self._kernel(query, dropout).shares_keys:
             (key, value), shares = _for_each_head(query, key, value), False
-        is_causal = is_causal and mask is None
+        is_causal = mask is None and (self.causal if is_causal is None else is_causal)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=shares
         )
 
     def _explicit(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        is_causal: bool | None = None,
     ) -> Tensor:
         """Step by step, for options that the fused kernel does not have: the softmax's type and scaled scores."""
         divisor = self.score_divisor or 1
@@ -203,7 +215,7 @@ class ParallelSelfAttention(nn.Module):
         if self.softmax_in_fp32:  # an fp32 softmax of rounded scores would gain nothing
             query, key = query.float(), key.float()
         scores = (query / (math.sqrt(query.size(-1)) * divisor)) @ key.transpose(-1, -2)  # [b, n, s, s]
-        if mask is None and is_causal:
+        if mask is None and (self.causal if is_causal is None else is_causal):
             mask = window_mask(scores.size(-1), self.pre_tokens, scores.device)
         scores = scores.float() * divisor
         if mask is not None:
