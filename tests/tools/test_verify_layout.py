@@ -101,7 +101,7 @@ def test_rounding_that_adam_amplifies_is_no_difference(
 ) -> None:
     """Gradients that are rounding become steps of the size of the learning rate; nothing else differs."""
     finished = programs.warm(
-        1, QUICK, "--layouts", *layouts, "--iterations", "4", "--json", tmp_path / "found.json",
+        1, QUICK, "--layouts", *layouts, "--iterations", "2", "--json", tmp_path / "found.json",
         *"--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64".split(),
         *"--batch-size 2 --global-batch-size 8 --lr 1e-3 --num-workers 0".split(), *precision, *large_vocabulary,
     ).ok()  # fmt: skip

@@ -120,7 +120,7 @@ def test_disconnected_client_frees_its_place(server):
     first.fp.raw._sock.shutdown(socket.SHUT_RDWR)
     second.close()
     _until_there_are(server, 0)
-    assert len(server.texts(**HELLO)[0]) == 12
+    assert server.complete(**HELLO)["usage"]["completion_tokens"] == 12
 
 
 def _until_there_are(server, requests: int) -> None:
