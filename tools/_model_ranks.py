@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,8 @@ from _atomic_file import atomic_file
 from megatron.config import ParallelConfig
 from megatron.config.environment import world_size
 from megatron.config.errors import ConfigError, counted
+from megatron.model.architectures import GPT2
+from megatron.model.spec import ArchitectureSpec
 from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.source import Source, add_model_flags, check_values, config_on, context_length, source_of
 
@@ -51,18 +53,23 @@ def add_rank_flags(parser: ToolParser) -> None:
     group.add_argument("--seq-length", type=int, metavar="N", help="context length in tokens (default: the model's)")
 
 
-def find_model(args: argparse.Namespace) -> tuple[Source, int]:
+def find_model(args: argparse.Namespace, accepted: Sequence[ArchitectureSpec] = (GPT2,)) -> tuple[Source, int]:
     """The model that ``args`` name, and the context length. Reads no weights, and imports no torch.
 
     Raises ConfigError if ``args`` are invalid, or so many processes cannot share the model, and as ``source_of``.
     """
     check_values(args, _INTERVALS)
-    source = source_of(args, os.environ)
+    source = source_of(args, os.environ, accepted)
     seq_length = context_length(args, source)
     layers = source.config.num_layers
     if args.pipe_parallel_size > layers:
         raise ConfigError(
             f"--pipe-parallel-size {args.pipe_parallel_size} is more than the {layers} layers of {source.name}"
+        )
+    if args.pipe_parallel_size and source.config.encoder_num_layers:
+        raise ConfigError(
+            f"--pipe-parallel-size {args.pipe_parallel_size}: {source.name} has an encoder, and is evaluated without "
+            "stages: remove it"
         )
     tensor, stages, started = args.model_parallel_size or 1, max(args.pipe_parallel_size, 1), world_size(os.environ)
     if started % (tensor * stages):

@@ -24,12 +24,15 @@ from _model_ranks import add_rank_flags, find_model, opened, write_result
 from megatron.config.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
+from megatron.model.architectures import GPT2, T5
 from megatron.tools.command_line import ToolParser
 from megatron.tools.evaluation.tasks import TASKS, Request, make_task
 from megatron.tools.inference.source import Source
 from megatron.tools.progress import progress_bar
 
 CLASSIC_STRIDE = 32
+PAIRS = "PAIRS"
+"""The task of models with an encoder."""
 CLASSIC_NAMES = {"WIKITEXT103": "WIKITEXT"}
 """Names of tasks in Megatron-LM's tasks/main.py that differ from those of ``TASKS``."""
 
@@ -43,8 +46,9 @@ def main() -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     """Find the model and read the file; then import torch, score, and print the metrics on rank 0."""
-    source, seq_length = find_model(args)
-    request = Request(args.valid_data, seq_length, _stride(args, seq_length), args.strict_lambada, args.json_keys)
+    source, seq_length = find_model(args, (T5,) if args.task == PAIRS else (GPT2,))
+    stride, start = _stride(args, seq_length), source.config.decoder_start_token
+    request = Request(args.valid_data, seq_length, stride, args.strict_lambada, args.json_keys, start)
     task = make_task(args.task, request, source.tokenizer)
     with opened(source, args) as model:
         from megatron.tools.evaluation.scoring import score
@@ -59,7 +63,9 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def _settings(args: argparse.Namespace, source: Source, request: Request) -> dict[str, Any]:
     """What was evaluated, and how."""
-    settings = {"strict_lambada": request.strict} if args.task == "LAMBADA" else {"overlapping_eval": request.stride}
+    settings: dict[str, Any] = {"overlapping_eval": request.stride}
+    if args.task in ("LAMBADA", PAIRS):
+        settings = {"strict_lambada": request.strict} if args.task == "LAMBADA" else {}
     return {
         "task": args.task,
         "data": str(request.path),
@@ -87,7 +93,13 @@ def build_parser() -> ToolParser:
     """The flags."""
     parser = ToolParser(__doc__)
     add = parser.add_argument
-    add("--task", type=_task_name, choices=tuple(TASKS), required=True, help="task; WIKITEXT103 is WIKITEXT")
+    add(
+        "--task",
+        type=_task_name,
+        choices=tuple(TASKS),
+        required=True,
+        help="task; WIKITEXT103 is WIKITEXT; PAIRS is for T5",
+    )
     add("--valid-data", type=Path, required=True, metavar="FILE", help="data to evaluate on")
     add("--strict-lambada", action="store_true", help="predict the whole last word, not its last token")
     add("--json-keys", default="text", metavar="KEY", help="key of the text in JSONL")

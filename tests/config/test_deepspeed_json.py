@@ -262,6 +262,12 @@ def test_sequence_parallel_tensors_are_sent_whole(config_file) -> None:
     ]
 
 
+def test_t5_sends_whole_tensors() -> None:
+    """Two tensors with gradients travel between stages of the decoder."""
+    run = parse("t5 --pipe-parallel-size 2 --model-parallel-size 2", ranks=4)
+    assert run.ds_config["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
+
+
 def test_dualpipev_sends_whole_tensors(config_file) -> None:
     """DeepSpeed's engine for it asserts as much, though only where tensor parallelism would cut them."""
     words = "--pipe-parallel-size 1 --gas 2 --pipeline-schedule dualpipev"

@@ -1,5 +1,7 @@
 """Command lines of pretrain_t5.py: what they stand for, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 from support.command_lines import complaints, parse
 
@@ -70,3 +72,16 @@ def test_a_decoder_needs_an_encoder():
     given = f"{SMALL_BERT} --decoder-num-layers 4".replace("--num-layers 4 ", "", 1)
     problems = read_run(given.split(), CPU, T5).problems
     assert {"--num-layers is required", "--decoder-seq-length is required"} <= set(problems)
+
+
+@pytest.mark.parametrize(
+    "layers, hidden, heads, ffn, parameters",
+    [(8, 512, 6, 1024, 76_961_152), (12, 768, 12, 2048, 247_577_856), (24, 4096, 64, 10240, 11_135_332_352)],
+)
+def test_parameters_are_those_of_the_published_models(layers: int, hidden: int, heads: int, ffn: int, parameters: int):
+    """google/t5-v1_1-small, -base and -xxl."""
+    sizes = f"--hidden-size {hidden} --num-attention-heads {heads} --kv-channels 64 --ffn-hidden-size {ffn}"
+    model = parse(f"t5 --num-layers {layers} --decoder-num-layers {layers} {sizes}").model
+    model = replace(model, vocab_size=32128, padded_vocab_size=32128)
+    names = architecture_of(model).named_parameters(model)
+    assert sum(parameter.numel for parameter in names.values()) == parameters

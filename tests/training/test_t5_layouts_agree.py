@@ -23,7 +23,7 @@ LAYOUTS = {
     "plain-dp2-zero3": (2, "--zero-stage 3 --checkpoint-activations --checkpoint-num-layers 3"),
     "tp2-pp2-both-on-a-stage": (
         4,
-        "--model-parallel-size 2 --pipe-parallel-size 2 --pipeline-partition 3,5 --checkpoint-activations",
+        "--model-parallel-size 2 --pipe-parallel-size 2 --pipeline-partition 5,3 --checkpoint-activations",
     ),
     "pp4-split1": (4, f"--pipe-parallel-size 4 {SPLIT} 1"),
     "pp4-split2": (4, f"--pipe-parallel-size 4 {SPLIT} 2 --zero-stage 1"),

@@ -52,6 +52,17 @@ def test_it_writes_unseen_words_in_reverse(programs: Programs, trained: Path):
     assert {line["completions"][0]["finish_reason"] for line in found} <= {"stop", "length"}
 
 
+def test_evaluation_finds_the_targets(programs: Programs, trained: Path):
+    (trained / "pairs_unseen.jsonl").write_text("".join((trained / "pairs.jsonl").read_text().splitlines(True)[-20:]))
+    words = ("--task", "PAIRS", "--valid-data", trained / "pairs_unseen.jsonl", "--json", trained / "scores.json")
+    programs.warm(1, "tools/evaluate.py", "--load", trained / "checkpoint", *words, "--batch-size", "8").ok()
+    found = json.loads((trained / "scores.json").read_text())
+    assert found["perplexity"] < 1.2 and found["accuracy"] >= 0.9
+    assert (found["pairs"], found["pairs_cut"], found["tokens"]) == (20, 0, 80)
+    refused = programs.warm(1, "tools/evaluate.py", "--load", trained / "checkpoint", "--task", "PPL", *words[2:])
+    assert refused.returncode == 2 and "is a T5 model, which has an encoder: name a GPT-2 model" in refused.output
+
+
 def test_pairs_that_do_not_match_are_refused(programs: Programs, trained: Path):
     kind = (
         "--tokenizer-type",

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.config import ParallelConfig, RunConfig
+from megatron.config import RunConfig
 from megatron.config.deepspeed_json.file import (
     DEFAULT_OPTIMIZER,
     MAX_GRAD_NORM,
@@ -188,7 +188,7 @@ def compile_config(run: RunConfig, provided: Mapping[str, Provided], file: Mappi
         tree.setdefault(_ALLOWS_UNTESTED, True)
     if run.zero.offloads_optimizer and optimizer["type"] == "Lion":
         tree[_FORCES_ITS_OWN] = False
-    if _whole_tensors(run.parallel):
+    if _whole_tensors(run):
         tree.setdefault("pipeline", {}).update(dict.fromkeys(_PARTITIONED, False))
     if run.observe.flops_profile_step is not None:
         tree["flops_profiler"] = {
@@ -216,7 +216,7 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
             f"optimizer.params.{MAX_GRAD_NORM} {old} and gradient_clipping {new} contradict each other: delete the "
             "former, which is the early name of the latter"
         )
-    cause, section = _whole_tensors(run.parallel), file.get("pipeline", {})
+    cause, section = _whole_tensors(run), file.get("pipeline", {})
     problems += [
         f"pipeline.{key} true cannot be combined with {cause}: set it to false, or remove it"
         for key in _PARTITIONED
@@ -291,14 +291,17 @@ def _run_optimizer(run: RunConfig, file: Mapping[str, Any]) -> str:
     return optimizer_name(file.get("optimizer", {}).get("type", "")) or _optimizer_type(run.optim.optimizer)
 
 
-def _whole_tensors(parallel: ParallelConfig) -> str | None:
+def _whole_tensors(run: RunConfig) -> str | None:
     """Why tensors between stages must not be partitioned over the tensor-parallel ranks; None if they may be."""
+    parallel = run.parallel
     if not parallel.uses_pipeline:
         return None
     if parallel.sequence_parallel:
         return "--sequence-parallel, by which no two tensor-parallel ranks send the same tensor"
     if parallel.uses_dualpipev:
         return f"--pipeline-schedule {parallel.pipeline_schedule}, whose engine sends whole tensors only"
+    if run.model.encoder_num_layers:
+        return "a decoder that reads an encoder's output, of which DeepSpeed partitions the first tensor alone"
     return None
 
 

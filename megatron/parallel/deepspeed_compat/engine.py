@@ -119,8 +119,7 @@ def differentiate_outputs_together(engine: DeepSpeedEngine) -> None:
     """In a pipeline: one backward pass for all tensors with gradients that a stage has sent on.
 
     DeepSpeed: runtime/pipe/engine.py, ``_exec_backward_pass`` runs one for each of them. The layers that several depend
-    on would be differentiated as often, the gradients of their weights reduced as often at ZeRO 1, and recomputed
-    layers fail, since the first pass frees their inputs.
+    on would be differentiated as often, and recomputed layers fail, since the first pass frees their inputs.
     Test: tests/training/test_t5_layouts_agree.py. Remove when it calls ``torch.autograd.backward`` once.
     """
     if not isinstance(engine, PipelineEngine):

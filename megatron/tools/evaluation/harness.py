@@ -12,7 +12,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
 
 from megatron.config.errors import ConfigError
-from megatron.model.gpt2 import GPT2Model
+from megatron.model.containers import SequentialModel
 from megatron.tokenizer import Tokenizer
 from megatron.tools.evaluation.scoring import ForwardModel, score
 from megatron.tools.evaluation.tasks import Sample, Scores, last_inputs
@@ -70,7 +70,7 @@ class HarnessModel(TemplateLM):
 
         Raises UnsupportedTask for a model in pipeline stages.
         """
-        if not isinstance(self._model.module, GPT2Model):
+        if not isinstance(self._model.module, SequentialModel):
             raise UnsupportedTask("a task generates text, which pipeline stages cannot: leave --pipe-parallel-size out")
         generator = TextGenerator(
             LanguageModel(self._model.module, self._model.config, self._layout.tensor_group), self._tokenizer

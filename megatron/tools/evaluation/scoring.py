@@ -5,7 +5,7 @@ b batch, s inputs of the longest sample of a batch, v padded vocabulary, t tenso
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megatron.config import ActivationConfig, ModelConfig
-from megatron.model.containers import PipelinedModel, run_in_order
+from megatron.model.containers import PipelinedModel, SequentialModel, run_in_order
 from megatron.model.embedding import segment_ids_of
-from megatron.model.gpt2 import GPT2Model, gpt2_layers, gpt2_loss
+from megatron.model.gpt2 import gpt2_layers, gpt2_loss
+from megatron.model.spec import architecture_of
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import balanced, partition_boundaries
@@ -30,15 +31,22 @@ from megatron.tools.inference.source import Source, config_on
 class ForwardModel:
     """This rank's shard of a model, in eval mode and on its device."""
 
-    module: GPT2Model | PipelinedModel
+    module: SequentialModel | PipelinedModel
     config: ModelConfig
     layout: ParallelLayout
 
-    def logits(self, tokens: Tensor, predicted: Tensor) -> Tensor | None:
+    def logits(self, tokens: Tensor, predicted: Tensor, texts: Tensor | None = None) -> Tensor | None:
         """Logits [1, k, v/t] of the next tokens at those positions of tokens [b, s] where ``predicted`` [b, s] is true.
 
-        All ranks that share the model call it together. Returns None on stages before the last.
+        ``texts`` [b, s of the encoder], with -1 for padding, are what an encoder reads. All ranks that share the model
+        call it together. Returns None on stages before the last.
         """
+        if texts is not None:
+            parts: list[Any] = list(self.module.forward_funcs)  # of different signatures
+            embedding, *others, last = parts
+            state = (*embedding.state_of_text(texts)[:2], tokens.int())
+            logits: Tensor = last(run_in_order(others, state)[predicted].unsqueeze(0))
+            return logits
         hidden_states = tokens if self.layout.is_first_stage else self._receive(tokens)
         if not self.layout.is_last_stage:
             self._send(unpack(run_in_order(self.module.forward_funcs, hidden_states))[0])
@@ -70,7 +78,7 @@ def open_forward(source: Source, layout: ParallelLayout, dtype: str, *, pipeline
     Raises ConfigError if the tensor group cannot share the model, CheckpointError if weights are incomplete.
     """
     config = config_on(source.config, layout.tensor_group.size(), dtype)
-    module: GPT2Model | PipelinedModel
+    module: SequentialModel | PipelinedModel
     if pipeline:
         layers = balanced([1] * config.num_layers, layout.pipe_group.size())
         parts = gpt2_layers(config, layout), gpt2_loss(config, layout)
@@ -78,7 +86,8 @@ def open_forward(source: Source, layout: ParallelLayout, dtype: str, *, pipeline
             *parts, ActivationConfig(), layout, partition_boundaries=partition_boundaries(layers, config)
         )
     else:
-        module = GPT2Model(config, ActivationConfig(), layout)
+        spec = architecture_of(config)
+        module = SequentialModel(spec.build_layers(config, layout), spec.build_loss(config, layout), ActivationConfig())
     return ForwardModel(load_weights(module, source, config, layout), config, layout)
 
 
@@ -91,6 +100,13 @@ class Padded(NamedTuple):
     """int64 [b, s]"""
     predicted: Tensor
     """Which labels count: bool [b, s]"""
+    texts: Tensor | None = None
+    """What an encoder reads: int64 [b, s of the longest text], -1 for padding"""
+
+    def to(self, device: str) -> "Padded":
+        """The same on ``device``."""
+        texts = None if self.texts is None else self.texts.to(device)
+        return Padded(self.tokens.to(device), self.labels.to(device), self.predicted.to(device), texts)
 
 
 @torch.no_grad()
@@ -114,9 +130,7 @@ def score(
     for batch in range(-(-len(samples) // batch_size)):
         chosen = order[batch * batch_size : (batch + 1) * batch_size]
         if batch % replicas == replica:
-            scored = score_batch(
-                model, Padded(*(part.to(device) for part in pad([samples[index] for index in chosen])))
-            )
+            scored = score_batch(model, pad([samples[index] for index in chosen]).to(device))
             if scored is not None and model.layout.tensor_group.rank() == 0:
                 sums[torch.from_numpy(chosen)] = scored.cpu()
         report(len(chosen))
@@ -136,7 +150,13 @@ def pad(samples: Sequence[Sample]) -> Padded:
         row[:length] = sample.tokens
         flags[length - 1 - sample.predicted : length - 1] = True
     tokens = torch.from_numpy(rows)
-    return Padded(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.from_numpy(predicted))
+    return Padded(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), torch.from_numpy(predicted), _texts(samples))
+
+
+def _texts(samples: Sequence[Sample]) -> Tensor | None:
+    longest = max(len(sample.text) for sample in samples)
+    rows = [[*sample.text, *[-1] * (longest - len(sample.text))] for sample in samples]
+    return torch.tensor(rows) if longest else None
 
 
 def score_batch(model: ForwardModel, batch: Padded) -> Tensor | None:
@@ -144,7 +164,7 @@ def score_batch(model: ForwardModel, batch: Padded) -> Tensor | None:
 
     Returns None on stages before the last.
     """
-    logits = model.logits(batch.tokens, batch.predicted)
+    logits = model.logits(batch.tokens, batch.predicted, batch.texts)
     if logits is None:
         return None
     labels = batch.labels[batch.predicted].unsqueeze(0)  # [1, k]

@@ -57,6 +57,27 @@ def read_lines(path: Path, key: str) -> list[Line]:
     return lines
 
 
+PAIR = ("input", "target")
+"""Keys of a text and of what is to be written for it."""
+
+
+def read_pairs(path: Path) -> list[tuple[str, str, str]]:
+    """Location, input and target of each line of JSONL, or row of Parquet. Raises ConfigError as ``read_lines``."""
+    kind = "parquet" if format_of(path) == "parquet" else "jsonl"
+    with data_errors_as_usage():
+        pairs = [
+            (where, text, target)
+            for chunk in read_chunks(path, kind, PAIR, size=_CHUNK)
+            for number, line in enumerate(chunk.lines, chunk.first_line)
+            if not isinstance(line, bytes) or line.strip()
+            for where in [f"{path}:{number}"]
+            for text, target in [FORMATS[kind].texts(where, line, PAIR)]
+        ]
+    if not pairs:
+        raise ConfigError(f"{path}: no pair in it; give a JSON object with input and target on each line")
+    return pairs
+
+
 def read_tokens(prefix: Path, vocab_size: int) -> np.ndarray:
     """All tokens of the data set ``PREFIX.bin`` and ``PREFIX.idx`` in a row, by memory map: integers [n].
 
@@ -130,6 +151,8 @@ class Sample(NamedTuple):
     """Integers [n + 1]; the first n are the input."""
     predicted: int
     """Number of predicted tokens, from 1 to n."""
+    text: Sequence[int] = ()
+    """What an encoder reads, of a model that has one."""
 
 
 class Windows(Sequence[Sample]):
@@ -181,6 +204,8 @@ class Request:
     """Whether LAMBADA predicts the whole last word, not its last token."""
     key: str = "text"
     """Key of the text in a JSONL file."""
+    start: int = -1
+    """Token that a decoder of its own reads first."""
 
 
 class Scores(NamedTuple):
@@ -267,6 +292,31 @@ def _perplexity_of_any(request: Request, tokenizer: Tokenizer) -> Task:
     return _text_task(request, np.array(ids), {"word": len(text.split()), "byte": len(text.encode())})
 
 
+def _pairs(request: Request, tokenizer: Tokenizer) -> Task:
+    """Pairs of texts: the target of each input, with its end, by a model with an encoder."""
+    samples, cut = [], 0
+    for where, text, target in read_pairs(request.path):
+        read, written = (_tokenize(where, part, tokenizer) for part in (text, target))
+        cut += max(len(read), len(written)) >= request.seq_length
+        read, written = (part[: request.seq_length - 1] for part in (read, written))
+        tokens = np.array([request.start, *written, tokenizer.eod])
+        samples.append(Sample(tokens, len(tokens) - 1, [*read, tokenizer.eod]))
+    return Task(samples, partial(_pair_metrics, sum(sample.predicted for sample in samples), cut))
+
+
+def _pair_metrics(tokens: int, cut: int, scores: Scores) -> dict[str, Metric]:
+    nll, right = _total(scores), int(scores.right.sum())
+    return {
+        "loss": nll / tokens,
+        "perplexity": _perplexity(nll, tokens),
+        "accuracy": right / len(scores.right),
+        "right": right,
+        "pairs": len(scores.right),
+        "pairs_cut": cut,
+        "tokens": tokens,
+    }
+
+
 def _text_task(request: Request, tokens: np.ndarray, units: Mapping[str, int]) -> Task:
     windows = Windows(tokens, size=request.seq_length, stride=request.stride)
     if not len(windows):
@@ -292,6 +342,7 @@ TASKS: dict[str, Callable[[Request, Tokenizer], Task]] = {
     "LAMBADA": _lambada,
     "WIKITEXT": _wikitext,
     "PPL": _perplexity_of_any,
+    "PAIRS": _pairs,
 }
 
 

@@ -94,8 +94,9 @@ def open_source(
         raise ConfigError(f"{path} does not describe its model; name the checkpoint that it was made from")
     names = [architecture.name for architecture in accepted]
     if config.architecture not in names:
-        what = "cannot generate text" if config.architecture != T5.name else "is for tools/generate.py alone"
-        raise ConfigError(f"{path} is a {config.architecture} model, which {what}: name a {GPT2.name} model")
+        reasons = {GPT2.name: "has no encoder", T5.name: "has an encoder"}
+        what = reasons.get(config.architecture, "cannot generate text")
+        raise ConfigError(f"{path} is a {config.architecture} model, which {what}: name a {names[0]} model")
     tokenizer: Tokenizer
     if found.kind != "huggingface":
         description = read_description(found)

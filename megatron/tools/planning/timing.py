@@ -137,7 +137,7 @@ def pipeline(run: RunConfig, stage: Stage, hidden: int) -> float:
         return 0.0
     last = run.model.num_layers + 1
     borders = sum((chunk.start > 0) + (chunk.stop <= last) for chunk in stage.chunks)
-    whole = parallel.sequence_parallel or parallel.uses_dualpipev
+    whole = parallel.sequence_parallel or parallel.uses_dualpipev or run.model.encoder_num_layers > 0
     part = hidden / (1 if whole else parallel.model_parallel_size)
     return run.train.gradient_accumulation_steps * borders * part
 
