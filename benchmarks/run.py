@@ -31,7 +31,8 @@ from megatron.launch.environment import prepare_environment  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 MEASURES = (
-    "training_step", "llama_step", "flags", "engines", "two_cores", "ddp",
+    "training_step", "llama_step", "whole_program", "step_profile",
+    "flags", "engines", "two_cores", "ddp",
     "memory", "planner", "bubble",
     "preprocessing", "index_maps", "sample_reads",
     "checkpoints", "generation", "serving",

@@ -3,9 +3,8 @@
 import torch
 
 from benchmarks.comparing import Comparison, alternate
-from benchmarks.measures.peers import Shape
+from benchmarks.measures.shapes import SHAPES, Shape
 from benchmarks.measures.suite import engine_step, run_of
-from benchmarks.measures.training_step import SHAPES
 from megatron.launch.distributed import distributed
 from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout

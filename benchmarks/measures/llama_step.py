@@ -19,16 +19,13 @@ from torch.nn import functional as F
 from benchmarks.comparing import Comparison, Result, alternate
 from benchmarks.measures.elsewhere import Elsewhere
 from benchmarks.measures.peers import plain_step
+from benchmarks.measures.shapes import LLAMA_SHAPES as SHAPES
 from benchmarks.measures.shapes import LlamaShape
 from benchmarks.measures.suite import engine_step, run_of
 from megatron.launch.distributed import distributed
 from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 
-SHAPES = {
-    "A": LlamaShape(layers=6, hidden=384, heads=6, sequence=256, batch=4, vocabulary=512, groups=2, ffn=1024),
-    "C": LlamaShape(layers=2, hidden=768, heads=12, sequence=512, batch=1, vocabulary=50304, groups=4, ffn=2048),
-}
 GOALS = {"bare": 1.0, "transformers": 1.10}
 
 

@@ -28,10 +28,10 @@ def measured_by_ranks(ranks: int, module: str, *words: str, time_limit: float | 
         raise LaunchError(f"{module} is not finished after {time_limit:g} s") from None
     finally:
         _end(process)
-    reported = [line[len(_MARK) :] for line in output.splitlines() if line.startswith(_MARK)]
-    if process.returncode or not reported:
+    found = reported(output)
+    if process.returncode or not found:
         raise LaunchError(f"{ranks} ranks of {module} failed:\n{(errors or output).strip()[-2000:]}")
-    return json.loads(reported[0])
+    return found[0]
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -48,6 +48,11 @@ def _end(process: subprocess.Popen) -> None:
 def report(found: Any) -> None:
     """On the first rank: pass on the result."""
     print(_MARK + json.dumps(found), flush=True)
+
+
+def reported(output: str) -> list[Any]:
+    """The results that a process has passed on."""
+    return [json.loads(line[len(_MARK) :]) for line in output.splitlines() if line.startswith(_MARK)]
 
 
 _MARK = "measured: "

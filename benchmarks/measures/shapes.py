@@ -47,6 +47,13 @@ class Shape:
         return f"{self.layers} layers, h {self.hidden}, s {self.sequence}, b {self.batch}, v {self.vocabulary}"
 
 
+SHAPES = {
+    "A": Shape(layers=6, hidden=384, heads=6, sequence=256, batch=4, vocabulary=512),
+    "B": Shape(layers=4, hidden=256, heads=4, sequence=128, batch=8, vocabulary=50304),
+    "C": Shape(layers=2, hidden=768, heads=12, sequence=512, batch=1, vocabulary=50304),
+}
+
+
 @dataclass(frozen=True)
 class LlamaShape(Shape):
     """The same of a Llama: its query groups, and the size inside its MLP."""
@@ -78,3 +85,9 @@ class LlamaShape(Shape):
 
     def __str__(self) -> str:
         return f"{super().__str__()}, {self.groups} groups, ffn {self.ffn}"
+
+
+LLAMA_SHAPES = {
+    "A": LlamaShape(layers=6, hidden=384, heads=6, sequence=256, batch=4, vocabulary=512, groups=2, ffn=1024),
+    "C": LlamaShape(layers=2, hidden=768, heads=12, sequence=512, batch=1, vocabulary=50304, groups=4, ffn=2048),
+}

@@ -16,17 +16,13 @@ import torch
 
 from benchmarks.comparing import Comparison, Quantity, Result, Times, alternate
 from benchmarks.measures.elsewhere import Elsewhere
-from benchmarks.measures.peers import BareGPT2, Shape, plain_step, transformers_gpt2
+from benchmarks.measures.peers import BareGPT2, plain_step, transformers_gpt2
+from benchmarks.measures.shapes import SHAPES, Shape
 from benchmarks.measures.suite import engine_step, run_of
 from megatron.launch.distributed import distributed
 from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 
-SHAPES = {
-    "A": Shape(layers=6, hidden=384, heads=6, sequence=256, batch=4, vocabulary=512),
-    "B": Shape(layers=4, hidden=256, heads=4, sequence=128, batch=8, vocabulary=50304),
-    "C": Shape(layers=2, hidden=768, heads=12, sequence=512, batch=1, vocabulary=50304),
-}
 PEERS = {
     "bare torch": BareGPT2,
     "transformers sdpa": partial(transformers_gpt2, attention="sdpa"),

@@ -32,6 +32,9 @@ from megatron.parallel.deepspeed_compat.engine import (
 from megatron.parallel.deepspeed_compat.gloo import reduce_to_owners
 from megatron.parallel.deepspeed_compat.gradients import (
     clip_by_model_norm,
+    clip_within_adam,
+    find_overflow_by_norm,
+    keep_gradients_of_one_rank,
     keep_loss_scale_within_step,
     loss_scale_limit_reported,
     measure_norm_by_blocks,
@@ -89,7 +92,8 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     accept_any_adam(engine.basic_optimizer)
     if isinstance(optimizer, Muon) and run.zero.zero_stage > 0:
         optimizer.use_partitions(master_weights(engine))
-    skip_reduction_of_one_rank(engine, layout.get_sequence_data_parallel_group().size())
+    ranks = layout.get_sequence_data_parallel_group().size()
+    skip_reduction_of_one_rank(engine, ranks)
     reduce_fp32_sums_of_tied_weights(engine)
     start_backward_timers_once(engine)
     if architecture_of(run.model).is_encoder_decoder:
@@ -102,6 +106,9 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
         reduce_to_owners(engine)
         measure_norm_by_blocks(engine.optimizer)
         keep_loss_scale_within_step(engine.optimizer)
+        keep_gradients_of_one_rank(engine, ranks)
+        find_overflow_by_norm(engine.optimizer)
+        clip_within_adam(engine.optimizer)
     return engine
 
 

@@ -1,7 +1,10 @@
-"""The norm of a gradient, beside the same in fp64."""
+"""The norm of a gradient, beside the same in fp64; and steps without the copies of gradients that DeepSpeed makes."""
+
+from pathlib import Path
 
 import pytest
 import torch
+from support.programs import TINY_MODEL, Programs, read_metrics
 
 from megatron.parallel.deepspeed_compat.gradients import block_norms
 
@@ -29,3 +32,44 @@ def test_norm_of_a_non_contiguous_matrix():
     """Gradients of a matrix product are transposed now and then."""
     gradient = torch.randn(300, 400).t()
     assert block_norms(gradient).norm().item() == pytest.approx(gradient.double().norm().item(), rel=1e-6)
+
+
+STEPS = "--train-iters 3 --batch-size 2 --gas 2 --clip-grad 0.4 --eval-iters 0 --zero-stage 1"
+LAYOUTS = ["--bf16", "--pipe-parallel-size 1"]
+
+
+def test_gradients_of_one_rank_are_copied_once(run_ranks_once, programs: Programs, tmp_path: Path) -> None:
+    """Losses, norms and clipped updates are those of DeepSpeed's own way, which fills a bucket."""
+    common = [*map(str, (*TINY_MODEL, *programs.data_arguments)), *STEPS.split()]
+    (buckets,) = run_ranks_once(1, train_both_ways, common, LAYOUTS, tmp_path)
+    assert buckets == [(True, False)] * len(LAYOUTS)
+    for number, layout in enumerate(LAYOUTS):
+        own, replaced = (read_metrics(tmp_path / f"{number}-{way}") for way in (0, 1))
+        for name in ("lm_loss", "grad_norm"):
+            theirs = [line[name] for line in own]
+            assert [line[name] for line in replaced] == pytest.approx(theirs, rel=1e-4), f"{name}, {layout}"
+
+
+def train_both_ways(common: list[str], layouts: list[str], folder: Path) -> list[tuple[bool, ...]]:
+    """Of each layout: whether a bucket was filled, as DeepSpeed is, and as it is replaced."""
+    from support.training import pretrain
+
+    from megatron.training import engines
+
+    ours = {name: getattr(engines, name) for name in ("keep_gradients_of_one_rank", "clip_within_adam")}
+    found = []
+    for number, layout in enumerate(layouts):
+        buckets = []
+        for way in (0, 1):
+            filled: list[bool] = []
+
+            def watch(optimizer, filled=filled) -> None:
+                average = optimizer.average_tensor
+                optimizer.average_tensor = lambda *tensors: (filled.append(True), average(*tensors))
+
+            vars(engines).update(ours if way else dict.fromkeys(ours, lambda *_: None), find_overflow_by_norm=watch)
+            code, output = pretrain([*common, *layout.split(), "--metrics-file", str(folder / f"{number}-{way}")])
+            assert code == 0, output
+            buckets.append(bool(filled))
+        found.append(tuple(buckets))
+    return found

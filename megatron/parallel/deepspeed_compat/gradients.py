@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from megatron.config.errors import NumericsError
@@ -30,9 +32,14 @@ def clip_by_model_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:
         norm = gradient_norm(parameters, layout)
         engine._global_grad_norm = norm.item()
         optimizer.overflow = not math.isfinite(engine._global_grad_norm)  # what DeepSpeed calls a skipped step
-        if not optimizer.overflow:
-            torch.nn.utils.clip_grads_with_norm_(parameters, engine.gradient_clipping() or math.inf, norm)
-            step()
+        if optimizer.overflow:
+            return
+        limit = engine.gradient_clipping()
+        if takes_scale(optimizer):
+            optimizer.grad_scale = _excess(norm, limit) if limit else None
+        else:
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit or math.inf, norm)
+        step()
 
     engine.clip_fp32_gradients = lambda: None
     clip_and_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # without this mark torch's scheduler warns
@@ -80,8 +87,14 @@ def measure_norm_by_blocks(optimizer: Any) -> None:
     if hasattr(optimizer, "get_grad_norm_direct"):
         total_norm = optimizer.get_grad_norm_direct
 
+        def counts(parameter: nn.Parameter) -> bool:
+            is_own = is_model_parallel_parameter(parameter) or optimizer.model_parallel_rank == 0
+            return is_own and not getattr(parameter, "ds_pipe_replicated", False)
+
         def norm_of_blocks(gradients: list[Tensor], params: list[nn.Parameter], norm_type: int = 2) -> Tensor:
             # The padding of a partition has no parameter; DeepSpeed marks it, and skips it likewise.
+            if isinstance(gradients, FlatGradients) and all(map(counts, params)):
+                return total_norm([block_norms(gradients.flat_partition)], params, norm_type)
             unpadded = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
             return total_norm([block_norms(gradient) for gradient in unpadded], params, norm_type)
 
@@ -96,6 +109,86 @@ def measure_norm_by_blocks(optimizer: Any) -> None:
             return [block_norms(gradient) for gradient in shared], of_experts
 
         optimizer.get_grads_for_norm = gradients_or_norms
+
+
+def takes_scale(optimizer: Any) -> bool:
+    """Whether ``optimizer`` is torch's fused Adam, which divides gradients by its ``grad_scale`` as it reads them."""
+    return isinstance(optimizer, torch.optim.Adam) and bool(optimizer.defaults["fused"])
+
+
+def _excess(norm: Tensor, limit: float) -> Tensor:
+    """What a gradient of ``norm`` is divided by to be clipped at ``limit``: at least 1."""
+    return ((norm + 1e-6) / limit).clamp(min=1.0)
+
+
+def clip_within_adam(optimizer: Any) -> None:
+    """At ZeRO 1 and 2: let torch's fused Adam clip the gradient, and divide it by the loss scale, as it reads it.
+
+    DeepSpeed: runtime/zero/stage_1_and_2.py, ``unscale_and_clip_grads`` multiplies the gradient in a pass of its own,
+    also by 1.
+    Test: tests/training/test_gradient_norm.py. Remove when the scale is passed to optimizers that take it.
+    """
+    if not (isinstance(optimizer, DeepSpeedZeroOptimizer) and takes_scale(optimizer.optimizer)):
+        return
+
+    def pass_scale(gradients: list[Tensor], norm: Tensor) -> None:
+        loss_scale, limit = optimizer.loss_scale, optimizer.clip_grad
+        scale = _excess(norm / loss_scale, limit) if limit else torch.ones((), device=norm.device)
+        optimizer.optimizer.grad_scale = scale * loss_scale
+
+    optimizer.unscale_and_clip_grads = pass_scale
+
+
+def find_overflow_by_norm(optimizer: Any) -> None:
+    """At ZeRO 1 and 2: skip a step by the norm of the gradient alone, which is not finite if an element is not.
+
+    DeepSpeed: runtime/zero/stage_1_and_2.py, ``check_overflow`` reads every gradient twice and reduces what it found
+    over all ranks; then ``step`` looks at the norm for the same reason.
+    Test: tests/training/test_gradient_norm.py. Remove when DeepSpeed checks once.
+    """
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.compute_grad_norm and not optimizer.cpu_offload:
+        optimizer.check_overflow = lambda partition_gradients=True: None
+
+
+def keep_gradients_of_one_rank(engine: DeepSpeedEngine, group_size: int) -> None:
+    """At ZeRO 1 with one data-parallel rank: copy gradients once, into the fp32 tensor that the optimizer reads.
+
+    DeepSpeed: runtime/zero/stage_1_and_2.py, ``reduce_gradients`` copies them into a bucket, divides by 1, "reduces",
+    and copies them out again; ``step`` flattens them, and converts that to fp32. Hooks of each parameter make the
+    buckets.
+    Test: tests/training/test_gradient_norm.py. Remove when DeepSpeed returns early for one rank.
+    """
+    optimizer: Any = engine.optimizer
+    stage_1 = isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.partition_gradients
+    if group_size > 1 or not stage_1 or optimizer.cpu_offload or optimizer.overlap_comm:
+        return
+
+    def flatten(pipeline_parallel: bool = False) -> None:
+        for group in range(len(optimizer.params_in_partition)):
+            optimizer.averaged_gradients[group] = FlatGradients(optimizer, group)
+        optimizer._clear_param_grad_only()
+        optimizer._epilogue_ran_this_backward = True
+
+    optimizer.reduce_gradients, optimizer.setup_buckets = flatten, lambda: None
+    if not (optimizer.use_grad_accum_attribute or isinstance(engine, PipelineEngine)):
+        for hook in optimizer._grad_acc_hooks:
+            hook.remove()
+
+
+class FlatGradients(list[Tensor]):
+    """The gradients of a parameter group, views of ``flat_partition``, by which name DeepSpeed looks for it."""
+
+    def __init__(self, optimizer: Any, group: int):
+        self.flat_partition = torch.empty_like(optimizer.single_partition_of_fp32_groups[group], requires_grad=False)
+        parameters, begins = optimizer.params_in_partition[group], optimizer.round_robin_bit16_offsets[group]
+        end = 0
+        for parameter, begin in zip(parameters, begins, strict=True):
+            self.flat_partition[end:begin].zero_()  # what aligns this one
+            end = begin + parameter.numel()
+            own = self.flat_partition[begin:end].view(parameter.shape)
+            gradient = optimizer.get_gradient_for_reduction(parameter)
+            self.append(own.zero_() if gradient is None else own.copy_(gradient))
+        self.flat_partition[end:].zero_()
 
 
 def keep_loss_scale_within_step(optimizer: Any) -> None:

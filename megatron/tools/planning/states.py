@@ -184,7 +184,7 @@ def _moments(run: RunConfig, weight: Weight) -> int:
 
 def _buffers(run: RunConfig, weights: Sequence[Weight]) -> int:
     zero = run.zero
-    if zero.zero_stage == 0 or _sums_in_fp32(run):
+    if zero.zero_stage == 0 or _sums_in_fp32(run) or _copies_once(run):
         return 0
     if zero.zero_stage == 3:
         passing = sum(weight.numel for weight in weights if weight.numel > _persistent(run))
@@ -223,10 +223,19 @@ def _optimizer_step(run: RunConfig, weights: Sequence[Weight]) -> int:
     if run.zero.zero_stage == 0 or run.zero.offloads_optimizer:
         return 0
     parts = sum(_part(run, group) for group in _groups(weights))
+    if _copies_once(run):
+        return parts * FP32
     if run.zero.zero_stage == 3:
         parts = min(_shards(run, weights), _setting(run, "sub_group_size", _SUB_GROUP))
     copies_again = bytes_of(run) != FP32 or run.zero.zero_stage == 2
     return parts * (bytes_of(run) + (FP32 if copies_again else 0))
+
+
+def _copies_once(run: RunConfig) -> bool:
+    """Whether gradients are copied straight into the fp32 tensor that the optimizer reads."""
+    zero = run.zero
+    is_alone = zero.zero_stage == 1 and owners(run) == 1 and not _sums_in_fp32(run)
+    return is_alone and not (zero.offloads_optimizer or zero.zero_overlap_comm)
 
 
 def _sums_in_fp32(run: RunConfig) -> bool:

@@ -1,0 +1,119 @@
+"""Where the time of a training step goes, by kind of operator: this project and a plain torch model, at shape A.
+
+torch's profiler adds up what each operator takes by itself. What is left of the step is spent between operators: in
+Python, in autograd and in the engine; the profiler's own work is a part of it.
+"""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import cache
+from itertools import repeat
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.comparing import Quantity, Result
+from benchmarks.measures.llama_step import BareLlama
+from benchmarks.measures.peers import BareGPT2, plain_step
+from benchmarks.measures.shapes import LLAMA_SHAPES, SHAPES
+from benchmarks.measures.suite import engine_step, run_of
+from megatron.launch.distributed import distributed
+from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
+from megatron.parallel.layout import ParallelLayout
+
+MODELS = {"GPT-2": (SHAPES["A"], BareGPT2), "Llama": (LLAMA_SHAPES["A"], BareLlama)}
+KINDS = {
+    "matrix products": ("mm", "linear"),
+    "attention": ("flash_attention", "scaled_dot_product"),
+    "AdamW": ("fused_adam",),
+    "copies and casts": ("copy_", "cat"),
+}
+"""By parts of operators' names; the first that fits."""
+OTHERS, BETWEEN, WHOLE = "other operators", "between operators", "the whole step"
+STEPS, WARM_UP = 3, 3
+
+
+def measure(rounds: int) -> list[Result]:
+    """GPT-2 and Llama, in fp32 and in bf16."""
+    silence_known_warnings()
+    torch.manual_seed(1)
+    results: list[Result] = []
+    with (
+        get_context("spawn").Pool(1, _as_users_start_it) as peer,
+        distributed(run_of(SHAPES["A"]).parallel) as layout,
+        deepspeed_silenced(verbose=False),
+    ):
+        for model in MODELS:
+            for dtype in ("fp32", "bf16"):
+                ours = _suite(model, dtype, layout)
+                pairs = [(_profiled(ours), peer.apply(_peer_profiled, (model, dtype))) for _ in range(rounds)]
+                results += _rows(f"{model} A {dtype}", pairs)
+    return results
+
+
+def _rows(what: str, pairs: list[tuple[dict[str, float], dict[str, float]]]) -> list[Result]:
+    """A row for each kind, the whole step first."""
+    return [
+        Quantity(
+            f"{what}, {kind}",
+            "bare torch",
+            *([found[kind] for found in side] for side in zip(*pairs, strict=True)),
+            "s",
+        )
+        for kind in (WHOLE, *KINDS, OTHERS, BETWEEN)
+    ]
+
+
+def _suite(model: str, dtype: str, layout: ParallelLayout) -> Callable[[], Any]:
+    shape, _ = MODELS[model]
+    tokens, labels = (torch.randint(shape.vocabulary, (shape.batch, shape.sequence)) for _ in range(2))
+    flags = ("--bf16", "--zero-stage", "1") if dtype == "bf16" else ()
+    return _warm(engine_step(run_of(shape, *flags), layout, tokens, labels))
+
+
+def _peer_profiled(model: str, dtype: str) -> dict[str, float]:
+    """In the peer's process."""
+    return _profiled(_peer(model, dtype))
+
+
+@cache
+def _peer(model: str, dtype: str) -> Callable[[], Any]:
+    shape, build = MODELS[model]
+    batches = repeat(tuple(torch.randint(shape.vocabulary, (2, shape.batch, shape.sequence))))
+    return _warm(plain_step(build(shape), batches, bf16=dtype == "bf16"))
+
+
+def _as_users_start_it() -> None:
+    os.environ.pop("THP_MEM_ALLOC_ENABLE", None)
+
+
+def _warm(step: Callable[[], Any]) -> Callable[[], Any]:
+    for _ in range(WARM_UP):
+        step()
+    return step
+
+
+def _profiled(step: Callable[[], Any]) -> dict[str, float]:
+    """Seconds of a step by kind."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        begin = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        whole = (time.perf_counter() - begin) / STEPS
+    return {
+        **_by_kind({event.key: event.self_cpu_time_total for event in profiler.key_averages()}, whole),
+        WHOLE: whole,
+    }
+
+
+def _by_kind(microseconds: Mapping[str, float], whole: float) -> dict[str, float]:
+    found: dict[str, float] = defaultdict(float, dict.fromkeys((*KINDS, OTHERS), 0.0))
+    for name, time_of_all in microseconds.items():
+        kinds = (kind for kind, parts in KINDS.items() if any(part in name for part in parts))
+        if name.startswith("aten::"):
+            found[next(kinds, OTHERS)] += time_of_all / STEPS / 1e6
+    return {**found, BETWEEN: whole - sum(found.values())}
