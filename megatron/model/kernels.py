@@ -111,18 +111,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return (x.float() * scale).mul_(weight).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """By the kernel of layer norm, of a mean that is 0, with what that takes away for the mean's sake added."""
         x, weight, scale = ctx.saved_tensors
-        normed, wide = x.float() * scale, grad.float()
-        of_weight = (wide * normed).flatten(0, -2).sum(0)
-        wide = wide * weight
-        of_x = (wide - normed * (wide * normed).mean(-1, keepdim=True)).mul_(scale)
+        wide, wide_weight, size = grad.float(), weight.float(), x.size(-1)
+        of_x, of_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            wide, x.float(), [size], torch.zeros_like(scale), scale, wide_weight, None, [True, True, False]
+        )
+        of_x += (wide @ (wide_weight / size)).unsqueeze(-1).mul_(scale)
         return of_x.to(x.dtype), of_weight.to(weight.dtype), None
 
 
@@ -166,7 +168,7 @@ class _SwiGLU(torch.autograd.Function):
         grads = torch.empty_like(x)
         of_gate, of_up = grads.chunk(2, dim=-1)
         torch.mul(F.silu(gate), grad, out=of_up)
-        of_gate.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
         return grads
 
 

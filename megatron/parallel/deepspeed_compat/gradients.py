@@ -133,6 +133,7 @@ def clip_within_adam(optimizer: Any) -> None:
 
     def pass_scale(gradients: list[Tensor], norm: Tensor) -> None:
         loss_scale, limit = optimizer.loss_scale, optimizer.clip_grad
+        norm = norm.masked_fill(norm < 0, torch.inf)  # DeepSpeed's mark of a norm that is not finite
         scale = _excess(norm / loss_scale, limit) if limit else torch.ones((), device=norm.device)
         optimizer.optimizer.grad_scale = scale * loss_scale
 
