@@ -128,7 +128,8 @@ def clip_within_adam(optimizer: Any) -> None:
     also by 1.
     Test: tests/training/test_gradient_norm.py. Remove when the scale is passed to optimizers that take it.
     """
-    if not (isinstance(optimizer, DeepSpeedZeroOptimizer) and takes_scale(optimizer.optimizer)):
+    has_norm = isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.compute_grad_norm
+    if not (has_norm and takes_scale(optimizer.optimizer)):
         return
 
     def pass_scale(gradients: list[Tensor], norm: Tensor) -> None:
