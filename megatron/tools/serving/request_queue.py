@@ -1,7 +1,7 @@
 """Passes requests from the event loop to the generator's thread, and generated text back."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from queue import SimpleQueue
 
 from megatron.tools.inference.continuous_batch import Piece
@@ -14,7 +14,7 @@ class Job:
     def __init__(self, request: CompletionRequest, on_end: Callable[["Job"], None]) -> None:
         self.request = request
         self.is_wanted = True
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[Piece | RequestError | None] = asyncio.Queue()
         self._on_end = on_end
         self._timers: list[asyncio.TimerHandle] = []
@@ -34,21 +34,32 @@ class Job:
 
     def put(self, *arrived: Piece | RequestError | None) -> None:
         """Called by the generator's thread: pieces, None after the last, or the error that ends the request."""
-        if not self._loop.is_closed():  # as it is when the server has shut down before the last piece
-            self._loop.call_soon_threadsafe(self._take, arrived)
+        put_all([(self, arrived)])
+
+    def take(self, arrived: Piece | RequestError | None) -> None:
+        """``put`` one, in the thread of the event loop."""
+        self._arrived.put_nowait(arrived)
 
     def end_in(self, seconds: float, error: RequestError) -> None:
         """Answer with ``error`` after so many seconds, if the job is not finished."""
-        self._timers.append(self._loop.call_later(seconds, self._end, error))
-
-    def _take(self, arrived: tuple[Piece | RequestError | None, ...]) -> None:
-        for each in arrived:
-            self._arrived.put_nowait(each)
+        self._timers.append(self.loop.call_later(seconds, self._end, error))
 
     def _end(self, error: RequestError) -> None:
         self.is_wanted = False
-        self._arrived.put_nowait(error)
+        self.take(error)
         self._on_end(self)  # the client may have stopped reading
+
+
+def put_all(arrived: Sequence[tuple[Job, tuple[Piece | RequestError | None, ...]]]) -> None:
+    """``put`` for several jobs, which wakes the event loop once."""
+
+    def put() -> None:
+        for job, pieces in arrived:
+            for piece in pieces:
+                job.take(piece)
+
+    if arrived and not arrived[0][0].loop.is_closed():  # as it is when the server shut down before the last piece
+        arrived[0][0].loop.call_soon_threadsafe(put)
 
 
 class RequestQueue:

@@ -20,7 +20,7 @@ from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
 from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.serving.request import CompletionRequest, RequestError
-from megatron.tools.serving.request_queue import Job, RequestQueue
+from megatron.tools.serving.request_queue import Job, RequestQueue, put_all
 
 
 class RequestBatch:
@@ -189,11 +189,11 @@ class _Driver:
         pieces: dict[Hashable, list[Piece]] = {}
         for number, piece in self._batch.choose():
             pieces.setdefault(number, []).append(piece)
-        for number, job in list(self._running.items()):
-            is_done = not self._batch.has(number)
-            job.put(*pieces.get(number, ()), *((None,) if is_done else ()))
-            if is_done:
-                del self._running[number]
+        done = [number for number in self._running if not self._batch.has(number)]
+        ends = dict.fromkeys(done, (None,))
+        put_all([(job, (*pieces.get(number, ()), *ends.get(number, ()))) for number, job in self._running.items()])
+        for number in done:
+            del self._running[number]
         self._queue.generated_tokens += sum(map(len, pieces.values()))
         self._batch.advance()
 
