@@ -14,6 +14,8 @@ class Job:
     def __init__(self, request: CompletionRequest, on_end: Callable[["Job"], None]) -> None:
         self.request = request
         self.is_wanted = True
+        self.held: list[Piece] = []
+        """Pieces that the generator's thread has, and the event loop not yet."""
         self.loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[Piece | RequestError | None] = asyncio.Queue()
         self._on_end = on_end
@@ -35,6 +37,13 @@ class Job:
     def put(self, *arrived: Piece | RequestError | None) -> None:
         """Called by the generator's thread: pieces, None after the last, or the error that ends the request."""
         put_all([(self, arrived)])
+
+    def released(self, is_done: bool) -> tuple[Piece | None, ...]:
+        """What to put after a step: all pieces of a stream so far; of other requests nothing until the end."""
+        if not (is_done or getattr(self.request, "stream", True)):
+            return ()
+        held, self.held = self.held, []
+        return (*held, None) if is_done else tuple(held)
 
     def take(self, arrived: Piece | RequestError | None) -> None:
         """``put`` one, in the thread of the event loop."""

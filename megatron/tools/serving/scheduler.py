@@ -4,7 +4,7 @@ import pickle
 import sys
 import traceback
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from queue import Empty
@@ -61,7 +61,7 @@ class RequestBatch:
         """Remove the completions of a request."""
         self._batch.leave(number)
 
-    def choose(self) -> list[tuple[Hashable, Piece]]:
+    def choose(self) -> list[tuple[Any, Piece]]:
         """The next piece of every completion, with the number of its request. What is finished leaves."""
         return self._batch.choose()
 
@@ -186,15 +186,15 @@ class _Driver:
         return None
 
     def _step(self) -> None:
-        pieces: dict[Hashable, list[Piece]] = {}
-        for number, piece in self._batch.choose():
-            pieces.setdefault(number, []).append(piece)
+        chosen = self._batch.choose()
+        for number, piece in chosen:
+            self._running[number].held.append(piece)
         done = [number for number in self._running if not self._batch.has(number)]
-        ends = dict.fromkeys(done, (None,))
-        put_all([(job, (*pieces.get(number, ()), *ends.get(number, ()))) for number, job in self._running.items()])
+        released = [(job, job.released(number in done)) for number, job in self._running.items()]
+        put_all([(job, pieces) for job, pieces in released if pieces])
         for number in done:
             del self._running[number]
-        self._queue.generated_tokens += sum(map(len, pieces.values()))
+        self._queue.generated_tokens += len(chosen)
         self._batch.advance()
 
     @contextmanager
