@@ -18,7 +18,7 @@ from megatron.config.errors import CheckpointError, counted
 from megatron.config.huggingface import HF_CONFIG
 from megatron.config.huggingface import read_config as read_folder_config
 from megatron.config.summary import layer_kinds
-from megatron.model.architectures import GPT2, architecture_of
+from megatron.model.architectures import GPT2, T5, architecture_of
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.progress import progress_bar
 
@@ -186,8 +186,9 @@ def integrity(found: Found) -> str:
 
 def loaders(found: Found, description: Mapping[str, Any] | None, architecture: ArchitectureSpec) -> list[str]:
     """The programs that load it, and how."""
-    generates = architecture is GPT2
-    auto_class = "AutoModelForCausalLM" if generates else "AutoModelForPreTraining"
+    classes = {GPT2.name: "AutoModelForCausalLM", T5.name: "AutoModelForSeq2SeqLM"}
+    generates = architecture.name in classes
+    auto_class = classes.get(architecture.name, "AutoModelForPreTraining")
     others = [
         program.format(auto_class=auto_class) for program in _LOADERS[found.kind] if generates or program != _GENERATE
     ]
