@@ -89,6 +89,14 @@ def main() -> None:
             "all-gather": lambda: all_gather(whole, part),
         }
 
+    def torchs_collectives() -> dict[str, Callable]:
+        whole = torch.zeros(SHAPE.parameters // 2 * 2)
+        part = torch.zeros(len(whole) // dist.get_world_size())
+        return {
+            "torch's reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+            "torch's all-gather": lambda: dist.all_gather_into_tensor(whole, part),
+        }
+
     def timed(ways: dict[str, Callable]) -> dict[str, dict[str, list[float]]]:
         times = alternate(ways, int(sys.argv[1]), settle=dist.barrier)
         return {name: asdict(of_all_ranks(each)) for name, each in times.items()}
@@ -107,6 +115,7 @@ def main() -> None:
         with deepspeed_silenced(verbose=False):
             of_ddp = ddp()
             limits = limit_ways()
+            found["collectives"] = timed(limits | torchs_collectives())
             for name, way in WAYS.items():
                 run = run_with(*way.flags)
                 with distributed(run.parallel) as own_layout:
