@@ -13,6 +13,7 @@ from _atomic_file import atomic_file
 from megatron.config import ParallelConfig
 from megatron.config.environment import world_size
 from megatron.config.errors import ConfigError, counted
+from megatron.launch.environment import import_backend
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.command_line import ToolParser
@@ -87,6 +88,7 @@ def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]
 
     Raises CheckpointError if its weights are incomplete.
     """
+    import_backend("deepspeed")
     from megatron.launch.distributed import distributed
     from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
     from megatron.tools.evaluation.scoring import open_forward

@@ -44,4 +44,5 @@ def test_nothing_is_collected_while_torch_is_imported(monkeypatch, tmp_path, end
     (tmp_path / f"probe{len(end)}.py").write_text(f"import gc\nassert not gc.isenabled()\n{end}")
     with pytest.raises(error) if error else contextlib.nullcontext():
         import_backend(f"probe{len(end)}")
+    import_backend("gc")  # long imported
     assert frozen == [False] and gc.isenabled()
