@@ -40,13 +40,7 @@ MEASURES = (
 )  # fmt: skip
 GPU_MEASURES = ("gpu_step",)
 """Those that are made where they are asked for by name."""
-QUICK: dict[str, list[str]] = {
-    "training_step": ["A"],
-    "two_cores": [],
-    "planner": [],
-    "sample_reads": [],
-    "start_up": [],
-}
+QUICK: dict[str, list[str]] = {"training_step": ["A"], "llama_step": ["A"], "planner": [], "sample_reads": []}
 """Those of --quick, with their sizes."""
 QUICK_ROUNDS = 3
 SIZES = {"training_step": tuple("ABC"), "llama_step": tuple("AC"), "gpu_step": tuple(SHAPES)}
