@@ -84,7 +84,7 @@ def _merge_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _to_hf(args: argparse.Namespace) -> None:
-    """Write a folder for Hugging Face's transformers, from a checkpoint of GPT-2, of the Llama family or of BERT.
+    """Write a folder for Hugging Face's transformers, from a checkpoint of GPT-2, the Llama family, BERT or T5.
 
     Weights keep their type. The rows that pad the vocabulary are removed. Files of the tokenizer are copied from the
     Hugging Face folder that the model came from, if it did. BERT becomes a Megatron-BERT, and with a classifier as its
@@ -123,9 +123,10 @@ def _to_hf_flags(parser: argparse.ArgumentParser) -> None:
 def _from_hf(args: argparse.Namespace) -> None:
     """Write a checkpoint with the weights of a Hugging Face folder, for pretrain_gpt2.py --load FOLDER --finetune.
 
-    The model is a GPT-2, Llama, Mistral, Qwen2 or Qwen3, or a Megatron-BERT for pretrain_bert.py. The folder has
-    config.json and model.safetensors or pytorch_model.bin, whole or with an index. The files of its tokenizer are
-    copied, and those of a GPT-2 also as vocab.json and merges.txt, of a BERT as vocab.txt. Weights keep their type.
+    The model is a GPT-2, Llama, Mistral, Qwen2 or Qwen3, a Megatron-BERT for pretrain_bert.py, or a T5 1.1 for
+    pretrain_t5.py. The folder has config.json and model.safetensors or pytorch_model.bin, whole or with an index. The
+    files of its tokenizer are copied, and those of a GPT-2 also as vocab.json and merges.txt, of a BERT as vocab.txt.
+    Weights keep their type.
     """
     found = find_source(args, "huggingface")
 

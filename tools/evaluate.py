@@ -7,7 +7,8 @@
 
 LAMBADA takes JSONL with a "text" key, and predicts the last token of each, or with --strict-lambada all tokens of the
 last word. WIKITEXT takes a file of WikiText as published. PPL takes plain text, JSONL (.jsonl, .json), Parquet, or the
-prefix of a data set. The result is a JSON object, printed and written to the file of --json.
+prefix of a data set. PAIRS, for T5, takes JSONL with "input" and "target" on each line. The result is a JSON object,
+printed and written to the file of --json.
 
 Processes beyond model-parallel size (1 unless it is given) x pipeline stages share the samples; the metrics are the
 same. Hyphens and underscores in flag names are interchangeable.

@@ -1,4 +1,4 @@
-"""Tokenize text into the indexed data sets that pretrain_gpt2.py and, with --split-sentences, pretrain_bert.py read.
+"""Tokenize text into the indexed data sets of pretrain_gpt2.py, or with --split-sentences of BERT and T5.
 
 Writes PREFIX_KEY_document.bin and .idx for each key, or PREFIX_KEY_sentence. Give it as --data-path. Inputs are JSONL
 or plain text, as they are or compressed by gzip, bzip2 or Zstandard, or Parquet.

@@ -34,8 +34,8 @@ class CheckpointConfig:
     )
     load_hf: str | None = flag(
         None,
-        "Hugging Face folder (GPT-2, Llama, Mistral, Qwen2, Qwen3; for pretrain_bert.py Megatron-BERT) to train on "
-        "from, at iteration 0: its weights, and the flags of its model.",
+        "Hugging Face folder (GPT-2, Llama, Mistral, Qwen2, Qwen3; for pretrain_bert.py Megatron-BERT, for "
+        "pretrain_t5.py T5 1.1) to train on from, at iteration 0: its weights, and the flags of its model.",
         metavar="DIR",
         pretraining=True,
     )

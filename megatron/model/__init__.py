@@ -1,1 +1,1 @@
-"""GPT-2 and BERT: a list of layers each, and the two ways DeepSpeed's engines run it."""
+"""GPT-2, the Llama family, BERT and T5: a list of layers each, and the two ways DeepSpeed's engines run it."""
