@@ -14,7 +14,8 @@ import numpy as np
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.data.bert_dataset import BertDataset, bert_error, bert_samples
-from megatron.data.gpt2_dataset import GPT2Dataset, Span, gpt2_error, gpt2_samples
+from megatron.data.gpt2_dataset import GPT2Dataset, gpt2_error, gpt2_samples
+from megatron.data.indexed_dataset import Span
 from megatron.data.map_cache import cache_folder, cached, digest
 from megatron.data.mock_dataset import mock_samples
 from megatron.data.pair_dataset import PairDataset, pair_error, pair_samples
@@ -22,7 +23,8 @@ from megatron.data.sft_dataset import SFTDataset, sft_error, sft_samples
 from megatron.data.splits import Source, find_sources, has_split, split_weights
 from megatron.data.t5_dataset import T5Dataset, t5_error, t5_samples
 
-IndexedSamples: TypeAlias = GPT2Dataset | SFTDataset | BertDataset | T5Dataset | PairDataset
+PretrainingSamples: TypeAlias = GPT2Dataset | BertDataset | T5Dataset
+IndexedSamples: TypeAlias = PretrainingSamples | SFTDataset | PairDataset
 
 
 def _readers(
@@ -217,10 +219,10 @@ class BlendedDataset:
         return np.stack([next(rows[source]) for source, _ in located])
 
     def spans(self, index: int) -> list[Span]:
-        """The parts of documents that make up the ``index``-th sample, which is one of GPT-2."""
+        """The parts of documents that make up the ``index``-th sample of pretraining."""
         source, place = self.order[index]
         part = self.parts[source]
-        assert isinstance(part, GPT2Dataset)
+        assert isinstance(part, PretrainingSamples)
         return part.spans(place)
 
 

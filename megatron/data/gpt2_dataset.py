@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -10,26 +9,10 @@ from megatron.config import DataConfig
 from megatron.config.data import SPLITS
 from megatron.config.errors import DataError
 from megatron.data.index_maps import IndexMaps, SampleStream, WindowedMaps
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.indexed_dataset import IndexedDataset, Span
 from megatron.data.map_cache import Arrays, cache_folder, cached_window, digest
 from megatron.data.mapped_files import check_mapped
 from megatron.data.splits import SPLIT_NAMES, Source
-
-
-class Span(NamedTuple):
-    """A part of a document."""
-
-    indexed: IndexedDataset
-    document: int
-    """Number in the data set, from 0."""
-    start: int
-    stop: int
-    """First token of the document, and the one after the last."""
-
-    def tokens(self) -> np.ndarray:
-        """The tokens as they are stored, without a copy."""
-        begin = int(self.indexed.document_starts[self.document]) + self.start
-        return self.indexed.span(begin, self.stop - self.start)
 
 
 class GPT2Dataset:

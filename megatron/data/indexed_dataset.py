@@ -22,6 +22,7 @@ import shutil
 import struct
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -101,8 +102,18 @@ class IndexedDataset:
         length = size - offset if length is None else length
         if not (offset >= 0 and length >= 0 and offset + length <= size):
             raise IndexError(f"tokens {offset} to {offset + length} of sequence {index}, which has {size}")
-        start = int(self.pointers[index]) // self.dtype.itemsize + offset
+        start = self.sequence_start(index) + offset
         return self._tokens[start : start + length]
+
+    def run(self, first: int, end: int) -> np.ndarray:
+        """Tokens of the sequences ``first`` to ``end - 1``, without a copy."""
+        check_mapped(self._index, self._tokens)
+        start = self.sequence_start(first)
+        return self._tokens[start : start + int(self.sizes[first:end].sum())]
+
+    def sequence_start(self, index: int) -> int:
+        """Where sequence ``index`` begins in the tokens of the whole data set."""
+        return int(self.pointers[index]) // self.dtype.itemsize
 
     @cached_property
     def document_starts(self) -> np.ndarray:
@@ -119,6 +130,28 @@ class IndexedDataset:
         """A hash of the sizes and times of both files and of the header, which costs no reading of tokens."""
         stats = [(stat.st_size, stat.st_mtime_ns) for stat in (self._bin_stat, self._idx_stat)]
         return hashlib.sha256(repr((stats, self._header)).encode()).hexdigest()
+
+
+class Span(NamedTuple):
+    """A part of a document."""
+
+    indexed: IndexedDataset
+    document: int
+    """Number in the data set, from 0."""
+    start: int
+    stop: int
+    """First token of the document, and the one after the last."""
+
+    def tokens(self) -> np.ndarray:
+        """The tokens as they are stored, without a copy."""
+        begin = int(self.indexed.document_starts[self.document]) + self.start
+        return self.indexed.span(begin, self.stop - self.start)
+
+    def sequences(self) -> range:
+        """The sequences of the document that it has a part of, numbered from 0; they may be sentences."""
+        first, end = self.indexed.doc_idx[self.document : self.document + 2]
+        ends = np.cumsum(self.indexed.sizes[first:end])
+        return range(int(np.searchsorted(ends, self.start, "right")), int(np.searchsorted(ends, self.stop)) + 1)
 
 
 def _stat_files(prefix: str, bin_path: Path, idx_path: Path) -> tuple[os.stat_result, os.stat_result]:

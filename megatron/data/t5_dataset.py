@@ -4,23 +4,19 @@
     decoder   [BOS] <s0> you for inviting <s1> last
     labels    <s0> you for inviting <s1> last [EOS]
 
-The sentences of a sample and the order of samples are those of ``megatron.data.bert_dataset``, with runs of one
+The sentences of a sample and the order of samples are those of ``megatron.data.sentence_dataset``, with runs of one
 sentence or more. Which spans are taken out of a run follows from the seed and the number of the sample alone; the draws
 are those of megatron-core's ``T5MaskedWordPieceDataset``.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from megatron.config import DataConfig
 from megatron.config.errors import DataError
-from megatron.data.bert_dataset import SentenceMaps, read_sentences, sentence_maps
-from megatron.data.index_maps import window_epochs
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.mapped_files import check_mapped
+from megatron.data.sentence_dataset import Run, SentenceDataset, SentenceMaps, read_sentences, sentence_maps
 from megatron.data.splits import SPLIT_NAMES, Source
 from megatron.tokenizer import SpanVocabulary, span_vocabulary
 
@@ -44,12 +40,11 @@ class Shape:
         return cls(data.seq_length, data.decoder_seq_length, data.mask_prob)
 
 
-class T5Dataset:
+class T5Dataset(SentenceDataset):
     """Samples of some documents of a data set of sentences, in the order of training.
 
     Args:
-        indexed: the data set; its sequences are sentences.
-        first_sentence: sentence of the data set that is number 0 of the maps.
+        source: the data set, whose sequences are sentences, and its documents.
         maps: which sentences make up which sample.
         later_order: the order of the runs in the window with a number from 1.
         samples: samples that are needed.
@@ -60,8 +55,7 @@ class T5Dataset:
 
     def __init__(
         self,
-        indexed: IndexedDataset,
-        first_sentence: int,
+        source: Source,
         maps: SentenceMaps,
         later_order: Callable[[int], np.ndarray],
         samples: int,
@@ -70,37 +64,24 @@ class T5Dataset:
         shape: Shape,
         seed: int,
     ) -> None:
-        self._indexed, self._first, self._maps, self._vocabulary = indexed, first_sentence, maps, vocabulary
-        self._shape, self._seed = shape, seed
-        self._later_order = lru_cache(maxsize=2)(later_order)
-        runs = len(maps.spans)
-        self._samples, self._window = -(-samples // runs) * runs, window_epochs(runs) * runs
-
-    def __len__(self) -> int:
-        """Samples in the data set: whole epochs, at least as many as were requested."""
-        return self._samples
+        super().__init__(source, maps, later_order, samples)
+        self._vocabulary, self._shape, self._seed = vocabulary, shape, seed
 
     def __getitem__(self, index: int) -> np.ndarray:
         """The ``index``-th sample to train on, int64 [encoder + 2 x decoder]: see ``framed``.
 
         Raises DataError if a token is not in the vocabulary, or the sample does not fit into the decoder.
         """
-        if not 0 <= index < self._samples:
-            raise IndexError(index)
-        number, at = divmod(index, self._window)
-        order = self._later_order(number) if number else self._maps.order
-        check_mapped(self._maps.spans, order)
-        first, end, target = map(int, self._maps.spans[order[at]])
-        tokens = read_sentences(self._indexed, self._first + first, self._first + end, self._vocabulary.text_tokens)
+        run = self._run(index)
+        tokens = read_sentences(self.indexed, run, self._vocabulary.text_tokens)
         random = np.random.RandomState((self._seed + index) % 2**32)
         try:
-            return corrupted(tokens[:target], target, self._vocabulary, self._shape, random)
+            return corrupted(tokens[: run.target], run.target, self._vocabulary, self._shape, random)
         except ValueError as error:
-            raise DataError(f"sample {index} of {self._indexed.prefix}: {error}") from None
+            raise DataError(f"sample {index} of {self.indexed.prefix}: {error}") from None
 
-    def take(self, indices: Sequence[int]) -> np.ndarray:
-        """Some samples, int64 [n, encoder + 2 x decoder]. Raises DataError as each does."""
-        return np.stack([self[index] for index in indices])
+    def _parts(self, run: Run, index: int) -> Sequence[range]:
+        return [range(min(int(self.indexed.sizes[run.first : run.end].sum()), run.target))]
 
 
 def corrupted(
@@ -216,9 +197,7 @@ def t5_samples(data: DataConfig, name: str, source: Source, samples: int, *, voc
     """At least ``samples`` samples of one source of the split ``name``. Raises DataError as ``span_vocabulary``."""
     vocabulary = span_vocabulary(data)
     assert vocabulary.size == vocab_size
-    first, maps, later_order = sentence_maps(
+    maps, later_order = sentence_maps(
         data, name, source, samples, max_tokens=data.seq_length - FRAME, fewest=1, seed=seed
     )
-    return T5Dataset(
-        source.indexed, first, maps, later_order, samples, vocabulary=vocabulary, shape=Shape.of(data), seed=seed
-    )
+    return T5Dataset(source, maps, later_order, samples, vocabulary=vocabulary, shape=Shape.of(data), seed=seed)

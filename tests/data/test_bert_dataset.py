@@ -7,9 +7,10 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.config.errors import DataError
-from megatron.data.bert_dataset import BertDataset, SentenceMaps, SentenceStream, mask_tokens, truncate_pair
+from megatron.data.bert_dataset import BertDataset, mask_tokens, truncate_pair
 from megatron.data.datasets import build_datasets, check_data
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.sentence_dataset import SentenceMaps, SentenceStream
 from megatron.tokenizer.wordpiece import SPECIAL, WordPieceTokenizer
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
@@ -76,6 +77,8 @@ def test_samples_are_framed_padded_and_full_of_sentences(build, prefix):
         assert segments[:end].tolist() == sorted(segments[:end]) and set(segments[:end]) == {0, 1}
         assert (tokens[end:] == PAD).all() and (labels[end:] == -1).all() and (segments[end:] == -1).all()
         assert labels[0] in (0, 1) and labels[end - 1] == -1 and tokens[end - 1] == SEP
+        spans = [span.tokens().tolist() for span in dataset.spans(n)]
+        assert original(sample) == tuple(reversed(spans) if labels[0] else spans)
         for run in original(sample):
             assert run and ",".join(map(str, run)) in text
 
@@ -95,7 +98,7 @@ def test_a_sample_depends_on_seed_and_number_alone(build):
         assert np.array_equal(some[n], more[n])
     assert any(not np.array_equal(some[n], build(50, seed=8)[n]) for n in range(5))
     n = len(build(1))  # an epoch
-    again = [n + m for m in range(n) if more._maps.order[n + m] == more._maps.order[0]]
+    again = [n + m for m in range(n) if more.maps.order[n + m] == more.maps.order[0]]
     assert not np.array_equal(more[0], more[again[0]]), "the next epoch masks other words"
 
 
@@ -125,9 +128,9 @@ def test_half_of_the_pairs_are_swapped(build):
 
 
 def test_short_samples_have_the_given_probability(build):
-    full = sum(build(400, short_seq_prob=0.0)._maps.spans[:, 2] == 37)
-    assert full == len(build(400, short_seq_prob=0.0)._maps.spans)
-    targets = build(400, short_seq_prob=0.5)._maps.spans[:, 2]
+    full = sum(build(400, short_seq_prob=0.0).maps.spans[:, 2] == 37)
+    assert full == len(build(400, short_seq_prob=0.0).maps.spans)
+    targets = build(400, short_seq_prob=0.5).maps.spans[:, 2]
     assert np.mean(targets < 37) == pytest.approx(0.5, abs=0.15) and targets.min() >= 2
 
 
@@ -154,7 +157,7 @@ def test_every_sentence_is_in_one_pair_of_each_epoch(short_seq_prob: float):
     [(5, 5, 20, (5, 5)), (50, 5, 20, (15, 5)), (5, 50, 20, (5, 15)), (50, 50, 21, (11, 10)), (50, 1, 2, (1, 1))],
 )
 def test_the_longer_span_is_cut_first(a: int, b: int, room: int, kept: tuple[int, int]):
-    spans = truncate_pair(np.arange(a), np.arange(b), room, np.random.RandomState(0))
+    spans = truncate_pair(range(a), range(b), room, np.random.RandomState(0))
     assert tuple(map(len, spans)) == kept
     assert all((np.diff(span) == 1).all() for span in spans), "only ends are cut off"
 

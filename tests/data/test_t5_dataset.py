@@ -73,6 +73,8 @@ def test_samples_with_their_spans_are_the_text(settings):
         encoder, decoder, labels = parts(dataset[n])
         assert decoder == [BOS, *labels[:-1]] and labels[-1] == EOS
         original = put_back(encoder, labels)
+        (span,) = dataset.spans(n)
+        assert span.tokens().tolist() == original
         assert len(original) <= 38 and f",{','.join(map(str, original))}," in f",{text},"
         begins = [labels[at + 1] for at, token in enumerate(labels[:-1]) if token >= FIRST]
         assert all(token < 5 + WORDS for token in begins if token != original[0]), "spans begin with words"

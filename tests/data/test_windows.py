@@ -12,9 +12,9 @@ import pytest
 from megatron.config import DataConfig
 from megatron.config.errors import ResourceError
 from megatron.data import datasets, index_maps
-from megatron.data.bert_dataset import SentenceStream
 from megatron.data.datasets import BlendOrder, BlendPlan, build_datasets
 from megatron.data.index_maps import IndexMaps, SampleStream, WindowedMaps
+from megatron.data.sentence_dataset import SentenceStream
 from megatron.tools.audit.samples import _count
 
 SIZES = {"vocab_size": 6000, "global_batch_size": 4, "train_iters": 90, "eval_interval": 7, "eval_iters": 2, "seed": 5}
@@ -104,7 +104,7 @@ def test_pairs_of_sentences_have_the_same_order_in_windows(monkeypatch: pytest.M
     stream = SentenceStream(np.full(20, 5, np.int32), bounds, 12, 0.1, 40, 7)
     whole = stream.build()
     pairs = len(whole["runs"])
-    monkeypatch.setattr("megatron.data.bert_dataset.window_epochs", lambda pairs: 2)
+    monkeypatch.setattr("megatron.data.sentence_dataset.window_epochs", lambda pairs: 2)
     maps = stream.build()
     assert stream.fits(maps) and len(maps["order"]) == 2 * pairs < len(whole["order"])
     orders = []

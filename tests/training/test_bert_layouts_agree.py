@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.audits import check_audit_of_sentences
 from support.programs import Programs, read_metrics
 from support.training import RankTraining
 
@@ -105,6 +106,10 @@ def test_bert_resumes_from_a_checkpoint_of_another_layout(train_bert_in_ranks: R
     assert found == pytest.approx(expected[3:], rel=1e-5)
 
 
+def test_the_audit_names_the_sentences_of_both_spans(one_process):
+    check_audit_of_sentences(one_process, ITERATIONS, 8)
+
+
 def test_tools_recognize_a_checkpoint_of_bert(programs: Programs, one_process, tmp_path):
     folder = one_process / "checkpoint"
     refused = programs.pretrain(1, "--train-iters", "9", "--batch-size", "2", "--load", folder)
@@ -115,8 +120,6 @@ def test_tools_recognize_a_checkpoint_of_bert(programs: Programs, one_process, t
     refused = programs.warm(1, "tools/generate.py", "--load", folder, "--prompt", "Baka")
     assert refused.returncode == 2 and len(refused.output.splitlines()) == 1
     assert f"{folder} is a BERT model, which cannot generate text: name a GPT-2 model" in refused.output
-    refused = programs.warm(1, "tools/audit_data.py", "batch", "--load", folder, "--iteration", "2")
-    assert refused.returncode == 2 and "is a BERT: only samples of GPT-2 can be listed" in refused.output
     convert, file = "tools/convert_checkpoint.py", tmp_path / "one.safetensors"
     programs.warm(1, convert, "merge", folder, "--output", file).ok()
     report = programs.warm(1, "tools/inspect_checkpoint.py", file).ok().output

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.audits import check_audit_of_sentences
 from support.programs import read_metrics
 from support.training import RankTraining
 
@@ -83,6 +84,10 @@ def whole_t5(folder: str):
     model = SequentialModel(T5.build_layers(config, layout), T5.build_loss(config, layout), ActivationConfig())
     load_weights(model, saved)
     return dict(model.named_parameters())
+
+
+def test_the_audit_names_the_sentences_of_a_text(one_process):
+    check_audit_of_sentences(one_process, ITERATIONS, 8)
 
 
 def test_t5_resumes_from_a_checkpoint_of_another_layout(train_t5_in_ranks: RankTraining, one_process, tmp_path):

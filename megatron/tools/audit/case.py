@@ -11,10 +11,9 @@ from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.config import DataConfig, TrainConfig
 from megatron.config.errors import CheckpointError, ConfigError, DataError
-from megatron.data.datasets import BlendedDataset, build_datasets
-from megatron.data.gpt2_dataset import GPT2Dataset
+from megatron.data.datasets import BlendedDataset, PretrainingSamples, build_datasets
 from megatron.data.index_maps import sample_at
-from megatron.model.architectures import GPT2
+from megatron.model.architectures import ARCHITECTURES
 from megatron.tokenizer import Tokenizer, tokenizer_of
 from megatron.tools.convert.inspection import find
 
@@ -73,14 +72,16 @@ class Case:
             )
         return tokenizer
 
-    def training_samples(self, samples: int) -> GPT2Dataset | BlendedDataset:
+    def training_samples(self, samples: int) -> PretrainingSamples | BlendedDataset:
         """At least ``samples`` training samples of the run, in the order of training.
 
-        Raises DataError if the data are not those that the run has read, ConfigError if its model is not GPT-2.
+        Raises DataError if the data are not those that the run has read, ConfigError if they are no pretraining data.
         """
         model = self.saved.model
-        if (architecture := model["architecture"]) != GPT2.name:
-            raise ConfigError(f"{self.saved.path} is a {architecture}: only samples of {GPT2.name} can be listed")
+        spec = ARCHITECTURES.get(architecture := model["architecture"])
+        if spec is None or not spec.is_language_model:
+            known = ", ".join(name for name, spec in ARCHITECTURES.items() if spec.is_language_model)
+            raise ConfigError(f"{self.saved.path} is a {architecture}: only samples of {known} can be listed")
         if self.data.sft:
             raise ConfigError(f"{self.saved.path} was trained with --sft: only samples of pretraining can be listed")
         check_contents(self.data, str(self.saved.path))
@@ -92,8 +93,9 @@ class Case:
             eval_interval=1,
             eval_iters=0,
             seed=self.train.seed,
+            masked_lm=bool(spec.masked_lm),
         )
-        assert isinstance(datasets.train, GPT2Dataset | BlendedDataset)
+        assert isinstance(datasets.train, PretrainingSamples | BlendedDataset)
         return datasets.train
 
 

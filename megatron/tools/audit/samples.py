@@ -8,11 +8,12 @@ import numpy as np
 
 from megatron.checkpoint.sample_history import Segment
 from megatron.config.errors import ConfigError, DataError, counted
-from megatron.data.bert_dataset import BertDataset
-from megatron.data.datasets import BlendedDataset, Samples
+from megatron.data.datasets import BlendedDataset, IndexedSamples
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.index_maps import IndexMaps, rank_sample_indices, sample_at
-from megatron.data.mock_dataset import MockDataset
+from megatron.data.indexed_dataset import Span
+from megatron.data.sentence_dataset import SentenceDataset
+from megatron.tokenizer import Tokenizer
 from megatron.tools.audit.case import Case
 
 
@@ -30,21 +31,13 @@ def batch_of(case: Case, iteration: int, rank: int | None) -> dict[str, Any]:
     data_ranks = range(segment.layout["DP"]) if rank is None else [data_rank_of(segment, rank)]
     first_index = segment.sample_indices(iteration).start
     samples = case.training_samples(case.samples_up_to(iteration))
-    assert not isinstance(samples, BertDataset | MockDataset), "only causal models with documents are audited"
-    tokenizer = case.tokenizer
+    part = samples.parts[0] if isinstance(samples, BlendedDataset) else samples
+    of_sentences, tokenizer = isinstance(part, SentenceDataset), case.tokenizer
     rows = []
     for data_rank in data_ranks:
         for index in rank_sample_indices(first_index, segment.global_batch_size, data_rank, segment.layout["DP"]):
             sample = sample_at(index, case.saved.skipped_samples)
-            pieces = [
-                {
-                    "data": span.indexed.prefix,
-                    "document": span.document,
-                    "tokens": [span.start, span.stop],
-                    "text": tokenizer.detokenize(span.tokens().tolist()),
-                }
-                for span in samples.spans(sample)
-            ]
+            pieces = [_piece(span, tokenizer, of_sentences) for span in samples.spans(sample)]
             rows.append({"sample": sample, "data_rank": data_rank, "pieces": pieces})
     return {
         "iteration": iteration,
@@ -52,6 +45,17 @@ def batch_of(case: Case, iteration: int, rank: int | None) -> dict[str, Any]:
         "layout": dict(segment.layout),
         "rank": rank,
         "samples": rows,
+    }
+
+
+def _piece(span: Span, tokenizer: Tokenizer, of_sentences: bool) -> dict[str, Any]:
+    sentences = span.sequences()
+    return {
+        "data": span.indexed.prefix,
+        "document": span.document,
+        **({"sentences": [sentences.start, sentences.stop]} if of_sentences else {}),
+        "tokens": [span.start, span.stop],
+        "text": tokenizer.detokenize(span.tokens().tolist()),
     }
 
 
@@ -75,7 +79,16 @@ def batch_as_text(batch: dict[str, Any], characters: int) -> Iterator[str]:
             start, stop = piece["tokens"]
             text = piece["text"]
             shown = text if not characters or len(text) <= characters else text[:characters] + " ..."
-            yield f"  {piece['data']} document {piece['document']}, tokens {start} to {stop - 1}: {shown!r}"
+            where = f"document {piece['document']}, {_sentences(piece)}tokens {start} to {stop - 1}"
+            yield f"  {piece['data']} {where}: {shown!r}"
+
+
+def _sentences(piece: dict[str, Any]) -> str:
+    """The words for the sentences of a piece; none if its data have no sentences."""
+    if "sentences" not in piece:
+        return ""
+    first, stop = piece["sentences"]
+    return f"sentence {first}, " if stop - first == 1 else f"sentences {first} to {stop - 1}, "
 
 
 BANDS = ((0, 0, "never"), (0, 1, "in part"), (1, 1, "once"), (1, np.inf, "more than once"))
@@ -124,18 +137,44 @@ def seen_up_to(case: Case, iteration: int) -> list[Seen]:
     return [_count(part, mask, case.data.seq_length) for part, mask in zip(parts, own, strict=True)]
 
 
-def _count(part: Samples, taken: np.ndarray, seq_length: int) -> Seen:
+def _count(part: IndexedSamples, taken: np.ndarray, seq_length: int) -> Seen:
     """How much of a data set is read by those of its first samples that are ``taken``, bool [n]."""
-    assert isinstance(part, GPT2Dataset), "only causal models are audited"
+    assert isinstance(part, GPT2Dataset | SentenceDataset)
     starts = part.indexed.document_starts[part.documents.start : part.documents.stop + 1]
     lengths = np.diff(starts)
     tokens = np.zeros(len(lengths), np.int64)
+    if isinstance(part, SentenceDataset):
+        _add_runs(tokens, taken, part)
+    else:
+        _add_windows(tokens, lengths, taken, seq_length, part)
+    return Seen(part.indexed.prefix, part.documents.start, lengths, tokens)
+
+
+def _add_runs(tokens: np.ndarray, taken: np.ndarray, part: SentenceDataset) -> None:
+    """Add to ``tokens`` those of each document that are in the first samples that are ``taken``, before any mask."""
+    runs = part.maps.spans
+    times = np.zeros(len(runs), np.int64)
+    first = number = 0
+    while first < len(taken):
+        order = part.order(number)
+        times += np.bincount(order[: len(taken) - first][taken[first : first + len(order)]], minlength=len(runs))
+        first, number = first + len(order), number + 1
+    bounds = part.indexed.doc_idx[part.documents.start : part.documents.stop + 1]
+    sizes = part.indexed.sizes[bounds[0] : bounds[-1]]
+    before = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])  # tokens before each sentence, and in all
+    read = np.minimum(before[runs[:, 1]] - before[runs[:, 0]], runs[:, 2])
+    np.add.at(tokens, np.searchsorted(bounds - bounds[0], runs[:, 0], "right") - 1, times * read)
+
+
+def _add_windows(
+    tokens: np.ndarray, lengths: np.ndarray, taken: np.ndarray, seq_length: int, part: GPT2Dataset
+) -> None:
+    """Add to ``tokens`` those of each document that are read by the first samples that are ``taken``."""
     first = number = 0
     while first < len(taken):
         maps = part.maps.window(number)
         _add_window(tokens, lengths, maps, taken[first : first + len(maps.shuffle)], seq_length, part)
         first, number = first + len(maps.shuffle), number + 1
-    return Seen(part.indexed.prefix, part.documents.start, lengths, tokens)
 
 
 def _add_window(

@@ -1,0 +1,44 @@
+"""What the audit says of a run on sentences, beside the samples that it was trained on."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.config.errors import ConfigError
+from megatron.data.splits import all_sources
+from megatron.tools.audit.case import open_case
+from megatron.tools.audit.proof import prove
+from megatron.tools.audit.samples import batch_as_text, batch_of, seen_up_to
+from megatron.tools.audit.statistics import find_overlaps, statistics_of
+
+
+def check_audit_of_sentences(folder: Path, iterations: int, samples: int) -> None:
+    """Of a run of one process with ``samples`` in each iteration, whose folder has its checkpoint and its metrics."""
+    case = open_case(folder / "checkpoint", {})
+    assert not prove(case.history, case.saved.skipped_samples, folder / "metrics").errors
+    counted: Counter[int] = Counter()
+    for iteration in range(1, iterations + 1):
+        batch = batch_of(case, iteration, None)
+        assert len(batch["samples"]) == samples
+        for row in batch["samples"]:
+            assert len({piece["document"] for piece in row["pieces"]}) == 1
+            for piece in row["pieces"]:
+                start, stop = piece["tokens"]
+                counted[piece["document"]] += stop - start
+                # Every sentence of this corpus ends with a full stop, and has no other.
+                first, end = piece["sentences"]
+                assert end - first - 1 <= piece["text"].count(".") <= end - first
+    assert ", sentence" in "".join(batch_as_text(batch, 20)) and "Traceback" not in str(batch)
+    (seen,) = seen_up_to(case, iterations)
+    assert {n: tokens for n, tokens in enumerate(seen.tokens.tolist()) if tokens} == counted
+    sources = all_sources(case.data)
+    (training, *_) = statistics_of(sources, case.tokenizer)
+    assert training["documents"] == 120 and training["beyond_vocabulary"] == 0
+    overlap = find_overlaps(sources, case.tokenizer.eod)
+    assert [row["documents"] for row in overlap["within"]] == [120, 15, 15]
+    config = {**case.saved.config, "model": case.saved.model | {"architecture": "BERT classifier"}}
+    other = replace(case.saved, description={**case.saved.description, "config": config})
+    with pytest.raises(ConfigError, match="is a BERT classifier: only samples of GPT-2, BERT, T5 can be listed"):
+        batch_of(replace(case, saved=other), 1, None)
