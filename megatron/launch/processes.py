@@ -26,10 +26,15 @@ EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """What schedulers send before they take the machine away."""
 
 
-def die_with_parent() -> None:
-    """Where the kernel offers it (Linux), end this process with the one that started it, however that ends."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Where the kernel offers it (Linux), end this process with the one that started it, however that ends.
+
+    ``parent`` is the other's process id, if it is known: it may have ended before this call.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent not in (None, os.getppid()):
+            os._exit(LaunchError.exit_code)
 
 
 def exit_with_launcher(environ: Mapping[str, str]) -> None:

@@ -74,6 +74,12 @@ def test_the_launcher_ends_with_a_killed_supervisor(tmp_path: Path) -> None:
     await_processes(str(tmp_path), 0)
 
 
+@pytest.mark.parametrize(("parent", "code"), [("os.getppid()", 0), ("os.getppid() + 1", 6)])
+def test_a_process_whose_parent_has_ended_before_it_asked_to_end_with_it(parent: str, code: int) -> None:
+    program = f"import os; from megatron.launch.processes import die_with_parent; die_with_parent({parent})"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == code
+
+
 def test_a_run_that_exits_with_75_is_no_error_of_the_launcher(monkeypatch) -> None:
     """tools/launch.py starts DeepSpeed's launcher through a file that drops the line about this code alone."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "tools"))

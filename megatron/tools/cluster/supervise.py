@@ -73,8 +73,10 @@ def supervise(command: Sequence[str], environ: Mapping[str, str]) -> LauncherExi
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str], signal_mask: set[int]) -> subprocess.Popen:
+    supervisor = os.getpid()
+
     def prepare() -> None:
-        die_with_parent()
+        die_with_parent(supervisor)
         signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
 
     return subprocess.Popen(list(command), env=environ, start_new_session=True, preexec_fn=prepare)
