@@ -208,7 +208,7 @@ def _t5(config: ModelConfig) -> list[LayerSpec]:
         words,
         _stack_positions(config),
         *_stack(config, encoder_layer(config), config.encoder_num_layers, "encoder"),
-        replace(norm, class_name="EncoderNorm"),
+        replace(norm, class_name="EncoderNorm", kept=replace(norm.kept, local=config.hidden_size)),
         embedding,
         _stack_positions(config, ratio),
         *_stack(config, decoder_layer(config), config.decoder_num_layers, "decoder"),
@@ -243,6 +243,7 @@ def decoder_layer(config: ModelConfig) -> LayerSpec:
         parameters,
         round(ratio * (own.matmul_flops + 4 * h * q)) + 4 * h * q,
         attention_size=round(q * (ratio * ratio + ratio)),
+        cross_attention_size=round(q * ratio),
         kept=replace(kept, sharded=kept.sharded + 2 * q),
         is_block=True,
     )

@@ -73,6 +73,8 @@ class LayerSpec:
     """Those of them whose weights are frozen: the backward pass computes the gradient of their input only."""
     attention_size: int = 0
     """Columns of all heads together: the attention core takes 4 FLOPs per token, column and attended token."""
+    cross_attention_size: int = 0
+    """Those of them in attention to another sequence, which has no bias of relative positions."""
     kept: KeptActivations = KeptActivations()
     tied: str | None = None
     """Key that it shares with the other layers of the same parameters; None if it shares none."""

@@ -1,7 +1,7 @@
 """Peak memory of a rank of each pipeline stage, in bytes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
@@ -92,9 +92,10 @@ def activations(run: RunConfig) -> Activations:
     of_layers = {name: _kept(z, [layer]) for name, layer in kinds.items()}
     blocks, scores = [layer for layer in kinds.values() if layer.is_block], 0
     for block in blocks:
-        of_block = _scores(run, z) * block.attention_size // _columns(run) if block.attention_size else 0
+        of_block = _scores_of(run, z, block)
         scores = max(scores, of_block)
-        of_layers[block.class_name] += _shared_keys(run, z) + (0 if run.model.recomputes_attention else of_block)
+        again = run.model.recomputes_attention
+        of_layers[block.class_name] += _shared_keys(run, z) + (_kept_bias(run, z, block) if again else of_block)
     read, predicted = _sequences(run, z)
     hidden = z.stream * read // z.s * z.h * z.residual
     logits = z.b * predicted * (z.v // z.t)
@@ -166,10 +167,26 @@ def _kept_input(run: RunConfig, hidden: int, t: int) -> int:
     return hidden // (t if run.activation.partition_activations else 1)
 
 
-def _scores(run: RunConfig, z: Sizes) -> int:
-    """Kept by the attention core besides query, key, value and context."""
+def _scores_of(run: RunConfig, z: Sizes, block: LayerSpec) -> int:
+    """Kept by the attention cores of ``block`` besides query, key, value and context."""
+    own, across = block.attention_size - block.cross_attention_size, block.cross_attention_size
+    parts = [_scores(run, z) * own if own else 0, _scores(run, z, has_bias=False) * across if across else 0]
+    return sum(parts) // _columns(run)
+
+
+def _kept_bias(run: RunConfig, z: Sizes, block: LayerSpec) -> int:
+    """The bias of relative positions that a layer keeps to recompute attention, of each sample in the encoder."""
+    if not run.model.has_relative_positions:
+        return 0
+    scores = z.n * z.s**2 * (block.attention_size - block.cross_attention_size) // _columns(run)
+    return scores * z.element * (1 if block.cross_attention_size else z.b)
+
+
+def _scores(run: RunConfig, z: Sizes, *, has_bias: bool = True) -> int:
+    """Kept by an attention core besides query, key, value and context."""
     model = run.model
-    kernel = attention_kernel(model, DeviceFacts(run.parallel.device), seq_length=z.s)
+    without_bias = replace(model, position_embedding_type="none")
+    kernel = attention_kernel(model if has_bias else without_bias, DeviceFacts(run.parallel.device), seq_length=z.s)
     of_head, queries = computed_scores(model, kernel, z.s), z.b * z.n * z.s * model.head_size
     scores = z.b * z.n * of_head
     in_chunks = of_head < z.s**2
@@ -182,7 +199,9 @@ def _scores(run: RunConfig, z: Sizes) -> int:
         weights = z.element if dropout or z.element != FP32 else 0
         return scores * (FP32 + mask + weights) + copies + padded
     if kernel.keeps_scores:  # torch does it step by step, in fp32
-        return scores * 3 * FP32 + (2 if z.element == FP32 else 3) * queries * FP32 + padded
+        # T5's query and key are not scaled where it has relative positions.
+        copies = 3 if z.element != FP32 else 0 if model.has_relative_positions else 2
+        return scores * (3 if dropout else 1) * FP32 + copies * queries * FP32 + padded
     return z.b * z.n * z.s * FP32 + padded
 
 

@@ -44,6 +44,7 @@ LLAMA_ON_ONE = [
     f"{STILL} {LLAMA} --lora-rank 4 --lora-target dense_4h_to_h",
     f"{STILL} {LLAMA} --lora-rank 4 --lora-dropout 0.1 --bf16 --zero-stage 1 {BUCKET}",
 ]
+T5_ON_ONE = [f"{STILL} --decoder-seq-length 32 --vocab-extra-ids 20"]
 ON_TWO = [
     f"{STILL} --zero-stage 0",
     f"--zero-stage 1 {BUCKET}",
@@ -80,15 +81,19 @@ def test_memory_of_llama(run_ranks_once, programs):
 
 
 def test_memory_of_bert(run_ranks_once, programs):
-    check_layouts(run_ranks_once, programs, 1, BERT_ON_ONE, masked_lm=True)
+    check_layouts(run_ranks_once, programs, 1, BERT_ON_ONE, "BERT")
 
 
-def check_layouts(run_ranks_once, programs, processes: int, layouts: list[str], *, masked_lm: bool = False) -> None:
-    data = programs.sentence_arguments if masked_lm else programs.data_arguments
+def test_memory_of_t5(run_ranks_once, programs):
+    check_layouts(run_ranks_once, programs, 1, T5_ON_ONE, "T5")
+
+
+def check_layouts(run_ranks_once, programs, processes: int, layouts: list[str], model: str = "GPT-2") -> None:
+    data = programs.data_arguments if model == "GPT-2" else programs.sentence_arguments
     common = [*TINY_MODEL, *data, *MODEL.split()]
 
     def of_ranks(layouts: list[str], steps: int) -> zip:
-        found = run_ranks_once(processes, measure_all, common, layouts, masked_lm, steps, time_limit=580)
+        found = run_ranks_once(processes, measure_all, common, layouts, model, steps, time_limit=580)
         return zip(layouts, zip(*found, strict=True), strict=True)
 
     found = dict(of_ranks(layouts, FEW_STEPS))
@@ -117,21 +122,21 @@ Bytes = tuple[dict[str, int], dict[str, int]]
 """Planned and measured ones, by kind."""
 
 
-def measure_all(common: list[str], layouts: list[str], masked_lm: bool, steps: int) -> list[Bytes]:
+def measure_all(common: list[str], layouts: list[str], model: str, steps: int) -> list[Bytes]:
     """On each rank: planned and measured bytes of each layout."""
-    return [measure([*common, *layout.split()], masked_lm, steps) for layout in layouts]
+    return [measure([*common, *layout.split()], model, steps) for layout in layouts]
 
 
-def measure(words: list[str], masked_lm: bool, steps: int) -> Bytes:
+def measure(words: list[str], model: str, steps: int) -> Bytes:
     from benchmarks.measures.live_memory import measured_memory
     from megatron.config.command_line import parse_run
     from megatron.launch.distributed import distributed
-    from megatron.model.architectures import BERT, GPT2
+    from megatron.model.architectures import ARCHITECTURES
     from megatron.tools.planning.memory import stage_memory
     from megatron.training.data_iterators import DataIterators
     from megatron.training.preflight import check
 
-    run, _ = check(parse_run(words, os.environ, BERT if masked_lm else GPT2))
+    run, _ = check(parse_run(words, os.environ, ARCHITECTURES[model]))
     with distributed(run.parallel) as layout:
         measured = measured_memory(run, layout, DataIterators(run, layout, ()).training(0), steps)
         owner = layout.get_sequence_data_parallel_rank()
