@@ -59,7 +59,8 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     with deepspeed_silenced(verbose):
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
         limit_groups_of_deepspeed(timeout)
-        if backend == "gloo" and on_one_host(os.environ):
+        # gloo reduces tensors of a GPU, but sends those of a CPU only.
+        if backend == "gloo" and get_accelerator().device_name() == "cpu" and on_one_host(os.environ):
             exchange_shards_directly()
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         layout = ParallelLayout.create(parallel)

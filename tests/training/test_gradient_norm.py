@@ -1,12 +1,14 @@
 """The norm of a gradient, beside the same in fp64; and steps without the copies of gradients that DeepSpeed makes."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from support.programs import TINY_MODEL, Programs, read_metrics
 
-from megatron.parallel.deepspeed_compat.gradients import block_norms
+from megatron.parallel.deepspeed_compat.gradients import block_norms, keep_gradients_of_one_rank
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,6 +34,16 @@ def test_norm_of_a_non_contiguous_matrix():
     """Gradients of a matrix product are transposed now and then."""
     gradient = torch.randn(300, 400).t()
     assert block_norms(gradient).norm().item() == pytest.approx(gradient.double().norm().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_aligned_parameters_are_left_to_deepspeed(padding: int) -> None:
+    """It looks for a gradient by a number that counts the padding, as --log-num-zeros-in-grad does."""
+    optimizer = object.__new__(DeepSpeedZeroOptimizer)
+    vars(optimizer).update(dict.fromkeys(("partition_gradients", "cpu_offload", "overlap_comm"), False))
+    vars(optimizer).update(use_grad_accum_attribute=True, round_robin_bit16_padding=[[0, 0], [padding, 0]])
+    keep_gradients_of_one_rank(SimpleNamespace(optimizer=optimizer), group_size=1)
+    assert ("reduce_gradients" in vars(optimizer)) == (not padding)
 
 
 STEPS = "--train-iters 3 --batch-size 2 --gas 2 --clip-grad 0.4 --eval-iters 0 --zero-stage 1"

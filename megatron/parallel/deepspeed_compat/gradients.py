@@ -164,6 +164,8 @@ def keep_gradients_of_one_rank(engine: DeepSpeedEngine, group_size: int) -> None
     stage_1 = isinstance(optimizer, DeepSpeedZeroOptimizer) and not optimizer.partition_gradients
     if group_size > 1 or not stage_1 or optimizer.cpu_offload or optimizer.overlap_comm:
         return
+    if any(map(any, optimizer.round_robin_bit16_padding)):  # "parameter_alignment"; DeepSpeed counts it among gradients
+        return
 
     def flatten(pipeline_parallel: bool = False) -> None:
         for group in range(len(optimizer.params_in_partition)):
@@ -182,15 +184,14 @@ class FlatGradients(list[Tensor]):
 
     def __init__(self, optimizer: Any, group: int):
         self.flat_partition = torch.empty_like(optimizer.single_partition_of_fp32_groups[group], requires_grad=False)
-        parameters, begins = optimizer.params_in_partition[group], optimizer.round_robin_bit16_offsets[group]
-        end = 0
-        for parameter, begin in zip(parameters, begins, strict=True):
-            self.flat_partition[end:begin].zero_()  # what aligns this one
+        begin = 0
+        for parameter in optimizer.params_in_partition[group]:
             end = begin + parameter.numel()
             own = self.flat_partition[begin:end].view(parameter.shape)
             gradient = optimizer.get_gradient_for_reduction(parameter)
             self.append(own.zero_() if gradient is None else own.copy_(gradient))
-        self.flat_partition[end:].zero_()
+            begin = end
+        self.flat_partition[begin:].zero_()
 
 
 def keep_loss_scale_within_step(optimizer: Any) -> None:
