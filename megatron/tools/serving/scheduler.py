@@ -178,9 +178,8 @@ class _Driver:
             is_idle = False
 
     def _next(self) -> Job | None:
-        """The request that joins, if there is one and it has room."""
-        while self._waiting and not self._waiting[0].is_wanted:
-            self._waiting.popleft()
+        """The request that joins, if there is one and it has room. Those that are given up are forgotten."""
+        self._waiting = deque(job for job in self._waiting if job.is_wanted)
         if self._waiting and self._batch.has_room(self._waiting[0].request):
             return self._waiting.popleft()
         return None

@@ -2,13 +2,14 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.serving.request import RequestError
 from megatron.tools.serving.request_queue import RequestQueue
-from megatron.tools.serving.scheduler import RankBroadcast, run_driver
+from megatron.tools.serving.scheduler import RankBroadcast, _Driver, run_driver
 
 
 class _Alone:
@@ -126,3 +127,13 @@ def test_requests_run_together_and_one_that_waits_takes_the_place_of_one_that_le
 
     queue = RequestQueue(most_waiting=1, most_running=2, seconds=60)
     _with_a_driver(queue, talk(), most=2)
+
+
+def test_requests_that_are_given_up_behind_another_are_forgotten():
+    """A client that gives up and tries again, while the first one waits for room, does not fill the memory."""
+    queue = RequestQueue(most_waiting=1, seconds=60)
+    driver = _Driver(queue, _Numbers(most=0), RankBroadcast(_Alone()))
+    for is_wanted in (True, False, True):
+        queue.jobs.put(SimpleNamespace(is_wanted=is_wanted, request=1))
+    assert driver._receive() and driver._next() is None
+    assert [job.is_wanted for job in driver._waiting] == [True, True]
