@@ -129,7 +129,7 @@ def test_requests_run_together_and_one_that_waits_takes_the_place_of_one_that_le
     _with_a_driver(queue, talk(), most=2)
 
 
-def test_requests_that_are_given_up_behind_another_are_forgotten():
+def test_requests_that_are_given_up_while_another_waits_are_forgotten():
     """A client that gives up and tries again, while the first one waits for room, does not fill the memory."""
     queue = RequestQueue(most_waiting=1, seconds=60)
     driver = _Driver(queue, _Numbers(most=0), RankBroadcast(_Alone()))
