@@ -21,7 +21,7 @@ def test_the_quickstart_learns(programs: Programs, tmp_path) -> None:
     prompt = "Return the"
     finished = programs.run(
         "bash", "examples/quickstart.sh", "--fast",
-        OUT=str(tmp_path), VIRTUAL_ENV=sys.prefix, PROMPT=prompt, MASTER_PORT=str(free_port()),
+        time_limit=540, OUT=str(tmp_path), VIRTUAL_ENV=sys.prefix, PROMPT=prompt, MASTER_PORT=str(free_port()),
     ).ok()  # fmt: skip
     assert "4 processes = TP 2 x PP 2 x DP 1, pipeline engine, 2 stages" in finished.output
 
