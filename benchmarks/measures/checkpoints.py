@@ -151,7 +151,7 @@ def _compared(what: str, times: dict[str, Times], size: int, goals: dict[str, fl
         )
     if apart is not None:
         for peer in goals:
-            yield Comparison(f"{what} without SHA-256: the same", peer, apart, times[peer], size, "B", goals[peer])
+            yield Comparison(f"{what}, unverified: the same", peer, apart, times[peer], size, "B", goals[peer])
 
 
 def _of_waiting(engine: Any, run: RunConfig, rounds: int) -> list[Quantity]:

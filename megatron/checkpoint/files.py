@@ -155,7 +155,10 @@ def xxh128_of(path: Path) -> str:
     with open(path, "rb", buffering=0, opener=regular) as file, ThreadPoolExecutor(_READERS, "read") as threads:
 
         def digest(offset: int) -> bytes:
-            return xxh3_128_digest(os.pread(file.fileno(), _BLOCK, offset))
+            block = b""  # a disk in the network may return less than was asked for
+            while more := os.pread(file.fileno(), _BLOCK - len(block), offset + len(block)):
+                block += more
+            return xxh3_128_digest(block)
 
         offsets = range(0, os.fstat(file.fileno()).st_size, _BLOCK)
         return xxh3_128(b"".join(threads.map(digest, offsets))).hexdigest()

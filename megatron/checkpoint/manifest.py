@@ -91,11 +91,12 @@ def check_content(file: Path, record: Record) -> None:
     """Raises CheckpointError if ``file`` is missing, or its size or content is not that of ``record``."""
     _check_size(file, record)
     try:
-        is_same = xxh128_of(file) == record.xxh128 if record.xxh128 else sha256_of(file) == record.sha256
+        kind, saved = ("xxh128", record.xxh128) if record.xxh128 else ("SHA-256", record.sha256)
+        found = xxh128_of(file) if record.xxh128 else sha256_of(file)
     except OSError as error:
         raise CheckpointError(_unreadable(file, error)) from None
-    if not is_same:
-        raise CheckpointError(f"{file} is damaged: its SHA-256 differs from the one saved in {MANIFEST}")
+    if found != saved:
+        raise CheckpointError(f"{file} is damaged: its {kind} differs from the one saved in {MANIFEST}")
 
 
 def _check_size(file: Path, record: Record) -> None:

@@ -8,6 +8,7 @@ Two maps hold it:
 As in ``megatron.data.index_maps``, the order is built for a window of some epochs at a time.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -140,7 +141,7 @@ class Run(NamedTuple):
     """Tokens of them that a sample has, at most."""
 
 
-class SentenceDataset:
+class SentenceDataset(ABC):
     """Samples of some documents of a data set of sentences, in the order of training.
 
     Attributes:
@@ -165,9 +166,9 @@ class SentenceDataset:
         """Samples in the data set: whole epochs, at least as many as were requested."""
         return self._samples
 
+    @abstractmethod
     def __getitem__(self, index: int) -> np.ndarray:
         """The ``index``-th sample to train on, int64. Raises DataError if a token is not in the vocabulary."""
-        raise NotImplementedError
 
     def take(self, indices: Sequence[int]) -> np.ndarray:
         """Some samples, int64 [n, ...]. Raises DataError as each does."""
@@ -186,9 +187,9 @@ class SentenceDataset:
         """The order of the runs in the window with that number, int64."""
         return self._later_order(number) if number else self.maps.order
 
+    @abstractmethod
     def _parts(self, run: Run, index: int) -> Sequence[range]:
         """The tokens of ``run`` that the ``index``-th sample has, counted from the first of the run."""
-        raise NotImplementedError
 
     def _run(self, index: int) -> Run:
         """The sentences of the ``index``-th sample. Raises IndexError if there is none."""

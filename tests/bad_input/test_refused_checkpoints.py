@@ -116,7 +116,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "run.json changed": (
         changed("run.json", '"iteration": 2', '"iteration": 3'),
-        f"ck/global_step2/run.json is damaged: its SHA-256 differs from the one saved in manifest.json{ONE}",
+        f"ck/global_step2/run.json is damaged: its xxh128 differs from the one saved in manifest.json{ONE}",
     ),
     "run.json of other types": (
         described(layout=[1], iteration="two"),

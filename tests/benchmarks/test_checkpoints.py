@@ -18,7 +18,7 @@ def test_every_variant_is_measured(run_ranks_once, tmp_path: Path) -> None:
             "SHA-256 alone",
         },
         "load": {"safetensors", "safetensors after xxHash", "torch.load", "reading bytes"},
-        "load without SHA-256": {"safetensors"},
+        "load, unverified": {"safetensors"},
         "load from a cold cache": {"reading bytes"},
         "--async-save": {"a synchronous save"},
     }

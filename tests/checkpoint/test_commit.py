@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint import tracker
-from megatron.checkpoint.files import NewFile, Record, record_of, replace_text, write_text
+from megatron.checkpoint.files import NewFile, Record, record_of, replace_text, write_text, xxh128_of
 from megatron.checkpoint.manifest import check_content, read_manifest
 from megatron.checkpoint.tracker import newest
 from megatron.config import CheckpointConfig
@@ -231,3 +231,11 @@ def test_a_flipped_bit_in_any_block_is_found(tmp_path: Path) -> None:
             path.write_bytes(changed)
             with pytest.raises(CheckpointError, match=f"{path} is damaged"):
                 check_content(path, known)
+
+
+def test_a_disk_that_returns_less_than_was_asked_for_damages_no_file(tmp_path: Path, monkeypatch) -> None:
+    file = tmp_path / "weights.pt"
+    file.write_bytes(bytes(range(256)) * 9000)  # two whole blocks and a part of one
+    whole, pread = xxh128_of(file), os.pread
+    monkeypatch.setattr(os, "pread", lambda descriptor, size, offset: pread(descriptor, min(size, 300_000), offset))
+    assert xxh128_of(file) == whole

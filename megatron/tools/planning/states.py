@@ -2,8 +2,8 @@
 
 At ZeRO 0, which is fp32, the optimizer updates the weights themselves. At ZeRO 1 and 2, the weights that decay and
 those that do not are one flat tensor each, padded so that all data-parallel ranks (owners) have partitions of equal
-size. At ZeRO 3 every weight is padded by itself. Weights that are frozen beside
-adapters are as they are, and at ZeRO 3 divided as the others.
+size. At ZeRO 3 every weight is padded by itself. Weights that are frozen beside adapters are kept as they are, and at
+ZeRO 3 divided like the others.
 """
 
 from collections.abc import Sequence
