@@ -23,6 +23,7 @@ from _atomic_file import atomic_file
 from megatron.config.errors import ConfigError, counted
 from megatron.config.presets import PRESETS
 from megatron.model.architectures import BERT, GPT2, T5
+from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.tools.command_line import ToolParser, read_architecture, run_tool
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
@@ -72,17 +73,16 @@ def _hand_over(args: argparse.Namespace, chosen: Candidate) -> None:
 
 
 def _draw(folder: Path, chosen: Candidate, memories: list[Memory]) -> list[Path]:
-    """The pictures of a layout: memory, and for a 1F1B pipeline its schedule."""
-    from megatron.tools.planning.output import draw_memory, draw_schedule
+    """The pictures of a layout: memory, and for a pipeline its schedule."""
+    from megatron.tools.planning.pictures import draw_memory, draw_schedule
 
     memory, schedule = folder / "memory.png", folder / "schedule.png"
     with atomic_file(memory, "--plot", binary=True) as file:
         draw_memory(memories, chosen.request.room, file)
-    parallel = chosen.run.parallel
-    if parallel.pipe_stages == 1 or parallel.uses_dualpipev:
+    if chosen.run.parallel.pipe_stages == 1:
         return [memory]
     with atomic_file(schedule, "--plot", binary=True) as file:
-        draw_schedule(parallel.pipe_stages, chosen.run.train.gradient_accumulation_steps, file)
+        draw_schedule(schedule_of(chosen.run), file)
     return [memory, schedule]
 
 

@@ -2,7 +2,7 @@
 
 A *layer group* is never divided: the layers before the transformer layers (the embeddings), each
 transformer layer, and those after them (final norm and head). A *model chunk* is a run of groups. A
-stage holds one chunk; with DualPipeV two, one on the way out and the one opposite it on the way back.
+stage holds one chunk or several, as the schedule says.
 """
 
 import math
@@ -19,6 +19,7 @@ from megatron.config.errors import ConfigError
 from megatron.config.reading import read_json
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import LayerSpec
+from megatron.parallel.pipeline.schedule import Schedule, chunks_of, has_order
 
 EXPLICIT = re.compile(r"\d{1,9}( *, *\d{1,9})*")
 BY_TYPE = "type:"
@@ -34,9 +35,14 @@ class Stage:
 
     chunks: tuple[range, ...]
     """Its runs of layer groups: 0 is the embeddings, n transformer layer n, the last one the head."""
-    layers: tuple[LayerSpec, ...]
+    layers_of_chunks: tuple[tuple[LayerSpec, ...], ...]
     has_embedding: bool
     has_head: bool
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layers of all of its chunks."""
+        return tuple(layer for layers in self.layers_of_chunks for layer in layers)
 
     @cached_property
     def num_blocks(self) -> int:
@@ -181,15 +187,14 @@ def plan(run: RunConfig) -> list[Stage]:
     groups = layer_groups(run.model)
     ends = [1 + layers for layers in accumulate(layers_per_chunk(run))]
     chunks = [range(begin, end) for begin, end in pairwise([0, *ends[:-1], len(groups)])]
-    stages = run.parallel.pipe_stages
-    # With two chunks to a stage, the first half of them is the way out; the way back begins at the last stage.
-    halves = (chunks[:stages], chunks[: stages - 1 : -1])[: run.parallel.model_chunks // stages]
-    return [_stage(chunks_of_stage, groups) for chunks_of_stage in zip(*halves, strict=True)]
+    schedule, stages = run.parallel.pipeline_schedule, run.parallel.pipe_stages
+    own = [chunks_of(schedule, stage, stages, run.parallel.model_chunks // stages) for stage in range(stages)]
+    return [_stage(tuple(chunks[number] for number in numbers), groups) for numbers in own]
 
 
 def _stage(chunks: tuple[range, ...], groups: Sequence[LayerGroup]) -> Stage:
     held = [number for chunk in chunks for number in chunk]
-    layers = tuple(layer for number in held for layer in groups[number])
+    layers = tuple(tuple(layer for number in chunk for layer in groups[number]) for chunk in chunks)
     return Stage(chunks, layers, 0 in held, len(groups) - 1 in held)
 
 
@@ -199,19 +204,18 @@ def _without_repeated(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
 
 
 def inputs_in_flight(run: RunConfig) -> int:
-    """Most transformer layers whose inputs one rank keeps at a time, however small they are.
-
-    Stage n of N, from 0 on, has run N - n micro-batches forward before the first goes backward; with
-    DualPipeV a stage has run its chunks 2 N times by then, and the last one once more.
-    """
-    stages, method = run.parallel.pipe_stages, run.parallel.pipeline_partition
-    if method in ("parameters", "flops"):
+    """Most transformer layers whose inputs one rank keeps at a time, with any number of micro-batches."""
+    parallel, method = run.parallel, run.parallel.pipeline_partition
+    stages, chunks = parallel.pipe_stages, parallel.model_chunks // parallel.pipe_stages
+    if method in ("parameters", "flops") or not has_order(parallel.pipeline_schedule, stages, 4 * stages, chunks):
         # They depend on the vocabulary, which is not read yet; nothing a stage can hold is more than this.
-        return (run.parallel.model_chunks + 1) * run.model.num_layers
-    layers = layers_per_chunk(run)
-    if run.parallel.uses_dualpipev:
-        return (2 * stages + 1) * max(layers)
-    return max((stages - stage) * count for stage, count in enumerate(layers))
+        return (parallel.model_chunks + 1) * run.model.num_layers
+    schedule, layers = Schedule(parallel.pipeline_schedule, stages, 4 * stages, chunks), layers_per_chunk(run)
+    return max(
+        sum(count * layers[chunk] for count, chunk in zip(counts, schedule.chunks_of(stage), strict=True))
+        for stage in range(stages)
+        for counts in schedule.kept(stage)
+    )
 
 
 TRACE = "trace.json"

@@ -1,13 +1,27 @@
-"""The 1F1B pipeline schedule and its bubble. No torch here.
+"""Pipeline schedules: the passes that each stage runs, and their order. No torch here.
 
-With one forward and one backward pass at a time (1F1B) every pass takes one slot. Stage s of p, from 0 on, runs
-micro-batch k of m, from 1 on, forward in slot s + 2 (k - 1) and backward in slot 2 p - 1 - s + 2 (k - 1), so that a
-batch takes 2 (m + p - 1) slots, of which each stage idles in 2 (p - 1).
+The model is a row of *model chunks*, numbered from 0 on in its order. Each of the p stages holds v of them:
+
+- ``1f1b``: v = 1. One forward and one backward pass in turn (arXiv 2104.04473, section 2.2).
+- ``interleaved``: v of 2 or more, chunk c on stage c % p (the same section).
+- ``zbh1``: v = 1, the backward pass in two parts, of which the second fills the bubble; no more memory than 1F1B
+  (ZB-H1 of arXiv 2401.10241, section 2).
+- ``zbv``: v = 2, the chunks in the shape of a V: stage s holds chunks s and 2 p - 1 - s (the same paper, section 6).
+- ``dualpipev``: the same V; forward and backward passes of different micro-batches in pairs (arXiv 2412.19437, folded).
+
+A backward pass B computes the gradients of a chunk's inputs and weights. A schedule may divide it into I, the gradients
+of the inputs, for which the previous chunk waits, and W, those of the weights, for which nobody waits. I is sent on
+before W, even where W follows at once: with both in one pass the bubble of ``zbv`` is three times as long.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
+
+from megatron.config import RunConfig
 
 
 class Instruction(NamedTuple):
@@ -17,7 +31,7 @@ class Instruction(NamedTuple):
     micro_batch: int | None = None
     """From 1 on; None for what is done once per batch."""
     phase: int | None = None
-    """With DualPipeV: 0 on the way out through the stages, 1 on the way back."""
+    """With several model chunks to a stage: which of them, from 0 on in the order of the model."""
 
     def __str__(self) -> str:
         return self.name if self.micro_batch is None else f"{self.name} of micro-batch {self.micro_batch}"
@@ -26,59 +40,229 @@ class Instruction(NamedTuple):
 InstructionHook = Callable[[Instruction], AbstractContextManager]
 """Called before each instruction of an engine, which then runs inside the context that the hook returns."""
 
+FORWARD, BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS = "F", "B", "I", "W"
+"""Kinds of passes."""
 
-class Pass(NamedTuple):
-    """A forward or backward pass in its slot."""
 
-    slot: int
+class Action(NamedTuple):
+    """A pass of a micro-batch through a model chunk."""
+
+    chunk: int
+    """Number of the model chunk in the whole model."""
+    kind: str
+    """F, B, I or W."""
     micro_batch: int
-    is_forward: bool
+    """From 0 on."""
+
+    def __str__(self) -> str:
+        return f"{self.chunk}{self.kind}{self.micro_batch}"  # as torch.distributed.pipelining writes it
 
 
-class TimedPass(NamedTuple):
-    """A forward or backward pass of a stage in time."""
+@dataclass(frozen=True)
+class Schedule:
+    """The passes of all stages for one batch."""
 
-    stage: int
-    micro_batch: int
-    is_forward: bool
-    begin: float
-    end: float
+    name: str
+    stages: int
+    micro_batches: int
+    chunks: int = 1
+    """Model chunks of a stage."""
+    splits_backward: bool = True
+    """False: the same order with B in place of I, and no W, as DeepSpeed runs DualPipeV."""
+
+    def __post_init__(self) -> None:
+        assert has_order(self.name, self.stages, self.micro_batches, self.chunks), self
+
+    def stage_of(self, chunk: int) -> int:
+        """The stage that holds a model chunk."""
+        turn, place = divmod(chunk, self.stages)
+        return self.stages - 1 - place if turn % 2 and KINDS[self.name].is_v else place
+
+    def chunks_of(self, stage: int) -> tuple[int, ...]:
+        """The model chunks of a stage, in the order of the model."""
+        return chunks_of(self.name, stage, self.stages, self.chunks)
+
+    def actions(self, stage: int) -> tuple[Action, ...]:
+        """The passes of a stage in their order."""
+        return _actions(self, stage)
+
+    def in_flight(self, stage: int) -> tuple[int, ...]:
+        """Of each chunk of a stage: forward passes whose activations are kept at a time, when most of them are."""
+        return max(self.kept(stage), key=sum)
+
+    def kept(self, stage: int) -> tuple[tuple[int, ...], ...]:
+        """For each chunk of a stage: forward passes whose B or W is not done; all counts that occur, each once."""
+        return _kept(self, stage)
+
+    @property
+    def shortened(self) -> "Schedule":
+        """The same with as few micro-batches as have the same seconds of idle time, and as many passes in flight."""
+        if self.micro_batches <= 4 * self.stages:
+            return self
+        per_round = self.micro_batches // rounds(self.stages, self.micro_batches)
+        return replace(self, micro_batches=3 * per_round)
 
 
-def bubble_ratio(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Idle time of a pipeline over its useful time, with ``chunks`` of the model to a stage (arXiv 2104.04473, 2.2).
+def chunks_of(name: str, stage: int, stages: int, chunks: int) -> tuple[int, ...]:
+    """The model chunks of a stage with the schedule ``name``, in the order of the model."""
+    is_v = KINDS[name].is_v
+    return tuple(turn * stages + (stages - 1 - stage if turn % 2 and is_v else stage) for turn in range(chunks))
 
-    (p - 1) / (v m), if all passes of a kind take equally long.
+
+@lru_cache(maxsize=256)
+def _actions(schedule: Schedule, stage: int) -> tuple[Action, ...]:
+    passes = KINDS[schedule.name].order(schedule, stage)
+    return tuple(_numbered(passes if schedule.splits_backward else _whole(passes), schedule.micro_batches))
+
+
+@lru_cache(maxsize=4096)
+def _kept(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
+    counts = dict.fromkeys(schedule.chunks_of(stage), 0)
+    found = {}
+    for action in schedule.actions(stage):
+        counts[action.chunk] += {FORWARD: 1, INPUT_GRADIENTS: 0}.get(action.kind, -1)
+        found[tuple(counts.values())] = None
+    return tuple(found)
+
+
+_Passes = list[tuple[int, str]]
+"""Chunk and kind of passes in order; each takes the next micro-batch of its chunk."""
+
+
+def _numbered(passes: Iterable[tuple[int, str]], micro_batches: int) -> Iterator[Action]:
+    """The passes with their micro-batches, without those of a micro-batch that is not there."""
+    done: Counter[tuple[int, str]] = Counter()
+    for chunk, kind in passes:
+        counted = (INPUT_GRADIENTS, WEIGHT_GRADIENTS) if kind == BACKWARD else (kind,)
+        number = done[chunk, counted[0]]
+        done.update((chunk, one) for one in counted)
+        if number < micro_batches:
+            yield Action(chunk, kind, number)
+
+
+def _whole(passes: _Passes) -> _Passes:
+    """``passes`` with whole backward passes."""
+    return [
+        (chunk, BACKWARD if kind == INPUT_GRADIENTS else kind) for chunk, kind in passes if kind != WEIGHT_GRADIENTS
+    ]
+
+
+def _one_forward_one_backward(schedule: Schedule, stage: int) -> _Passes:
+    """1F1B, interleaved or not: some forward passes, then one forward and one backward pass in turn, then the rest.
+
+    Micro-batches go through the chunks of a stage in rounds of about p, which ``per_round`` divides evenly.
     """
-    return (stages - 1) / (chunks * micro_batches)
+    chunks, own = schedule.chunks, schedule.chunks_of(stage)
+    count, later = chunks * schedule.micro_batches, schedule.stages - 1 - stage
+    per_round = schedule.micro_batches // rounds(schedule.stages, schedule.micro_batches)
+    ahead = min((chunks - 1) * per_round + (later if chunks == 1 else 2 * later), count)
+    order = [own[number // per_round % chunks] for number in range(count)]
+    passes = [(chunk, FORWARD) for chunk in order[:ahead]]
+    back = [own[-1 - number // per_round % chunks] for number in range(count)]
+    for number, chunk in enumerate(back):
+        if ahead + number < count:
+            passes.append((order[ahead + number], FORWARD))
+        passes.append((chunk, BACKWARD))
+    return passes
 
 
-def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Idle time of a pipeline over all of its time: (p - 1) / (v m + p - 1)."""
-    return (stages - 1) / (chunks * micro_batches + stages - 1)
+def _zbh1(schedule: Schedule, stage: int) -> _Passes:
+    """1F1B, with W of a micro-batch after I of the one that is as many later as there are stages before this one."""
+    passes: _Passes = []
+    started = 0
+    for chunk, kind in _one_forward_one_backward(schedule, stage):
+        if kind == FORWARD:
+            passes.append((chunk, FORWARD))
+            continue
+        passes.append((chunk, INPUT_GRADIENTS))
+        started += 1
+        if started > stage:
+            passes.append((chunk, WEIGHT_GRADIENTS))
+    return passes + [(stage, WEIGHT_GRADIENTS)] * min(stage, schedule.micro_batches)
 
 
-def micro_batches_in_flight(stage: int, stages: int, micro_batches: int) -> int:
-    """Micro-batches whose activations a stage keeps at a time, counted from 0."""
-    return min(micro_batches, stages - stage)
+def _zbv(schedule: Schedule, stage: int) -> _Passes:
+    """ZB-V: all passes of each micro-batch, in an order that leaves no bubble if F, I and W take equally long."""
+    out, back = schedule.chunks_of(stage)
+    f0, i0, w0 = ((out, kind) for kind in "FIW")
+    f1, i1, w1 = ((back, kind) for kind in "FIW")
+    to_turn = schedule.stages - stage
+    count = max(schedule.micro_batches, 2 * schedule.stages - 1)  # fewer leave out passes of this order
+    steady = count - schedule.stages
+    with_f0 = count - (2 * to_turn - 1) - stage
+    return [
+        *[f0] * (2 * to_turn - 1), *[f1, f0] * stage, *[f1, i1, w1] * to_turn,
+        *[f0, i0, w0, f1, i1, w1] * with_f0, *[i0, w0, f1, i1, w1] * (steady - with_f0),
+        *[i0, i1] * stage, *[i0, w0] * to_turn, *[w1] * stage, *[w0] * stage,
+    ]  # fmt: skip
 
 
-def passes(stage: int, stages: int, micro_batches: int) -> list[Pass]:
-    """The passes of a stage in the order of their slots."""
-    forward = [Pass(stage + 2 * number, number + 1, True) for number in range(micro_batches)]
-    backward = [Pass(2 * stages - 1 - stage + 2 * number, number + 1, False) for number in range(micro_batches)]
-    return sorted(forward + backward)
+def _dualpipev(schedule: Schedule, stage: int) -> _Passes:
+    """DualPipeV in its eight steps; a pair of a forward and a backward pass is the one after the other."""
+    out, back = schedule.chunks_of(stage)
+    f0, b0, i0 = ((out, kind) for kind in "FBI")
+    f1, b1, i1, w1 = ((back, kind) for kind in "FBIW")
+    later, last = schedule.stages - 1 - stage, stage + 1
+    steady = schedule.micro_batches - 2 * schedule.stages + last
+    turn = [b1, b0] * last
+    divided = [chunk for chunk, _ in turn[last:]]
+    waiting = iter([*divided, *[out] * later])
+    passes = [
+        *[f0] * (2 * later), *[f0, f1] * last, *[i1, w1, f1] * later, *[f0, b1, f1, b0] * steady,
+        *[b1, f1, b0] * later, *turn[:last], *((chunk, INPUT_GRADIENTS) for chunk in divided),
+    ]  # fmt: skip
+    for _ in range(later):
+        passes += [(next(waiting), WEIGHT_GRADIENTS), i0]
+    return passes + [(chunk, WEIGHT_GRADIENTS) for chunk in waiting]
 
 
-def timed_passes(stages: int, micro_batches: int, forward: float, backward: float) -> list[TimedPass]:
-    """All passes in time, each as early as its dependencies allow; passes take ``forward`` and ``backward``."""
-    in_slots = sorted((one.slot, stage, one) for stage in range(stages) for one in passes(stage, stages, micro_batches))
-    free = [0.0] * stages
-    ends: dict[tuple[int, int, bool], float] = {}
-    timed = []
-    for _, stage, (_, number, is_forward) in in_slots:
-        before = stage - 1 if is_forward else stage + 1
-        begin = max(free[stage], ends.get((before, number, is_forward), 0.0))
-        free[stage] = ends[stage, number, is_forward] = begin + (forward if is_forward else backward)
-        timed.append(TimedPass(stage, number, is_forward, begin, free[stage]))
-    return timed
+class Kind(NamedTuple):
+    """What distinguishes a schedule."""
+
+    order: Callable[[Schedule, int], _Passes]
+    chunks: int | None
+    """Model chunks of a stage; None: 2 or more."""
+    is_v: bool
+    """Whether every second row of chunks runs back from the last stage to the first."""
+    splits_backward: bool
+    """Whether there are I and W."""
+
+
+KINDS = {
+    "1f1b": Kind(_one_forward_one_backward, 1, False, False),
+    "interleaved": Kind(_one_forward_one_backward, None, False, False),
+    "zbh1": Kind(_zbh1, 1, False, True),
+    "zbv": Kind(_zbv, 2, True, True),
+    "dualpipev": Kind(_dualpipev, 2, True, True),
+}
+"""The schedules by name."""
+
+
+def schedule_of(run: RunConfig) -> Schedule:
+    """The schedule of ``run``, whose batch is known; DeepSpeed's DualPipeV does not divide the backward pass."""
+    parallel = run.parallel
+    return Schedule(
+        parallel.pipeline_schedule,
+        parallel.pipe_stages,
+        run.train.gradient_accumulation_steps,
+        parallel.model_chunks // parallel.pipe_stages,
+        splits_backward=not parallel.uses_dualpipev,
+    )
+
+
+def rounds(stages: int, micro_batches: int) -> int:
+    """Into how many rounds the interleaved schedule divides the micro-batches, each of as many as stages, or more."""
+    return max(1, micro_batches // stages)
+
+
+def has_order(name: str, stages: int, micro_batches: int, chunks: int) -> bool:
+    """Whether there is such a schedule.
+
+    ``interleaved`` needs rounds of equally many micro-batches, ``dualpipev`` two micro-batches for each stage.
+    """
+    known = KINDS[name].chunks
+    if (chunks < 2 if known is None else chunks != known) or stages < 1 or micro_batches < 1:
+        return False
+    if name == "interleaved":
+        return micro_batches % rounds(stages, micro_batches) == 0
+    return name != "dualpipev" or micro_batches >= 2 * stages

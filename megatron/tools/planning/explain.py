@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from math import ceil
 
 from megatron.config import RunConfig
 from megatron.config.command_line import ParsedRun
@@ -10,6 +11,9 @@ from megatron.config.summary import describe_config, describe_stages
 from megatron.config.validation import RULES
 from megatron.model.spec import architecture_of
 from megatron.parallel import groups
+from megatron.parallel.pipeline.schedule import schedule_of
+from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
+from megatron.tools.planning.pictures import schedule_text
 from megatron.training.preflight import check
 
 _SHOWN = 8
@@ -43,9 +47,23 @@ def _configuration(run: RunConfig) -> Iterator[str]:
         yield f"> {name:9} {text}"
     if run.parallel.uses_pipeline and run.model.padded_vocab_size and architecture_of(run.model).provider is None:
         yield describe_stages(run)
+    if run.parallel.pipe_stages > 1:
+        yield from _schedule(run)
     for axis, ranks in groups(run.parallel).items():
         yield f"> {axis:9} {_groups(ranks)}"
     yield f"> deepspeed {json.dumps(run.ds_config, indent=2)}"
+
+
+def _schedule(run: RunConfig) -> Iterator[str]:
+    """The order of the passes of each stage, and the bubble if F, I and W take equally long."""
+    schedule = schedule_of(run)
+    kept = [ceil(sum(schedule.in_flight(stage)) / schedule.chunks) for stage in range(schedule.stages)]
+    yield (
+        f"> schedule  {schedule.name}, {counted(schedule.micro_batches, 'micro-batch')}: "
+        f"{idle_share(schedule, PassSeconds()):.1%} of the time idle, "
+        f"activations of at most {counted(max(kept), 'micro-batch')} kept on a stage"
+    )
+    yield from (f">   {line}" for line in schedule_text(schedule))
 
 
 def _groups(ranks: Sequence[Sequence[int]]) -> str:

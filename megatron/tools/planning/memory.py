@@ -3,13 +3,14 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from operator import mul
 from typing import NamedTuple
 
 from megatron.config import RunConfig
 from megatron.model.attention_kernel import DeviceFacts, attention_kernel, computed_scores
 from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.partition import Stage, layer_groups, plan
-from megatron.parallel.pipeline.schedule import micro_batches_in_flight
+from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.parallel.tensor import rows_at_once
 from megatron.tools.planning.states import FP32, States, bytes_of, numel, stage_weights, states, trained
 
@@ -261,35 +262,45 @@ def stage_memory(run: RunConfig, owner: int | None = None) -> list[Memory]:
 
 def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations) -> Working:
     """The working memory of a rank of ``stage``, which is the one of that number."""
-    layers, has_back = stage.num_blocks, stage.has_head
-    in_flight, together = _in_flight(run, number), run.activation.layers_together
-    held = (layer for layer in stage.layers if layer.class_name in micro_batch.of_layers)
-    kept = sum(micro_batch.of_layers[layer.class_name] for layer in held)
-    if together:
-        kept = ceil(layers / together) * micro_batch.kept_input
-    each = kept + (micro_batch.front if stage.has_embedding else 0)
-    back = micro_batch.back if has_back else 0
-    logits = micro_batch.logits if has_back else 0
+    layers, together = max(map(_blocks, stage.layers_of_chunks)), run.activation.layers_together
+    of_chunks = [_of_chunk(run, layers, micro_batch) for layers in stage.layers_of_chunks]
+    of_chunks[0] += micro_batch.front if stage.has_embedding else 0
+    back = micro_batch.back if stage.has_head else 0
+    logits = micro_batch.logits if stage.has_head else 0
     again = min(together, layers) * micro_batch.layer  # recomputed before the layer's backward pass
     if run.model.recomputes_attention:
         again = micro_batch.scores
     inside = again + micro_batch.passing
     at_the_loss = logits + back > inside
+    in_flight = _in_flight(run, number)
+    kept = max(sum(map(mul, counts, of_chunks)) for counts in in_flight)
     return Working(
-        activations=in_flight * each + (back if at_the_loss else inside),
+        activations=kept + (back if at_the_loss else inside),
         logits=logits if at_the_loss else 0,
-        buffers=_pipeline_buffers(run, number, has_back, at_the_loss, micro_batch),
-        in_flight=in_flight,
+        buffers=_pipeline_buffers(run, number, stage.has_head, at_the_loss, micro_batch),
+        in_flight=_micro_batches(in_flight),
     )
 
 
-def _in_flight(run: RunConfig, number: int) -> int:
-    parallel, accumulated = run.parallel, run.train.gradient_accumulation_steps
-    if not parallel.uses_pipeline:
-        return 1
-    if parallel.uses_dualpipev:  # twice as many passes are in flight, each of half of the stage's layers
-        return min(accumulated, parallel.pipe_stages + 1)
-    return micro_batches_in_flight(number, parallel.pipe_stages, accumulated)
+def _of_chunk(run: RunConfig, layers: Sequence[LayerSpec], micro_batch: Activations) -> int:
+    """What a forward pass through these layers of a model chunk keeps of a micro-batch."""
+    if together := run.activation.layers_together:
+        return ceil(_blocks(layers) / together) * micro_batch.kept_input
+    return sum(micro_batch.of_layers.get(layer.class_name, 0) for layer in layers)
+
+
+def _blocks(layers: Sequence[LayerSpec]) -> int:
+    return sum(layer.is_block for layer in layers)
+
+
+def _in_flight(run: RunConfig, number: int) -> Sequence[Sequence[int]]:
+    """Micro-batches of which stage ``number`` keeps the activations of each of its chunks, at any time."""
+    return schedule_of(run).shortened.kept(number) if run.parallel.uses_pipeline else [[1]]
+
+
+def _micro_batches(in_flight: Sequence[Sequence[int]]) -> int:
+    """The most micro-batches of which as much is kept as all chunks of a stage keep of one."""
+    return max(ceil(sum(counts) / len(counts)) for counts in in_flight)
 
 
 def _pipeline_buffers(run: RunConfig, number: int, has_back: bool, at_the_loss: bool, micro_batch: Activations) -> int:
@@ -300,7 +311,7 @@ def _pipeline_buffers(run: RunConfig, number: int, has_back: bool, at_the_loss: 
     """
     if not run.parallel.uses_pipeline:
         return 0
-    in_flight = _in_flight(run, number)
+    in_flight = _micro_batches(_in_flight(run, number))
     places, received = max(2, in_flight), 0 if number == 0 else 3
     if has_back:
         between = 0 if run.parallel.pipe_stages == 1 else (places + received) * micro_batch.hidden

@@ -1,16 +1,15 @@
-"""A plan as a table and JSON, and a chosen layout as files to start it with and as pictures."""
+"""A plan as a table and JSON, and a chosen layout as files to start it with."""
 
 import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import IO, Any
+from typing import Any
 
 from megatron.config.command_line import parse_run
 from megatron.config.errors import counted
 from megatron.config.summary import duration, prefix_of, with_prefix
 from megatron.model.spec import hardware_flops
-from megatron.parallel.pipeline.schedule import bubble, timed_passes
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.request import Request
 from megatron.tools.planning.search import Candidate, Plan
@@ -107,65 +106,6 @@ def _flags(words: list[str]) -> list[str]:
             found.append([])
         found[-1].append(word)
     return [shlex.join(flag) for flag in found]
-
-
-_MOST_BARS = 64
-_MOST_PASSES = 1200
-"""Stages x micro-batches that are distinguishable in a picture."""
-
-
-def draw_memory(memories: Sequence[Memory], room: float, file: IO[bytes]) -> None:
-    """A bar of each stage's memory by purpose, and a line for the available memory; PNG into ``file``."""
-    from matplotlib.figure import Figure
-
-    step = -(-len(memories) // _MOST_BARS)
-    shown = list(enumerate(memories))[::step]
-    figure = Figure(figsize=(max(5.0, 0.22 * len(shown) + 3), 4), layout="constrained")
-    axes = figure.subplots()
-    names = [str(number) for number, _ in shown]
-    bottom = [0.0] * len(shown)
-    for part in memories[0].parts():
-        amounts = [memory.parts()[part] / GB for _, memory in shown]
-        axes.bar(names, amounts, bottom=bottom, label=part, width=0.8)
-        bottom = [low + amount for low, amount in zip(bottom, amounts, strict=True)]
-    axes.axhline(room / GB, color="black", linestyle="--", linewidth=1, label="room")
-    axes.set(xlabel="pipeline stage", ylabel="GB of a rank", title="Memory at its peak")
-    axes.tick_params(axis="x", labelsize=8 if len(shown) <= 32 else 6)
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.savefig(file, format="png")
-
-
-def draw_schedule(p: int, m: int, file: IO[bytes], backward: float = 2.0) -> None:
-    """A row for each stage with its passes in time, and the share of it that is idle; PNG into ``file``."""
-    from matplotlib.figure import Figure
-
-    drawn = min(m, max(_MOST_PASSES // p, p))
-    drawn_passes = timed_passes(p, drawn, 1.0, backward)
-    length = max(one.end for one in drawn_passes)
-    figure = Figure(figsize=(max(6.0, min(length * 0.28, 24)), 0.3 * p + 1.4), layout="constrained")
-    axes = figure.subplots()
-    for is_forward, color in ((True, "tab:blue"), (False, "tab:green")):
-        own = [one for one in drawn_passes if one.is_forward is is_forward]
-        axes.barh(
-            [one.stage for one in own],
-            [one.end - one.begin for one in own],
-            left=[one.begin for one in own],
-            color=color,
-            edgecolor="white",
-            linewidth=0.4,
-            label="forward" if is_forward else "backward",
-        )
-    if length <= 100 and p <= 16:
-        for one in drawn_passes:
-            axes.text((one.begin + one.end) / 2, one.stage, str(one.micro_batch), ha="center", va="center", fontsize=6)
-    some = f", {drawn} of them drawn" if drawn < m else ""
-    title = f"{counted(p, 'stage')}, {counted(m, 'micro-batch')}{some}: {bubble(p, m):.1%} of the time idle"
-    axes.invert_yaxis()
-    axes.set(xlabel="time, in forward passes of a micro-batch", ylabel="stage", title=title)
-    if p <= 32:
-        axes.set_yticks(range(p))
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-    figure.savefig(file, format="png")
 
 
 def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:

@@ -17,7 +17,6 @@ from megatron.config.model import padded_vocabulary
 from megatron.config.validation import RULES
 from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.partition import Stage, plan
-from megatron.parallel.pipeline.schedule import bubble
 from megatron.tools.planning.memory import Memory, activations, working
 from megatron.tools.planning.request import Request, words
 from megatron.tools.planning.states import States, numel, stage_weights, states, trained
@@ -48,9 +47,8 @@ class Candidate:
     @property
     def bubble(self) -> float:
         """Share of the time that a stage waits for others."""
-        parallel = self.run.parallel
-        chunks = parallel.model_chunks // parallel.pipe_stages
-        return bubble(parallel.pipe_stages, self.run.train.gradient_accumulation_steps, chunks)
+        idle = self.timing.bubble
+        return idle / (idle + self.timing.compute + self.timing.tensor + self.timing.pipeline)
 
     @property
     def flops_per_device(self) -> float:

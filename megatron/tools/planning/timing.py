@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import attrgetter
 from typing import NamedTuple
 
 from megatron.config import RunConfig
 from megatron.parallel.pipeline.partition import Stage
-from megatron.parallel.pipeline.schedule import bubble_ratio
+from megatron.parallel.pipeline.schedule import Schedule, schedule_of
+from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds
 from megatron.tools.planning.memory import Memory
 from megatron.tools.planning.states import bytes_of, owners
 
@@ -198,33 +201,60 @@ class Machine:
 
 def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traffic]]) -> Timing:
     """The time of an iteration of ``run``, from its distinct ``stages``."""
-    parallel, m = run.parallel, run.train.gradient_accumulation_steps
+    parallel = run.parallel
     t, inner = parallel.model_parallel_size, parallel.model_parallel_size * parallel.ds_sequence_parallel_size
     replicas = inner * parallel.data_parallel_size
-    compute = max(compute_seconds(run, machine, stage) for stage, _ in stages)
+    busiest = max((pass_seconds(run, machine, stage) for stage, _ in stages), key=attrgetter("total"))
+    compute = run.train.gradient_accumulation_steps * busiest.total
     tensor = max(traffic.tensor - gathered_again(run, stage) for stage, traffic in stages) / machine.bandwidth(inner)
     sends = max(traffic.pipeline for _, traffic in stages) / machine.bandwidth(replicas * parallel.pipe_stages)
     data = max(traffic.data for _, traffic in stages) / machine.bandwidth(replicas)
     if not parallel.uses_pipeline and run.zero.zero_overlap_comm:
         data = max(data - compute / 2, 0.0)
-    chunks = parallel.model_chunks // parallel.pipe_stages
-    idle = bubble_ratio(parallel.pipe_stages, m, chunks) * (compute + tensor + sends)
+    idle = _idle_ratio(run, busiest) * (compute + tensor + sends)
     return Timing(compute, tensor if t > 1 or inner > t else 0.0, sends, idle, data)
 
 
-def compute_seconds(run: RunConfig, machine: Machine, stage: Stage) -> float:
-    """Compute time of a rank of ``stage`` in one iteration: forward, backward and recomputation."""
+def pass_seconds(run: RunConfig, machine: Machine, stage: Stage) -> PassSeconds:
+    """Compute time of a micro-batch on a rank of ``stage``; the gradients of inputs with what is recomputed for them.
+
+    The attention core has no weights, and its gradients take twice as long as its forward pass.
+    """
     tokens = run.train.micro_batch_size * run.data.seq_length
-    core = sum(layer.attention_flops(run.data.seq_length) for layer in stage.layers)
+    core = sum(layer.attention_flops(run.data.seq_length) for layer in stage.layers) / _CORE
     linears = sum(layer.matmul_flops for layer in stage.layers)
     in_blocks = sum(layer.matmul_flops for layer in stage.layers if layer.is_block)
+    frozen = sum(layer.frozen_flops for layer in stage.layers)
     again = bool(run.activation.layers_together)
-    passes = 3 * linears - sum(layer.frozen_flops for layer in stage.layers) + again * in_blocks
-    core_passes = (3 + (again or run.model.recomputes_attention)) * core
+    core_again = core if again or run.model.recomputes_attention else 0
     per_rank = tokens / (run.parallel.model_parallel_size * run.parallel.ds_sequence_parallel_size)
     size = per_rank * run.model.hidden_size
     speed = machine.device.flops(run.precision.dtype) * machine.device.efficiency * size / (size + _SMALL)
-    return run.train.gradient_accumulation_steps * per_rank * (passes + core_passes / _CORE) / speed
+    flops = (linears + core, linears + 2 * core + again * in_blocks + core_again, linears - frozen)
+    return PassSeconds(*(per_rank * one / speed for one in flops))
+
+
+_MOST_STAGES = 16
+"""Stages that are simulated; the bubble of more is taken to grow like theirs."""
+
+
+def _idle_ratio(run: RunConfig, seconds: PassSeconds) -> float:
+    """Idle time over useful time of the pipeline, if all stages take as long as the busiest."""
+    schedule = schedule_of(run)
+    if schedule.stages == 1 or schedule.name == "1f1b":
+        return bubble_ratio(schedule.stages, schedule.micro_batches)
+    short, inputs = schedule.shortened, round(seconds.inputs / seconds.forward, 2)
+    passes = PassSeconds(1.0, inputs, round(seconds.weights / seconds.forward, 2))
+    return _idle_passes(short, passes) / (schedule.micro_batches * schedule.chunks * passes.total)
+
+
+@lru_cache(maxsize=4096)
+def _idle_passes(schedule: Schedule, passes: PassSeconds) -> float:
+    """Idle time of each stage, in forward passes of a model chunk."""
+    if schedule.stages <= _MOST_STAGES or schedule.micro_batches < 2 * schedule.stages:
+        return idle_seconds(schedule, passes)
+    fewer = replace(schedule, stages=_MOST_STAGES, micro_batches=2 * _MOST_STAGES)
+    return (schedule.stages - 1) / (fewer.stages - 1) * idle_seconds(fewer, passes)
 
 
 def ring_all_reduce(n: float, ranks: int) -> float:

@@ -97,7 +97,9 @@ def _timeline(content: Any) -> Timeline:
     if metadata["format"] != FORMAT:
         raise ValueError
     stages, micro_batches = (_positive(metadata[name]) for name in ("stages", "micro_batches"))
-    shape = Shape(stages, micro_batches, str(metadata["schedule"]), metadata["layers"])
+    schedule = str(metadata["schedule"])
+    chunks = _positive(metadata.get("chunks", 2 if schedule == "dualpipev" else 1))  # earlier files do not have it
+    shape = Shape(stages, micro_batches, schedule, metadata["layers"], chunks)
     coordinates = [{str(axis): int(number) for axis, number in of_rank.items()} for of_rank in metadata["places"]]
     events: list[list[Event]] = [[] for _ in coordinates]
     for row in content["traceEvents"]:

@@ -3,16 +3,15 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from statistics import mean, median
 from typing import NamedTuple
 
 from megatron.config.errors import counted
-from megatron.parallel.pipeline.schedule import timed_passes
-from megatron.tools.reporting.timeline import SHARES, Event, Measures, Timeline
+from megatron.parallel.pipeline.simulation import simulate
+from megatron.tools.reporting.timeline import SHARES, Event, Measures, Timeline, pass_seconds
 
 COLORS = {
-    "forward": "#5b9bd5", "backward": "#6ab187", "send": "#e0912f", "receive": "#f8e3b0", "exchange": "#f8e3b0",
-    "reduce": "#c8553d", "step": "#8f6bb3", "load": "#8a8a8a", "collective": "#2c3e50",
+    "forward": "#5b9bd5", "backward": "#6ab187", "weights": "#b9d77a", "send": "#e0912f", "receive": "#f8e3b0",
+    "exchange": "#f8e3b0", "reduce": "#c8553d", "step": "#8f6bb3", "load": "#8a8a8a", "collective": "#2c3e50",
 }  # fmt: skip
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 1200, 130, 20, 30, 22
 _MAX_ROWS = 32
@@ -75,28 +74,31 @@ def _measured(timeline: Timeline, rank: int, ranks: Sequence[int], iteration: in
 
 
 def _bar(event: Event, zero: float) -> _Bar:
-    which = f" of micro-batch {event.micro_batch}" if event.micro_batch else ""
+    which = f" of micro-batch {event.micro_batch}{_chunk(event.phase)}" if event.micro_batch else ""
     tooltip = f"{event.name}{which}: {event.seconds * 1000:.2f} ms"
     if event.collective:
         return _Bar(event.begin - zero, event.end - zero, "collective", None, f"{event.collective} in {tooltip}")
-    number = event.micro_batch if event.kind in ("forward", "backward") else None
+    number = event.micro_batch if event.kind in _KINDS.values() else None
     return _Bar(event.begin - zero, event.end - zero, event.kind, number, tooltip)
+
+
+def _chunk(phase: int | None) -> str:
+    return "" if phase is None else f", model chunk {phase + 1} of the stage"
 
 
 def _theory(timeline: Timeline, ranks: Sequence[int], iteration: int) -> list[tuple[str, list[_Bar]]]:
     """The passes of each stage, each as early as its dependencies allow."""
-    shape = timeline.shape
-    seconds = {
-        kind: mean(
-            median(e.seconds for e in timeline.instructions(rank, iteration) if e.kind == kind) for rank in ranks
-        )
-        for kind in ("forward", "backward")
-    }
-    bars: list[list[_Bar]] = [[] for _ in range(shape.stages)]
-    for stage, number, is_forward, begin, end in timed_passes(shape.stages, shape.micro_batches, **seconds):
-        kind = "forward" if is_forward else "backward"
-        bars[stage].append(_Bar(begin, end, kind, number, f"{kind} of micro-batch {number}"))
+    schedule = timeline.schedule
+    assert schedule is not None
+    bars: list[list[_Bar]] = [[] for _ in range(schedule.stages)]
+    for stage, action, begin, end in simulate(schedule, pass_seconds(timeline, ranks, iteration)):
+        kind, number = _KINDS[action.kind], action.micro_batch + 1
+        phase = action.chunk // schedule.stages if schedule.chunks > 1 else None
+        bars[stage].append(_Bar(begin, end, kind, number, f"{kind} of micro-batch {number}{_chunk(phase)}"))
     return [(f"stage {stage}", of_stage) for stage, of_stage in enumerate(bars[:_MAX_ROWS])]
+
+
+_KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
 
 
 def _rows(rows: Sequence[tuple[str, list[_Bar]]], top: float, span: float) -> Iterator[str]:
@@ -124,7 +126,8 @@ def _figures(timeline: Timeline, measures: Measures) -> Iterator[str]:
     )  # fmt: skip
     theory = ""
     if measures.theory is not None:
-        theory = f" (theory: (p-1)/(m+p-1) = {measures.theory:.1%})"
+        formula = "(p-1)/(m+p-1) = " if shape.schedule == "1f1b" else ""
+        theory = f" (theory: {formula}{measures.theory:.1%})"
     yield text(
         20, 82,
         f"bubble {measures.bubble:.1%}{theory}  |  slowest stage over the mean {measures.imbalance:.2f}  |  "

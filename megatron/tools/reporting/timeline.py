@@ -10,13 +10,15 @@ from functools import cached_property
 from statistics import mean, median
 from typing import Any, NamedTuple
 
-from megatron.parallel.pipeline.schedule import bubble
+from megatron.parallel.pipeline.schedule import KINDS, Schedule, has_order
+from megatron.parallel.pipeline.simulation import PassSeconds, bubble, idle_share
 
 FORMAT = 1
 EVENT_DETAILS = ("micro_batch", "phase", "layer", "collective")
 """Optional fields of an event, beside its name, its times and its iteration."""
 _KINDS = {
-    "LoadMicroBatch": "load", "ForwardPass": "forward", "BackwardPass": "backward", "SendActivation": "send",
+    "LoadMicroBatch": "load", "ForwardPass": "forward", "BackwardPass": "backward", "BackwardInputPass": "backward",
+    "BackwardWeightPass": "weights", "SendActivation": "send",
     "SendGrad": "send", "RecvActivation": "receive", "RecvGrad": "receive", "CommitP2P": "exchange",
     "ReduceGrads": "reduce", "ReduceTiedGrads": "reduce", "OptimizerStep": "step",
 }  # fmt: skip
@@ -39,7 +41,10 @@ class Event(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """Category: load, forward, backward, send, receive, exchange, reduce, step or other."""
+        """Category: load, forward, backward, weights, send, receive, exchange, reduce, step or other.
+
+        Where a backward pass is divided, backward are the gradients of the inputs, and weights those of the weights.
+        """
         return _KINDS.get(self.name, "other")
 
     @property
@@ -61,6 +66,8 @@ class Shape:
     micro_batches: int
     schedule: str
     layers: int
+    chunks: int = 1
+    """Model chunks of a stage."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,13 @@ class Timeline:
     """Of each rank: its coordinate on each axis of the layout."""
     events: Sequence[Sequence[Event]]
     """Of each rank, ordered by their end."""
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """The schedule of the passes; None if there is none of this name for so many micro-batches."""
+        shape, divided = self.shape, any(event.kind == "weights" for events in self.events for event in events)
+        form = (shape.schedule, shape.stages, shape.micro_batches, shape.chunks)
+        return Schedule(*form, splits_backward=divided) if shape.schedule in KINDS and has_order(*form) else None
 
     @property
     def iterations(self) -> list[int]:
@@ -141,8 +155,8 @@ def unit_seconds(timeline: Timeline) -> list[float]:
     """
     layers = [_layer_seconds(timeline, number) for number in range(1, timeline.shape.layers + 1)]
     ends = [min(pipeline[end] for pipeline in timeline.pipelines) for end in (0, -1)]
-    if timeline.shape.schedule != "1f1b":
-        ends[1] = ends[0]  # DualPipeV: the first stage also has the head
+    if timeline.shape.schedule in KINDS and KINDS[timeline.shape.schedule].is_v:
+        ends[1] = ends[0]  # the first stage also has the head
     front, back = (_outside_layers(timeline.events[rank]) for rank in ends)
     return [front if ends[0] != ends[1] else 0.0, *layers, back]
 
@@ -171,14 +185,17 @@ def _outside_layers(events: Sequence[Event]) -> float:
 
 SHARES = ("forward", "backward", "collectives", "transfer", "reduce", "step", "load", "waiting")
 """What a rank spends its time on. Collectives are those inside the passes, for example of tensor parallelism, and are
-not counted in forward and backward. A transfer starts when both ranks have started it. Waiting is the rest."""
+not counted in forward and backward. Backward are all gradients, those of the weights included. A transfer starts when
+both ranks have started it. Waiting is the rest."""
 PASSES, COMMUNICATION = SHARES[:3], SHARES[2:5]
 """The shares that add up to the passes of a stage, and those that are communication."""
 _PARTNERS = {
     "SendActivation": ("RecvActivation", 1), "RecvActivation": ("SendActivation", -1),
     "SendGrad": ("RecvGrad", -1), "RecvGrad": ("SendGrad", 1),
 }  # fmt: skip
-"""For each end of a transfer: the instruction at the other end, and the difference of the stage numbers."""
+"""For each end of a transfer: the instruction at the other end, and the difference of the numbers of the chunks."""
+_COMPUTING = ("forward", "backward", "weights")
+"""Categories of the passes."""
 
 
 class Measures(NamedTuple):
@@ -189,7 +206,7 @@ class Measures(NamedTuple):
     bubble: float
     """Share of the time from the first forward pass to the last backward pass in which stages run neither."""
     theory: float | None
-    """The same where all passes of a kind take equally long; None for schedules without a formula."""
+    """The same where all passes of a kind take equally long, as their medians do; None without a known schedule."""
     imbalance: float
     """Time in passes of the slowest stage, divided by the mean over the stages."""
     communication: float
@@ -207,12 +224,13 @@ def measure(timeline: Timeline) -> Measures:
         for rank in range(len(timeline.coordinates))
     )
     seconds = median(map(timeline.seconds, iterations))
-    shape = timeline.shape
     busy = [[sum(ranks[rank][share] for share in PASSES) for rank in pipeline] for pipeline in pipelines]
     return Measures(
         seconds=seconds,
         bubble=mean(median(_bubble(timeline, ranks, n) for n in iterations) for ranks in pipelines),
-        theory=bubble(shape.stages, shape.micro_batches) if shape.schedule == "1f1b" else None,
+        theory=mean(median(_theory(timeline, ranks, n) for n in iterations) for ranks in pipelines)
+        if timeline.schedule
+        else None,
         imbalance=mean(max(stages) / max(mean(stages), 1e-12) for stages in busy),
         communication=mean(sum(rank[share] for share in COMMUNICATION) for rank in ranks) / max(seconds, 1e-12),
         ranks=ranks,
@@ -228,8 +246,30 @@ def _span(events: Sequence[Event]) -> float:
 
 
 def _bubble(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> float:
-    passes = [event for event in _all(timeline, pipeline, iteration) if event.kind in ("forward", "backward")]
+    passes = [event for event in _all(timeline, pipeline, iteration) if event.kind in _COMPUTING]
     return 1 - sum(event.seconds for event in passes) / (len(pipeline) * max(_span(passes), 1e-12))
+
+
+def pass_seconds(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> PassSeconds:
+    """Seconds of the passes of a model chunk: the mean over the stages of their medians.
+
+    A backward pass that is not divided counts as one of inputs.
+    """
+    medians = {
+        kind: mean(
+            median([e.seconds for e in timeline.instructions(rank, iteration) if e.kind == kind] or [0.0])
+            for rank in pipeline
+        )
+        for kind in _COMPUTING
+    }
+    return PassSeconds(*(medians[kind] for kind in _COMPUTING))
+
+
+def _theory(timeline: Timeline, pipeline: Sequence[int], iteration: int) -> float:
+    assert timeline.schedule is not None
+    if timeline.schedule.name == "1f1b":
+        return bubble(timeline.schedule.stages, timeline.schedule.micro_batches)
+    return idle_share(timeline.schedule, pass_seconds(timeline, pipeline, iteration))
 
 
 def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
@@ -246,24 +286,34 @@ def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
             events = timeline.instructions(rank, iteration)
             reductions = [event for event in events if event.kind == "reduce"]
             for event in events:
-                if event.kind in SHARES:
-                    spent[event.kind] += event.seconds
+                if event.kind in _COMPUTING or event.kind in SHARES:
+                    spent[_share(event)] += event.seconds
                 elif event.name in _PARTNERS:
-                    spent["transfer"] += _transfer(event, stage, stages)
+                    spent["transfer"] += _transfer(timeline.schedule, event, stage, stages)
                 if event.kind == "backward":  # the plain engine reduces inside it
                     spent["backward"] -= sum(e.seconds for e in reductions if event.begin <= e.begin < event.end)
             for event in timeline.events[rank]:
-                if event.iteration == iteration and event.collective and event.kind in ("forward", "backward"):
+                if event.iteration == iteration and event.collective and event.kind in _COMPUTING:
                     spent["collectives"] += event.seconds
-                    spent[event.kind] -= event.seconds
+                    spent[_share(event)] -= event.seconds
             spent["waiting"] = max(span - sum(spent.values()), 0.0)
             of_ranks[rank] = spent
     return of_ranks
 
 
-def _transfer(event: Event, stage: int, stages: Sequence[Mapping[tuple, Event]]) -> float:
+def _share(event: Event) -> str:
+    return "backward" if event.kind == "weights" else event.kind
+
+
+def _transfer(schedule: Schedule | None, event: Event, stage: int, stages: Sequence[Mapping[tuple, Event]]) -> float:
     """Seconds of this end of a transfer after the other end has started; 0 if the transfer went through a queue."""
+    if schedule is None:
+        return 0.0
     name, offset = _PARTNERS[event.name]
-    is_inside = 0 <= stage + offset < len(stages)
-    other = stages[stage + offset].get((name, event.micro_batch, event.phase)) if is_inside else None
+    chunk = schedule.chunks_of(stage)[event.phase or 0] + offset
+    if not 0 <= chunk < schedule.stages * schedule.chunks:
+        return 0.0
+    partner = schedule.stage_of(chunk)
+    phase = None if event.phase is None else schedule.chunks_of(partner).index(chunk)
+    other = stages[partner].get((name, event.micro_batch, phase))
     return max(event.end - max(event.begin, other.begin), 0.0) if other else 0.0

@@ -125,6 +125,7 @@ class Tracer(Callback):
             run.train.micro_batches(self._iteration),
             run.parallel.pipeline_schedule,
             run.model.num_layers,
+            run.parallel.model_chunks // run.parallel.pipe_stages,
         )
         with warn_if_unwritable("the trace"):
             self._write(Timeline(shape, coordinates, events), self._layout.rank)

@@ -18,7 +18,7 @@ from support.formulas import (
 )
 
 from megatron.config.model import padded_vocabulary
-from megatron.parallel.pipeline.schedule import bubble, bubble_ratio
+from megatron.parallel.pipeline.simulation import bubble, bubble_ratio
 
 GB, MIB, GIB, TERA, PETA = 1e9, 2**20, 2**30, 1e12, 1e15
 

@@ -1,11 +1,11 @@
-"""Estimated times, held to published rates; traffic, held to the papers' volumes; schedules, to DeepSpeed's."""
+"""Estimated times, held to published rates; traffic, held to the papers' volumes; and bubbles."""
 
 import pytest
-from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, TrainSchedule
 from support import formulas
 
 from megatron.parallel.pipeline.partition import plan
-from megatron.parallel.pipeline.schedule import bubble, micro_batches_in_flight, timed_passes
+from megatron.parallel.pipeline.schedule import Schedule
+from megatron.parallel.pipeline.simulation import PassSeconds, idle_seconds, simulate
 from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import Candidate, search
 from megatron.tools.planning.timing import DEVICES, TERA, Machine, device_of_name, pipeline
@@ -101,30 +101,30 @@ def test_traffic_of_weights_and_gradients(words, ways):
     assert one.traffic.data == pytest.approx(ways * 0.75 * count * (4 if words == "0" else 2))
 
 
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 4), (4, 8), (8, 32), (3, 2)])
-def test_the_drawn_schedule_is_deepspeeds(p, m):
-    """The same passes in the same order on each stage, in as many slots, with as many micro-batches at a time."""
-    passes = timed_passes(p, m, 1.0, 1.0)
-    slots = 2 * (m + p - 1)
-    assert max(one.end for one in passes) == slots
-    busy = sum(one.end - one.begin for one in passes)
-    assert 1 - busy / (p * slots) == pytest.approx(bubble(p, m))
-    for stage in range(p):
-        schedule = TrainSchedule(micro_batches=m, stages=p, stage_id=stage)
-        theirs = [
-            type(command) is ForwardPass
-            for step in schedule.steps()
-            for command in step
-            if isinstance(command, ForwardPass | BackwardPass)
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2), ("dualpipev", 2)]
+)
+def test_the_bubble_of_many_micro_batches_is_that_of_few(name: str, chunks: int) -> None:
+    """A schedule with fewer micro-batches has the same idle time, and as many passes in flight."""
+    for stages in (2, 4, 5):
+        whole = Schedule(name, stages, 10 * stages, chunks)
+        short, seconds = whole.shortened, PassSeconds(1.0, 1.25, 0.75)
+        assert short.micro_batches == 3 * stages
+        idle = max(one.end for one in simulate(whole, seconds)) - whole.micro_batches * chunks * seconds.total
+        assert idle_seconds(short, seconds) == idle_seconds(whole, seconds) == pytest.approx(idle)
+        assert [whole.in_flight(stage) for stage in range(stages)] == [
+            short.in_flight(stage) for stage in range(stages)
         ]
-        ours = [one.is_forward for one in sorted(passes, key=lambda one: one.begin) if one.stage == stage]
-        assert ours == theirs
-        assert schedule.num_pipe_buffers() == max(2, micro_batches_in_flight(stage, p, m))
-        level = highest = 0
-        for forward in ours:
-            level += 1 if forward else -1
-            highest = max(highest, level)
-        assert highest == micro_batches_in_flight(stage, p, m)
+
+
+def test_the_bubble_of_an_iteration() -> None:
+    """1F1B's is (p - 1) / m of the useful time; DeepSpeed's DualPipeV leaves more than half of that."""
+    words = f"{BASE} --model-parallel-size 1 --pipe-parallel-size 4 {SELECTIVE}"
+    plain, folded = candidate(words, 4), candidate(f"{words} --pipeline-schedule dualpipev", 4)
+    useful = plain.timing.compute + plain.timing.pipeline
+    assert plain.timing.bubble == pytest.approx(3 / 16 * useful)
+    assert plain.bubble == pytest.approx(3 / 19)
+    assert 0.5 < folded.timing.bubble / plain.timing.bubble < 0.8
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from support.timelines import BACKWARD, FORWARD, by_theory
 
 from megatron.config.errors import ConfigError
-from megatron.parallel.pipeline.schedule import bubble
+from megatron.parallel.pipeline.simulation import bubble
 from megatron.tools.reporting.files import read_timeline
 from megatron.tools.reporting.schedule_picture import draw
 from megatron.tools.reporting.timeline import Event, measure, to_json, unit_seconds

@@ -145,7 +145,8 @@ def test_trace_of_two_model_chunks_per_stage(train_in_ranks, tmp_path: Path) -> 
         expected = {Instruction(name, number, phase) for name in ("ForwardPass", "BackwardPass")
                     for number in range(1, 5) for phase in (0, 1)}  # fmt: skip
         assert set(passes) == expected and len(passes) == 16
-    assert measure(timeline).theory is None
+    measures = measure(timeline)
+    assert measures.theory is not None and 0.1 < measures.theory < 0.4
     costs = json.loads((tmp_path / "trace.json").read_text())["otherData"]["unit_seconds"]
     assert all(seconds > 0 for seconds in costs[1:5])
     assert "rank 1, stage 1" in (tmp_path / "schedule.svg").read_text()

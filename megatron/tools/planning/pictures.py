@@ -1,0 +1,109 @@
+"""Pictures of a layout: memory of its stages and the schedule of its pipeline, drawn or as text."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO
+
+from megatron.config.errors import counted
+from megatron.parallel.pipeline.schedule import Schedule
+from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, simulate
+from megatron.tools.planning.memory import Memory
+from megatron.tools.planning.timing import GB
+
+_MOST_LINES = 16
+_MOST_BARS = 64
+_MOST_PASSES = 1200
+"""Stages x micro-batches that are distinguishable in a picture."""
+_MOST_NUMBERS = 800
+"""Passes whose numbers are legible."""
+
+
+def schedule_text(schedule: Schedule, width: int = 116) -> Iterator[str]:
+    """The start of a schedule, a line for each stage, as far as ``width`` columns show it.
+
+    A cell is a forward pass, I or W; a whole backward pass takes two. ``F3b`` is the forward pass of micro-batch 3
+    through the second chunk of the stage.
+    """
+    shown, cells = schedule.shortened, dict[int, dict[int, str]]()
+    for stage, action, begin, _ in simulate(shown, PassSeconds()):
+        turn = "abcdefghijklmnopqrstuvwxyz"[action.chunk // schedule.stages % 26] if schedule.chunks > 1 else ""
+        cells.setdefault(stage, {})[int(begin)] = f"{action.kind}{action.micro_batch + 1}{turn}"
+    size = 1 + max(len(text) for row in cells.values() for text in row.values())
+    label = len(f"stage {schedule.stages - 1}") + 1
+    columns = min((width - label) // size, 1 + max(max(row) for row in cells.values()))
+    for stage, row in sorted(cells.items())[:_MOST_LINES]:
+        line = "".join(f"{row.get(column, '.' if _is_idle(row, column) else ''):{size}}" for column in range(columns))
+        yield f"{f'stage {stage}':{label}}{line.rstrip()}"
+
+
+def _is_idle(row: Mapping[int, str], column: int) -> bool:
+    """Whether a cell without a pass is not the second one of a backward pass."""
+    return not row.get(column - 1, "").startswith("B")
+
+
+def draw_memory(memories: Sequence[Memory], room: float, file: IO[bytes]) -> None:
+    """A bar of each stage's memory by purpose, and a line for the available memory; PNG into ``file``."""
+    from matplotlib.figure import Figure
+
+    step = -(-len(memories) // _MOST_BARS)
+    shown = list(enumerate(memories))[::step]
+    figure = Figure(figsize=(max(5.0, 0.22 * len(shown) + 3), 4), layout="constrained")
+    axes = figure.subplots()
+    names = [str(number) for number, _ in shown]
+    bottom = [0.0] * len(shown)
+    for part in memories[0].parts():
+        amounts = [memory.parts()[part] / GB for _, memory in shown]
+        axes.bar(names, amounts, bottom=bottom, label=part, width=0.8)
+        bottom = [low + amount for low, amount in zip(bottom, amounts, strict=True)]
+    axes.axhline(room / GB, color="black", linestyle="--", linewidth=1, label="room")
+    axes.set(xlabel="pipeline stage", ylabel="GB of a rank", title="Memory at its peak")
+    axes.tick_params(axis="x", labelsize=8 if len(shown) <= 32 else 6)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(file, format="png")
+
+
+_COLORS = {"F": "tab:blue", "B": "tab:green", "I": "tab:green", "W": "tab:orange"}
+_KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
+
+
+def draw_schedule(schedule: Schedule, file: IO[bytes], seconds: PassSeconds | None = None) -> None:
+    """A row for each stage with its passes in time, and the share of it that is idle; PNG into ``file``.
+
+    Without ``seconds`` the three parts of a micro-batch's passes take equally long. Later chunks of a stage are paler.
+    """
+    from matplotlib.figure import Figure
+
+    p, m = schedule.stages, schedule.micro_batches
+    part = 1.0 / schedule.chunks
+    seconds = seconds or PassSeconds(part, part, part)
+    shown = schedule if m * p <= _MOST_PASSES else schedule.shortened
+    timed = simulate(shown, seconds)
+    end = max(one.end for one in timed)
+    figure = Figure(figsize=(max(6.0, min(end * 0.28, 24)), 0.3 * p + 1.4), layout="constrained")
+    axes = figure.subplots()
+    kinds = [kind for kind in _KINDS if any(one.action.kind == kind for one in timed)]
+    for kind, turn in itertools.product(kinds, range(schedule.chunks)):
+        own = [one for one in timed if one.action.kind == kind and one.action.chunk // p == turn]
+        axes.barh(
+            [one.stage for one in own],
+            [one.end - one.begin for one in own],
+            left=[one.begin for one in own],
+            color=_COLORS[kind],
+            alpha=1 - 0.6 * turn / schedule.chunks,
+            edgecolor="white",
+            linewidth=0.4,
+            label=_KINDS[kind] + (f", chunk {turn}" if schedule.chunks > 1 else ""),
+        )
+    if len(timed) <= _MOST_NUMBERS:
+        for one in timed:
+            number = str(one.action.micro_batch + 1)
+            axes.text((one.begin + one.end) / 2, one.stage, number, ha="center", va="center", fontsize=6)
+    some = f", {shown.micro_batches} of them drawn" if shown != schedule else ""
+    idle = idle_share(schedule, seconds)
+    title = f"{schedule.name}: {counted(p, 'stage')}, {counted(m, 'micro-batch')}{some}: {idle:.1%} of the time idle"
+    axes.invert_yaxis()
+    axes.set(xlabel="time, in forward passes of a stage", ylabel="stage", title=title)
+    if p <= 32:
+        axes.set_yticks(range(p))
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.savefig(file, format="png")

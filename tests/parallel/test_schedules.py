@@ -1,0 +1,165 @@
+"""Pipeline schedules against those of torch.distributed.pipelining and DeepSpeed, and their bubbles against theory."""
+
+from collections import Counter
+
+import pytest
+from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, TrainSchedule
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from megatron.parallel.pipeline.schedule import KINDS, Action, Schedule, has_order
+from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds, idle_share, simulate
+
+STAGES = range(1, 9)
+NAMES = [(name, chunks) for name, kind in KINDS.items() for chunks in ([kind.chunks] if kind.chunks else [2, 3, 4])]
+TORCH = {
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zbh1": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+
+
+def every(name: str, chunks: int, *, splits_backward: bool = True) -> list[Schedule]:
+    """The schedules of all numbers of stages, with few and with many micro-batches."""
+    return [
+        Schedule(name, stages, micro_batches, chunks, splits_backward)
+        for stages in STAGES
+        for micro_batches in sorted({1, 2, 3, stages, stages + 1, 2 * stages, 2 * stages + 3, 4 * stages})
+        if has_order(name, stages, micro_batches, chunks)
+    ]
+
+
+def of_torch(schedule: Schedule, stage: int) -> list[Action]:
+    """The passes of a stage in torch's schedule, of which no process group is needed."""
+    kind = getattr(torch_schedules, TORCH[schedule.name])
+    theirs = object.__new__(kind)
+    rounds = max(1, schedule.micro_batches // schedule.stages)
+    vars(theirs).update(
+        pp_group_size=schedule.stages,
+        _num_stages=schedule.stages * schedule.chunks,
+        num_stages=schedule.stages * schedule.chunks,
+        n_local_stages=schedule.chunks,
+        _n_microbatches=schedule.micro_batches,
+        microbatches_per_round=schedule.micro_batches // rounds,
+    )
+    order = (
+        theirs._get_pipeline_order()[stage]
+        if schedule.name == "1f1b"
+        else theirs._calculate_single_rank_operations(stage)
+    )
+    single = [one for action in order if action for one in action.sub_actions or [action]]
+    return [
+        Action(one.stage_index, one.computation_type.value, one.microbatch_index) for one in single if one.is_compute_op
+    ]
+
+
+@pytest.mark.parametrize(("name", "chunks"), NAMES)
+def test_the_order_is_torchs(name: str, chunks: int) -> None:
+    for schedule in every(name, chunks):
+        if name == "1f1b" and schedule.micro_batches < schedule.stages - 1:
+            continue  # torch's has passes of micro-batches that are not there
+        for stage in range(schedule.stages):
+            theirs = of_torch(schedule, stage)
+            if name == "1f1b" and stage == schedule.stages - 1:  # torch numbers its forward passes from 1 on
+                theirs = [action._replace(micro_batch=action.micro_batch - (action.kind == "F")) for action in theirs]
+            assert list(schedule.actions(stage)) == theirs, (schedule, stage)
+
+
+@pytest.mark.parametrize(("name", "theirs"), [("1f1b", TrainSchedule), ("dualpipev", DualPipeVSchedule)])
+def test_the_order_is_deepspeeds(name: str, theirs: type) -> None:
+    for schedule in every(name, KINDS[name].chunks or 2, splits_backward=False):
+        for stage in range(schedule.stages):
+            steps = theirs(micro_batches=schedule.micro_batches, stages=schedule.stages, stage_id=stage).steps()
+            order = [
+                (command.kwargs.get("phase", 0), "F" if isinstance(command, ForwardPass) else "B")
+                for step in steps
+                for command in step
+                if isinstance(command, ForwardPass | BackwardPass)
+            ]
+            if theirs is TrainSchedule:  # it keeps two buffers at least
+                buffers = TrainSchedule(schedule.micro_batches, schedule.stages, stage).num_pipe_buffers()
+                assert buffers == max(2, sum(schedule.in_flight(stage)))
+            own = schedule.chunks_of(stage)
+            assert [(own.index(chunk), kind) for chunk, kind, _ in schedule.actions(stage)] == order
+
+
+@pytest.mark.parametrize("splits_backward", [True, False])
+@pytest.mark.parametrize(("name", "chunks"), NAMES)
+def test_every_pass_runs_once_and_no_stage_waits_for_ever(name: str, chunks: int, splits_backward: bool) -> None:
+    kinds = "FIW" if splits_backward and KINDS[name].splits_backward else "FB"
+    for schedule in every(name, chunks, splits_backward=splits_backward):
+        timed = simulate(schedule, PassSeconds())  # asserts that each pass finds its inputs
+        ran = Counter((action.chunk, action.micro_batch, kind) for _, action, *_ in timed for kind in action.kind)
+        if name == "dualpipev" and splits_backward:
+            ran = Counter(
+                (chunk, number, kind) for chunk, number, one in ran.elements() for kind in ("IW" if one == "B" else one)
+            )
+        assert ran == Counter(
+            (chunk, number, kind)
+            for chunk in range(schedule.stages * chunks)
+            for number in range(schedule.micro_batches)
+            for kind in kinds
+        )
+        assert all(schedule.stage_of(action.chunk) == stage for stage, action, *_ in timed)
+
+
+@pytest.mark.parametrize(("name", "chunks"), NAMES)
+def test_activations_in_flight(name: str, chunks: int) -> None:
+    """The papers': 1F1B min(m, p - s), no more of ZB-H1 and ZB-V than of its first stage, DualPipeV p + 1/2."""
+    for schedule in every(name, chunks):
+        p, m = schedule.stages, schedule.micro_batches
+        kept = [sum(schedule.in_flight(stage)) for stage in range(p)]
+        if name == "1f1b":
+            assert kept == [min(m, p - stage) for stage in range(p)]
+        if name == "zbh1":
+            assert kept == [min(m, p)] * p
+        if name == "zbv":
+            assert max(kept) <= min(2 * p, 2 * m)
+        if name == "dualpipev":
+            assert kept == [2 * p + 1] * p
+        if name == "interleaved" and m % p == 0:
+            # arXiv 2205.05198, section 4.2.3: 1 + (p - 1) / (p v) of 1F1B's p micro-batches
+            assert kept[0] == min(chunks * m, p * chunks + p - 1)
+
+
+UNEQUAL = PassSeconds(1.0, 1.25, 0.75)
+
+
+def test_the_bubble_of_1f1b_and_interleaved_is_the_formula() -> None:
+    for name, chunks in NAMES:
+        if name in ("1f1b", "interleaved"):
+            for schedule in every(name, chunks):
+                p, m = schedule.stages, schedule.micro_batches
+                if name == "1f1b" or m % p == 0:
+                    share = idle_share(schedule, UNEQUAL)
+                    assert share / (1 - share) == pytest.approx(bubble_ratio(p, m, chunks)), schedule
+
+
+@pytest.mark.parametrize("seconds", [PassSeconds(), UNEQUAL, PassSeconds(1, 2, 1)])
+def test_the_bubbles_of_zero_bubble_schedules(seconds: PassSeconds) -> None:
+    """ZB-H1's is (p - 1) (F + I - W) (arXiv 2401.10241, table 1); a third of 1F1B's where all take equally long."""
+    for p, m in ((2, 4), (4, 8), (8, 17), (8, 32)):
+        found = idle_seconds(Schedule("zbh1", p, m), seconds)
+        assert found == pytest.approx((p - 1) * (seconds.forward + seconds.inputs - seconds.weights))
+        halves = PassSeconds(*(one / 2 for one in seconds))
+        of_v = idle_seconds(Schedule("zbv", p, m, 2), halves)
+        folded = idle_seconds(Schedule("dualpipev", p, m, 2), halves)
+        assert of_v <= found / 2 + 1e-9
+        # DeepSeek's formula, with a pair of passes as long as both: (p - 1) (F + 2 B - 3 W) of halves
+        assert folded <= (p - 1) * (halves.forward + 2 * halves.inputs - halves.weights) + 1e-9
+
+
+def test_zbv_leaves_no_bubble_between_passes() -> None:
+    """If F, I and W take equally long: stages only start later than the first one, and end earlier than the last."""
+    for schedule in every("zbv", 2):
+        if schedule.micro_batches >= 2 * schedule.stages - 1:
+            timed = simulate(schedule, PassSeconds())
+            for stage in range(schedule.stages):
+                own = [one for one in timed if one.stage == stage]
+                assert own[-1].end - own[0].begin == 3 * 2 * schedule.micro_batches
+
+
+def test_transfers_take_time() -> None:
+    one = [timed.end for timed in simulate(Schedule("1f1b", 2, 1), PassSeconds(), transfer=0.5)]
+    assert one == [1, 2.5, 4.5, 7], "forward, forward on the second stage, backward there, backward on the first"
