@@ -143,13 +143,17 @@ def test_optimizer_shards_are_saved_again_afterwards() -> None:
 
 
 def test_shards_are_exchanged_directly_as_torch_exchanges_them(run_ranks) -> None:
-    """Four ranks; the rank's own part lies within the whole tensor, as DeepSpeed has it, and beside it."""
+    """Four ranks; the rank's own part lies within the whole tensor, as DeepSpeed has it, and beside it.
+
+    A trace shows them as the collectives in whose place they are.
+    """
     assert all(run_ranks(4, _exchanges_agree))
 
 
 def _exchanges_agree() -> bool:
     import torch.distributed as dist
 
+    from megatron.parallel.deepspeed_compat.engine import collectives_timed
     from megatron.parallel.deepspeed_compat.gloo import all_gather, reduce_scatter
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -169,4 +173,9 @@ def _exchanges_agree() -> bool:
         if is_async:
             work.wait()
         assert found.equal(expected)
+    traced: list[str] = []
+    with collectives_timed(lambda: 0.0, lambda name, begin, end: traced.append(name)):
+        reduce_scatter(part, whole)
+        all_gather(found, part)
+    assert traced == ["reduce_scatter_tensor", "all_gather_into_tensor"]
     return True

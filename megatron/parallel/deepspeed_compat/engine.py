@@ -21,6 +21,7 @@ from deepspeed.runtime.pipe.schedule import (
 )
 from torch import nn
 
+from megatron.parallel.deepspeed_compat import gloo
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 
 
@@ -254,6 +255,8 @@ COLLECTIVES = (
 def collectives_timed(now: Callable[[], float], record: Callable[[str, float, float], None]) -> Iterator[None]:
     """While inside, call ``record(name, begin, end)`` for each collective called as ``torch.distributed.NAME``.
 
+    So it is for those that are direct exchanges over gloo.
+
     torch 2.13: torch.distributed has no hook for collectives on every backend, so the functions are replaced.
     Test: tests/tools/reporting/test_trace.py. Remove when gloo and nccl both have such a hook.
     """
@@ -267,7 +270,9 @@ def collectives_timed(now: Callable[[], float], record: Callable[[str, float, fl
 
         return call
 
-    with _replaced(dist, **{name: timed(name, getattr(dist, name)) for name in COLLECTIVES}):
+    exchanges = {name: timed(collective, getattr(gloo, name)) for name, collective in gloo.TRACED.items()}
+    collectives = {name: timed(name, getattr(dist, name)) for name in COLLECTIVES}
+    with _replaced(dist, **collectives), _replaced(gloo, **exchanges):
         yield
 
 

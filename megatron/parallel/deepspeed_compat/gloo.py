@@ -14,6 +14,9 @@ from deepspeed import comm
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
+TRACED = {"_gather": "all_gather_into_tensor", "_add_from_others": "reduce_scatter_tensor"}
+"""Functions of this module that a trace shows, and the collectives in whose place they are."""
+
 
 class Exchange(NamedTuple):
     """Tensors on their way between the ranks of a group."""
@@ -42,6 +45,10 @@ def all_gather(
     """Gather ``input_tensor`` of each rank into ``output_tensor``, in the order of the ranks. They may overlap."""
     group = group or dist.group.WORLD
     assert group is not None, "the process group has been joined"
+    return _gather(output_tensor, input_tensor, group, async_op)
+
+
+def _gather(output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> Exchange | None:
     parts = output_tensor.view(-1).chunk(group.size())
     own = input_tensor.view(-1)
     exchange = _exchange([own] * group.size(), parts, group)

@@ -9,8 +9,10 @@ from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, simulate
 from megatron.tools.planning.memory import Memory
 from megatron.tools.planning.timing import GB
+from megatron.tools.reporting.schedule_picture import box, text
 
 _MOST_LINES = 16
+_KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 _MOST_BARS = 64
 _MOST_PASSES = 1200
 """Stages x micro-batches that are distinguishable in a picture."""
@@ -34,6 +36,57 @@ def schedule_text(schedule: Schedule, width: int = 116) -> Iterator[str]:
     for stage, row in sorted(cells.items())[:_MOST_LINES]:
         line = "".join(f"{row.get(column, '.' if _is_idle(row, column) else ''):{size}}" for column in range(columns))
         yield f"{f'stage {stage}':{label}}{line.rstrip()}"
+
+
+_WIDTH, _LEFT, _ROW = 1200, 70, 22
+
+
+def schedules_as_svg(schedules: Sequence[Schedule], seconds: PassSeconds) -> str:
+    """Each of ``schedules`` as a block with a row for each stage, all on one scale of time. SVG text.
+
+    ``seconds`` are those of the passes of a whole stage; those of a chunk take a part of them.
+    """
+    timed = [simulate(one, PassSeconds(*(part / one.chunks for part in seconds))) for one in schedules]
+    scale = (_WIDTH - _LEFT - 20) / max(one.end for passes in timed for one in passes)
+    parts, top = list(_legend(24)), 60.0
+    for schedule, passes in zip(schedules, timed, strict=True):
+        idle = idle_share(schedule, PassSeconds(*(part / schedule.chunks for part in seconds)))
+        parts.append(text(10, top, f"{_title(schedule)}: {idle:.1%} of the time idle", size=15))
+        top += 10
+        for stage in range(schedule.stages):
+            parts.append(text(10, top + stage * _ROW + 14, f"stage {stage}"))
+            parts.append(box(_LEFT, top + stage * _ROW, _WIDTH - _LEFT - 20, _ROW - 3, "#f4f4f4"))
+        for stage, action, begin, end in passes:
+            x, y, width = _LEFT + begin * scale, top + stage * _ROW, (end - begin) * scale
+            color = _SHADES[action.kind][action.chunk // schedule.stages % 2]
+            parts.append(
+                box(x, y, width - 0.8, _ROW - 3, color, f"{action.kind} of micro-batch {action.micro_batch + 1}")
+            )
+            parts.append(text(x + width / 2, y + 14, str(action.micro_batch + 1), size=10, anchor="middle"))
+        top += schedule.stages * _ROW + 28
+    return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {top:g}' width='100%' "
+        "font-family='Helvetica, Arial, sans-serif'>\n<rect width='100%' height='100%' fill='white'/>\n"
+        + "\n".join(parts)
+        + "\n</svg>\n"
+    )
+
+
+_SHADES = {
+    "F": ("#8db8e2", "#cfe1f3"), "B": ("#86c79c", "#cbe7d3"), "I": ("#86c79c", "#cbe7d3"), "W": ("#e9c46a", "#f6e6bd"),
+}  # fmt: skip
+"""Colors of each kind of pass, of the first and of later chunks of a stage."""
+
+
+def _title(schedule: Schedule) -> str:
+    chunks = f", {schedule.chunks} model chunks per stage" if schedule.chunks > 1 else ""
+    return f"{schedule.name}{chunks}"
+
+
+def _legend(y: float) -> Iterator[str]:
+    for number, (kind, words) in enumerate(_KINDS.items()):
+        yield box(10 + 290 * number, y - 12, 14, 14, _SHADES[kind][0])
+        yield text(30 + 290 * number, y, f"{kind}: {words}")
 
 
 def _is_idle(row: Mapping[int, str], column: int) -> bool:
@@ -63,7 +116,6 @@ def draw_memory(memories: Sequence[Memory], room: float, file: IO[bytes]) -> Non
 
 
 _COLORS = {"F": "tab:blue", "B": "tab:green", "I": "tab:green", "W": "tab:orange"}
-_KINDS = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
 
 def draw_schedule(schedule: Schedule, file: IO[bytes], seconds: PassSeconds | None = None) -> None:
