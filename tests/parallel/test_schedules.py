@@ -86,7 +86,7 @@ def test_the_order_is_deepspeeds(name: str, theirs: type) -> None:
 
 @pytest.mark.parametrize("splits_backward", [True, False])
 @pytest.mark.parametrize(("name", "chunks"), NAMES)
-def test_every_pass_runs_once_and_no_stage_waits_for_ever(name: str, chunks: int, splits_backward: bool) -> None:
+def test_every_pass_runs_once_and_no_stage_waits_forever(name: str, chunks: int, splits_backward: bool) -> None:
     kinds = "FIW" if splits_backward and KINDS[name].splits_backward else "FB"
     for schedule in every(name, chunks, splits_backward=splits_backward):
         timed = simulate(schedule, PassSeconds())  # asserts that each pass finds its inputs

@@ -10,7 +10,7 @@ The model is a row of *model chunks*, numbered from 0 on in its order. Each of t
 - ``dualpipev``: the same V; forward and backward passes of different micro-batches in pairs (arXiv 2412.19437, folded).
 
 A backward pass B computes the gradients of a chunk's inputs and weights. A schedule may divide it into I, the gradients
-of the inputs, for which the previous chunk waits, and W, those of the weights, for which nobody waits. I is sent on
+of the inputs, for which the previous chunk waits, and W, those of the weights, for which no stage waits. I is sent on
 before W, even where W follows at once: with both in one pass the bubble of ``zbv`` is three times as long.
 """
 
@@ -118,7 +118,7 @@ def _actions(schedule: Schedule, stage: int) -> tuple[Action, ...]:
 @lru_cache(maxsize=4096)
 def _kept(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
     counts = dict.fromkeys(schedule.chunks_of(stage), 0)
-    found = {}
+    found: dict[tuple[int, ...], None] = {}
     for action in schedule.actions(stage):
         counts[action.chunk] += {FORWARD: 1, INPUT_GRADIENTS: 0}.get(action.kind, -1)
         found[tuple(counts.values())] = None

@@ -49,7 +49,7 @@ class TimedAction(NamedTuple):
 def simulate(schedule: Schedule, seconds: PassSeconds, transfer: float = 0.0) -> list[TimedAction]:
     """All passes in time, ordered by their end; a tensor between stages arrives ``transfer`` seconds after its pass.
 
-    A schedule whose stages would wait for each other for ever is a mistake of ours, and an AssertionError.
+    A schedule whose stages would wait for each other forever is a mistake of ours, and an AssertionError.
     """
     orders = [schedule.actions(stage) for stage in range(schedule.stages)]
     position, free = [0] * schedule.stages, [0.0] * schedule.stages
