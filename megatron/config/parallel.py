@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from megatron.config.fields import derived, flag
 
+SCHEDULES = ("1f1b", "interleaved", "zbh1", "zbv", "dualpipev")
+"""Choices of --pipeline-schedule."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -47,10 +50,26 @@ class ParallelConfig:
     )
     pipeline_schedule: str = flag(
         "1f1b",
-        "Order of forward and backward passes. dualpipev (DualPipeV) splits the model into two model chunks per stage, "
-        "with the first and the last chunk on the first stage, which reduces the pipeline bubble. It needs at least "
-        "two micro-batches per stage; an explicit partition then gives a number for each chunk.",
-        choices=("1f1b", "dualpipev"),
+        "Order of forward and backward passes. interleaved (1F1B with virtual stages) splits the model into more model "
+        "chunks than stages, which divides the pipeline bubble by their number per stage. zbh1 (ZB-H1) computes weight "
+        "gradients later than those of the inputs, in the bubble; zbv (ZB-V) does so with two model chunks per stage, "
+        "the first and the last of the model on the first stage. dualpipev (DualPipeV) has the same two chunks, and "
+        "needs at least two micro-batches per stage. An explicit partition gives a number for each chunk.",
+        switches={"enable-zbh1-pipeline": "zbh1"},
+        choices=SCHEDULES,
+    )
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        None,
+        "Transformer layers of each model chunk of --pipeline-schedule interleaved, which it selects.",
+        within="[1, inf)",
+        encoder_decoder="not",
+    )
+    num_virtual_stages_per_pipeline_rank: int | None = flag(
+        None,
+        "Model chunks of each stage of --pipeline-schedule interleaved, which it selects: in place of "
+        "--num-layers-per-virtual-pipeline-stage if the layers cannot be divided evenly.",
+        within="[2, inf)",
+        encoder_decoder="not",
     )
     sequence_parallel: bool = flag(
         False,
@@ -96,13 +115,35 @@ class ParallelConfig:
 
     @property
     def uses_dualpipev(self) -> bool:
-        """Whether the schedule is DualPipeV, by which the first stage holds both the first and the last model chunk."""
+        """Whether DeepSpeed's DualPipeV engine runs the model."""
         return self.pipeline_schedule == "dualpipev"
 
     @property
+    def is_v_shaped(self) -> bool:
+        """Whether model chunks run from the first stage to the last and back, so that the first holds both ends."""
+        return self.pipeline_schedule in ("zbv", "dualpipev")
+
+    @property
+    def uses_scheduled_engine(self) -> bool:
+        """Whether the schedule is none of DeepSpeed's own."""
+        return self.uses_pipeline and self.pipeline_schedule not in ("1f1b", "dualpipev")
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weight gradients are computed later than those of the inputs."""
+        return self.pipeline_schedule in ("zbh1", "zbv")
+
+    @property
+    def chunks_per_stage(self) -> int:
+        """Model chunks that each stage holds."""
+        if self.pipeline_schedule == "interleaved":
+            return self.num_virtual_stages_per_pipeline_rank or 1
+        return 2 if self.is_v_shaped else 1
+
+    @property
     def model_chunks(self) -> int:
-        """Number of model chunks: one per stage, or two with DualPipeV."""
-        return self.pipe_stages * (2 if self.uses_dualpipev else 1)
+        """Number of model chunks of all stages."""
+        return self.pipe_stages * self.chunks_per_stage
 
     @property
     def replica_size(self) -> int:

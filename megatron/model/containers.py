@@ -16,7 +16,9 @@ from megatron.config import ActivationConfig
 from megatron.model.relative_positions import RelativePositions, with_bias_apart, without_bias
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
 from megatron.parallel.deepspeed_compat.engine import ExplicitPipelineModule
+from megatron.parallel.deepspeed_compat.schedules import ChunkedPipelineModule
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.pipeline.schedule import Schedule
 
 Layer = Callable[[HiddenStates], HiddenStates]
 Layers = Sequence[LayerSpec | Layer]
@@ -62,6 +64,14 @@ class PipelinedModel(ExplicitPipelineModule):
 
 class DualPipeVModel(DualPipeVModule, PipelinedModel):
     """The same with two model chunks to a stage. DeepSpeed's DualPipeV engine recognizes it by its class."""
+
+
+class ChunkedModel(ChunkedPipelineModule, PipelinedModel):
+    """The same with the model chunks per stage of another schedule, as the interleaved one."""
+
+    def __init__(self, *arguments: Any, schedule: Schedule, partition_boundaries: Sequence[int]):
+        self.schedule = schedule
+        super().__init__(*arguments, partition_boundaries=partition_boundaries)
 
 
 class SequentialModel(nn.Module):

@@ -28,7 +28,7 @@ class ParallelLayout:
     """With a sequence group: the ranks that hold the same weights, along both axes."""
     sequence_parallel: bool = False
     """Whether the tensor group shards along the sequence whatever it does not shard otherwise (Megatron's)."""
-    uses_dualpipev: bool = False
+    is_v_shaped: bool = False
     """Whether the model ends on the stage on which it begins."""
 
     @classmethod
@@ -46,7 +46,7 @@ class ParallelLayout:
             sequence_group=own_group(groups_along(parallel, "sequence")) if has_sequence_group else None,
             replica_group=own_group(groups_along(parallel, "data", "sequence")) if has_sequence_group else None,
             sequence_parallel=parallel.sequence_parallel,
-            uses_dualpipev=parallel.uses_dualpipev,
+            is_v_shaped=parallel.is_v_shaped,
         )
 
     @property
@@ -57,7 +57,7 @@ class ParallelLayout:
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank computes the loss."""
-        return self.pipe_group.rank() == (0 if self.uses_dualpipev else self.pipe_group.size() - 1)
+        return self.pipe_group.rank() == (0 if self.is_v_shaped else self.pipe_group.size() - 1)
 
     # The methods that DeepSpeed calls on its argument `mpu`. Those for the sequence group are left out: DeepSpeed
     # would sum gradients over that group instead of averaging them, except at ZeRO 3.

@@ -1,6 +1,7 @@
 """Build and run DeepSpeed's two engines, the plain one and the pipeline engine. Only this module distinguishes them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +19,15 @@ from megatron.config import OptimConfig, RunConfig, TrainConfig
 from megatron.config.memory import DEFAULT_REDUCE_BUCKET
 from megatron.data.loader import Batch
 from megatron.model.architectures import architecture_of
-from megatron.model.containers import DualPipeVModel, Layers, LossFn, PipelinedModel, SequentialModel, loss_parts
+from megatron.model.containers import (
+    ChunkedModel,
+    DualPipeVModel,
+    Layers,
+    LossFn,
+    PipelinedModel,
+    SequentialModel,
+    loss_parts,
+)
 from megatron.parallel.deepspeed_compat.engine import (
     continue_without_reports,
     differentiate_outputs_together,
@@ -39,9 +48,10 @@ from megatron.parallel.deepspeed_compat.gradients import (
     loss_scale_limit_reported,
     measure_norm_by_blocks,
 )
+from megatron.parallel.deepspeed_compat.schedules import ChunkedPipelineModule, scheduled_pipeline_engine
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries
-from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
+from megatron.parallel.pipeline.schedule import Instruction, InstructionHook, schedule_of
 from megatron.parallel.tensor.linear import accumulate_in_place
 from megatron.parallel.tensor.lora import train_adapters_only
 from megatron.training.learning_rates import AnnealingLR
@@ -81,14 +91,15 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     optimizer = client_optimizer(run, module, groups, layout)
     if optimizer is not None:
         del ds_config["optimizer"]
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        model_parameters=groups,
-        optimizer=optimizer,
-        config=ds_config,
-        lr_scheduler=partial(annealing_lr, optim=run.optim, train=run.train, override=run.checkpoint.override),
-        mpu=None if run.parallel.uses_pipeline else layout,  # the pipeline engine makes its own
-    )
+    with scheduled_pipeline_engine() if isinstance(module, ChunkedPipelineModule) else nullcontext():
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            model_parameters=groups,
+            optimizer=optimizer,
+            config=ds_config,
+            lr_scheduler=partial(annealing_lr, optim=run.optim, train=run.train, override=run.checkpoint.override),
+            mpu=None if run.parallel.uses_pipeline else layout,  # the pipeline engine makes its own
+        )
     accept_any_adam(engine.basic_optimizer)
     if isinstance(optimizer, Muon) and run.zero.zero_stage > 0:
         optimizer.use_partitions(master_weights(engine))
@@ -124,14 +135,13 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
 
     if run.parallel.uses_pipeline:
         layers, loss_fn = layers_and_loss()
+        boundaries = partition_boundaries(layers_per_chunk(run), run.model)
+        if run.parallel.uses_scheduled_engine:
+            return ChunkedModel(
+                layers, loss_fn, run.activation, layout, partition_boundaries=boundaries, schedule=schedule_of(run)
+            )
         container = DualPipeVModel if run.parallel.uses_dualpipev else PipelinedModel
-        return container(
-            layers,
-            loss_fn,
-            run.activation,
-            layout,
-            partition_boundaries=partition_boundaries(layers_per_chunk(run), run.model),
-        )
+        return container(layers, loss_fn, run.activation, layout, partition_boundaries=boundaries)
     with deepspeed.zero.Init(
         data_parallel_group=layout.get_sequence_data_parallel_group(),
         config_dict_or_path=dict(run.ds_config),

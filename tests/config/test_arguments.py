@@ -22,6 +22,7 @@ from megatron.config.fields import flag_name
 from megatron.config.presets import PRESETS
 from megatron.model.architectures import ARCHITECTURES, BERT, GPT2
 from megatron.model.spec import ArchitectureSpec
+from megatron.parallel.pipeline.partition import layers_per_chunk
 
 CLASSIC = """
 num-layers num-unique-layers param-sharing-style hidden-size num-attention-heads max-position-embeddings
@@ -79,6 +80,14 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "sequence_parallel": ("--sequence-parallel", "--model-parallel-size 2"),
     "pipeline_partition": ("--pipeline-partition 1,3", "--pipe-parallel-size 2"),
     "pipeline_schedule": ("--pipeline-schedule dualpipev", "--pipe-parallel-size 2 --gas 4"),
+    "num_layers_per_virtual_pipeline_stage": (
+        "--num-layers-per-virtual-pipeline-stage 1",
+        "--pipe-parallel-size 2 --gas 4",
+    ),
+    "num_virtual_stages_per_pipeline_rank": (
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "--pipe-parallel-size 2 --gas 4",
+    ),
     "distributed_backend": ("--distributed-backend gloo", "gpu"),
     "distributed_timeout_minutes": ("--distributed-timeout-minutes 5", ""),
     "local_rank": ("--local_rank=1", ""),
@@ -525,3 +534,44 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     words = f"--model-preset {name} --mock-data --lr 1e-4 --train-iters 10 --batch-size 1".split()
     model = replace(parse_run(words, CPU).model, vocab_size=preset.vocab_size, padded_vocab_size=preset.vocab_size)
     assert sum(spec.numel for spec in GPT2.named_parameters(model).values()) == preset.parameters
+
+
+@pytest.mark.parametrize(
+    "words, chunks",
+    [
+        ("--num-layers-per-virtual-pipeline-stage 1", (1, 1, 1, 1)),
+        ("--num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule interleaved", (1, 1, 1, 1)),
+        ("--pipeline-schedule interleaved --pipeline-partition 1,1,2,0", (1, 1, 2, 0)),
+        ("--enable-zbh1-pipeline", (2, 2)),
+        ("--pipeline-schedule zbv", (1, 1, 1, 1)),
+    ],
+)
+def test_a_schedule_has_model_chunks(words: str, chunks: tuple[int, ...]) -> None:
+    """The flags of Megatron-LM for virtual stages select the interleaved schedule."""
+    run = parse(f"--pipe-parallel-size 2 --gas 4 {words}", ranks=2)
+    assert layers_per_chunk(run) == chunks and run.parallel.model_chunks == len(chunks)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--pipeline-schedule interleaved", "--pipeline-schedule interleaved needs model chunks: give --num-layers-"),
+        ("--num-layers-per-virtual-pipeline-stage 3", "--num-layers 4 is not two or more times --num-layers-per-"),
+        ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers 4 is not two or more times --num-layers-per-"),
+        (
+            "--num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule zbv",
+            "--num-layers-per-virtual-pipeline-stage 1 is for --pipeline-schedule interleaved, and --pipeline-schedule",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
+            "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 exclude each other",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 1 --pipeline-partition 2,2",
+            "--num-layers-per-virtual-pipeline-stage 1 and --pipeline-partition 2,2 exclude each other: give one",
+        ),
+    ],
+)  # fmt: skip
+def test_virtual_stages_that_cannot_be(words: str, message: str) -> None:
+    (found,) = complaints(f"--pipe-parallel-size 2 --gas 4 {words}", ranks=2)
+    assert found.startswith(message)

@@ -112,7 +112,7 @@ def test_settings_without_effect_are_warnings(words: str, warning: str) -> None:
         ("--moe-router-topk 2", "--moe-router-topk: there are no mixture-of-experts models: remove it"),
         ("--recompute-method block", "--recompute-method: all layers are recomputed, in whole or in part"),
         ("--context-parallel-size 2", "--context-parallel-size: context parallelism is not supported: use --ds-"),
-        ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers-per-virtual-pipeline-stage: the interleaved "),
+        ("--use-nanopipe", "--use-nanopipe: this pipeline schedule is not supported: choose one by --pipeline-"),
         ("--swap-attention", "--swap-attention: all layers are recomputed, in whole or in part, or none: use"),
         ("--train-tokens 3e11", "--train-tokens: durations are counted in iterations or samples, which"),
         ("--pipe-parallel-size 2 --no-pipeline-parallel", "--pipe-parallel-size 2 and --no-pipeline-parallel set the"),

@@ -39,13 +39,13 @@ BROKEN = [
         "--pipeline-partition uniform",
     ),
     (
-        "an encoder with a decoder excludes sequence parallelism and DualPipeV",
+        "an encoder with a decoder excludes sequence parallelism and schedules other than 1F1B",
         "t5 --model-parallel-size 2 --sequence-parallel",
         "--sequence-parallel cannot be combined with a model that has an encoder and a decoder: remove it",
         None,
     ),
     (
-        "an encoder with a decoder excludes sequence parallelism and DualPipeV",
+        "an encoder with a decoder excludes sequence parallelism and schedules other than 1F1B",
         "t5 --pipe-parallel-size 2 --gas 4 --pipeline-schedule dualpipev",
         "--pipeline-schedule dualpipev cannot be combined with a model that has an encoder and a decoder: remove it",
         "--pipeline-schedule 1f1b",
@@ -301,6 +301,28 @@ BROKEN = [
         "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 3",
         "--pipeline-schedule dualpipev with --pipe-parallel-size 2 needs 4 micro-batches or more, and there are 3",
         "--gas 4",
+    ),
+    *(
+        (
+            f"{flag.split()[0]} needs --pipe-parallel-size",
+            flag,
+            f"{flag.split()[0]} has no effect without --pipe-parallel-size",
+            "--pipe-parallel-size 1 --gas 2",
+        )
+        for flag in ("--num-layers-per-virtual-pipeline-stage 1", "--num-virtual-stages-per-pipeline-rank 2")
+    ),
+    (
+        "the interleaved schedule has a multiple of its stages as micro-batches",
+        "--pipe-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --gas 3",
+        "--pipeline-schedule interleaved with --pipe-parallel-size 2 needs a multiple of 2 micro-batches, and there "
+        "are 3: use --gas 2 or 4",
+        "--gas 4",
+    ),
+    (
+        "schedules that divide the backward pass exclude --compile",
+        "--pipe-parallel-size 2 --pipeline-schedule zbh1 --compile",
+        "--pipeline-schedule zbh1 cannot be combined with --compile",
+        "--pipeline-schedule 1f1b",
     ),
     (
         "the pipeline runs at ZeRO 0 or 1",

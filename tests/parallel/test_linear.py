@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron import mpu
+from megatron.parallel.tensor.deferred import DeferredProducts, run_products
 from megatron.parallel.tensor.linear import accumulate_in_place, linear
 
 SEQUENCE_DIMS = [None, 0, 1]
@@ -35,6 +36,33 @@ def test_micro_batches_add_up_in_place(bias: bool):
     for one, other in zip(plain.parameters(), fused.parameters(), strict=True):
         assert_close(other.grad, one.grad)
     assert [gradient is not None for gradient in seen] == [True, False, False]
+
+
+def test_products_that_are_put_off_give_the_same_gradients():
+    """Of several micro-batches, with the gradients of inputs and biases at once, and hooks of the weights."""
+    torch.manual_seed(1)
+    plain = nn.Linear(5, 3)
+    other = nn.Linear(5, 3)
+    other.load_state_dict(plain.state_dict())
+    deferred = DeferredProducts(other.parameters())
+    seen: list[torch.Tensor | None] = []
+    other.weight.register_post_accumulate_grad_hook(lambda weight: seen.append(weight.grad))
+    put_off = []
+    for _ in range(2):
+        inputs = [torch.randn(2, 4, 5).requires_grad_()]
+        inputs.append(inputs[0].detach().clone().requires_grad_())
+        linear(inputs[0], plain.weight, plain.bias).square().sum().backward()
+        with deferred.collected() as products:
+            linear(inputs[1], other.weight, other.bias).square().sum().backward()
+        put_off.append(products)
+        assert_close(inputs[1].grad, inputs[0].grad)
+        assert_close(other.bias.grad, plain.bias.grad)
+    assert other.weight.grad is None and set(seen) <= {None}
+    seen.clear()
+    for products in put_off:
+        run_products(products)
+    assert_close(other.weight.grad, plain.weight.grad)
+    assert len(seen) == 2 and put_off == [[], []]
 
 
 def _column(sequence_dim: int | None) -> tuple[mpu.ColumnParallelLinear, nn.Linear, torch.Tensor, torch.Tensor]:

@@ -34,12 +34,13 @@ from megatron.config.validation import size_problems, value_problems, violations
 from megatron.config.validation.accelerate import accelerate_conflicts
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
-from megatron.parallel.pipeline.partition import repartitioned
+from megatron.parallel.pipeline.partition import explicit, repartitioned
 
 GLOBAL, MICRO, ACCUMULATION = "global_batch_size", "micro_batch_size", "gradient_accumulation_steps"
 METRICS = "metrics.jsonl"
 """Name of the metrics file in --run-dir."""
 _EMPTY: Steps = ()
+_VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
@@ -134,6 +135,7 @@ def resolve_run(
     run = replace(run, model=_model(run, architecture), zero=_zero(run))
     run = replace(run, observe=replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace))
     try:
+        run = replace(run, parallel=_virtual_stages(run, provided))
         run = replace(run, parallel=_repartitioned(run, provided))
     except ConfigError as error:
         problems += error.messages
@@ -170,6 +172,37 @@ def _parallel(run: RunConfig, provided: Mapping[str, Provided], environ: Mapping
         distributed_backend=parallel.distributed_backend or _BACKENDS.get(device),
         local_rank=local_rank(environ) if parallel.local_rank is None else parallel.local_rank,
     )
+
+
+def _virtual_stages(run: RunConfig, provided: Mapping[str, Provided]) -> ParallelConfig:
+    """With the number of model chunks per stage of the interleaved schedule, which the flags for them select."""
+    parallel, numbers = run.parallel, explicit(run.parallel.pipeline_partition)
+    flags = [provided[name].source for name in _VIRTUAL_STAGES if name in provided]
+    if not parallel.uses_pipeline or (parallel.pipeline_schedule != "interleaved" and not flags):
+        return parallel
+    if flags and "pipeline_schedule" in provided and parallel.pipeline_schedule != "interleaved":
+        given = provided["pipeline_schedule"].source
+        raise ConfigError(f"{flags[0]} is for --pipeline-schedule interleaved, and {given} is given: remove one")
+    if len(flags) == 2:
+        raise ConfigError(f"{flags[0]} and {flags[1]} exclude each other: give one")
+    per_chunk, chunks = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
+    if per_chunk is not None:
+        if numbers is not None:
+            raise ConfigError(f"{flags[0]} and {provided['pipeline_partition'].source} exclude each other: give one")
+        chunks, rest = divmod(run.model.num_layers, max(per_chunk * parallel.pipe_stages, 1))
+        if rest or chunks < 2:
+            raise ConfigError(
+                f"--num-layers {run.model.num_layers} is not two or more times {flags[0]} x --pipe-parallel-size "
+                f"{parallel.pipe_stages}: change one of them, or use --num-virtual-stages-per-pipeline-rank"
+            )
+    elif chunks is None:
+        chunks, rest = divmod(len(numbers or ()), parallel.pipe_stages)
+        if rest or chunks < 2:
+            raise ConfigError(
+                "--pipeline-schedule interleaved needs model chunks: give --num-layers-per-virtual-pipeline-stage, "
+                "--num-virtual-stages-per-pipeline-rank, or --pipeline-partition with a number for each chunk"
+            )
+    return replace(parallel, pipeline_schedule="interleaved", num_virtual_stages_per_pipeline_rank=chunks)
 
 
 def _repartitioned(run: RunConfig, provided: Mapping[str, Provided]) -> ParallelConfig:

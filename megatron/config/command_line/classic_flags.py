@@ -224,8 +224,7 @@ _REFUSED = {
         "ulysses-degree-in-cp use-cp-* adaptive-cp-* use-fused-ring-attention-update "
         "ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-* force-ds-sequence-parallel"
     ),
-    "the interleaved schedule is not supported: use --pipeline-schedule dualpipev, with two model chunks per stage": (
-        "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank enable-zbh1-pipeline "
+    "this pipeline schedule is not supported: choose one by --pipeline-schedule": (
         "enable-zbh1-exact-semantics use-nanopipe use-nanopipe-swap"
     ),
     "the layers of each stage are chosen by --pipeline-partition: use it": (

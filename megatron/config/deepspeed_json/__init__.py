@@ -222,7 +222,7 @@ def conflicts(run: RunConfig, file: Mapping[str, Any], provided: Mapping[str, Pr
         for key in _PARTITIONED
         if cause and section.get(key)
     ]
-    if run.parallel.uses_dualpipev and file.get("wall_clock_breakdown"):
+    if run.parallel.pipeline_schedule != "1f1b" and file.get("wall_clock_breakdown"):
         # DeepSpeed 0.19.8 would raise AssertionError: bwd_microstep timer has already been started.
         problems.append(
             f"wall_clock_breakdown true cannot be combined with --pipeline-schedule {run.parallel.pipeline_schedule}: "
@@ -298,7 +298,7 @@ def _whole_tensors(run: RunConfig) -> str | None:
         return None
     if parallel.sequence_parallel:
         return "--sequence-parallel, by which no two tensor-parallel ranks send the same tensor"
-    if parallel.uses_dualpipev:
+    if parallel.pipeline_schedule != "1f1b":
         return f"--pipeline-schedule {parallel.pipeline_schedule}, whose engine sends whole tensors only"
     if run.model.encoder_num_layers:
         return "a decoder that reads an encoder's output, of which DeepSpeed partitions the first tensor alone"

@@ -12,7 +12,7 @@ def _is_t5(run: RunConfig) -> bool:
 
 
 @rule(
-    "an encoder with a decoder excludes sequence parallelism and DualPipeV",
+    "an encoder with a decoder excludes sequence parallelism and schedules other than 1F1B",
     why="They are for hidden states of one sequence, and T5 has two of different lengths.",
 )
 def one_sequence(run: RunConfig) -> Messages:
@@ -21,7 +21,7 @@ def one_sequence(run: RunConfig) -> Messages:
         {
             "--sequence-parallel": parallel.sequence_parallel,
             f"--ds-sequence-parallel-size {parallel.ds_sequence_parallel_size}": parallel.ds_sequence_parallel_size > 1,
-            f"--pipeline-schedule {parallel.pipeline_schedule}": parallel.uses_dualpipev,
+            f"--pipeline-schedule {parallel.pipeline_schedule}": parallel.pipeline_schedule != "1f1b",
         }
     )
     if given and _is_t5(run):

@@ -8,6 +8,7 @@ from megatron.config import RunConfig
 from megatron.config.errors import counted, nearest_multiples
 from megatron.config.validation.rules import Messages, needs, rule
 from megatron.parallel.pipeline import partition
+from megatron.parallel.pipeline.schedule import chunks_of
 
 
 @rule("heads divide the hidden size", why="Each attention head has an equal part of it, unless --kv-channels is given.")
@@ -121,9 +122,10 @@ def stages_have_layers(run: RunConfig) -> Messages:
     if most >= parallel.model_chunks or not most:
         return
     chunks = f"--pipe-parallel-size {parallel.pipe_stages}"
-    if parallel.uses_dualpipev:
-        chunks = f"the two model chunks per stage of {chunks} and --pipeline-schedule {parallel.pipeline_schedule}"
-    fewer = most // (parallel.model_chunks // parallel.pipe_stages)
+    if parallel.chunks_per_stage > 1:
+        each = _COUNTS.get(parallel.chunks_per_stage, parallel.chunks_per_stage)
+        chunks = f"the {each} model chunks per stage of {chunks} and --pipeline-schedule {parallel.pipeline_schedule}"
+    fewer = most // parallel.chunks_per_stage
     remedy = f"use at most {counted(fewer, 'stage')}" if fewer else "use --pipeline-schedule 1f1b"
     if most == layers:
         yield f"--num-layers {layers} is less than {chunks}: {remedy}"
@@ -150,13 +152,17 @@ def partition_fits(run: RunConfig) -> Messages:
     if numbers is None or layers < 1 or not parallel.uses_pipeline:
         return
     if len(numbers) != parallel.model_chunks:
-        dualpipev = f"two for each stage of --pipeline-schedule {parallel.pipeline_schedule} and"
-        each = dualpipev if parallel.uses_dualpipev else "one for each stage of"
+        each = f"{_COUNTS.get(parallel.chunks_per_stage, parallel.chunks_per_stage)} for each stage of"
+        if parallel.chunks_per_stage > 1:
+            each += f" --pipeline-schedule {parallel.pipeline_schedule} and"
         yield f"{flag}: give {parallel.model_chunks} numbers, {each} --pipe-parallel-size {parallel.pipe_stages}"
     if sum(numbers) != layers:
         yield f"{flag} totals {sum(numbers)} layers, and --num-layers is {layers}: make them equal"
     if 0 in numbers[1:-1]:
         yield f"{flag} leaves a middle stage empty: only the first and the last may have no transformer layers"
+
+
+_COUNTS = {1: "one", 2: "two", 3: "three"}
 
 
 def _method_problem(method: str) -> str | None:
@@ -181,7 +187,7 @@ def _method_problem(method: str) -> str | None:
 def embeddings_alone(run: RunConfig) -> Messages:
     numbers, parallel = partition.explicit(run.parallel.pipeline_partition), run.parallel
     alone = numbers is not None and len(numbers) > 1 and numbers[0] == 0
-    if not alone or parallel.uses_dualpipev or (run.zero.zero_stage == 0 and run.precision.dtype == "fp32"):
+    if not alone or parallel.chunks_per_stage > 1 or (run.zero.zero_stage == 0 and run.precision.dtype == "fp32"):
         return
     yield (
         f"--pipeline-partition {parallel.pipeline_partition} leaves the first stage with the embeddings only, which "
@@ -202,9 +208,9 @@ def stages_have_adapters(run: RunConfig) -> Messages:
     if any(stages_have_layers(run)) or any(partition_fits(run)):
         return
     if method not in ("parameters", "flops"):
-        layers = partition.layers_per_chunk(run)
-        # With DualPipeV a stage also has the chunk that is as far from the end.
-        if all(layers[n] or (parallel.uses_dualpipev and layers[-1 - n]) for n in range(parallel.pipe_stages)):
+        layers, schedule, stages = partition.layers_per_chunk(run), parallel.pipeline_schedule, parallel.pipe_stages
+        held = [chunks_of(schedule, stage, stages, parallel.chunks_per_stage) for stage in range(stages)]
+        if all(any(layers[chunk] for chunk in chunks) for chunks in held):
             return
     yield (
         f"--pipeline-partition {method} may leave a stage without a transformer layer, and so without an adapter of "
@@ -217,7 +223,40 @@ needs(
     "parallel.pipeline_partition",
     "parallel.repartition_from",
     "parallel.pipeline_schedule",
+    "parallel.num_layers_per_virtual_pipeline_stage",
+    "parallel.num_virtual_stages_per_pipeline_rank",
 )
+
+
+@rule(
+    "the interleaved schedule has a multiple of its stages as micro-batches",
+    why="Micro-batches pass through the model chunks of a stage in rounds of as many as there are stages.",
+)
+def micro_batches_in_rounds(run: RunConfig) -> Messages:
+    parallel, train = run.parallel, run.train
+    if parallel.pipeline_schedule != "interleaved" or not parallel.uses_pipeline:
+        return
+    sizes = [size for _, size in train.batch_steps] or [train.global_batch_size]
+    for size in sizes:
+        number = train.gradient_accumulation_steps * size // max(train.global_batch_size, 1)
+        if number % parallel.pipe_stages:
+            yield (
+                f"--pipeline-schedule interleaved with --pipe-parallel-size {parallel.pipe_stages} needs a multiple of "
+                f"{parallel.pipe_stages} micro-batches, and there are {number}: use --gas "
+                f"{nearest_multiples(number, parallel.pipe_stages)}"
+            )
+
+
+@rule(
+    "schedules that divide the backward pass exclude --compile",
+    why="The gradients of weights are put off by the linear layers, which the compiler does not look into.",
+)
+def divided_backward_without_compiler(run: RunConfig) -> Messages:
+    if run.model.compile and run.parallel.uses_pipeline and run.parallel.splits_backward:
+        yield (
+            f"--pipeline-schedule {run.parallel.pipeline_schedule} cannot be combined with --compile: remove one of "
+            "them, or use another schedule"
+        )
 
 
 @rule(

@@ -201,12 +201,12 @@ def instruction_hooks(engine: DeepSpeedEngine, hooks: Sequence[InstructionHook])
         replacement = {
             name: _with_hooks(ReduceGrads, getattr(type(engine), name), hooks).__get__(engine) for name in _REDUCTIONS
         }
-    with _replaced(engine, **replacement):
+    with replaced(engine, **replacement):
         yield
 
 
 @contextmanager
-def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """While inside, ``owner`` has these attributes in place of its own, or of its class's."""
     originals = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
@@ -224,7 +224,7 @@ def _with_hooks(kind: type[PipeInstruction], execute: Callable, hooks: Sequence[
     def execute_with_hooks(engine: DeepSpeedEngine, *optimizer: Any, **arguments: Any) -> None:
         phase = arguments.get("phase")
         counts[phase] += 1
-        number = counts[phase] if issubclass(kind, BufferOpInstruction) else None
+        number = arguments.get("micro_batch", counts[phase] if issubclass(kind, BufferOpInstruction) else None)
         with inside_hooks(hooks, Instruction(kind.__name__, number, phase)):
             execute(engine, *optimizer, **arguments)
 
@@ -272,7 +272,7 @@ def collectives_timed(now: Callable[[], float], record: Callable[[str, float, fl
 
     exchanges = {name: timed(collective, getattr(gloo, name)) for name, collective in gloo.TRACED.items()}
     collectives = {name: timed(name, getattr(dist, name)) for name in COLLECTIVES}
-    with _replaced(dist, **collectives), _replaced(gloo, **exchanges):
+    with replaced(dist, **collectives), replaced(gloo, **exchanges):
         yield
 
 
@@ -294,5 +294,5 @@ def optimizer_shards_not_saved(engine: DeepSpeedEngine) -> Iterator[None]:
     DeepSpeed: runtime/engine.py, ``save_checkpoint`` has no option for it.
     Test: tests/checkpoint/test_checkpoint_files.py (``--no-save-optim``). Remove when it has one.
     """
-    with _replaced(engine, save_zero_checkpoint=False):
+    with replaced(engine, save_zero_checkpoint=False):
         yield

@@ -4,6 +4,7 @@ t ranks of the group, i inputs, o outputs, r rows: all tokens of a rank, b x s
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from torch.nn import functional as F
 
+from megatron.parallel.tensor.deferred import open_products
 from megatron.parallel.tensor.mappings import all_gather, async_all_gather, async_all_reduce, async_reduce_scatter
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -44,7 +46,7 @@ def linear(
         if group is None:
             return F.linear(x, weight, bias)
         return _linear_operator(x, weight, bias, group.group_name, sequence_dim)
-    if group is not None or getattr(weight, "accumulates_in_place", False):
+    if group is not None or getattr(weight, "accumulates_in_place", False) or hasattr(weight, "deferred_products"):
         return _Linear.apply(x, weight, bias, group, sequence_dim)
     return F.linear(x, weight, bias)
 
@@ -97,6 +99,9 @@ def _backward(
     """
     grad_weight = gathered = summed = None
     rows = grad.flatten(0, -2)  # [r, o]
+    if x is not None and (deferred := open_products(weight)):
+        deferred.add(partial(_product, rows, x, weight, group, sequence_dim), weight)
+        x = None
     if x is not None and group is not None and sequence_dim is not None:
         gathered = async_all_gather(x, group, sequence_dim)
     if needed[0]:
@@ -114,6 +119,15 @@ def _async_sum(grad: Tensor, group: ProcessGroup | None, sequence_dim: int | Non
     if group is None:
         return lambda: grad
     return async_all_reduce(grad, group) if sequence_dim is None else async_reduce_scatter(grad, group, sequence_dim)
+
+
+def _product(
+    rows: Tensor, x: Tensor, weight: Tensor, group: ProcessGroup | None, sequence_dim: int | None
+) -> Tensor | None:
+    """The gradient of a weight by itself; with ``sequence_dim`` the shards of x are gathered for it."""
+    if group is not None and sequence_dim is not None:
+        x = all_gather(x, group, sequence_dim)
+    return _weight_gradient(rows, x.flatten(0, -2), weight)
 
 
 def _weight_gradient(rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:

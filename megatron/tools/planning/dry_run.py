@@ -16,6 +16,7 @@ from megatron.model.architectures import architecture_of
 from megatron.parallel.deepspeed_compat import deepspeed_silenced
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries, plan
+from megatron.parallel.pipeline.schedule import chunks_of
 from megatron.parallel.tensor.lora import train_adapters_only
 from megatron.tools.planning.explain import ranks_as_text
 from megatron.tools.planning.memory import Memory, activations, working
@@ -68,7 +69,8 @@ def fake_layout(parallel: ParallelConfig, rank: int) -> Iterator[ParallelLayout]
 def built_stage(run: RunConfig, layout: ParallelLayout) -> nn.ModuleDict:
     """The layers of a rank's stage that have parameters, on the meta device."""
     ends, stage = partition_boundaries(layers_per_chunk(run), run.model), layout.pipe_group.rank()
-    chunks = [stage, run.parallel.model_chunks - 1 - stage] if run.parallel.uses_dualpipev else [stage]
+    schedule, stages = run.parallel.pipeline_schedule, run.parallel.pipe_stages
+    chunks = chunks_of(schedule, stage, stages, run.parallel.chunks_per_stage)
     held = [number for chunk in chunks for number in range(ends[chunk], ends[chunk + 1])]
     tied, built = nn.ModuleDict(), nn.ModuleDict()
     with torch.device("meta"):

@@ -14,9 +14,10 @@ from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.command_line import read_architecture
 
-GRAMMAR = "tpA-ppB-dpC[-zeroZ][-sp][-ulyssesN][-dualpipev][-plain]"
-_SIZES = ("tp", "pp", "dp", "zero", "ulysses")
-_OPTIONS = ("sp", "dualpipev", "plain")
+GRAMMAR = "tpA-ppB-dpC[-zeroZ][-sp][-ulyssesN][-interleavedV|-zbh1|-zbv|-dualpipev][-plain]"
+_SIZES = ("tp", "pp", "dp", "zero", "ulysses", "interleaved")
+_SCHEDULES = ("zbh1", "zbv", "dualpipev")
+_OPTIONS = ("sp", *_SCHEDULES, "plain")
 _PART = re.compile(rf"(?:({'|'.join(_SIZES)})(\d+))|({'|'.join(_OPTIONS)})")
 
 
@@ -31,7 +32,10 @@ class Layout:
     sequence_parallel: bool = False
     ulysses: int = 1
     """DeepSpeed's own sequence parallelism."""
-    dualpipev: bool = False
+    schedule: str = "1f1b"
+    """Of the pipeline, by the choices of --pipeline-schedule."""
+    virtual_stages: int = 1
+    """Model chunks per stage of the interleaved schedule."""
 
     @property
     def name(self) -> str:
@@ -40,7 +44,8 @@ class Layout:
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += ["sp"] if self.sequence_parallel else []
         parts += [f"ulysses{self.ulysses}"] if self.ulysses > 1 else []
-        return "-".join(parts + (["dualpipev"] if self.dualpipev else []))
+        parts += [f"interleaved{self.virtual_stages}"] if self.schedule == "interleaved" else []
+        return "-".join(parts + ([self.schedule] if self.schedule in _SCHEDULES else []))
 
     @property
     def processes(self) -> int:
@@ -53,7 +58,9 @@ class Layout:
         words = f"--model-parallel-size {self.tensor} --pipe-parallel-size {self.pipe} --zero-stage {self.zero}".split()
         words += ["--sequence-parallel"] if self.sequence_parallel else []
         words += ["--ds-sequence-parallel-size", str(self.ulysses)] if self.ulysses > 1 else []
-        return words + (["--pipeline-schedule", "dualpipev"] if self.dualpipev else [])
+        words += ["--pipeline-schedule", self.schedule] if self.schedule != "1f1b" else []
+        virtual = ["--num-virtual-stages-per-pipeline-rank", str(self.virtual_stages)]
+        return words + (virtual if self.schedule == "interleaved" else [])
 
 
 ONE_PROCESS = Layout(1, 0, 1)
@@ -77,6 +84,9 @@ def parse_layout(name: str) -> Layout:
         raise ConfigError(f"layout {name}: sizes of TP, PP and DP are needed; write {GRAMMAR}")
     if "plain" in options and sizes["pp"] > 1:
         raise ConfigError(f"layout {name}: the plain engine has no stages; write pp0 or pp1 with plain")
+    schedules = [one for one in _SCHEDULES if one in options] + ["interleaved"] * ("interleaved" in sizes)
+    if len(schedules) > 1:
+        raise ConfigError(f"layout {name}: a pipeline has one schedule; write {GRAMMAR}")
     return Layout(
         tensor=sizes["tp"],
         pipe=0 if "plain" in options else sizes["pp"],
@@ -84,21 +94,23 @@ def parse_layout(name: str) -> Layout:
         zero=sizes.get("zero", 0),
         sequence_parallel="sp" in options,
         ulysses=sizes.get("ulysses", 1),
-        dualpipev="dualpipev" in options,
+        schedule=schedules[0] if schedules else "1f1b",
+        virtual_stages=sizes.get("interleaved", 1),
     )
 
 
 def grids(processes: int) -> Iterator[Layout]:
     """Every layout of so many processes: each grid, engine, ZeRO stage and option, legal or not."""
     sizes = [size for size in range(1, processes + 1) if processes % size == 0]
-    options = list(itertools.product(range(4), (False, True), (False, True)))
     for tensor, stages, ulysses in itertools.product(sizes, repeat=3):
         data, rest = divmod(processes, tensor * stages * ulysses)
         if rest:
             continue
         for pipe in (0, 1) if stages == 1 else (stages,):
-            for zero, sequence, dualpipev in options:
-                yield Layout(tensor, pipe, data, zero, sequence, ulysses, dualpipev)
+            schedules = ("1f1b", "interleaved", *_SCHEDULES) if pipe > 1 else ("1f1b", "dualpipev")
+            for zero, sequence, schedule in itertools.product(range(4), (False, True), schedules):
+                virtual = 2 if schedule == "interleaved" else 1
+                yield Layout(tensor, pipe, data, zero, sequence, ulysses, schedule, virtual)
 
 
 _LAYOUT_FIELDS = (
@@ -108,6 +120,8 @@ _LAYOUT_FIELDS = (
     "sequence_parallel",
     "ds_sequence_parallel_size",
     "pipeline_schedule",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
 )
 _TOOL_FIELDS = ("save", "load", "save_interval", "exit_interval", "finetune", "metrics_file", "local_rank")
 _REPLACED = ("attention_dropout", "hidden_dropout", "eval_iters", "log_interval", "global_batch_size")

@@ -26,7 +26,9 @@ SMALL_WORDS = SMALL.replace("--batch-size 2", "--batch-size 2 --global-batch-siz
         ("tp1-pp1-dp1", Layout(1, 1, 1)),
         ("tp2-pp0-dp2-zero3", Layout(2, 0, 2, zero=3)),
         ("tp2-pp1-dp2-zero3-plain", Layout(2, 0, 2, zero=3)),
-        ("tp4-pp2-dp1-zero1-sp-dualpipev", Layout(4, 2, 1, zero=1, sequence_parallel=True, dualpipev=True)),
+        ("tp4-pp2-dp1-zero1-sp-dualpipev", Layout(4, 2, 1, zero=1, sequence_parallel=True, schedule="dualpipev")),
+        ("tp1-pp2-dp1-interleaved3", Layout(1, 2, 1, schedule="interleaved", virtual_stages=3)),
+        ("tp1-pp4-dp2-zbh1", Layout(1, 4, 2, schedule="zbh1")),
         ("dp2-tp1-pp2", Layout(1, 2, 2)),
         ("tp1-pp0-dp2-zero1-ulysses2", Layout(1, 0, 2, zero=1, ulysses=2)),
     ],
@@ -44,6 +46,7 @@ def test_a_name_is_read(name: str, layout: Layout) -> None:
         ("tp2-pp2-dp2-zero", "'zero' is not part of a layout's name"),
         ("tp2-pp2-dp2-tp4", "'tp4' is not part of"),
         ("tp2-pp2-dp2-sp-sp", "'sp' is not part of"),
+        ("tp2-pp2-dp2-zbv-interleaved2", "a pipeline has one schedule"),
         ("tp2-pp2-dp2-plain", "the plain engine has no stages"),
     ],
 )
@@ -68,13 +71,14 @@ def test_every_legal_layout_of_two_processes() -> None:
     plain = {f"{grid}{zero}" for grid in ("tp1-pp0-dp2", "tp2-pp0-dp1") for zero in ("", "-zero1", "-zero2", "-zero3")}
     stages = {f"tp{t}-pp{p}-dp{d}{zero}" for t, p, d in [(1, 1, 2), (2, 1, 1), (1, 2, 1)] for zero in ("", "-zero1")}
     legal = {layout.name for layout in legal_layouts(request(), 2)}
-    assert {name for name in legal if not name.endswith(("sp", "ulysses2", "dualpipev"))} == plain | stages | {
+    schedules = ("interleaved2", "zbh1", "zbv", "dualpipev")
+    assert {name for name in legal if not name.endswith(("sp", "ulysses2", *schedules))} == plain | stages | {
         "tp1-pp0-dp1"
     }
     assert {f"{name}-sp" for name in plain | stages if "tp2" in name} == {
         name for name in legal if name.endswith("-sp")
     }
-    assert {f"{name}-dualpipev" for name in stages if "pp2" in name} <= legal
+    assert {f"{name}-{schedule}" for name in stages if "pp2" in name for schedule in schedules} <= legal
 
 
 def test_in_half_precision_every_layout_has_zero() -> None:

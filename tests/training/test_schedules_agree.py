@@ -1,0 +1,109 @@
+"""Every pipeline schedule gives the losses, gradient norms and weights of one process, and resumes from another one."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.programs import TINY_MODEL, Programs, read_metrics
+from support.ranks import RankPools
+from training.test_layouts_agree import compare_metrics, compare_weights
+
+ITERATIONS = 3
+SETTINGS = (
+    f"--num-layers 8 --train-iters {ITERATIONS} --global-batch-size 16 --attention-dropout 0 --hidden-dropout 0"
+    " --clip-grad 0.4 --eval-iters 1 --eval-interval 3 --eod-mask-loss --warmup 0 --batch-size 2"
+).split()
+DOCUMENTS = "--reset-attention-mask --reset-position-ids"
+TWO = {
+    "interleaved-zero1-recompute": (
+        "--num-layers-per-virtual-pipeline-stage 2 --zero-stage 1 --checkpoint-activations --checkpoint-num-layers 2"
+    ),
+    "documents-interleaved-uneven": f"--pipeline-schedule interleaved --pipeline-partition 0,2,1,2,2,1 {DOCUMENTS}",
+    "zbh1": "--pipeline-schedule zbh1 --pipeline-partition 5,3",
+    "zbh1-zero1-recompute-in-place": (
+        "--pipeline-schedule zbh1 --zero-stage 1 --checkpoint-activations --gradient-accumulation-fusion"
+    ),
+    "documents-zbv-zero1": f"--pipeline-schedule zbv --zero-stage 1 {DOCUMENTS}",
+    "zbv-recompute-uneven": "--pipeline-schedule zbv --pipeline-partition 3,2,3,0 --checkpoint-activations",
+}
+FOUR = {
+    "interleaved-pp4": "--pipe-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
+    "interleaved-tp2-sequence-zero1": (
+        "--pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel --zero-stage 1"
+        " --num-virtual-stages-per-pipeline-rank 3"
+    ),
+    "zbh1-pp4-zero1": "--pipe-parallel-size 4 --pipeline-schedule zbh1 --zero-stage 1",
+    "zbh1-tp2": "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-schedule zbh1",
+    "documents-zbv-tp2-sequence-recompute": (
+        "--pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel --pipeline-schedule zbv"
+        f" --checkpoint-activations {DOCUMENTS}"
+    ),
+    "zbv-dp2-zero1": "--pipe-parallel-size 2 --pipeline-schedule zbv --zero-stage 1",
+    "zbv-pp4": "--pipe-parallel-size 4 --pipeline-schedule zbv",
+}
+RESUMED = {
+    "zbv-to-interleaved": (TWO["documents-zbv-zero1"], TWO["documents-interleaved-uneven"]),
+    "interleaved-to-zbh1": (TWO["interleaved-zero1-recompute"], TWO["zbh1"]),
+}
+"""A run of two iterations, and the third on another schedule."""
+
+
+@pytest.fixture(scope="module")
+def runs(_rank_pools: RankPools, programs: Programs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A folder with the metrics and the checkpoint of each run; those of as many ranks follow in the same processes."""
+    words = [*(word for word in TINY_MODEL), *programs.data_arguments]
+    position = words.index("--num-layers")
+    del words[position : position + 2]
+    position = words.index("--warmup")
+    del words[position : position + 2]
+    folders: dict[str, Path] = {}
+
+    def command(name: str, flags: str) -> list[str]:
+        folders[name] = folder = tmp_path_factory.mktemp("schedule")
+        outputs = ["--metrics-file", str(folder / "metrics"), "--save", str(folder / "checkpoint")]
+        return [*words, *SETTINGS, *flags.split(), *outputs]
+
+    def train(ranks: int, flags_of: dict[str, str]) -> None:
+        _rank_pools.run_once(ranks, pretrain_each, [command(name, flags) for name, flags in flags_of.items()])
+
+    train(1, {"one": "", "documents": DOCUMENTS})
+    of_two = dict(TWO)
+    for name, (before, after) in RESUMED.items():
+        of_two[f"{name}-saved"] = f"{before} --exit-interval 2"
+        of_two[name] = f"{after} --load SAVED"
+    commands = [command(name, f"--pipe-parallel-size 2 {flags}") for name, flags in of_two.items()]
+    for name, line in zip(of_two, commands, strict=True):
+        if name in RESUMED:
+            line[line.index("SAVED")] = str(folders[f"{name}-saved"] / "checkpoint")
+    _rank_pools.run_once(2, pretrain_each, commands)
+    train(4, FOUR)
+    return folders
+
+
+def pretrain_each(commands: list[list[str]]) -> None:
+    """Train once for each command line."""
+    from support.training import pretrain
+
+    for words in commands:
+        code, output = pretrain(words)
+        assert code == 0, output
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_schedule_agrees_with_one_process(runs: dict[str, Path], run_ranks: Callable, name: str) -> None:
+    reference = runs["documents" if name.startswith("documents") else "one"]
+    expected, found = read_metrics(reference / "metrics"), read_metrics(runs[name] / "metrics")
+    assert len(found) == len(expected) == ITERATIONS + 2  # a validation and the test
+    compare_metrics(expected, found, name)
+    assert any(line.get("grad_norm", 0) > 0.4 for line in expected), "clipping had nothing to do"
+    (differences,) = run_ranks(1, compare_weights, str(reference / "checkpoint"), str(runs[name] / "checkpoint"))
+    assert not differences
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_schedule_resumes_from_another_one(runs: dict[str, Path], name: str) -> None:
+    reference = runs["documents" if RESUMED[name][0] == TWO["documents-zbv-zero1"] else "one"]
+    expected = [line for line in read_metrics(reference / "metrics") if line["iteration"] == ITERATIONS]
+    found = read_metrics(runs[name] / "metrics")
+    assert len(found) == len(expected) == 3
+    compare_metrics(expected, found, name)
