@@ -9,11 +9,11 @@ import hashlib
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_digest
 
@@ -23,12 +23,11 @@ from megatron.launch.files import file_mode, folder_mode, replace_file, sync_fol
 
 SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
 _BLOCK = 1 << 20
-_BLOCKS = 8
-"""Blocks of a new file in memory."""
+_MOST_QUEUED = 64
+"""Pieces of a new file, of at most a block each, that wait for its threads."""
 _READERS = min(4, len(os.sched_getaffinity(0)))
 """Threads that verify a file."""
-_Block = tuple[memoryview, tuple["Future[None]", ...]]
-"""Memory of a block, and the threads that still use its content."""
+Content = bytes | bytearray | memoryview
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -43,76 +42,92 @@ class Record(NamedTuple):
 
 
 class NewFile:
-    """A file to write from beginning to end, for ``torch.save``.
+    """A file to write from beginning to end.
 
-    Blocks are hashed and written by two threads while the next one is collected. Each is sent to disk immediately, so
+    One thread computes SHA-256, another one the other hashes, and it writes. Each block is sent to disk immediately, so
     that little is left to flush in the end.
     """
 
     def __init__(self, path: Path):
         self._file = open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, file_mode()), "wb")
-        self._sha256, self._xxh128, self._size = hashlib.sha256(), xxh3_128(), 0
+        self._sha256, self._xxh128, self._block, self._size = hashlib.sha256(), xxh3_128(), xxh3_128(), 0
         self._threads = ThreadPoolExecutor(1, "hash"), ThreadPoolExecutor(1, "write")
-        self._blocks = deque[_Block]((memoryview(bytearray(_BLOCK)), ()) for _ in range(_BLOCKS))
-        self._filled = 0
+        self._queued = deque[tuple[Future[Any], Future[Any]]]()
         self._error: OSError | None = None
 
-    def write(self, data: bytes | memoryview) -> int:
-        """Write all of ``data``. An OSError is raised by ``close()``: torch would raise its own instead."""
-        rest = memoryview(data)
-        while rest:
-            count = min(len(rest), _BLOCK - self._filled)
-            self._blocks[0][0][self._filled : self._filled + count] = rest[:count]
-            self._filled, rest = self._filled + count, rest[count:]
-            if self._filled == _BLOCK:
-                self._hand_over()
-        return len(data)
+    def write(self, data: Content | Callable[[], bytes], check: Callable[[memoryview], None] | None = None) -> None:
+        """Append ``data``, which must not change before ``close()``, or what a function returns then.
 
-    def _hand_over(self) -> None:
-        """Have the collected block hashed and written, and wait until the next one is free."""
-        block, _ = self._blocks.popleft()
-        content, self._filled = block[: self._filled], 0
+        A function is called when all data before has passed ``check``, which is called with each piece, in order. An
+        OSError is raised by ``close()``.
+        """
         hashing, writing = self._threads
-        users = hashing.submit(self._sha256.update, content), writing.submit(self._store, content)
-        self._blocks.append((block, users))
-        _wait(self._blocks[0])
+        for piece in [data] if callable(data) else _pieces(memoryview(data).cast("B")):
+            stored = writing.submit(self._store, piece, check)
+            self._queued.append((stored, hashing.submit(self._hash, stored if callable(piece) else piece)))
+            if len(self._queued) > _MOST_QUEUED:
+                _wait(self._queued.popleft())
 
-    def _store(self, block: memoryview) -> None:
-        self._xxh128.update(xxh3_128_digest(block))
-        self._size += len(block)
+    def _hash(self, piece: "memoryview | Future[bytes]") -> None:
+        self._sha256.update(piece.result() if isinstance(piece, Future) else piece)
+
+    def _store(self, data: memoryview | Callable[[], bytes], check: Callable[[memoryview], None] | None) -> bytes:
+        """Hash and write a piece. Returns what a function returned."""
+        made = data() if callable(data) else b""
+        rest = memoryview(made) if callable(data) else data
+        if check is not None:
+            check(rest)
+        while rest:
+            room = _BLOCK - self._size % _BLOCK
+            piece, rest = rest[:room], rest[room:]
+            self._block.update(piece)
+            self._size += len(piece)
+            self._append(piece)
+            if self._size % _BLOCK == 0:
+                self._end_block(_BLOCK)
+        return made
+
+    def _append(self, piece: memoryview) -> None:
         if self._error is None:
             try:
-                self._file.write(block)
-                # Starts to write the block to disk, in the background; what is not there yet stays in memory.
-                os.posix_fadvise(self._file.fileno(), self._size - len(block), len(block), os.POSIX_FADV_DONTNEED)
+                self._file.write(piece)
             except OSError as error:
                 self._error = error
 
-    def flush(self) -> None:
-        """Do nothing: ``close()`` flushes."""
+    def _end_block(self, size: int) -> None:
+        self._xxh128.update(self._block.digest())
+        self._block.reset()
+        with suppress(OSError):
+            # Starts to write the block to disk, in the background; what is not there yet stays in memory.
+            os.posix_fadvise(self._file.fileno(), self._size - size, size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> Record:
         """Flush everything to disk. Raises OSError if any of it could not be written."""
         try:
-            if self._filled:
-                self._hand_over()
-            for block in self._blocks:
-                _wait(block)
+            for pair in self._queued:
+                _wait(pair)
+            if rest := self._size % _BLOCK:
+                self._end_block(rest)
             if self._error is not None:
                 raise self._error
             self._file.flush()
             os.fsync(self._file.fileno())
         finally:
             for thread in self._threads:
-                thread.shutdown()
+                thread.shutdown(cancel_futures=True)
             with suppress(OSError):  # if the buffer cannot be written, closing tries again
                 self._file.close()
         return Record(self._size, self._sha256.hexdigest(), self._xxh128.hexdigest())
 
 
-def _wait(block: _Block) -> None:
-    for user in block[1]:
-        user.result()
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    for begin in range(0, len(data), _BLOCK):
+        yield data[begin : begin + _BLOCK]
+
+
+def _wait(pair: "tuple[Future[Any], Future[Any]]") -> None:
+    for future in pair:
+        future.result()
 
 
 def write_text(path: Path, text: str) -> Record:

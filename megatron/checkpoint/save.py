@@ -36,7 +36,7 @@ from megatron.checkpoint.tensor_files import read_file, write_file
 from megatron.checkpoint.universal import conversion_info
 from megatron.config import RunConfig
 from megatron.config.command_line.settings_file import KEPT, settings_text
-from megatron.config.errors import UserError
+from megatron.config.errors import CheckpointError, UserError, first_line
 from megatron.model.spec import architecture_of
 from megatron.parallel.deepspeed_compat.engine import optimizer_shards_not_saved, use_checkpoint_engine
 
@@ -273,7 +273,21 @@ class Checkpointer:
     def _commit(self, save: _Save) -> None:
         """Wait for the writers of all ranks, and make what they wrote the newest checkpoint."""
         folder, tag, what = self._folder, tracker.tag_name(save.iteration), _name(save.iteration)
-        manifests = on_all_ranks(disk_errors(folder, what, save.size)(save.written.result))
+
+        @disk_errors(folder, what, save.size)
+        def written() -> Manifest:
+            try:
+                return save.written.result()
+            except (OSError, UserError):
+                raise
+            except Exception as error:
+                cause = f"{type(error).__name__}: {first_line(error)}"
+                raise CheckpointError(
+                    f"--save {folder}: {what} cannot be written: rank {dist.get_rank()} ended with {cause}; "
+                    "earlier checkpoints are not affected"
+                ) from error
+
+        manifests = on_all_ranks(written)
 
         @disk_errors(folder, what, save.size)
         def commit() -> None:

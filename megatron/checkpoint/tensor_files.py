@@ -1,8 +1,9 @@
 """Files of tensors, read without letting them run code."""
 
+import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
+from torch.serialization import _get_storage_alignment, _save
 
 from megatron.checkpoint.file_structure import structure_problem
 from megatron.checkpoint.files import NewFile, Record
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
 from megatron.checkpoint.safetensors_files import broken, read_entries
+from megatron.checkpoint.tensor_archive import TensorArchive
 from megatron.config.errors import CheckpointError, first_line
 
 _ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
@@ -26,7 +29,14 @@ _ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 def write_file(path: Path, content: Any) -> Record:
     """Write ``content`` to a new file, and flush it to disk. Raises OSError if it cannot be written."""
     file = NewFile(path)
-    torch.save(content, file)  # type: ignore[arg-type]  # which calls write() and flush() alone
+    try:
+        archive = TensorArchive(file, _get_storage_alignment())
+        _save(content, archive, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+        archive.finish()
+    except BaseException:
+        with suppress(Exception):
+            file.close()
+        raise
     return file.close()
 
 

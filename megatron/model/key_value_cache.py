@@ -81,6 +81,10 @@ class KeyValueCache:
             self._storage[:, :, to, :, used] = self._storage[:, :, row, :, used]
         self._layers = self._of_layers()
 
+    def clear(self, rows: Sequence[int]) -> None:
+        """Make the memory of these sequences 0, as it was at first; they are removed next."""
+        self._storage[:, :, list(rows)] = 0
+
     def join(self, other: "KeyValueCache") -> None:
         """Append the sequences of ``other``."""
         mine, all_rows = len(self._lengths), len(self._lengths) + len(other._lengths)

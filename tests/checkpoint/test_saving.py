@@ -1,8 +1,11 @@
 """Saving in the foreground and in the background, and saves that fail."""
 
+import io
 import resource
+import struct
 import subprocess
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.programs import TINY_MODEL, Finished, Programs, read_metrics
-from support.training import RankTraining
+from support.training import RankTraining, pretrain
 
 from megatron.checkpoint.save import EngineFiles, bytes_of, in_host_memory
+from megatron.checkpoint.tensor_archive import ZipRecord
+from megatron.checkpoint.tensor_files import write_file
 from megatron.config.command_line import parse_run
 
 SETTINGS = "--batch-size 2 --gas 2 --eval-iters 0 --save-interval 1".split()
@@ -155,6 +160,60 @@ def test_copies_use_the_memory_of_earlier_ones() -> None:
     copy = in_host_memory(state, used)
     assert all(torch.equal(copy[name], tensor) for name, tensor in state.items())
     assert copy["same"] is used[0] and not any(tensor.any() for tensor in used[1:])
+
+
+def test_files_are_those_of_torch(tmp_path: Path) -> None:
+    """Byte for byte, but for a number that identifies the content; and another program can unzip them."""
+    storage = torch.arange(600_000.0)
+    content = {"part": storage[5:9], "whole": storage, "none": torch.zeros(0), "half": torch.ones(3, 5).bfloat16().t()}
+    content |= {"shape": torch.Size([2, 3]), "more": [torch.full((n,), n) for n in range(70)], "text": "ü"}
+    record = write_file(tmp_path / "ours.pt", content)
+    torch.save(content, buffer := io.BytesIO())
+    ours, theirs = (tmp_path / "ours.pt").read_bytes(), buffer.getvalue()
+    (identity,) = {name for name in zipfile.ZipFile(buffer).namelist() if name.endswith("serialization_id")}
+    header = theirs.index(identity.encode()) - 30
+    directory = theirs.index(b"PK\1\2", header)
+    assert len(ours) == len(theirs) == record.size and ours[:header] == theirs[:header]
+    last = theirs.rindex(b"PK\1\2") + 16  # its CRC-32 in the directory
+    assert ours[directory:last] == theirs[directory:last] and ours[last + 4 :] == theirs[last + 4 :]
+    assert zipfile.ZipFile(tmp_path / "ours.pt").testzip() is None
+    loaded = torch.load(tmp_path / "ours.pt", weights_only=True, mmap=True)
+    assert loaded["part"].untyped_storage().nbytes() == 2_400_000 and loaded["half"].stride() == (1, 5)
+    assert all(
+        torch.equal(loaded[name], tensor) for name, tensor in content.items() if isinstance(tensor, torch.Tensor)
+    )
+
+
+@pytest.mark.parametrize(("size", "offset"), [(5, 6 << 30), (6 << 30, 5), (6 << 30, 6 << 30)])
+def test_records_beyond_4_gib_are_zip64(size: int, offset: int) -> None:
+    """As Python's zip files read them."""
+    record = ZipRecord(b"archive/data/0", size, offset, 7)
+    assert (offset + len(record.header(64))) % 64 == 0
+    entries = record.entry()
+    end = struct.pack("<4sHHHHIIH", b"PK\5\6", 0, 0, 1, 1, len(entries), 0, 0)
+    (info,) = zipfile.ZipFile(io.BytesIO(entries + end)).infolist()
+    assert (info.filename, info.file_size, info.compress_size, info.CRC) == ("archive/data/0", size, size, 7)
+    assert info.header_offset == offset and len(record.descriptor()) == record.descriptor_size == 24
+
+
+def with_a_writer_that_fails(words: list[str]) -> str:
+    """The error that ends a run whose files cannot be written for a reason that is not the disk's."""
+    from megatron.checkpoint import save
+    from megatron.config.errors import CheckpointError
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
+        patch.setattr(save, "write_file", lambda path, state: 1 // 0)
+        pretrain(words)
+    return str(caught.value)
+
+
+def test_an_error_of_the_writer_names_rank_and_cause(run_ranks, programs: Programs, tmp_path: Path) -> None:
+    words = [*TINY_MODEL, *programs.data_arguments, *SETTINGS, "--train-iters", "1", "--save", str(tmp_path)]
+    (message,) = run_ranks(1, with_a_writer_that_fails, words)
+    assert message == (
+        f"--save {tmp_path}: the checkpoint of iteration 1 cannot be written: rank 0 ended with ZeroDivisionError: "
+        "integer division or modulo by zero; earlier checkpoints are not affected"
+    )
 
 
 def test_what_deepspeed_keeps_does_not_depend_on_the_file(tmp_path: Path) -> None:

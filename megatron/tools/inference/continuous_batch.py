@@ -1,15 +1,17 @@
 """Continuous batching: completions of several requests, computed together, that join and leave between tokens."""
 
 from collections.abc import Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from megatron.tokenizer import Tokenizer
 from megatron.tools.inference.decoding import Sampling, choose, sample_generator
 from megatron.tools.inference.detokenizer import Detokenizer
-from megatron.tools.inference.model import DecodingBatch, LanguageModel
+from megatron.tools.inference.model import NOT_FINITE, DecodingBatch, LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.inference.text_to_text import continues, decoding_batch, new_tokens_after
 
@@ -26,7 +28,22 @@ class Piece(NamedTuple):
     text: str
     """Whole characters; empty if the token is half of one, or may be the beginning of a stop string."""
     finish_reason: str | None = None
-    """In the last piece of a completion: ``stop`` (end of document or stop string) or ``length`` (token limit)."""
+    """In the last piece of a completion: ``stop`` (end of document or stop string), ``length`` (token limit), or
+    ``error`` if its logits are not finite."""
+
+
+class Joining(NamedTuple):
+    """Completions that join a batch: ``samples`` of each prompt.
+
+    A completion depends on the seed, the prompt and its index alone, counted from ``first_sample``.
+    """
+
+    request: Hashable
+    prompts: Sequence[Sequence[int]]
+    sampling: Sampling
+    limits: StoppingCriteria
+    samples: int = 1
+    first_sample: int = 0
 
 
 @dataclass
@@ -55,6 +72,10 @@ class Writer:
         reason = "stop" if self.text.stopped else None if self.tokens_left else "length"
         return Piece(self.prompt, self.sample, token, text, reason)
 
+    def fail(self) -> Piece:
+        """End without a token."""
+        return Piece(self.prompt, self.sample, None, "", "error")
+
 
 class ContinuousBatch:
     """Completions in progress. Requests ``join`` and ``leave`` at any time; ``choose`` and ``advance`` take turns.
@@ -68,6 +89,7 @@ class ContinuousBatch:
         self._model, self._tokenizer, self._use_cache = model, tokenizer, use_cache
         self._groups: list[_Group] = []
         """The first holds everything that can be cached; others are computed by themselves."""
+        self._threads = ThreadPoolExecutor(torch.get_num_threads(), "choose")
 
     def __len__(self) -> int:
         """Number of completions in progress."""
@@ -77,46 +99,41 @@ class ContinuousBatch:
         """Whether completions of a request are in progress."""
         return any(writer.request == request for group in self._groups for writer in group.writers)
 
-    def join(
-        self,
-        request: Hashable,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        limits: StoppingCriteria,
-        *,
-        samples: int = 1,
-        first_sample: int = 0,
-    ) -> None:
-        """Add ``samples`` completions of each prompt. Computes the prompts, not the completions that are in progress.
+    def join(self, *joining: Joining) -> None:
+        """Add completions, of one context length. Computes the prompts together, and no completion in progress.
 
-        A completion depends on the seed, the prompt and its index alone, counted from ``first_sample``.
         Raises ConfigError for a prompt that is empty or too long.
         """
-        new_tokens = [new_tokens_after(self._model, prompt, limits) for prompt in prompts]
-        writers = [
-            Writer(
-                number,
-                sample,
-                new_tokens[number],
-                Detokenizer(self._tokenizer, prompt if continues(self._model) else (), limits.stop),
-                request,
-                sampling,
-                sample_generator(sampling.seed, prompt, first_sample + sample),
-            )
-            for number, prompt in enumerate(prompts)
-            for sample in range(samples)
-        ]
-        batch = decoding_batch(
-            self._model, prompts, context=limits.context, new_tokens=max(new_tokens), use_cache=self._use_cache
-        )
-        if samples > 1:
-            batch.select([writer.prompt for writer in writers])
+        writers, prompts, rows, most = list[Writer](), list[Sequence[int]](), list[int](), 0
+        for each in joining:
+            new_tokens = [new_tokens_after(self._model, prompt, each.limits) for prompt in each.prompts]
+            for number, prompt in enumerate(each.prompts):
+                writers += [self._writer(each, number, sample, new_tokens[number]) for sample in range(each.samples)]
+                rows += [len(prompts)] * each.samples
+                prompts.append(prompt)
+            most = max(most, *new_tokens)
+        context = joining[0].limits.context
+        batch = decoding_batch(self._model, prompts, context=context, new_tokens=most, use_cache=self._use_cache)
+        if len(rows) > len(prompts):
+            batch.select(rows)
         group = next((group for group in self._groups if group.batch.can_join(batch)), None)
         if group is None:
-            self._groups.append(_Group(batch, writers))
+            self._groups.append(_Group(batch, writers, self._threads))
         else:
             group.batch.join(batch)
             group.writers += writers
+
+    def _writer(self, joining: Joining, number: int, sample: int, new_tokens: int) -> Writer:
+        prompt, sampling = joining.prompts[number], joining.sampling
+        return Writer(
+            number,
+            sample,
+            new_tokens,
+            Detokenizer(self._tokenizer, prompt if continues(self._model) else (), joining.limits.stop),
+            joining.request,
+            sampling,
+            sample_generator(sampling.seed, prompt, joining.first_sample + sample),
+        )
 
     def leave(self, request: Hashable) -> None:
         """Remove the completions of a request that is not finished."""
@@ -143,13 +160,20 @@ class _Group:
     batch: DecodingBatch
     writers: list[Writer]
     """One for each row."""
+    threads: ThreadPoolExecutor
+    """For choosing the tokens of several rows at a time."""
     chosen: list[int] = field(default_factory=list)
     """The tokens of the rows that are not computed yet."""
 
     def choose(self, eod: int) -> list[tuple[Hashable, Piece]]:
         self.chosen = self._tokens()
-        pieces = [writer.take(token, eod) for writer, token in zip(self.writers, self.chosen, strict=True)]
+        pieces = [
+            writer.fail() if token == NOT_FINITE else writer.take(token, eod)
+            for writer, token in zip(self.writers, self.chosen, strict=True)
+        ]
         found = [(writer.request, piece) for writer, piece in zip(self.writers, pieces, strict=True)]
+        if failed := [row for row, token in enumerate(self.chosen) if token == NOT_FINITE]:
+            self.batch.clear(failed)
         self.keep([row for row, piece in enumerate(pieces) if piece.finish_reason is None])
         return found
 
@@ -171,15 +195,24 @@ class _Group:
             self.batch.select(order)
 
     def _tokens(self) -> list[int]:
-        """The next token of each row. Logits are gathered only if a row needs more than the most likely token."""
+        """The next token of each row; NOT_FINITE if its logits are not, as far as that is known.
+
+        Logits are gathered only if a row needs more than the most likely token.
+        """
         needs_logits = [not writer.sampling.is_argmax for writer in self.writers]
         logits = self.batch.logits if any(needs_logits) else None
-        best = self.batch.most_likely() if not all(needs_logits) else [0] * len(self.writers)
+        best = self.batch.most_likely() if not all(needs_logits) else []
         if logits is None:
             return best
-        return [
-            choose(logits[row], writer.sampling, writer.generator, self.batch.sequences[row])
-            if needs_logits[row]
-            else best[row]
-            for row, writer in enumerate(self.writers)
-        ]
+        rows = [row for row, needed in enumerate(needs_logits) if needed]
+        # Most of the time is for drawing a random number for each token of the vocabulary.
+        mapped = self.threads.map if len(rows) > 1 else map
+        chosen = dict(zip(rows, mapped(self._chosen, logits[rows], rows), strict=True))
+        return [chosen[row] if row in chosen else best[row] for row in range(len(self.writers))]
+
+    def _chosen(self, logits: Tensor, row: int) -> int:
+        writer = self.writers[row]
+        try:
+            return choose(logits, writer.sampling, writer.generator, self.batch.sequences[row])
+        except FloatingPointError:
+            return NOT_FINITE

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,11 +45,18 @@ def sample_generator(seed: int, prompt: Sequence[int], sample: int) -> torch.Gen
 
 
 def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Sequence[int] = ()) -> int:
-    """Choose a token by logits [v] on the CPU, which are not modified, for a sequence that has the tokens ``seen``."""
+    """Choose a token by logits [v] on the CPU, which are not modified, for a sequence that has the tokens ``seen``.
+
+    Raises FloatingPointError if the logits are not finite.
+    """
     logits = penalized(logits, seen, sampling.repetition_penalty)
     if sampling.greedy:
-        return int(logits.numpy().argmax())  # several times as fast as torch's
-    logits = logits / max(sampling.temperature, _LEAST_TEMPERATURE)
+        best = int(logits.numpy().argmax())  # several times as fast as torch's; the first NaN, if there is one
+        if not logits[best].isfinite():
+            raise FloatingPointError("the model's logits are not finite")
+        return best
+    # By numpy, in this thread: for many tokens torch would start others, and several rows are chosen at a time already.
+    logits = torch.from_numpy(logits.numpy() / np.float32(max(sampling.temperature, _LEAST_TEMPERATURE)))
     if not 0 < sampling.top_k < logits.numel():
         return _draw(_nucleus(logits.softmax(-1), sampling.top_p), generator)
     # In the order of the vocabulary, so that rounding errors do not give random numbers to other tokens.
@@ -80,8 +88,9 @@ def _draw(probabilities: Tensor, generator: torch.Generator) -> int:
     """
     if not probabilities.sum().isfinite():
         raise FloatingPointError("the model's logits are not finite")
-    uniform = torch.rand(len(probabilities), generator=generator, dtype=torch.float64)
-    return int(uniform.log_().div_(probabilities).numpy().argmax())
+    uniform = torch.rand(len(probabilities), generator=generator, dtype=torch.float64).numpy()
+    with np.errstate(divide="ignore"):
+        return int(np.divide(np.log(uniform, out=uniform), probabilities.numpy(), out=uniform).argmax())
 
 
 def penalized(scores: Tensor, seen: Sequence[int], penalty: float) -> Tensor:

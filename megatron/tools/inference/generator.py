@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from megatron.config.errors import NumericsError
 from megatron.tokenizer import Tokenizer
-from megatron.tools.inference.continuous_batch import ContinuousBatch, Piece, Writer
+from megatron.tools.inference.continuous_batch import ContinuousBatch, Joining, Piece, Writer
 from megatron.tools.inference.decoding import BeamSearch, Sampling, search_beams
 from megatron.tools.inference.detokenizer import Detokenizer
 from megatron.tools.inference.model import LanguageModel
@@ -59,7 +60,7 @@ class TextGenerator:
         counted from ``first_sample``.
         """
         batch = self.batch()
-        batch.join(None, prompts, sampling, limits, samples=samples, first_sample=first_sample)
+        batch.join(Joining(None, prompts, sampling, limits, samples, first_sample))
         return _pieces(batch)
 
     def complete(
@@ -101,7 +102,10 @@ class TextGenerator:
 
 
 def _pieces(batch: ContinuousBatch) -> Iterator[Piece]:
-    """All that is left of the completions of ``batch``, step by step."""
+    """All that is left of the completions of ``batch``, step by step. Raises NumericsError if logits are not finite."""
     while batch:
-        yield from (piece for _, piece in batch.choose())
+        pieces = [piece for _, piece in batch.choose()]
+        if any(piece.finish_reason == "error" for piece in pieces):
+            raise NumericsError("the model's logits are not finite: check its weights, or use another --dtype")
+        yield from pieces
         batch.advance()

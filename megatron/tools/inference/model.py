@@ -4,6 +4,7 @@ source = open_source(path)                             # without torch, see sour
 with opened_model(source, ranks, "bf16") as model:     # this rank's shard, in eval mode, on its device
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ Module = TypeVar("Module", bound=nn.Module)
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _PACKED_ROWS = 8
 """Rows for which the weight of the head is packed; any number may be multiplied with it."""
+NOT_FINITE = -1
+"""Instead of the most likely token."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -159,13 +162,20 @@ class DecodingBatch:
         return self._logits
 
     def most_likely(self) -> list[int]:
-        """The most likely next token of each sequence; ranks that have no logits yet exchange no more than this."""
+        """The most likely next token of each sequence; ranks that have no logits yet exchange no more than this.
+
+        On one process NOT_FINITE if a sequence's logits are not.
+        """
         vocab_size = self._model.config.vocab_size
-        if self._logits is None and self._model.tensor_group.size() == 1 and self._sharded.device.type != "cpu":
-            return self._sharded[:, :vocab_size].argmax(-1).tolist()
-        if self._logits is not None or self._model.tensor_group.size() == 1:
-            return self.logits.numpy().argmax(-1).tolist()  # several times as fast as torch's
-        return vocab_parallel_argmax(self._sharded, self._model.tensor_group, vocab_size).tolist()
+        if self._logits is None and self._model.tensor_group.size() > 1:
+            return vocab_parallel_argmax(self._sharded, self._model.tensor_group, vocab_size).tolist()
+        if self._logits is None and self._sharded.device.type != "cpu":
+            logits = self._sharded[:, :vocab_size]
+            best, tokens = (found.tolist() for found in logits.max(-1))
+        else:
+            tokens = self.logits.numpy().argmax(-1).tolist()  # several times as fast as torch's
+            best = [row[token] for row, token in zip(self.logits.numpy(), tokens, strict=True)]
+        return [token if math.isfinite(value) else NOT_FINITE for token, value in zip(tokens, best, strict=True)]
 
     def append(self, tokens: Sequence[int]) -> None:
         """Append a token to each sequence."""
@@ -183,6 +193,11 @@ class DecodingBatch:
         if self._cache is not None:
             self._cache.select(rows)
 
+    def clear(self, rows: Sequence[int]) -> None:
+        """Forget what is cached of these sequences, whose places others may take: what is not finite would spread."""
+        if self._cache is not None:
+            self._cache.clear(rows)
+
     def can_join(self, other: "DecodingBatch") -> bool:
         """Whether ``other`` can join: both cache keys and values, up to the same context."""
         return self._cache is not None and other._cache is not None and self._context == other._context
@@ -198,11 +213,8 @@ class DecodingBatch:
         return max(map(len, self.sequences))
 
     def _can_cache(self) -> bool:
-        """Whether all sequences fit the context, and no document ends in them at which the model resets."""
-        config = self._model.config
-        returns_segment_ids = config.reset_attention_mask or config.reset_position_ids
-        ends = returns_segment_ids and any(config.eod_token in sequence for sequence in self.sequences)
-        return not ends and self._longest() <= self._context
+        """Whether all sequences fit the context, and none is reset within."""
+        return self._longest() <= self._context and not is_reset_within(self._model.config, self.sequences)
 
     def _empty_cache(self, new_tokens: int) -> KeyValueCache:
         model = self._model
@@ -235,6 +247,12 @@ class DecodingBatch:
         longest = max(map(len, sequences))
         rows = [[*sequence, *[0] * (longest - len(sequence))] for sequence in sequences]
         return torch.tensor(rows, device=self._model.device)
+
+
+def is_reset_within(config: ModelConfig, sequences: Sequence[Sequence[int]]) -> bool:
+    """Whether a document ends in a sequence at which the model resets attention or positions: it cannot be cached."""
+    resets = config.reset_attention_mask or config.reset_position_ids
+    return resets and any(config.eod_token in sequence for sequence in sequences)
 
 
 def last_hidden(

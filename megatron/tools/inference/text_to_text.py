@@ -36,7 +36,7 @@ class TextToTextBatch(DecodingBatch):
         assert isinstance(embedding, T5Embedding)
         self._embedding = embedding
         self.sequences = [[model.config.decoder_start_token] for _ in texts]
-        self._kept = DecoderCache() if use_cache else None
+        self._kept, self._cache = DecoderCache() if use_cache else None, None
         self._output, self._segment_ids = self._encode([self._ended(text) for text in texts])
         self._sharded, self._logits = self._next(), None
 

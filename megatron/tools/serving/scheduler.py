@@ -4,7 +4,7 @@ import pickle
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from queue import Empty
@@ -15,9 +15,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import ProcessGroup
 
-from megatron.tools.inference.continuous_batch import Piece
+from megatron.tools.inference.continuous_batch import Joining, Piece
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
+from megatron.tools.inference.model import is_reset_within
 from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.serving.request import CompletionRequest, RequestError
 from megatron.tools.serving.request_queue import Job, RequestQueue, put_all
@@ -39,12 +40,21 @@ class RequestBatch:
         """Whether completions of this request are in progress."""
         return self._batch.has(number)
 
-    def has_room(self, request: CompletionRequest) -> bool:
-        """Whether the request may join."""
-        return not self or len(self) + len(request.prompts) * request.n <= self._most
+    def has_room(self, *requests: CompletionRequest) -> bool:
+        """Whether the requests may join, all of them together; those in progress wait while prompts are computed."""
+        prompts = [prompt for request in requests for prompt in request.prompts]
+        if len(requests) > 1:
+            if sum(map(len, prompts)) > _MOST_PROMPT_TOKENS or is_reset_within(self._generator.model.config, prompts):
+                return False
+        elif not self:
+            return True
+        return len(self) + sum(len(request.prompts) * request.n for request in requests) <= self._most
 
-    def join(self, number: int, request: CompletionRequest) -> None:
-        """Add the completions of a request, under a number of its own. Computes its prompts."""
+    def join(self, requests: Mapping[int, CompletionRequest]) -> None:
+        """Add the completions of requests, each under a number of its own. Computes their prompts together."""
+        self._batch.join(*(self._joining(number, request) for number, request in requests.items()))
+
+    def _joining(self, number: int, request: CompletionRequest) -> Joining:
         sampling = Sampling(
             greedy=request.temperature == 0,
             temperature=request.temperature,
@@ -55,7 +65,7 @@ class RequestBatch:
         )
         context = self._generator.model.config.max_position_embeddings
         limits = StoppingCriteria(context, new_tokens=request.max_tokens, stop=request.stop)
-        self._batch.join(number, request.prompts, sampling, limits, samples=request.n)
+        return Joining(number, request.prompts, sampling, limits, samples=request.n)
 
     def leave(self, number: int) -> None:
         """Remove the completions of a request."""
@@ -99,23 +109,26 @@ class RankBroadcast:
 
 
 class Change(NamedTuple):
-    """What all ranks do before the next step: requests leave, then one joins."""
+    """What all ranks do before the next step: requests leave, then others join."""
 
     leaving: tuple[int, ...] = ()
-    joining: tuple[int, CompletionRequest] | None = None
+    joining: Mapping[int, CompletionRequest] | None = None
     is_end: bool = False
     """Whether the server ends."""
 
 
 _HEARTBEAT_SECONDS = 60.0
+_MOST_PROMPT_TOKENS = 512
+"""In the prompts of requests that join together, unless a single one has more."""
 _ERROR = "the server failed on this request: see its log"
+_NOT_FINITE = "the model's logits are not finite for this request: check its weights, or use another --dtype"
 
 
 def run_driver(queue: RequestQueue, batch: RequestBatch, ranks: RankBroadcast) -> None:
     """Answer the requests in ``queue`` on the first rank until it ends.
 
-    An error fails the request that joins, or all in progress. With several ranks it is raised, since they may be out
-    of step.
+    An error fails the request that joins, or all in progress; logits that are not finite fail their request alone. With
+    several ranks an error is raised, since they may be out of step.
     """
     _Driver(queue, batch, ranks).run()
 
@@ -126,7 +139,7 @@ def run_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
         for number in change.leaving:
             batch.leave(number)
         if change.joining:
-            batch.join(*change.joining)
+            batch.join(change.joining)
         if batch:
             batch.choose()
             batch.advance()
@@ -135,7 +148,7 @@ def run_worker(batch: RequestBatch, ranks: RankBroadcast) -> None:
 class _Driver:
     """The scheduler: requests join and leave the batch between two tokens, in order of arrival.
 
-    At most one joins at a time, so that the others wait for one prompt only.
+    Those that wait with short prompts join together; the others wait for these, or for one long prompt, only.
     """
 
     def __init__(self, queue: RequestQueue, batch: RequestBatch, ranks: RankBroadcast) -> None:
@@ -151,13 +164,10 @@ class _Driver:
             for number in leaving:
                 self._batch.leave(number)
                 del self._running[number]
-            job = self._next()
-            joining = None if job is None else (next(self._numbers), job.request)
-            self._ranks.share(Change(leaving, joining) if leaving or joining else None)
-            if job is not None and joining is not None:
-                with self._failing({joining[0]: job}):
-                    self._batch.join(*joining)
-                    self._running[joining[0]] = job
+            joining = {next(self._numbers): job for job in self._next()}
+            requests = {number: job.request for number, job in joining.items()}
+            self._ranks.share(Change(leaving, requests or None) if leaving or joining else None)
+            self._join(joining)
             self._queue.running = len(self._running)
             if self._batch:
                 with self._failing(self._running):
@@ -177,17 +187,38 @@ class _Driver:
             self._waiting.append(job)
             is_idle = False
 
-    def _next(self) -> Job | None:
-        """The request that joins, if there is one and it has room. Those that are given up are forgotten."""
+    def _next(self) -> list[Job]:
+        """The requests that join, as far as there is room. Those that are given up are forgotten."""
         self._waiting = deque(job for job in self._waiting if job.is_wanted)
-        if self._waiting and self._batch.has_room(self._waiting[0].request):
-            return self._waiting.popleft()
-        return None
+        joining: list[Job] = []
+        while self._waiting and self._batch.has_room(*(job.request for job in (*joining, self._waiting[0]))):
+            joining.append(self._waiting.popleft())
+        return joining
+
+    def _join(self, joining: dict[int, Job]) -> None:
+        """If it fails for several requests, each joins by itself."""
+        requests = {number: job.request for number, job in joining.items()}
+        if len(joining) > 1 and not self._ranks.has_workers:
+            try:
+                self._batch.join(requests)
+                self._running |= joining
+            except Exception:
+                for number, job in joining.items():
+                    self._join({number: job})
+        elif joining:
+            with self._failing(joining):
+                self._batch.join(requests)
+                self._running |= joining
 
     def _step(self) -> None:
         chosen = self._batch.choose()
         for number, piece in chosen:
-            self._running[number].held.append(piece)
+            job = self._running[number]
+            if piece.finish_reason != "error":
+                job.held.append(piece)
+            elif job.is_wanted:
+                job.is_wanted = False
+                job.put(RequestError(_NOT_FINITE, status=500))
         done = [number for number in self._running if not self._batch.has(number)]
         released = [(job, job.released(number in done)) for number, job in self._running.items()]
         put_all([(job, pieces) for job, pieces in released if pieces])

@@ -64,6 +64,7 @@ def all_ways(path: Path) -> dict[str, Any]:
 
 def together(path: Path) -> list[list[list[int]]]:
     """Tokens of several requests: of each alone, and of all in a batch that they join and leave at different steps."""
+    from megatron.tools.inference.continuous_batch import Joining
     from megatron.tools.inference.decoding import Sampling
     from megatron.tools.inference.generator import Completion
     from megatron.tools.inference.prompts import StoppingCriteria
@@ -82,11 +83,16 @@ def together(path: Path) -> list[list[list[int]]]:
             texts = generator.complete(prompts, sampling, StoppingCriteria(128, new_tokens=new), samples=samples)
             alone += [completion.tokens for completions in texts for completion in completions]
         for step in range(60):
-            if step in requests:
-                prompts, sampling, new, samples = requests[step]
-                batch.join(step, prompts, sampling, StoppingCriteria(128, new_tokens=new), samples=samples)
+            if joining := [4, 5] if step == 5 else [step] if step in requests and step != 4 else []:
+                batch.join(
+                    *(
+                        Joining(request, prompts, sampling, StoppingCriteria(128, new_tokens=new), samples)
+                        for request in joining
+                        for prompts, sampling, new, samples in [requests[request]]
+                    )
+                )
             if step == 3:  # one that is gone before it is finished
-                batch.join("gone", PROMPTS[:2], hot, StoppingCriteria(128, new_tokens=50))
+                batch.join(Joining("gone", PROMPTS[:2], hot, StoppingCriteria(128, new_tokens=50)))
             if step == 6:
                 batch.leave("gone")
             for request, piece in batch.choose():
@@ -95,6 +101,40 @@ def together(path: Path) -> list[list[list[int]]]:
             batch.advance()
         assert len(batch) == 0
         return [alone, [texts[place].tokens for texts in joined.values() for place in sorted(texts)]]
+
+
+def with_one_that_fails(path: Path) -> dict[str, Any]:
+    """What a batch of an untied model writes for requests, of which the one with a certain token has no logits."""
+    from megatron.config.errors import NumericsError
+    from megatron.tools.inference.continuous_batch import Joining
+    from megatron.tools.inference.decoding import Sampling
+    from megatron.tools.inference.prompts import StoppingCriteria
+
+    greedy, hot, limits = Sampling(greedy=True), Sampling(seed=7), StoppingCriteria(128, new_tokens=30)
+    with _generator(path) as generator:
+        texts = {name: generator.complete(PROMPTS[:1], how, limits)[0][0] for name, how in (("0", greedy), ("1", hot))}
+        used = {token for text in texts.values() for token in text.tokens}
+        bad = next(token for token in range(100) if token not in used and [token] != PROMPTS[0])
+        words: Any = list(generator.model.module.forward_funcs)[0]
+        words.word_embeddings.weight.data[bad] = torch.nan
+        batch, written, failed = generator.batch(), {name: [] for name in texts}, []
+        batch.join(*(Joining(name, [[bad] * 40], how, limits) for name, how in (("bad", greedy), ("worse", hot))))
+        batch.join(Joining("0", PROMPTS[:1], greedy, limits))
+        while len(batch):
+            for request, piece in batch.choose():
+                written.get(request, failed).append(piece)
+            batch.advance()
+            if failed and not written["1"]:
+                batch.join(Joining("1", PROMPTS[:1], hot, limits))
+        with pytest.raises(NumericsError, match="not finite"):
+            generator.complete([[bad]], greedy, limits)
+        return {
+            "alone": [text.tokens for text in texts.values()],
+            "among others": [
+                [piece.token for piece in pieces if piece.token is not None] for pieces in written.values()
+            ],
+            "failed": [(piece.token, piece.text, piece.finish_reason) for piece in failed],
+        }
 
 
 @contextmanager
@@ -159,6 +199,13 @@ def test_two_ranks_generate_the_same_text(on_one_and_two):
 def test_requests_in_a_batch_get_the_texts_that_each_gets_alone(run_ranks, foreign: Path, size: int):
     for alone, joined in run_ranks(size, together, foreign):
         assert joined == alone and len(set(map(tuple, alone))) == len(alone)
+
+
+def test_logits_that_are_not_finite_end_their_request_alone(run_ranks, llama: Path):
+    """Nor do they reach a request that later takes its place in the cache."""
+    (found,) = run_ranks(1, with_one_that_fails, llama)
+    assert found["failed"] == [(None, "", "error")] * 2
+    assert found["among others"] == found["alone"] and all(map(len, found["alone"]))
 
 
 def test_samples(on_one_and_two):

@@ -26,6 +26,7 @@ class _Numbers:
         self._done: dict[int, int] = {}
         self._wanted: dict[int, float] = {}
         self._most = most
+        self.joined: list[list] = []
 
     def __len__(self) -> int:
         return len(self._wanted)
@@ -33,19 +34,25 @@ class _Numbers:
     def has(self, number):
         return number in self._wanted
 
-    def has_room(self, request):
-        return len(self) < self._most
+    def has_room(self, *requests):
+        return len(self) + len(requests) <= self._most
 
-    def join(self, number, request):
-        if request == "bad":
+    def join(self, requests):
+        if "bad" in requests.values():
             raise ZeroDivisionError
-        self._wanted[number], self._done[number] = float("inf") if request == "endless" else request, 0
+        self.joined.append(list(requests.values()))
+        for number, request in requests.items():
+            self._wanted[number], self._done[number] = float("inf") if request == "endless" else request, 0
 
     def leave(self, number):
         del self._wanted[number]
 
     def choose(self):
         pieces = [(number, Piece(0, 0, self._done[number], f"{self._done[number]} ")) for number in self._wanted]
+        failed = [number for number, wanted in self._wanted.items() if wanted == "not finite"]
+        for number in failed:
+            del self._wanted[number]
+        pieces = [(number, Piece(0, 0, None, "", "error") if number in failed else piece) for number, piece in pieces]
         for number, _ in pieces:
             self._done[number] += 1
         self._wanted = {number: wanted for number, wanted in self._wanted.items() if self._done[number] < wanted}
@@ -69,17 +76,29 @@ def _with_a_driver(queue, talk, most: int = 1) -> None:
         thread.join()
 
 
-def test_requests_are_answered_in_order_and_fail_independently(capsys):
+@pytest.mark.parametrize("most", [1, 8], ids=["in order", "together"])
+def test_requests_are_answered_in_order_and_fail_independently(capsys, most: int):
     async def talk():
-        answers = [_text(queue, request) for request in (2, "bad", 3)]
-        first, bad, last = await asyncio.gather(*answers, return_exceptions=True)
+        answers = [_text(queue, request) for request in (2, "bad", "not finite", 3)]
+        first, *bad, last = await asyncio.gather(*answers, return_exceptions=True)
         assert (first, last) == ("0 1 ", "0 1 2 ")
-        assert isinstance(bad, RequestError) and bad.status == 500
+        assert all(isinstance(error, RequestError) and error.status == 500 for error in bad)
+        assert "not finite" in bad[1].message
         assert queue.pending == 0
 
     queue = RequestQueue(most_waiting=4, seconds=60)
-    _with_a_driver(queue, talk())
+    _with_a_driver(queue, talk(), most)
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_requests_that_wait_join_together():
+    queue = RequestQueue(most_waiting=4, seconds=60)
+    driver = _Driver(queue, batch := _Numbers(most=3), RankBroadcast(_Alone()))
+    for request in range(1, 6):
+        queue.jobs.put(SimpleNamespace(is_wanted=True, request=request))
+    assert driver._receive()
+    driver._join(dict(enumerate(driver._next())))
+    assert batch.joined == [[1, 2, 3]] and not driver._next() and len(driver._waiting) == 2
 
 
 def test_timeout_of_running_and_waiting_requests():
@@ -135,5 +154,5 @@ def test_requests_that_are_given_up_while_another_waits_are_forgotten():
     driver = _Driver(queue, _Numbers(most=0), RankBroadcast(_Alone()))
     for is_wanted in (True, False, True):
         queue.jobs.put(SimpleNamespace(is_wanted=is_wanted, request=1))
-    assert driver._receive() and driver._next() is None
+    assert driver._receive() and not driver._next()
     assert [job.is_wanted for job in driver._waiting] == [True, True]
