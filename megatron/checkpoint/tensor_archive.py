@@ -61,7 +61,7 @@ def _bytes(data: Any) -> memoryview:
     if isinstance(data, str):
         return memoryview(data.encode())
     if isinstance(data, torch.UntypedStorage):
-        return memoryview(torch.empty(0, dtype=torch.uint8).set_(data).numpy())
+        return torch.empty(0, dtype=torch.uint8).set_(data).numpy().data
     return memoryview(data)
 
 
