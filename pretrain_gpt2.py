@@ -36,6 +36,13 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
     """
     parsed = read_run(sys.argv[1:], os.environ, architecture)
     is_main_rank = not rank(os.environ)
+    if parsed.run.parallel.elastic_layout:
+        from megatron.tools.planning.survivors import arguments_at_world_size
+
+        arguments, chosen = arguments_at_world_size(sys.argv[1:], os.environ, architecture)
+        parsed = read_run(arguments, os.environ, architecture)
+        if is_main_rank:
+            print(f"> elastic   {chosen}", flush=True)
     if parsed.run.logging.explain:
         from megatron.tools.planning.explain import explain
 

@@ -4,6 +4,7 @@ DeepSpeed's runner exits with 0 if the launcher it started was killed by a signa
 Of torch's and CUDA's variables it sends to other hosts none but NCCL's.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ from _deepspeed_launch import is_news
 from deepspeed.launcher import runner
 from deepspeed.utils import logger
 
-from megatron.tools.cluster.remote import ALSO_SENT
+from megatron.launch.rank import EXIT_CODE_FOLDER
+from megatron.tools.cluster.remote import ALSO_SENT, RUN_VARIABLE
 
 
 def with_own_launch(words: Any) -> Any:
@@ -38,6 +40,8 @@ if __name__ == "__main__":
     subprocess.Popen = _Remembered
     logger.addFilter(is_news)
     runner.EXPORT_ENVS += ALSO_SENT
+    if RUN_VARIABLE in os.environ:  # an elastic run: its ranks leave their exit codes in a folder that hosts share
+        runner.EXPORT_ENVS += (RUN_VARIABLE, EXIT_CODE_FOLDER)
     runner.main()
     signals = [-child.returncode for child in _Remembered.all if (child.returncode or 0) < 0]
     sys.exit(128 + signals[0] if signals else 0)

@@ -65,7 +65,7 @@ def _examination(args, words: list[str]) -> Examination:
     hosts = listed or [Host(LOCALHOST, tuple(range(args.num_gpus or 1)))]
     if problems := list(variable_problems(os.environ, device, Path.cwd())):
         raise ConfigError(problems)
-    ranks = sum(len(host.slots) for host in hosts)
+    ranks = sum(len(host.slots) for host in hosts if not host.spare)
     config_file = read_flags(words).values.get(CONFIG_FILE)
     return Examination(
         hosts=hosts,

@@ -4,16 +4,20 @@
 
 Takes the flags of the deepspeed command. The exit code is the launcher's, 128 + N if signal N ended it; processes that
 it leaves on this host are ended. With --max-restarts N a failed run is restarted from its newest checkpoint; exit code
-93: it failed three times in a row without a new one.
+93: it failed three times in a row without a new one. With --elastic it is restarted on the hosts that are healthy then:
+spare hosts of the hostfile replace lost ones, or else the planner chooses a layout for those that are left.
 """
 
 import os
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import _project_root  # noqa: F401
 
 from megatron.launch.screen import ignore_lost_output
+from megatron.tools.cluster.elastic import Parts, Policy, run_elastic
+from megatron.tools.cluster.elastic_parts import ElasticRun
 from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_words, read_launch
 from megatron.tools.cluster.remote import ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import run_with_restarts, supervise
@@ -26,11 +30,25 @@ def main() -> None:
     """Check, start, wait, clean up; again if the run failed and may be restarted."""
     ignore_lost_output()  # which would otherwise end the run with its launcher
     launch = read_launch(sys.argv[1:], __doc__)
+    if launch.elastic:
+        sys.exit(_run_elastic(launch))
     command = [sys.executable, str(RUNNER), *launcher_words(launch, os.environ)]
     progress = checkpoint_watch(launch.arguments) if launch.max_restarts else lambda: None
     check_arguments(launch, os.environ)
     environ = {**os.environ, **ssh_options_for_pdsh(os.environ)}
     sys.exit(run_with_restarts(lambda: supervise(command, environ), progress, launch.max_restarts))
+
+
+def _run_elastic(launch: Namespace) -> int:
+    """The exit code of the last start."""
+    checkpoint_watch(launch.arguments, elastic=True)
+    run = ElasticRun(launch, os.environ, [sys.executable, str(RUNNER)])
+    policy = Policy(launch.min_hosts, launch.exclude_after, launch.max_restarts)
+    run.lock.take()
+    try:
+        return run_elastic(Parts(run.census, run.choose, run.start, run.progress), policy)
+    finally:
+        run.lock.release()
 
 
 if __name__ == "__main__":

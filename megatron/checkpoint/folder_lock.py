@@ -25,6 +25,7 @@ from megatron.launch.files import UNFINISHED, file_mode
 from megatron.launch.rank import print_warning
 
 LOCK = ".writer.lock"
+SAVES = "saves into this folder"
 RENEWAL_SECONDS = 10.0
 LEASE_SECONDS = 60.0
 _SIZE = 1024
@@ -49,11 +50,16 @@ class Owner:
 
 
 class FolderLock:
-    """The right to save into ``folder``, held by this process from ``take()`` to ``release()``."""
+    """The right to save into ``folder``, held by this process from ``take()`` to ``release()``.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self._path = folder, folder / LOCK
-        self._owner = Owner(socket.gethostname(), os.getpid(), _started(os.getpid()), _machine(), secrets.token_hex(8))
+    ``name`` is that of the file; another name is another right, and ``use`` says for messages what its owner does.
+    """
+
+    def __init__(self, folder: Path, name: str = LOCK, use: str = SAVES) -> None:
+        self.folder, self._path, self._use = folder, folder / name, use
+        self._owner = Owner(
+            socket.gethostname(), os.getpid(), start_time(os.getpid()), machine_id(), secrets.token_hex(8)
+        )
         self._file, self._renewals = -1, 0
         self._over = threading.Event()
 
@@ -67,9 +73,9 @@ class FolderLock:
             text, owner = _read(self._path)
             if owner is not None and _is_here(owner):
                 if _is_alive(owner):
-                    raise CheckpointError(_in_use(self.folder, owner))
+                    raise CheckpointError(_in_use(self.folder, owner, self._use))
             elif text is not None and self._is_renewed(text, owner):
-                raise CheckpointError(_in_use(self.folder, owner))
+                raise CheckpointError(_in_use(self.folder, owner, self._use))
             if text is not None:
                 self._remove(text)
         threading.Thread(target=self._renew, name="folder lock", daemon=True).start()
@@ -131,7 +137,7 @@ class FolderLock:
 
     def _remove(self, stale: str) -> None:
         """Remove the file if it still contains ``stale``; of several processes that do, one takes the lock."""
-        moved = self._path.with_name(f"{LOCK}.{self._owner.token}{UNFINISHED}")
+        moved = self._path.with_name(f"{self._path.name}.{self._owner.token}{UNFINISHED}")
         with suppress(FileNotFoundError):
             os.rename(self._path, moved)
             if _read(moved)[0] != stale:  # another process was faster: it is not stale any more
@@ -147,9 +153,21 @@ def check_unlocked(folder: Path) -> None:
         raise CheckpointError(_in_use(folder, owner))
 
 
-def _in_use(folder: Path, owner: Owner | None) -> str:
+def owner_of(folder: Path) -> Owner | None:
+    """The process that has the right to save into ``folder``, whether it still runs or not; None if there is none."""
+    return _read(folder / LOCK)[1]
+
+
+def remove_lock(folder: Path, owner: Owner) -> None:
+    """Remove the lock of ``owner``, which is known to have ended on another host: its lease need not expire."""
+    with suppress(FileNotFoundError):
+        if _read(folder / LOCK)[1] == owner:
+            (folder / LOCK).unlink()
+
+
+def _in_use(folder: Path, owner: Owner | None, use: str = SAVES) -> str:
     by = f" ({owner})" if owner else ""
-    return f"--save {folder}: another run{by} saves into this folder; end it, or name another folder"
+    return f"--save {folder}: another run{by} {use}; end it, or name another folder"
 
 
 def _read(path: Path) -> tuple[str | None, Owner | None]:
@@ -172,7 +190,7 @@ def _read(path: Path) -> tuple[str | None, Owner | None]:
     return text, owner if type(owner.pid) is int else None
 
 
-def _machine() -> str:
+def machine_id() -> str:
     """Identifies the boot of this host and the namespace of process ids; empty if the system does not report it."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
@@ -180,7 +198,7 @@ def _machine() -> str:
         return ""
 
 
-def _started(pid: int) -> str:
+def start_time(pid: int) -> str:
     """Start time of a process; empty if there is none, or it has ended and was not yet waited for."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -190,8 +208,8 @@ def _started(pid: int) -> str:
 
 
 def _is_here(owner: Owner) -> bool:
-    return bool(owner.machine and owner.started) and owner.machine == _machine()
+    return bool(owner.machine and owner.started) and owner.machine == machine_id()
 
 
 def _is_alive(owner: Owner) -> bool:
-    return _started(owner.pid) == owner.started
+    return start_time(owner.pid) == owner.started

@@ -100,6 +100,11 @@ class ParallelConfig:
         "With --explain or --dry-run: number of processes of the run; otherwise the launcher sets it.",
         within="[1, inf)",
     )
+    elastic_layout: bool = flag(
+        False,
+        "Choose the fastest layout for the ranks that were started, as tools/plan.py does, if the given one is not "
+        "legal on so many or does not fit: for torchrun --nnodes 2:4.",
+    )
     device: str = derived("cpu")
     """Device of the ranks: cuda, cpu, or the name of another DeepSpeed accelerator."""
 

@@ -83,7 +83,7 @@ def test_an_owner_on_another_host_that_renews_its_lock_keeps_it(
     monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 60.0)
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     first.take()
-    monkeypatch.setattr(folder_lock, "_machine", lambda: "another")
+    monkeypatch.setattr(folder_lock, "machine_id", lambda: "another")
     os.utime(tmp_path / LOCK, (0, 0))
     start = time.monotonic()
     with pytest.raises(CheckpointError, match="another run .* saves into this folder"):

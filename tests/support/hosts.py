@@ -144,6 +144,19 @@ class Hosts:
             assert time.monotonic() < deadline, said
             time.sleep(0.5)
 
+    def kill(self, name: str) -> None:
+        """End the host with all that runs there; connections of other hosts are closed, as by a reboot."""
+        self._processes[name].kill()
+        self._processes[name].wait()
+
+    def cut(self, name: str, state: str = "down") -> None:
+        """Take its link away, or, with ``up``, give it back."""
+        self._on_switch("ip", "link", "set", f"port-{name}", state)
+
+    def start_again(self, name: str) -> None:
+        """Start a host that was killed."""
+        self._start_host(name)
+
     def _start_host(self, name: str) -> None:
         (self.folder / name).mkdir(exist_ok=True)
         if self.user:

@@ -18,6 +18,8 @@ from megatron.config.reading import read_bytes
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _LONGEST_NAME = 253
 _SLOTS = re.compile(r"slots=([0-9]{1,6})")
+SPARE = "spare"
+"""Third word of a line: the host only replaces a lost one."""
 _FORM = "write NAME slots=N, as in: worker-1 slots=8"
 
 
@@ -27,6 +29,8 @@ class Host(NamedTuple):
     name: str
     slots: tuple[int, ...]
     """Its devices, counted from 0; a process runs on each."""
+    spare: bool = False
+    """Whether it only replaces a lost host, see ``tools/launch.py --elastic``."""
 
 
 def name_problem(name: str) -> str | None:
@@ -102,8 +106,8 @@ def read_hostfile(path: Path) -> list[Host]:
         hosts[host.name], first_lines[host.name] = host, number
     if problems:
         raise ConfigError(problems)
-    if not hosts:
-        raise ConfigError(f"{path} names no host: {_FORM}")
+    if all(host.spare for host in hosts.values()):
+        raise ConfigError(f"{path} names no host{' that is not spare' if hosts else ''}: {_FORM}")
     return list(hosts.values())
 
 
@@ -129,7 +133,7 @@ def select(hosts: Sequence[Host], include: str = "", exclude: str = "") -> list[
         listed = named.get(host.name, frozenset())
         slots = tuple(slot for slot in host.slots if (slot in listed) == bool(include))
         if slots:
-            chosen.append(Host(host.name, slots))
+            chosen.append(host._replace(slots=slots))
     if not chosen:
         raise ConfigError(f"{flag} {text} excludes every host: name fewer")
     return chosen
@@ -157,9 +161,11 @@ def _parse_line(line: str) -> Host | None:
         raise _BadLine(column, f"{word!r} is not slots=N with a whole number from 1 on; {_FORM}")
     if int(match[1]) == 0:
         raise _BadLine(column, f"{name} has no slots; set one for each process, or begin the line with #")
-    if len(rest) > 1:
-        raise _BadLine(rest[1][0], f"{rest[1][1]!r} is more than a name and its slots; remove it")
-    return Host(name, tuple(range(int(match[1]))))
+    spare = [word for _, word in rest[1:2]] == [SPARE]
+    if len(rest) > 1 + spare:
+        column, word = rest[1 + spare]
+        raise _BadLine(column, f"{word!r} is more than a name, its slots and the word {SPARE}; remove it")
+    return Host(name, tuple(range(int(match[1]))), spare)
 
 
 def _words(line: str) -> Iterator[tuple[int, str]]:

@@ -18,13 +18,16 @@ from megatron.config.command_line.parser import CONFIG_FILE
 from megatron.config.errors import ConfigError
 from megatron.config.validation import value_problems
 from megatron.model.architectures import BERT, GPT2, T5
+from megatron.model.spec import ArchitectureSpec
 from megatron.tools.cluster.hostfile import Host, name_problem, read_hostfile, runs_here_alone, select
 from megatron.tools.cluster.remote import device_kind, is_plain, quote_for_pdsh, variable_problems
+from megatron.tools.cluster.supervise import MOST_FAILURES
 from megatron.tools.command_line import ToolParser
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
 _PROJECT = Path(__file__).resolve().parents[3]
-_OWN = ("script", "arguments", "max_restarts")
+_ELASTIC = ("elastic", "min_hosts", "exclude_after", "rejoin", "device", "device_memory")
+_OWN = ("script", "arguments", "max_restarts", *_ELASTIC)
 """What is not passed on as a flag."""
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 
@@ -58,17 +61,61 @@ def read_launch(argv: Sequence[str], description: str = "") -> Namespace:
         "--max-restarts",
         "--max_restarts",
         type=restarts,
-        default=0,
         metavar="N",
-        help="restart a failed run up to N times",
+        help="restart a failed run up to N times (default: 0; with --elastic 100)",
     )
+    _add_elastic_flags(parser)
     for switch, text in _SWITCHES.items():
         parser.add_argument(f"--{switch}", action="store_true", help=text)
     levels = ("debug", "info", "warning", "error", "critical")
     parser.add_argument("--log_level", default="warning", choices=levels, help="info shows the command, values and all")
     parser.add_argument("script", help="the program to start")
     parser.add_argument("arguments", nargs=REMAINDER, help="its arguments")
-    return parser.parse_args(argv)
+    launch = parser.parse_args(argv)
+    if launch.max_restarts is None:
+        launch.max_restarts = 100 if launch.elastic else 0
+    _check_elastic_flags(launch)
+    return launch
+
+
+def _add_elastic_flags(parser: ToolParser) -> None:
+    parser.add_argument(
+        "--elastic", action="store_true", help="restart on the hosts that are left, with the layout that suits them"
+    )
+    parser.add_argument(
+        "--min-hosts", type=count, default=1, metavar="N", help="with --elastic: do not restart on fewer hosts"
+    )
+    parser.add_argument(
+        "--exclude-after",
+        type=count,
+        default=MOST_FAILURES,
+        metavar="N",
+        help="with --elastic: failures in a row without a new checkpoint after which the host in all of them is left "
+        "out",
+    )
+    parser.add_argument(
+        "--rejoin", action="store_true", help="with --elastic: hosts that come back join at the next checkpoint"
+    )
+    parser.add_argument(
+        "--device", default="", metavar="NAME", help="with --elastic: what tools/plan.py --device takes"
+    )
+    parser.add_argument(
+        "--device-memory", default="", metavar="SIZE", help="with --elastic: memory of a device, such as 80GB"
+    )
+
+
+def _check_elastic_flags(launch: Namespace) -> None:
+    """Raises ConfigError if a flag needs ``--elastic``, or does not go with it."""
+    if not launch.elastic:
+        if launch.rejoin or launch.min_hosts > 1:
+            raise ConfigError("--rejoin and --min-hosts are for --elastic: add it, or remove them")
+        return
+    if launch.hostfile is None:
+        raise ConfigError("--elastic needs --hostfile: it starts the run on those of its hosts that are healthy")
+    wrong = [flag for flag in ("no_ssh", "num_nodes", "num_gpus", "module", "no_python") if getattr(launch, flag)]
+    wrong += [f"launcher {launch.launcher}"] * (launch.launcher != "pdsh")
+    if wrong:
+        raise ConfigError(f"--{wrong[0]} does not go with --elastic, which starts python programs by pdsh: remove it")
 
 
 def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
@@ -79,6 +126,8 @@ def launcher_words(launch: Namespace, environ: Mapping[str, str]) -> list[str]:
             interpret.
     """
     hosts = chosen_hosts(launch)
+    if spare := [host.name for host in hosts if host.spare]:
+        raise ConfigError(f"{spare[0]} is a spare host in {launch.hostfile}: add --elastic, or exclude it by -e")
     problems = [problem for flag, check in _VALUES.items() for problem in _flag_problems(launch, flag, check)]
     several = (launch.force_multi or len(hosts) > 1) and not launch.no_ssh
     if several:
@@ -104,9 +153,8 @@ def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
 
     Raises ConfigError with a line for each problem.
     """
-    script = Path(launch.script).resolve()
-    program = next((spec for spec in (GPT2, BERT, T5) if script == _PROJECT / spec.program), None)
-    if program is None or launch.module or launch.no_python or "--explain" in launch.arguments:
+    program = training_program(launch)
+    if program is None or "--explain" in launch.arguments:
         return
     hosts = chosen_hosts(launch)
     if not hosts and launch.num_gpus and launch.num_nodes in (None, 1) and not launch.no_ssh:
@@ -116,6 +164,13 @@ def check_arguments(launch: Namespace, environ: Mapping[str, str]) -> None:
     known = values if CONFIG_FILE not in values else None  # the JSON file may provide the rest
     if problems := problems + (value_problems(known, program) if known is not None else []):
         raise ConfigError(problems)
+
+
+def training_program(launch: Namespace) -> ArchitectureSpec | None:
+    """What the program to start trains, if it is one of this project."""
+    script = Path(launch.script).resolve()
+    known = None if launch.module or launch.no_python else (GPT2, BERT, T5)
+    return next((spec for spec in known or () if script == _PROJECT / spec.program), None)
 
 
 def chosen_hosts(launch: Namespace) -> list[Host]:
@@ -128,7 +183,7 @@ def chosen_hosts(launch: Namespace) -> list[Host]:
         return []
     hosts = select(read_hostfile(hostfile), launch.include, launch.exclude)[: launch.num_nodes]
     slots = launch.num_gpus and tuple(range(launch.num_gpus))
-    return [Host(host.name, slots or host.slots) for host in hosts]
+    return [host._replace(slots=slots or host.slots) for host in hosts]
 
 
 def count(text: str) -> int:
@@ -211,7 +266,7 @@ def _flags(launch: Namespace) -> list[str]:
     return words
 
 
-def checkpoint_watch(arguments: Sequence[str]) -> Callable[[], str | None]:
+def checkpoint_watch(arguments: Sequence[str], *, elastic: bool = False) -> Callable[[], str | None]:
     """A function that names the newest checkpoint of the run with these training arguments; None while there is none.
 
     Raises:
@@ -221,8 +276,8 @@ def checkpoint_watch(arguments: Sequence[str]) -> Callable[[], str | None]:
     save = flags.get("save")
     if not save or not (flags.get("auto_resume") or flags.get("load") == save):
         raise ConfigError(
-            "--max-restarts needs --save and --auto-resume among the training arguments: a restarted run resumes "
-            "from its newest checkpoint"
+            f"{'--elastic' if elastic else '--max-restarts'} needs --save and --auto-resume among the training "
+            "arguments: a restarted run resumes from its newest checkpoint"
         )
     latest = Path(save) / LATEST
     return lambda: latest.read_text() if latest.is_file() else None

@@ -26,13 +26,13 @@ def ssh_command(host: str, words: Sequence[str], port: int | None = None) -> lis
     return ["ssh", "-T", *_options(alive=5), *(["-p", str(port)] if port else []), "--", host, shlex.join(words)]
 
 
-def ssh_options_for_pdsh(environ: Mapping[str, str]) -> dict[str, str]:
-    """What makes pdsh's ssh prompt for nothing, and give up a host that has been silent for two minutes.
+def ssh_options_for_pdsh(environ: Mapping[str, str], alive: int = 60) -> dict[str, str]:
+    """What makes pdsh's ssh prompt for nothing, and give up a host that has been silent for twice ``alive`` seconds.
 
     Otherwise a launcher waits forever for a lost host. Options that the environment has already take precedence.
     """
     own = environ.get("PDSH_SSH_ARGS_APPEND", "")
-    return {"PDSH_SSH_ARGS_APPEND": " ".join([own, *_options(alive=60)]).strip()}
+    return {"PDSH_SSH_ARGS_APPEND": " ".join([own, *_options(alive)]).strip()}
 
 
 def _options(alive: int) -> list[str]:
@@ -67,6 +67,8 @@ def quote_for_pdsh(argument: str) -> str:
 
 _ALWAYS = ("MLFLOW", "PYTHON", "MV2", "UCX")
 _WITH_DEVICE = {"cuda": ("NCCL",)}
+RUN_VARIABLE = "MEGATRON_ELASTIC_RUN"
+"""Of all processes of an elastic run, by which they are found when they are to be ended."""
 ALSO_SENT = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_", "TORCH_FR_", "TORCH_NCCL_")
 """Beginnings of names that ``tools/launch.py`` lets DeepSpeed's launcher send, besides its own."""
 _NEEDED = (

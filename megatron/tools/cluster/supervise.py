@@ -25,6 +25,8 @@ from megatron.launch.rank import EXIT_CODE_FOLDER, print_error
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36
+_LOOKS = 0.2
+"""Seconds between two calls of a ``Watch``."""
 _GRACE = 5.0
 """Seconds between SIGTERM and SIGKILL for the processes that are left."""
 
@@ -35,12 +37,21 @@ class LauncherExit(NamedTuple):
     code: int
     by_signal: bool
     """Whether a signal to this process was forwarded to it."""
+    was_stopped: bool = False
+    """Whether it was killed because ``watch`` asked for it."""
 
 
-def supervise(command: Sequence[str], environ: Mapping[str, str]) -> LauncherExit:
+Watch = Callable[[psutil.Process], bool]
+"""Is called with the launcher several times a second; returns whether to kill it."""
+
+
+def supervise(
+    command: Sequence[str], environ: Mapping[str, str], watch: Watch | None = None, exit_codes: Path | None = None
+) -> LauncherExit:
     """Run ``command``, a launcher and its arguments, to its end, and end the processes that it left.
 
-    The signals in ``FORWARDED`` are passed on to the launcher.
+    The signals in ``FORWARDED`` are passed on to the launcher. Each rank leaves its exit code in the folder
+    ``exit_codes``, which is removed at the end unless it is given.
 
     The exit code is the launcher's, 128 + n if signal n ended it. If it is 0 though a rank of this host failed, it is
     that of the rank: 6 for a rank that was killed.
@@ -48,11 +59,13 @@ def supervise(command: Sequence[str], environ: Mapping[str, str]) -> LauncherExi
     """
     _inherit_orphans()
     forwarded: list[int] = []
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    was_stopped = False
+    with tempfile.TemporaryDirectory(prefix="ranks-") as temporary:
+        folder = exit_codes or Path(temporary)
         # No signal is lost between the start of the launcher and the handlers that forward signals to it.
         earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         try:
-            launcher = _start(command, {**environ, EXIT_CODE_FOLDER: folder}, earlier_mask)
+            launcher = _start(command, {**environ, EXIT_CODE_FOLDER: str(folder)}, earlier_mask)
 
             def forward(number: int, _: FrameType | None) -> None:
                 forwarded.append(number)
@@ -62,14 +75,28 @@ def supervise(command: Sequence[str], environ: Mapping[str, str]) -> LauncherExi
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
         try:
-            code = launcher.wait()
+            code, was_stopped = _wait(launcher, watch)
         finally:
             _end_descendants()
             for number, handler in earlier.items():
                 signal.signal(number, handler)
-        exit_codes = {file.name: file.read_text() for file in sorted(Path(folder).iterdir())}
-    code = 128 - code if code < 0 else code or _code_of_ranks(exit_codes)
-    return LauncherExit(code, by_signal=bool(forwarded))
+        codes = {file.name: file.read_text() for file in sorted(folder.iterdir())}
+    code = 128 - code if code < 0 else code or _code_of_ranks(codes)
+    return LauncherExit(code, bool(forwarded), was_stopped)
+
+
+def _wait(launcher: subprocess.Popen, watch: Watch | None) -> tuple[int, bool]:
+    """The launcher's exit code, and whether it was killed because ``watch`` asked for it."""
+    if watch is None:
+        return launcher.wait(), False
+    process = psutil.Process(launcher.pid)
+    while True:
+        try:
+            return launcher.wait(timeout=_LOOKS), False
+        except subprocess.TimeoutExpired:
+            if watch(process):
+                launcher.kill()
+                return launcher.wait(), True
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str], signal_mask: set[int]) -> subprocess.Popen:
@@ -124,11 +151,11 @@ def _signal(process: psutil.Process, number: int) -> None:
 CRASH_LOOP = 93
 """Exit code of a run that fails again and again at the same place, which a restart does not change."""
 
-_MOST_FAILURES = 3
+MOST_FAILURES = 3
 PREEMPTED = 75
 """Exit code of a run that has saved after a signal."""
 _MISTAKES = (ConfigError, DataError, CheckpointError, NumericsError, ResourceError)
-_FINAL = {0, PREEMPTED, *(mistake.exit_code for mistake in _MISTAKES)}
+FINAL = {0, PREEMPTED, *(mistake.exit_code for mistake in _MISTAKES)}
 """Exit codes that a restart would not change, or that leave it to the scheduler."""
 
 
@@ -144,12 +171,12 @@ def run_with_restarts(start: Callable[[], LauncherExit], progress: Callable[[], 
     """
     failures, reached = 0, progress()
     for number in range(most + 1):
-        code, by_signal = start()
-        if by_signal or code in _FINAL:
+        code, by_signal, _ = start()
+        if by_signal or code in FINAL:
             return code
         before, reached = reached, progress()
         failures = failures + 1 if reached == before else 0
-        if failures == _MOST_FAILURES:
+        if failures == MOST_FAILURES:
             print_error(f"crash loop: {failures} failures in a row without a new checkpoint; not restarted")
             return CRASH_LOOP
         if number == most:

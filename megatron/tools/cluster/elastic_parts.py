@@ -1,0 +1,267 @@
+"""The parts of ``tools/launch.py --elastic``: census, choice of a layout, start and watch of a real run."""
+
+import hashlib
+import json
+import subprocess
+import tempfile
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from megatron.checkpoint.folder_lock import FolderLock, owner_of, remove_lock
+from megatron.checkpoint.tracker import LATEST
+from megatron.config import RunConfig
+from megatron.config.command_line import parse_run
+from megatron.config.command_line.flags import read_flags
+from megatron.config.command_line.parser import CONFIG_FILE
+from megatron.config.errors import ConfigError
+from megatron.tools.cluster.census import HostState, look_at_hosts, take_census
+from megatron.tools.cluster.doctor import Examination
+from megatron.tools.cluster.elastic import Ended, Start, announce, failed_first, is_complete, pick_hosts
+from megatron.tools.cluster.hostfile import read_hostfile, runs_here_alone, select
+from megatron.tools.cluster.launching import launcher_words, training_program
+from megatron.tools.cluster.remote import RUN_VARIABLE, device_kind, is_plain, ssh_command, ssh_options_for_pdsh
+from megatron.tools.cluster.supervise import supervise
+from megatron.tools.planning.request import bytes_of_text
+from megatron.tools.planning.survivors import device_here, name_of_gpu, plan_survivors
+from megatron.tools.planning.timing import DEVICES, Device
+
+LOCK = ".supervisor.lock"
+STARTS = "elastic.jsonl"
+"""In the folder of the checkpoints: a line for each start that has ended."""
+_ALIVE_SECONDS = 5
+"""ssh gives up a host that has been silent for twice that long."""
+_LOST_SECONDS = 20.0
+"""How long the ranks of other hosts may take to notice the end of a host's ranks, and to print what they know."""
+_CENSUS_SECONDS = 30.0
+_REJOIN_SECONDS = 20.0
+"""Between two looks at hosts that are lost."""
+
+
+class ElasticRun:
+    """A run of ``launch`` as it is given, and what is done to start it again.
+
+    Raises ConfigError for arguments that an elastic run cannot have, before anything is started.
+    """
+
+    def __init__(self, launch: Namespace, environ: Mapping[str, str], runner: Sequence[str]) -> None:
+        self.launch, self.environ, self.runner = launch, environ, runner
+        self.hosts = select(read_hostfile(launch.hostfile), launch.include, launch.exclude)
+        self.regular = [host for host in self.hosts if not host.spare]
+        self.device = device_kind(environ, Path.cwd())
+        self.program = training_program(launch)
+        self.run_config = self._read_run()
+        self.save = self._save_folder()
+        self.lock = FolderLock(self.save, LOCK, "is supervised for this folder")
+        token = hashlib.sha256(str(self.save).encode()).hexdigest()[:16]
+        self._token = token  # the same for a supervisor that takes over
+        self._excluded: Mapping[str, str] = {}
+
+    def progress(self) -> str | None:
+        """The newest checkpoint; None while there is none."""
+        latest = self.save / LATEST
+        return latest.read_text() if latest.is_file() else None
+
+    def census(self, excluded: Mapping[str, str]) -> list[HostState]:
+        """The state of all hosts but the excluded ones, after what is left of earlier starts has been ended.
+
+        Raises CheckpointError if another supervisor has taken over.
+        """
+        self.lock.check()
+        self._excluded = excluded
+        owner = owner_of(self.save)
+        states, owner_has_ended = take_census(self._examination(), f"{RUN_VARIABLE}={self._token}", owner)
+        if owner is not None and owner_has_ended:
+            remove_lock(self.save, owner)
+        return states
+
+    def choose(self, states: Sequence[HostState]) -> Start | None:
+        """The run as given, if enough hosts are healthy; else on the layout that the planner chooses; None: none fits.
+
+        Raises ConfigError if the planner does not know the arguments.
+        """
+        hosts = pick_hosts(self.regular, states)
+        if is_complete(self.regular, hosts):
+            return Start(hosts, self.launch.arguments, "the layout as given")
+        if self.program is None or self.run_config is None or not hosts:
+            return None
+        planned = plan_survivors(
+            self.launch.arguments,
+            self.run_config,
+            [len(host.slots) for host in hosts],
+            planned_device(self.launch, self.device),
+            least=self.launch.min_hosts,
+            architecture=self.program,
+        )
+        if planned is None:
+            return None
+        idle = f", {' '.join(host.name for host in hosts[planned.hosts :])} idle" if planned.hosts < len(hosts) else ""
+        return Start(hosts[: planned.hosts], planned.arguments, f"{planned}{idle}")
+
+    def start(self, start: Start) -> Ended:
+        """Run ``start`` to its end, to the loss of a host, or to the checkpoint after which lost hosts rejoin."""
+        with (
+            tempfile.TemporaryDirectory(prefix="elastic-") as folder,
+            tempfile.TemporaryDirectory(prefix=".ranks-", dir=self.save) as exit_codes,
+        ):
+            command = [*self.runner, *launcher_words(self._launch_of(start, Path(folder)), self.environ)]
+            environ = {
+                **self.environ,
+                **ssh_options_for_pdsh(self.environ, alive=_ALIVE_SECONDS),
+                RUN_VARIABLE: self._token,
+            }
+            watch, began = _Watch(self, start), time.time()
+            try:
+                ended = supervise(command, environ, watch, Path(exit_codes))
+            finally:
+                watch.is_over.set()
+            codes = {int(file.name.removeprefix("rank ")): file.read_text() for file in Path(exit_codes).iterdir()}
+        result = Ended(ended.code, ended.by_signal, failed_first(start.hosts, codes), watch.hosts_rejoin)
+        self._record(start, result, began)
+        return result
+
+    def look(self) -> list[HostState]:
+        """The state of all hosts while the run continues there."""
+        return look_at_hosts(self._examination())
+
+    def _record(self, start: Start, ended: Ended, began: float) -> None:
+        """Add the start to the log of the run, for those who want to know later."""
+        hosts = [host.name for host in start.hosts]
+        line = {"began": began, "ended": time.time(), "hosts": hosts, "layout": start.layout, "code": ended.code}
+        line |= {"failed_first": sorted(ended.failed_first), "newest_checkpoint": self.progress()}
+        with suppress(OSError), open(self.save / STARTS, "a") as file:  # a full disk is for the run itself to report
+            file.write(json.dumps(line) + "\n")
+
+    def _launch_of(self, start: Start, folder: Path) -> Namespace:
+        """The launch of ``start``, with a hostfile in ``folder``."""
+        hostfile = folder / "hostfile"
+        hostfile.write_text("".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in start.hosts))
+        include = "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in start.hosts)
+        of_start = {"hostfile": hostfile, "include": include, "exclude": "", "arguments": start.arguments}
+        # DeepSpeed would start the ranks of a single host here, wherever that is.
+        return Namespace(**{**vars(self.launch), **of_start, "force_multi": not runs_here_alone(start.hosts)})
+
+    def _examination(self) -> Examination:
+        launch = self.launch
+        return Examination(
+            hosts=[host for host in self.hosts if host.name not in self._excluded],
+            run=self.run_config,
+            config_file=None,
+            device=self.device,
+            environ=self.environ,
+            uses_ssh=True,
+            master_address=launch.master_addr,
+            master_port=launch.master_port,
+            ssh_port=launch.ssh_port,
+            seconds=_CENSUS_SECONDS,
+        )
+
+    def _read_run(self) -> RunConfig | None:
+        """The run as given; None if the planner does not know its program."""
+        if self.program is None:
+            return None
+        if (given := read_flags(self.launch.arguments, self.program).values.get(CONFIG_FILE)) is not None:
+            raise ConfigError(f"--elastic chooses layouts anew: give the settings of {given.source} as flags")
+        ranks = sum(len(host.slots) for host in self.regular)
+        place = {"DS_ACCELERATOR": self.device, "WORLD_SIZE": str(ranks)}
+        return parse_run(self.launch.arguments, {**self.environ, **place}, self.program)
+
+    def _save_folder(self) -> Path:
+        flags = {field: flag.value for field, flag in read_flags(self.launch.arguments).values.items()}
+        folder = Path(flags["save"]).absolute()
+        if not is_plain(str(folder)):
+            raise ConfigError(f"--save {folder}: --elastic needs a path of letters, digits and @_+=:,./-")
+        return folder
+
+
+class _Watch:
+    """Asks to end a start whose hosts are lost, or whose lost hosts have come back and a new checkpoint is there."""
+
+    def __init__(self, run: ElasticRun, start: Start) -> None:
+        self.is_over = threading.Event()
+        self.hosts_rejoin = False
+        self._run, self._start = run, start
+        self._connected: set[str] = set()
+        self._gone: set[str] = set()
+        self._gone_since = 0.0
+        self._next, self._came_back_at = 0.0, ""
+        self._came_back = threading.Event()
+        if run.launch.rejoin and not is_complete(run.regular, start.hosts):
+            threading.Thread(target=self._await_hosts, name="rejoin", daemon=True).start()
+
+    def __call__(self, launcher: psutil.Process) -> bool:
+        """Whether to end the start, whose launcher is given. Raises CheckpointError if another supervisor took over."""
+        if self._came_back.is_set() and (self._run.progress() or "") != self._came_back_at:
+            announce(f"hosts have come back: ended after {self._run.progress()}, to start with them")
+            self.hosts_rejoin = True
+            return True
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + 1
+        self._run.lock.check()
+        return self._has_lost_hosts(launcher, now)
+
+    def _has_lost_hosts(self, launcher: psutil.Process, now: float) -> bool:
+        """Whether a host is gone, or its ranks have ended for a while and those of other hosts have not noticed."""
+        connected = _connected(launcher, [host.name for host in self._start.hosts])
+        gone = self._connected - connected
+        self._connected |= connected
+        for host in sorted(gone - self._gone):
+            self._gone.add(host)
+            self._gone_since = now
+            if not answers(host, self._run.launch.ssh_port):
+                announce(f"{host} does not answer: ended on the other hosts")
+                return True
+        if not gone or now - self._gone_since < _LOST_SECONDS:
+            return False
+        announce(f"the ranks of {' '.join(sorted(gone))} have ended, those of other hosts hang: ended")
+        return True
+
+    def _await_hosts(self) -> None:
+        """Wait until a better start is possible, with hosts that were lost."""
+        ranks = sum(len(host.slots) for host in self._start.hosts)
+        while not self.is_over.wait(_REJOIN_SECONDS):
+            start = self._run.choose(self._run.look())
+            if start is not None and sum(len(host.slots) for host in start.hosts) > ranks:
+                self._came_back_at = self._run.progress() or ""
+                names = {host.name for host in start.hosts} - {host.name for host in self._start.hosts}
+                announce(f"{' '.join(sorted(names))} can take part again, from the next checkpoint on")
+                self._came_back.set()
+                return
+
+
+def _connected(launcher: psutil.Process, hosts: Sequence[str]) -> set[str]:
+    """Those of ``hosts`` to which pdsh has a connection."""
+    found: set[str] = set()
+    try:
+        for process in launcher.children(recursive=True):
+            if process.name() == "pdsh":
+                found |= {word for ssh in process.children() for word in ssh.cmdline() if word in hosts}
+    except psutil.Error:  # one of them has just ended
+        pass
+    return found
+
+
+def answers(host: str, port: int | None) -> bool:
+    """Whether ssh reaches ``host``."""
+    try:
+        return subprocess.run(ssh_command(host, ["true"], port), capture_output=True, timeout=15).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def planned_device(launch: Namespace, kind: str, query: Callable[[], str] = name_of_gpu) -> Device:
+    """The device that the planner plans for. Raises ConfigError if it is not known, or ``--device`` names none."""
+    if launch.device and launch.device not in DEVICES:
+        raise ConfigError(f"--device {launch.device}: the planner knows {', '.join(DEVICES)}")
+    device = DEVICES[launch.device] if launch.device else device_here(kind, query)
+    if device is None:
+        names = "|".join(DEVICES)
+        raise ConfigError(f"--elastic plans for a device that it does not know: name the nearest by --device {names}")
+    return device._replace(memory=bytes_of_text(launch.device_memory)) if launch.device_memory else device

@@ -1,0 +1,169 @@
+"""The best layout for the hosts that are left: the same training run, of the same global batch, on fewer devices."""
+
+import math
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from megatron.config import RunConfig
+from megatron.config.command_line import resolve_run
+from megatron.config.command_line.flags import read_flags
+from megatron.config.environment import ranks_on_host
+from megatron.config.errors import ConfigError, counted
+from megatron.config.fields import Provided
+from megatron.model.architectures import GPT2
+from megatron.model.spec import ArchitectureSpec
+from megatron.tools.planning.request import make_request, words
+from megatron.tools.planning.search import Candidate, Plan, search
+from megatron.tools.planning.timing import DEVICES, Device, Machine, device_of_name
+
+_CHOSEN = (
+    "model_parallel_size",
+    "pipe_parallel_size",
+    "sequence_parallel",
+    "pipeline_partition",
+    "micro_batch_size",
+    "gradient_accumulation_steps",
+)
+"""Flags of a layout, which are chosen anew."""
+_CHOSEN_IF_NEEDED = (
+    "zero_stage",
+    "ds_sequence_parallel_size",
+    "context_parallel_size",
+    "pipeline_schedule",
+    "num_layers_per_virtual_pipeline_stage",
+    "checkpoint_activations",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+)
+"""Flags that are kept as long as a layout with them fits."""
+_MOST_SIZES = 3
+"""Numbers of hosts for which a layout fits, among which the fastest is chosen."""
+
+
+class PlannedLayout(NamedTuple):
+    """A layout for some of the hosts."""
+
+    hosts: int
+    """The first so many hosts are used."""
+    candidate: Candidate
+    arguments: list[str]
+    """Of the training program: the given ones with this layout."""
+    fitting: int
+    """Layouts that fit on so many hosts."""
+
+    def __str__(self) -> str:
+        parallel, train = self.candidate.run.parallel, self.candidate.run.train
+        sizes = {"TP": parallel.model_parallel_size, "PP": parallel.pipe_stages, "DP": parallel.data_parallel_size}
+        layout = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        gigabytes = (self.candidate.memory.total / 1e9, self.candidate.request.room / 1e9)
+        return (
+            f"{layout}, micro-batch {train.micro_batch_size}, ZeRO {self.candidate.run.zero.zero_stage}: the fastest "
+            f"of {self.fitting} that fit, {self.candidate.timing.total:.3g} s per iteration and "
+            f"{gigabytes[0]:.2g} of {gigabytes[1]:.3g} GB by estimate"
+        )
+
+
+def plan_survivors(
+    arguments: Sequence[str],
+    run: RunConfig,
+    slots: Sequence[int],
+    device: Device,
+    *,
+    least: int = 1,
+    architecture: ArchitectureSpec = GPT2,
+) -> PlannedLayout | None:
+    """The fastest layout that fits on the first ``least`` or more of hosts with so many ``slots``; None if none does.
+
+    Global batch sizes, model, data and schedule stay those of ``run``, which ``arguments`` configure.
+
+    Raises ConfigError if the planner does not know the arguments, such as ``--deepspeed_config``.
+    """
+    given, _, _ = read_flags(arguments, architecture)
+    for fixed in (_without(given, _CHOSEN), _without(given, (*_CHOSEN, *_CHOSEN_IF_NEEDED))):
+        fixed = _with_batch(fixed, run)
+        plans = []
+        for hosts in range(len(slots), least - 1, -1):
+            plan = _search(fixed, run, slots[:hosts], device, architecture)
+            if plan.fitting:
+                plans.append((hosts, plan))
+            if len(plans) == _MOST_SIZES:
+                break
+        if plans:
+            hosts, plan = min(plans, key=lambda one: one[1].fitting[0].timing.total)
+            best = plan.fitting[0]
+            chosen = {name: best.given[name] for name in (*_CHOSEN, *_CHOSEN_IF_NEEDED) if name in best.given}
+            return PlannedLayout(hosts, best, words({**fixed, **chosen}), len(plan.fitting))
+    return None
+
+
+def arguments_at_world_size(
+    arguments: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2
+) -> tuple[list[str], str]:
+    """``--elastic-layout``: the arguments for as many ranks as ``environ`` has, and what was chosen, for the user.
+
+    The tensor-parallel size and the stages stay as given if the layout is legal on these ranks and fits in memory.
+    Every rank gets the same answer. Raises ConfigError if no layout of all these ranks does.
+    """
+    given, _, _ = read_flags(arguments, architecture)
+    if not {"global_batch_size", "step_batch_size_schedule"} & given.keys():
+        raise ConfigError("--elastic-layout needs --global-batch-size, which stays the same on other numbers of ranks")
+    run, _ = resolve_run(given, environ, architecture)
+    ranks, on_host = run.parallel.world_size, ranks_on_host(environ) or run.parallel.world_size
+    slots = [on_host] * (ranks // on_host) if ranks % on_host == 0 else [ranks]
+    device = device_here(run.parallel.device) or DEVICES["a100"]._replace(memory=math.inf)
+    is_given = {"model_parallel_size", "pipe_parallel_size"} & given.keys()
+    if is_given and _search(given, run, slots, device, architecture).fitting:
+        return list(arguments), f"the layout as given, on {counted(ranks, 'rank')}"
+    planned = plan_survivors(arguments, run, slots, device, least=len(slots), architecture=architecture)
+    if planned is None:
+        raise ConfigError(
+            f"--elastic-layout: no layout of {counted(ranks, 'rank')} is legal and fits: start another number of them; "
+            "tools/plan.py lists why"
+        )
+    return planned.arguments, f"on {counted(ranks, 'rank')}: {planned}"
+
+
+def name_of_gpu() -> str:
+    """The name of this host's first GPU; empty if there is none."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def device_here(kind: str, query: Callable[[], str] = name_of_gpu) -> Device | None:
+    """The device of a ``kind``, such as cuda, of this host; None if the planner does not know it."""
+    return DEVICES["cpu"] if kind == "cpu" else device_of_name(query())
+
+
+def _search(
+    fixed: Mapping[str, Provided],
+    run: RunConfig,
+    slots: Sequence[int],
+    device: Device,
+    architecture: ArchitectureSpec,
+) -> Plan:
+    request = make_request(
+        words(fixed),
+        Machine(device, min(slots)),
+        sum(slots),
+        precision=run.precision.dtype,
+        vocab_size=run.model.vocab_size or None,
+        architecture=architecture,
+    )
+    return search(request)
+
+
+def _without(given: Mapping[str, Provided], names: Sequence[str]) -> dict[str, Provided]:
+    return {name: value for name, value in given.items() if name not in names}
+
+
+def _with_batch(given: Mapping[str, Provided], run: RunConfig) -> dict[str, Provided]:
+    """``given`` with the global batch size of ``run``, unless flags give it."""
+    if {"global_batch_size", "step_batch_size_schedule"} & given.keys():
+        return dict(given)
+    size = run.train.global_batch_size
+    return {**given, "global_batch_size": Provided(size, f"--global-batch-size {size}")}

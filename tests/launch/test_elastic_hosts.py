@@ -1,0 +1,65 @@
+"""An elastic run loses two of its three hosts: a spare one takes over, then the planner chooses another layout.
+
+The hosts are network namespaces, see ``support/hosts.py``; they share their files, as over NFS.
+"""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.hosts import INTERFACE, Hosts, why_not
+from support.programs import TINY_MODEL, Programs, read_metrics
+
+pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+
+SETTINGS = "--train-iters 24 --batch-size 2 --gas 4 --eval-iters 0 --pipe-parallel-size 2 --zero-stage 1".split()
+WITHOUT_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()  # whose masks depend on the layout
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    """Of each iteration the last: one that was finished when a host was lost is trained, and logged, once more."""
+    return {line["iteration"]: line["lm_loss"] for line in read_metrics(metrics)}
+
+
+def await_iteration(metrics: Path, iteration: int, supervisor: subprocess.Popen, log: Path) -> None:
+    deadline = time.monotonic() + 200
+    while not metrics.exists() or f'"iteration": {iteration},' not in metrics.read_text():
+        assert supervisor.poll() is None and time.monotonic() < deadline, log.read_text()[-6000:]
+        time.sleep(0.02)
+
+
+def test_lost_hosts(programs: Programs, train_in_ranks, tmp_path: Path) -> None:
+    settings = [*SETTINGS, *WITHOUT_DROPOUT]
+    train_in_ranks(2, *settings, "--metrics-file", tmp_path / "whole")
+    sent = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+    (tmp_path / "sent").write_text("".join(f"{name}={value}\n" for name, value in sent.items()))
+    (tmp_path / "hosts").mkdir()
+    (tmp_path / "hostfile").write_text("host-1 slots=1\nhost-2 slots=1\nhost-3 slots=1 spare\n")
+    metrics, log, save = tmp_path / "metrics", tmp_path / "log", tmp_path / "ck"
+    words = ["--metrics-file", metrics, "--save", save, "--auto-resume", "--save-interval", "1", "--keep-last", "2"]
+    with Hosts(tmp_path / "hosts", 3) as hosts:
+        command = [*hosts.on("host-1"), sys.executable, "tools/launch.py", "--elastic", "--hostfile"]
+        program = ["pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings, *words]
+        command += [tmp_path / "hostfile", *program]
+        with programs.started(log, *command, DS_ENV_FILE=str(tmp_path / "sent")) as supervisor:
+            await_iteration(metrics, 3, supervisor, log)
+            hosts.kill("host-2")
+            first = max(losses(metrics))
+            await_iteration(metrics, first + 3, supervisor, log)
+            hosts.kill("host-3")
+            assert supervisor.wait(timeout=200) == 0, log.read_text()[-6000:]
+    starts = re.findall("launch.py: elastic: (.* ranks? on .*)", log.read_text())
+    assert [start.split(":")[0].split(", without")[0] for start in starts] == [
+        "2 ranks on host-1 host-2",
+        "2 ranks on host-1 host-3",
+        "1 rank on host-1",
+    ]
+    assert "without host-2 (" in starts[1] and "the layout as given; resuming from global_step" in starts[1]
+    assert "TP 1 x PP 1 x DP 1, micro-batch" in starts[2]
+    expected, found = losses(tmp_path / "whole"), losses(metrics)
+    assert found == pytest.approx(expected, abs=1e-4) and len(found) == 24
+    proof = programs.python("tools/audit_data.py", "proof", "--load", save, "--metrics-file", metrics).ok()
+    assert proof.output.endswith("proven: no sample was repeated, none was skipped\n")

@@ -1,0 +1,209 @@
+"""Decisions of an elastic run: which hosts, which layout, when it is over. Nothing is started."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from support.programs import TINY_MODEL
+
+from megatron.config.command_line import parse_run
+from megatron.config.errors import ConfigError, LaunchError
+from megatron.tools.cluster.census import HostState
+from megatron.tools.cluster.elastic import (
+    Ended,
+    Parts,
+    Policy,
+    Start,
+    failed_first,
+    is_complete,
+    pick_hosts,
+    run_elastic,
+)
+from megatron.tools.cluster.elastic_parts import ElasticRun, planned_device
+from megatron.tools.cluster.hostfile import Host, read_hostfile
+from megatron.tools.cluster.launching import launcher_words, read_launch
+from megatron.tools.planning.survivors import arguments_at_world_size, plan_survivors
+from megatron.tools.planning.timing import DEVICES
+
+A, B, C = (Host(name, (0, 1)) for name in "abc")
+SPARE, SMALL = Host("s", (0, 1, 2), spare=True), Host("t", (0,), spare=True)
+
+
+def states(hosts: Sequence[Host], lost: str = "") -> list[HostState]:
+    return [HostState(host, "ssh: no answer" if host.name in lost else None) for host in hosts]
+
+
+@pytest.mark.parametrize(
+    ("lost", "names", "complete"),
+    [
+        ("", "abc", True),
+        ("b", "asc", True),  # in its place, so that the other hosts keep their ranks
+        ("s", "abc", True),
+        ("ab", "sct", False),  # the small one cannot take the place of a lost one, but helps where there is none
+        ("abc", "st", False),
+        ("bs", "act", False),
+        ("abcst", "", False),
+    ],
+)
+def test_spare_hosts_take_the_place_of_lost_ones(lost: str, names: str, complete: bool) -> None:
+    hosts = pick_hosts([A, B, C], states([A, B, C, SPARE, SMALL], lost))
+    assert "".join(host.name for host in hosts) == names
+    assert is_complete([A, B, C], hosts) is complete
+    assert all(len(host.slots) <= 2 for host in hosts if complete)
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ({0: "6", 1: "6", 2: "", 3: "6", 4: "6", 5: "6"}, {"b"}),
+        ({0: "6", 1: "6", 4: "6", 5: "6"}, {"b"}),  # they did not even start
+        ({0: "6", 1: "6", 2: "6", 3: "6", 4: "6", 5: "1"}, {"c"}),
+        ({rank: "6" for rank in range(6)}, set()),
+        ({}, set()),
+    ],
+)
+def test_the_host_that_failed_first(codes: Mapping[int, str], expected: set[str]) -> None:
+    assert failed_first([A, B, C], codes) == expected
+
+
+def elastic(
+    ends: Sequence[Ended], checkpoints: Sequence[str], policy: Policy, lost: Sequence[str] = ("",) * 9
+) -> tuple[int, list[str]]:
+    """The exit code, and the hosts of each start; a call of the census sees the next of ``lost``."""
+    left, seen, looks, started = iter(ends), iter(checkpoints), iter(lost), []
+
+    def run(start: Start) -> Ended:
+        started.append("".join(host.name for host in start.hosts))
+        return next(left)
+
+    def census(excluded: Mapping[str, str]) -> list[HostState]:
+        return [state for state in states([A, B, C], next(looks)) if state.host.name not in excluded]
+
+    def choose(found: Sequence[HostState]) -> Start:
+        return Start(pick_hosts([A, B, C], found), [], "")
+
+    code = run_elastic(Parts(census, choose, run, lambda: next(seen)), policy)
+    assert next(left, None) is None
+    return code, started
+
+
+LOST = Ended(255, False, frozenset("b"))
+
+
+def test_a_lost_host_and_its_return(capsys) -> None:
+    back = Ended(137, False, to_rejoin=True)
+    ends = [LOST, back, Ended(0, False)]
+    assert elastic(ends, ["", "5", "7", "9"], Policy(2, 3, 1), ["", "b", "", ""]) == (0, ["abc", "ac", "abc"])
+    lines = capsys.readouterr().err.splitlines()
+    assert "4 ranks on a c, without b (ssh: no answer): ; resuming from 5" in lines[2] and len(lines) == 4
+
+
+def test_no_start_below_the_least_number_of_hosts() -> None:
+    with pytest.raises(
+        LaunchError, match="1 host can take part, fewer than --min-hosts 2: without a .*; without b"
+    ) as e:
+        elastic([LOST], ["", "5"], Policy(2, 3, 9), ["", "ab"])
+    assert e.value.exit_code == 6
+
+
+def test_a_host_in_every_failure_is_left_out(capsys) -> None:
+    ends = [LOST, LOST, Ended(1, False, frozenset("bc")), Ended(0, False)]
+    assert elastic(ends, ["5"] * 5, Policy(2, 3, 9)) == (0, ["abc"] * 3 + ["ac"])
+    assert "3 failures in a row without a new checkpoint, b in all of them: left out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ends", "least", "code", "text"),
+    [
+        ([LOST, LOST, LOST], 3, 93, "b in all of them, and too few without; not restarted"),
+        ([LOST, Ended(1, False, frozenset("c")), LOST], 1, 93, "no host was in all of them; not restarted"),
+        *(([Ended(code, False)], 1, code, "") for code in (0, 2, 3, 4, 5, 7, 75)),
+        ([Ended(1, by_signal=True)], 1, 1, ""),
+    ],
+)
+def test_ends(ends, least, code, text, capsys) -> None:
+    assert elastic(ends, ["5"] * 9, Policy(least, 3, 9))[0] == code
+    assert text in capsys.readouterr().err
+
+
+SETTINGS = [
+    *TINY_MODEL,
+    *"--train-iters 9 --batch-size 2 --gas 2 --model-parallel-size 2 --pipe-parallel-size 2 --data-path d".split(),
+    *"--vocab-file v --merge-file m --zero-stage 1 --sequence-parallel --save ck --auto-resume".split(),
+]
+
+
+@pytest.mark.parametrize(
+    ("slots", "sizes"),
+    [
+        ([2, 2, 2], {6, 4, 2}),
+        ([1, 1, 1], {3, 2, 1}),  # 4 heads and 8 samples do not fall into 3 parts: 3 stages, or a host idles
+        ([1], {1}),
+    ],
+)
+def test_survivors_keep_the_global_batch(slots: list[int], sizes: set[int]) -> None:
+    environ = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "8"}
+    run = parse_run(SETTINGS, environ)
+    planned = plan_survivors(SETTINGS, run, slots, DEVICES["cpu"])
+    ranks = sum(slots[: planned.hosts])
+    again = parse_run(planned.arguments, {**environ, "WORLD_SIZE": str(ranks)})
+    assert ranks in sizes and again.train.global_batch_size == run.train.global_batch_size == 8
+    assert (again.parallel, again.train) == (planned.candidate.run.parallel, planned.candidate.run.train)
+    # What is no part of a layout is as given: no placeholder of the planner's has got there.
+    assert (again.optim, again.checkpoint, again.data, again.zero) == (run.optim, run.checkpoint, run.data, run.zero)
+
+
+def test_survivors_within_memory() -> None:
+    run = parse_run(SETTINGS, {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "8"})
+    assert plan_survivors(SETTINGS, run, [1], DEVICES["cpu"]._replace(memory=1e5)) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chosen"), [("8", "as given"), ("4", "as given"), ("2", "TP "), ("1", "TP 1 x PP 1")]
+)
+def test_layout_at_a_world_size(ranks: str, chosen: str) -> None:
+    """The given layout is TP 2 x PP 2, which needs a multiple of four ranks."""
+    words = [*SETTINGS, "--global-batch-size", "8"]
+    environ = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": "1"}
+    gas = words.index("--gas")
+    arguments, text = arguments_at_world_size(words[:gas] + words[gas + 2 :], environ)
+    run = parse_run(arguments, environ)
+    assert run.train.global_batch_size == 8 and run.parallel.world_size == int(ranks) and chosen in text
+    assert (arguments == words[:gas] + words[gas + 2 :]) is ("as given" in text)
+
+
+def test_a_world_size_without_a_layout() -> None:
+    environ = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "11"}
+    with pytest.raises(ConfigError, match="needs --global-batch-size"):
+        arguments_at_world_size(SETTINGS, environ)
+    with pytest.raises(ConfigError, match="no layout of 11 ranks is legal and fits"):
+        arguments_at_world_size([*TINY_MODEL, "--global-batch-size", "8", "--mock-data"], environ)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--elastic pretrain_gpt2.py", "--elastic needs --hostfile"),
+        ("--rejoin --hostfile H pretrain_gpt2.py", "are for --elastic"),
+        ("--elastic --hostfile H --launcher openmpi pretrain_gpt2.py", "--launcher openmpi does not go with --elastic"),
+        ("--hostfile H pretrain_gpt2.py", "b is a spare host"),
+        ("--elastic --hostfile H pretrain_gpt2.py --deepspeed_config x.json --save ck", "as flags"),
+    ],
+)
+def test_refused_before_a_start(tmp_path: Path, words: str, text: str) -> None:
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("a slots=1\nb slots=1 spare\n")
+    assert read_hostfile(hostfile)[1] == Host("b", (0,), spare=True)
+    with pytest.raises(ConfigError, match=text):
+        launch = read_launch([str(hostfile) if word == "H" else word for word in words.split()])
+        ElasticRun(launch, {"DS_ACCELERATOR": "cpu"}, []) if launch.elastic else launcher_words(launch, {})
+
+
+def test_the_device_that_is_planned_for(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("a slots=1\n")
+    words = ["--elastic", "--hostfile", str(tmp_path / "hostfile")]
+    launch = read_launch([*words, "--device-memory", "40GB", "x.py"])
+    assert planned_device(launch, "cuda", lambda: "NVIDIA H100 80GB HBM3") == DEVICES["h100"]._replace(memory=40e9)
+    assert planned_device(read_launch([*words, "x.py"]), "cpu") == DEVICES["cpu"]
+    with pytest.raises(ConfigError, match="name the nearest by --device"):
+        planned_device(launch, "cuda", lambda: "Another 5000")
