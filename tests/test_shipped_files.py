@@ -26,6 +26,7 @@ BERT_SCRIPT = "pretrain_bert_distributed.sh"
 SCRIPTS = (PLAIN, PIPE, TORCHRUN, BERT_SCRIPT)
 SCRIPTS_FOR_HOSTS = (MULTINODE, SLURM)
 FINETUNING = "finetune_llama.sh"
+EXTENSION = "extend_context.sh"
 EVALUATION = "evaluate_lambada.sh"  # tests/tools/evaluation/test_evaluate.py runs it
 CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").iterdir())
 
@@ -64,7 +65,7 @@ def run_of(script: str, *arguments: str, **variables: str) -> RunConfig:
 
 def test_no_script_goes_untested() -> None:
     scripts = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch")}
-    assert scripts == {*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, "quickstart.sh"}
+    assert scripts == {*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, "quickstart.sh"}
     # Their tests: tests/test_examples.py, tests/training/test_model_provider.py.
     programs = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert programs == {"pretrain_my_model.py", "show_communication.py", "train_small_model.py"}
@@ -93,12 +94,12 @@ def test_a_script_starts_its_run(script, layout, zero_stage, environ, dtype) -> 
     assert run.train.seed == 7, "further arguments are passed on"
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, "quickstart.sh"])
+@pytest.mark.parametrize("script", [*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, "quickstart.sh"])
 def test_a_dry_run_is_a_command_that_a_person_would_type(script) -> None:
     shown = dry_run_of(script, VIRTUAL_ENV=sys.prefix)
     assert "\\" not in shown and "/../" not in shown
     odd = ["a,b", "c d", "it's", "\\,", ""]
-    assert script == "quickstart.sh" or command_of(script, *odd)[-5:] == odd
+    assert script in ("quickstart.sh", EXTENSION) or command_of(script, *odd)[-5:] == odd
 
 
 def variables_of(script: str) -> dict[str, str]:
@@ -210,7 +211,10 @@ def test_config_that_contradicts_the_variables_is_refused() -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        *(f"examples/{name}" for name in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, "quickstart.sh")),
+        *(
+            f"examples/{name}"
+            for name in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, "quickstart.sh")
+        ),
         *("docker/run.sh", "docker/entrypoint.sh", "docker/check_cpu_image.sh"),
         *("tools/environment.sh", "run_tests.sh", ".ci/run"),
         *("tests/support/slurm/srun", "tests/support/slurm/scontrol"),
@@ -222,6 +226,20 @@ def test_shellcheck_passes(script) -> None:
     finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout
     subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
+
+
+def test_the_context_is_extended_by_yarn() -> None:
+    """The script trains a model with rotary positions, and the same one on sequences that are longer by the factor."""
+    lines = [
+        line for line in dry_run_of(EXTENSION, "--fast", VIRTUAL_ENV=sys.prefix).splitlines() if "pretrain" in line
+    ]
+    flags = [shlex.split(line.partition("pretrain_gpt2.py")[2]) for line in lines]
+    short, long = (parse_run(words, {**CPU, "WORLD_SIZE": "2"}) for words in flags)
+    assert (short.data.seq_length, long.data.seq_length, long.model.max_position_embeddings) == (256, 1024, 1024)
+    assert (short.checkpoint.save, long.checkpoint.finetune) == (long.checkpoint.load, True)
+    kinds = [run.model.position_embedding_type for run in (short, long)]
+    assert kinds == ["rope", "yarn"] and short.model.position_weights == long.model.position_weights
+    assert long.model.yarn_original_max_position_embeddings * long.model.yarn_rotary_scaling_factor == 1024
 
 
 TINY = {

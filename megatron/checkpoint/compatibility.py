@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.saved_run import SavedLayout, SavedRun, schedule_of, settings_of
+from megatron.checkpoint.saved_run import SavedLayout, SavedRun, rotation_of, schedule_of, settings_of
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import CheckpointError
 from megatron.model.spec import architecture_of
@@ -31,7 +31,7 @@ _SHAPE_FIELDS = {
     "linear_bias": "the bias of linear layers",
     "qkv_bias": "the bias of queries, keys and values",
     "untie_embeddings_and_output_weights": "--untie-embeddings-and-output-weights",
-    "position_embedding_type": "--position-embedding-type",
+    "position_weights": "--position-embedding-type",
     "relative_attention_num_buckets": "--relative-attention-num-buckets",
     "position_rows": "--max-position-embeddings",
     "vocab_size": "the vocabulary's size",
@@ -75,7 +75,8 @@ def overridden_settings(saved: SavedRun, run: RunConfig) -> list[str]:
     if run.checkpoint.finetune:
         return []
     known = {name: value for name, value in settings_of(run).items() if value != ""}
-    lines = _differences(known, saved.description.get("settings", {}), saved.path)
+    before = rotation_of(saved.whole_model_config()) | saved.description.get("settings", {})
+    lines = _differences(known, before, saved.path)
     if run.optim.use_checkpoint_lr_scheduler or run.optim.override_lr_scheduler:
         return lines
     return lines + _schedule_differences(saved, run)

@@ -13,6 +13,7 @@ from typing import Any, Union, get_args, get_origin
 from megatron.checkpoint.sample_history import Segment, extended, read_history
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import CheckpointError
+from megatron.config.model import ROTATION
 from megatron.model.architectures import GPT2
 from megatron.parallel.pipeline.partition import layers_per_chunk
 
@@ -148,10 +149,16 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         **(_flags(run.model, "relative_attention_max_distance") if run.model.has_relative_positions else {}),
         **_flags(run.train, "loss_normalization"),
         **_flags(run.model, "attention_dropout", "hidden_dropout"),
-        **_flags(run.model, "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"),
+        **rotation_of(run.model),
         **_flags(run.optim, "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
         **_flags(run.optim, *_OF_OPTIMIZER.get(run.optim.optimizer, ())),
     }
+
+
+def rotation_of(model: ModelConfig) -> dict[str, Any]:
+    """The settings that decide by which angles queries and keys are rotated; no weight depends on them."""
+    kind = _flags(model, "position_embedding_type") if model.has_rotary_embedding else {}
+    return kind | _flags(model, *ROTATION)
 
 
 def schedule_of(run: RunConfig) -> dict[str, Any]:

@@ -5,6 +5,23 @@ from dataclasses import dataclass
 from megatron.config.fields import derived, flag
 from megatron.config.presets import PRESETS
 
+ROTARY = ("rope", "yarn")
+"""Kinds of positions that rotate queries and keys."""
+ROTATION = (
+    "rotary_base",
+    "rotary_percent",
+    "use_rope_scaling",
+    "rope_scaling_factor",
+    "rotary_seq_len_interpolation_factor",
+    "yarn_rotary_scaling_factor",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_mscale",
+    "yarn_mscale_all_dim",
+    "yarn_correction_range_round_to_int",
+)
+"""Fields of ModelConfig that decide by which angles."""
 LOW_FREQUENCY_FACTOR = 1.0
 HIGH_FREQUENCY_FACTOR = 4.0
 ORIGINAL_LENGTH = 8192
@@ -78,9 +95,10 @@ class ModelConfig:
     )
     position_embedding_type: str = flag(
         "learned_absolute",
-        "How positions are represented: a learned table, the rotation of queries and keys (arXiv 2104.09864), a bias "
-        "of the scores by distance (relative, of T5 alone), or not at all.",
-        choices=("learned_absolute", "rope", "relative", "none"),
+        "How positions are represented: a learned table, the rotation of queries and keys (arXiv 2104.09864), that "
+        "rotation extended to longer sequences by YaRN (arXiv 2309.00071), a bias of the scores by distance (relative, "
+        "of T5 alone), or not at all.",
+        choices=("learned_absolute", "rope", "yarn", "relative", "none"),
         switches={"use-rotary-position-embeddings": "rope", "no-position-embedding": "none"},
         masked_lm=False,
         encoder_decoder="also",
@@ -108,6 +126,46 @@ class ModelConfig:
         False, "Scale the long wavelengths of the rotation by Llama 3.1's rule.", masked_lm=False
     )
     rope_scaling_factor: float = flag(8.0, "Factor of --use-rope-scaling.", within="[1, inf)", masked_lm=False)
+    rotary_seq_len_interpolation_factor: float = flag(
+        1.0,
+        "Divide positions by this factor before the rotation: linear interpolation (arXiv 2306.15595).",
+        within="[1, inf)",
+        masked_lm=False,
+    )
+    yarn_rotary_scaling_factor: float | None = flag(
+        None,
+        "Factor by which YaRN extends --yarn-original-max-position-embeddings.",
+        within="[1, inf)",
+        masked_lm=False,
+    )
+    yarn_original_max_position_embeddings: int = flag(
+        0, "Sequence length that the model was trained with before YaRN.", within="[1, inf)", masked_lm=False
+    )
+    yarn_beta_fast: float = flag(
+        32.0,
+        "Dimensions that turn this often or more within the original length keep their wavelength.",
+        within="(0, inf)",
+        masked_lm=False,
+    )
+    yarn_beta_slow: float = flag(
+        1.0,
+        "Dimensions that turn this often or less within the original length are interpolated by YaRN's whole factor.",
+        within="(0, inf)",
+        masked_lm=False,
+    )
+    yarn_mscale: float = flag(
+        1.0,
+        "Queries and keys are multiplied by 0.1 x this x ln(factor) + 1, divided by the same of --yarn-mscale-all-dim.",
+        within="[0, inf)",
+        masked_lm=False,
+    )
+    yarn_mscale_all_dim: float = flag(0.0, "See --yarn-mscale.", within="[0, inf)", masked_lm=False)
+    yarn_correction_range_round_to_int: bool = flag(
+        True,
+        "Round the dimensions of --yarn-beta-fast and --yarn-beta-slow to whole ones; enabled by default.",
+        switches={"no-yarn-correction-range-round-to-int": False},
+        masked_lm=False,
+    )
     max_position_embeddings: int = flag(
         0,
         "Longest sequence, and rows of a learned table of positions (default: the sequence length).",
@@ -138,6 +196,16 @@ class ModelConfig:
         "Compile each transformer layer (torch.compile), which takes up to a minute at the start.",
         encoder_decoder="not",
     )
+    tiled_mlp: bool = flag(
+        False,
+        "Compute the MLP on a part of the tokens at a time, forward and backward (arXiv 2506.13996): of a layer's MLP "
+        "the input alone is kept, and the forward pass is repeated in the backward pass.",
+    )
+    tiled_mlp_num_shards: int = flag(
+        0,
+        "Number of parts of --tiled-mlp (default: as many as there are parts of --hidden-size tokens).",
+        within="[1, inf)",
+    )
     gradient_accumulation_fusion: bool = flag(
         False,
         "Accumulate weight gradients over micro-batches inside the matrix multiplication that computes them.",
@@ -145,6 +213,12 @@ class ModelConfig:
     )
     scaled_upper_triang_masked_softmax_fusion: bool = flag(
         False, "Require the fused causal attention kernel; an error if another flag excludes it.", masked_lm=False
+    )
+    flex_attention: bool = flag(
+        False,
+        "On GPUs, keep documents and windows apart by torch's FlexAttention, which compiles a kernel that skips blocks "
+        "of keys: for fp32, where varlen_attn does not work.",
+        encoder_decoder="not",
     )
     fused_kernels: str = flag(
         "auto",
@@ -175,8 +249,9 @@ class ModelConfig:
     )
     pre_tokens: int = flag(
         65536,
-        "Number of preceding tokens that each token attends to.",
-        aliases=("pre-tockens",),
+        "Number of preceding tokens that each token attends to: a sliding window. Also as N,0, after which 0 following "
+        "ones are seen.",
+        aliases=("pre-tockens", "window-size"),
         within="[0, inf)",
         masked_lm=False,
     )
@@ -252,7 +327,12 @@ class ModelConfig:
     @property
     def has_rotary_embedding(self) -> bool:
         """Whether attention rotates queries and keys by their positions."""
-        return self.position_embedding_type == "rope"
+        return self.position_embedding_type in ROTARY
+
+    @property
+    def position_weights(self) -> str:
+        """The kind of ``position_embedding_type``; YaRN's weights are those of rope."""
+        return "rope" if self.has_rotary_embedding else self.position_embedding_type
 
     @property
     def has_position_table(self) -> bool:
@@ -268,6 +348,13 @@ class ModelConfig:
     def is_gated(self) -> bool:
         """Whether the MLP multiplies two products of its input, gate and up."""
         return self.swiglu or self.geglu
+
+    def mlp_tiles(self, tokens: int) -> int:
+        """Parts in which an MLP is computed, if a rank has so many tokens of a micro-batch; 1 for all at once."""
+        if not self.tiled_mlp:
+            return 1
+        largest = -(-tokens // (self.tiled_mlp_num_shards or -(-tokens // self.hidden_size)))
+        return -(-tokens // largest)
 
     @property
     def position_rows(self) -> int:

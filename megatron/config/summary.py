@@ -69,6 +69,12 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
 def layer_kinds(model: ModelConfig) -> list[str]:
     """How the layers of ``model`` differ from GPT-2's, such as RMSNorm and SwiGLU; empty if they do not."""
     scaling = f", long waves x {model.rope_scaling_factor:g}" if model.use_rope_scaling else ""
+    if (factor := model.rotary_seq_len_interpolation_factor) != 1:
+        scaling = f", all waves x {factor:g}"
+    if model.position_embedding_type == "yarn":
+        scaling = (
+            f", YaRN x {model.yarn_rotary_scaling_factor:g} of {model.yarn_original_max_position_embeddings:,} tokens"
+        )
     share = f", {model.rotary_percent:.0%} of each head" if model.rotary_percent < 1 else ""
     biases = "biases for queries, keys and values only" if model.qkv_bias else "no biases"
     kinds = {
@@ -168,6 +174,10 @@ def _attention(run: RunConfig, device: DeviceFacts) -> dict[str, str]:
 
 
 def _recomputation(run: RunConfig) -> str:
+    return _recomputed(run) + (", the MLP in tiles" if run.model.tiled_mlp else "")
+
+
+def _recomputed(run: RunConfig) -> str:
     if not run.activation.checkpoint_activations:
         return "activations kept"
     if run.activation.recompute_granularity == "selective":

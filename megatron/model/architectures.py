@@ -63,20 +63,22 @@ def transformer_layer(config: ModelConfig) -> LayerSpec:
         masks=2 * h,
         statistics=4 if norm == "LayerNorm" else 2,
         # With SwiGLU gate and up, and their product; with GELU for it the activated gate, too. A norm of heads keeps
-        # its input.
+        # its input. Of an MLP in tiles its input is kept alone.
         sharded=2 * q
         + 2 * k
-        + (4 if config.geglu else 3 if config.swiglu else 2) * f
+        + (0 if config.tiled_mlp else (4 if config.geglu else 3 if config.swiglu else 2) * f)
         + (q + k if config.qk_layernorm else 0),
     )
     if config.lora_rank:
         kept = _with_adapters(kept, config)
-    linears = 2 * (h * (2 * q + 2 * k) + (matrices + 1) * h * f)
+    in_mlp = 2 * (matrices + 1) * h * f
+    linears = 2 * h * (2 * q + 2 * k) + in_mlp
     return LayerSpec(
         "ParallelTransformerLayer",
         parameters,
         linears + 2 * sum(parameter.numel for parameter in parameters if ".lora." in parameter.name),
         linears if config.lora_rank else 0,
+        in_mlp if config.tiled_mlp else 0,
         attention_size=q,
         kept=kept,
         is_block=True,
@@ -93,6 +95,9 @@ def _with_adapters(kept: KeptActivations, config: ModelConfig) -> KeptActivation
     h, f, q = config.hidden_size, config.ffn_hidden_size, config.num_attention_heads * config.head_size
     inputs = copies * h * len({"query_key_value", "dense_h_to_4h"}.intersection(chosen))
     inside_mlp = f * (copies if "dense_4h_to_h" in chosen else 0) - f
+    if config.tiled_mlp:
+        inside_mlp, inputs = 0, h + copies * h * len({"query_key_value"}.intersection(chosen))
+        chosen = tuple(target for target in chosen if target in ("query_key_value", "dense"))
     context = q * (copies - 1 if "dense" in chosen else 0)  # attention keeps it in any case
     return replace(kept, local=inputs + config.lora_rank * len(chosen), sharded=kept.sharded + inside_mlp + context)
 
@@ -242,6 +247,7 @@ def decoder_layer(config: ModelConfig) -> LayerSpec:
         "DecoderParallelTransformerLayer",
         parameters,
         round(ratio * (own.matmul_flops + 4 * h * q)) + 4 * h * q,
+        repeated_flops=round(ratio * own.repeated_flops),
         attention_size=round(q * (ratio * ratio + ratio)),
         cross_attention_size=round(q * ratio),
         kept=replace(kept, sharded=kept.sharded + 2 * q),

@@ -155,6 +155,10 @@ class ParallelSelfAttention(nn.Module):
         limits, core = self._kernel(query, dropout).limits, partial(self._compute, dropout=dropout)
         if limits == "varlen":
             return attend_varlen(query, key, value, segment_ids, self.causal, self.pre_tokens)
+        if limits == "flex":
+            from megatron.model.flex_attention import attend_flex  # which imports torch's compiler
+
+            return attend_flex(query, key, value, segment_ids, self.causal, self.pre_tokens)
         if limits == "mask":
             mask = dense_mask(query.size(2), query.device, segment_ids, self.causal, self.pre_tokens)
             return core(query, key, value, mask)

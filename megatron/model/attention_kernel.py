@@ -35,7 +35,8 @@ class AttentionKernel(NamedTuple):
     """flash, memory-efficient, plain (scores, softmax and context step by step), or torch's where it decides."""
     limits: str
     """How documents, padding and windows are kept apart: none if there are none; varlen (one call of torch's
-    ``varlen_attn``); blocks (a call for each document or part of a window); or mask."""
+    ``varlen_attn``); flex (one call of FlexAttention, by ``--flex-attention``); blocks (a call for each document or
+    part of a window); or mask."""
     summary: str
     """One line: the kernel, what it is for, and why it is not another one."""
 
@@ -76,7 +77,7 @@ def attention_kernel(
     limits, why_limits = "none", ""
     window = causal and model.pre_tokens < seq_length - 1
     if model.reset_attention_mask or window or not causal:
-        limits, why_limits = _limits(model.head_size, device, name, has_dropout, causal)
+        limits, why_limits = _limits(model, device, name, has_dropout, causal)
     parts = [
         dtype,
         f"head dim {model.head_size}",
@@ -148,13 +149,15 @@ def _version(capability: tuple[int, int]) -> str:
     return ".".join(map(str, capability))
 
 
-def _limits(head_size: int, device: DeviceFacts, name: str, has_dropout: bool, causal: bool) -> tuple[str, str]:
+def _limits(model: ModelConfig, device: DeviceFacts, name: str, has_dropout: bool, causal: bool) -> tuple[str, str]:
     """How tokens are kept from attending to others, and why not by ``varlen_attn``."""
     why = ""
+    if model.flex_attention and device.kind == "cuda" and name != "plain" and not has_dropout:
+        return "flex", ""
     if device.kind == "cuda" and name == "flash":
         if has_dropout:
             why = "varlen_attn has no dropout"
-        elif head_size % 8:
+        elif model.head_size % 8:
             why = "varlen_attn needs a head dim that is a multiple of 8"
         elif not device.has_varlen:
             why = "varlen_attn needs torch 2.12"

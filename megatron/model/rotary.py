@@ -25,25 +25,38 @@ class RotaryEmbedding:
     base: float
     scaling_factor: float | None = None
     """Factor of Llama 3.1's longer wavelengths; None without it."""
+    interpolation: float = 1.0
+    """Factor by which all positions are divided."""
+    yarn: "Yarn | None" = None
 
     @classmethod
     def of(cls, config: ModelConfig) -> "RotaryEmbedding | None":
         """That of a model; None if its positions are represented in another way."""
         if not config.has_rotary_embedding:
             return None
-        factor = config.rope_scaling_factor if config.use_rope_scaling else None
-        return cls(int(config.head_size * config.rotary_percent), config.rotary_base, factor)
+        return cls(
+            int(config.head_size * config.rotary_percent),
+            config.rotary_base,
+            config.rope_scaling_factor if config.use_rope_scaling else None,
+            config.rotary_seq_len_interpolation_factor,
+            Yarn.of(config) if config.position_embedding_type == "yarn" else None,
+        )
 
     def frequencies(self, device: torch.device) -> Tensor:
         """Radians per position of each pair of dimensions, fp32 [r/2]."""
         exponents = torch.arange(0, self.dimensions, 2, dtype=torch.float32, device=device) / self.dimensions
         frequencies = 1.0 / self.base**exponents
-        return frequencies if self.scaling_factor is None else _scaled(frequencies, self.scaling_factor)
+        if self.yarn is not None:
+            return self.yarn.scaled(frequencies, self.base)
+        if self.scaling_factor is not None:
+            return _scaled(frequencies, self.scaling_factor)
+        return frequencies / self.interpolation
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for positions [b, s]: [b, 1, s, r/2] each."""
+        """Cosines and sines for positions [b, s]: [b, 1, s, r/2] each; YaRN's are longer than 1."""
         angles = positions.unsqueeze(1).unsqueeze(-1).float() * self.frequencies(positions.device)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        length = 1.0 if self.yarn is None else self.yarn.length
+        return (angles.cos() * length).to(dtype), (angles.sin() * length).to(dtype)
 
     def first_positions(self, s: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """The tables of positions 0 to s - 1, [1, 1, s, r/2]; made once."""
@@ -63,6 +76,56 @@ def _scaled(frequencies: Tensor, factor: float) -> Tensor:
     share = (ORIGINAL_LENGTH / wavelengths - LOW_FREQUENCY_FACTOR) / (HIGH_FREQUENCY_FACTOR - LOW_FREQUENCY_FACTOR)
     share = share.clamp(0.0, 1.0)
     return (1 - share) * frequencies / factor + share * frequencies
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071): short waves stay, long ones become ``factor`` times as long, with a ramp between."""
+
+    factor: float
+    original_length: int
+    """Tokens of a sequence before the extension."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    """Turns within the original length at which the ramp begins and ends."""
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    rounds: bool = True
+    """Whether the ramp begins and ends at whole dimensions."""
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Yarn":
+        """That of a model whose positions are YaRN's."""
+        assert config.yarn_rotary_scaling_factor is not None, "a rule requires it"
+        return cls(
+            config.yarn_rotary_scaling_factor,
+            config.yarn_original_max_position_embeddings,
+            config.yarn_beta_fast,
+            config.yarn_beta_slow,
+            config.yarn_mscale,
+            config.yarn_mscale_all_dim,
+            config.yarn_correction_range_round_to_int,
+        )
+
+    @property
+    def length(self) -> float:
+        """What rotated queries and keys are multiplied by, so that attention stays as sharp (section 3.4)."""
+        of_scale, of_all = (0.1 * scale * math.log(self.factor) + 1 for scale in (self.mscale, self.mscale_all_dim))
+        return of_scale / of_all
+
+    def scaled(self, frequencies: Tensor, base: float) -> Tensor:
+        """The frequencies [r/2] of rotation with ``base``, extended."""
+        r = 2 * len(frequencies)
+        begin, end = (
+            r * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(base))
+            for turns in (self.beta_fast, self.beta_slow)
+        )
+        if self.rounds:
+            begin, end = math.floor(begin), math.ceil(end)
+        begin, end = max(begin, 0), min(end, r - 1)
+        index = torch.arange(r // 2, dtype=torch.float32, device=frequencies.device)
+        ramp = ((index - begin) / (end - begin or 0.001)).clamp(0, 1)
+        return frequencies * (1 - ramp) + frequencies / self.factor * ramp
 
 
 def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

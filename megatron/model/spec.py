@@ -71,6 +71,8 @@ class LayerSpec:
     """FLOPs of the forward pass per token in products with weights; 2 for each weight."""
     frozen_flops: int = 0
     """Those of them whose weights are frozen: the backward pass computes the gradient of their input only."""
+    repeated_flops: int = 0
+    """Those of them that the backward pass computes again in any case, with ``--tiled-mlp``."""
     attention_size: int = 0
     """Columns of all heads together: the attention core takes 4 FLOPs per token, column and attended token."""
     cross_attention_size: int = 0
@@ -198,11 +200,12 @@ def model_flops(run: RunConfig) -> float:
 def hardware_flops(run: RunConfig) -> float:
     """FLOPs of one iteration with the forward passes that are recomputed (arXiv 2104.04473, section 5.1)."""
     blocks = [layer for layer in architecture_of(run.model).layers(run.model) if layer.is_block]
+    flops = model_flops(run) + _tokens(run) * sum(layer.repeated_flops for layer in blocks)
     if run.activation.layers_together:
-        return model_flops(run) + _forward_flops(run, blocks)
+        return flops + _forward_flops(run, blocks)
     if run.model.recomputes_attention:
-        return model_flops(run) + _forward_flops(run, [replace(layer, matmul_flops=0) for layer in blocks])
-    return model_flops(run)
+        return flops + _forward_flops(run, [replace(layer, matmul_flops=0) for layer in blocks])
+    return flops
 
 
 def _forward_flops(run: RunConfig, layers: Sequence[LayerSpec]) -> float:

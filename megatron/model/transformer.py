@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
@@ -91,11 +92,15 @@ class ParallelTransformerLayer(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h] through ``ffn_hidden_size``; twice, as gate and up, if it is gated."""
+    """hidden [b, s, h] -> hidden [b, s, h] through ``ffn_hidden_size``; twice, as gate and up, if it is gated.
+
+    With ``--tiled-mlp`` it is computed on some tokens at a time, in the backward pass, too, by DeepSpeed's TiledMLP.
+    """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
         super().__init__()
         h, inner, group = config.hidden_size, config.ffn_hidden_size, layout.tensor_group
+        self.config = config
         name, fused = f"layers.{layer_number}.mlp", bias_gelu(config)
         dim = sequence_parallel_dim(config, layout)
         place: dict[str, Any] = {"group": group, "sequence_dim": dim, "init": weight(config, f"{name}.dense_h_to_4h")}
@@ -110,4 +115,18 @@ class ParallelMLP(nn.Module):
         self.dense_4h_to_h = RowParallelLinear(inner, h, has_bias=config.linear_bias, lora=lora, **place)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        tokens = hidden.flatten(0, 1)  # two dimensions, of which DeepSpeed divides the same one in both passes
+        tiles = self.config.mlp_tiles(len(tokens))
+        if tiles == 1:
+            return self._compute(hidden)
+        if torch.is_grad_enabled() and not tokens.requires_grad:  # or adapters would get no gradient, either
+            tokens = tokens.detach().requires_grad_()
+        return TiledMLP.apply(ParallelMLP._tile, self, tokens, tiles, [*self.parameters()]).view_as(hidden)
+
+    def _compute(self, hidden: Tensor) -> Tensor:
         return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(hidden)))
+
+    def _tile(self, tokens: Tensor) -> Tensor:
+        """[tokens, h] -> [tokens, h], as a sequence; with sequence parallelism a part of one."""
+        batch_dim = 1 - self.config.sequence_dim
+        return self._compute(tokens.unsqueeze(batch_dim)).squeeze(batch_dim)

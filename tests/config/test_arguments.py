@@ -48,6 +48,8 @@ deepspeed-activation-checkpointing partition-activations contigious-checkpointin
 synchronize-each-layer profile-backward
 """.split()
 
+YARN = "--position-embedding-type yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
+
 # A flag with its value, and the flags it needs.
 EFFECTS: dict[str, tuple[str, str]] = {
     "num_layers": ("--num-layers 8", ""),
@@ -128,6 +130,20 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "rotary_percent": ("--rotary-percent 0.5", "--position-embedding-type rope"),
     "use_rope_scaling": ("--use-rope-scaling", "--position-embedding-type rope"),
     "rope_scaling_factor": ("--rope-scaling-factor 4", "--position-embedding-type rope --use-rope-scaling"),
+    "rotary_seq_len_interpolation_factor": (
+        "--rotary-seq-len-interpolation-factor 2",
+        "--position-embedding-type rope",
+    ),
+    "yarn_rotary_scaling_factor": ("--yarn-rotary-scaling-factor 8", YARN),
+    "yarn_original_max_position_embeddings": ("--yarn-original-max-position-embeddings 32", YARN),
+    "yarn_beta_fast": ("--yarn-beta-fast 16", YARN),
+    "yarn_beta_slow": ("--yarn-beta-slow 2", YARN),
+    "yarn_mscale": ("--yarn-mscale 0.7", YARN),
+    "yarn_mscale_all_dim": ("--yarn-mscale-all-dim 1", YARN),
+    "yarn_correction_range_round_to_int": ("--no-yarn-correction-range-round-to-int", YARN),
+    "flex_attention": ("--flex-attention", "gpu--attention-dropout 0"),
+    "tiled_mlp": ("--tiled-mlp", ""),
+    "tiled_mlp_num_shards": ("--tiled-mlp-num-shards 3", "--tiled-mlp"),
     "optimizer": ("--optimizer lion", ""),
     "sgd_momentum": ("--sgd-momentum 0.8", "--optimizer sgd"),
     "muon_momentum": ("--muon-momentum 0.9", "--optimizer muon"),

@@ -70,6 +70,8 @@ def read_command(command: str) -> ParsedRun:
         ("--use-distributed-optimizer", "--zero-stage 1"),
         ("--bf16 --accumulate-allreduce-grads-in-fp32", "--bf16 --grad-accum-dtype fp32"),
         ("--pre-tockens 8 --next-tockens 0", "--pre-tokens 8 --next-tokens 0"),
+        ("--window-size 8,0", "--pre-tokens 8"),
+        ("--window-size (8,0)", "--pre-tokens 8"),
         ("--activations-checkpoint-method uniform --activations-checkpoint-num-layers 2",
          "--checkpoint-activations --checkpoint-num-layers 2"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 2",

@@ -14,6 +14,7 @@ from megatron.config.fields import ends, inside
 from megatron.config.validation import RULES, violations
 
 # Name of the rule; a command line that breaks it alone; the start of its message; what fixes it.
+_YARN = "yarn --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16"
 SPLIT = "--pipeline-model-parallel-split-rank"
 _RANGE = "the split rank leaves stages with layers to encoder and decoder"
 BROKEN = [
@@ -178,6 +179,61 @@ BROKEN = [
         "--rotary-base 500000",
         "--rotary-base 500000 has no effect without --position-embedding-type rope",
         "--position-embedding-type rope",
+    ),
+    (
+        "--tiled-mlp-num-shards needs --tiled-mlp",
+        "--tiled-mlp-num-shards 4",
+        "--tiled-mlp-num-shards has no effect without --tiled-mlp: add --tiled-mlp, or remove",
+        "--tiled-mlp",
+    ),
+    ("--tiled-mlp excludes --compile", "--tiled-mlp --compile", "--tiled-mlp and --compile exclude each other", None),
+    (
+        "--tiled-mlp excludes the dropout of adapters",
+        "--tiled-mlp --lora-rank 2 --lora-dropout 0.1",
+        "--tiled-mlp and --lora-dropout 0.1 exclude each other: remove one",
+        "--lora-target dense",
+    ),
+    (
+        "FlexAttention runs on GPUs without dropout",
+        "--flex-attention",
+        "--flex-attention needs GPUs, and this run is on cpu: remove it",
+        None,
+    ),
+    *(
+        ("YaRN has a factor and an original length", f"--position-embedding-type {words}", message, remedy)
+        for words, message, remedy in (
+            (
+                "yarn --yarn-rotary-scaling-factor 4",
+                "--position-embedding-type yarn needs --yarn-original-max-position-embeddings: add it",
+                "--yarn-original-max-position-embeddings 16",
+            ),
+            (
+                "rope --yarn-rotary-scaling-factor 4 --yarn-original-max-position-embeddings 16",
+                "--yarn-rotary-scaling-factor and --yarn-original-max-position-embeddings has no effect without",
+                "--position-embedding-type yarn",
+            ),
+            (
+                f"{_YARN} --yarn-beta-fast 1",
+                "--yarn-beta-fast 1 is no more than --yarn-beta-slow 1",
+                "--yarn-beta-fast 2",
+            ),
+            (f"{_YARN} --rotary-base 1", "--position-embedding-type yarn needs waves that become", "--rotary-base 2"),
+        )
+    ),
+    *(
+        (
+            "one rule extends the rotation",
+            f"--position-embedding-type {words}",
+            f"{rivals} exclude each other: keep one",
+            None,
+        )
+        for words, rivals in (
+            (f"{_YARN} --use-rope-scaling", "--position-embedding-type yarn and --use-rope-scaling"),
+            (
+                "rope --use-rope-scaling --rotary-seq-len-interpolation-factor 2",
+                "--use-rope-scaling and --rotary-seq-len-interpolation-factor",
+            ),
+        )
     ),
     (
         "rotation turns pairs of dimensions",

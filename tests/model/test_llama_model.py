@@ -44,12 +44,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
 MODELS = {
     "llama": {"num_key_value_heads": 4, "rope_parameters": LLAMA3},
     "llama with biases": {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
     "mistral": {"num_key_value_heads": 2, "head_dim": 6, "sliding_window": 7},
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "llama linear": {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
+    "llama yarn": {"num_key_value_heads": 4, "head_dim": 8, "rope_parameters": YARN},
 }
 TOKENS = torch.randint(0, 53, (2, 24), generator=torch.Generator().manual_seed(1))
 
@@ -249,3 +252,31 @@ def test_llama31_frequencies_are_those_of_transformers() -> None:
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     rotary = RotaryEmbedding(128, 500000.0, 8.0)
     assert_close(rotary.frequencies(torch.device("cpu")), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 1e6, "factor": 40.0, "original_max_position_embeddings": 4096},
+        {"beta_fast": 4, "beta_slow": 2.0, "truncate": False},
+        {"mscale": 0.7, "mscale_all_dim": 0.4},
+        {"mscale": 0.7},
+        {"attention_factor": 1.3},
+        {"factor": 1.0, "attention_factor": 1.0},
+        {"type": "yarn", "rope_type": "yarn", "beta_fast": None},
+    ],
+)
+def test_yarn_is_that_of_transformers(changes: dict) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs = LlamaConfig(**(SIZES | {"hidden_size": 512, "rope_parameters": YARN | changes}))
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")
+    ours = read_config(theirs.to_dict(), Path("config.json"))
+    rotary = RotaryEmbedding.of(ours)
+    assert_close(rotary.frequencies(torch.device("cpu")), expected, rtol=1e-5, atol=0)
+    cosines, _ = rotary.tables(torch.zeros(1, 1), torch.float32)
+    assert_close(cosines.flatten(), torch.full((32,), factor))
+    again = RotaryEmbedding.of(read_config(write_config(ours, "float32"), Path("config.json")))
+    assert_close(again.frequencies(torch.device("cpu")), expected, rtol=1e-5, atol=0)
+    assert again.yarn.length == pytest.approx(factor)

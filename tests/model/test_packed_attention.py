@@ -62,6 +62,33 @@ def test_blocks_equal_a_dense_mask(causal: bool, window: int, mean: int | None) 
         assert_close(gradients(found, tensors), gradients(expected, tensors), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (True, 9), (True, 300), (True, ALL), (False, ALL)])
+def test_flex_attention_equals_blocks_and_skips_blocks(causal: bool, window: int) -> None:
+    """torch's own block mask is made from all scores; on CPUs it has no backward pass."""
+    from torch.nn.attention.flex_attention import create_block_mask  # which imports torch's compiler
+
+    from megatron.model.flex_attention import attend_flex, block_mask
+
+    for s, mean in ((384, 250), (300, 40)):
+        tensors, segment_ids = [tensor.detach() for tensor in heads(s, g=2)], documents(s, mean)
+        found = attend_flex(*tensors, segment_ids, causal, window)
+        expected = attend_in_blocks(*tensors, segment_ids, causal, window, partial(fused, causal=causal))
+        assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        ours = block_mask(segment_ids, causal, window)
+        torchs = create_block_mask(ours.mask_mod, 2, None, s, s, device="cpu")
+        assert ours.to_dense().equal(torchs.to_dense()), "blocks that are seen"
+        mask = dense_mask(s, torch.device("cpu"), segment_ids, causal, window).expand(2, 1, s, s)
+        for sample, _, block in ours.full_kv_num_blocks.nonzero():
+            rows = slice(block * 128, block * 128 + 128)
+            for number in ours.full_kv_indices[sample, 0, block, : ours.full_kv_num_blocks[sample, 0, block]]:
+                assert mask[sample, 0, rows, number * 128 : number * 128 + 128].all(), "a block without a mask"
+        # Of a short block at the end torch's has rows that see nothing.
+        assert (ours.full_kv_num_blocks >= torchs.full_kv_num_blocks).all()
+    if causal and window >= 300:
+        one = block_mask(torch.zeros(1, 2048, dtype=torch.int32), True, 300)
+        assert one.full_kv_num_blocks.sum() > 0 and one.sparsity() > 75
+
+
 def reference_varlen(query, key, value, ends, key_ends, longest, longest_key, *, window_size, enable_gqa) -> Tensor:
     """torch's ``varlen_attn`` as its documentation has it, a sequence at a time, for any device."""
     assert query.dtype in (torch.bfloat16, torch.float16) and ends is key_ends and ends.dtype == torch.int32

@@ -19,6 +19,7 @@ LLAMA = (
     " --disable-bias-linear --qk-layernorm --untie-embeddings-and-output-weights --reset-position-ids"
 )
 
+TILED = "--tiled-mlp --tiled-mlp-num-shards 5"
 LAYOUTS = {
     "tp2": (2, "--model-parallel-size 2"),
     "pp2": (2, "--pipe-parallel-size 2"),
@@ -90,6 +91,13 @@ LAYOUTS = {
         4,
         "--model-parallel-size 2 --pipe-parallel-size 2 --reset-attention-mask --reset-position-ids",
     ),
+    "tp2-pp2-sequence-zero1-recompute-tiled": (
+        4,
+        "--model-parallel-size 2 --pipe-parallel-size 2 --sequence-parallel --zero-stage 1 --checkpoint-activations"
+        f" {TILED} --shape-order SBH",
+    ),
+    "plain-dp2-zero2-tiled": (2, f"--zero-stage 2 {TILED}"),
+    "llama-plain-tp2-zero3-tiled": (2, f"{LLAMA} --model-parallel-size 2 --zero-stage 3 {TILED}"),
     "llama-tp2-sequence-recompute": (
         2,
         f"{LLAMA} --model-parallel-size 2 --sequence-parallel --checkpoint-activations",

@@ -118,11 +118,13 @@ def test_a_folder_without_a_checkpoint(corpus: Path) -> None:
     assert check(run_of(corpus, f"--load {corpus}/none --save {corpus}/none"))[1] is None
 
 
-def save(run: RunConfig, folder: Path, iteration: int) -> Path:
-    """A checkpoint without tensors; its tag."""
+def save(run: RunConfig, folder: Path, iteration: int, *, without: str = "?") -> Path:
+    """A checkpoint without tensors; its tag. ``without`` settings whose names contain that, as an older one."""
     tag = folder / f"global_step{iteration}"
     tag.mkdir(parents=True)
-    write_description(tag, describe(run, iteration))
+    saved = describe(run, iteration)
+    settings = {name: value for name, value in saved["settings"].items() if without not in name}
+    write_description(tag, saved | {"settings": settings})
     publish(folder, tag.name, iteration)
     return tag
 
@@ -172,6 +174,21 @@ def test_the_schedule_has_flags_of_its_own(corpus: Path) -> None:
     for flag in ("--override-lr-scheduler", "--use-checkpoint-lr-scheduler", "--override", "--finetune"):
         assert check(run_of(corpus, f"{words} {flag}"))[1] is not None
     assert "--seed is 7" in str(refusal(run_of(corpus, f"{words} --override-lr-scheduler --seed 7")))
+
+
+def test_yarn_extends_a_model_with_rotation(corpus: Path) -> None:
+    """No weight depends on the rotation, but what the run computes does. Older checkpoints know nothing of YaRN."""
+    folder = corpus / "saved"
+    run, _ = check(run_of(corpus, f"--position-embedding-type rope --save {folder}"))
+    save(run, folder, 1, without="yarn")
+    words = f"--load {folder} --position-embedding-type yarn --yarn-rotary-scaling-factor 4"
+    words += " --yarn-original-max-position-embeddings 8"
+    message = str(refusal(run_of(corpus, words)))
+    assert "--position-embedding-type is yarn, but rope in" in message and "same shape" not in message
+    assert "--yarn-rotary-scaling-factor is 4.0, but None in" in message
+    for accepted in ("--override", "--finetune"):
+        assert check(run_of(corpus, f"{words} {accepted}"))[1] is not None
+    assert "load a model of the same shape" in str(refusal(run_of(corpus, f"--load {folder}")))
 
 
 def test_most_severe_error_sets_the_class(corpus: Path) -> None:

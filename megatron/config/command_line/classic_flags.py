@@ -54,7 +54,9 @@ use-rotary-position-embeddings no-position-embedding rotary-base rotary-position
 use-rope-scaling rope-scaling-factor group-query-attention num-query-groups num-key-value-heads kv-channels
 disable-bias-linear add-qkv-bias qk-layernorm untie-embeddings-and-output-weights encoder-num-layers
 decoder-num-layers encoder-seq-length decoder-seq-length vocab-extra-ids pipeline-model-parallel-split-rank
-relative-attention-num-buckets relative-attention-max-distance
+relative-attention-num-buckets relative-attention-max-distance rotary-seq-len-interpolation-factor
+yarn-rotary-scaling-factor yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow yarn-mscale
+yarn-mscale-all-dim yarn-correction-range-round-to-int no-yarn-correction-range-round-to-int window-size
 """.split()
 """Flags of the classic suites that are flags here, or aliases of one."""
 
@@ -178,7 +180,7 @@ _IGNORED = {
 
 _REFUSED = {
     # Architectures other than GPT-2, the Llama family, BERT and T5.
-    "rotation by other rules than Llama's is not supported: remove it": (
+    "rotation by other rules than Llama's and YaRN's is not supported: remove it": (
         "rotary-* rope-* no-rope-freq mrope-section original-max-position-embeddings low-freq-factor high-freq-factor"
     ),
     "not a part of GPT-2, Llama, BERT or T5: remove it": (
@@ -187,7 +189,7 @@ _REFUSED = {
         "embedding-init-method-std square-alibi-mask alibi-* fill-neg-inf transformer-impl attention-output-gate "
         "linear-attention-* experimental-attention-variant dsa-*"
     ),
-    "the attention window is set by --pre-tokens: use it": "window-size window-attn-skip-freq sliding-window",
+    "all layers have the attention window of --pre-tokens: use it": "window-attn-skip-freq sliding-window",
     "there are no mixture-of-experts models: remove it": (
         "num-experts moe-* disable-moe-* topk mlp-type expert-interval expert-model-parallel-size "
         "expert-tensor-parallel-size enable-expert-tensor-parallelism num-experts-switch "

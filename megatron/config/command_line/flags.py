@@ -26,6 +26,7 @@ from megatron.config.deepspeed_json import SETTINGS
 from megatron.config.errors import ConfigError, did_you_mean
 from megatron.config.fields import Provided, flag_name
 from megatron.config.huggingface import model_words, read_config, shape_of
+from megatron.config.model import ROTARY
 from megatron.config.presets import PRESETS, preset_words
 from megatron.config.reading import unreadable_words
 from megatron.config.validation import EXCLUSIVE
@@ -168,9 +169,14 @@ def _read_huggingface(
             f"{one.values[name].source} contradicts {place}, whose model has {flag_name(flag_fields()[name])} {value}: "
             "remove it"
             for one in given
-            if name in one.values and one.values[name].value != value
+            if name in one.values and not _is_same(one.values[name].value, value)
         ]
     return layer
+
+
+def _is_same(given: Any, value: Any) -> bool:
+    """Whether a model with one value of a flag has the weights of the other: YaRN extends a model with rotation."""
+    return given == value or {given, value} == set(ROTARY)
 
 
 def _defaults(architecture: ArchitectureSpec) -> list[Setting]:

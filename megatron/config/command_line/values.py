@@ -26,7 +26,15 @@ def read_value(field: Field | None, text: str | list[str]) -> Any:
         raise ValueError(REFUSED_VALUES[field.name, text])
     if choices and text not in choices:
         raise ValueError(did_you_mean(text, choices, otherwise=f"choose from {', '.join(choices)}"))
-    return _READERS[value_type(field)](text)
+    return _READERS[value_type(field)](_first_of_window(text) if field.name == "pre_tokens" else text)
+
+
+def _first_of_window(text: str) -> str:
+    """The tokens before each, of Megatron-LM's ``--window-size`` with those before and after: N of N,0 or (N, 0)."""
+    before, comma, after = text.strip("()").partition(",")
+    if comma and after.strip() != "0":
+        raise ValueError(f"a causal model sees no token after its own: give {before},0")
+    return before
 
 
 _LARGEST = 2**53

@@ -12,6 +12,7 @@ from typing import Any
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError
 from megatron.config.huggingface import bert, gpt2, llama, t5
+from megatron.config.model import ROTATION
 from megatron.config.reading import parse_json, read_bytes
 from megatron.model.architectures import GPT2, T5
 
@@ -79,9 +80,7 @@ _SHAPE = {
 }
 """Flags of the shape of a model to the properties that have their values."""
 _OTHER_FLAGS = (
-    "rotary_base",
-    "use_rope_scaling",
-    "rope_scaling_factor",
+    *(name for name in ROTATION if name != "rotary_percent"),
     "max_position_embeddings",
     "layernorm_epsilon",
     "openai_gelu",
@@ -110,8 +109,9 @@ def model_words(config: ModelConfig) -> list[str]:
     words: list[str] = []
     for name, value in values.items():
         if value != getattr(ModelConfig(), name):
-            flag = "--" + name.replace("_", "-")
-            words += [flag] if value is True else [flag, str(value)]
+            flag = name.replace("_", "-")
+            words.append(f"--no-{flag}" if value is False else f"--{flag}")
+            words += [] if isinstance(value, bool) else [str(value)]
     # Tables of the Llama family and T5 have more rows than their tokenizers have tokens; those of others are cut.
     return [*words, "--vocab-size", str(config.vocab_size)] if format_of(config) in (llama, t5) else words
 

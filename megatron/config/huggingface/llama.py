@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError
+from megatron.config.huggingface.rotation import read_rotation, write_rotation
 from megatron.config.huggingface.values import read_values, vocabulary_problems
-from megatron.config.model import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_LENGTH
 from megatron.model.architectures import GPT2
 
 
@@ -54,11 +54,6 @@ _NUMBERS = {
     "attention_dropout": ("attention_dropout", 0.0),
     "init_method_std": ("initializer_range", 0.02),
 }
-_LLAMA3 = {
-    "low_freq_factor": LOW_FREQUENCY_FACTOR,
-    "high_freq_factor": HIGH_FREQUENCY_FACTOR,
-    "original_max_position_embeddings": ORIGINAL_LENGTH,
-}
 
 
 def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = None) -> ModelConfig:
@@ -72,7 +67,7 @@ def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None =
         "head_dim": tree.get("head_dim") or _quotient(tree.get("hidden_size"), heads),
     }
     values, problems = read_values({**tree, **defaults}, {**_SIZES, **_HEADS}, _NUMBERS, {"hidden_act": "silu"})
-    rotation, rotation_problems = _rotation(tree)
+    rotation, rotation_problems = read_rotation(tree)
     problems += rotation_problems
     biases = {bool(tree.get("attention_bias")), bool(tree.get("mlp_bias"))}
     if len(biases) > 1 or (True in biases and family.model_type != "llama"):
@@ -91,12 +86,11 @@ def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None =
     end = end[0] if isinstance(end, list) and end else end
     return ModelConfig(
         **values,
-        **rotation,
+        **{"position_embedding_type": "rope", **rotation},
         **window,
         padded_vocab_size=values["vocab_size"],
         normalization="RMSNorm",
         swiglu=True,
-        position_embedding_type="rope",
         disable_bias_linear=True not in biases,
         add_qkv_bias=family.qkv_bias,
         qk_layernorm=family.qk_layernorm,
@@ -108,31 +102,6 @@ def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None =
 
 def _quotient(size: Any, heads: Any) -> Any:
     return size // heads if type(size) is int and type(heads) is int and heads > 0 else None
-
-
-def _rotation(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The fields of the rotation: from ``rope_parameters``, or ``rope_theta`` and ``rope_scaling`` of older files."""
-    given = tree.get("rope_parameters") or tree.get("rope_scaling") or {}
-    if not isinstance(given, Mapping):
-        return {}, [f"rope_parameters is {given!r}, and should be an object"]
-    base = given.get("rope_theta", tree.get("rope_theta", 10000.0))
-    kind = given.get("rope_type", given.get("type", "default"))
-    fields: dict[str, Any] = {"rotary_base": base, "use_rope_scaling": kind == "llama3"}
-    if type(base) not in (int, float) or not base > 0:
-        return {}, [f"rope_theta is {base!r}, and should be a number above 0"]
-    if kind not in ("default", "llama3"):
-        return {}, [f"rope_type is {kind!r}, and only 'default' and 'llama3' can be taken over"]
-    if kind == "default":
-        return fields, []
-    other = [
-        f"{name} is {given.get(name)!r}, and only {value:g} can be taken over"
-        for name, value in _LLAMA3.items()
-        if given.get(name) != value
-    ]
-    factor = given.get("factor", 8.0)
-    if type(factor) not in (int, float) or not factor >= 1:
-        other.append(f"factor is {factor!r}, and should be a number from 1 on")
-    return {**fields, "rope_scaling_factor": factor}, other
 
 
 def _window(tree: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
@@ -180,9 +149,6 @@ def family_of(config: ModelConfig) -> Family:
 def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The config.json of ``config`` with weights of ``dtype`` (such as float32). Raises as ``family_of``."""
     family = family_of(config)
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rotary_base}
-    if config.use_rope_scaling:
-        rope |= {"rope_type": "llama3", "factor": config.rope_scaling_factor, **_LLAMA3}
     tree: dict[str, Any] = {
         "architectures": [family.class_name],
         "model_type": family.model_type,
@@ -190,7 +156,7 @@ def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": config.query_groups,
         "head_dim": config.head_size,
         "hidden_act": "silu",
-        "rope_parameters": rope,
+        "rope_parameters": write_rotation(config),
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
         "eos_token_id": config.eod_token,
         "torch_dtype": dtype,

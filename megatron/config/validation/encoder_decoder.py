@@ -2,6 +2,7 @@
 
 from megatron.config import RunConfig
 from megatron.config.errors import counted
+from megatron.config.model import ROTARY
 from megatron.config.validation.rules import Messages, enabled, rule
 from megatron.model.architectures import architecture_of
 from megatron.parallel.pipeline import partition
@@ -50,7 +51,7 @@ def decoder_positions(run: RunConfig) -> Messages:
 @rule("relative positions are T5's", why="The other models have no table of them, and T5 has no rotation.")
 def positions_of_t5(run: RunConfig) -> Messages:
     kind = run.model.position_embedding_type
-    if (kind == "relative" and not _is_t5(run)) or (kind == "rope" and _is_t5(run)):
+    if (kind == "relative" and not _is_t5(run)) or (kind in ROTARY and _is_t5(run)):
         others = "relative, learned_absolute or none" if _is_t5(run) else "learned_absolute, rope or none"
         yield f"--position-embedding-type {kind} does not suit {run.model.architecture}: use {others}"
 

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import nearest_multiples
-from megatron.config.model import LORA_TARGETS
+from megatron.config.model import LORA_TARGETS, ROTATION
 from megatron.config.validation.rules import Messages, enabled, excludes, needs, rule
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import parameter_counts
@@ -154,9 +154,43 @@ def rotation(run: RunConfig) -> Messages:
         f"--rotary-base {model.rotary_base:g}": model.rotary_base != ModelConfig.rotary_base,
         f"--rotary-percent {model.rotary_percent:g}": model.rotary_percent != 1,
         "--use-rope-scaling": model.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor != 1,
     }
     if (given := enabled(settings)) and not model.has_rotary_embedding:
         yield f"{given} has no effect without --position-embedding-type rope: add it, or remove the flag"
+
+
+@rule("YaRN has a factor and an original length", why="By them it extends a model that is trained already.")
+def yarn(run: RunConfig) -> Messages:
+    model = run.model
+    names = [name for name in ROTATION if name.startswith("yarn_")]
+    given = {"--" + name.replace("_", "-"): getattr(model, name) != getattr(ModelConfig, name) for name in names}
+    if model.position_embedding_type != "yarn":
+        if words := enabled(given):
+            yield f"{words} has no effect without --position-embedding-type yarn: add it, or remove the flag"
+        return
+    required = ("--yarn-rotary-scaling-factor", "--yarn-original-max-position-embeddings")
+    if missing := enabled({name: not given[name] for name in required}):
+        yield f"--position-embedding-type yarn needs {missing}: add it"
+    if model.yarn_beta_fast <= model.yarn_beta_slow:
+        yield (
+            f"--yarn-beta-fast {model.yarn_beta_fast:g} is no more than --yarn-beta-slow {model.yarn_beta_slow:g}: "
+            "raise it"
+        )
+    if model.rotary_base <= 1:
+        yield f"--position-embedding-type yarn needs waves that become longer: raise --rotary-base {model.rotary_base}"
+
+
+@rule("one rule extends the rotation", why="Each computes the wavelengths from those of the original rotation.")
+def one_extension(run: RunConfig) -> Messages:
+    model = run.model
+    rules = {
+        "--position-embedding-type yarn": model.position_embedding_type == "yarn",
+        "--use-rope-scaling": model.use_rope_scaling,
+        "--rotary-seq-len-interpolation-factor": model.rotary_seq_len_interpolation_factor != 1,
+    }
+    if sum(rules.values()) > 1:
+        yield f"{enabled(rules)} exclude each other: keep one"
 
 
 @rule("rotation turns pairs of dimensions", why="A dimension of a head turns together with another one.")
@@ -173,6 +207,33 @@ def rotated_dimensions(run: RunConfig) -> Messages:
 
 
 needs("model.use_rope_scaling", "model.rope_scaling_factor")
+
+
+@rule("FlexAttention runs on GPUs without dropout", why="torch has no backward pass for it on CPUs, and no dropout.")
+def flex_attention(run: RunConfig) -> Messages:
+    model = run.model
+    rivals = {
+        f"--attention-dropout {model.attention_dropout:g}": bool(model.attention_dropout),
+        "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
+        "--apply-query-key-layer-scaling": model.apply_query_key_layer_scaling,
+    }
+    if model.flex_attention and run.parallel.device != "cuda":
+        yield f"--flex-attention needs GPUs, and this run is on {run.parallel.device}: remove it"
+    if model.flex_attention and (given := enabled(rivals)):
+        yield f"--flex-attention cannot be combined with {given}: remove it, or set --attention-dropout 0"
+
+
+needs("model.tiled_mlp", "model.tiled_mlp_num_shards")
+excludes("model.tiled_mlp", "model.compile", why="torch's compiler cannot look into a backward pass inside another.")
+
+
+@rule(
+    "--tiled-mlp excludes the dropout of adapters",
+    why="The forward pass of a part is repeated, and would draw another mask.",
+)
+def tiled_adapters(run: RunConfig) -> Messages:
+    if run.model.tiled_mlp and run.model.lora_dropout and {"dense_h_to_4h", "dense_4h_to_h"} & {*run.model.adapted}:
+        yield f"--tiled-mlp and --lora-dropout {run.model.lora_dropout:g} exclude each other: remove one"
 
 
 @rule(

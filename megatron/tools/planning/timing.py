@@ -230,7 +230,9 @@ def pass_seconds(run: RunConfig, machine: Machine, stage: Stage) -> PassSeconds:
     per_rank = tokens / (run.parallel.model_parallel_size * run.parallel.ds_sequence_parallel_size)
     size = per_rank * run.model.hidden_size
     speed = machine.device.flops(run.precision.dtype) * machine.device.efficiency * size / (size + _SMALL)
-    flops = (linears + core, linears + 2 * core + again * in_blocks + core_again, linears - frozen)
+    repeated = sum(layer.repeated_flops for layer in stage.layers)
+    inputs = linears + repeated + 2 * core + again * in_blocks + core_again
+    flops = (linears + core, inputs, linears - frozen)
     return PassSeconds(*(per_rank * one / speed for one in flops))
 
 

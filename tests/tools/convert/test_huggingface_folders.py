@@ -183,7 +183,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"model_type": "mixtral"}, "model_type is 'mixtral', which is not supported; supported are gpt2, llama"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"vocab_size": 80}, "vocab_size is 80, and its tokenizer has 90 tokens"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn', and only 'default' and 'llama3'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope', and only 'default', 'llama3',"),
         ({"tie_word_embeddings": True}, "lm_head.weight is another table than model.embed_tokens.weight"),
         ({"intermediate_size": 49}, "mlp.gate_proj.weight is [48, 32], and the model's [49, 32]"),
         ("a shard", "names the file 'model-00002-of-"),
