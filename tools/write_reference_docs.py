@@ -36,8 +36,9 @@ layouts compute the same results with your own model.
 
 ## Overview
 
-Each row is a setting. Each column is an engine with tensor parallelism (TP), `--sequence-parallel` (SP) or
-`--ds-sequence-parallel-size` (Ulysses). A number is that of a rule below that excludes the combination.
+Each row is a setting. Each column is an engine with tensor parallelism (TP), `--sequence-parallel` (SP),
+`--context-parallel-size` (CP) or `--ds-sequence-parallel-size` (Ulysses). A number is that of a rule below that
+excludes the combination.
 """
 
 RULES_TABLE = """
@@ -99,9 +100,11 @@ ENGINES = {
     "plain, TP": "--pipe-parallel-size 0 --model-parallel-size 2",
     "plain, TP, SP": "--pipe-parallel-size 0 --model-parallel-size 2 --sequence-parallel",
     "plain, Ulysses": "--pipe-parallel-size 0 --ds-sequence-parallel-size 2",
+    "plain, CP": "--pipe-parallel-size 0 --context-parallel-size 2",
     "pipeline": "--pipe-parallel-size 2",
     "pipeline, TP": "--pipe-parallel-size 2 --model-parallel-size 2",
     "pipeline, TP, SP": "--pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel",
+    "pipeline, CP": "--pipe-parallel-size 2 --context-parallel-size 2",
     "DualPipeV, TP": "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-schedule dualpipev",
 }
 SETTINGS = {

@@ -54,7 +54,7 @@ def extended(history: Sequence[Segment], run: RunConfig, iteration: int) -> tupl
     layout = {
         "PP": parallel.pipe_stages,
         "DP": parallel.data_parallel_size,
-        "SP": parallel.ds_sequence_parallel_size,
+        "SP": parallel.sequence_ranks,
         "TP": parallel.model_parallel_size,
     }
     phases = list(batches.phases(history[-1].last if history else 0, iteration))

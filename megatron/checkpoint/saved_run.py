@@ -48,6 +48,8 @@ class SavedLayout:
     """None without a pipeline, like the next."""
     partition: str | None = _saved_as("the partition into stages", default=None)
     """Transformer layers of each model chunk: the optimizer's files of a stage hold the parameters of that stage."""
+    context_parallel_size: int | None = _saved_as("--context-parallel-size", default=None)
+    """None without it."""
     unknown: tuple[str, ...] = ()
     """Keys in ``run.json`` that this version does not know."""
 
@@ -70,6 +72,7 @@ class SavedLayout:
             sub_group_size=zero_settings.get("sub_group_size"),
             pipeline_schedule=parallel.pipeline_schedule if parallel.uses_pipeline else None,
             partition=", ".join(map(str, layers_per_chunk(run))) if parallel.uses_pipeline else None,
+            context_parallel_size=parallel.context_parallel_size if parallel.context_parallel_size > 1 else None,
         )
 
     @classmethod
@@ -80,11 +83,14 @@ class SavedLayout:
 
     def to_json(self) -> dict[str, Any]:
         """The layout for ``run.json``."""
-        only_pipeline = () if self.pipe_parallel_size else ("pipeline_schedule", "partition")
-        return {key: getattr(self, name) for name, key in _layout_keys().items() if name not in only_pipeline}
+        without = [] if self.pipe_parallel_size else ["pipeline_schedule", "partition"]
+        without += [] if self.context_parallel_size else ["context_parallel_size"]
+        return {key: getattr(self, name) for name, key in _layout_keys().items() if name not in without}
 
     def __str__(self) -> str:
         sizes = {"TP": self.model_parallel_size, "PP": self.pipe_parallel_size, "DP": self.data_parallel_size}
+        if self.context_parallel_size:
+            sizes["CP"] = self.context_parallel_size
         if self.ds_sequence_parallel_size > 1:
             sizes["SP"] = self.ds_sequence_parallel_size
         sizes["ZeRO"] = self.zero_stage
@@ -99,7 +105,7 @@ class SavedLayout:
     @property
     def zero_ranks(self) -> int:
         """Ranks that ZeRO partitions over."""
-        return self.data_parallel_size * self.ds_sequence_parallel_size
+        return self.data_parallel_size * (self.context_parallel_size or 1) * self.ds_sequence_parallel_size
 
     def has_same_ranks(self, other: "SavedLayout") -> bool:
         """Whether each rank holds the same layers, shards of them and samples in both layouts."""
@@ -108,6 +114,7 @@ class SavedLayout:
             "pipe_parallel_size",
             "data_parallel_size",
             "ds_sequence_parallel_size",
+            "context_parallel_size",
             "pipeline_schedule",
             "partition",
         )

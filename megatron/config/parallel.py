@@ -79,8 +79,28 @@ class ParallelConfig:
     ds_sequence_parallel_size: int = flag(
         1,
         "DeepSpeed-Ulysses: number of ranks over which the sequence of each sample is split; around attention they "
-        "exchange parts of the sequence for attention heads.",
+        "exchange parts of the sequence for attention heads. With --context-parallel-size they split its parts.",
         within="[1, inf)",
+    )
+    context_parallel_size: int = flag(
+        1,
+        "Context parallelism: number of ranks over which the sequence of each sample is split, attention included. "
+        "--cp-comm-type selects how the ranks communicate.",
+        within="[1, inf)",
+    )
+    cp_comm_type: str = flag(
+        "p2p",
+        "How the ranks of --context-parallel-size see the keys and values of the others: passed around a ring while "
+        "attention to the previous ones is computed (p2p, ring attention), all gathered at once (all_gather), or for a "
+        "part of the heads each (a2a, as --ds-sequence-parallel-size); a2a+p2p combines groups of a2a with rings over "
+        "them.",
+        choices=("p2p", "all_gather", "a2a", "a2a+p2p"),
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] = flag(
+        (),
+        "With --cp-comm-type a2a+p2p: ranks of an a2a group, and ranks of a ring. Their product is "
+        "--context-parallel-size.",
+        metavar="A2A P2P",
     )
     distributed_backend: str | None = flag(
         None,
@@ -152,8 +172,29 @@ class ParallelConfig:
 
     @property
     def replica_size(self) -> int:
-        """Ranks of one model replica: tensor-parallel size x stages x sequence-parallel size of DeepSpeed-Ulysses."""
-        return self.model_parallel_size * self.pipe_stages * self.ds_sequence_parallel_size
+        """Ranks of one model replica: tensor-parallel size x stages x ranks that share each sample."""
+        return self.model_parallel_size * self.pipe_stages * self.sequence_ranks
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that share each sample: context-parallel size x size of DeepSpeed-Ulysses."""
+        return self.context_parallel_size * self.ds_sequence_parallel_size
+
+    @property
+    def ulysses_size(self) -> int:
+        """Those of them that exchange parts of the sequence for heads; the ranks of a ring are at equal places."""
+        inner = {"a2a": self.context_parallel_size, "a2a+p2p": next(iter(self.hierarchical_context_parallel_sizes), 1)}
+        return self.ds_sequence_parallel_size * inner.get(self.cp_comm_type, 1)
+
+    @property
+    def ring_size(self) -> int:
+        """Those of them that see one another's keys and values: rank r has chunks r and 2R - 1 - r of 2R."""
+        return max(self.sequence_ranks // max(self.ulysses_size, 1), 1)
+
+    @property
+    def samples_counted(self) -> int:
+        """How often DeepSpeed counts a sample: its pipeline engine takes ranks that share one for data-parallel."""
+        return self.sequence_ranks if self.uses_pipeline else 1
 
     @property
     def data_parallel_size(self) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron.config import DataConfig, ModelConfig, RunConfig, TrainConfig
+from megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron.config.data import Part
 from megatron.config.errors import counted
 from megatron.model.architectures import architecture_of
@@ -43,7 +43,7 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
     """
     parallel, train, model = run.parallel, run.train, run.model
     engine = f"pipeline engine, {counted(parallel.pipe_stages, 'stage')}" if parallel.uses_pipeline else "plain engine"
-    sequence = f" x SP {parallel.ds_sequence_parallel_size}" if parallel.ds_sequence_parallel_size > 1 else ""
+    sequence = _sequence_ranks(parallel)
     vocabulary = f"{model.vocab_size:,} padded to {model.padded_vocab_size:,}" if model.vocab_size else "unknown"
     return {
         "layout": f"{counted(parallel.world_size, 'process')} = TP {parallel.model_parallel_size}"
@@ -64,6 +64,14 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
         "precision": f"{run.precision.dtype}, {_recomputation(run)}",
         **_attention(run, device or DeviceFacts(parallel.device)),
     }
+
+
+def _sequence_ranks(parallel: ParallelConfig) -> str:
+    """The sizes of context parallelism and DeepSpeed-Ulysses, and how their ranks communicate; empty without them."""
+    context, ulysses, kind = parallel.context_parallel_size, parallel.ds_sequence_parallel_size, parallel.cp_comm_type
+    levels = " x ".join(map(str, parallel.hierarchical_context_parallel_sizes))
+    how = f"{kind}: {levels}" if levels else kind
+    return (f" x CP {context} ({how})" if context > 1 else "") + (f" x SP {ulysses}" if ulysses > 1 else "")
 
 
 def layer_kinds(model: ModelConfig) -> list[str]:
@@ -170,7 +178,12 @@ def _attention(run: RunConfig, device: DeviceFacts) -> dict[str, str]:
     """The line of attention; none for a model without a spec, which may have any other."""
     if architecture_of(run.model).provider:
         return {}
-    return {"attention": attention_kernel(run.model, device, seq_length=run.data.seq_length).summary}
+    kernel = attention_kernel(run.model, device, seq_length=run.data.seq_length)
+    if (ring := run.parallel.ring_size) == 1:
+        return {"attention": kernel.summary}
+    name = "flash" if kernel.name == "flash" else "plain"
+    keys = f"keys and values of one of {ring} ranks at a time, documents and windows by mask"
+    return {"attention": f"{name} ({run.model.dtype}, head dim {run.model.head_size}, {keys})"}
 
 
 def _recomputation(run: RunConfig) -> str:

@@ -18,6 +18,8 @@ from megatron.model.attention_kernel import AttentionKernel, attention_kernel
 from megatron.model.kernels import adapter, device_facts, head_norm_class, residual_weight, weight
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.packed_attention import attend_in_blocks, attend_varlen, dense_mask, window_mask
+from megatron.model.partial_attention import PartialAttention
+from megatron.model.ring_attention import RingAttention, tables_of_ring
 from megatron.model.rotary import RotaryEmbedding, positions_in_segment, rotate
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import all_to_all, sequence_parallel_dim
@@ -67,7 +69,9 @@ class ParallelSelfAttention(nn.Module):
         place |= {"init": residual_weight(config, f"{name}.dense")}
         lora = adapter(config, "dense", RowParallelAdapter, rows, h, **place)
         self.dense = RowParallelLinear(rows, h, has_bias=config.linear_bias, lora=lora, **place)
-        self.sequence_group = layout.sequence_group
+        self.ulysses_group = layout.ulysses_group
+        self.ring_group, self.ring_gathers = layout.ring_group, layout.ring_gathers
+        self.ring_size = layout.ring_group.size() if layout.ring_group else 1
         self.batch_dim = 1 - config.sequence_dim
         self.config = config
         self.causal = causal
@@ -77,11 +81,12 @@ class ParallelSelfAttention(nn.Module):
         self.score_divisor = layer_number if config.apply_query_key_layer_scaling else None
         if config.compile:  # how documents lie differs in each batch, and the compiler would start again
             self._attend_apart = torch.compiler.disable(self._attend_apart)  # type: ignore[method-assign]
+            self._attend_in_ring = torch.compiler.disable(self._attend_in_ring)  # type: ignore[method-assign]
 
     def forward(self, hidden: Tensor, segment_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
         query, key, value = self._project(hidden)
-        if self.sequence_group:
-            query, key, value = _whole_sequence(query, key, value, self.sequence_group)
+        if self.ulysses_group:
+            query, key, value = _whole_sequence(query, key, value, self.ulysses_group)
         if self.rotary is not None:
             tables = self._rotation(self.rotary, query, segment_ids, cache)
             query, key = rotate(query, tables), rotate(key, tables)
@@ -94,8 +99,8 @@ class ParallelSelfAttention(nn.Module):
             context = deepspeed.checkpointing.checkpoint(self._core, *tensors)
         else:
             context = self._core(*tensors)
-        if self.sequence_group:
-            context = all_to_all(context, self.sequence_group, split_dim=2, concat_dim=1)
+        if self.ulysses_group:
+            context = all_to_all(context, self.ulysses_group, split_dim=2, concat_dim=1)
         return self.dense(context.movedim((0, 1), (self.batch_dim, 2)).flatten(2))
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -130,8 +135,10 @@ class ParallelSelfAttention(nn.Module):
         if cache is not None:
             return rotary.tables(cache.positions, query.dtype)
         if self.resets_positions and segment_ids is not None:
-            return rotary.tables(positions_in_segment(segment_ids), query.dtype)
-        return rotary.first_positions(query.size(2), query.dtype, query.device)
+            tables = rotary.tables(positions_in_segment(segment_ids), query.dtype)
+        else:
+            tables = rotary.first_positions(query.size(2) * self.ring_size, query.dtype, query.device)
+        return tables_of_ring(tables, self.ring_group) if self.ring_group else tables
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None = None) -> Tensor:
         """Scores, softmax, dropout and context: [b, n, s, d], [b, g, s, d] twice -> [b, n, s, d]."""
@@ -141,6 +148,8 @@ class ParallelSelfAttention(nn.Module):
             return self._attend(query, key, value, segment_ids, self.dropout)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, dropout: float) -> Tensor:
+        if self.ring_group:
+            return self._attend_in_ring(query, key, value, segment_ids, dropout)
         if segment_ids is None and self.causal and self.pre_tokens >= query.size(2) - 1:
             return self._compute(query, key, value, None, dropout)
         return self._attend_apart(query, key, value, segment_ids, dropout)
@@ -163,6 +172,16 @@ class ParallelSelfAttention(nn.Module):
             mask = dense_mask(query.size(2), query.device, segment_ids, self.causal, self.pre_tokens)
             return core(query, key, value, mask)
         return attend_in_blocks(query, key, value, segment_ids, self.causal, self.pre_tokens, core)
+
+    def _attend_in_ring(
+        self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, dropout: float
+    ) -> Tensor:
+        """With the keys and values of the other ranks, a part of them at a time."""
+        assert self.ring_group is not None
+        is_fused = self._kernel(query, dropout).name == "flash"
+        kernel = PartialAttention(is_fused, dropout)
+        ring = RingAttention(self.ring_group, self.ring_gathers, self.causal, self.pre_tokens, kernel)
+        return ring(query, key, value, segment_ids)
 
     def _kernel(self, query: Tensor, dropout: float) -> AttentionKernel:
         return attention_kernel(

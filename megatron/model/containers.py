@@ -49,7 +49,7 @@ class PipelinedModel(ExplicitPipelineModule):
     ):
         self.layers_per_checkpoint = activation.layers_together
         super().__init__(
-            partition_boundaries=partition_boundaries, layers=layers, loss_fn=loss_fn, topology=layout.topology
+            partition_boundaries=partition_boundaries, layers=layers, loss_fn=loss_fn, topology=layout.pipeline_topology
         )
 
     def forward(self, hidden_states: HiddenStates) -> Any:

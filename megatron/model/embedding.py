@@ -15,7 +15,7 @@ from megatron.model.kernels import weight
 from megatron.model.rotary import positions_in_segment
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.sequence import local_shard, sequence_groups, sequence_parallel_dim
+from megatron.parallel.sequence import sequence_groups, sequence_parallel_dim, sequence_shard
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient, sharded_parameter
 from megatron.parallel.tensor.linear import linear
 from megatron.parallel.tensor.random import random_stream
@@ -30,7 +30,7 @@ class WordEmbedding(nn.Module):
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
         self.eod_token = config.eod_token
-        self.sequence_group = layout.sequence_group
+        self.layout = layout
         self.sequence_dim = config.sequence_dim
         self.fp32_residual = config.fp32_residual_connection
         self.returns_segment_ids = config.reset_attention_mask or config.reset_position_ids
@@ -47,7 +47,7 @@ class WordEmbedding(nn.Module):
         if to_logits:
             return self.word_embeddings.logits(hidden_states).movedim(self.sequence_dim, 1)
         tokens = hidden_states if hidden_states.dim() == 2 else hidden_states[:, 0]
-        tokens = local_shard(tokens, self.sequence_group, 1)
+        tokens = sequence_shard(tokens, self.layout, 1)
         hidden = self.word_embeddings(tokens.movedim(1, self.sequence_dim))
         hidden = hidden.float() if self.fp32_residual else hidden
         if self.training and torch.is_grad_enabled() and not hidden.requires_grad:
@@ -117,7 +117,7 @@ class PositionEmbedding(EmbeddingDropout):
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, passes_segment_ids: bool):
         super().__init__(config, layout, passes_segment_ids=passes_segment_ids)
-        self.sequence_groups = sequence_groups(layout)
+        self.layout = layout
         self.resets = config.reset_position_ids
         self.position_embeddings = _replicated_table(
             config, layout, "position_embeddings", config.max_position_embeddings
@@ -128,8 +128,7 @@ class PositionEmbedding(EmbeddingDropout):
         if positions is None:
             positions = self._positions(hidden, segment_ids)
         positions = positions.movedim(1, self.sequence_dim)
-        for group in self.sequence_groups:
-            positions = local_shard(positions, group, self.sequence_dim)
+        positions = sequence_shard(positions, self.layout, self.sequence_dim, of_tensor_group=True)
         return hidden + self.position_embeddings(positions)
 
     def _positions(self, hidden: Tensor, segment_ids: Tensor | None) -> Tensor:
@@ -137,7 +136,7 @@ class PositionEmbedding(EmbeddingDropout):
         if self.resets:
             assert segment_ids is not None
             return positions_in_segment(segment_ids)
-        parts = math.prod(group.size() for group in self.sequence_groups)
+        parts = math.prod(group.size() for group in sequence_groups(self.layout))
         return torch.arange(hidden.size(self.sequence_dim) * parts, device=hidden.device).unsqueeze(0)
 
 
@@ -150,15 +149,14 @@ class TokenTypeEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout):
         super().__init__()
-        self.sequence_groups = sequence_groups(layout)
+        self.layout = layout
         self.sequence_dim = config.sequence_dim
         self.tokentype_embeddings = _replicated_table(config, layout, "tokentype_embeddings", 2)
 
     def forward(self, hidden_states: tuple[Tensor, Tensor]) -> HiddenStates:
         hidden, token_types = hidden_states
         types = token_types.clamp(min=0).movedim(1, self.sequence_dim)
-        for group in self.sequence_groups:
-            types = local_shard(types, group, self.sequence_dim)
+        types = sequence_shard(types, self.layout, self.sequence_dim, of_tensor_group=True)
         return hidden + self.tokentype_embeddings(types), token_types.lt(0).int()
 
 

@@ -22,7 +22,7 @@ from megatron.model.embedding import (
 from megatron.model.kernels import norm_class
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.sequence import local_shard
+from megatron.parallel.sequence import sequence_shard
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 
 
@@ -54,7 +54,7 @@ def gpt2_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
     sequence_group = layout.sequence_group
 
     def loss(logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        labels, weights = (local_shard(target, sequence_group, 1) for target in targets)
+        labels, weights = (sequence_shard(target, layout, 1) for target in targets)
         if sequence_group:
             weights = weights * sequence_group.size()
         losses = vocab_parallel_cross_entropy(

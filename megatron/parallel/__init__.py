@@ -16,7 +16,7 @@ def axis_sizes(parallel: ParallelConfig) -> dict[str, int]:
     return {
         "pipe": parallel.pipe_stages,
         "data": parallel.data_parallel_size,
-        "sequence": parallel.ds_sequence_parallel_size,
+        "sequence": parallel.sequence_ranks,
         "tensor": parallel.model_parallel_size,
     }
 
@@ -28,6 +28,18 @@ def groups_along(parallel: ParallelConfig, *axes: str) -> list[list[int]]:
         shared = tuple(index for axis, index in zip(AXES, coordinates, strict=True) if axis not in axes)
         groups.setdefault(shared, []).append(rank)
     return list(groups.values())
+
+
+def ulysses_groups(parallel: ParallelConfig) -> list[list[int]]:
+    """The groups that exchange parts of the sequence for heads: neighbors along the sequence axis."""
+    size = parallel.ulysses_size
+    return [ranks[n : n + size] for ranks in groups_along(parallel, "sequence") for n in range(0, len(ranks), size)]
+
+
+def ring_groups(parallel: ParallelConfig) -> list[list[int]]:
+    """The groups that see one another's keys and values: ranks of equal place in the groups of ``ulysses_groups``."""
+    size = parallel.ulysses_size
+    return [ranks[place::size] for ranks in groups_along(parallel, "sequence") for place in range(size)]
 
 
 def groups(parallel: ParallelConfig) -> dict[str, list[list[int]]]:

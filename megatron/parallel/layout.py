@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, Proce
 from torch.distributed import ProcessGroup
 
 from megatron.config import ParallelConfig
-from megatron.parallel import axis_sizes, groups_along
+from megatron.parallel import axis_sizes, groups_along, ring_groups, ulysses_groups
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,15 @@ class ParallelLayout:
     data_group: ProcessGroup
     pipe_group: ProcessGroup
     sequence_group: ProcessGroup | None = None
-    """The ranks that share samples, each with a shard of the sequence (DeepSpeed-Ulysses); None without it."""
+    """The ranks that share samples, each with a shard of the sequence; None if each rank has whole samples."""
     replica_group: ProcessGroup | None = None
     """With a sequence group: the ranks that hold the same weights, along both axes."""
+    ulysses_group: ProcessGroup | None = None
+    """Those of the sequence group that exchange parts of the sequence for heads around attention."""
+    ring_group: ProcessGroup | None = None
+    """Those of the sequence group that see one another's keys and values in attention, in zigzag order."""
+    ring_gathers: bool = False
+    """Whether they gather keys and values at once, instead of passing them around."""
     sequence_parallel: bool = False
     """Whether the tensor group shards along the sequence whatever it does not shard otherwise (Megatron's)."""
     is_v_shaped: bool = False
@@ -36,7 +42,7 @@ class ParallelLayout:
         """Form the groups. A collective call: every rank of the world makes it."""
         assert parallel.world_size == dist.get_world_size()
         own_group = partial(_own_group, timeout=timedelta(minutes=parallel.distributed_timeout_minutes))
-        has_sequence_group = parallel.ds_sequence_parallel_size > 1
+        has_sequence_group, ulysses, ring = parallel.sequence_ranks > 1, parallel.ulysses_size, parallel.ring_size
         return cls(
             topology=_topology(parallel),
             rank=dist.get_rank(),
@@ -45,6 +51,9 @@ class ParallelLayout:
             pipe_group=own_group(groups_along(parallel, "pipe")),
             sequence_group=own_group(groups_along(parallel, "sequence")) if has_sequence_group else None,
             replica_group=own_group(groups_along(parallel, "data", "sequence")) if has_sequence_group else None,
+            ulysses_group=own_group(ulysses_groups(parallel)) if ulysses > 1 else None,
+            ring_group=own_group(ring_groups(parallel)) if ring > 1 else None,
+            ring_gathers=parallel.cp_comm_type == "all_gather",
             sequence_parallel=parallel.sequence_parallel,
             is_v_shaped=parallel.is_v_shaped,
         )
@@ -58,6 +67,14 @@ class ParallelLayout:
     def is_last_stage(self) -> bool:
         """Whether this rank computes the loss."""
         return self.pipe_group.rank() == (0 if self.is_v_shaped else self.pipe_group.size() - 1)
+
+    @property
+    def pipeline_topology(self) -> PipeModelDataParallelTopology:
+        """The grid as DeepSpeed's pipeline engine knows it: ranks that share samples average gradients like others."""
+        replicas = self.get_sequence_data_parallel_world_size()
+        return PipeModelDataParallelTopology(
+            num_pp=self.pipe_group.size(), num_mp=self.tensor_group.size(), num_dp=replicas
+        )
 
     # The methods that DeepSpeed calls on its argument `mpu`. Those for the sequence group are left out: DeepSpeed
     # would sum gradients over that group instead of averaging them, except at ZeRO 3.
@@ -101,7 +118,7 @@ class ParallelLayout:
 def _topology(parallel: ParallelConfig) -> ProcessTopology:
     """The same grid for DeepSpeed, which calls the tensor axis "model"."""
     sizes = {"model" if axis == "tensor" else axis: size for axis, size in axis_sizes(parallel).items()}
-    if sizes["sequence"] == 1:  # the pipeline engine accepts this class alone
+    if sizes["sequence"] == 1:
         return PipeModelDataParallelTopology(num_pp=sizes["pipe"], num_mp=sizes["model"], num_dp=sizes["data"])
     return ProcessTopology(axes=list(sizes), dims=list(sizes.values()))
 

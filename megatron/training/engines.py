@@ -79,6 +79,8 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     ds_config = dict(run.ds_config)
     if run.activation.checkpoint_activations:
         deepspeed.checkpointing.configure(layout, deepspeed_config=ds_config)
+    if run.parallel.samples_counted > 1:
+        ds_config["train_batch_size"] = run.train.global_batch_size * run.parallel.samples_counted
     module = build_module(run, layout)
     if run.model.lora_rank:
         train_adapters_only(module)

@@ -135,7 +135,7 @@ def _check_sizes(run: RunConfig) -> None:
     if run.parallel.device == "cpu" and not run.zero.uses_nvme:
         size = 4 if run.precision.dtype == "fp32" else 2
         states = train.micro_batch_size * run.data.seq_length * model.hidden_size * size
-        states //= run.parallel.model_parallel_size * run.parallel.ds_sequence_parallel_size
+        states //= run.parallel.model_parallel_size * run.parallel.sequence_ranks
         needs.append(("the hidden states of one layer", states, "--batch-size, --seq-length or --hidden-size"))
         weights = size * sum(parameter.numel for parameter in architecture.named_parameters(model).values())
         weights //= run.parallel.world_size if run.zero.zero_stage == 3 else run.parallel.replica_size

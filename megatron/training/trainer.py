@@ -154,7 +154,7 @@ class Trainer:
         if not config.eval_iters or not self.data.has(split):
             return
         self.progress.enter("evaluation", iteration)
-        set_global_batch_size(self.engine, config.global_batch_size)
+        set_global_batch_size(self.engine, config.global_batch_size * self.run.parallel.samples_counted)
         with self.paused():
             earlier = (iteration - 1) // config.eval_interval if split == "valid" else 0
             batches = self.data.evaluation(split, earlier)
@@ -211,7 +211,8 @@ class Trainer:
         """Run one iteration, which joins ``self.steps``. Returns its loss []."""
         self.progress.enter("training", iteration)
         learning_rate = self.engine.get_lr()[0]
-        set_global_batch_size(self.engine, self.run.train.batches.size(iteration))
+        samples = self.run.train.batches.size(iteration)
+        set_global_batch_size(self.engine, samples * self.run.parallel.samples_counted)
         with ExitStack() as stack:
             hooks = [*self.hooks]
             for callback in self.callbacks:

@@ -79,6 +79,12 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "pipe_parallel_size": ("--pipe-parallel-size 2", ""),
     "world_size": ("--world-size 2", "--explain"),
     "ds_sequence_parallel_size": ("--ds-sequence-parallel-size 2", ""),
+    "context_parallel_size": ("--context-parallel-size 2", ""),
+    "cp_comm_type": ("--cp-comm-type all_gather", "--context-parallel-size 2"),
+    "hierarchical_context_parallel_sizes": (
+        "--hierarchical-context-parallel-sizes 2 1",
+        "--context-parallel-size 2 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 1 2",
+    ),
     "sequence_parallel": ("--sequence-parallel", "--model-parallel-size 2"),
     "pipeline_partition": ("--pipeline-partition 1,3", "--pipe-parallel-size 2"),
     "pipeline_schedule": ("--pipeline-schedule dualpipev", "--pipe-parallel-size 2 --gas 4"),

@@ -80,7 +80,7 @@ def read_command(command: str) -> ParsedRun:
         ("--norm-epsilon 1e-6 --no-bias-gelu-fusion --no-gradient-accumulation-fusion", "--layernorm-epsilon 1e-6"),
         ("--save out --persistent-save-interval 5", "--save out --save-interval 5"),
         ("--pipeline-model-parallel-size 1 --no-pipeline-parallel", "--no-pipeline-parallel"),
-        ("--exit-signal-handler --dataloader-type single --num-experts 1 --context-parallel-size=1", ""),
+        ("--exit-signal-handler --dataloader-type single --num-experts 1", ""),
     ],
 )  # fmt: skip
 def test_classic_names_mean_the_same(words: str, same: str) -> None:
@@ -113,7 +113,7 @@ def test_settings_without_effect_are_warnings(words: str, warning: str) -> None:
         ("--num-experts 8", "--num-experts: there are no mixture-of-experts models: remove it"),
         ("--moe-router-topk 2", "--moe-router-topk: there are no mixture-of-experts models: remove it"),
         ("--recompute-method block", "--recompute-method: all layers are recomputed, in whole or in part"),
-        ("--context-parallel-size 2", "--context-parallel-size: context parallelism is not supported: use --ds-"),
+        ("--ulysses-degree-in-cp 2", "--ulysses-degree-in-cp: context parallelism is --context-parallel-size with"),
         ("--use-nanopipe", "--use-nanopipe: this pipeline schedule is not supported: choose one by --pipeline-"),
         ("--swap-attention", "--swap-attention: all layers are recomputed, in whole or in part, or none: use"),
         ("--train-tokens 3e11", "--train-tokens: durations are counted in iterations or samples, which"),

@@ -279,11 +279,35 @@ BROKEN = [
         "--num-attention-heads 8",
     ),
     (
-        "Ulysses sequence parallelism needs the plain engine",
-        "--ds-sequence-parallel-size 2 --pipe-parallel-size 1",
-        "--ds-sequence-parallel-size 2 cannot be combined with --pipe-parallel-size 1: DeepSpeed's pipeline has "
-        "no axis",
-        "--pipe-parallel-size 0",
+        "Ulysses ranks divide the heads",
+        "--context-parallel-size 8 --cp-comm-type a2a",
+        "--num-attention-heads 4 is not a multiple of --context-parallel-size 8: use 8",
+        "--cp-comm-type p2p",
+    ),
+    (
+        "context-parallel ranks have two chunks each",
+        "--context-parallel-size 4 --seq-length 36",
+        "--seq-length 36 is not a multiple of 2 x --context-parallel-size 4: use 32 or 40",
+        "--seq-length 32",
+    ),
+    (
+        "a2a+p2p has two sizes",
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p",
+        "--cp-comm-type a2a+p2p needs two sizes whose product is --context-parallel-size 4: use "
+        "--hierarchical-context-parallel-sizes, such as 2 2",
+        "--hierarchical-context-parallel-sizes 2 2",
+    ),
+    (
+        "a2a+p2p has two sizes",
+        "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
+        "--hierarchical-context-parallel-sizes 2 2 has no effect with --cp-comm-type p2p: remove it, or use a2a+p2p",
+        "--cp-comm-type a2a+p2p",
+    ),
+    (
+        "--cp-comm-type needs --context-parallel-size",
+        "--cp-comm-type all_gather",
+        "--cp-comm-type has no effect without --context-parallel-size",
+        None,
     ),
     (
         "partitioned activations exclude --sequence-parallel",
@@ -894,7 +918,7 @@ def test_rules_can_be_read_to_the_end(words: str) -> None:
 
 def test_every_rule_is_tested_and_explained() -> None:
     errors = {name for name, *_ in BROKEN} | {
-        "processes = TP x PP x SP x DP",
+        "processes = TP x PP x CP x SP x DP",
         "BPE needs merges",
         "every batch size is a multiple of micro-batch x DP",
         "a tokenizer has a vocabulary",

@@ -74,6 +74,16 @@ LAYOUTS = {
         " --shape-order SBH --reset-attention-mask --reset-position-ids",
     ),
     "plain-ulysses2-dp2-zero3": (4, "--ds-sequence-parallel-size 2 --zero-stage 3"),
+    "plain-cp2-zero3-recompute": (2, "--context-parallel-size 2 --zero-stage 3 --checkpoint-activations"),
+    "cp2-pp2-zero1-recompute": (
+        4,
+        "--context-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations",
+    ),
+    "documents-cp4-pp1-hierarchical": (
+        4,
+        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+        " --pipe-parallel-size 1 --reset-attention-mask --reset-position-ids",
+    ),
     "documents-plain-tp2-sequence-zero2-recompute-compiled": (
         2,
         "--model-parallel-size 2 --sequence-parallel --zero-stage 2 --checkpoint-activations --compile"
@@ -101,6 +111,10 @@ LAYOUTS = {
     "llama-tp2-sequence-recompute": (
         2,
         f"{LLAMA} --model-parallel-size 2 --sequence-parallel --checkpoint-activations",
+    ),
+    "llama-pp2-cp2-all-gather": (
+        4,
+        f"{LLAMA} --pipe-parallel-size 2 --context-parallel-size 2 --cp-comm-type all_gather",
     ),
     "llama-tp2-ulysses2-zero2": (
         4,

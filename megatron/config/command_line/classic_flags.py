@@ -81,7 +81,7 @@ _FULFILLED = {
         "softmax-type=vanilla transformer-impl=local weight-decay-incr-style=constant"
     ),
     "this is the size without this kind of parallelism or layer": (
-        "context-parallel-size=1 num-experts=1 expert-model-parallel-size=1 expert-tensor-parallel-size=1 "
+        "num-experts=1 expert-model-parallel-size=1 expert-tensor-parallel-size=1 "
         "moe-expert-parallel-size=1 vocab-extra-ids=0"
     ),
 }
@@ -221,8 +221,8 @@ _REFUSED = {
     "reinforcement learning is not supported: remove it": "perform-rl-step rl-* grpo-* langrl-*",
     "tools/preprocess_data.py formats conversations, by a chat template: remove it": "sft-*",
     # Parallelism, memory and precision.
-    "context parallelism is not supported: use --ds-sequence-parallel-size (DeepSpeed-Ulysses)": (
-        "context-parallel-* megatron-cp-* cp-* hierarchical-context-parallel-sizes "
+    "context parallelism is --context-parallel-size with --cp-comm-type p2p, all_gather, a2a or a2a+p2p: use it": (
+        "context-parallel-* megatron-cp-* cp-* "
         "ulysses-degree-in-cp use-cp-* adaptive-cp-* use-fused-ring-attention-update "
         "ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-* force-ds-sequence-parallel"
     ),

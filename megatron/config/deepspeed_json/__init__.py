@@ -255,8 +255,8 @@ def _gradient_scaling_conflicts(run: RunConfig, file: Mapping[str, Any]) -> list
         return [f"{key} does not work with reduce-scatter at ZeRO {stage}: remove it" for key in given]
     if factor == 1 or prescales or parallel.replica_size < 1:
         return []
-    ranks = parallel.data_parallel_size * parallel.ds_sequence_parallel_size
-    is_wrong = stage == 3 or (stage > 0 and parallel.ds_sequence_parallel_size > 1 and not run.zero.zero_reduce_scatter)
+    ranks = parallel.data_parallel_size * parallel.sequence_ranks
+    is_wrong = stage == 3 or (stage > 0 and parallel.sequence_ranks > 1 and not run.zero.zero_reduce_scatter)
     if is_wrong and factor == ranks:
         return [f"{given[0]} makes gradients too small at ZeRO {stage}, where it is the number of ranks: remove it"]
     return []

@@ -63,6 +63,7 @@ SIZES: Mapping[str, tuple[float, float]] = {
     "model_parallel_size": (1, 2**20),
     "pipe_parallel_size": (0, 2**20),
     "ds_sequence_parallel_size": (1, 2**20),
+    "context_parallel_size": (1, 2**20),
     "world_size": (1, 2**20),
     "distributed_timeout_minutes": (0.01, _YEAR),
     "watchdog_minutes": (0.01, _YEAR),

@@ -22,6 +22,7 @@ def one_sequence(run: RunConfig) -> Messages:
         {
             "--sequence-parallel": parallel.sequence_parallel,
             f"--ds-sequence-parallel-size {parallel.ds_sequence_parallel_size}": parallel.ds_sequence_parallel_size > 1,
+            f"--context-parallel-size {parallel.context_parallel_size}": parallel.context_parallel_size > 1,
             f"--pipeline-schedule {parallel.pipeline_schedule}": parallel.pipeline_schedule != "1f1b",
         }
     )

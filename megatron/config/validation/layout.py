@@ -62,6 +62,8 @@ def sequence_parallel(run: RunConfig) -> Messages:
 @rule("sequence-parallel ranks divide the sequence", why="Each rank holds an equal part of the sequence.")
 def sequence_length(run: RunConfig) -> Messages:
     parallel, splits = run.parallel, {}
+    if parallel.context_parallel_size > 1:
+        splits["--context-parallel-size"] = parallel.context_parallel_size
     if parallel.ds_sequence_parallel_size > 1:
         splits["--ds-sequence-parallel-size"] = parallel.ds_sequence_parallel_size
     if parallel.sequence_parallel:
@@ -71,32 +73,64 @@ def sequence_length(run: RunConfig) -> Messages:
 
 
 @rule(
+    "context-parallel ranks have two chunks each",
+    why="Rank r of N has chunks r and 2N - 1 - r of the sequence, so that causal attention is equal work for all.",
+)
+def chunks_of_ranks(run: RunConfig) -> Messages:
+    parallel, ranks = run.parallel, run.parallel.ring_size
+    if ranks == 1:
+        return
+    product = f"2 x --context-parallel-size {parallel.context_parallel_size}"
+    if parallel.cp_comm_type == "a2a+p2p":
+        product = f"2 x {ranks} ranks of a ring"
+    yield from _multiple("--seq-length", run.data.seq_length, product, 2 * ranks)
+
+
+@rule(
+    "a2a+p2p has two sizes",
+    why="Of --context-parallel-size ranks, groups of the first size exchange heads, and rings of the second size pass "
+    "keys and values around.",
+)
+def hierarchy(run: RunConfig) -> Messages:
+    parallel, sizes = run.parallel, run.parallel.hierarchical_context_parallel_sizes
+    given = f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}"
+    if parallel.cp_comm_type != "a2a+p2p":
+        if sizes:
+            yield f"{given} has no effect with --cp-comm-type {parallel.cp_comm_type}: remove it, or use a2a+p2p"
+        return
+    fits = len(sizes) == 2 and min(sizes) > 0 and math.prod(sizes) == parallel.context_parallel_size
+    if not fits:
+        halves = f"2 {max(parallel.context_parallel_size // 2, 1)}"
+        yield (
+            f"--cp-comm-type a2a+p2p needs two sizes whose product is --context-parallel-size "
+            f"{parallel.context_parallel_size}: use --hierarchical-context-parallel-sizes, such as {halves}"
+        )
+
+
+@rule(
     "Ulysses ranks divide the heads", why="Around attention they exchange their parts of the sequence for whole heads."
 )
 def ulysses_heads(run: RunConfig) -> Messages:
     heads, parallel = run.model.num_attention_heads, run.parallel
-    tensor, ranks = parallel.model_parallel_size, parallel.ds_sequence_parallel_size
-    if ranks == 1 or tensor < 1 or not _divides(tensor, heads):
+    tensor, ranks = parallel.model_parallel_size, parallel.ulysses_size
+    if ranks <= 1 or tensor < 1 or not _divides(tensor, heads):
         return
-    product = f"--ds-sequence-parallel-size {ranks}"
+    sizes = {
+        f"--context-parallel-size {parallel.context_parallel_size}": parallel.cp_comm_type == "a2a",
+        f"the first of --hierarchical-context-parallel-sizes {ranks // parallel.ds_sequence_parallel_size}": (
+            parallel.cp_comm_type == "a2a+p2p"
+        ),
+        f"--ds-sequence-parallel-size {parallel.ds_sequence_parallel_size}": parallel.ds_sequence_parallel_size > 1,
+    }
+    product = " x ".join(name for name, counts in sizes.items() if counts)
     if tensor > 1:
         product += f" x --model-parallel-size {tensor}"
     yield from _multiple("--num-attention-heads", heads, product, tensor * ranks)
     groups = max(run.model.query_groups // tensor, 1)
     if not (_divides(groups, ranks) or _divides(ranks, groups)):
         yield (
-            f"{product} leaves {groups} query groups to {ranks} ranks: neither is a multiple of the other; change "
-            "--ds-sequence-parallel-size"
-        )
-
-
-@rule("Ulysses sequence parallelism needs the plain engine", why="DeepSpeed's pipeline topology has no axis for it.")
-def ulysses_with_pipeline(run: RunConfig) -> Messages:
-    if run.parallel.ds_sequence_parallel_size > 1 and run.parallel.uses_pipeline:
-        yield (
-            f"--ds-sequence-parallel-size {run.parallel.ds_sequence_parallel_size} cannot be combined with "
-            f"--pipe-parallel-size {run.parallel.pipe_parallel_size}: DeepSpeed's pipeline has no axis for it; use "
-            "--pipe-parallel-size 0, or --sequence-parallel with --model-parallel-size"
+            f"{product} leaves {groups} query groups to {ranks} ranks: neither is a multiple of the other; use "
+            f"{_either([n for n in range(1, groups + 1) if groups % n == 0])} ranks, or --cp-comm-type p2p"
         )
 
 
@@ -218,6 +252,7 @@ def stages_have_adapters(run: RunConfig) -> Messages:
     )
 
 
+needs("parallel.context_parallel_size", "parallel.cp_comm_type")
 needs(
     "parallel.pipe_parallel_size",
     "parallel.pipeline_partition",
@@ -269,7 +304,7 @@ def micro_batches_for_dualpipev(run: RunConfig) -> Messages:
     if smallest := min((size for _, size in run.train.batch_steps), default=0):
         gas = gas * smallest // run.train.global_batch_size
     needed = 2 * parallel.pipe_stages
-    if parallel.world_size % max(parallel.model_parallel_size * parallel.pipe_stages, 1):
+    if parallel.world_size % max(parallel.replica_size, 1):
         return  # the batch sizes are unknown
     if parallel.uses_dualpipev and parallel.uses_pipeline and 0 < gas < needed:
         yield (
@@ -280,13 +315,14 @@ def micro_batches_for_dualpipev(run: RunConfig) -> Messages:
 
 
 @rule(
-    "processes = TP x PP x SP x DP",
+    "processes = TP x PP x CP x SP x DP",
     why="The processes form a whole number of model replicas.",
     otherwise="AssertionError: Invalid Grid",
 )
 def world_size(run: RunConfig) -> Messages:
     world, tensor, stages = run.parallel.world_size, run.parallel.model_parallel_size, run.parallel.pipe_stages
     ulysses, replica = run.parallel.ds_sequence_parallel_size, run.parallel.replica_size
+    context, shared = run.parallel.context_parallel_size, run.parallel.sequence_ranks
     if replica < 1 or world % replica == 0:
         return
     below = world // replica * replica
@@ -298,14 +334,19 @@ def world_size(run: RunConfig) -> Messages:
         if sizes:
             remedies.append(f"{flag} {_either(sizes)}")
 
-    remedy("--model-parallel-size", stages * ulysses, lambda n: _divides(n * ulysses, heads))
+    in_heads = run.parallel.ulysses_size
+    remedy("--model-parallel-size", stages * shared, lambda n: _divides(n * in_heads, heads))
     grid = f"--model-parallel-size {tensor}"
     if run.parallel.uses_pipeline:
         grid += f" x --pipe-parallel-size {stages}"
-        remedy("--pipe-parallel-size", tensor * ulysses, lambda n: n <= run.model.num_layers)
+        remedy("--pipe-parallel-size", tensor * shared, lambda n: n <= run.model.num_layers)
+    if context > 1:
+        grid += f" x --context-parallel-size {context}"
+        length = run.data.seq_length
+        remedy("--context-parallel-size", tensor * stages * ulysses, lambda n: _divides(2 * n * ulysses, length))
     if ulysses > 1:
         grid += f" x --ds-sequence-parallel-size {ulysses}"
-        remedy("--ds-sequence-parallel-size", tensor * stages, lambda n: _divides(n * tensor, heads))
+        remedy("--ds-sequence-parallel-size", tensor * stages * context, lambda n: _divides(n * tensor, heads))
     yield f"{counted(world, 'process')} cannot be split into {grid}: use {', or '.join(remedies)}"
 
 

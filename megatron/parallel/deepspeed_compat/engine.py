@@ -87,7 +87,8 @@ def grad_reduction_coalesced(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def set_global_batch_size(engine: DeepSpeedEngine, samples: int) -> None:
-    """Let the next steps and evaluations of ``engine`` have ``samples`` samples, in micro-batches of the same size.
+    """Let the next steps and evaluations of ``engine`` have ``samples`` samples, as it counts them, in micro-batches of
+    the same size.
 
     DeepSpeed: runtime/engine.py, ``set_train_batch_size`` does not restart the count of micro-batches, from which the
     plain engine concludes which one is the last of a step.

@@ -1,8 +1,10 @@
 """Parallelism along the sequence: operations on tensors whose sequence dimension is sharded.
 
-Two groups may shard the sequence: the sequence group shards everything but the heads of attention
-(DeepSpeed-Ulysses, arXiv 2309.14509), and within its shards the tensor group shards whatever it does
-not shard otherwise (Megatron's sequence parallelism, arXiv 2205.05198).
+Two groups may shard the sequence: the sequence group, and within its shards the tensor group, which shards
+whatever it does not shard otherwise (Megatron's sequence parallelism, arXiv 2205.05198). The sequence group
+consists of rings, whose ranks see one another's keys and values (``ring``, arXiv 2310.01889), of groups that
+exchange parts of the sequence for heads around attention (DeepSpeed-Ulysses, arXiv 2309.14509), or of both:
+then each rank of a ring is such a group.
 
 b batch, s sequence, or this rank's shard of it, h hidden, n heads, d size of a head, t ranks of the group
 """
@@ -16,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.config import ModelConfig
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.sequence.ring import zigzag
 from megatron.parallel.tensor.mappings import (
     copy_to_model_parallel_region,
     mapped,
@@ -38,9 +41,17 @@ def sequence_groups(layout: ParallelLayout) -> list[ProcessGroup]:
     return [group for group in (layout.sequence_group, tensor_group) if group is not None]
 
 
-def local_shard(x: Tensor, group: ProcessGroup | None, dim: int) -> Tensor:
-    """This rank's shard of ``x`` along ``dim``; all of ``x`` without a group."""
-    return x if group is None else scatter_to_sequence_parallel_region(x, group, dim)
+def sequence_shard(x: Tensor, layout: ParallelLayout, dim: int, *, of_tensor_group: bool = False) -> Tensor:
+    """This rank's shard of ``x`` along ``dim``, the sequence; all of ``x`` if nothing shards it.
+
+    With ``of_tensor_group`` it is the tensor group's shard of that. Without gradient.
+    """
+    if layout.ring_group:
+        x = zigzag(x, layout.ring_group, dim)
+    for group in (layout.ulysses_group, layout.tensor_group if of_tensor_group and layout.sequence_parallel else None):
+        if group:
+            x = scatter_to_sequence_parallel_region(x, group, dim)
+    return x
 
 
 def first_token(hidden: Tensor, layout: ParallelLayout, dim: int) -> Tensor:

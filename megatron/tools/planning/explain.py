@@ -10,7 +10,7 @@ from megatron.config.errors import ConfigError, UserError, counted
 from megatron.config.summary import describe_config, describe_stages
 from megatron.config.validation import RULES
 from megatron.model.spec import architecture_of
-from megatron.parallel import groups
+from megatron.parallel import groups, ring_groups, ulysses_groups
 from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
 from megatron.tools.planning.pictures import schedule_text
@@ -49,7 +49,7 @@ def _configuration(run: RunConfig) -> Iterator[str]:
         yield describe_stages(run)
     if run.parallel.pipe_stages > 1:
         yield from _schedule(run)
-    for axis, ranks in groups(run.parallel).items():
+    for axis, ranks in {**groups(run.parallel), **_levels(run)}.items():
         yield f"> {axis:9} {_groups(ranks)}"
     yield f"> deepspeed {json.dumps(run.ds_config, indent=2)}"
 
@@ -64,6 +64,14 @@ def _schedule(run: RunConfig) -> Iterator[str]:
         f"activations of at most {counted(max(kept), 'micro-batch')} kept on a stage"
     )
     yield from (f">   {line}" for line in schedule_text(schedule))
+
+
+def _levels(run: RunConfig) -> dict[str, list[list[int]]]:
+    """The groups within those of the sequence axis, if it has two levels."""
+    parallel = run.parallel
+    if 1 in (parallel.ring_size, parallel.ulysses_size):
+        return {}
+    return {"a2a": ulysses_groups(parallel), "p2p": ring_groups(parallel)}
 
 
 def _groups(ranks: Sequence[Sequence[int]]) -> str:

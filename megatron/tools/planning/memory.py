@@ -19,7 +19,7 @@ class Sizes(NamedTuple):
     """The shapes and types of one rank's tensors."""
 
     tokens: int
-    """Tokens of a micro-batch on this rank, a sequence shard of them with Ulysses."""
+    """Tokens of a micro-batch on this rank, a sequence shard of them with context parallelism."""
     stream: int
     """Of these, those of hidden states between parallel layers, a shard with sequence parallelism."""
     h: int
@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
     n: int
     """Heads of this rank."""
     s: int
-    """Sequence length in attention."""
+    """Sequence length."""
     b: int
     t: int
     v: int
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 def sizes(run: RunConfig) -> Sizes:
     """The sizes of ``run``, whose batch and vocabulary size are known."""
     model, parallel = run.model, run.parallel
-    t, parts = parallel.model_parallel_size, parallel.ds_sequence_parallel_size
+    t, parts = parallel.model_parallel_size, parallel.sequence_ranks
     tokens = run.train.micro_batch_size * run.data.seq_length // parts
     element = bytes_of(run)
     on_cpu = parallel.device == "cpu"  # where dropout masks have the type of the activations
@@ -50,7 +50,7 @@ def sizes(run: RunConfig) -> Sizes:
         stream=tokens // t if parallel.sequence_parallel else tokens,
         h=model.hidden_size,
         f=model.ffn_hidden_size,
-        n=model.num_attention_heads // (t * parts),
+        n=model.num_attention_heads // (t * parallel.ulysses_size),
         s=run.data.seq_length,
         b=run.train.micro_batch_size,
         t=t,
@@ -142,7 +142,7 @@ def _kept(z: Sizes, layers: Sequence[LayerSpec]) -> int:
 
 def _shared_keys(run: RunConfig, z: Sizes) -> int:
     """What a rank keeps of a key and value head that it shares with others, beyond its part of them."""
-    model, parts = run.model, run.parallel.ds_sequence_parallel_size
+    model, parts = run.model, run.parallel.ulysses_size
     beyond = max(parts - model.query_groups / z.t, 0)
     return int(beyond * z.tokens * model.head_size * z.element * (3 if model.qk_layernorm else 2))
 
@@ -185,7 +185,9 @@ def _kept_bias(run: RunConfig, z: Sizes, block: LayerSpec) -> int:
 
 def _scores(run: RunConfig, z: Sizes, *, has_bias: bool = True) -> int:
     """Kept by an attention core besides query, key, value and context."""
-    model = run.model
+    model, ring = run.model, run.parallel.ring_size
+    if ring > 1:  # only the logarithms of sums
+        return z.b * z.n * z.s // ring * FP32
     without_bias = replace(model, position_embedding_type="none")
     kernel = attention_kernel(model if has_bias else without_bias, DeviceFacts(run.parallel.device), seq_length=z.s)
     of_head, queries = computed_scores(model, kernel, z.s), z.b * z.n * z.s * model.head_size

@@ -258,7 +258,7 @@ def _sent(one: Candidate) -> str:
 def _links(one: Candidate) -> dict[str, str]:
     """The link of each kind of traffic: a group whose ranks span several hosts uses the network."""
     parallel, per_node = one.run.parallel, one.request.machine.per_node
-    inner = parallel.model_parallel_size * parallel.ds_sequence_parallel_size
+    inner = parallel.model_parallel_size * parallel.sequence_ranks
     replicas = inner * parallel.data_parallel_size
     spans = {"tensor": inner, "pipeline": replicas * parallel.pipe_stages, "data": replicas}
     return {name: "on a host" if span <= per_node else "between hosts" for name, span in spans.items()}

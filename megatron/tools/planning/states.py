@@ -114,7 +114,7 @@ def states(run: RunConfig, weights: Sequence[Weight], owner: int | None = None) 
 
 def owners(run: RunConfig) -> int:
     """Ranks that hold the same weights; ZeRO partitions over them."""
-    return run.parallel.data_parallel_size * run.parallel.ds_sequence_parallel_size
+    return run.parallel.data_parallel_size * run.parallel.sequence_ranks
 
 
 def _weights(run: RunConfig, weights: Sequence[Weight]) -> int:

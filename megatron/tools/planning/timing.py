@@ -12,7 +12,7 @@ from megatron.parallel.pipeline.partition import Stage
 from megatron.parallel.pipeline.schedule import Schedule, schedule_of
 from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds
 from megatron.tools.planning.memory import Memory
-from megatron.tools.planning.states import bytes_of, owners
+from megatron.tools.planning.states import FP32, bytes_of, owners
 
 GB, TERA = 10**9, 10**12
 
@@ -105,14 +105,19 @@ def tensor(run: RunConfig, stage: Stage) -> float:
     """All-reduces of hidden states: two a layer forward and two backward, two more where layers are recomputed.
 
     With sequence parallelism each is a gather and a reduce-scatter, which send as much, and inputs are gathered again.
-    Ulysses exchanges query, key, value and context around attention, forward and backward.
+    Ulysses exchanges query, key, value and context around attention, forward and backward. In a ring the keys and
+    values of each rank visit all others, and in the backward pass their gradients follow them, in fp32.
     """
     parallel, layers, hidden = run.parallel, stage.num_blocks, _hidden_bytes(run)
-    t, parts = parallel.model_parallel_size, parallel.ds_sequence_parallel_size
+    t, parts, ring = parallel.model_parallel_size, parallel.ulysses_size, parallel.ring_size
     passes = 6 if run.activation.layers_together else 4
     reduced = (passes * layers + stage.has_embedding + stage.has_head) * ring_all_reduce(hidden, t)
     exchanged = 2 * passes * layers * ring_gather(hidden / t, parts)  # 4 hidden states in each of passes / 2
-    return run.train.gradient_accumulation_steps * (reduced + exchanged) + gathered_again(run, stage)
+    model, visited = run.model, 0.0
+    if ring > 1:
+        keys = 2 * hidden / t * model.query_groups * model.head_size / model.hidden_size
+        visited = layers * keys * (passes / 2 * (ring - 1) + ring * FP32 / bytes_of(run))
+    return run.train.gradient_accumulation_steps * (reduced + exchanged + visited) + gathered_again(run, stage)
 
 
 def gathered_again(run: RunConfig, stage: Stage) -> float:
@@ -128,8 +133,8 @@ def gathered_again(run: RunConfig, stage: Stage) -> float:
 
 
 def _hidden_bytes(run: RunConfig) -> int:
-    """Bytes of the hidden states of a micro-batch in the model's type, whole or Ulysses' part of the sequence."""
-    tokens = run.train.micro_batch_size * run.data.seq_length // run.parallel.ds_sequence_parallel_size
+    """Bytes of the hidden states of a micro-batch in the model's type, of a rank's part of the sequence."""
+    tokens = run.train.micro_batch_size * run.data.seq_length // run.parallel.sequence_ranks
     return tokens * run.model.hidden_size * bytes_of(run)
 
 
@@ -202,7 +207,7 @@ class Machine:
 def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traffic]]) -> Timing:
     """The time of an iteration of ``run``, from its distinct ``stages``."""
     parallel = run.parallel
-    t, inner = parallel.model_parallel_size, parallel.model_parallel_size * parallel.ds_sequence_parallel_size
+    t, inner = parallel.model_parallel_size, parallel.model_parallel_size * parallel.sequence_ranks
     replicas = inner * parallel.data_parallel_size
     busiest = max((pass_seconds(run, machine, stage) for stage, _ in stages), key=attrgetter("total"))
     compute = run.train.gradient_accumulation_steps * busiest.total
@@ -227,7 +232,7 @@ def pass_seconds(run: RunConfig, machine: Machine, stage: Stage) -> PassSeconds:
     frozen = sum(layer.frozen_flops for layer in stage.layers)
     again = bool(run.activation.layers_together)
     core_again = core if again or run.model.recomputes_attention else 0
-    per_rank = tokens / (run.parallel.model_parallel_size * run.parallel.ds_sequence_parallel_size)
+    per_rank = tokens / (run.parallel.model_parallel_size * run.parallel.sequence_ranks)
     size = per_rank * run.model.hidden_size
     speed = machine.device.flops(run.precision.dtype) * machine.device.efficiency * size / (size + _SMALL)
     repeated = sum(layer.repeated_flops for layer in stage.layers)

@@ -14,8 +14,8 @@ from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.command_line import read_architecture
 
-GRAMMAR = "tpA-ppB-dpC[-zeroZ][-sp][-ulyssesN][-interleavedV|-zbh1|-zbv|-dualpipev][-plain]"
-_SIZES = ("tp", "pp", "dp", "zero", "ulysses", "interleaved")
+GRAMMAR = "tpA-ppB-dpC[-zeroZ][-sp][-cpN][-ulyssesN][-interleavedV|-zbh1|-zbv|-dualpipev][-plain]"
+_SIZES = ("tp", "pp", "dp", "zero", "cp", "ulysses", "interleaved")
 _SCHEDULES = ("zbh1", "zbv", "dualpipev")
 _OPTIONS = ("sp", *_SCHEDULES, "plain")
 _PART = re.compile(rf"(?:({'|'.join(_SIZES)})(\d+))|({'|'.join(_OPTIONS)})")
@@ -36,6 +36,8 @@ class Layout:
     """Of the pipeline, by the choices of --pipeline-schedule."""
     virtual_stages: int = 1
     """Model chunks per stage of the interleaved schedule."""
+    context: int = 1
+    """Context parallelism: ring attention."""
 
     @property
     def name(self) -> str:
@@ -43,6 +45,7 @@ class Layout:
         parts = [f"tp{self.tensor}-pp{self.pipe}-dp{self.data}"]
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += ["sp"] if self.sequence_parallel else []
+        parts += [f"cp{self.context}"] if self.context > 1 else []
         parts += [f"ulysses{self.ulysses}"] if self.ulysses > 1 else []
         parts += [f"interleaved{self.virtual_stages}"] if self.schedule == "interleaved" else []
         return "-".join(parts + ([self.schedule] if self.schedule in _SCHEDULES else []))
@@ -50,13 +53,14 @@ class Layout:
     @property
     def processes(self) -> int:
         """Number of ranks."""
-        return self.tensor * max(self.pipe, 1) * self.ulysses * self.data
+        return self.tensor * max(self.pipe, 1) * self.context * self.ulysses * self.data
 
     @property
     def flags(self) -> list[str]:
         """The flags that select it, on so many processes."""
         words = f"--model-parallel-size {self.tensor} --pipe-parallel-size {self.pipe} --zero-stage {self.zero}".split()
         words += ["--sequence-parallel"] if self.sequence_parallel else []
+        words += ["--context-parallel-size", str(self.context)] if self.context > 1 else []
         words += ["--ds-sequence-parallel-size", str(self.ulysses)] if self.ulysses > 1 else []
         words += ["--pipeline-schedule", self.schedule] if self.schedule != "1f1b" else []
         virtual = ["--num-virtual-stages-per-pipeline-rank", str(self.virtual_stages)]
@@ -80,7 +84,7 @@ def parse_layout(name: str) -> Layout:
             sizes[match[1]] = int(match[2])
         else:
             options.add(match[3])
-    if {"tp", "pp", "dp"} - sizes.keys() or 0 in (sizes["tp"], sizes["dp"], sizes.get("ulysses")):
+    if {"tp", "pp", "dp"} - sizes.keys() or 0 in map(sizes.get, ("tp", "dp", "cp", "ulysses")):
         raise ConfigError(f"layout {name}: sizes of TP, PP and DP are needed; write {GRAMMAR}")
     if "plain" in options and sizes["pp"] > 1:
         raise ConfigError(f"layout {name}: the plain engine has no stages; write pp0 or pp1 with plain")
@@ -93,6 +97,7 @@ def parse_layout(name: str) -> Layout:
         data=sizes["dp"],
         zero=sizes.get("zero", 0),
         sequence_parallel="sp" in options,
+        context=sizes.get("cp", 1),
         ulysses=sizes.get("ulysses", 1),
         schedule=schedules[0] if schedules else "1f1b",
         virtual_stages=sizes.get("interleaved", 1),
@@ -102,15 +107,15 @@ def parse_layout(name: str) -> Layout:
 def grids(processes: int) -> Iterator[Layout]:
     """Every layout of so many processes: each grid, engine, ZeRO stage and option, legal or not."""
     sizes = [size for size in range(1, processes + 1) if processes % size == 0]
-    for tensor, stages, ulysses in itertools.product(sizes, repeat=3):
-        data, rest = divmod(processes, tensor * stages * ulysses)
+    for tensor, stages, context, ulysses in itertools.product(sizes, repeat=4):
+        data, rest = divmod(processes, tensor * stages * context * ulysses)
         if rest:
             continue
         for pipe in (0, 1) if stages == 1 else (stages,):
             schedules = ("1f1b", "interleaved", *_SCHEDULES) if pipe > 1 else ("1f1b", "dualpipev")
             for zero, sequence, schedule in itertools.product(range(4), (False, True), schedules):
                 virtual = 2 if schedule == "interleaved" else 1
-                yield Layout(tensor, pipe, data, zero, sequence, ulysses, schedule, virtual)
+                yield Layout(tensor, pipe, data, zero, sequence, ulysses, schedule, virtual, context)
 
 
 _LAYOUT_FIELDS = (
@@ -118,6 +123,9 @@ _LAYOUT_FIELDS = (
     "pipe_parallel_size",
     "zero_stage",
     "sequence_parallel",
+    "context_parallel_size",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
     "ds_sequence_parallel_size",
     "pipeline_schedule",
     "num_layers_per_virtual_pipeline_stage",

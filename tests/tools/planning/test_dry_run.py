@@ -22,6 +22,7 @@ LAYOUTS = [
     "--model-parallel-size 2 --sequence-parallel --bf16",
     "--model-parallel-size 4 --ffn-hidden-size 48 --bf16 --zero-stage 2",
     "--ds-sequence-parallel-size 2 --zero-stage 1",
+    "--context-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1",
     "--pipe-parallel-size 4",
     "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-partition parameters",
     "--pipe-parallel-size 3 --pipeline-partition 1,3,0 --zero-stage 1",

@@ -31,6 +31,7 @@ SMALL_WORDS = SMALL.replace("--batch-size 2", "--batch-size 2 --global-batch-siz
         ("tp1-pp4-dp2-zbh1", Layout(1, 4, 2, schedule="zbh1")),
         ("dp2-tp1-pp2", Layout(1, 2, 2)),
         ("tp1-pp0-dp2-zero1-ulysses2", Layout(1, 0, 2, zero=1, ulysses=2)),
+        ("tp2-pp2-dp1-cp2", Layout(2, 2, 1, context=2)),
     ],
 )
 def test_a_name_is_read(name: str, layout: Layout) -> None:
@@ -72,12 +73,13 @@ def test_every_legal_layout_of_two_processes() -> None:
     stages = {f"tp{t}-pp{p}-dp{d}{zero}" for t, p, d in [(1, 1, 2), (2, 1, 1), (1, 2, 1)] for zero in ("", "-zero1")}
     legal = {layout.name for layout in legal_layouts(request(), 2)}
     schedules = ("interleaved2", "zbh1", "zbv", "dualpipev")
-    assert {name for name in legal if not name.endswith(("sp", "ulysses2", *schedules))} == plain | stages | {
+    assert {name for name in legal if not name.endswith(("sp", "cp2", "ulysses2", *schedules))} == plain | stages | {
         "tp1-pp0-dp1"
     }
     assert {f"{name}-sp" for name in plain | stages if "tp2" in name} == {
         name for name in legal if name.endswith("-sp")
     }
+    assert {f"tp1-{engine}-dp1{zero}-cp2" for engine in ("pp0", "pp1") for zero in ("", "-zero1")} <= legal
     assert {f"{name}-{schedule}" for name in stages if "pp2" in name for schedule in schedules} <= legal
 
 
