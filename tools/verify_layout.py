@@ -6,10 +6,11 @@
 
 Each layout is trained from the same seed on the same samples, without dropout, and compared with the first one: the
 losses and gradient norms of all iterations, the gradient of each parameter in the first step, and the final weights. A
-layout is named tpA-ppB-dpC[-zeroZ][-sp][-cpN][-ulyssesN][-interleavedV|-zbh1|-zbv|-dualpipev][-plain]: tensor parallel
-A, B pipeline stages (0, or 1 with plain, is the plain engine), data parallel C, ZeRO stage Z, Megatron's sequence
-parallelism, context parallelism over N ranks, DeepSpeed-Ulysses over N ranks, a pipeline schedule, the interleaved one
-with V model chunks per stage. All have the global batch of the first and the same micro-batch size.
+layout is named tpA-ppB-dpC[-epE][-zeroZ][-sp][-cpN][-ulyssesN][-interleavedV|-zbh1|-zbv|-dualpipev][-plain]: tensor
+parallel A, B pipeline stages (0, or 1 with plain, is the plain engine), data parallel C, experts divided over E of
+these ranks, ZeRO stage Z, Megatron's sequence parallelism, context parallelism over N ranks, DeepSpeed-Ulysses over N
+ranks, a pipeline schedule, the interleaved one with V model chunks per stage. All have the global batch of the first
+and the same micro-batch size.
 
 Losses and gradient norms are compared by |b - a| / |a|, the largest of all iterations; gradients by the largest
 element of |b - a| over the largest of |a|, the largest of all parameters; weights by |b - a| over the sum of the

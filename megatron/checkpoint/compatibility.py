@@ -36,6 +36,10 @@ _SHAPE_FIELDS = {
     "position_rows": "--max-position-embeddings",
     "vocab_size": "the vocabulary's size",
     "classes": "the list of classes",
+    "num_experts": "--num-experts",
+    "moe_layer_freq": "--moe-layer-freq",
+    "expert_size": "--moe-ffn-hidden-size",
+    "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
 }
 """Fields and properties of ModelConfig, and their names in messages."""
 _HEADS = "--num-attention-heads"
@@ -48,7 +52,9 @@ def loads_directly(saved: SavedRun, run: RunConfig) -> bool:
     stage, config = run.zero.zero_stage, run.checkpoint
     # At ZeRO 3 it loads weights without optimizer from the tag in ``latest``, by a pickle that may run code.
     is_unsafe = stage == 3 and (config.finetune or config.no_load_optim)
-    return saved.layout == SavedLayout.from_run(run) and not is_unsafe
+    # It would give each rank the experts of the first one.
+    has_expert_files = run.parallel.expert_model_parallel_size > 1
+    return saved.layout == SavedLayout.from_run(run) and not (is_unsafe or has_expert_files)
 
 
 def has_same_ranks(saved: SavedRun, run: RunConfig) -> bool:

@@ -57,10 +57,18 @@ def _random_problem(content: Any) -> str | None:
     return "it does not contain random number states"
 
 
+def _experts_problem(content: Any) -> str | None:
+    states = content.values() if isinstance(content, Mapping) else [None]
+    if not all(isinstance(state, Mapping) and isinstance(state.get("fp32"), Tensor) for state in states):
+        return "it does not contain the states of experts"
+    return None
+
+
 _KINDS: dict[str, Callable[[Any], str | None]] = {
     r"layer_\d+-model_\d+-model_states\.pt": _layer_problem,
     r"(zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt": _model_problem,
     r"\w*optim_states\.pt": _optimizer_problem,
+    r"expert_rank_\d+_mp_rank_\d+_states\.pt": _experts_problem,
     r"rng_state_\d+\.pt": _random_problem,
 }
 """Pattern of a name -> what is wrong with the content."""

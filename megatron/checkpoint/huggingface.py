@@ -20,6 +20,7 @@ from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import CheckpointError
 from megatron.config.huggingface import format_of, gpt2, read_config, shape_problems, source_shapes
 from megatron.model.architectures import architecture_of
+from megatron.parallel.expert import local_experts
 from megatron.parallel.layout import ParallelLayout
 
 _SHOWN = 4
@@ -79,6 +80,9 @@ def joined(name: str, theirs: Sequence[Tensor], config: ModelConfig) -> Tensor:
         count = theirs[1].size(0) // config.head_size
         groups = [tensor.unflatten(0, (count, -1, config.head_size)) for tensor in theirs]
         return torch.cat(groups, dim=1).flatten(0, 2)
+    if "mlp.experts" in name:  # of one expert after another, gate and up if it is gated
+        stacked = torch.stack(list(theirs))
+        return stacked.unflatten(0, (-1, 2)) if "dense_h_to_4h" in name else stacked
     return torch.stack(list(theirs)) if len(theirs) > 1 else theirs[0]
 
 
@@ -90,6 +94,8 @@ def divided(name: str, ours: Tensor, config: ModelConfig) -> list[Tensor]:
         groups = ours.unflatten(0, (config.query_groups, -1, config.head_size))
         sizes = [groups.size(1) - 2, 1, 1] if "query" in name else [1, 1]
         return [part.flatten(0, 2).contiguous() for part in groups.split(sizes, dim=1)]
+    if "mlp.experts" in name:
+        return list(ours.flatten(0, -3).unbind())
     return list(ours.unbind()) if config.is_gated and "dense_h_to_4h" in name else [ours]
 
 
@@ -151,7 +157,10 @@ class _Shards:
             return self.tensors.part(_present(next(iter(sources)), self.tensors), 0, *ends)
         if format_of(config) is gpt2 or ("query_key_value" in name and config.query_groups % size):
             return self.weights[name].chunk(size, dim)[rank]
-        dim -= len(spec.shape) > len(next(iter(sources.values())))  # gate and up are stacked
+        dim -= len(spec.shape) - len(next(iter(sources.values())))  # gate and up are stacked, and so are experts
+        if spec.is_expert:
+            own, count = local_experts(config.num_experts, self.layout), len(sources) // config.num_experts
+            sources = dict(list(sources.items())[own.start * count : own.stop * count])
         lengths = {theirs: shape[dim] // size for theirs, shape in sources.items()}
         parts = [self.tensors.part(key, dim, rank * length, (rank + 1) * length) for key, length in lengths.items()]
         return joined(name, parts, config)

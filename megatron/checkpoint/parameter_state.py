@@ -8,6 +8,10 @@ length, and the parameters in it. Without ZeRO a block is a parameter or a group
 group, partitioned over the data-parallel ranks. At ZeRO 3 it is a rank's part of each parameter of a group, one after
 the other, padded at the end.
 
+With expert parallelism, an optimizer's group of experts is partitioned over the ranks that hold the same experts. What
+else DeepSpeed's files contain of experts is that of the first rank of each expert group. The other ranks have files of
+their own (``expert_files``).
+
 Weights that are frozen beside adapters have no state. They are with the other weights in DeepSpeed's files; at ZeRO 3
 as parts of their own.
 """
@@ -22,20 +26,31 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.checkpoint import expert_files
+from megatron.checkpoint.expert_files import WEIGHT, State
 from megatron.checkpoint.saved_run import SavedLayout, SavedRun
 from megatron.checkpoint.tensor_files import read_file
 from megatron.config.errors import CheckpointError
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import parameter_prefix
 
-State = dict[str, Any]
-WEIGHT = "fp32"
 Shapes = Mapping[str, torch.Size]
 """Names and shapes of the parameters of an optimizer's group, in its order."""
 
 
 def rank_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
     """The weights of one tensor-parallel rank, from all stages, under their names in the plain engine."""
+    weights, layout = _first_weights(saved, tensor_rank), saved.layout
+    if layout.expert_parallel_size > 1:
+        for stage in range(max(layout.pipe_parallel_size, 1)):
+            others = expert_files.read_others(saved, stage * layout.model_parallel_size + tensor_rank)
+            for name in others[0]:
+                weights[name] = torch.cat([weights[name], *(other[name][WEIGHT] for other in others)])
+    return weights
+
+
+def _first_weights(saved: SavedRun, tensor_rank: int) -> dict[str, Tensor]:
+    """The same, with the experts of the first rank of the expert group alone."""
     if saved.layout.zero_stage == 3:
         trained = {name: state[WEIGHT] for name, state in rank_states(saved, tensor_rank).items()}
         return trained | _frozen_at_zero3(saved, tensor_rank)
@@ -116,14 +131,46 @@ def rank_states(saved: SavedRun, mp_rank: int, weights: Mapping[str, Tensor] | N
         read_file(optimizer_file(saved.path, layout, rank, mp_rank))["optimizer_state_dict"]
         for rank in range(layout.zero_ranks)
     )
+    shapes = {name: shape for group in groups for name, shape in group.items()}
+    if layout.expert_parallel_size > 1 and layout.has_optimizer_partitions:
+        return _with_expert_partitions(saved, list(partitions), groups, shapes)
     if layout.zero_stage == 3:
         blocks = _zero3_blocks(partitions, groups, layout.zero_ranks)
     elif layout.has_optimizer_partitions:
         blocks = _zero1_and_2_blocks(list(partitions), groups)
     else:
         blocks = _zero0_blocks(model["optimizer"], groups, weights or {})
-    shapes = {name: shape for group in groups for name, shape in group.items()}
-    return _assemble(blocks, shapes, saved.path)
+    states = _assemble(blocks, shapes, saved.path)
+    return _with_experts(states, expert_files.read_others(saved, mp_rank))
+
+
+def _with_expert_partitions(
+    saved: SavedRun, partitions: Sequence[Mapping[str, Any]], groups: Sequence[Shapes], shapes: Shapes
+) -> dict[str, State]:
+    """The states at ZeRO 1 and 2, whose ``partitions`` of experts are those of the ranks with the same experts."""
+    ranks, experts = saved.layout.expert_parallel_size, expert_files.expert_names(saved)
+    found: list[dict[str, State]] = []
+    for rank in range(ranks):
+        blocks = [
+            block
+            for number, group in enumerate(groups)
+            if (is_expert := not experts.isdisjoint(group)) or rank == 0
+            for block in _zero1_and_2_blocks(partitions[rank::ranks] if is_expert else partitions, {number: group})
+        ]
+        held = {name for block in blocks for name in block.spans}
+        found.append(_assemble(blocks, {name: shapes[name] for name in shapes if name in held}, saved.path))
+    return _with_experts(found[0], found[1:])
+
+
+def _with_experts(states: dict[str, State], others: Sequence[Mapping[str, State]]) -> dict[str, State]:
+    """``states`` with those of the experts of the ``others`` of an expert group appended, in the order of the ranks."""
+    for name in others[0] if others else ():
+        parts = [states[name], *(other[name] for other in others)]
+        states[name] = {
+            key: torch.cat([part[key] for part in parts]) if _is_flat(value) else value
+            for key, value in states[name].items()
+        }
+    return states
 
 
 def _zero3_blocks(partitions: Iterable[Mapping[str, Any]], groups: Iterable[Shapes], ranks: int) -> Iterator[Block]:
@@ -134,13 +181,15 @@ def _zero3_blocks(partitions: Iterable[Mapping[str, Any]], groups: Iterable[Shap
             yield Block(weights, _state(base, number), _consecutive_spans(lengths))
 
 
-def _zero1_and_2_blocks(partitions: Sequence[Mapping[str, Any]], groups: Iterable[Shapes]) -> Iterator[Block]:
-    """A block for each group, concatenated from all data-parallel ranks.
+def _zero1_and_2_blocks(
+    partitions: Sequence[Mapping[str, Any]], groups: Sequence[Shapes] | Mapping[int, Shapes]
+) -> Iterator[Block]:
+    """A block for each group, or for some by their numbers, concatenated from the ranks that hold it.
 
     The files state which parameters a rank has (``param_slice_mappings``), but with round-robin gradients in an order
     that is not that of the tensors. That of ``groups`` is.
     """
-    for number, shapes in enumerate(groups):
+    for number, shapes in groups.items() if isinstance(groups, Mapping) else enumerate(groups):
         weights = torch.cat([partition["single_partition_of_fp32_groups"][number] for partition in partitions])
         states = [_state(partition["base_optimizer_state"], number) for partition in partitions]
         state = {

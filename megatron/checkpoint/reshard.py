@@ -22,6 +22,7 @@ from megatron.checkpoint.parameter_state import WEIGHT, State
 from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.universal import OPTIMIZER_FILE, SHARED_FILE, read_state
 from megatron.config.errors import CheckpointError
+from megatron.parallel.expert import expert_group_of
 
 
 def load_weights_and_optimizer(
@@ -80,10 +81,12 @@ def load_progress(engine: DeepSpeedEngine, folder: Path) -> None:
 
 
 def _local_shard(value: Any, parameter: nn.Parameter, group: ProcessGroup, path: Path) -> Any:
-    """This tensor-parallel rank's shard of a whole weight or moment; a step count as it is."""
+    """This rank's experts and tensor-parallel shard of a whole weight or moment; a step count as it is."""
     if not (isinstance(value, Tensor) and value.dim()):
         return value
     shape = getattr(parameter, "ds_shape", parameter.shape)
+    if (experts := expert_group_of(parameter)) is not None:
+        value = value.chunk(experts.size())[experts.rank()]
     dim = getattr(parameter, "partition_dim", None)
     if dim is not None:
         missing = shape[dim] * group.size() - value.size(dim)

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
+from megatron.checkpoint.expert_files import own_experts
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
@@ -39,6 +40,7 @@ from megatron.config.command_line.settings_file import KEPT, settings_text
 from megatron.config.errors import CheckpointError, UserError, first_line
 from megatron.model.spec import architecture_of
 from megatron.parallel.deepspeed_compat.engine import optimizer_shards_not_saved, use_checkpoint_engine
+from megatron.parallel.deepspeed_compat.experts import experts_saved_apart
 
 StateFile = tuple[Path, Any]
 """A file to be written, and its content."""
@@ -257,8 +259,12 @@ class Checkpointer:
         }
         if run.checkpoint.no_save_optim:
             client_state["optimizer"] = None  # replaces DeepSpeed's own entry
-        with optimizer_shards_not_saved(engine) if run.checkpoint.no_save_optim else nullcontext():
+        shards = optimizer_shards_not_saved(engine) if run.checkpoint.no_save_optim else nullcontext()
+        with shards, experts_saved_apart(engine):
             engine.save_checkpoint(str(path.parent), tag=path.name, client_state=client_state, save_latest=False)
+        if (experts := own_experts(engine, run, path)) is not None:
+            file, states = experts
+            self._files.save(states, str(file))
         files = self._files.take()
         if not run.checkpoint.no_save_rng:
             files.append((rng_file(path, dist.get_rank()), random_states()))

@@ -50,6 +50,8 @@ class SavedLayout:
     """Transformer layers of each model chunk: the optimizer's files of a stage hold the parameters of that stage."""
     context_parallel_size: int | None = _saved_as("--context-parallel-size", default=None)
     """None without it."""
+    expert_parallel_size: int = _saved_as("--expert-model-parallel-size", default=1)
+    """Only saved if it is more than 1."""
     unknown: tuple[str, ...] = ()
     """Keys in ``run.json`` that this version does not know."""
 
@@ -73,19 +75,22 @@ class SavedLayout:
             pipeline_schedule=parallel.pipeline_schedule if parallel.uses_pipeline else None,
             partition=", ".join(map(str, layers_per_chunk(run))) if parallel.uses_pipeline else None,
             context_parallel_size=parallel.context_parallel_size if parallel.context_parallel_size > 1 else None,
+            expert_parallel_size=parallel.expert_model_parallel_size,
         )
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> "SavedLayout":
         """The layout in a ``run.json``."""
         values: dict[str, Any] = {name: saved.get(key) for name, key in _layout_keys().items()}
+        values["expert_parallel_size"] = values["expert_parallel_size"] or 1
         return cls(**values, unknown=tuple(sorted(saved.keys() - set(_layout_keys().values()))))
 
     def to_json(self) -> dict[str, Any]:
         """The layout for ``run.json``."""
-        without = [] if self.pipe_parallel_size else ["pipeline_schedule", "partition"]
-        without += [] if self.context_parallel_size else ["context_parallel_size"]
-        return {key: getattr(self, name) for name, key in _layout_keys().items() if name not in without}
+        absent = [] if self.pipe_parallel_size else ["pipeline_schedule", "partition"]
+        absent += [] if self.context_parallel_size else ["context_parallel_size"]
+        absent += [] if self.expert_parallel_size > 1 else ["expert_parallel_size"]
+        return {key: getattr(self, name) for name, key in _layout_keys().items() if name not in absent}
 
     def __str__(self) -> str:
         sizes = {"TP": self.model_parallel_size, "PP": self.pipe_parallel_size, "DP": self.data_parallel_size}
@@ -93,6 +98,8 @@ class SavedLayout:
             sizes["CP"] = self.context_parallel_size
         if self.ds_sequence_parallel_size > 1:
             sizes["SP"] = self.ds_sequence_parallel_size
+        if self.expert_parallel_size > 1:
+            sizes["EP"] = self.expert_parallel_size
         sizes["ZeRO"] = self.zero_stage
         return ", ".join([*(f"{name} {size}" for name, size in sizes.items()), self.precision])
 
@@ -117,6 +124,7 @@ class SavedLayout:
             "context_parallel_size",
             "pipeline_schedule",
             "partition",
+            "expert_parallel_size",
         )
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -140,6 +148,17 @@ _OF_OPTIMIZER = {
 """Settings that one optimizer alone has."""
 
 
+_OF_EXPERTS = (
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_dtype",
+    "moe_expert_capacity_factor",
+)
+
+
 def settings_of(run: RunConfig) -> dict[str, Any]:
     """The settings that decide which samples ``run`` trains on and what it computes, except the learning rate."""
     data = run.data
@@ -157,6 +176,7 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
         **_flags(run.train, "loss_normalization"),
         **_flags(run.model, "attention_dropout", "hidden_dropout"),
         **rotation_of(run.model),
+        **(_flags(run.model, *_OF_EXPERTS) if run.model.has_experts else {}),
         **_flags(run.optim, "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps"),
         **_flags(run.optim, *_OF_OPTIMIZER.get(run.optim.optimizer, ())),
     }

@@ -102,6 +102,19 @@ class ParallelConfig:
         "--context-parallel-size.",
         metavar="A2A P2P",
     )
+    expert_model_parallel_size: int = flag(
+        1,
+        "Expert-parallel size: number of data-parallel ranks over which the experts of each layer are divided.",
+        aliases=("moe-expert-parallel-size",),
+        within="[1, inf)",
+        masked_lm=False,
+    )
+    expert_tensor_parallel_size: int = flag(
+        0,
+        "Number of ranks over which each expert is split; as many as --model-parallel-size, which is the default.",
+        within="[1, inf)",
+        masked_lm=False,
+    )
     distributed_backend: str | None = flag(
         None,
         "Backend of torch.distributed (default: nccl on CUDA, gloo on CPU, else DeepSpeed's for the accelerator).",

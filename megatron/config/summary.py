@@ -7,7 +7,7 @@ from megatron.config.data import Part
 from megatron.config.errors import counted
 from megatron.model.architectures import architecture_of
 from megatron.model.attention_kernel import DeviceFacts, attention_kernel
-from megatron.model.spec import parameter_counts
+from megatron.model.spec import active_parameters, parameter_counts
 from megatron.parallel.pipeline.partition import plan
 
 _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
@@ -43,16 +43,19 @@ def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[s
     """
     parallel, train, model = run.parallel, run.train, run.model
     engine = f"pipeline engine, {counted(parallel.pipe_stages, 'stage')}" if parallel.uses_pipeline else "plain engine"
+    experts = parallel.expert_model_parallel_size
+    divided = f", experts over {experts} data-parallel ranks" if experts > 1 else ""
     sequence = _sequence_ranks(parallel)
     vocabulary = f"{model.vocab_size:,} padded to {model.padded_vocab_size:,}" if model.vocab_size else "unknown"
     return {
         "layout": f"{counted(parallel.world_size, 'process')} = TP {parallel.model_parallel_size}"
-        f" x PP {parallel.pipe_stages}{sequence} x DP {parallel.data_parallel_size},"
-        f" {engine}, ZeRO {run.zero.zero_stage}"
+        f" x PP {parallel.pipe_stages}{sequence} x DP {parallel.data_parallel_size}"
+        f"{divided}, {engine}, ZeRO {run.zero.zero_stage}"
         f"{', gradients reduced once per step' if run.coalesces_grad_reduction else ''}",
         "model": f"{model.model_preset or model.architecture}, {_layers(model)},"
         f" hidden {model.hidden_size}, {', '.join([_heads(model), *layer_kinds(model)])},"
         f" sequence {run.data.seq_length}, vocabulary {vocabulary}",
+        **_experts(model),
         **_adapters(model),
         "data": _data(run.data) if architecture_of(run.model).is_language_model else "labeled rows",
         "batch": f"{counted(train.global_batch_size, 'sample')} = micro {train.micro_batch_size}"
@@ -110,6 +113,22 @@ def _heads(model: ModelConfig) -> str:
     heads, groups = model.num_attention_heads, model.query_groups
     size = f" of {model.head_size}" if model.head_size * heads != model.hidden_size else ""
     return f"{counted(heads, 'head')}{size}" + (f" in {counted(groups, 'query group')}" if groups != heads else "")
+
+
+def _experts(model: ModelConfig) -> dict[str, str]:
+    """The line of experts; none without them. Sizes are known only with the vocabulary."""
+    if not model.has_experts:
+        return {}
+    shared = f", and one of {model.moe_shared_expert_intermediate_size} for all tokens"
+    text = (
+        f"{model.moe_router_topk} of {model.num_experts} for each token, of {model.expert_size}"
+        f"{shared if model.moe_shared_expert_intermediate_size else ''}"
+        f"{f', in every {model.moe_layer_freq} layers' if model.moe_layer_freq > 1 else ''}"
+    )
+    if not model.padded_vocab_size:
+        return {"experts": text}
+    total, active = parameter_counts(model)[0], active_parameters(model)
+    return {"experts": f"{text}: {active:,} of {total:,} parameters active, {active / total:.2%}"}
 
 
 def _adapters(model: ModelConfig) -> dict[str, str]:

@@ -20,6 +20,7 @@ from megatron.model.spec import (
     architecture_of,
     column_parallel,
     column_parallel_adapter,
+    expert_parameters,
     norm_parameters,
     register,
     replicated_linear,
@@ -82,6 +83,42 @@ def transformer_layer(config: ModelConfig) -> LayerSpec:
         attention_size=q,
         kept=kept,
         is_block=True,
+    )
+
+
+def moe_layer(config: ModelConfig) -> LayerSpec:
+    """``MoEParallelTransformerLayer``: the same with experts in place of the MLP, and perhaps one for all tokens.
+
+    Kept besides what attention keeps: the router's input in fp32 and its probabilities, and of each chosen expert its
+    input, what is inside it, and its output.
+    """
+    h, f, experts, chosen = config.hidden_size, config.expert_size, config.num_experts, config.moe_router_topk
+    shared, bias, matrices = config.moe_shared_expert_intermediate_size, config.linear_bias, 2 if config.is_gated else 1
+    dense, width = transformer_layer(config), 3 if config.is_gated else 2
+    attention = tuple(parameter for parameter in dense.parameters if not parameter.name.startswith("mlp."))
+    of_shared = (
+        *column_parallel("mlp.shared_expert.dense_h_to_4h", h, shared, bias=bias, parts=matrices),
+        *row_parallel("mlp.shared_expert.dense_4h_to_h", shared, h, bias=bias),
+    )
+    parameters = (
+        *attention,
+        ParameterSpec("mlp.router.weight", (experts, h)),
+        *expert_parameters("mlp.experts", experts, h, f, parts=matrices),
+        *(of_shared if shared else ()),
+    )
+    inside = width * (chosen * f + shared - config.ffn_hidden_size)
+    products = chosen * f + shared - config.ffn_hidden_size
+    return replace(
+        dense,
+        class_name="MoEParallelTransformerLayer",
+        parameters=parameters,
+        matmul_flops=dense.matmul_flops + 2 * h * ((matrices + 1) * products + experts),
+        kept=replace(
+            dense.kept,
+            local=dense.kept.local + 2 * chosen * h,
+            statistics=dense.kept.statistics + h + 3 * experts,
+            sharded=dense.kept.sharded + inside,
+        ),
     )
 
 
@@ -153,11 +190,18 @@ def _gpt2(config: ModelConfig) -> list[LayerSpec]:
     return [
         replace(words, tied=None) if untied else words,
         position_embedding(config) if config.has_position_table else embedding_dropout(config),
-        *[transformer_layer(config)] * config.num_layers,
+        *_blocks(config),
         WITHOUT_SEGMENT_IDS,
         final_norm(config),
         output_layer(config) if untied else word_logits(config),
     ]
+
+
+def _blocks(config: ModelConfig) -> list[LayerSpec]:
+    if not config.has_experts:
+        return [transformer_layer(config)] * config.num_layers
+    dense, experts = transformer_layer(config), moe_layer(config)
+    return [experts if config.layer_has_experts(n + 1) else dense for n in range(config.num_layers)]
 
 
 def _bert(config: ModelConfig) -> list[LayerSpec]:

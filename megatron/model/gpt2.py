@@ -20,6 +20,7 @@ from megatron.model.embedding import (
     without_segment_ids,
 )
 from megatron.model.kernels import norm_class
+from megatron.model.moe import MoEParallelTransformerLayer
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_shard
@@ -38,11 +39,16 @@ def gpt2_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
     return [
         words,  # tokens [b, s] -> hidden [b, s, h]
         LayerSpec(positions, config, layout, passes_segment_ids=config.layers_need_segment_ids),
-        *(LayerSpec(ParallelTransformerLayer, config, layout, layer_number=n + 1) for n in range(config.num_layers)),
+        *(LayerSpec(layer_class(config, n + 1), config, layout, layer_number=n + 1) for n in range(config.num_layers)),
         without_segment_ids,
         LayerSpec(norm_class(config, layout), config.hidden_size, eps=config.layernorm_epsilon),
         head,  # hidden -> logits [b, s, v/t]
     ]
+
+
+def layer_class(config: ModelConfig, layer_number: int) -> type[ParallelTransformerLayer]:
+    """The class of the transformer layer of this number: with a mixture of experts, or with an MLP."""
+    return MoEParallelTransformerLayer if config.layer_has_experts(layer_number) else ParallelTransformerLayer
 
 
 def gpt2_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:

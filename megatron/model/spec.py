@@ -28,15 +28,18 @@ class ParameterSpec:
     weight_decay: bool = True
     is_vocabulary: bool = False
     """Whether the first dimension is the vocabulary, padded to ``padded_vocab_size``."""
+    is_expert: bool = False
+    """Whether the first dimension is that of the experts of a layer, which expert parallelism divides."""
 
     @cached_property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
-    def local_numel(self, tensor_parallel_size: int) -> int:
-        """Elements that one tensor-parallel rank holds."""
-        return self.numel if self.shard_dim is None else self.numel // tensor_parallel_size
+    def local_numel(self, tensor_parallel_size: int, expert_parallel_size: int = 1) -> int:
+        """Elements that one rank holds."""
+        numel = self.numel if self.shard_dim is None else self.numel // tensor_parallel_size
+        return numel // expert_parallel_size if self.is_expert else numel
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,13 @@ def parameter_counts(config: ModelConfig) -> tuple[int, int]:
     return sum(sizes.values()), sum(size for name, size in sizes.items() if is_trained(config, name))
 
 
+def active_parameters(config: ModelConfig) -> int:
+    """Elements of the parameters that compute a token: of the experts those of as many as the router chooses."""
+    specs = architecture_of(config).named_parameters(config).values()
+    chosen = config.moe_router_topk
+    return sum(spec.numel // spec.shape[0] * chosen if spec.is_expert else spec.numel for spec in specs)
+
+
 def parameter_prefix(index: int, layer: LayerSpec) -> str:
     """What the names of a layer's parameters begin with in modules and checkpoints: its index, or its tied key."""
     return f"{index}." if layer.tied is None else f"tied_modules.{layer.tied}."
@@ -240,6 +250,15 @@ def row_parallel(name: str, inputs: int, outputs: int, *, bias: bool = True) -> 
     """Weight and bias of a ``RowParallelLinear``: the weight divided along the inputs."""
     weight, *biases = replicated_linear(name, inputs, outputs, bias=bias)
     return replace(weight, shard_dim=1), *biases
+
+
+def expert_parameters(name: str, experts: int, inputs: int, inner: int, *, parts: int = 1) -> tuple[ParameterSpec, ...]:
+    """The two matrices of all experts of a layer, without biases: each divided along the ``inner`` size."""
+    rows, dim = ((inner,), 1) if parts == 1 else ((parts, inner), 2)
+    return (
+        ParameterSpec(f"{name}.dense_h_to_4h.weight", (experts, *rows, inputs), dim, is_expert=True),
+        ParameterSpec(f"{name}.dense_4h_to_h.weight", (experts, inputs, inner), 2, is_expert=True),
+    )
 
 
 def column_parallel_adapter(

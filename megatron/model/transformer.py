@@ -34,6 +34,8 @@ class ParallelTransformerLayer(nn.Module):
     """hidden [b, s, h] -> hidden [b, s, h]: attention, then MLP, each after a norm and with a residual."""
 
     attention_class: type[nn.Module] = ParallelSelfAttention
+    mlp_class: type[nn.Module] | None = None
+    """What takes the place of ``ParallelMLP``."""
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int, causal: bool = True):
         super().__init__()
@@ -47,7 +49,7 @@ class ParallelTransformerLayer(nn.Module):
         self.input_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
         self.attention = self.attention_class(config, layout, layer_number=layer_number, causal=causal)
         self.post_attention_layernorm = norm(config.hidden_size, eps=config.layernorm_epsilon)
-        self.mlp = ParallelMLP(config, layout, layer_number=layer_number)
+        self.mlp = (self.mlp_class or ParallelMLP)(config, layout, layer_number=layer_number)
         self._compiled: Callable[..., HiddenStates] | None = torch.compile(self._compute) if config.compile else None
 
     def forward(self, hidden_states: HiddenStates, cache: KeyValueCache | None = None) -> HiddenStates:
@@ -92,16 +94,18 @@ class ParallelTransformerLayer(nn.Module):
 
 
 class ParallelMLP(nn.Module):
-    """hidden [b, s, h] -> hidden [b, s, h] through ``ffn_hidden_size``; twice, as gate and up, if it is gated.
+    """hidden [b, s, h] -> hidden [b, s, h] through ``ffn_hidden_size``, or ``size``; twice, as gate and up, if gated.
 
     With ``--tiled-mlp`` it is computed on some tokens at a time, in the backward pass, too, by DeepSpeed's TiledMLP.
     """
 
-    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
+    def __init__(
+        self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int = 0, name: str = "", size: int = 0
+    ):
         super().__init__()
-        h, inner, group = config.hidden_size, config.ffn_hidden_size, layout.tensor_group
+        h, inner, group = config.hidden_size, size or config.ffn_hidden_size, layout.tensor_group
         self.config = config
-        name, fused = f"layers.{layer_number}.mlp", bias_gelu(config)
+        name, fused = name or f"layers.{layer_number}.mlp", bias_gelu(config)
         dim = sequence_parallel_dim(config, layout)
         place: dict[str, Any] = {"group": group, "sequence_dim": dim, "init": weight(config, f"{name}.dense_h_to_4h")}
         parts = 2 if config.is_gated else 1

@@ -21,6 +21,12 @@ def axis_sizes(parallel: ParallelConfig) -> dict[str, int]:
     }
 
 
+def coordinates(parallel: ParallelConfig, rank: int) -> dict[str, int]:
+    """The place of ``rank`` along each axis."""
+    places = itertools.product(*map(range, axis_sizes(parallel).values()))
+    return dict(zip(AXES, next(itertools.islice(places, rank, None)), strict=True))
+
+
 def groups_along(parallel: ParallelConfig, *axes: str) -> list[list[int]]:
     """The groups of ranks whose coordinates differ along ``axes`` alone."""
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -40,6 +46,16 @@ def ring_groups(parallel: ParallelConfig) -> list[list[int]]:
     """The groups that see one another's keys and values: ranks of equal place in the groups of ``ulysses_groups``."""
     size = parallel.ulysses_size
     return [ranks[place::size] for ranks in groups_along(parallel, "sequence") for place in range(size)]
+
+
+def expert_groups(parallel: ParallelConfig) -> tuple[list[list[int]], list[list[int]]]:
+    """The groups of ranks that divide the experts among them, and those of ranks that hold the same experts.
+
+    Both divide the data-parallel groups: neighboring ranks of one hold different experts.
+    """
+    size, data = parallel.expert_model_parallel_size, groups_along(parallel, "data")
+    neighbors = [ranks[begin : begin + size] for ranks in data for begin in range(0, len(ranks), size)]
+    return neighbors, [ranks[first::size] for ranks in data for first in range(size)]
 
 
 def groups(parallel: ParallelConfig) -> dict[str, list[list[int]]]:

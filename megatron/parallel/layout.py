@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, Proce
 from torch.distributed import ProcessGroup
 
 from megatron.config import ParallelConfig
-from megatron.parallel import axis_sizes, groups_along, ring_groups, ulysses_groups
+from megatron.parallel import axis_sizes, expert_groups, groups_along, ring_groups, ulysses_groups
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class ParallelLayout:
     """Those of the sequence group that see one another's keys and values in attention, in zigzag order."""
     ring_gathers: bool = False
     """Whether they gather keys and values at once, instead of passing them around."""
+    expert_group: ProcessGroup | None = None
+    """Within the data group: the ranks that divide the experts of a layer among them; None without expert
+    parallelism."""
+    expert_data_group: ProcessGroup | None = None
+    """With it: the ranks of the data group that hold the same experts."""
     sequence_parallel: bool = False
     """Whether the tensor group shards along the sequence whatever it does not shard otherwise (Megatron's)."""
     is_v_shaped: bool = False
@@ -43,6 +48,7 @@ class ParallelLayout:
         assert parallel.world_size == dist.get_world_size()
         own_group = partial(_own_group, timeout=timedelta(minutes=parallel.distributed_timeout_minutes))
         has_sequence_group, ulysses, ring = parallel.sequence_ranks > 1, parallel.ulysses_size, parallel.ring_size
+        experts, expert_data = expert_groups(parallel) if parallel.expert_model_parallel_size > 1 else (None, None)
         return cls(
             topology=_topology(parallel),
             rank=dist.get_rank(),
@@ -54,6 +60,8 @@ class ParallelLayout:
             ulysses_group=own_group(ulysses_groups(parallel)) if ulysses > 1 else None,
             ring_group=own_group(ring_groups(parallel)) if ring > 1 else None,
             ring_gathers=parallel.cp_comm_type == "all_gather",
+            expert_group=own_group(experts) if experts else None,
+            expert_data_group=own_group(expert_data) if expert_data else None,
             sequence_parallel=parallel.sequence_parallel,
             is_v_shaped=parallel.is_v_shaped,
         )

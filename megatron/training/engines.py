@@ -28,6 +28,7 @@ from megatron.model.containers import (
     SequentialModel,
     loss_parts,
 )
+from megatron.model.moe import ParallelMoE, routers
 from megatron.parallel.deepspeed_compat.engine import (
     continue_without_reports,
     differentiate_outputs_together,
@@ -38,6 +39,7 @@ from megatron.parallel.deepspeed_compat.engine import (
     skip_reduction_of_one_rank,
     start_backward_timers_once,
 )
+from megatron.parallel.deepspeed_compat.experts import experts_recognized
 from megatron.parallel.deepspeed_compat.gloo import reduce_to_owners
 from megatron.parallel.deepspeed_compat.gradients import (
     clip_by_model_norm,
@@ -93,7 +95,8 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     optimizer = client_optimizer(run, module, groups, layout)
     if optimizer is not None:
         del ds_config["optimizer"]
-    with scheduled_pipeline_engine() if isinstance(module, ChunkedPipelineModule) else nullcontext():
+    scheduled = scheduled_pipeline_engine() if isinstance(module, ChunkedPipelineModule) else nullcontext()
+    with scheduled, experts_recognized(ParallelMoE, layout):
         engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=groups,
@@ -113,6 +116,7 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
         differentiate_outputs_together(engine)
     continue_without_reports(engine)
     engine.coalesces_grad_reduction = run.coalesces_grad_reduction
+    engine.routers = routers(module)
     if run.zero.zero_stage == 0:
         clip_by_model_norm(engine, layout)
     else:
@@ -197,6 +201,10 @@ def train_batch(
 
     Raises NumericsError if gradients overflow at the smallest loss scale of fp16.
     """
+    for router in engine.routers:
+        router.gradient_scale = (
+            float(getattr(engine.optimizer, "loss_scale", 1.0)) / engine.gradient_accumulation_steps()
+        )
     with loss_scale_limit_reported(), instruction_hooks(engine, hooks):
         if isinstance(engine, PipelineEngine):
             return engine.train_batch(batches)

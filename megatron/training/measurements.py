@@ -10,11 +10,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
-from megatron.parallel.deepspeed_compat.gradients import block_norms, counted_once
+from megatron.model.moe import routers
+from megatron.parallel.deepspeed_compat.gradients import block_norms, counted_once, sum_over_model
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 from megatron.training.callbacks import Callback
@@ -24,7 +26,7 @@ from megatron.training.metrics import TIMER
 def requested_measurements(run: RunConfig, layout: ParallelLayout, module: nn.Module) -> list[Callback]:
     """The measurements that ``run`` asks for. Phases are timed last, so that they do not include the others."""
     logging = run.logging
-    requested: list[Callback] = []
+    requested: list[Callback] = [ExpertBalance(run, layout, module)] if run.model.has_experts else []
     if logging.log_num_zeros_in_grad:
         requested.append(ZerosInGradient(run, layout, module))
     if logging.log_params_norm:
@@ -36,12 +38,13 @@ def requested_measurements(run: RunConfig, layout: ParallelLayout, module: nn.Mo
 
 def params_norm(module: nn.Module, layout: ParallelLayout) -> Tensor:
     """2-norm [] of all parameters of the model, each counted once. Every rank must call it, also at ZeRO 3."""
-    square = torch.zeros((), device=get_accelerator().current_device_name())
+    squares = torch.zeros(2, device=get_accelerator().current_device_name())
     for parameter in counted_once(module.parameters(), layout):
         is_partitioned = hasattr(parameter, "ds_id")
         with deepspeed.zero.GatheredParameters([parameter]) if is_partitioned else nullcontext():
-            square += block_norms(parameter.detach()).square().sum().to(square.device)
-    return _sum_over_model(square, layout).sqrt()
+            square = block_norms(parameter.detach()).square().sum()
+            squares[is_moe_param(parameter)] += square.to(squares.device)
+    return sum_over_model(squares, layout).sqrt()
 
 
 def zeros_in_gradient(module: nn.Module, layout: ParallelLayout) -> Tensor:
@@ -50,19 +53,12 @@ def zeros_in_gradient(module: nn.Module, layout: ParallelLayout) -> Tensor:
 
     As in Megatron-LM each weight is counted once, and rows that pad the vocabulary, whose gradient is 0, are counted.
     """
-    zeros = torch.zeros((), dtype=torch.int64, device=get_accelerator().current_device_name())
+    zeros = torch.zeros(2, dtype=torch.int64, device=get_accelerator().current_device_name())
     for parameter in counted_once(module.parameters(), layout):
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
-            zeros += gradient.numel() - gradient.count_nonzero()
-    return _sum_over_model(zeros, layout)
-
-
-def _sum_over_model(value: Tensor, layout: ParallelLayout) -> Tensor:
-    """The sum over the ranks that share a replica of the model."""
-    dist.all_reduce(value, group=layout.tensor_group)
-    dist.all_reduce(value, group=layout.pipe_group)
-    return value
+            zeros[is_moe_param(parameter)] += gradient.numel() - gradient.count_nonzero()
+    return sum_over_model(zeros, layout)
 
 
 class ParamsNorm(Callback):
@@ -74,6 +70,35 @@ class ParamsNorm(Callback):
     def metrics(self) -> Mapping[str, Tensor]:
         """``params_norm``."""
         return {"params_norm": params_norm(self._module, self._layout)}
+
+
+class ExpertBalance(Callback):
+    """How a mixture of experts uses its experts: means over micro-batches and ranks since the last logged iteration."""
+
+    def __init__(self, run: RunConfig, layout: ParallelLayout, module: nn.Module) -> None:
+        self._layout, self._routers, self._drops = layout, routers(module), run.model.moe_expert_capacity_factor > 0
+
+    def metrics(self) -> Mapping[str, Tensor]:
+        """The auxiliary losses, without their weights, and the router's entropy, as means over layers; the largest and
+        the smallest share of an expert in the tokens of its layer, 1 being an equal share; dropped tokens."""
+        device = get_accelerator().current_device_name()
+        layers = [measured for router in self._routers if (measured := router.take_measured())]
+        names = ("balance", "z", "entropy", "dropped")
+        sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
+        extremes = torch.full((2,), -torch.inf, dtype=torch.float64, device=device)
+        for measured in layers:
+            means = [measured.get(name, torch.zeros(())) / measured["micro_batches"] for name in names]
+            sums += torch.stack([*(mean.to(device) for mean in means), torch.ones_like(sums[0])])
+            share = measured["share"] / measured["micro_batches"] * measured["share"].numel()
+            dist.all_reduce(share, group=self._layout.data_group)
+            share /= self._layout.data_group.size()
+            extremes = torch.maximum(extremes, torch.stack([share.max(), -share.min()]))
+        dist.all_reduce(sums)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        balance, z, entropy, dropped = sums[:-1] / sums[-1]
+        values = {"load_balancing_loss": balance, "z_loss": z, "router_entropy": entropy}
+        values |= {"largest_expert_load": extremes[0], "smallest_expert_load": -extremes[1]}
+        return values | ({"dropped_tokens": dropped} if self._drops else {})
 
 
 class ZerosInGradient(Callback):

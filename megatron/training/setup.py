@@ -11,6 +11,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
@@ -137,8 +138,10 @@ def _describe_model(module: nn.Module, layout: ParallelLayout) -> str:
         and (getattr(p, "model_parallel", False) or layout.tensor_group.rank() == 0)
         and (layout.sequence_group is None or layout.sequence_group.rank() == 0)
     ]
-    trained = sum(_numel(p) for p in unique if p.requires_grad)
-    counts = torch.tensor([held, sum(map(_numel, unique)), trained], device=get_accelerator().current_device_name())
+    experts = 1 if layout.expert_group is None else layout.expert_group.size()
+    numbers = [_numel(p) * (experts if is_moe_param(p) else 1) for p in unique]
+    trained = sum(number for number, p in zip(numbers, unique, strict=True) if p.requires_grad)
+    counts = torch.tensor([held, sum(numbers), trained], device=get_accelerator().current_device_name())
     of_ranks = [torch.empty_like(counts) for _ in range(dist.get_world_size())]
     dist.all_gather(of_ranks, counts)
     replica = [rank for rank in range(len(of_ranks)) if layout.topology.get_coord(rank).data == 0]

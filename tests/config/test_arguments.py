@@ -232,6 +232,25 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "profile_dir": ("--profile-dir out", "--trace other --profile-steps 3:4"),
     "run_dir": ("--run-dir out", ""),
     "rank": ("--rank 0", "--dry-run"),
+    "num_experts": ("--num-experts 4", ""),
+    **{
+        flag.split()[0][2:].replace("-", "_"): (flag, "--num-experts 4")
+        for flag in (
+            "--moe-layer-freq 2",
+            "--moe-ffn-hidden-size 32",
+            "--moe-router-topk 1",
+            "--moe-router-pre-softmax",
+            "--moe-router-load-balancing-type none",
+            "--moe-aux-loss-coeff 0.1",
+            "--moe-z-loss-coeff 0.1",
+            "--moe-router-dtype fp64",
+            "--moe-expert-capacity-factor 1.5",
+            "--moe-shared-expert-intermediate-size 32",
+            "--moe-grouped-gemm",
+            "--expert-model-parallel-size 2",
+            "--expert-tensor-parallel-size 1",
+        )
+    },
 }
 
 

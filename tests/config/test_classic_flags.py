@@ -110,8 +110,8 @@ def test_settings_without_effect_are_warnings(words: str, warning: str) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--num-experts 8", "--num-experts: there are no mixture-of-experts models: remove it"),
-        ("--moe-router-topk 2", "--moe-router-topk: there are no mixture-of-experts models: remove it"),
+        ("--num-experts 8 --use-tutel", "--use-tutel: not a part of the mixture of experts here: remove it"),
+        ("--moe-router-num-groups 2", "--moe-router-num-groups: not a part of the mixture of experts here: remove it"),
         ("--recompute-method block", "--recompute-method: all layers are recomputed, in whole or in part"),
         ("--ulysses-degree-in-cp 2", "--ulysses-degree-in-cp: context parallelism is --context-parallel-size with"),
         ("--use-nanopipe", "--use-nanopipe: this pipeline schedule is not supported: choose one by --pipeline-"),

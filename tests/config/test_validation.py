@@ -411,6 +411,100 @@ BROKEN = [
         "micro-batches",
         "--zero-stage 1",
     ),
+    *(
+        (
+            f"{flag.split()[0]} needs --num-experts",
+            flag,
+            f"{flag.split()[0]} has no effect without --num-experts",
+            "--num-experts 8",
+        )
+        for flag in (
+            "--moe-layer-freq 2",
+            "--moe-ffn-hidden-size 32",
+            "--moe-router-topk 3",
+            "--moe-router-pre-softmax",
+            "--moe-router-load-balancing-type none",
+            "--moe-aux-loss-coeff 0.1",
+            "--moe-z-loss-coeff 0.1",
+            "--moe-router-dtype fp64",
+            "--moe-expert-capacity-factor 1",
+            "--moe-shared-expert-intermediate-size 32",
+            "--moe-grouped-gemm",
+            "--expert-model-parallel-size 2",
+        )
+    ),
+    (
+        "the router chooses from the experts",
+        "--num-experts 4 --moe-router-topk 5",
+        "--moe-router-topk 5 is more than --num-experts 4: lower it",
+        "--moe-router-topk 4",
+    ),
+    (
+        "tensor-parallel ranks divide each expert",
+        "--num-experts 4 --model-parallel-size 4 --moe-ffn-hidden-size 6",
+        "--moe-ffn-hidden-size 6 is not a multiple of --model-parallel-size 4: use 4 or 8",
+        "--moe-ffn-hidden-size 8",
+    ),
+    (
+        "experts are split as the other layers are",
+        "--num-experts 4 --model-parallel-size 2 --expert-tensor-parallel-size 1",
+        "--expert-tensor-parallel-size 1 differs from --model-parallel-size 2: use 2",
+        "--expert-tensor-parallel-size 2",
+    ),
+    (
+        "experts are split as the other layers are",
+        "--expert-tensor-parallel-size 2",
+        "--expert-tensor-parallel-size 2 has no effect without --num-experts",
+        "--expert-tensor-parallel-size 1",
+    ),
+    (
+        "expert-parallel ranks divide the experts",
+        "--num-experts 6 --expert-model-parallel-size 4",
+        "--num-experts 6 is not a multiple of --expert-model-parallel-size 4: use 4 or 8",
+        "--num-experts 8",
+    ),
+    (
+        "expert-parallel ranks divide the data-parallel ranks",
+        "--num-experts 12 --expert-model-parallel-size 3",
+        "--expert-model-parallel-size 3 does not divide the data-parallel size 8: use a divisor of it, or more",
+        "--expert-model-parallel-size 4",
+    ),
+    (
+        "expert parallelism needs ZeRO 0, 1 or 2 without offloading",
+        "--num-experts 4 --expert-model-parallel-size 2 --zero-stage 3",
+        "--expert-model-parallel-size does not work with --zero-stage 3: use Adam at --zero-stage 1 or 2",
+        "--zero-stage 2",
+    ),
+    (
+        "a mixture of experts is trained by plain means",
+        "--num-experts 4 --lora-rank 2",
+        "--num-experts cannot be combined with --lora-rank: remove it",
+        None,
+    ),
+    (
+        "with expert parallelism each stage has a layer with experts",
+        "--num-experts 4 --expert-model-parallel-size 2 --pipe-parallel-size 2 --moe-layer-freq 3",
+        "--moe-layer-freq 3 with --pipe-parallel-size 2: give the layers of each stage by --pipeline-partition",
+        "--pipeline-partition 3,1",
+    ),
+    (
+        "with expert parallelism each stage has a layer with experts",
+        "--num-experts 4 --expert-model-parallel-size 2 --pipe-parallel-size 2 --pipeline-partition 4,0",
+        "--pipeline-partition 4,0 leaves stage 1 without a layer with experts (--moe-layer-freq 1): divide the layers",
+        "--pipeline-partition 3,1",
+    ),
+    (
+        "the global batch is balanced in one micro-batch",
+        "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1 --gas 2",
+        "--moe-router-load-balancing-type global_aux_loss with 2 micro-batches a step: use --gas 1 with a larger",
+        "--gas 1",
+    ),
+    (
+        "a balanced router has a loss",
+        "--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+        "--moe-aux-loss-coeff 0.1 has no effect with --moe-router-load-balancing-type none: choose another type",
+        "--moe-router-load-balancing-type seq_aux_loss",
+    ),
     ("fp16 needs a GPU", "--fp16", "--fp16 does not work on the CPU: use --bf16", None),
     *(
         (
@@ -928,6 +1022,7 @@ def test_every_rule_is_tested_and_explained() -> None:
         "--load-hf excludes --model-preset",
         "--load-hf needs the model of this program",
         "adapters belong to layers of this suite",
+        "experts belong to layers of this suite",
     }
     warned = {name for name, *_ in WARNED} | {"--vocab-size is for NullTokenizer"}
     tested = errors | warned

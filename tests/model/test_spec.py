@@ -17,6 +17,10 @@ LAYOUTS = [
     "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-partition parameters",
     "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 4",
 ]
+EXPERTS = (
+    "--pipe-parallel-size 2 --model-parallel-size 2 --num-experts 6 --moe-layer-freq 2 --moe-ffn-hidden-size 24"
+    " --moe-shared-expert-intermediate-size 32"
+)
 
 
 def settled(words: str) -> RunConfig:
@@ -42,6 +46,7 @@ LAYOUTS_OF_T5 = [
     [
         *((program, words) for program in ("", "bert", "classifier") for words in LAYOUTS),
         *(("t5", words) for words in LAYOUTS_OF_T5),
+        *(("", f"{EXPERTS}{kind}") for kind in ("", " --swiglu --disable-bias-linear")),
     ],
 )
 def test_built_parameters_are_those_of_the_spec(program: str, words: str) -> None:

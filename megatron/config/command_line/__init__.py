@@ -240,6 +240,8 @@ def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: Arch
 def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
     model = _both_stacks(run) if architecture.is_encoder_decoder else run.model
     packs = run.data.sft and not architecture.is_encoder_decoder
+    if not model.has_experts:
+        model = replace(model, num_experts=0)
     return replace(
         model,
         architecture=architecture.name,

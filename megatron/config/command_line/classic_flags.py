@@ -57,6 +57,10 @@ decoder-num-layers encoder-seq-length decoder-seq-length vocab-extra-ids pipelin
 relative-attention-num-buckets relative-attention-max-distance rotary-seq-len-interpolation-factor
 yarn-rotary-scaling-factor yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow yarn-mscale
 yarn-mscale-all-dim yarn-correction-range-round-to-int no-yarn-correction-range-round-to-int window-size
+num-experts moe-layer-freq moe-ffn-hidden-size
+moe-router-topk topk moe-router-pre-softmax moe-router-load-balancing-type moe-aux-loss-coeff moe-loss-coeff
+moe-z-loss-coeff moe-router-dtype moe-expert-capacity-factor moe-shared-expert-intermediate-size moe-grouped-gemm
+expert-model-parallel-size moe-expert-parallel-size expert-tensor-parallel-size
 """.split()
 """Flags of the classic suites that are flags here, or aliases of one."""
 
@@ -80,10 +84,13 @@ _FULFILLED = {
     "this is the default of both models": (
         "softmax-type=vanilla transformer-impl=local weight-decay-incr-style=constant"
     ),
-    "this is the size without this kind of parallelism or layer": (
-        "num-experts=1 expert-model-parallel-size=1 expert-tensor-parallel-size=1 "
-        "moe-expert-parallel-size=1 vocab-extra-ids=0"
-    ),
+    "experts receive their tokens by all-to-all": "moe-token-dispatcher-type=alltoall",
+    "the weights of experts are a softmax of the router's logits": "moe-router-score-function=softmax",
+    "tokens with the smallest weights are dropped": "moe-token-drop-policy=probs",
+    "no token is dropped without --moe-expert-capacity-factor": "disable-moe-token-dropping",
+    "experts have a parameter group of their own with expert parallelism": "create-moe-param-group",
+    "the balance of the experts is always logged": "moe-per-layer-logging",
+    "this is the size without this kind of parallelism or layer": "vocab-extra-ids=0",
 }
 
 _IGNORED = {
@@ -111,6 +118,7 @@ _IGNORED = {
         "no-gradient-reduce-div-fusion no-align-grad-reduce no-align-param-gather delay-grad-reduce "
         "no-delay-grad-reduce delay-param-gather no-delay-param-gather"
     ),
+    "tokens are arranged for the experts by torch's kernels": "moe-permute-fusion moe-router-fusion",
     "--zero-overlap-comm overlaps communication with computation": (
         "overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-step "
         "overlap-cpu-optimizer-d2h-h2d"
@@ -190,10 +198,11 @@ _REFUSED = {
         "linear-attention-* experimental-attention-variant dsa-*"
     ),
     "all layers have the attention window of --pre-tokens: use it": "window-attn-skip-freq sliding-window",
-    "there are no mixture-of-experts models: remove it": (
-        "num-experts moe-* disable-moe-* topk mlp-type expert-interval expert-model-parallel-size "
-        "expert-tensor-parallel-size enable-expert-tensor-parallelism num-experts-switch "
-        "create-moe-param-group use-tutel overlap-moe-expert-parallel-comm delay-wgrad-compute "
+    "layers with experts are chosen by --moe-layer-freq: use it": "expert-interval",
+    "tokens are dropped by --moe-expert-capacity-factor: use it": "moe-train-capacity-factor moe-eval-capacity-factor",
+    "not a part of the mixture of experts here: remove it": (
+        "moe-* disable-moe-* mlp-type enable-expert-tensor-parallelism num-experts-switch "
+        "use-tutel overlap-moe-expert-parallel-comm delay-wgrad-compute "
         "n-shared-experts noisy-gate-policy use-pipe-experts pipe-experts-* ampipe-* "
         "use-fused-moe-token-permute-and-unpermute use-fused-weighted-squared-relu no-use-rts "
         "enable-token-rearrange-opt"

@@ -77,6 +77,10 @@ _SHAPE = {
     "add_qkv_bias": "add_qkv_bias",
     "untie_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
     "position_embedding_type": "position_embedding_type",
+    "num_experts": "num_experts",
+    "moe_ffn_hidden_size": "expert_size",
+    "moe_layer_freq": "moe_layer_freq",
+    "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
 }
 """Flags of the shape of a model to the properties that have their values."""
 _OTHER_FLAGS = (
@@ -88,6 +92,8 @@ _OTHER_FLAGS = (
     "hidden_dropout",
     "init_method_std",
     "pre_tokens",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
 )
 
 

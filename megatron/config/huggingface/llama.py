@@ -1,6 +1,6 @@
-"""Models of the Llama family in Hugging Face's format: Llama 2 and 3, Mistral, Qwen2 and Qwen3. No torch here.
+"""Models of the Llama family in Hugging Face's format: Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE.
 
-Their config.json to and from a ModelConfig, and the names and shapes of their weights.
+Their config.json to and from a ModelConfig, and the names and shapes of their weights. No torch here.
 """
 
 from collections.abc import Mapping
@@ -16,6 +16,18 @@ from megatron.model.architectures import GPT2
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """How a family calls the parts of a mixture of experts in a layer, and its sizes in config.json."""
+
+    router: str
+    experts: str
+    matrices: tuple[str, str, str]
+    """Gate, up and down."""
+    sizes: Mapping[str, str]
+    """Field of ModelConfig to the name of the same size."""
+
+
+@dataclass(frozen=True)
 class Family:
     """The differences between one ``model_type`` and the others."""
 
@@ -26,6 +38,8 @@ class Family:
     qk_layernorm: bool = False
     has_window: bool = False
     """Whether ``sliding_window`` limits attention in every layer."""
+    experts: ExpertNames | None = None
+    """None if its layers have an MLP."""
 
 
 FAMILIES = {
@@ -35,6 +49,32 @@ FAMILIES = {
         Family("mistral", "MistralForCausalLM", has_window=True),
         Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
         Family("qwen3", "Qwen3ForCausalLM", qk_layernorm=True),
+        Family(
+            "mixtral",
+            "MixtralForCausalLM",
+            has_window=True,
+            experts=ExpertNames(
+                "block_sparse_moe.gate",
+                "block_sparse_moe.experts",
+                ("w1", "w3", "w2"),
+                {"num_experts": "num_local_experts", "moe_router_topk": "num_experts_per_tok"},
+            ),
+        ),
+        Family(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            qk_layernorm=True,
+            experts=ExpertNames(
+                "mlp.gate",
+                "mlp.experts",
+                ("gate_proj", "up_proj", "down_proj"),
+                {
+                    "num_experts": "num_experts",
+                    "moe_router_topk": "num_experts_per_tok",
+                    "moe_ffn_hidden_size": "moe_intermediate_size",
+                },
+            ),
+        ),
     )
 }
 
@@ -54,6 +94,8 @@ _NUMBERS = {
     "attention_dropout": ("attention_dropout", 0.0),
     "init_method_std": ("initializer_range", 0.02),
 }
+_ALL_LAYERS = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+"""Settings of Qwen3-MoE by which all layers have experts."""
 
 
 def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None = None) -> ModelConfig:
@@ -66,7 +108,9 @@ def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None =
         "num_key_value_heads": tree.get("num_key_value_heads") or heads,
         "head_dim": tree.get("head_dim") or _quotient(tree.get("hidden_size"), heads),
     }
-    values, problems = read_values({**tree, **defaults}, {**_SIZES, **_HEADS}, _NUMBERS, {"hidden_act": "silu"})
+    sizes = {name: (theirs, None) for name, theirs in family.experts.sizes.items()} if family.experts else {}
+    fixed = {"hidden_act": "silu", **(_ALL_LAYERS if family.experts else {})}
+    values, problems = read_values({**tree, **defaults}, {**_SIZES, **_HEADS, **sizes}, _NUMBERS, fixed)
     rotation, rotation_problems = read_rotation(tree)
     problems += rotation_problems
     biases = {bool(tree.get("attention_bias")), bool(tree.get("mlp_bias"))}
@@ -94,6 +138,7 @@ def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None =
         disable_bias_linear=True not in biases,
         add_qkv_bias=family.qkv_bias,
         qk_layernorm=family.qk_layernorm,
+        moe_router_pre_softmax=family.model_type == "qwen3_moe" and not tree.get("norm_topk_prob", False),
         untie_embeddings_and_output_weights=not tree.get("tie_word_embeddings", False),
         hidden_dropout=0.0,
         eod_token=end if type(end) is int else values["vocab_size"] - 1,
@@ -126,6 +171,8 @@ def family_of(config: ModelConfig) -> Family:
         "--position-embedding-type rope": config.has_rotary_embedding,
         "--rotary-percent 1": config.rotary_percent == 1,
         "the residual taken before the norm": not config.apply_residual_connection_post_layernorm,
+        "experts in every layer": config.moe_layer_freq == 1,
+        "only chosen experts": not config.moe_shared_expert_intermediate_size,
     }
     problems = [
         f"the model was trained without {name}, which Hugging Face's Llama has"
@@ -133,13 +180,19 @@ def family_of(config: ModelConfig) -> Family:
         if not on
     ]
     has_window = config.pre_tokens < config.max_position_embeddings - 1
-    traits = (config.qkv_bias and not config.linear_bias, config.qk_layernorm, has_window)
+    traits = (config.has_experts, config.qkv_bias and not config.linear_bias, config.qk_layernorm)
     found = [
-        family for family in FAMILIES.values() if (family.qkv_bias, family.qk_layernorm, family.has_window) == traits
+        family
+        for family in FAMILIES.values()
+        if (family.experts is not None, family.qkv_bias, family.qk_layernorm) == traits
+        # Mixtral alone is a family of its own with and without a window.
+        and (family.has_window == has_window or (family.model_type == "mixtral" and not has_window))
+        and not (family.model_type == "mixtral" and config.moe_router_pre_softmax)
     ]
     if not found or (config.linear_bias and found[0].model_type != "llama"):
         problems.append(
-            "no model of Hugging Face's Llama family has this combination of biases, norms of heads and --pre-tokens"
+            "no model of Hugging Face's Llama family has this combination of biases, norms of heads, experts and "
+            "--pre-tokens"
         )
     if config.architecture != GPT2.name or problems:
         raise ConfigError(f"{problem}; use merge" for problem in problems)
@@ -164,7 +217,15 @@ def write_config(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if family.model_type == "llama":
         tree |= {"attention_bias": config.linear_bias, "mlp_bias": config.linear_bias}
     if family.has_window:
-        tree["sliding_window"] = config.pre_tokens + 1
+        has_window = config.pre_tokens < config.max_position_embeddings - 1
+        tree["sliding_window"] = config.pre_tokens + 1 if has_window else None
+    if family.experts:
+        tree |= {theirs: getattr(config, ours) for ours, theirs in family.experts.sizes.items()}
+    if family.model_type == "mixtral":
+        tree["intermediate_size"] = config.expert_size
+    if family.model_type == "qwen3_moe":
+        tree |= {**_ALL_LAYERS, "norm_topk_prob": not config.moe_router_pre_softmax}
+        tree["moe_intermediate_size"] = config.expert_size
     return tree
 
 
@@ -193,6 +254,7 @@ def source_shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
     """
     sources: dict[str, dict[str, tuple[int, ...]]] = {}
     block, d = 0, config.head_size
+    experts = family_of(config).experts if config.has_experts else None
     rows = (config.num_attention_heads * d, config.query_groups * d, config.query_groups * d)
     for prefix, layer in GPT2.prefixed_layers(config):
         for parameter in layer.parameters:
@@ -200,9 +262,23 @@ def source_shapes(config: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
                 sources[prefix + parameter.name] = {_OTHERS[layer.class_name]: parameter.shape}
                 continue
             module, kind = parameter.name.rsplit(".", 1)
+            if experts and module.startswith(("mlp.router", "mlp.experts")):
+                theirs = _of_experts(experts, module, config.num_experts)
+                shape = parameter.shape[-2:]
+                sources[prefix + parameter.name] = {f"model.layers.{block}.{name}.{kind}": shape for name in theirs}
+                continue
             theirs = [f"model.layers.{block}.{name}.{kind}" for name in _LAYER[module]]
             rest = parameter.shape[1:]
             shapes = {1: [parameter.shape], 2: [rest, rest], 3: [(size, *rest) for size in rows]}[len(theirs)]
             sources[prefix + parameter.name] = dict(zip(theirs, shapes, strict=True))
         block += layer.is_block
     return sources
+
+
+def _of_experts(names: ExpertNames, module: str, experts: int) -> list[str]:
+    """The modules of a layer whose weights are those of ``module`` of ours: gate and up of one expert after another."""
+    if module == "mlp.router":
+        return [names.router]
+    *gate_and_up, down = names.matrices
+    matrices = gate_and_up if module.endswith("dense_h_to_4h") else [down]
+    return [f"{names.experts}.{number}.{matrix}" for number in range(experts) for matrix in matrices]

@@ -13,7 +13,7 @@ from megatron.config.validation.rules import RULES, Rule
 from megatron.model.spec import ArchitectureSpec
 
 # The order of RULES.
-from megatron.config.validation import layout, memory, training, data, encoder_decoder, output  # noqa: F401, I001  # isort: skip
+from megatron.config.validation import layout, memory, training, experts, data, encoder_decoder, output  # noqa: F401, I001  # isort: skip
 
 __all__ = ["RULES", "Rule", "size_problems", "value_problems", "violations", "warnings"]
 
@@ -42,6 +42,13 @@ SIZES: Mapping[str, tuple[float, float]] = {
     "hidden_size": (1, 2**20),
     "ffn_hidden_size": (1, 2**23),
     "num_query_groups": (1, 2**20),
+    "num_experts": (1, 2**16),
+    "moe_layer_freq": (1, 20_000),
+    "moe_ffn_hidden_size": (1, 2**23),
+    "moe_router_topk": (1, 2**16),
+    "moe_shared_expert_intermediate_size": (1, 2**23),
+    "expert_model_parallel_size": (1, 2**20),
+    "expert_tensor_parallel_size": (1, 2**20),
     "kv_channels": (1, 2**20),
     "num_attention_heads": (1, 2**20),
     "seq_length": (1, 2**30),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -48,11 +49,26 @@ def clip_by_model_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:
 
 def gradient_norm(parameters: list[nn.Parameter], layout: ParallelLayout) -> Tensor:
     """2-norm of the gradient of the whole model, each weight counted once, on every rank."""
-    norms = [block_norms(p.grad) for p in counted_once(parameters, layout) if p.grad is not None]
-    square = torch.cat([torch.zeros(1, device=parameters[0].device), *norms]).square().sum()
-    dist.all_reduce(square, group=layout.tensor_group)
-    dist.all_reduce(square, group=layout.pipe_group)
-    return square.sqrt()
+    device = parameters[0].device
+    norms: list[list[Tensor]] = [[torch.zeros(1, device=device)], [torch.zeros(1, device=device)]]
+    for parameter in counted_once(parameters, layout):
+        if parameter.grad is not None:
+            norms[is_moe_param(parameter)].append(block_norms(parameter.grad))
+    return sum_over_model(torch.stack([torch.cat(some).square().sum() for some in norms]), layout).sqrt()
+
+
+def sum_over_model(values: Tensor, layout: ParallelLayout) -> Tensor:
+    """The sum [] over the ranks that share a replica of the model, on every rank.
+
+    ``values`` [2] are sums over this rank's parameters that are ``counted_once``: of those that all ranks of an expert
+    group hold, and of the experts that are divided over them.
+    """
+    if layout.expert_group is not None:
+        dist.all_reduce(values[1], group=layout.expert_group)
+    total = values.sum()
+    dist.all_reduce(total, group=layout.tensor_group)
+    dist.all_reduce(total, group=layout.pipe_group)
+    return total
 
 
 def counted_once(parameters: Iterable[nn.Parameter], layout: ParallelLayout) -> Iterator[nn.Parameter]:

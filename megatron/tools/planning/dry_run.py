@@ -14,6 +14,7 @@ from megatron.config import ParallelConfig, RunConfig
 from megatron.config.summary import describe_config, describe_stages, with_prefix
 from megatron.model.architectures import architecture_of
 from megatron.parallel.deepspeed_compat import deepspeed_silenced
+from megatron.parallel.expert import expert_group_of
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries, plan
 from megatron.parallel.pipeline.schedule import chunks_of
@@ -42,7 +43,8 @@ def built_weights(run: RunConfig, layout: ParallelLayout) -> list[Weight]:
     layers = built_stage(run, layout)
     if run.model.lora_rank:
         train_adapters_only(layers)
-    decaying = {id(parameter) for parameter in weight_decay_groups(layers, run.model)[0]["params"]}
+    groups = weight_decay_groups(layers, run.model)
+    decaying = {id(parameter) for group in groups if "weight_decay" not in group for parameter in group["params"]}
     return [
         Weight(
             name,
@@ -50,6 +52,7 @@ def built_weights(run: RunConfig, layout: ParallelLayout) -> list[Weight]:
             id(parameter) in decaying,
             tuple(parameter.shape),
             is_trained=parameter.requires_grad,
+            is_divided=expert_group_of(parameter) is not None,
         )
         for name, parameter in layers.named_parameters()
     ]

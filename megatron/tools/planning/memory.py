@@ -49,7 +49,7 @@ def sizes(run: RunConfig) -> Sizes:
         tokens=tokens,
         stream=tokens // t if parallel.sequence_parallel else tokens,
         h=model.hidden_size,
-        f=model.ffn_hidden_size,
+        f=model.moe_router_topk * model.expert_size or model.ffn_hidden_size,
         n=model.num_attention_heads // (t * parallel.ulysses_size),
         s=run.data.seq_length,
         b=run.train.micro_batch_size,

@@ -31,20 +31,23 @@ class Weight(NamedTuple):
     """Whether it is a matrix of a transformer layer, which Muon updates."""
     is_trained: bool = True
     """Whether it has a gradient and optimizer state."""
+    is_divided: bool = False
+    """Whether it is of experts that other data-parallel ranks do not hold."""
 
 
 def stage_weights(run: RunConfig, stage: Stage) -> list[Weight]:
     """What a tensor-parallel rank of ``stage`` holds; parameters of tied layers once."""
-    t = run.parallel.model_parallel_size
+    t, experts = run.parallel.model_parallel_size, run.parallel.expert_model_parallel_size
     held = [(layer, spec) for layer in stage.distinct_layers() for spec in layer.parameters]
     return [
         Weight(
             spec.name,
-            spec.local_numel(t),
+            spec.local_numel(t, experts),
             decays=spec.weight_decay and is_trained(run.model, spec.name),
             shape=spec.shape,
             is_block_matrix=layer.is_block and len(spec.shape) > 1,
             is_trained=is_trained(run.model, spec.name),
+            is_divided=spec.is_expert and experts > 1,
         )
         for layer, spec in held
     ]
@@ -126,7 +129,7 @@ def _weights(run: RunConfig, weights: Sequence[Weight]) -> int:
     if run.zero.zero_stage == 0:
         return numel(weights) * element
     frozen = sum(weight.numel for weight in weights if not weight.is_trained)
-    return (frozen + sum(_part(run, group) * owners(run) for group in _groups(trained(weights)))) * element
+    return (frozen + sum(group.part * group.owners for group in _groups(run, trained(weights)))) * element
 
 
 def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
@@ -148,7 +151,7 @@ def _reduced_gradients(run: RunConfig, weights: Sequence[Weight], owner: int | N
     if run.zero.zero_stage == 3:
         return _shards(run, weights) * element
     if run.precision.grad_accum_dtype == "fp32" and element != FP32:
-        return sum(_part(run, group) for group in _groups(weights)) * FP32
+        return sum(group.part for group in _groups(run, weights)) * FP32
     overlapping = _overlapping(run, weights)
     return (max(overlapping) if owner is None else overlapping[owner]) * element
 
@@ -162,8 +165,8 @@ def _optimizer(run: RunConfig, weights: Sequence[Weight]) -> int:
         return sum(_moments(run, weight) for weight in weights) * FP32 + len(weights) * counter
     elements = sum(weight.numel for weight in weights)
     moments = sum(_moments(run, weight) for weight in weights) / max(elements, 1)
-    groups = [group for group in _groups(weights) if group]
-    part = _shards(run, weights) if run.zero.zero_stage == 3 else sum(_part(run, group) for group in groups)
+    groups = [group for group in _groups(run, weights) if group.weights]
+    part = _shards(run, weights) if run.zero.zero_stage == 3 else sum(group.part for group in groups)
     return part * FP32 + round(moments * part) * FP32 + len(groups) * counter
 
 
@@ -222,7 +225,7 @@ def _optimizer_step(run: RunConfig, weights: Sequence[Weight]) -> int:
     """
     if run.zero.zero_stage == 0 or run.zero.offloads_optimizer:
         return 0
-    parts = sum(_part(run, group) for group in _groups(weights))
+    parts = sum(group.part for group in _groups(run, weights))
     if _copies_once(run):
         return parts * FP32
     if run.zero.zero_stage == 3:
@@ -243,14 +246,25 @@ def _sums_in_fp32(run: RunConfig) -> bool:
     return run.precision.bf16 and run.zero.zero_stage == 1 and run.precision.grad_accum_dtype == "fp32"
 
 
-def _groups(weights: Sequence[Weight]) -> list[int]:
-    """Elements with and without weight decay."""
-    return [sum(weight.numel for weight in weights if weight.decays is decays) for decays in (True, False)]
+class _Group(NamedTuple):
+    """A group of the optimizer, and how many ranks partition it."""
+
+    weights: list[Weight]
+    owners: int
+
+    @property
+    def part(self) -> int:
+        """Elements that one owner updates."""
+        return ceil(numel(self.weights) / (_ALIGNMENT * self.owners)) * _ALIGNMENT
 
 
-def _part(run: RunConfig, group: int) -> int:
-    """Elements of a group that one owner updates."""
-    return ceil(group / (_ALIGNMENT * owners(run))) * _ALIGNMENT
+def _groups(run: RunConfig, weights: Sequence[Weight]) -> list[_Group]:
+    """Those with and without weight decay, and with expert parallelism the experts."""
+    shared = [weight for weight in weights if not weight.is_divided]
+    groups = [_Group([w for w in shared if w.decays is decays], owners(run)) for decays in (True, False)]
+    experts = [weight for weight in weights if weight.is_divided]
+    alike = owners(run) // run.parallel.expert_model_parallel_size
+    return [*groups, _Group(experts, alike)] if experts else groups
 
 
 def _shards(run: RunConfig, weights: Sequence[Weight]) -> int:
@@ -261,11 +275,11 @@ def _shards(run: RunConfig, weights: Sequence[Weight]) -> int:
 def _overlapping(run: RunConfig, weights: Sequence[Weight]) -> list[int]:
     """Elements of the weights that overlap each owner's partition: ZeRO 2 keeps their gradients whole."""
     found = [0] * owners(run)
-    for decays in (True, False):
-        sizes = [weight.numel for weight in weights if weight.decays is decays]
-        part = _part(run, sum(sizes))
+    for group in _groups(run, weights):
+        sizes, ranks = [weight.numel for weight in group.weights], len(found) // group.owners
         for size, end in zip(sizes, accumulate(sizes), strict=True):
-            for owner in range((end - size) // part, (end - 1) // part + 1):
+            # Neighboring ranks of the data-parallel group hold different experts, and so the same part of theirs.
+            for owner in range((end - size) // group.part * ranks, ((end - 1) // group.part + 1) * ranks):
                 found[owner] += size
     return found
 

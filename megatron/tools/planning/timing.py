@@ -98,7 +98,8 @@ def traffic(run: RunConfig, stage: Stage, memory: Memory, hidden: int) -> Traffi
 
     ``hidden`` are the bytes of hidden states between two stages.
     """
-    return Traffic(tensor(run, stage), pipeline(run, stage, hidden), data(run, memory.parameters, memory.trained))
+    reduced = data(run, memory.parameters, memory.trained)
+    return Traffic(tensor(run, stage), pipeline(run, stage, hidden), reduced + dispatched(run, stage))
 
 
 def tensor(run: RunConfig, stage: Stage) -> float:
@@ -161,6 +162,14 @@ def data(run: RunConfig, parameters: int, trained: int) -> float:
     reduced = {0: 2, 1: 2, 2: reductions + 1, 3: reductions}[run.zero.zero_stage] * trained
     gathered = 2 * accumulated * parameters if run.zero.zero_stage == 3 else 0
     return ring_gather((reduced + gathered) * bytes_of(run), ranks)
+
+
+def dispatched(run: RunConfig, stage: Stage) -> float:
+    """Tokens sent to the ranks of their experts and back, forward and backward, and once more where recomputed."""
+    layers = sum(any(parameter.is_expert for parameter in layer.parameters) for layer in stage.layers)
+    passes = 6 if run.activation.layers_together else 4
+    sent = ring_gather(run.model.moe_router_topk * _hidden_bytes(run), run.parallel.expert_model_parallel_size)
+    return run.train.gradient_accumulation_steps * passes * layers * sent
 
 
 _LINKS = 0.75

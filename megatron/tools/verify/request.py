@@ -14,8 +14,8 @@ from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.command_line import read_architecture
 
-GRAMMAR = "tpA-ppB-dpC[-zeroZ][-sp][-cpN][-ulyssesN][-interleavedV|-zbh1|-zbv|-dualpipev][-plain]"
-_SIZES = ("tp", "pp", "dp", "zero", "cp", "ulysses", "interleaved")
+GRAMMAR = "tpA-ppB-dpC[-epE][-zeroZ][-sp][-cpN][-ulyssesN][-interleavedV|-zbh1|-zbv|-dualpipev][-plain]"
+_SIZES = ("tp", "pp", "dp", "ep", "zero", "cp", "ulysses", "interleaved")
 _SCHEDULES = ("zbh1", "zbv", "dualpipev")
 _OPTIONS = ("sp", *_SCHEDULES, "plain")
 _PART = re.compile(rf"(?:({'|'.join(_SIZES)})(\d+))|({'|'.join(_OPTIONS)})")
@@ -38,11 +38,14 @@ class Layout:
     """Model chunks per stage of the interleaved schedule."""
     context: int = 1
     """Context parallelism: ring attention."""
+    experts: int = 1
+    """Data-parallel ranks over which experts are divided."""
 
     @property
     def name(self) -> str:
         """The name that ``parse_layout`` reads."""
         parts = [f"tp{self.tensor}-pp{self.pipe}-dp{self.data}"]
+        parts += [f"ep{self.experts}"] if self.experts > 1 else []
         parts += [f"zero{self.zero}"] if self.zero else []
         parts += ["sp"] if self.sequence_parallel else []
         parts += [f"cp{self.context}"] if self.context > 1 else []
@@ -62,6 +65,7 @@ class Layout:
         words += ["--sequence-parallel"] if self.sequence_parallel else []
         words += ["--context-parallel-size", str(self.context)] if self.context > 1 else []
         words += ["--ds-sequence-parallel-size", str(self.ulysses)] if self.ulysses > 1 else []
+        words += ["--expert-model-parallel-size", str(self.experts)] if self.experts > 1 else []
         words += ["--pipeline-schedule", self.schedule] if self.schedule != "1f1b" else []
         virtual = ["--num-virtual-stages-per-pipeline-rank", str(self.virtual_stages)]
         return words + (virtual if self.schedule == "interleaved" else [])
@@ -84,7 +88,7 @@ def parse_layout(name: str) -> Layout:
             sizes[match[1]] = int(match[2])
         else:
             options.add(match[3])
-    if {"tp", "pp", "dp"} - sizes.keys() or 0 in map(sizes.get, ("tp", "dp", "cp", "ulysses")):
+    if {"tp", "pp", "dp"} - sizes.keys() or 0 in map(sizes.get, ("tp", "dp", "ep", "cp", "ulysses")):
         raise ConfigError(f"layout {name}: sizes of TP, PP and DP are needed; write {GRAMMAR}")
     if "plain" in options and sizes["pp"] > 1:
         raise ConfigError(f"layout {name}: the plain engine has no stages; write pp0 or pp1 with plain")
@@ -101,6 +105,7 @@ def parse_layout(name: str) -> Layout:
         ulysses=sizes.get("ulysses", 1),
         schedule=schedules[0] if schedules else "1f1b",
         virtual_stages=sizes.get("interleaved", 1),
+        experts=sizes.get("ep", 1),
     )
 
 
@@ -113,9 +118,10 @@ def grids(processes: int) -> Iterator[Layout]:
             continue
         for pipe in (0, 1) if stages == 1 else (stages,):
             schedules = ("1f1b", "interleaved", *_SCHEDULES) if pipe > 1 else ("1f1b", "dualpipev")
-            for zero, sequence, schedule in itertools.product(range(4), (False, True), schedules):
+            over = [size for size in sizes if data % size == 0]
+            for zero, sequence, schedule, experts in itertools.product(range(4), (False, True), schedules, over):
                 virtual = 2 if schedule == "interleaved" else 1
-                yield Layout(tensor, pipe, data, zero, sequence, ulysses, schedule, virtual, context)
+                yield Layout(tensor, pipe, data, zero, sequence, ulysses, schedule, virtual, context, experts)
 
 
 _LAYOUT_FIELDS = (
@@ -127,6 +133,7 @@ _LAYOUT_FIELDS = (
     "cp_comm_type",
     "hierarchical_context_parallel_sizes",
     "ds_sequence_parallel_size",
+    "expert_model_parallel_size",
     "pipeline_schedule",
     "num_layers_per_virtual_pipeline_stage",
     "num_virtual_stages_per_pipeline_rank",

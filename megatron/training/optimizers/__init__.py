@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from deepspeed.moe.utils import is_moe_param
 from torch import nn
 
 from megatron.config import ModelConfig, RunConfig
@@ -31,7 +32,7 @@ def parameter_groups(module: nn.Module, run: RunConfig) -> Groups:
 
 
 def weight_decay_groups(module: nn.Module, model: ModelConfig) -> Groups:
-    """Parameter groups with and without weight decay, by the spec of ``model``.
+    """Parameter groups with and without weight decay, by the spec of ``model``; with expert parallelism one of experts.
 
     Without a spec vectors and scalars, such as biases, are without, and no group is empty.
     """
@@ -42,10 +43,14 @@ def weight_decay_groups(module: nn.Module, model: ModelConfig) -> Groups:
     parameters = [(specs[name].weight_decay, parameter) for name, parameter in module.named_parameters()]
     if model.lora_rank:  # matrices alone, all of which decay; a frozen weight is not the optimizer's
         return [{"params": [parameter for _, parameter in parameters if parameter.requires_grad]}]
-    return [
-        {"params": [parameter for decays, parameter in parameters if decays]},
+    groups: Groups = [
+        {"params": [parameter for decays, parameter in parameters if decays and not is_moe_param(parameter)]},
         {"params": [parameter for decays, parameter in parameters if not decays], "weight_decay": 0.0},
     ]
+    experts = [parameter for _, parameter in parameters if is_moe_param(parameter)]
+    if experts:  # those that other data-parallel ranks do not hold
+        groups.append({"params": experts, "moe": True, "name": experts[0].group_name})  # type: ignore[attr-defined]
+    return groups
 
 
 def block_matrices(architecture: ArchitectureSpec, model: ModelConfig) -> set[str]:

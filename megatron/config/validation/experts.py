@@ -1,0 +1,179 @@
+"""Rules about mixtures of experts and expert parallelism."""
+
+from megatron.config import RunConfig
+from megatron.config.errors import nearest_multiples
+from megatron.config.validation.rules import Messages, enabled, needs, rule
+from megatron.model.architectures import architecture_of
+from megatron.parallel.pipeline import partition
+
+needs(
+    "model.num_experts",
+    "model.moe_layer_freq",
+    "model.moe_ffn_hidden_size",
+    "model.moe_router_topk",
+    "model.moe_router_pre_softmax",
+    "model.moe_router_load_balancing_type",
+    "model.moe_aux_loss_coeff",
+    "model.moe_z_loss_coeff",
+    "model.moe_router_dtype",
+    "model.moe_expert_capacity_factor",
+    "model.moe_shared_expert_intermediate_size",
+    "model.moe_grouped_gemm",
+    "parallel.expert_model_parallel_size",
+)
+
+
+@rule("the router chooses from the experts", why="It cannot choose more than there are.")
+def chosen_experts(run: RunConfig) -> Messages:
+    experts, chosen = run.model.num_experts, run.model.moe_router_topk
+    if 0 < experts < chosen:
+        yield f"--moe-router-topk {chosen} is more than --num-experts {experts}: lower it"
+
+
+@rule("tensor-parallel ranks divide each expert", why="Each rank holds an equal share of its columns.")
+def expert_size(run: RunConfig) -> Messages:
+    ranks, model = run.parallel.model_parallel_size, run.model
+    sizes = {
+        "--moe-ffn-hidden-size": model.expert_size,
+        "--moe-shared-expert-intermediate-size": model.moe_shared_expert_intermediate_size,
+    }
+    for name, size in sizes.items():
+        if ranks > 0 and size % ranks:
+            yield (
+                f"{name} {size} is not a multiple of --model-parallel-size {ranks}: use "
+                f"{nearest_multiples(size, ranks)}"
+            )
+
+
+@rule(
+    "experts are split as the other layers are",
+    why="Tokens are sent to the rank with the same part of another expert: the ranks of tensor parallelism correspond.",
+)
+def expert_tensor_parallel_size(run: RunConfig) -> Messages:
+    size, ranks = run.parallel.expert_tensor_parallel_size, run.parallel.model_parallel_size
+    if size > 1 and not run.model.has_experts:
+        yield f"--expert-tensor-parallel-size {size} has no effect without --num-experts: add it, or remove the flag"
+    elif size not in (0, ranks) and run.model.has_experts:
+        yield f"--expert-tensor-parallel-size {size} differs from --model-parallel-size {ranks}: use {ranks}"
+
+
+@rule("expert-parallel ranks divide the experts", why="Each rank holds as many experts.")
+def experts_over_ranks(run: RunConfig) -> Messages:
+    experts, ranks = run.model.num_experts, run.parallel.expert_model_parallel_size
+    if ranks > 0 and experts % ranks:
+        yield (
+            f"--num-experts {experts} is not a multiple of --expert-model-parallel-size {ranks}: use "
+            f"{nearest_multiples(experts, ranks)}"
+        )
+
+
+@rule(
+    "expert-parallel ranks divide the data-parallel ranks",
+    why="Ranks that read other samples divide the experts among them.",
+)
+def experts_over_data_ranks(run: RunConfig) -> Messages:
+    ranks, parallel = run.parallel.expert_model_parallel_size, run.parallel
+    if ranks < 1 or parallel.replica_size < 1 or parallel.world_size % parallel.replica_size:
+        return
+    if parallel.data_parallel_size % ranks:
+        yield (
+            f"--expert-model-parallel-size {ranks} does not divide the data-parallel size "
+            f"{parallel.data_parallel_size}: use a divisor of it, or more processes"
+        )
+
+
+@rule(
+    "expert parallelism needs ZeRO 0, 1 or 2 without offloading",
+    why="DeepSpeed partitions weights over all data-parallel ranks at ZeRO 3, and those hold different experts. With "
+    "offloading it computes the gradient norm of experts by other code, which is not tested here.",
+    otherwise="AssertionError: MoE not supported with Stage 3",
+)
+def expert_states(run: RunConfig) -> Messages:
+    given = enabled(
+        {
+            f"--zero-stage {run.zero.zero_stage}": run.zero.zero_stage > 2,
+            "--offload-optimizer": run.zero.offloads_optimizer,
+            f"--optimizer {run.optim.optimizer}": run.optim.optimizer == "adafactor",
+        }
+    )
+    if given and run.parallel.expert_model_parallel_size > 1:
+        yield f"--expert-model-parallel-size does not work with {given}: use Adam at --zero-stage 1 or 2"
+
+
+@rule(
+    "a mixture of experts is trained by plain means",
+    why="Muon takes a matrix at a time and adapters belong to whole linear layers, but the experts' weights are "
+    "stacked; numbers of tokens are known only when they are computed, which is neither compiled nor put off by a "
+    "schedule; and the balance of a sample's tokens is counted where all of them are.",
+)
+def plain_experts(run: RunConfig) -> Messages:
+    parallel = run.parallel
+    given = enabled(
+        {
+            "--optimizer muon": run.optim.optimizer == "muon",
+            "--lora-rank": run.model.lora_rank > 0,
+            "--compile": run.model.compile,
+            "--gradient-accumulation-fusion": run.model.gradient_accumulation_fusion,
+            f"--ds-sequence-parallel-size {parallel.ds_sequence_parallel_size}": parallel.ds_sequence_parallel_size > 1,
+            f"--context-parallel-size {parallel.context_parallel_size}": parallel.context_parallel_size > 1,
+            f"--pipeline-schedule {parallel.pipeline_schedule}": parallel.pipeline_schedule != "1f1b",
+            "--tiled-mlp": run.model.tiled_mlp,
+        }
+    )
+    if given and run.model.has_experts:
+        yield f"--num-experts cannot be combined with {given}: remove it"
+
+
+@rule("experts belong to layers of this suite", why="Another model has none; the flag would be silently ignored.")
+def model_of_experts(run: RunConfig) -> Messages:
+    if run.model.has_experts and architecture_of(run.model).provider is not None:
+        yield f"--num-experts: {run.model.architecture} has layers of its own: remove it"
+
+
+@rule(
+    "with expert parallelism each stage has a layer with experts",
+    why="DeepSpeed reduces the gradient norm once for each parameter group, and a stage without experts has no "
+    "group of them.",
+    otherwise="hangs in an all-reduce",
+)
+def experts_on_each_stage(run: RunConfig) -> Messages:
+    model, parallel = run.model, run.parallel
+    if not (model.has_experts and parallel.expert_model_parallel_size > 1 and parallel.pipe_stages > 1):
+        return
+    numbers = partition.explicit(parallel.pipeline_partition)
+    if numbers is None and model.moe_layer_freq > 1:
+        yield (
+            f"--moe-layer-freq {model.moe_layer_freq} with --pipe-parallel-size {parallel.pipe_stages}: give the "
+            "layers of each stage by --pipeline-partition, so that each has one with experts"
+        )
+    first = 1
+    for stage, count in enumerate(numbers or ()):
+        if not any(model.layer_has_experts(number) for number in range(first, first + count)):
+            yield (
+                f"--pipeline-partition {parallel.pipeline_partition} leaves stage {stage} without a layer with experts "
+                f"(--moe-layer-freq {model.moe_layer_freq}): divide the layers otherwise"
+            )
+        first += count
+
+
+@rule(
+    "the global batch is balanced in one micro-batch",
+    why="The choices of later micro-batches are not known when the first one is differentiated.",
+)
+def global_balance(run: RunConfig) -> Messages:
+    model, steps = run.model, run.train.gradient_accumulation_steps
+    if model.moe_router_load_balancing_type == "global_aux_loss" and model.moe_aux_loss_coeff and steps > 1:
+        yield (
+            f"--moe-router-load-balancing-type global_aux_loss with {steps} micro-batches a step: use --gas 1 with a "
+            "larger --batch-size, or seq_aux_loss"
+        )
+
+
+@rule("a balanced router has a loss", why="The coefficient would be silently ignored otherwise.")
+def balancing_loss(run: RunConfig) -> Messages:
+    model = run.model
+    if model.moe_router_load_balancing_type == "none" and model.moe_aux_loss_coeff:
+        yield (
+            f"--moe-aux-loss-coeff {model.moe_aux_loss_coeff:g} has no effect with --moe-router-load-balancing-type "
+            "none: choose another type, or remove it"
+        )

@@ -1,0 +1,240 @@
+"""A mixture of experts in place of the MLP: a router chooses a few experts for each token (arXiv 1701.06538).
+
+b batch, s sequence, h hidden, E experts of the layer, e those of this rank, k chosen experts, f inside an expert,
+t tensor-parallel ranks, n rows: one for each token and chosen expert
+
+The layer is one tensor-parallel region: each rank has the whole input, an equal part of the inside of each expert, and
+a partial sum of the output. Therefore gradients inside are partial sums, too, the router's as well.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional as F
+
+from megatron.config import ModelConfig
+from megatron.model.kernels import mlp_activation, residual_weight, weight
+from megatron.model.transformer import ParallelMLP, ParallelTransformerLayer
+from megatron.parallel.expert import Route, local_experts, mark_expert
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.sequence import sequence_parallel_dim
+from megatron.parallel.tensor.layers import WeightInit, all_reduce_gradient, reduce_output, sharded_parameter
+from megatron.parallel.tensor.mappings import (
+    all_reduce,
+    copy_to_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+
+class ParallelMoE(nn.Module):
+    """hidden [b, s, h] -> hidden [b, s, h]: for each token the weighted sum of the outputs of its k experts."""
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, layer_number: int):
+        super().__init__()
+        name = f"layers.{layer_number}.mlp"
+        self.num_experts = config.num_experts  # by which name DeepSpeed asks for it
+        self.group, self.expert_group = layout.tensor_group, layout.expert_group
+        self.sequence_dim = sequence_parallel_dim(config, layout)
+        self.has_sequence_first = config.sequence_dim == 0
+        self.router = Router(config, layout, name=f"{name}.router")
+        self.experts = Experts(config, layout, name=f"{name}.experts")
+        size = config.moe_shared_expert_intermediate_size
+        self.shared_expert = ParallelMLP(config, layout, name=f"{name}.shared_expert", size=size) if size else None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.sequence_dim is None:
+            x = copy_to_model_parallel_region(hidden, self.group)
+        else:
+            x = gather_from_sequence_parallel_region(hidden, self.group, self.sequence_dim)
+        if self.has_sequence_first:
+            x = x.transpose(0, 1)
+        y = self._through_experts(x)
+        if self.has_sequence_first:
+            y = y.transpose(0, 1)
+        y = reduce_output(y, self.group, self.sequence_dim)
+        return y if self.shared_expert is None else y + self.shared_expert(hidden)
+
+    def _through_experts(self, x: Tensor) -> Tensor:
+        """x [b, s, h] -> this rank's partial sum of the output [b, s, h]."""
+        weights, chosen, kept = self.router(x)
+        k = chosen.size(-1)
+        # Rows of the table of tokens and choices [b x s x k] that are computed: all, unless experts have a capacity.
+        rows = None if kept is None else kept.flatten().nonzero().squeeze(1)
+        experts = chosen.flatten() if rows is None else chosen.flatten()[rows]
+        route = Route.of(experts, self.router.experts, self.expert_group)
+        place = route.order if rows is None else rows[route.order]
+        sent: Tensor = _Rows.apply(x.flatten(0, 1), place, k)
+        outputs = route.combine(self.experts(route.dispatch(sent), route.counts))
+        table = outputs.new_zeros(chosen.numel(), x.size(-1)).index_copy(0, place, outputs)
+        y = (weights.to(x.dtype).view(-1, 1, k) @ table.view(-1, k, x.size(-1))).squeeze(1)
+        return y.view(x.shape)
+
+
+class _Rows(torch.autograd.Function):
+    """x [b x s, h] -> rows [n, h]: row ``place`` of the table of tokens and k choices, each a copy of its token.
+
+    The gradient is a sum over choices, and so the same in every run; that of an index would not be on GPUs.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.tokens, ctx.k = x.size(0), k
+        return x.index_select(0, place // k)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        table = grad.new_zeros(ctx.tokens * ctx.k, grad.size(1)).index_copy_(0, place, grad)
+        return table.view(ctx.tokens, ctx.k, -1).sum(1), None, None
+
+
+class Router(nn.Module):
+    """x [b, s, h] -> weights [b, s, k] of the k experts chosen for each token, their numbers, and which are kept.
+
+    The gradients of the auxiliary losses are added where the weights are computed, so that nothing but hidden states
+    travels between stages; ``gradient_scale`` is what the engine multiplies a micro-batch's loss by.
+    """
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, name: str):
+        super().__init__()
+        self.group, self.data_group = layout.tensor_group, layout.data_group
+        self.experts, self.chosen = config.num_experts, config.moe_router_topk
+        self.pre_softmax = config.moe_router_pre_softmax
+        self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.moe_router_dtype]
+        self.balances = config.moe_router_load_balancing_type
+        self.aux_coeff, self.z_coeff = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
+        self.capacity_factor = config.moe_expert_capacity_factor
+        self.weight = nn.Parameter(weight(config, name).draw((config.num_experts, config.hidden_size)))
+        all_reduce_gradient(self.weight, self.group)
+        self.gradient_scale = 1.0
+        self.measured: dict[str, Tensor] = {}
+        """Sums over the micro-batches since the last ``take_measured``."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        logits = F.linear(x.to(self.dtype), self.weight.to(self.dtype))  # [b, s, E]
+        scores = logits.softmax(-1)
+        if self.pre_softmax:
+            weights, chosen = scores.topk(self.chosen, dim=-1)
+        else:
+            top, chosen = logits.topk(self.chosen, dim=-1)
+            weights = top.softmax(-1)
+        is_chosen = torch.zeros_like(scores).scatter_(-1, chosen, 1.0)
+        balance = self._load_balancing_loss(scores, is_chosen)
+        z = logits.logsumexp(-1).square().mean()
+        if self.training and torch.is_grad_enabled():
+            loss = self.aux_coeff * balance + self.z_coeff * z
+            if loss.requires_grad and (self.aux_coeff or self.z_coeff):
+                weights = _WithLoss.apply(weights, loss, self.gradient_scale / self.group.size())
+            self._measure(scores, is_chosen, balance, z)
+        kept = self._within_capacity(is_chosen, scores, chosen) if self.capacity_factor else None
+        if kept is not None:
+            weights = weights * kept
+            if self.training and torch.is_grad_enabled():
+                self._add("dropped", 1 - kept.double().mean())
+        return weights, chosen, kept
+
+    def _load_balancing_loss(self, scores: Tensor, is_chosen: Tensor) -> Tensor:
+        """E x sum of (share of choices x mean score) of each expert (arXiv 2101.03961), 1 if all are equal."""
+        if self.balances == "seq_aux_loss":
+            share, score = is_chosen.mean(1), scores.mean(1)  # [b, E]
+        else:
+            share, score = is_chosen.mean((0, 1)), scores.mean((0, 1))  # [E]
+        if self.balances == "global_aux_loss" and self.data_group.size() > 1:
+            share = all_reduce(share, self.data_group) / self.data_group.size()
+        return self.experts / self.chosen * (share * score).sum(-1).mean()
+
+    def _within_capacity(self, is_chosen: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        """[b, s, k]: whether the token is among those of its sample with the largest scores for the expert."""
+        s = scores.size(1)
+        capacity = min(s, -int(-self.capacity_factor * s * self.chosen // self.experts))
+        first = (scores * is_chosen).topk(capacity, dim=1).indices  # [b, capacity, E]
+        fits = torch.zeros_like(is_chosen).scatter_(1, first, 1.0) * is_chosen
+        return fits.gather(-1, chosen) > 0
+
+    @torch.no_grad()
+    def _measure(self, scores: Tensor, is_chosen: Tensor, balance: Tensor, z: Tensor) -> None:
+        self._add("share", is_chosen.mean((0, 1)) / self.chosen)
+        self._add("entropy", -(scores * scores.clamp(min=1e-9).log()).sum(-1).mean())
+        self._add("balance", balance)
+        self._add("z", z)
+        self._add("micro_batches", torch.ones((), device=z.device))
+
+    def _add(self, name: str, value: Tensor) -> None:
+        value = value.detach().double()
+        self.measured[name] = self.measured[name] + value if name in self.measured else value
+
+    def take_measured(self) -> dict[str, Tensor]:
+        """The sums over the micro-batches since the last call, [] each, and ``share`` [E]; empty if there was none."""
+        measured, self.measured = self.measured, {}
+        return measured
+
+
+class _WithLoss(torch.autograd.Function):
+    """``x``, whose gradient passes on to it, while ``loss`` gets the gradient ``scale``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.scale, ctx.of_loss = scale, (loss.dtype, loss.device)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        dtype, device = ctx.of_loss
+        return grad, torch.full((), ctx.scale, dtype=dtype, device=device), None
+
+
+class Experts(nn.Module):
+    """rows [n, h] sorted by expert -> partial sums of their outputs [n, h]; each expert is an MLP without biases."""
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout, *, name: str):
+        super().__init__()
+        h, f, group = config.hidden_size, config.expert_size, layout.tensor_group
+        numbers = local_experts(config.num_experts, layout)
+        rows = (2, f) if config.is_gated else (f,)
+
+        def parameter(matrix: str, init: Any, shape: tuple[int, ...], dim: int) -> nn.Parameter:
+            inits: list[WeightInit] = [init(config, f"{name}.{number}.{matrix}") for number in numbers]
+            return mark_expert(_stacked(inits, shape, dim, group), layout)
+
+        grouped = config.moe_grouped_gemm
+        self.dense_h_to_4h = StackedLinear(parameter("dense_h_to_4h", weight, (*rows, h), len(rows)), grouped)
+        self.dense_4h_to_h = StackedLinear(parameter("dense_4h_to_h", residual_weight, (h, f), 2), grouped)
+        self.activation = mlp_activation(config)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        return self.dense_4h_to_h(self.activation(self.dense_h_to_4h(rows, counts)), counts)
+
+
+def _stacked(inits: list[WeightInit], shape: tuple[int, ...], dim: int, group: ProcessGroup) -> nn.Parameter:
+    """A weight of each of several experts, whole drawn as one of ``shape``; this rank's slice along ``dim``."""
+    return sharded_parameter(torch.stack([init.draw(shape) for init in inits]), dim=dim, group=group)
+
+
+class StackedLinear(nn.Module):
+    """y = x W^T with W [e, o, i] or [e, parts, o, i]: the first ``counts[0]`` rows with the first weight, and so on."""
+
+    def __init__(self, weight: nn.Parameter, grouped: bool):
+        super().__init__()
+        self.weight, self.grouped = weight, grouped
+
+    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
+        weight = self.weight.flatten(1, -2)
+        if self.grouped and x.is_cuda and x.dtype == torch.bfloat16:
+            ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
+            return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        parts = zip(x.split(counts), weight.unbind(), strict=True)
+        return torch.cat([F.linear(rows, matrix) for rows, matrix in parts])
+
+
+class MoEParallelTransformerLayer(ParallelTransformerLayer):
+    """A transformer layer with a mixture of experts in place of its MLP."""
+
+    mlp_class = ParallelMoE
+
+
+def routers(module: nn.Module) -> list[Router]:
+    """The routers of this rank's part of a model, in order."""
+    return [part for part in module.modules() if isinstance(part, Router)]

@@ -1,0 +1,113 @@
+"""Expert parallelism: tokens travel to the ranks that hold the experts chosen for them, and their outputs back.
+
+The experts of a layer are divided over a group of data-parallel ranks, in the order of the ranks. Before
+tokens travel, the ranks exchange their numbers, so that none is dropped.
+
+n rows that are sent, one for each token and chosen expert; m rows received; h hidden; e experts of this rank
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.tensor.mappings import mapped
+
+
+def local_experts(experts: int, layout: ParallelLayout) -> range:
+    """Numbers of the experts that this rank holds, of ``experts`` in a layer."""
+    group = layout.expert_group
+    if group is None:
+        return range(experts)
+    count = experts // group.size()
+    return range(count * group.rank(), count * (group.rank() + 1))
+
+
+def mark_expert(parameter: nn.Parameter, layout: ParallelLayout) -> nn.Parameter:
+    """Mark ``parameter`` [e, ..] as that of experts which other ranks of the expert group do not hold.
+
+    DeepSpeed reduces the gradients of parameters marked so over the ranks with the same experts alone.
+    """
+    if layout.expert_group is not None:
+        parameter.allreduce = False  # type: ignore[attr-defined]  # DeepSpeed's mark
+        parameter.group_name = group_name(layout.expert_group.size())  # type: ignore[attr-defined]  # the same
+        parameter.expert_group = layout.expert_group  # type: ignore[attr-defined]
+    return parameter
+
+
+def group_name(size: int) -> str:
+    """The name under which DeepSpeed knows the expert groups of so many ranks."""
+    return f"ep_size_{size}"
+
+
+def expert_group_of(parameter: nn.Parameter) -> ProcessGroup | None:
+    """The ranks that divide the experts of ``parameter``; None of a parameter that each of them holds whole."""
+    return getattr(parameter, "expert_group", None)
+
+
+@dataclass(frozen=True)
+class Route:
+    """How the rows of one layer's tokens travel to their experts."""
+
+    order: Tensor
+    """[n]: which row is sent first, second, and so on: sorted by expert."""
+    group: ProcessGroup | None
+    sent: list[int]
+    """Rows for each rank of the group."""
+    received: list[int]
+    by_expert: Tensor | None
+    """[m]: the received rows, sorted by expert; None if they are."""
+    counts: list[int]
+    """[e]: rows of each expert of this rank."""
+
+    @classmethod
+    def of(cls, chosen: Tensor, experts: int, group: ProcessGroup | None) -> "Route":
+        """The route of rows whose experts, below ``experts``, are ``chosen`` [n]. Every rank of the group calls it."""
+        order, counts = chosen.argsort(stable=True), chosen.bincount(minlength=experts)
+        if group is None or group.size() == 1:
+            return cls(order, None, [], [], None, counts.tolist())
+        by_rank = counts.view(group.size(), -1)  # [ranks, e]
+        coming = torch.empty_like(by_rank)
+        dist.all_to_all_single(coming, by_rank.contiguous(), group=group)
+        local = by_rank.size(1)
+        numbers = torch.arange(local, device=chosen.device).repeat(group.size())
+        received = numbers.repeat_interleave(coming.flatten())
+        sums = torch.cat([by_rank.sum(1), coming.sum(1), coming.sum(0)]).tolist()  # read at once
+        ranks = group.size()
+        return cls(
+            order,
+            group,
+            sent=sums[:ranks],
+            received=sums[ranks : 2 * ranks],
+            by_expert=received.argsort(stable=True),
+            counts=sums[2 * ranks :],
+        )
+
+    def dispatch(self, rows: Tensor) -> Tensor:
+        """Sorted rows [n, h] -> the rows for the experts of this rank, sorted by expert [m, h]."""
+        if self.group is None or self.by_expert is None:
+            return rows
+        return self._exchange(rows, self.sent, self.received).index_select(0, self.by_expert)
+
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Outputs of the experts of this rank [m, h] -> those of the sorted rows [n, h]."""
+        if self.group is None or self.by_expert is None:
+            return outputs
+        in_order = outputs.new_empty(outputs.shape).index_copy(0, self.by_expert, outputs)
+        return self._exchange(in_order, self.received, self.sent)
+
+    def _exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        assert self.group is not None, "there is nothing to exchange"
+        forth = partial(_all_to_all, sent=sent, received=received)
+        return mapped(rows, self.group, forth, partial(_all_to_all, sent=received, received=sent))
+
+
+def _all_to_all(rows: Tensor, group: ProcessGroup, sent: list[int], received: list[int]) -> Tensor:
+    """Send the first ``sent[0]`` rows to the first rank, and so on: [n, h] -> [m, h]."""
+    output = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+    return output
