@@ -29,6 +29,7 @@ from megatron.model.containers import (
     loss_parts,
 )
 from megatron.model.moe import ParallelMoE, routers
+from megatron.parallel.deepspeed_compat.chunks import ChunkedPipelineModule
 from megatron.parallel.deepspeed_compat.engine import (
     continue_without_reports,
     differentiate_outputs_together,
@@ -50,7 +51,7 @@ from megatron.parallel.deepspeed_compat.gradients import (
     loss_scale_limit_reported,
     measure_norm_by_blocks,
 )
-from megatron.parallel.deepspeed_compat.schedules import ChunkedPipelineModule, scheduled_pipeline_engine
+from megatron.parallel.deepspeed_compat.schedules import scheduled_pipeline_engine
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook, schedule_of

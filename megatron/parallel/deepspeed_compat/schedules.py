@@ -11,7 +11,6 @@ one schedule; ``deepspeed.initialize`` chooses between the two engines by the cl
 Test: tests/training/test_schedules_agree.py. Remove when DeepSpeed has these schedules.
 """
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
@@ -36,7 +34,8 @@ from deepspeed.runtime.pipe.schedule import (
 )
 from torch import Tensor
 
-from megatron.parallel.deepspeed_compat.engine import ExplicitPipelineModule, replaced
+from megatron.parallel.deepspeed_compat.engine import replaced
+from megatron.parallel.deepspeed_compat.transfers import Transfers, as_list
 from megatron.parallel.pipeline.program import Step, Transfer, program
 from megatron.parallel.pipeline.schedule import (
     BACKWARD,
@@ -57,49 +56,6 @@ class BackwardWeightPass(BufferOpInstruction):
     """The rest of it: the gradients of the weights of linear layers."""
 
 
-class ChunkedPipelineModule(ExplicitPipelineModule):
-    """A pipeline module with the model chunks that ``schedule`` gives to each stage; one is exposed at a time."""
-
-    schedule: Schedule
-    """A subclass sets it before anything else. Its number of micro-batches does not matter here."""
-
-    def _partition_layers(self, method: str) -> None:
-        assert self.parts[-1] == self._num_layers and len(self.parts) - 1 == self.num_stages * self.schedule.chunks
-        self.chunks = self.schedule.chunks_of(self.stage_id)
-
-    def stage_owner(self, layer_idx: int) -> int:
-        """The stage that holds a layer, by its number in the model."""
-        chunk = next(number for number, end in enumerate(self.parts[1:]) if layer_idx < end)
-        return self.schedule.stage_of(chunk)
-
-    def _build(self) -> None:
-        self._layers_of_chunks: list[list[Any]] = []
-        for chunk in self.chunks:
-            self._set_bounds(self.parts[chunk], self.parts[chunk + 1])
-            self.forward_funcs: list[Any] = []
-            super()._build()
-            self._layers_of_chunks.append(self.forward_funcs)
-        self.expose(0)
-
-    def expose(self, number: int) -> None:
-        """Let ``forward`` run the chunk of this number among those of the stage."""
-        self.forward_funcs = self._layers_of_chunks[number]
-        chunk = self.chunks[number]
-        self._set_bounds(self.parts[chunk], self.parts[chunk + 1])
-
-    def save_state_dict(self, *arguments: Any, **options: Any) -> None:
-        """Write the layers of all chunks."""
-        for number in range(len(self.chunks)):
-            self.expose(number)
-            super().save_state_dict(*arguments, **options)
-
-    def load_state_dir(self, *arguments: Any, **options: Any) -> None:
-        """Read the layers of all chunks."""
-        for number in range(len(self.chunks)):
-            self.expose(number)
-            super().load_state_dir(*arguments, **options)
-
-
 def scheduled_pipeline_engine() -> AbstractContextManager[None]:
     """While inside, ``deepspeed.initialize`` makes a ``ScheduledPipelineEngine`` of a pipeline module."""
     return replaced(deepspeed, PipelineEngine=ScheduledPipelineEngine)
@@ -118,12 +74,6 @@ class _Instructions(NamedTuple):
         return iter(self.steps)
 
 
-class _Arriving(NamedTuple):
-    works: list[dist.Work]
-    tensors: list[Tensor]
-    is_tuple: bool
-
-
 class ScheduledPipelineEngine(PipelineEngine):
     """Runs the schedule of a ``ChunkedPipelineModule``.
 
@@ -139,9 +89,7 @@ class ScheduledPipelineEngine(PipelineEngine):
         assert not (self.is_pipe_partitioned or self.is_grad_partitioned or self.dynamic_shape)
         assert not (self.has_attention_mask or self.has_bool_tensors)
         self._is_ready = True
-        self._forget_shapes()
-        self._arriving: dict[tuple[bool, int], _Arriving] = {}
-        self._leaving: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
+        self._transfers = Transfers(self.grid.stage_to_global, self.device, most_sends=2 * self.num_stages)
         self._deferred = DeferredProducts(self.module.parameters()) if self._splits_backward else None
         self.pipe_buffers.update(losses=[], gradients=[], products=[])
 
@@ -171,10 +119,7 @@ class ScheduledPipelineEngine(PipelineEngine):
     def reset_activation_shape(self) -> None:
         """Exchange the shapes of tensors between chunks anew."""
         super().reset_activation_shape()
-        self._forget_shapes()
-
-    def _forget_shapes(self) -> None:
-        self._shapes: dict[int, Tensor] = {}
+        self._transfers.forget_shapes()
 
     def _train_schedule(self) -> _Instructions:
         instructions = self._instructions(program(self._schedule, self.stage_id))
@@ -214,8 +159,7 @@ class ScheduledPipelineEngine(PipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: _Instructions) -> None:
         super()._exec_schedule(pipe_schedule)
-        self._wait_for_sends(0)
-        assert not self._arriving
+        self._transfers.finish()
 
     @contextmanager
     def _running(self, phase: int) -> Iterator[int]:
@@ -243,8 +187,7 @@ class ScheduledPipelineEngine(PipelineEngine):
             buffers["losses"][buffer_id] = self.loss if trains else None
             buffers["outputs"][buffer_id] = None
         elif not self._is_elsewhere(chunk + 1):
-            handed = [_leaf(tensor.detach()) for tensor in _as_list(outputs)]
-            buffers["inputs"][self._buffer(chunk + 1, micro_batch - 1)] = _like(outputs, handed)
+            buffers["inputs"][self._buffer(chunk + 1, micro_batch - 1)] = _leaves(outputs)
         if not trains:
             buffers["inputs"][buffer_id] = buffers["labels"][buffer_id] = None
             if not self._is_elsewhere(chunk + 1):
@@ -270,7 +213,7 @@ class ScheduledPipelineEngine(PipelineEngine):
             return gradients
         buffer = self._buffer(chunk + 1, micro_batch)
         inputs, self.pipe_buffers["inputs"][buffer] = self.pipe_buffers["inputs"][buffer], None
-        return _like(inputs, _gradients(inputs))
+        return _gradients(inputs)
 
     def _exec_backward_input_pass(self, buffer_id: int, phase: int, micro_batch: int) -> None:
         assert self._deferred is not None
@@ -293,82 +236,30 @@ class ScheduledPipelineEngine(PipelineEngine):
 
     def _exec_commit_p2p(self, transfers: Sequence[Transfer]) -> None:
         """Start transfers; ``_exec_recv_activations`` and ``_exec_recv_grads`` wait for those that arrive."""
-        self._exchange_shapes([one for one in transfers if one.is_forward and one.boundary not in self._shapes])
-        ends = [(one, *self._tensors(one)) for one in transfers]
-        works = self._start([(one, tensor) for one, tensors, _ in ends for tensor in tensors])
-        for one, tensors, is_tuple in ends:
-            own = [works.pop(0) for _ in tensors] if len(works) > 1 else works  # NCCL: one work for all of them
-            if one.is_send:
-                self._leaving.append((own, tensors))
-            else:
-                self._arriving[one.is_forward, self._buffer(one.chunk, one.micro_batch)] = _Arriving(
-                    own, tensors, is_tuple
-                )
-        self._wait_for_sends(2 * self.num_stages)
+        self._transfers.start(transfers, self._sent)
 
-    def _start(self, ends: Sequence[tuple[Transfer, Tensor]]) -> list[dist.Work]:
-        """Start to send or receive tensors together."""
-        return dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend if one.is_send else dist.irecv, tensor, self.grid.stage_to_global(one.stage))
-                for one, tensor in ends
-            ]
-        )
-
-    def _tensors(self, one: Transfer) -> tuple[list[Tensor], bool]:
-        """What one end of a transfer sends, or receives into, and whether it is a tuple."""
-        buffer, buffers = self._buffer(one.chunk, one.micro_batch), self.pipe_buffers
-        outputs, inputs = buffers["outputs"][buffer], buffers["inputs"][buffer]
-        if one.is_forward:
-            if not one.is_send:
-                return _allocated(self._shapes[one.boundary], self.device)
-            if not torch.is_grad_enabled():
-                buffers["outputs"][buffer] = None
-            return [tensor.detach().contiguous() for tensor in _as_list(outputs)], isinstance(outputs, tuple)
-        if not one.is_send:
-            received = [torch.empty_like(tensor) for tensor in _as_list(outputs) if tensor.is_floating_point()]
-            return received, isinstance(outputs, tuple)
-        buffers["inputs"][buffer] = None
-        return _gradients(inputs), isinstance(inputs, tuple)
-
-    def _wait_for_sends(self, most: int) -> None:
-        """Wait until at most so many sends are under way; their tensors are kept until then."""
-        while len(self._leaving) > most:
-            works, _ = self._leaving.popleft()
-            for work in works:
-                work.wait()
-
-    def _arrived(self, is_forward: bool, buffer_id: int) -> Any:
-        works, tensors, is_tuple = self._arriving.pop((is_forward, buffer_id))
-        for work in works:
-            work.wait()
-        return tuple(tensors) if is_tuple else tensors[0]
+    def _sent(self, one: Transfer) -> Any:
+        """The outputs or gradients that a transfer sends. What is not needed any more is not kept."""
+        buffer = self._buffer(one.chunk, one.micro_batch)
+        inputs, outputs = self.pipe_buffers["inputs"], self.pipe_buffers["outputs"]
+        if not one.is_forward:
+            value, inputs[buffer] = _gradients(inputs[buffer]), None
+            return value
+        value = outputs[buffer]
+        if not torch.is_grad_enabled():
+            outputs[buffer] = None
+        if isinstance(value, Tensor):
+            return value.detach().contiguous()
+        return tuple(tensor.detach().contiguous() for tensor in value)
 
     def _exec_recv_activations(self, buffer_id: int, phase: int, micro_batch: int) -> None:
-        inputs = self._arrived(True, buffer_id)
-        self.pipe_buffers["inputs"][buffer_id] = _like(inputs, [_leaf(tensor) for tensor in _as_list(inputs)])
+        inputs = self._transfers.take(True, self.module.chunks[phase], micro_batch - 1)
+        self.pipe_buffers["inputs"][buffer_id] = _leaves(inputs)
 
     def _exec_recv_grads(self, buffer_id: int, phase: int, micro_batch: int) -> None:
-        self.pipe_buffers["gradients"][buffer_id] = self._arrived(False, buffer_id)
-
-    def _exchange_shapes(self, transfers: Sequence[Transfer]) -> None:
-        """Send or receive the types and shapes of the tensors that cross a boundary for the first time."""
-        for one in transfers:
-            outputs = self.pipe_buffers["outputs"][self._buffer(one.chunk, one.micro_batch)] if one.is_send else None
-            self._shapes[one.boundary] = self._shape_row(outputs)
-        if transfers:
-            for work in self._start([(one, self._shapes[one.boundary]) for one in transfers]):
-                work.wait()
-
-    def _shape_row(self, outputs: Any) -> Tensor:
-        """What ``_allocated`` reads, int64 [64]; empty for None."""
-        row = torch.zeros(64, dtype=torch.int64)
-        if outputs is not None:
-            numbers = [int(isinstance(outputs, tuple)), len(_as_list(outputs))]
-            for tensor in _as_list(outputs):
-                numbers += [self.DTYPE_TO_ID[tensor.dtype], tensor.dim(), *tensor.shape]
-            row[: len(numbers)] = torch.tensor(numbers)
-        return row.to(self.device)
+        self.pipe_buffers["gradients"][buffer_id] = self._transfers.take(
+            False, self.module.chunks[phase], micro_batch - 1
+        )
 
     _INSTRUCTION_MAP = {
         **PipelineEngine._INSTRUCTION_MAP,
@@ -383,35 +274,17 @@ class ScheduledPipelineEngine(PipelineEngine):
     }
 
 
-def _allocated(shapes: Tensor, device: torch.device) -> tuple[list[Tensor], bool]:
-    """Empty tensors of the types and shapes in a row of ``_shape_row``, and whether they are a tuple."""
-    is_tuple, count, *rest = shapes.tolist()
-    tensors = []
-    for _ in range(count):
-        dtype, dims, *rest = rest
-        shape, rest = rest[:dims], rest[dims:]
-        tensors.append(torch.empty(shape, dtype=PipelineEngine.ID_TO_DTYPE[dtype], device=device))
-    return tensors, bool(is_tuple)
+def _leaves(outputs: Any) -> Any:
+    """Outputs of a chunk as inputs of the next one, whose gradients are wanted."""
+    leaves = [tensor.detach().requires_grad_(tensor.is_floating_point()) for tensor in as_list(outputs)]
+    return leaves[0] if isinstance(outputs, Tensor) else tuple(leaves)
 
 
-def _as_list(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _like(tensors: Any, others: list[Tensor]) -> Any:
-    """``others`` in the form of ``tensors``: a tuple, or one tensor."""
-    return others[0] if isinstance(tensors, Tensor) else tuple(others)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.requires_grad_(tensor.is_floating_point())
-
-
-def _gradients(inputs: Any) -> list[Tensor]:
-    """The gradients of those of ``inputs`` that have one."""
+def _gradients(inputs: Any) -> Any:
+    """The gradient of an input, or those of the inputs that have one."""
     found = []
-    for tensor in _as_list(inputs):
+    for tensor in as_list(inputs):
         if tensor.is_floating_point():
             assert tensor.grad is not None
             found.append(tensor.grad)
-    return found
+    return found[0] if isinstance(inputs, Tensor) else tuple(found)
