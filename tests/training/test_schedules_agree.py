@@ -8,10 +8,10 @@ from support.programs import TINY_MODEL, Programs, read_metrics
 from support.ranks import RankPools
 from training.test_layouts_agree import compare_metrics, compare_weights
 
-ITERATIONS = 3
+ITERATIONS = 2
 SETTINGS = (
     f"--num-layers 8 --train-iters {ITERATIONS} --global-batch-size 16 --attention-dropout 0 --hidden-dropout 0"
-    " --clip-grad 0.4 --eval-iters 1 --eval-interval 3 --eod-mask-loss --warmup 0 --batch-size 2"
+    " --clip-grad 0.4 --eval-iters 1 --eval-interval 2 --eod-mask-loss --warmup 0 --batch-size 2"
 ).split()
 DOCUMENTS = "--reset-attention-mask --reset-position-ids"
 TWO = {
@@ -34,6 +34,7 @@ FOUR = {
     ),
     "zbh1-pp4-zero1": "--pipe-parallel-size 4 --pipeline-schedule zbh1 --zero-stage 1",
     "zbh1-tp2": "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-schedule zbh1",
+    "zbv-cp2": "--pipe-parallel-size 2 --context-parallel-size 2 --pipeline-schedule zbv",
     "documents-zbv-tp2-sequence-recompute": (
         "--pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel --pipeline-schedule zbv"
         f" --checkpoint-activations {DOCUMENTS}"
@@ -45,7 +46,7 @@ RESUMED = {
     "zbv-to-interleaved": (TWO["documents-zbv-zero1"], TWO["documents-interleaved-uneven"]),
     "interleaved-to-zbh1": (TWO["interleaved-zero1-recompute"], TWO["zbh1"]),
 }
-"""A run of two iterations, and the third on another schedule."""
+"""A run of one iteration, and the second on another schedule."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def runs(_rank_pools: RankPools, programs: Programs, tmp_path_factory: pytest.Te
     train(1, {"one": "", "documents": DOCUMENTS})
     of_two = dict(TWO)
     for name, (before, after) in RESUMED.items():
-        of_two[f"{name}-saved"] = f"{before} --exit-interval 2"
+        of_two[f"{name}-saved"] = f"{before} --exit-interval 1"
         of_two[name] = f"{after} --load SAVED"
     commands = [command(name, f"--pipe-parallel-size 2 {flags}") for name, flags in of_two.items()]
     for name, line in zip(of_two, commands, strict=True):

@@ -34,7 +34,8 @@ class Instruction(NamedTuple):
     """With several model chunks to a stage: which of them, from 0 on in the order of the model."""
 
     def __str__(self) -> str:
-        return self.name if self.micro_batch is None else f"{self.name} of micro-batch {self.micro_batch}"
+        text = self.name if self.micro_batch is None else f"{self.name} of micro-batch {self.micro_batch}"
+        return text if self.phase is None else f"{text} in chunk {self.phase} of its stage"
 
 
 InstructionHook = Callable[[Instruction], AbstractContextManager]
