@@ -135,7 +135,7 @@ def _fused_backward(
     seen: Tensor | None,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = (grad, query, key, value, context, logarithms)
+    tensors = (grad, query, key, value, context, logarithms.contiguous())
     if query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(*tensors, 0.0, is_causal, attn_mask=_added(seen, query))

@@ -26,6 +26,7 @@ LAYOUTS = {
     "pp2-other-stages-zero1": (2, "--pipe-parallel-size 2 --pipeline-partition 1,3 --zero-stage 1"),
     "pp2-dualpipev": (2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev"),
     "tp2-pp2-zero1": (4, "--model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1"),
+    "pp1-cp2-zero1": (2, "--pipe-parallel-size 1 --context-parallel-size 2 --zero-stage 1"),
     "ulysses2-zero2-round-robin": (2, "--ds-sequence-parallel-size 2 --zero-stage 2 --zero-round-robin-gradients"),
 }
 """Name of a layout, its processes and its flags."""

@@ -19,6 +19,8 @@ PAIRS = [
     ("dp2-zero3", "tp2-zero2"),
     ("dp2-zero3", "pp2"),
     ("ulysses2-zero2-round-robin", "tp2-zero1"),
+    ("ulysses2-zero2-round-robin", "pp1-cp2-zero1"),
+    ("pp1-cp2-zero1", "tp2-zero1"),
     ("ulysses2-zero2-round-robin", "dp2-zero3"),
     ("pp2-dualpipev", "pp2-other-stages-zero1"),
     ("pp2-dualpipev", "dp2-zero1-offload"),

@@ -29,6 +29,7 @@ LAYOUTS = {
         " --recompute-granularity selective",
     ),
     "plain-ulysses2": (2, "--ds-sequence-parallel-size 2"),
+    "pp1-cp2": (2, "--pipe-parallel-size 1 --context-parallel-size 2"),
     "pp2-dualpipev": (2, "--pipe-parallel-size 2 --pipeline-schedule dualpipev"),
 }
 

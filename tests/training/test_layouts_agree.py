@@ -79,11 +79,6 @@ LAYOUTS = {
         4,
         "--context-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations",
     ),
-    "documents-cp4-pp1-hierarchical": (
-        4,
-        "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
-        " --pipe-parallel-size 1 --reset-attention-mask --reset-position-ids",
-    ),
     "documents-plain-tp2-sequence-zero2-recompute-compiled": (
         2,
         "--model-parallel-size 2 --sequence-parallel --zero-stage 2 --checkpoint-activations --compile"
@@ -112,9 +107,10 @@ LAYOUTS = {
         2,
         f"{LLAMA} --model-parallel-size 2 --sequence-parallel --checkpoint-activations",
     ),
-    "llama-pp2-cp2-all-gather": (
+    "llama-pp1-cp2-ulysses2-all-gather": (
         4,
-        f"{LLAMA} --pipe-parallel-size 2 --context-parallel-size 2 --cp-comm-type all_gather",
+        f"{LLAMA} --pipe-parallel-size 1 --context-parallel-size 2 --ds-sequence-parallel-size 2"
+        " --cp-comm-type all_gather",
     ),
     "llama-tp2-ulysses2-zero2": (
         4,

@@ -216,6 +216,7 @@ def flex_attention(run: RunConfig) -> Messages:
         f"--attention-dropout {model.attention_dropout:g}": bool(model.attention_dropout),
         "--attention-softmax-in-fp32": model.attention_softmax_in_fp32,
         "--apply-query-key-layer-scaling": model.apply_query_key_layer_scaling,
+        f"--context-parallel-size {run.parallel.context_parallel_size} in a ring": run.parallel.ring_size > 1,
     }
     if model.flex_attention and run.parallel.device != "cuda":
         yield f"--flex-attention needs GPUs, and this run is on {run.parallel.device}: remove it"

@@ -8,8 +8,10 @@ from support.command_lines import CUDA, parse
 
 from megatron.config import RunConfig
 from megatron.model.spec import hardware_flops, model_flops
+from megatron.parallel.pipeline.partition import plan
 from megatron.tools.planning.memory import activations, stage_memory
 from megatron.tools.planning.states import Weight, rank_parameters, states
+from megatron.tools.planning.timing import traffic
 
 GPT3 = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --batch-size 1 --bf16"
 
@@ -53,6 +55,22 @@ def test_sequence_parallelism_shards_all_activations():
     run = run_of(f"{GPT3} --zero-stage 1 --model-parallel-size 8 --sequence-parallel")
     paper = formulas.layer_activations(2048, 1, 12288, 96, 8, sequence_parallel=True, recompute="selective")
     assert activations(run).layer == paper + 4 * (4 * 2048 // 8 + 96 // 8 * 2048)
+
+
+@pytest.mark.parametrize("words", ["", "--cp-comm-type a2a", "--ds-sequence-parallel-size 2"])
+def test_context_parallelism_shards_all_activations(words):
+    """Each rank keeps its part of the tokens of everything, and of a ring's attention nothing beyond that."""
+    whole, split = (run_of(f"{GPT3} --zero-stage 1 {more}") for more in ("", f"--context-parallel-size 4 {words}"))
+    ranks = split.parallel.sequence_ranks
+    assert activations(split).layer * ranks == activations(whole).layer
+    assert activations(split).hidden * ranks == activations(whole).hidden
+    assert activations(split).logits * ranks <= 1.1 * activations(whole).logits
+    sent = traffic(split, plan(split)[0], stage_memory(split)[0], activations(split).hidden)
+    keys = 96 * 2 * 12288 * 2048 // ranks * 2  # bytes of all layers' keys and values in bf16, of a rank's tokens
+    ring = split.parallel.ring_size
+    of_ulysses = 4 * keys * (1 - 1 / split.parallel.ulysses_size)  # query, key, value, context; forward and backward
+    of_ring = keys * (2 * (ring - 1) + 2 * ring) if ring > 1 else 0  # twice around, and gradients in fp32
+    assert sent.tensor == pytest.approx(split.train.gradient_accumulation_steps * (of_ulysses + of_ring))
 
 
 def test_a_stage_keeps_the_activations_of_the_micro_batches_under_way():
