@@ -24,24 +24,30 @@ def main() -> None:
     from megatron.data.loader import Batch
     from megatron.launch.distributed import distributed
     from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
+    from megatron.parallel.layout import ParallelLayout
     from megatron.tools.planning.memory import stage_memory
 
     silence_known_warnings()
     (lengths, rounds), flags = json.loads(sys.argv[1]), sys.argv[2:]
     found = []
-    with distributed(run_of(shape_of(lengths[0]), *flags).parallel) as layout, deepspeed_silenced(verbose=False):
+
+    def measured(tokens: int, layout: ParallelLayout) -> dict[str, float]:
+        shape = shape_of(tokens)
+        run = run_of(shape, *flags)
+        inputs, labels = torch.randint(shape.vocabulary, (2, shape.batch, tokens))  # [b, s] each
+        step = engine_step(run, layout, inputs, labels)
+        seconds = min(_seconds(step) for _ in range(rounds + 1))
+        del step
+        batch = Batch(inputs, (labels, torch.full(labels.shape, 1 / labels.numel())))
+        peak = measured_memory(run, layout, repeat(batch), steps=1)["total"]
+        mine = torch.tensor([peak, stage_memory(run)[0].total, seconds], dtype=torch.float64)
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        return dict(zip(("measured", "planned", "seconds"), mine.tolist(), strict=True))
+
+    with distributed(run_of(shape_of(lengths[0]), *flags).parallel) as layout:
         for tokens in lengths:
-            shape = shape_of(tokens)
-            run = run_of(shape, *flags)
-            inputs, labels = torch.randint(shape.vocabulary, (2, shape.batch, tokens))  # [b, s] each
-            step = engine_step(run, layout, inputs, labels)
-            seconds = min(_seconds(step) for _ in range(rounds + 1))
-            del step
-            batch = Batch(inputs, (labels, torch.full(labels.shape, 1 / labels.numel())))
-            measured = measured_memory(run, layout, repeat(batch), steps=1)["total"]
-            mine = torch.tensor([measured, stage_memory(run)[0].total, seconds], dtype=torch.float64)
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-            found.append(dict(zip(("measured", "planned", "seconds"), mine.tolist(), strict=True)))
+            with deepspeed_silenced(verbose=False):
+                found.append(measured(tokens, layout))
         if layout.rank == 0:
             report(found)
 

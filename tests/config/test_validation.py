@@ -399,6 +399,12 @@ BROKEN = [
         "--gas 4",
     ),
     (
+        "schedules that divide the backward pass exclude --tiled-mlp",
+        "--pipe-parallel-size 2 --pipeline-schedule zbh1 --tiled-mlp",
+        "--pipeline-schedule zbh1 cannot be combined with --tiled-mlp",
+        "--pipeline-schedule 1f1b",
+    ),
+    (
         "schedules that divide the backward pass exclude --compile",
         "--pipe-parallel-size 2 --pipeline-schedule zbh1 --compile",
         "--pipeline-schedule zbh1 cannot be combined with --compile",

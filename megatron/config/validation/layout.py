@@ -295,6 +295,15 @@ def divided_backward_without_compiler(run: RunConfig) -> Messages:
 
 
 @rule(
+    "schedules that divide the backward pass exclude --tiled-mlp",
+    why="The gradients of weights are put off, and would keep all tiles until then.",
+)
+def divided_backward_without_tiles(run: RunConfig) -> Messages:
+    if run.model.tiled_mlp and run.parallel.uses_pipeline and run.parallel.splits_backward:
+        yield f"--pipeline-schedule {run.parallel.pipeline_schedule} cannot be combined with --tiled-mlp: remove one"
+
+
+@rule(
     "DualPipeV has two micro-batches per stage",
     why="Each stage works on both of its model chunks at a time, which takes enough micro-batches to fill them.",
     otherwise="AssertionError: DualPipeV needs gradient_accumulation_steps >= 2 * stages",
