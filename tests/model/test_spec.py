@@ -134,3 +134,12 @@ def kept_by_a_layer(run: RunConfig) -> int:
     shape = [run.train.micro_batch_size, run.data.seq_length // (2 if run.parallel.sequence_parallel else 1)]
     hidden = torch.randn(*shape[:: 1 if run.model.sequence_dim else -1], run.model.hidden_size, requires_grad=True)
     return saved_bytes(lambda: layer(hidden), layer)
+
+
+@pytest.mark.parametrize(("tokens", "shards"), [(64, 5), (9, 6), (1, 4), (100, None), (31, None), (32, None)])
+def test_tiles_of_an_mlp_are_as_many_as_torch_makes(tokens: int, shards: int | None) -> None:
+    """Of fewer DeepSpeed would wait for the last one, and never reduce the gradients; 9 tokens make no 6 parts."""
+    config = ModelConfig(hidden_size=32, tiled_mlp=True, tiled_mlp_num_shards=shards or 0)
+    tiles = config.mlp_tiles(tokens)
+    assert len(torch.arange(tokens).chunk(tiles)) == tiles <= (shards or -(-tokens // 32))
+    assert config.mlp_tiles(tokens) > 1 or tokens <= 32 and shards is None or tokens == 1
