@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from support.command_lines import parse
 
-from megatron.config import RunConfig
+from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import ConfigError
 from megatron.model.architectures import architecture_of
 
