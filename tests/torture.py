@@ -1,22 +1,29 @@
 """Kill a training run at random times, again and again, and check that it loses nothing.
 
     DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python tests/torture.py --kills 50
+    DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 python tests/torture.py --hosts 4 --faults 100 --seed 1
 
 Two ranks train with a checkpoint after each iteration. A third of the kills (SIGKILL) come at any time, a third while
 a checkpoint is written, and a third hit one rank up to half a second before the other. After each of them the newest
 checkpoint must be whole, bit by bit, and no older than before; in the end each loss must be that of an undisturbed
 run, to the last bit.
+
+With --hosts an elastic run over so many hosts (network namespaces, as root) is hit by faults of hosts: ranks killed or
+stopped, hosts lost, links cut, disks full, checkpoints damaged, clocks that jump. The time from each fault to the next
+iteration is printed. In the end the losses must be those of one process within 1e-4, and every sample used once.
 """
 
 import random
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from support.host_torture import ElasticVictim, Recovery, torture_hosts  # noqa: E402
 from support.programs import Programs  # noqa: E402
 from support.torture import Found, Victim, torture  # noqa: E402
 
@@ -27,6 +34,8 @@ def main() -> None:
     """Round after round, until there were enough kills; every other round with --async-save."""
     arguments = _parser().parse_args()
     chance = random.Random(arguments.seed)
+    if arguments.hosts:
+        return _torture_hosts(arguments, chance)
     with tempfile.TemporaryDirectory() as folder:
         programs = Programs(ROOT, _made(Path(folder, "data")))
         whole = Victim(programs, _made(Path(folder, "whole")), arguments.iterations)
@@ -40,6 +49,26 @@ def main() -> None:
             print(f"{kills} kills, {time.monotonic() - start:.0f} s, {' '.join(words)}: {_told(found)}", flush=True)
             if found.differing:
                 sys.exit(f"losses differ at iterations {found.differing}")
+
+
+def _torture_hosts(arguments: Namespace, chance: random.Random) -> None:
+    """Fault after fault on the hosts of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        programs = Programs(ROOT, _made(Path(folder, "data")))
+        iterations = arguments.iterations + 6 * arguments.faults
+        victim = ElasticVictim(programs, _made(Path(folder, "run")), arguments.hosts, iterations, chance)
+        outcome = torture_hosts(victim, arguments.faults, _print_recovery)
+    slowest = max(outcome.recoveries, key=lambda recovery: recovery.seconds)
+    print(
+        f"{len(outcome.recoveries)} faults; the slowest recovery took {slowest.seconds:.0f} s ({slowest.fault}); "
+        f"largest difference of a loss {outcome.largest_difference:.1e}; {outcome.proof}"
+    )
+    if outcome.largest_difference > 1e-4:
+        sys.exit("losses differ")
+
+
+def _print_recovery(recovery: Recovery) -> None:
+    print(f"{recovery.seconds:6.1f} s  {recovery.fault} ({recovery.host})  {recovery.start}", flush=True)
 
 
 def _told(found: Found) -> str:
@@ -61,6 +90,8 @@ def _parser() -> ToolParser:
         "--kills-of-round", type=int, default=13, metavar="N", help="kills of one training run, at most"
     )
     parser.add_argument("--iterations", type=int, default=40, metavar="N", help="iterations of each training run")
+    parser.add_argument("--hosts", type=int, default=0, metavar="N", help="hosts of an elastic run, 3 to 5")
+    parser.add_argument("--faults", type=int, default=7, metavar="N", help="with --hosts: faults in all")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="equal seeds choose equal instants")
     return parser
 

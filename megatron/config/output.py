@@ -76,6 +76,14 @@ class LoggingConfig:
         within="[0, 2]",
         metavar="0|1|2",
     )
+    straggler_report: float | None = flag(
+        None,
+        "Name the hosts whose ranks take longer than others by more than this share, such as 0.3, for the forward and "
+        "backward passes of the same layers. The device is synchronized around each pass.",
+        within="(0, inf)",
+        metavar="SHARE",
+    )
+    straggler_window: int = flag(50, "Iterations that are compared at a time.", within="[1, inf)")
     log_timers_to_tensorboard: bool = flag(False, "Also write these times to --tensorboard-dir.")
     watchdog_minutes: float | None = flag(
         None,

@@ -1,9 +1,13 @@
-"""What a run measures on request: norm of the parameters, zeros in the gradient, and the time of each phase."""
+"""What a run measures on request: norm of the parameters, zeros in the gradient, time of each phase, slow hosts."""
 
+import json
+import socket
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 import deepspeed
@@ -14,12 +18,14 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
+from megatron.checkpoint.files import replace_text
 from megatron.config import RunConfig
 from megatron.model.moe import routers
 from megatron.parallel.deepspeed_compat.gradients import block_norms, counted_once, sum_over_model
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.pipeline.partition import plan
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
-from megatron.training.callbacks import Callback
+from megatron.training.callbacks import Callback, warn_if_unwritable
 from megatron.training.metrics import TIMER
 
 
@@ -33,6 +39,8 @@ def requested_measurements(run: RunConfig, layout: ParallelLayout, module: nn.Mo
         requested.append(ParamsNorm(layout, module))
     if logging.timing_log_level:
         requested.append(PhaseTimers(logging.timing_log_level))
+    if logging.straggler_report is not None:
+        requested.append(StragglerReport(run, layout))
     return requested
 
 
@@ -201,6 +209,86 @@ class PhaseTimers(Callback):
 
     def _sum_of_level_1(self) -> float:
         return sum(self._seconds.get(name, 0.0) for name in self._level_1)
+
+
+STRAGGLERS = "stragglers.json"
+"""In --save: the slow hosts of the last window, for ``tools/launch.py --exclude-stragglers``."""
+_COMPUTING = ("ForwardPass", "BackwardPass")
+
+
+class RankTime(NamedTuple):
+    """What a rank reports."""
+
+    host: str
+    stage: int
+    seconds: float
+    """In forward and backward passes, per iteration."""
+    cost: float
+    """FLOPs of its stage, in any unit."""
+
+
+def slow_hosts(times: Sequence[RankTime], share: float) -> dict[str, float]:
+    """The hosts that take more than ``share`` longer than the others for the same work, each with its share.
+
+    A rank is compared with the ranks of other hosts that hold the same pipeline stage, and if there are none with all
+    ranks, by their FLOPs. A host is as slow as the median of its ranks: those of one tensor-parallel group wait for
+    each other.
+    """
+    found = defaultdict(list)
+    for one in times:
+        others = [other for other in times if other.host != one.host]
+        same = [other.seconds for other in others if other.stage == one.stage]
+        usual = [other.seconds * one.cost / other.cost for other in others if other.cost and one.cost]
+        if expected := statistics.median(same or usual or [0.0]):
+            found[one.host].append(one.seconds / expected - 1)
+    longer = {host: statistics.median(shares) for host, shares in found.items()}
+    return {host: value for host, value in longer.items() if value > share}
+
+
+class StragglerReport(Callback):
+    """``--straggler-report``: names slow hosts at the first logged iteration after each window."""
+
+    def __init__(self, run: RunConfig, layout: ParallelLayout) -> None:
+        self._share, self._window = run.logging.straggler_report or 0.0, run.logging.straggler_window
+        self._folder = Path(run.checkpoint.save) if run.checkpoint.save else None
+        self._stage = layout.pipe_group.rank()
+        has_spec = run.model.padded_vocab_size > 0
+        self._cost = float(plan(run)[self._stage].flops(run.data.seq_length)) if has_spec else 0.0
+        self._seconds, self._iterations = 0.0, 0
+
+    @contextmanager
+    def around_iteration(self, iteration: int) -> Iterator[Sequence[InstructionHook]]:
+        """Time forward and backward passes."""
+        yield [self._time]
+        self._iterations += 1
+
+    @contextmanager
+    def _time(self, instruction: Instruction) -> Iterator[None]:
+        begin = now() if instruction.name in _COMPUTING else None
+        yield
+        if begin is not None:
+            self._seconds += now() - begin
+
+    def metrics(self) -> Mapping[str, float]:
+        """``slow_hosts``, their number, once per window. Every rank must call it."""
+        if self._iterations < self._window:
+            return {}
+        own = RankTime(socket.gethostname(), self._stage, self._seconds / self._iterations, self._cost)
+        times: list[RankTime | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(times, own)
+        slow = slow_hosts([one for one in times if one is not None], self._share)
+        self._seconds, self._iterations = 0.0, 0
+        if dist.get_rank() == 0:
+            self._report(slow, times)
+        return {"slow_hosts": len(slow)}
+
+    def _report(self, slow: Mapping[str, float], times: Sequence[RankTime | None]) -> None:
+        for host, share in slow.items():
+            print(f"  warning: host {host} is slow: its ranks compute {share:.0%} longer than others", flush=True)
+        if self._folder is not None:
+            ranks = [rank for rank, one in enumerate(times) if one is not None and one.host in slow]
+            with warn_if_unwritable(STRAGGLERS):
+                replace_text(self._folder / STRAGGLERS, json.dumps({"hosts": slow, "ranks": ranks}))
 
 
 def min_max_across_ranks(names: Sequence[str], values: Mapping[str, float]) -> dict[str, tuple[float, float]]:

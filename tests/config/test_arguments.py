@@ -225,6 +225,8 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "metrics_file": ("--metrics-file metrics.jsonl", ""),
     "timing_log_level": ("--timing-log-level 2", "--timing-log-level 1"),
     "log_timers_to_tensorboard": ("--log-timers-to-tensorboard", "--timing-log-level 1 --tensorboard-dir board"),
+    "straggler_report": ("--straggler-report 0.3", ""),
+    "straggler_window": ("--straggler-window 9", "--straggler-report 0.3"),
     "trace": ("--trace out", ""),
     "trace_steps": ("--trace-steps 3:3", "--trace out"),
     "profile_steps": ("--profile-steps 3:4", "--trace out"),

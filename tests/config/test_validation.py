@@ -911,6 +911,12 @@ BROKEN = [
         "--repartition-from has no effect without --pipe-parallel-size",
         None,
     ),
+    (
+        "--straggler-window needs --straggler-report",
+        "--straggler-window 9",
+        "--straggler-window has no effect without --straggler-report",
+        "--straggler-report 0.3",
+    ),
     ("--rank needs --dry-run", "--rank 0", "--rank has no effect without --dry-run", "--dry-run"),
     (
         "--rank names ranks of the run",

@@ -166,7 +166,7 @@ _IGNORED = {
     "--timing-log-level prints the least and the greatest time of all ranks": (
         "timing-log-option no-barrier-with-level-1-timing"
     ),
-    "--trace shows the time of each rank": "log-straggler disable-straggler-on-startup straggler-*",
+    "--straggler-report names slow hosts": "log-straggler disable-straggler-on-startup straggler-*",
     "--rewind-on-spike handles spikes": "check-for-spiky-loss check-for-large-grads",
     "losses and gradient norms are always checked: see --max-consecutive-bad-steps": (
         "no-check-for-nan-in-loss-and-grad rerun-mode result-rejected-tracker-filename"

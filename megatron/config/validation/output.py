@@ -79,6 +79,7 @@ def flops_on_plain_engine(run: RunConfig) -> Messages:
 
 
 needs("logging.dry_run", "logging.rank")
+needs("logging.straggler_report", "logging.straggler_window")
 needs("logging.timing_log_level", "logging.log_timers_to_tensorboard", only_warns=True)
 needs("logging.tensorboard_dir", "logging.log_timers_to_tensorboard", only_warns=True)
 excludes("logging.explain", "logging.dry_run", why="--explain prints rules; --dry-run builds layers.")

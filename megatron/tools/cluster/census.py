@@ -61,7 +61,7 @@ def look_at_hosts(examination: Examination) -> list[HostState]:
 
 def _first_problem(checks: Mapping[str, Sequence[CheckResult]]) -> str | None:
     failed = ((name, result) for name in _OF_HOST for result in checks.get(name, ()) if not result.ok)
-    return next((f"{name}: {result.found}" for name, result in failed), None)
+    return next((f"{name}: {result.found.removeprefix('ssh: ')}" for name, result in failed), None)
 
 
 def end_leftovers(hosts: Sequence[Host], variable: str, owner: Owner | None, port: int | None) -> dict[str, Leftovers]:

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from megatron.config.errors import ConfigError
 from megatron.tools.cluster.census import HostState, look_at_hosts, take_census
 from megatron.tools.cluster.doctor import Examination
 from megatron.tools.cluster.elastic import Ended, Start, announce, failed_first, is_complete, pick_hosts
-from megatron.tools.cluster.hostfile import read_hostfile, runs_here_alone, select
+from megatron.tools.cluster.hostfile import Host, read_hostfile, runs_here_alone, select
 from megatron.tools.cluster.launching import launcher_words, training_program
 from megatron.tools.cluster.remote import RUN_VARIABLE, device_kind, is_plain, ssh_command, ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import supervise
@@ -32,6 +32,8 @@ from megatron.tools.planning.survivors import device_here, name_of_gpu, plan_sur
 from megatron.tools.planning.timing import DEVICES, Device
 
 LOCK = ".supervisor.lock"
+STRAGGLERS = "stragglers.json"
+"""Of ``--straggler-report``, in the folder of the checkpoints."""
 STARTS = "elastic.jsonl"
 """In the folder of the checkpoints: a line for each start that has ended."""
 _ALIVE_SECONDS = 5
@@ -61,6 +63,7 @@ class ElasticRun:
         token = hashlib.sha256(str(self.save).encode()).hexdigest()[:16]
         self._token = token  # the same for a supervisor that takes over
         self._excluded: Mapping[str, str] = {}
+        self._slow: set[str] = set()
 
     def progress(self) -> str | None:
         """The newest checkpoint; None while there is none."""
@@ -78,7 +81,7 @@ class ElasticRun:
         states, owner_has_ended = take_census(self._examination(), f"{RUN_VARIABLE}={self._token}", owner)
         if owner is not None and owner_has_ended:
             remove_lock(self.save, owner)
-        return states
+        return without_slow(states, self._slow, self.launch.min_hosts)
 
     def choose(self, states: Sequence[HostState]) -> Start | None:
         """The run as given, if enough hosts are healthy; else on the layout that the planner chooses; None: none fits.
@@ -115,19 +118,22 @@ class ElasticRun:
                 **ssh_options_for_pdsh(self.environ, alive=_ALIVE_SECONDS),
                 RUN_VARIABLE: self._token,
             }
+            (self.save / STRAGGLERS).unlink(missing_ok=True)
             watch, began = _Watch(self, start), time.time()
             try:
                 ended = supervise(command, environ, watch, Path(exit_codes))
             finally:
                 watch.is_over.set()
             codes = {int(file.name.removeprefix("rank ")): file.read_text() for file in Path(exit_codes).iterdir()}
+        if self.launch.exclude_stragglers:
+            self._slow |= slow_hosts(self.save / STRAGGLERS, start.hosts)
         result = Ended(ended.code, ended.by_signal, failed_first(start.hosts, codes), watch.hosts_rejoin)
         self._record(start, result, began)
         return result
 
     def look(self) -> list[HostState]:
         """The state of all hosts while the run continues there."""
-        return look_at_hosts(self._examination())
+        return without_slow(look_at_hosts(self._examination()), self._slow, self.launch.min_hosts)
 
     def _record(self, start: Start, ended: Ended, began: float) -> None:
         """Add the start to the log of the run, for those who want to know later."""
@@ -234,6 +240,27 @@ class _Watch:
                 announce(f"{' '.join(sorted(names))} can take part again, from the next checkpoint on")
                 self._came_back.set()
                 return
+
+
+def slow_hosts(file: Path, hosts: Sequence[Host]) -> set[str]:
+    """The names in the hostfile of the hosts with the ranks that ``--straggler-report`` has named in ``file``."""
+    try:
+        ranks = json.loads(file.read_text())["ranks"]
+    except (OSError, ValueError, KeyError):
+        return set()
+    names = [host.name for host in hosts for _ in host.slots]
+    return {names[rank] for rank in ranks if rank < len(names)}
+
+
+def without_slow(states: Sequence[HostState], slow: Collection[str], least: int) -> list[HostState]:
+    """``states`` with a problem for each slow host, as long as ``least`` hosts have none."""
+    healthy = sum(state.problem is None for state in states)
+    found = []
+    for state in states:
+        is_dropped = state.problem is None and state.host.name in slow and healthy > least
+        healthy -= is_dropped
+        found.append(state._replace(problem="slower than others: --exclude-stragglers") if is_dropped else state)
+    return found
 
 
 def _connected(launcher: psutil.Process, hosts: Sequence[str]) -> set[str]:

@@ -26,7 +26,7 @@ from megatron.tools.command_line import ToolParser
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
 _PROJECT = Path(__file__).resolve().parents[3]
-_ELASTIC = ("elastic", "min_hosts", "exclude_after", "rejoin", "device", "device_memory")
+_ELASTIC = ("elastic", "min_hosts", "exclude_after", "exclude_stragglers", "rejoin", "device", "device_memory")
 _OWN = ("script", "arguments", "max_restarts", *_ELASTIC)
 """What is not passed on as a flag."""
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
@@ -92,6 +92,11 @@ def _add_elastic_flags(parser: ToolParser) -> None:
         metavar="N",
         help="with --elastic: failures in a row without a new checkpoint after which the host in all of them is left "
         "out",
+    )
+    parser.add_argument(
+        "--exclude-stragglers",
+        action="store_true",
+        help="with --elastic: leave out the hosts that --straggler-report has named, at the next restart",
     )
     parser.add_argument(
         "--rejoin", action="store_true", help="with --elastic: hosts that come back join at the next checkpoint"

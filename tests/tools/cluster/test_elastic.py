@@ -19,7 +19,7 @@ from megatron.tools.cluster.elastic import (
     pick_hosts,
     run_elastic,
 )
-from megatron.tools.cluster.elastic_parts import ElasticRun, planned_device
+from megatron.tools.cluster.elastic_parts import ElasticRun, planned_device, slow_hosts, without_slow
 from megatron.tools.cluster.hostfile import Host, read_hostfile
 from megatron.tools.cluster.launching import launcher_words, read_launch
 from megatron.tools.planning.survivors import arguments_at_world_size, plan_survivors
@@ -124,6 +124,15 @@ def test_a_host_in_every_failure_is_left_out(capsys) -> None:
 def test_ends(ends, least, code, text, capsys) -> None:
     assert elastic(ends, ["5"] * 9, Policy(least, 3, 9))[0] == code
     assert text in capsys.readouterr().err
+
+
+def test_slow_hosts_are_left_out_while_enough_are_left(tmp_path: Path) -> None:
+    file = tmp_path / "stragglers.json"
+    assert slow_hosts(file, [A, B]) == set()
+    file.write_text('{"hosts": {"node7": 0.5}, "ranks": [2, 3, 9]}')  # by rank: a host may call itself otherwise
+    assert slow_hosts(file, [A, B]) == {"b"}
+    kept = [state.host.name for state in without_slow(states([A, B, C]), {"a", "b"}, 2) if state.problem is None]
+    assert kept == ["b", "c"]
 
 
 SETTINGS = [
