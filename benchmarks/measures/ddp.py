@@ -4,7 +4,7 @@ DDP accumulates gradients over its micro-batches, reduces them in the last one, 
 project trains data parallel at each ZeRO stage, and as a pipeline of two stages. The same rounds time DeepSpeed without
 this project around it, torch's FSDP2 sharding as much as ZeRO 2 or 3 and reducing as often, and the limit: a step
 without communication plus the collectives of as many bytes by themselves.
-The collectives that DeepSpeed is given on gloo are compared with torch's own.
+The collectives through shared memory are compared with gloo's.
 """
 
 from typing import NamedTuple
@@ -50,7 +50,7 @@ def measure(rounds: int) -> list[Result]:
     """All implementations; with a barrier before and after each, so that the slower rank's time counts."""
     found = measured_by_ranks(RANKS, "ddp_ranks", str(rounds), OMP_NUM_THREADS="1")
     collectives = {kind: Times(**each) for kind, each in found.pop("collectives").items()}
-    results: list[Result] = [_collective(kind, collectives) for kind in ("reduce-scatter", "all-gather")]
+    results: list[Result] = [_collective(kind, collectives) for kind in ("all-reduce", "reduce-scatter", "all-gather")]
     for name, seconds in found.items():
         times = {kind: Times(**each) for kind, each in seconds.items()}
         ours = times["suite"]
@@ -66,10 +66,10 @@ def measure(rounds: int) -> list[Result]:
 
 
 def _collective(kind: str, times: dict[str, Times]) -> Comparison:
-    """The one that DeepSpeed is given on gloo beside torch's own."""
+    """Of all gradients or weights, through shared memory beside gloo's."""
     size = 4 * SHAPE.parameters
-    what = f"{kind} of {size / 1e6:.0f} MB over gloo"
-    return Comparison(what, "torch's", times[kind], times[f"torch's {kind}"], size, "B", 1.0)
+    what = f"{kind} of {size / 1e6:.0f} MB through shared memory"
+    return Comparison(what, "gloo's", times[kind], times[f"gloo's {kind}"], size, "B", 1.0)
 
 
 def _at_the_limit(name: str, way: Way, measured: list[float], limits: dict[str, Times]) -> Quantity:

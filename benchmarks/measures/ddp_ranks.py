@@ -30,7 +30,6 @@ def main() -> None:
     from megatron.launch.distributed import distributed
     from megatron.model.transformer import ParallelTransformerLayer
     from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
-    from megatron.parallel.deepspeed_compat.gloo import all_gather, reduce_scatter
     from megatron.parallel.layout import ParallelLayout
     from megatron.training.engines import build_module
 
@@ -79,22 +78,13 @@ def main() -> None:
         }
         return found | limits | ({"FSDP2": fsdp(run)} if run.zero.zero_stage >= 2 else {})
 
-    def limit_ways() -> dict[str, Callable]:
+    def collectives(group: dist.ProcessGroup | None, name: str = "") -> dict[str, Callable]:
         whole = torch.zeros(SHAPE.parameters // 2 * 2)
         part = torch.zeros(len(whole) // dist.get_world_size())
         return {
-            "no communication": step_of(WithWeights(build_module(run_with(), layout), labels)),
-            "all-reduce": lambda: dist.all_reduce(whole),
-            "reduce-scatter": lambda: reduce_scatter(part, whole),
-            "all-gather": lambda: all_gather(whole, part),
-        }
-
-    def torchs_collectives() -> dict[str, Callable]:
-        whole = torch.zeros(SHAPE.parameters // 2 * 2)
-        part = torch.zeros(len(whole) // dist.get_world_size())
-        return {
-            "torch's reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-            "torch's all-gather": lambda: dist.all_gather_into_tensor(whole, part),
+            f"{name}all-reduce": lambda: dist.all_reduce(whole, group=group),
+            f"{name}reduce-scatter": lambda: dist.reduce_scatter_tensor(part, whole, group=group),
+            f"{name}all-gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
         }
 
     def timed(ways: dict[str, Callable]) -> dict[str, dict[str, list[float]]]:
@@ -114,8 +104,9 @@ def main() -> None:
     with distributed(run_with().parallel) as layout:
         with deepspeed_silenced(verbose=False):
             of_ddp = ddp()
-            limits = limit_ways()
-            found["collectives"] = timed(limits | torchs_collectives())
+            alone = step_of(WithWeights(build_module(run_with(), layout), labels))
+            limits = {"no communication": alone, **collectives(layout.data_group)}
+            found["collectives"] = timed(limits | collectives(None, "gloo's "))
             for name, way in WAYS.items():
                 run = run_with(*way.flags)
                 with distributed(run.parallel) as own_layout:

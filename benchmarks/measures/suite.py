@@ -10,6 +10,7 @@ from unittest.mock import patch
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.utils import groups
 from torch import Tensor
 
 from benchmarks.measures.shapes import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
@@ -40,23 +41,28 @@ def engine_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: 
 
 
 def bare_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Tensor) -> Callable[[], Any]:
-    """A step of the same engine over the same model, as a script has it that knows nothing but DeepSpeed."""
+    """A step of the same engine over the same model, as a script has it that knows nothing but DeepSpeed.
+
+    Its groups are those of gloo.
+    """
     adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "torch_adam": True, "fused": True}
-    module, micro_batches = build_module(run, layout), run.train.gradient_accumulation_steps
-    engine, *_ = deepspeed.initialize(
-        model=module,
-        model_parameters=module.parameters(),
-        config={
-            "train_micro_batch_size_per_gpu": run.train.micro_batch_size,
-            "gradient_accumulation_steps": micro_batches,
-            "gradient_clipping": CLIP,
-            "zero_optimization": {"stage": run.zero.zero_stage},
-            "optimizer": {"type": "AdamW", "params": adam},
-        },
-    )
+    gloo = layout if run.parallel.uses_pipeline else replace(layout, data_group=dist.group.WORLD)
+    module, micro_batches = build_module(run, gloo), run.train.gradient_accumulation_steps
+    with patch.object(deepspeed.comm.comm.cdb, "new_group", dist.new_group), patch.object(groups, "mpu", None):
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            model_parameters=module.parameters(),
+            config={
+                "train_micro_batch_size_per_gpu": run.train.micro_batch_size,
+                "gradient_accumulation_steps": micro_batches,
+                "gradient_clipping": CLIP,
+                "zero_optimization": {"stage": run.zero.zero_stage},
+                "optimizer": {"type": "AdamW", "params": adam},
+            },
+        )
     targets = labels, torch.full(labels.shape, 1 / labels.numel())
     if run.parallel.uses_pipeline:
-        return _with_torchs_collectives(lambda: engine.train_batch(repeat((tokens, targets))))
+        return lambda: engine.train_batch(repeat((tokens, targets)))
 
     def step() -> None:
         for _ in range(micro_batches):
@@ -70,15 +76,4 @@ def bare_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Te
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
 
-    return _with_torchs_collectives(step_reduced_once if run.coalesces_grad_reduction else step)
-
-
-def _with_torchs_collectives(step: Callable[[], Any]) -> Callable[[], Any]:
-    """``step``, in which DeepSpeed communicates as it does by itself."""
-    torchs = {"all_gather_function": dist.all_gather_into_tensor, "reduce_scatter_function": dist.reduce_scatter_tensor}
-
-    def run_step() -> Any:
-        with patch.multiple(deepspeed.comm.comm.cdb, **torchs):
-            return step()
-
-    return run_step
+    return step_reduced_once if run.coalesces_grad_reduction else step

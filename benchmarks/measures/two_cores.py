@@ -2,7 +2,8 @@
 
 Data parallel 2, tensor parallel 2, and two pipeline stages. The slowest rank's time counts. Tensor parallelism is
 also compared with a prediction: the time of the one process, which has the same cores, plus the time of the
-all-reduces of its layers, measured by the same ranks.
+all-reduces of its layers, measured by the same ranks. These go through shared memory, and are compared with gloo's and
+with DeepSpeed's for inference.
 """
 
 from statistics import median
@@ -20,7 +21,9 @@ WAYS = {
     "TP 2": (2, ("--model-parallel-size", "2")),
     "PP 2": (2, ("--pipe-parallel-size", "2")),
 }
-GOALS = {"DP 2": 0.98, "TP 2": 0.85, "PP 2": 0.95 * MICRO_BATCHES / (MICRO_BATCHES + 1)}
+GOALS = {"DP 2": 0.98, "TP 2": 0.9, "PP 2": 0.95 * MICRO_BATCHES / (MICRO_BATCHES + 1)}
+OURS = "shared memory"
+ALL_REDUCES_OF: dict[str, float | None] = {"gloo": 2.0, "DeepSpeed's": None}
 ALL_REDUCES = 4 * SHAPE.layers * MICRO_BATCHES
 """Of a step: two a layer forward, two backward, each of hidden states (arXiv 2104.04473, section 3.2)."""
 
@@ -28,7 +31,7 @@ ALL_REDUCES = 4 * SHAPE.layers * MICRO_BATCHES
 def measure(rounds: int) -> list[Result]:
     """Every way in turn; each runs in processes of its own, a few steps a round."""
     times = {name: Times([], []) for name in WAYS}
-    sums: list[float] = []
+    sums = {name: Times([], []) for name in (OURS, *ALL_REDUCES_OF)}
     for number in range(rounds):
         names = list(WAYS)
         for name in names[number % len(names) :] + names[: number % len(names)]:
@@ -36,14 +39,21 @@ def measure(rounds: int) -> list[Result]:
             found = measured_by_ranks(ranks, "steps", *flags, OMP_NUM_THREADS="2" if ranks == 1 else "1")
             times[name].wall.append(found["wall"])
             times[name].cpu.append(found["cpu"])
-            if name == "TP 2":
-                sums.append(found["all_reduce"])
+            for kind, seconds in found["all_reduces"].items():
+                sums[kind].wall.append(min(seconds["wall"]))
+                sums[kind].cpu.append(min(seconds["cpu"]))
     one = times.pop(ONE)
     work = SHAPE.tokens * MICRO_BATCHES
     compared: list[Result] = [
         Comparison(f"{name}: {SHAPE}", ONE, ours, one, work, "tokens", GOALS[name]) for name, ours in times.items()
     ]
-    return [*compared, _modelled(times["TP 2"].wall, one.wall, sums)]
+    return [*compared, *_all_reduces(sums), _modelled(times["TP 2"].wall, one.wall, sums[OURS].wall)]
+
+
+def _all_reduces(sums: dict[str, Times]) -> list[Result]:
+    size = 4 * SHAPE.tokens * SHAPE.hidden
+    what = f"all-reduce of {size / 1e3:,.0f} kB between two ranks, through shared memory"
+    return [Comparison(what, peer, sums[OURS], sums[peer], size, "B", goal) for peer, goal in ALL_REDUCES_OF.items()]
 
 
 def _modelled(measured: list[float], compute: list[float], all_reduce: list[float]) -> Quantity:

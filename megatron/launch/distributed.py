@@ -20,11 +20,11 @@ from megatron.launch.environment import hosts_store, listen
 from megatron.parallel.deepspeed_compat import (
     deepspeed_silenced,
     discover_mpi_ranks,
-    limit_groups_of_deepspeed,
+    set_groups_of_deepspeed,
     silence_known_warnings,
 )
-from megatron.parallel.deepspeed_compat.gloo import exchange_shards_directly
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.shared_memory import backend_of_groups
 
 _SHOWN = 16
 _SKEW_SECONDS = 2.0
@@ -58,10 +58,7 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
         prepare_nccl(os.environ, parallel)
     with deepspeed_silenced(verbose):
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
-        limit_groups_of_deepspeed(timeout)
-        # gloo reduces tensors of a GPU, but sends those of a CPU only.
-        if backend == "gloo" and get_accelerator().device_name() == "cpu" and on_one_host(os.environ):
-            exchange_shards_directly()
+        set_groups_of_deepspeed(timeout, backend_of_groups(get_accelerator().device_name()))
         get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
         layout = ParallelLayout.create(parallel)
     yield layout

@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
+from megatron.parallel import shared_memory
 from megatron.parallel.pipeline.schedule import Instruction
 
 _COLLECTIVES = Path(dist.distributed_c10d.__file__).name
+_SHARED_MEMORY = Path(shared_memory.__file__).name
 _POINT_TO_POINT = {"send": ("dst", "to"), "isend": ("dst", "to"), "recv": ("src", "from"), "irecv": ("src", "from")}
 
 
@@ -88,8 +90,13 @@ def _collective(innermost: FrameType, groups: dict[tuple[int, ...], str]) -> str
     for frame, _ in traceback.walk_stack(innermost):
         if Path(frame.f_code.co_filename).name == _COLLECTIVES:
             return f"in {frame.f_code.co_name} {_ranks(frame.f_code.co_name, frame.f_locals, groups)}"
-    file, line = innermost.f_code.co_filename, innermost.f_lineno
-    return f"in wait, {_line(innermost)}" if "deepspeed" in file and ".wait(" in linecache.getline(file, line) else None
+    caller, line = next(
+        (frame, number)
+        for frame, number in traceback.walk_stack(innermost)
+        if Path(frame.f_code.co_filename).name != _SHARED_MEMORY
+    )
+    file = caller.f_code.co_filename
+    return f"in wait, {_line(caller)}" if "deepspeed" in file and ".wait(" in linecache.getline(file, line) else None
 
 
 def _ranks(name: str, arguments: dict[str, Any], groups: dict[tuple[int, ...], str]) -> str:

@@ -9,7 +9,6 @@ import fcntl
 import os
 import select
 import signal
-import socket
 import struct
 import sys
 import threading
@@ -28,6 +27,7 @@ from megatron.launch.distributed import connect
 from megatron.launch.flight_recorder import recorded_file
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank import print_error
+from megatron.parallel.shared_memory import pid_namespace
 
 _FAILURE = "failure"
 """Key of the store: set when a rank has failed, or with ``_FINISHED`` when all have reached the end."""
@@ -92,7 +92,7 @@ class _RankFailureMonitor:
         self._known = threading.Event()
         self.store = connect(os.environ, timedelta(seconds=_GRACE_SECONDS))
         self._waiting_store = connect(os.environ, _UNLIMITED)
-        namespace = _pid_namespace()
+        namespace = pid_namespace()
         places: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
         dist.all_gather_object(places, (namespace, os.getpid()))
         self._neighbors = {
@@ -177,15 +177,6 @@ class _RankFailureMonitor:
         if not self.is_over:
             sys.stderr.flush()
             os._exit(LaunchError.exit_code)
-
-
-def _pid_namespace() -> str:
-    """A name of the set of processes that this one can see; the same for ranks that see each other."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
 
 
 _UNKNOWN = ""

@@ -6,11 +6,13 @@ from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 from torch.distributed import ProcessGroup
 
 from megatron.config import ParallelConfig
 from megatron.parallel import axis_sizes, expert_groups, groups_along, ring_groups, ulysses_groups
+from megatron.parallel.shared_memory import backend_of_groups
 
 
 @dataclass(frozen=True)
@@ -136,5 +138,6 @@ def _own_group(all_groups: Sequence[Sequence[int]], timeout: timedelta) -> Proce
 
     Without ``timeout`` a group would have torch's own: 10 minutes with NCCL, 30 with gloo.
     """
-    groups = {tuple(ranks): dist.new_group(ranks, timeout=timeout) for ranks in all_groups}
+    backend = backend_of_groups(get_accelerator().device_name())
+    groups = {tuple(ranks): dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in all_groups}
     return next(group for ranks, group in groups.items() if dist.get_rank() in ranks)

@@ -41,7 +41,6 @@ from megatron.parallel.deepspeed_compat.engine import (
     start_backward_timers_once,
 )
 from megatron.parallel.deepspeed_compat.experts import experts_recognized
-from megatron.parallel.deepspeed_compat.gloo import reduce_to_owners
 from megatron.parallel.deepspeed_compat.gradients import (
     clip_by_model_norm,
     clip_within_adam,
@@ -50,6 +49,7 @@ from megatron.parallel.deepspeed_compat.gradients import (
     keep_loss_scale_within_step,
     loss_scale_limit_reported,
     measure_norm_by_blocks,
+    reduce_to_owners,
 )
 from megatron.parallel.deepspeed_compat.schedules import scheduled_pipeline_engine
 from megatron.parallel.layout import ParallelLayout

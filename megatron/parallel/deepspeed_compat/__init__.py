@@ -63,16 +63,17 @@ def silence_known_warnings() -> None:
         warnings.filterwarnings("ignore", message=f"(?s).*{message}")
 
 
-def limit_groups_of_deepspeed(timeout: timedelta) -> None:
-    """Give the process groups that DeepSpeed forms from now on, such as the pipeline engine's, this timeout.
+def set_groups_of_deepspeed(timeout: timedelta, backend: str | None = None) -> None:
+    """Give the process groups that DeepSpeed forms from now on, such as the pipeline engine's, timeout and backend.
 
-    DeepSpeed: comm/torch.py, TorchBackend.new_group() passes none, so that a group gets torch's: 10 minutes with NCCL.
-    Test: tests/launch/test_timeouts.py. Remove when new_group() takes a timeout, or passes that of init_distributed().
+    DeepSpeed: comm/torch.py, TorchBackend.new_group() passes neither, so that a group gets torch's timeout, 10 minutes
+    with NCCL, and the backend of the default group.
+    Test: tests/launch/test_timeouts.py. Remove when new_group() takes them, or passes those of init_distributed().
     """
     import torch.distributed as dist
     from deepspeed import comm
 
-    comm.comm.cdb.new_group = partial(dist.new_group, timeout=timeout)
+    comm.comm.cdb.new_group = partial(dist.new_group, timeout=timeout, backend=backend)
 
 
 @contextmanager

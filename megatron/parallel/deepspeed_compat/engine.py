@@ -3,11 +3,12 @@
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import comm
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -21,7 +22,6 @@ from deepspeed.runtime.pipe.schedule import (
 )
 from torch import nn
 
-from megatron.parallel.deepspeed_compat import gloo
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 
 
@@ -250,15 +250,16 @@ COLLECTIVES = (
     "all_to_all_single",
 )
 """Functions of torch.distributed that ``collectives_timed`` observes."""
+_KEPT = {"all_gather_function": "all_gather_into_tensor", "reduce_scatter_function": "reduce_scatter_tensor"}
+"""Those of which DeepSpeed's backend has a reference, by the name of its attribute."""
 
 
 @contextmanager
 def collectives_timed(now: Callable[[], float], record: Callable[[str, float, float], None]) -> Iterator[None]:
     """While inside, call ``record(name, begin, end)`` for each collective called as ``torch.distributed.NAME``.
 
-    So it is for those that are direct exchanges over gloo.
-
-    torch 2.13: torch.distributed has no hook for collectives on every backend, so the functions are replaced.
+    torch 2.13: torch.distributed has no hook for collectives on every backend, so the functions are replaced; those
+    that DeepSpeed has kept, in comm/torch.py, as well.
     Test: tests/tools/reporting/test_trace.py. Remove when gloo and nccl both have such a hook.
     """
 
@@ -271,9 +272,10 @@ def collectives_timed(now: Callable[[], float], record: Callable[[str, float, fl
 
         return call
 
-    exchanges = {name: timed(collective, getattr(gloo, name)) for name, collective in gloo.TRACED.items()}
+    backend = comm.comm.cdb
+    kept = {name: timed(function, getattr(backend, name)) for name, function in _KEPT.items() if hasattr(backend, name)}
     collectives = {name: timed(name, getattr(dist, name)) for name in COLLECTIVES}
-    with replaced(dist, **collectives), replaced(gloo, **exchanges):
+    with replaced(dist, **collectives), nullcontext() if backend is None else replaced(backend, **kept):
         yield
 
 

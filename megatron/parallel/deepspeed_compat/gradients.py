@@ -1,7 +1,7 @@
-"""What DeepSpeed's optimizers do with gradients, where it is replaced: norm, clipping, loss scale."""
+"""What DeepSpeed's optimizers do with gradients, where it is replaced: reduction, norm, clipping, loss scale."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megatron.config.errors import NumericsError
 from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.shared_memory import SharedMemoryGroup
 
 
 def clip_by_model_norm(engine: DeepSpeedEngine, layout: ParallelLayout) -> None:
@@ -248,3 +249,36 @@ def loss_scale_limit_reported() -> Iterator[None]:
         raise NumericsError(
             "gradients overflow even at the smallest loss scale, --min-scale: lower --lr, or use --bf16"
         ) from error
+
+
+def reduce_to_owners(engine: DeepSpeedEngine) -> None:
+    """At ZeRO 1 and 2: send each slice of a gradient to the rank that owns it, and nowhere else.
+
+    DeepSpeed: runtime/zero/stage_1_and_2.py, ``allreduce_and_scatter`` sums a copy of every slice on every rank, and
+    all but its owner discard it.
+    Test: tests/training/test_layouts_agree.py. Remove when slices are reduced to their owners only.
+    """
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "allreduce_and_scatter"):
+        return
+    everywhere = optimizer.allreduce_and_scatter
+
+    def reduce(bucket: Sequence[tuple], communication_data_type: torch.dtype, **options: Any) -> None:
+        group = options.get("process_group") or optimizer.dp_process_group
+        has_one_owner = not options.get("divide", True) and all(len(owners) == 1 for owners, *_ in bucket)
+        if not has_one_owner or not isinstance(group, SharedMemoryGroup) or group.memory is None:
+            return everywhere(bucket, communication_data_type, **options)
+        dtype = torch.float32 if optimizer.sequence_parallel_size > 1 else communication_data_type
+        slices: list[list[Tensor]] = [[] for _ in range(group.size())]
+        for (owner,), gradient, _ in bucket:
+            slices[owner].append(gradient.to(dtype))
+        parts = [torch.cat(of_rank) if of_rank else torch.empty(0, dtype=dtype) for of_rank in slices]
+        total = parts[group.rank()]
+        dist.reduce_scatter(total, parts, group=group)
+        mine = [(gradient, output) for (owner,), gradient, output in bucket if owner == group.rank()]
+        for (gradient, output), own in zip(mine, total.split([x.numel() for x in slices[group.rank()]]), strict=True):
+            optimizer._add_to_grad_partition_buffer(output, own)
+            gradient.copy_(own)
+        return None
+
+    optimizer.allreduce_and_scatter = reduce
