@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,30 +71,45 @@ _ALL_REDUCE, _REDUCE_SCATTER, _ALL_GATHER = (
 Options = AllreduceOptions | ReduceScatterOptions | AllgatherOptions
 
 
+def _left_to_gloo(name: str) -> Any:
+    """A method of ``SharedMemoryGroup`` that calls gloo's ``name``.
+
+    torch 2.13: what a group in Python does not define itself is called with Python's lock held. A thread of gloo's that
+    needs the lock, to free a tensor, and has gloo's own would wait forever.
+    """
+
+    def call(self: "SharedMemoryGroup", *arguments: Any, **options: Any) -> Work:
+        return getattr(self._gloo, name)(*arguments, **options)
+
+    return call
+
+
 class SharedMemoryGroup(ProcessGroup):
     """A process group of gloo whose sums and gathers go through shared memory if all its ranks are on this host."""
 
+    broadcast, allgather, allreduce_coalesced, barrier, send, recv, all_to_all_single = map(
+        _left_to_gloo,
+        ("broadcast", "allgather", "allreduce_coalesced", "barrier", "send", "recv", "alltoall_base"),
+    )
+
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # with a store, Python's methods would not be called
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         self._gloo._set_sequence_number_for_group()
         self._set_default_backend(ProcessGroup.BackendType.GLOO)
         self._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, self._gloo)
         self.memory = _join(store, rank, size, timeout)
         """None where gloo does everything."""
 
-    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions = _ALL_REDUCE) -> Work:
+    def allreduce(self, tensors: list[Tensor], opts: AllreduceOptions = _ALL_REDUCE) -> Work:  # type: ignore[override]
         """Sum ``tensors[0]`` over the ranks, in place; every rank has the same bits."""
         if self.memory is None or len(tensors) > 1 or not self._suits(opts, tensors):
             return self._gloo.allreduce(tensors, opts)
         flat = _flat(tensors[0])
         return Pending(self.memory, _all_reduce(self.memory, flat, opts.asyncOp), tensors[0], flat)
 
-    def reduce_scatter(
-        self,
-        outputs: list[Tensor],
-        inputs: list[list[Tensor]],
-        opts: ReduceScatterOptions = _REDUCE_SCATTER,
+    def reduce_scatter(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: ReduceScatterOptions = _REDUCE_SCATTER
     ) -> Work:
         """Sum ``inputs[0][rank]`` over the ranks into ``outputs[0]``; each rank may have another number of elements."""
         if self.memory is None or len(outputs) > 1 or not self._suits(opts, [*outputs, *inputs[0]]):
@@ -101,7 +117,7 @@ class SharedMemoryGroup(ProcessGroup):
         total, parts = _flat(outputs[0]), [_flat(part) for part in inputs[0]]
         return Pending(self.memory, _reduce_scatter(self.memory, total, parts, opts.asyncOp), outputs[0], total)
 
-    def reduce_scatter_single(
+    def reduce_scatter_single(  # type: ignore[override]
         self, output: Tensor, input: Tensor, opts: ReduceScatterOptions = _REDUCE_SCATTER
     ) -> Work:
         """Sum this rank's part of ``input`` over the ranks into ``output``."""
@@ -117,6 +133,18 @@ class SharedMemoryGroup(ProcessGroup):
             return self._gloo._allgather_base(output, input, opts)
         whole, own = _flat(output), _flat(input)
         return Pending(self.memory, _all_gather(self.memory, whole, own, opts.asyncOp), output, whole)
+
+    def all_gather_single_coalesced(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: AllgatherOptions
+    ) -> Work:
+        """``all_gather_single`` of each pair."""
+        return _Together([self.all_gather_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
+
+    def reduce_scatter_single_coalesced(  # type: ignore[override]
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: ReduceScatterOptions
+    ) -> Work:
+        """``reduce_scatter_single`` of each pair."""
+        return _Together([self.reduce_scatter_single(*pair, opts) for pair in zip(outputs, inputs, strict=True)])
 
     def _suits(self, opts: Options, tensors: Sequence[Tensor]) -> bool:
         """Whether a collective of these ``tensors`` can go through shared memory; the same on every rank."""
@@ -217,6 +245,18 @@ class Pending(Work):
         if self._target.data_ptr() != self._flat.data_ptr():
             self._target.detach().copy_(self._flat.view(self._target.shape))
         return None
+
+
+class _Together(Work):
+    """Several collectives under way."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for all of them."""
+        return all([work.wait() for work in self._works])
 
 
 class _Memory:

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import signal
 import threading
 import time
@@ -148,6 +149,13 @@ def _sum_of_strangers(reason: str) -> float:
     total = torch.tensor([1.0 + rank])
     dist.all_reduce(total, group=group)
     return total.item()
+
+
+def test_no_collective_is_called_with_pythons_lock() -> None:
+    """torch holds it while it calls what a group in Python leaves to C++; gloo's threads may need it meanwhile."""
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
+    left = set(re.findall(r"c10::intrusive_ptr<Work> (\w+)\(", header.read_text()))
+    assert len(left) > 8 and left <= vars(SharedMemoryGroup).keys()
 
 
 def test_other_devices_and_backends_keep_theirs(monkeypatch) -> None:
