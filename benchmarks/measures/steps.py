@@ -1,7 +1,7 @@
 """Run on each rank by ``two_cores.py``: a few steps, and the time per step of the slowest rank.
 
 DeepSpeed's all-reduce through shared memory is there if LOCAL_SIZE is set when it starts. It is for inference alone: it
-sums over all ranks only, waits for a rank that has ended forever, and leaves its files behind.
+sums over all ranks only, waits forever for a rank that has ended, and removes none of its files.
 """
 
 import os

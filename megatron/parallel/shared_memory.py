@@ -6,7 +6,7 @@ as is a group whose ranks do not all see each other's processes.
 
 Each rank counts its messages. It writes one into one of its two slots, in turn, then publishes its number; the others
 read it once they see the number. A rank is done with one message, which all others have published by then, before it
-writes the next, so that nobody overwrites what another still reads. An asynchronous collective has published its
+writes the next, so that none overwrites what another still reads. An asynchronous collective has published its
 message when it returns, and reads those of the others in ``wait()``, or before the next collective of the group.
 
 The memory has no name that a killed rank could leave behind: it ends with the last process that has mapped it.
@@ -51,7 +51,7 @@ _LOOK_SECONDS = 0.2
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
 
 Messages = Generator[None, None, None]
-"""The steps of a collective: it stops after each message that it has written, and goes on once all have published."""
+"""The steps of a collective: it stops after each message that it has written, and continues once all have published."""
 
 
 def backend_of_groups(device: str) -> str | None:

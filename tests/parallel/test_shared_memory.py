@@ -119,7 +119,7 @@ def _joined(store: Path, rank: int) -> SharedMemoryGroup:
     return group
 
 
-def test_ranks_that_disagree_are_told(run_ranks) -> None:
+def test_collectives_of_different_sizes_are_reported(run_ranks) -> None:
     assert run_ranks(2, _disagree) == ["ranks 0 and 1", "ranks 1 and 0"]
 
 
