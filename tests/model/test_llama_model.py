@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import divided, joined
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.config.huggingface.llama import read_config, source_shapes, write_config
+from megatron.config.huggingface.llama import family_of, read_config, source_shapes, write_config
 from megatron.config.model import padded_vocabulary
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.rotary import RotaryEmbedding
@@ -51,6 +51,15 @@ MODELS = {
     "mistral": {"num_key_value_heads": 2, "head_dim": 6, "sliding_window": 7},
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": False,
+    },
     "llama linear": {"num_key_value_heads": 4, "rope_parameters": {"rope_type": "linear", "factor": 4.0}},
     "llama yarn": {"num_key_value_heads": 4, "head_dim": 8, "rope_parameters": YARN},
 }
@@ -85,7 +94,7 @@ def _reference(name: str) -> Reference:
     config = replace(read_config(model.config.to_dict(), Path("config.json")), attention_dropout=0.0)
     logits = model(TOKENS).logits
     F.cross_entropy(logits.flatten(0, 1), TOKENS.roll(-1, 1).flatten()).backward()
-    state = {key: (parameter.detach(), parameter.grad) for key, parameter in model.named_parameters()}
+    state = _with_experts_apart({key: (one.detach(), one.grad) for key, one in model.named_parameters()}, config)
     weights, gradients = (
         {
             ours: joined(ours, [state[theirs][part] for theirs in sources], config)
@@ -96,6 +105,25 @@ def _reference(name: str) -> Reference:
     return Reference(config, weights, logits.detach(), gradients)
 
 
+def _with_experts_apart(state: dict[str, tuple[Tensor, ...]], config: ModelConfig) -> dict[str, tuple[Tensor, ...]]:
+    """``state`` with a tensor for each expert, and gate and up apart, as in files; transformers stacks them."""
+    names = family_of(config).experts if config.has_experts else None
+    files: dict[str, tuple[Tensor, ...]] = {}
+    for key, tensors in state.items():
+        layer, _, kind = key.partition(".mlp.")
+        if names is None or not kind:
+            files[key] = tensors
+        elif "experts." not in kind:
+            files[f"{layer}.{names.router}.weight"] = tensors
+        for number, parts in enumerate(zip(*tensors, strict=True)) if names and "experts." in kind else ():
+            is_pair = "gate_up" in kind
+            halves = zip(*(part.chunk(2) for part in parts), strict=True) if is_pair else [parts]
+            matrices = names.matrices[:2] if is_pair else names.matrices[2:]
+            for matrix, half in zip(matrices, halves, strict=True):
+                files[f"{layer}.{names.experts}.{number}.{matrix}.weight"] = half
+    return files
+
+
 @pytest.fixture(scope="module")
 def references() -> dict[str, Reference]:
     """One of each model."""
@@ -104,7 +132,9 @@ def references() -> dict[str, Reference]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_logits_and_gradients_are_those_of_transformers(run_ranks, references, size):
-    run_ranks(size, compare, references if size != 2 else {name: references[name] for name in ("llama", "qwen3")})
+    run_ranks(
+        size, compare, references if size != 2 else {name: references[name] for name in ("llama", "qwen3", "mixtral")}
+    )
 
 
 def compare(references: dict[str, Reference]):
@@ -162,7 +192,7 @@ PROMPTS = [[5], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20], [3, 9, 3]]
 def test_greedy_tokens_are_those_of_transformers(run_ranks, references, tmp_path: Path) -> None:
     """From a checkpoint, with and without a cache, on one rank, and on four that share two key and value heads."""
     expected = {}
-    for name in ("llama", "mistral", "qwen3"):
+    for name in ("llama", "mistral", "qwen3", "mixtral"):
         model, reference = hugging_face(name).eval(), references[name]
         model.generation_config.eos_token_id = None
         expected[name] = [_generated(model, prompt) for prompt in PROMPTS]

@@ -107,6 +107,7 @@ def read_config(tree: Mapping[str, Any], path: Path, *, vocab_size: int | None =
     defaults = {
         "num_key_value_heads": tree.get("num_key_value_heads") or heads,
         "head_dim": tree.get("head_dim") or _quotient(tree.get("hidden_size"), heads),
+        "num_experts": tree.get("num_experts", tree.get("num_local_experts")),  # transformers 5 writes the latter
     }
     sizes = {name: (theirs, None) for name, theirs in family.experts.sizes.items()} if family.experts else {}
     fixed = {"hidden_act": "silu", **(_ALL_LAYERS if family.experts else {})}
