@@ -7,8 +7,15 @@ norm           the gradient norm counts weights that tensor-parallel ranks hold 
 shards         tensor-parallel ranks swap their shards of a weight when it is drawn
 accumulation   the loss does not take into account how many micro-batches are accumulated
 learning rate  rank 1 steps with half the learning rate
+expert norm    the gradient norm leaves out the experts of the other ranks
+expert twice   the gradients of experts are twice what they should be
+weights        the outputs of a token's experts are weighted in the wrong order
+experts        ranks hold one another's experts
+
+With several faults, separated by commas, each layout has one of them: the number ZeRO stage + 2 x stages.
 """
 
+import dataclasses
 import itertools
 import os
 import sys
@@ -82,6 +89,44 @@ def wrong_learning_rate():
     learning_rates.Schedule.learning_rate = lambda self, *positions: right(self, *positions) / 2
 
 
+def wrong_norm_of_experts():
+    from megatron.parallel.deepspeed_compat import gradients
+
+    right = gradients.sum_over_model
+    gradients.sum_over_model = lambda values, layout: right(values, dataclasses.replace(layout, expert_group=None))
+
+
+def doubled_gradient_of_experts():
+    from megatron.model import moe
+
+    right = moe.mark_expert
+
+    def marked(parameter, layout):
+        parameter.register_hook(lambda gradient: 2 * gradient)
+        return right(parameter, layout)
+
+    moe.mark_expert = marked
+
+
+def wrong_weights_of_experts():
+    from megatron.model.moe import Router
+
+    right = Router.forward
+
+    def forward(self, x):
+        weights, chosen, kept = right(self, x)
+        return weights.flip(-1), chosen, kept
+
+    Router.forward = forward
+
+
+def swapped_experts():
+    from megatron.model import moe
+
+    right = moe.local_experts
+    moe.local_experts = lambda experts, layout: [(n + experts // 2) % experts for n in right(experts, layout)]
+
+
 FAULTS = {
     "all-reduce": missing_all_reduce,
     "tied": untied_embedding,
@@ -90,9 +135,21 @@ FAULTS = {
     "shards": swapped_shards,
     "accumulation": ignored_accumulation,
     "learning rate": wrong_learning_rate,
+    "expert norm": wrong_norm_of_experts,
+    "expert twice": doubled_gradient_of_experts,
+    "weights": wrong_weights_of_experts,
+    "experts": swapped_experts,
 }
+
+
+def fault_of_layout() -> str:
+    """That of FAULT that this run has."""
+    faults = os.environ["FAULT"].split(",")
+    zero, stages = (int(sys.argv[sys.argv.index(flag) + 1]) for flag in ("--zero-stage", "--pipe-parallel-size"))
+    return faults[zero + 2 * stages] if len(faults) > 1 else faults[0]
+
 
 if __name__ == "__main__":
     if int(os.environ["WORLD_SIZE"]) > 1:
-        FAULTS[os.environ["FAULT"]]()
+        FAULTS[fault_of_layout()]()
     run_rank(pretrain_gpt2.main)

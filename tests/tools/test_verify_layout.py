@@ -17,6 +17,16 @@ FAULTS = {
     "accumulation": ("tp1-pp0-dp2", "loss of iteration 1"),
     "learning rate": ("tp2-pp0-dp1", "1.position_embeddings.weight after the first step"),
 }
+FAULTS_OF_EXPERTS = {
+    # Each rank then clips its experts by another norm.
+    "expert norm": ("tp1-pp0-dp2-ep2", "gradient of 5.mlp.experts.dense_4h_to_h.weight"),
+    "expert twice": (
+        "tp1-pp0-dp2-ep2-zero1",
+        "gradient of 5.mlp.experts.dense_4h_to_h.weight (2 times the reference)",
+    ),
+    "weights": ("tp1-pp0-dp2-ep2-zero2", "gradient of 7.bias"),
+    "experts": ("tp1-pp1-dp2-ep2-zero1", "initial 2.mlp.experts.dense_h_to_4h.weight"),
+}
 
 
 QUICK = "tests/support/verify_layout.py"
@@ -119,6 +129,15 @@ def test_a_planted_fault_is_found_and_named(programs: Programs, fault: str) -> N
     assert finished.returncode == 1, finished.output
     assert f"[2/2] {layout}: differs, first in {first} (" in finished.output, finished.output
     assert "1 of 2 layouts agree" in finished.output
+
+
+def test_planted_faults_of_experts_are_found_and_named(programs: Programs) -> None:
+    words = "--program tests/support/faulty_layouts.py --num-experts 4 --moe-aux-loss-coeff 0.1".split()
+    layouts = [layout for layout, _ in FAULTS_OF_EXPERTS.values()]
+    finished = verify(programs, *words, "--layouts", "tp1-pp0-dp1", *layouts, FAULT=",".join(FAULTS_OF_EXPERTS))
+    for layout, first in FAULTS_OF_EXPERTS.values():
+        assert f" {layout}: differs, first in {first} (" in finished.output, finished.output
+    assert "1 of 5 layouts agree" in finished.output
 
 
 def test_bert_is_verified_by_its_program(programs: Programs) -> None:
