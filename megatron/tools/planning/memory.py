@@ -114,8 +114,20 @@ def activations(run: RunConfig) -> Activations:
         logits=2 * logits * z.element + _loss_rows(run, z),
         stored_logits=logits * z.element,
         hidden=hidden,
-        passing=(4 if run.model.swiglu else 2) * z.tokens * z.f * z.element // z.t + copies * whole + _gathered(run, z),
+        passing=_in_the_mlp(run, z) + copies * whole + _gathered(run, z),
     )
+
+
+def _in_the_mlp(run: RunConfig, z: Sizes) -> int:
+    """Temporary memory of the MLP's backward pass, beside hidden states.
+
+    The gradient of the second product's input, and that of its weight before it is added up: the input of the product
+    is freed before the next gradient of that size is there. Gates are computed from more tensors.
+    """
+    columns = z.tokens * z.f * z.element // z.t
+    if run.model.swiglu:
+        return 4 * columns
+    return columns + (0 if run.model.gradient_accumulation_fusion else z.h * z.f * z.element // z.t)
 
 
 def _columns(run: RunConfig) -> int:

@@ -63,6 +63,7 @@ ON_TWO = [
     f"{STILL} --bf16 --zero-stage 3 {BUCKET}",
     f"{STILL} --zero-stage 3 {BUCKET}",
     f"{STILL} {LLAMA} --num-query-groups 1 --model-parallel-size 2 --sequence-parallel",
+    f"{STILL} --pipe-parallel-size 2 --pipeline-schedule dualpipev",
     f"{STILL} --lora-rank 4 --zero-stage 2 {BUCKET}",
     f"{STILL} --lora-rank 4 --bf16 --zero-stage 3 {BUCKET}",
 ]
