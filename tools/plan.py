@@ -42,7 +42,7 @@ def main() -> None:
     """Read the request, search, and print the plan."""
     args, words = _parser().parse_known_args()
     request = _request(args, words)
-    plan = search(request)
+    plan = search(request, any_schedule=True)
     if args.choose > max(len(plan.fitting), 1):
         raise ConfigError(f"--choose {args.choose}: {counted(len(plan.fitting), 'layout')} fit; choose one of them")
     print("\n".join(describe_plan(plan, request, args.top)), flush=True)

@@ -183,7 +183,7 @@ def _as_json(one: Candidate, *, with_stages: bool) -> dict[str, Any]:
         "bubble": one.bubble,
         "sent_bytes": asdict(one.traffic),
         "links": _links(one),
-        "seconds": {**asdict(one.timing), "total": one.timing.total},
+        "seconds": {**one.timing.shares, "total": one.timing.total},
         "flops_per_device": one.flops_per_device,
         "mfu": one.mfu,
         "days": one.days,
@@ -204,6 +204,8 @@ def layout_of(one: Candidate) -> dict[str, Any]:
     return {
         "tensor_parallel": parallel.model_parallel_size,
         "pipeline_parallel": parallel.pipe_parallel_size,
+        "pipeline_schedule": parallel.pipeline_schedule if parallel.pipe_stages > 1 else None,
+        "model_chunks_per_stage": parallel.chunks_per_stage,
         "data_parallel": parallel.data_parallel_size,
         "zero_stage": run.zero.zero_stage,
         "sequence_parallel": parallel.sequence_parallel,
@@ -220,13 +222,14 @@ def _ranked(shown: Sequence[Candidate]) -> list[str]:
     speed, speed_prefix = prefix_of(min(max(one.flops_per_device for one in shown), TERA))
     step, seconds = (1.0, "s") if max(one.timing.total for one in shown) >= 1 else (1e-3, "ms")
     rows: list[tuple[str, ...]] = [(
-        "", "TP", "PP", "DP", "ZeRO", "SP", "recompute", "micro", "gas", f"memory {memory_prefix}B", "bubble",
-        f"sent {sent_prefix}B", f"step {seconds}", f"{speed_prefix}FLOP/s", "MFU", "days",
+        "", "TP", "PP", "schedule", "DP", "ZeRO", "SP", "recompute", "micro", "gas", f"memory {memory_prefix}B",
+        "bubble", f"sent {sent_prefix}B", f"step {seconds}", f"{speed_prefix}FLOP/s", "MFU", "days",
     )]  # fmt: skip
     for number, one in enumerate(shown, 1):
-        t, p, d, zero, cut, recompute, micro, gas = layout_of(one).values()
+        t, p, schedule, chunks, d, zero, cut, recompute, micro, gas = layout_of(one).values()
+        order = f"{schedule} {chunks}" if schedule == "interleaved" else schedule or "-"
         rows.append((
-            *map(str, (number, t, p, d, zero)), "yes" if cut else "no", recompute or "none", str(micro), str(gas),
+            *map(str, (number, t, p, order, d, zero, "yes" if cut else "no", recompute or "none", micro, gas)),
             f"{one.memory.total / memory:.1f}", f"{one.bubble:.1%}", f"{one.traffic.total / sent:.3g}",
             f"{one.timing.total / step:.3g}", f"{one.flops_per_device / speed:.3g}", f"{one.mfu:.1%}",
             f"{one.days:.3g}",
@@ -245,7 +248,7 @@ def _progress_line(one: Candidate) -> str:
 
 def _shares(one: Candidate) -> str:
     total = one.timing.total
-    return ", ".join(f"{name} {seconds / total:.1%}" for name, seconds in asdict(one.timing).items())
+    return ", ".join(f"{name} {seconds / total:.1%}" for name, seconds in one.timing.shares.items())
 
 
 def _sent(one: Candidate) -> str:

@@ -16,11 +16,12 @@ from megatron.config.fields import Provided, flag_name
 from megatron.config.model import padded_vocabulary
 from megatron.config.validation import RULES
 from megatron.model.spec import model_flops
-from megatron.parallel.pipeline.partition import Stage, plan
+from megatron.parallel.pipeline.partition import Stage, explicit, plan
+from megatron.parallel.pipeline.schedule import KINDS, Schedule, has_order
 from megatron.tools.planning.memory import Memory, activations, working
 from megatron.tools.planning.request import Request, words
 from megatron.tools.planning.states import States, numel, stage_weights, states, trained
-from megatron.tools.planning.timing import Timing, Traffic, timing, traffic
+from megatron.tools.planning.timing import Timing, Traffic, idle_ratio, timing, traffic
 
 RECOMPUTE = (None, "selective", "full")
 
@@ -99,10 +100,16 @@ class Plan:
         return len(self.fitting) + len(self.too_large) + sum(rejection.layouts for rejection in self.rejections)
 
 
-def search(request: Request) -> Plan:
-    """All layouts of ``request``."""
+def search(request: Request, *, any_schedule: bool = False) -> Plan:
+    """All layouts of ``request``; with ``any_schedule`` each with the pipeline schedule that makes it fastest.
+
+    A schedule that is given stays.
+    """
     rejected: dict[str, Rejection] = {}
     found = [candidate for shape in _shapes(request) for candidate in _candidates(request, shape, rejected)]
+    if any_schedule and "pipeline_schedule" not in request.given:
+        grids: dict[tuple, _Grid] = {}
+        found = [_with_schedule(candidate, grids) for candidate in found]
     fitting = [candidate for candidate in found if candidate.fits]
     too_large = [candidate for candidate in found if not candidate.fits]
     return Plan(
@@ -217,6 +224,68 @@ class _Grid:
         if stage not in self._states:
             self._states[stage] = [states(run, weights) for weights in self.weights]
         return self._states[stage]
+
+
+_GAIN = 0.01
+"""Share of the time of an iteration for which the planner leaves 1F1B."""
+
+
+def _with_schedule(plain: Candidate, grids: dict[tuple, _Grid]) -> Candidate:
+    """``plain`` with the pipeline schedule that makes it fastest and lets it fit in memory; 1F1B if none does.
+
+    ``grids`` keeps what layouts with the same model chunks share.
+    """
+    if not plain.fits or plain.timing.bubble < _GAIN * plain.timing.total:
+        return plain
+    estimates = sorted((_estimate(plain, *schedule), *schedule) for schedule in _schedules(plain.run))
+    for seconds, *schedule in estimates:
+        if seconds < (1 - _GAIN) * plain.timing.total:
+            found = _scheduled(plain, *schedule, grids)
+            if found.fits and found.timing.total < (1 - _GAIN) * plain.timing.total and _broken(found.run) is None:
+                return found
+    return plain
+
+
+def _estimate(plain: Candidate, name: str, chunks: int) -> float:
+    """About the seconds of an iteration with another schedule, by which each chunk sends as much as a stage did."""
+    run, spent = plain.run, plain.timing
+    useful = spent.compute + spent.tensor + chunks * spent.pipeline
+    schedule = Schedule(name, run.parallel.pipe_stages, run.train.gradient_accumulation_steps, chunks)
+    return useful * (1 + idle_ratio(schedule, spent.passes)) + spent.data
+
+
+def _schedules(run: RunConfig) -> Iterator[tuple[str, int]]:
+    """Name and model chunks per stage of the schedules of a pipeline, but 1F1B."""
+    stages, layers, micro_batches = (
+        run.parallel.pipe_stages,
+        run.model.num_layers,
+        run.train.gradient_accumulation_steps,
+    )
+    if stages == 1 or run.model.encoder_num_layers or explicit(run.parallel.pipeline_partition):
+        return
+    equal = [chunks for chunks in range(2, layers // stages + 1) if layers % (stages * chunks) == 0]
+    for name, kind in KINDS.items():
+        for chunks in equal if kind.chunks is None else [kind.chunks]:
+            possible = has_order(name, stages, micro_batches, chunks) and stages * chunks <= layers
+            if name == "interleaved" and micro_batches % stages:
+                continue
+            if name != "1f1b" and possible:
+                yield name, chunks
+
+
+def _scheduled(plain: Candidate, name: str, chunks: int, grids: dict[tuple, _Grid]) -> Candidate:
+    """``plain`` with another schedule."""
+    parallel = plain.run.parallel
+    given = {**plain.given, "pipeline_schedule": _flag("pipeline_schedule", name)}
+    settings: dict[str, Any] = {"pipeline_schedule": name}
+    if KINDS[name].chunks is None:
+        settings["num_virtual_stages_per_pipeline_rank"] = chunks
+        given["num_virtual_stages_per_pipeline_rank"] = _flag("num_virtual_stages_per_pipeline_rank", chunks)
+    run = replace(plain.run, parallel=replace(parallel, **settings))
+    key = (parallel.model_parallel_size, parallel.pipe_stages, parallel.data_parallel_size, chunks, KINDS[name].is_v)
+    if key not in grids:
+        grids[key] = _Grid(run)
+    return _candidate(plain.request, run, given, grids[key])
 
 
 def _candidate(request: Request, run: RunConfig, given: Mapping[str, Provided], grid: _Grid) -> Candidate:

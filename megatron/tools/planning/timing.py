@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -194,6 +195,13 @@ class Timing:
     """Waiting for the pipeline to fill and to drain."""
     data: float
     """Reducing gradients and gathering weights."""
+    passes: PassSeconds
+    """Of a micro-batch on the busiest stage; not in the total."""
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Seconds of each part of the total, by name."""
+        return {name: seconds for name, seconds in vars(self).items() if name != "passes"}
 
     @property
     def total(self) -> float:
@@ -225,8 +233,8 @@ def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traff
     data = max(traffic.data for _, traffic in stages) / machine.bandwidth(replicas)
     if not parallel.uses_pipeline and run.zero.zero_overlap_comm:
         data = max(data - compute / 2, 0.0)
-    idle = _idle_ratio(run, busiest) * (compute + tensor + sends)
-    return Timing(compute, tensor if t > 1 or inner > t else 0.0, sends, idle, data)
+    idle = idle_ratio(schedule_of(run), busiest) * (compute + tensor + sends)
+    return Timing(compute, tensor if t > 1 or inner > t else 0.0, sends, idle, data, busiest)
 
 
 def pass_seconds(run: RunConfig, machine: Machine, stage: Stage) -> PassSeconds:
@@ -250,27 +258,27 @@ def pass_seconds(run: RunConfig, machine: Machine, stage: Stage) -> PassSeconds:
     return PassSeconds(*(per_rank * one / speed for one in flops))
 
 
-_MOST_STAGES = 16
+_MOST_STAGES = 8
 """Stages that are simulated; the bubble of more is taken to grow like theirs."""
 
 
-def _idle_ratio(run: RunConfig, seconds: PassSeconds) -> float:
-    """Idle time over useful time of the pipeline, if all stages take as long as the busiest."""
-    schedule = schedule_of(run)
-    if schedule.stages == 1 or schedule.name == "1f1b":
-        return bubble_ratio(schedule.stages, schedule.micro_batches)
-    short, inputs = schedule.shortened, round(seconds.inputs / seconds.forward, 2)
-    passes = PassSeconds(1.0, inputs, round(seconds.weights / seconds.forward, 2))
-    return _idle_passes(short, passes) / (schedule.micro_batches * schedule.chunks * passes.total)
+def idle_ratio(schedule: Schedule, seconds: PassSeconds) -> float:
+    """Idle time over useful time of a pipeline all of whose stages take ``seconds`` for the passes of a micro-batch."""
+    stages, micro_batches = schedule.stages, schedule.micro_batches
+    if stages == 1 or schedule.name == "1f1b" or (schedule.name == "interleaved" and micro_batches % stages == 0):
+        return bubble_ratio(stages, micro_batches, schedule.chunks)
+    ratios = (round(one / seconds.forward, 1) for one in (seconds.inputs, seconds.weights))
+    passes = PassSeconds(1.0, *ratios)
+    simulated = schedule
+    if schedule.name != "interleaved":  # more than two micro-batches for each stage do not change the idle time
+        fewer = min(stages, _MOST_STAGES)
+        of_fewer = ceil(fewer * min(micro_batches / stages, 2))
+        simulated = replace(schedule, stages=fewer, micro_batches=of_fewer)
+    idle = _idle_passes(simulated, passes) * (stages - 1) / (simulated.stages - 1)
+    return idle / (micro_batches * schedule.chunks * passes.total)
 
 
-@lru_cache(maxsize=4096)
-def _idle_passes(schedule: Schedule, passes: PassSeconds) -> float:
-    """Idle time of each stage, in forward passes of a model chunk."""
-    if schedule.stages <= _MOST_STAGES or schedule.micro_batches < 2 * schedule.stages:
-        return idle_seconds(schedule, passes)
-    fewer = replace(schedule, stages=_MOST_STAGES, micro_batches=2 * _MOST_STAGES)
-    return (schedule.stages - 1) / (fewer.stages - 1) * idle_seconds(fewer, passes)
+_idle_passes = lru_cache(maxsize=4096)(idle_seconds)
 
 
 def ring_all_reduce(n: float, ranks: int) -> float:

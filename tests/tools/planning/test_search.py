@@ -136,3 +136,22 @@ def test_sizes_and_batch_are_required():
     text = "\n".join(raised.value.messages)
     assert "--num-layers is required" in text
     assert "--global-batch-size is required" in text
+
+
+def test_the_fastest_schedule_is_chosen() -> None:
+    """A layout with a pipeline gets the schedule that leaves less time idle, by flags that make a valid run."""
+    layout = ("--model-parallel-size", "1", "--pipe-parallel-size", "4", "--zero-stage", "1", "--batch-size", "1")
+    request = request_of("--global-batch-size", "32", *layout, model="345m", devices=4)
+    plain, chosen = search(request).fitting, search(request, any_schedule=True).fitting
+    assert len(plain) == len(chosen) > 0
+    assert {one.run.parallel.pipeline_schedule for one in plain} == {"1f1b"}
+    assert chosen[0].timing.total < plain[0].timing.total and chosen[0].bubble < plain[0].bubble / 2
+    for one in chosen:
+        run = parse_run(one.command, request.environ).parallel
+        assert (run.pipeline_schedule, run.model_chunks) == (
+            one.run.parallel.pipeline_schedule,
+            one.run.parallel.model_chunks,
+        )
+        assert one.fits and one.run.parallel.pipeline_schedule != "1f1b"
+    given = request_of("--global-batch-size", "32", *layout, "--pipeline-schedule", "1f1b", model="345m", devices=4)
+    assert {one.run.parallel.pipeline_schedule for one in search(given, any_schedule=True).fitting} == {"1f1b"}
