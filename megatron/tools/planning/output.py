@@ -204,14 +204,14 @@ def layout_of(one: Candidate) -> dict[str, Any]:
     return {
         "tensor_parallel": parallel.model_parallel_size,
         "pipeline_parallel": parallel.pipe_parallel_size,
-        "pipeline_schedule": parallel.pipeline_schedule if parallel.pipe_stages > 1 else None,
-        "model_chunks_per_stage": parallel.chunks_per_stage,
         "data_parallel": parallel.data_parallel_size,
         "zero_stage": run.zero.zero_stage,
         "sequence_parallel": parallel.sequence_parallel,
         "recompute": run.activation.recompute_granularity,
         "micro_batch_size": run.train.micro_batch_size,
         "gradient_accumulation_steps": run.train.gradient_accumulation_steps,
+        "pipeline_schedule": parallel.pipeline_schedule if parallel.pipe_stages > 1 else None,
+        "model_chunks_per_stage": parallel.chunks_per_stage,
     }
 
 
@@ -222,14 +222,14 @@ def _ranked(shown: Sequence[Candidate]) -> list[str]:
     speed, speed_prefix = prefix_of(min(max(one.flops_per_device for one in shown), TERA))
     step, seconds = (1.0, "s") if max(one.timing.total for one in shown) >= 1 else (1e-3, "ms")
     rows: list[tuple[str, ...]] = [(
-        "", "TP", "PP", "schedule", "DP", "ZeRO", "SP", "recompute", "micro", "gas", f"memory {memory_prefix}B",
+        "", "TP", "PP", "DP", "ZeRO", "SP", "recompute", "micro", "gas", "schedule", f"memory {memory_prefix}B",
         "bubble", f"sent {sent_prefix}B", f"step {seconds}", f"{speed_prefix}FLOP/s", "MFU", "days",
     )]  # fmt: skip
     for number, one in enumerate(shown, 1):
-        t, p, schedule, chunks, d, zero, cut, recompute, micro, gas = layout_of(one).values()
-        order = f"{schedule} {chunks}" if schedule == "interleaved" else schedule or "-"
+        t, p, d, zero, cut, recompute, micro, gas, schedule, chunks = layout_of(one).values()
+        order = f"{schedule}{chunks}" if schedule == "interleaved" else schedule or "-"
         rows.append((
-            *map(str, (number, t, p, order, d, zero, "yes" if cut else "no", recompute or "none", micro, gas)),
+            *map(str, (number, t, p, d, zero, "yes" if cut else "no", recompute or "none", micro, gas, order)),
             f"{one.memory.total / memory:.1f}", f"{one.bubble:.1%}", f"{one.traffic.total / sent:.3g}",
             f"{one.timing.total / step:.3g}", f"{one.flops_per_device / speed:.3g}", f"{one.mfu:.1%}",
             f"{one.days:.3g}",

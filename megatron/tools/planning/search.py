@@ -237,10 +237,10 @@ def _with_schedule(plain: Candidate, grids: dict[tuple, _Grid]) -> Candidate:
     """
     if not plain.fits or plain.timing.bubble < _GAIN * plain.timing.total:
         return plain
-    estimates = sorted((_estimate(plain, *schedule), *schedule) for schedule in _schedules(plain.run))
-    for seconds, *schedule in estimates:
+    estimates = sorted((_estimate(plain, name, chunks), name, chunks) for name, chunks in _schedules(plain.run))
+    for seconds, name, chunks in estimates:
         if seconds < (1 - _GAIN) * plain.timing.total:
-            found = _scheduled(plain, *schedule, grids)
+            found = _scheduled(plain, name, chunks, grids)
             if found.fits and found.timing.total < (1 - _GAIN) * plain.timing.total and _broken(found.run) is None:
                 return found
     return plain
