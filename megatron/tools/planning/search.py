@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import inf
 from typing import Any
 
 from megatron.config import RunConfig, flag_fields
@@ -17,7 +18,7 @@ from megatron.config.model import padded_vocabulary
 from megatron.config.validation import RULES
 from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.partition import Stage, explicit, plan
-from megatron.parallel.pipeline.schedule import KINDS, Schedule, has_order
+from megatron.parallel.pipeline.schedule import has_order, schedule_of
 from megatron.tools.planning.memory import Memory, activations, working
 from megatron.tools.planning.request import Request, words
 from megatron.tools.planning.states import States, numel, stage_weights, states, trained
@@ -237,52 +238,47 @@ def _with_schedule(plain: Candidate, grids: dict[tuple, _Grid]) -> Candidate:
     """
     if not plain.fits or plain.timing.bubble < _GAIN * plain.timing.total:
         return plain
-    estimates = sorted((_estimate(plain, name, chunks), name, chunks) for name, chunks in _schedules(plain.run))
-    for seconds, name, chunks in estimates:
-        if seconds < (1 - _GAIN) * plain.timing.total:
-            found = _scheduled(plain, name, chunks, grids)
-            if found.fits and found.timing.total < (1 - _GAIN) * plain.timing.total and _broken(found.run) is None:
+    for run in sorted(_other_schedules(plain.run), key=lambda run: _estimate(plain, run)):
+        if _estimate(plain, run) < (1 - _GAIN) * plain.timing.total:
+            found = _scheduled(plain, run, grids)
+            if found.fits and found.timing.total < (1 - _GAIN) * plain.timing.total and _broken(run) is None:
                 return found
     return plain
 
 
-def _estimate(plain: Candidate, name: str, chunks: int) -> float:
-    """About the seconds of an iteration with another schedule, by which each chunk sends as much as a stage did."""
-    run, spent = plain.run, plain.timing
-    useful = spent.compute + spent.tensor + chunks * spent.pipeline
-    schedule = Schedule(name, run.parallel.pipe_stages, run.train.gradient_accumulation_steps, chunks)
-    return useful * (1 + idle_ratio(schedule, spent.passes)) + spent.data
-
-
-def _schedules(run: RunConfig) -> Iterator[tuple[str, int]]:
-    """Name and model chunks per stage of the schedules of a pipeline, but 1F1B."""
-    stages, layers, micro_batches = (
-        run.parallel.pipe_stages,
-        run.model.num_layers,
-        run.train.gradient_accumulation_steps,
-    )
-    if stages == 1 or run.model.encoder_num_layers or explicit(run.parallel.pipeline_partition):
+def _other_schedules(run: RunConfig) -> Iterator[RunConfig]:
+    """``run`` with each pipeline schedule but 1F1B that its layers and micro-batches allow."""
+    parallel, layers, micro_batches = run.parallel, run.model.num_layers, run.train.gradient_accumulation_steps
+    stages = parallel.pipe_stages
+    if stages == 1 or run.model.encoder_num_layers or explicit(parallel.pipeline_partition):
         return
-    equal = [chunks for chunks in range(2, layers // stages + 1) if layers % (stages * chunks) == 0]
-    for name, kind in KINDS.items():
-        for chunks in equal if kind.chunks is None else [kind.chunks]:
-            possible = has_order(name, stages, micro_batches, chunks) and stages * chunks <= layers
-            if name == "interleaved" and micro_batches % stages:
-                continue
-            if name != "1f1b" and possible:
-                yield name, chunks
+    for name in ("zbh1", "zbv", "dualpipev"):
+        yield replace(run, parallel=replace(parallel, pipeline_schedule=name))
+    for chunks in range(2, layers // stages + 1):
+        if layers % (stages * chunks) == 0 and micro_batches % stages == 0:
+            settings = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": chunks}
+            yield replace(run, parallel=replace(parallel, **settings))
 
 
-def _scheduled(plain: Candidate, name: str, chunks: int, grids: dict[tuple, _Grid]) -> Candidate:
-    """``plain`` with another schedule."""
-    parallel = plain.run.parallel
-    given = {**plain.given, "pipeline_schedule": _flag("pipeline_schedule", name)}
-    settings: dict[str, Any] = {"pipeline_schedule": name}
-    if KINDS[name].chunks is None:
-        settings["num_virtual_stages_per_pipeline_rank"] = chunks
-        given["num_virtual_stages_per_pipeline_rank"] = _flag("num_virtual_stages_per_pipeline_rank", chunks)
-    run = replace(plain.run, parallel=replace(parallel, **settings))
-    key = (parallel.model_parallel_size, parallel.pipe_stages, parallel.data_parallel_size, chunks, KINDS[name].is_v)
+def _estimate(plain: Candidate, run: RunConfig) -> float:
+    """About the seconds of an iteration of ``run``, in which each chunk sends as much as a stage of ``plain`` did."""
+    parallel, spent = run.parallel, plain.timing
+    possible = has_order(parallel.pipeline_schedule, parallel.pipe_stages, run.train.gradient_accumulation_steps,
+                         parallel.chunks_per_stage)  # fmt: skip
+    if not possible or parallel.model_chunks > run.model.num_layers:
+        return inf
+    useful = spent.compute + spent.tensor + parallel.chunks_per_stage * spent.pipeline
+    return useful * (1 + idle_ratio(schedule_of(run), spent.passes)) + spent.data
+
+
+def _scheduled(plain: Candidate, run: RunConfig, grids: dict[tuple, _Grid]) -> Candidate:
+    """``plain`` as ``run``, which differs by its schedule."""
+    parallel, given = run.parallel, dict(plain.given)
+    for name in ("pipeline_schedule", "num_virtual_stages_per_pipeline_rank"):
+        if (value := getattr(parallel, name)) is not None:
+            given[name] = _flag(name, value)
+    sizes = (parallel.model_parallel_size, parallel.pipe_stages, parallel.data_parallel_size, run.zero.zero_stage)
+    key = (*sizes, parallel.chunks_per_stage, parallel.is_v_shaped)
     if key not in grids:
         grids[key] = _Grid(run)
     return _candidate(plain.request, run, given, grids[key])
