@@ -256,8 +256,8 @@ def _other_schedules(run: RunConfig) -> Iterator[RunConfig]:
         yield replace(run, parallel=replace(parallel, pipeline_schedule=name))
     for chunks in range(2, layers // stages + 1):
         if layers % (stages * chunks) == 0 and micro_batches % stages == 0:
-            settings = {"pipeline_schedule": "interleaved", "num_virtual_stages_per_pipeline_rank": chunks}
-            yield replace(run, parallel=replace(parallel, **settings))
+            virtual = replace(parallel, num_virtual_stages_per_pipeline_rank=chunks)
+            yield replace(run, parallel=replace(virtual, pipeline_schedule="interleaved"))
 
 
 def _estimate(plain: Candidate, run: RunConfig) -> float:
