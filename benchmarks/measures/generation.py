@@ -2,8 +2,8 @@
 
 A GPT-2 with random weights is written as a Hugging Face folder, which both read, in fp32. Both decode greedily. The
 time of this project includes the text; that of transformers only the tokens. All tokens must be equal. The limit of the
-machine is torch's products with every matrix of the model, one pass for each new token and nothing else: with one text
-the time to read the weights from memory.
+machine is torch's products with every matrix of the model, one pass for each new token and nothing else; and, for one
+text of a model that exceeds the caches, a pass that only reads the weights from memory and adds them up.
 """
 
 import os
@@ -55,7 +55,7 @@ class Size:
 
 GOAL = 1.5
 """Of transformers' speed."""
-PRODUCTS = "matrix products alone"
+PRODUCTS, READING = "matrix products alone", "reading the weights alone"
 SIZES = (Size(6, 256, 16384), Size(12, 768, 50257, recomputes=False))
 
 
@@ -74,7 +74,7 @@ def _of_size(size: Size, rounds: int, layout: ParallelLayout) -> list[Comparison
         ways = {"suite": _ours(Path(name), layout, size.new), "transformers": _theirs(Path(name), size.new)}
         if size.recomputes:
             ways["the suite with --recompute"] = _ours(Path(name), layout, size.new, use_cache=False)
-        ways[PRODUCTS] = _products(size)
+        ways |= _limits(size)
         prompt = torch.randint(size.vocabulary, (size.prompt,)).tolist()
         return [found for batch in size.batches for found in _of_batch(size, ways, [prompt] * batch, rounds)]
 
@@ -82,7 +82,7 @@ def _of_size(size: Size, rounds: int, layout: ParallelLayout) -> list[Comparison
 def _of_batch(size: Size, ways: dict[str, Way], prompts: Tokens, rounds: int) -> list[Comparison]:
     made: dict[str, Tokens] = {}
     times = alternate({way: lambda way=way: made.update({way: ways[way](prompts)}) for way in ways}, rounds)
-    if any(tokens != made["suite"] for way, tokens in made.items() if way != PRODUCTS):
+    if any(tokens != made["suite"] for way, tokens in made.items() if way not in (PRODUCTS, READING)):
         raise AssertionError("not the same tokens")
     ours, tokens = times.pop("suite"), sum(map(len, made["suite"]))
     what = f"{len(prompts)} at once, h {size.hidden}: {size}"
@@ -90,21 +90,27 @@ def _of_batch(size: Size, ways: dict[str, Way], prompts: Tokens, rounds: int) ->
     return [Comparison(what, peer, ours, theirs, tokens, "tokens", goals.get(peer)) for peer, theirs in times.items()]
 
 
-def _products(size: Size) -> Way:
-    """All matrix products of a token, as often as there are new tokens; no tokens."""
+def _limits(size: Size) -> dict[str, Way]:
+    """All matrix products of a token, and the reading of all matrices, as often as there are new tokens; no tokens."""
     h = size.hidden
     shapes = [*[(3 * h, h), (h, h), (4 * h, h), (h, 4 * h)] * size.layers, (size.vocabulary, h)]
     weights = [torch.randn(shape) for shape in shapes]
 
     @torch.inference_mode()
-    def run(prompts: Tokens) -> Tokens:
+    def multiply(prompts: Tokens) -> Tokens:
         rows = {width: torch.randn(len(prompts), width) for width in (h, 4 * h)}
         for _ in range(size.new):
             for weight in weights:
                 F.linear(rows[weight.size(1)], weight)
         return []
 
-    return run
+    def read(prompts: Tokens) -> Tokens:
+        for _ in range(size.new):
+            for weight in weights:
+                weight.sum()
+        return []
+
+    return {PRODUCTS: multiply, READING: read}
 
 
 def _ours(folder: Path, layout: ParallelLayout, new_tokens: int, *, use_cache: bool = True) -> Way:
