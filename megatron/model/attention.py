@@ -101,7 +101,7 @@ class ParallelSelfAttention(nn.Module):
             context = self._core(*tensors)
         if self.ulysses_group:
             context = all_to_all(context, self.ulysses_group, split_dim=2, concat_dim=1)
-        return self.dense(context.movedim((0, 1), (self.batch_dim, 2)).flatten(2))
+        return self.dense(context.permute((2, 0, 1, 3) if self.batch_dim else (0, 2, 1, 3)).flatten(2))
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """hidden -> query [b, n, s, d], key and value [b, g, s, d] of this rank's heads."""

@@ -28,8 +28,8 @@ class KeyValueCache:
         self._storage = torch.zeros(shape, dtype=dtype, device=device)
         self._pre_tokens = config.pre_tokens
         self._lengths = [0] * rows
-        self._columns = slice(0, 0)
-        """The new columns, if they are the same of all sequences."""
+        self._begin = 0
+        """The first new column, if it is the same of all sequences."""
         self._index: Tensor | None = None
         """Otherwise the places of the new tokens among all vectors of a layer [b x n x q]."""
         self._layers = self._of_layers()
@@ -54,7 +54,7 @@ class KeyValueCache:
         first = torch.tensor(begins[:1] if is_even else begins, device=self._storage.device)
         positions = first.unsqueeze(1) + torch.arange(q, device=first.device)  # [b or 1, q]
         self.positions = positions.expand(len(begins), q)
-        self._columns, self._index = slice(end - q, end), None if is_even else self._places()
+        self._begin, self._index = end - q, None if is_even else self._places()
         self._used, self.is_causal = end, q > 1
         sees_all = is_even and (q == 1 or q == end) and self._pre_tokens >= end - 1
         self.mask = None if sees_all else self._mask(positions, end)
@@ -63,12 +63,12 @@ class KeyValueCache:
         """Store new keys and values [b, n, q, d]. Returns those of all columns so far, [b, n, c, d] each."""
         keys, values = self._layers[layer]
         if self._index is None:
-            keys[:, :, self._columns] = key
-            values[:, :, self._columns] = value
+            keys.narrow(2, self._begin, key.size(2)).copy_(key)
+            values.narrow(2, self._begin, key.size(2)).copy_(value)
         else:
             for kept, new in zip(self._storage[layer], (key, value), strict=True):
                 kept.view(-1, key.size(-1)).index_copy_(0, self._index, new.reshape(-1, key.size(-1)))
-        return keys[:, :, : self._used], values[:, :, : self._used]
+        return keys.narrow(2, 0, self._used), values.narrow(2, 0, self._used)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these sequences, in this order; one may be repeated. Those that stay in their place are not copied."""

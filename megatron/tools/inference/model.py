@@ -35,11 +35,12 @@ from megatron.tools.inference.source import Source, config_on
 
 Module = TypeVar("Module", bound=nn.Module)
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_product = torch.ops.mkldnn._linear_pointwise.default if _HAS_ONEDNN else None
 _PACKED_ROWS = 8
 """Rows for which weights are packed; any number may be multiplied with them."""
 _MOST_PACKED_ROWS = 64
 """Rows up to which the packed weights of layers are used."""
+_LEAST_PACKED = 1 << 19
+"""Elements of such a weight. Smaller ones stay in the processor's caches, where the other library is faster."""
 NOT_FINITE = -1
 """Instead of the most likely token."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,8 +71,8 @@ def load_weights(model: Module, source: Source, config: ModelConfig, layout: Par
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
             _store_by_inputs(module.weight)
-            if _can_pack(module):
-                module.forward = _PackedLinear(module)  # type: ignore[method-assign]
+            if module.group.size() == 1 and module.lora is None and getattr(module, "activation", None) is None:
+                module.forward = _WholeLinear(module)  # type: ignore[method-assign]
     return model
 
 
@@ -84,33 +85,35 @@ def _store_by_inputs(weight: nn.Parameter) -> None:
         weight.data = weight.data.flatten(0, -2).t().contiguous().t().unflatten(0, weight.shape[:-1])
 
 
-def _can_pack(layer: ColumnParallelLinear | RowParallelLinear) -> bool:
-    """Whether the layer is a product and its bias, whole on this rank, which oneDNN computes in fp32."""
-    is_plain = layer.group.size() == 1 and layer.lora is None and getattr(layer, "activation", None) is None
-    return is_plain and _HAS_ONEDNN and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
+class _WholeLinear:
+    """The forward pass of a linear layer that is whole on this rank, a product and a bias, without gradients.
 
-
-class _PackedLinear:
-    """The forward pass of a linear layer; for a few rows, as several texts have in a step, with a packed copy.
-
-    oneDNN then takes three quarters of the time. The copy is made when it is first used.
+    On a CPU in fp32 a packed copy of a large weight takes three quarters of the time for a few rows, such as those of
+    several texts in a step. It is made when it is first used.
     """
 
     def __init__(self, layer: ColumnParallelLinear | RowParallelLinear):
-        self._plain = layer.forward
-        self._weight, self._bias = layer.weight, None if layer.bias is None else layer.bias.detach().flatten()
+        self._weight = layer.weight.detach().flatten(0, -2)
+        self._bias = None if layer.bias is None else layer.bias.detach().flatten()
+        is_fp32 = self._weight.device.type == "cpu" and self._weight.dtype == torch.float32
+        self._may_pack = _HAS_ONEDNN and is_fp32 and self._weight.numel() >= _LEAST_PACKED
 
     def __call__(self, x: Tensor) -> Tensor:
-        if 2 < x.numel() // x.size(-1) <= _MOST_PACKED_ROWS and not torch.is_grad_enabled():
-            return _product(x, self._packed, self._bias, "none", [], "")
-        return self._plain(x)
+        if self._may_pack and 2 < x.numel() // x.size(-1) <= _MOST_PACKED_ROWS:
+            return _packed_product(x, self._packed, self._bias)
+        return F.linear(x, self._weight, self._bias)
 
     @cached_property
     def _packed(self) -> Tensor:
-        return packed(self._weight.flatten(0, -2))
+        return _pack(self._weight)
 
 
-def packed(weight: Tensor) -> Tensor:
+def _packed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [.., i] times a packed weight, plus the bias: [.., o]."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+
+
+def _pack(weight: Tensor) -> Tensor:
     """weight [o, i] in the order in which oneDNN reads it for a few rows."""
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_ROWS)
 
@@ -133,7 +136,7 @@ class LanguageModel:
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [b, v/t] of hidden states [b, h] after the last norm."""
         if len(hidden) > 2 and hidden.device.type == "cpu" and hidden.dtype == torch.float32 and _HAS_ONEDNN:
-            return _product(hidden, self._packed_head, None, "none", [], "")
+            return _packed_product(hidden, self._packed_head, None)
         return F.linear(hidden, self._head_weight)
 
     @property
@@ -145,9 +148,9 @@ class LanguageModel:
     @cached_property
     def _packed_head(self) -> Tensor:
         """The weight in the order in which oneDNN reads it: for a few rows twice to three times as fast."""
-        return packed(self._head_weight)
+        return _pack(self._head_weight)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """The device of its weights."""
         return next(self.module.parameters()).device
