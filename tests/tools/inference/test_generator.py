@@ -14,14 +14,21 @@ BEAMS = {"length_penalty": 0.5, "repetition_penalty": 1.2}
 
 
 def greedy_with_ours(path: Path, length: int) -> dict[str, Any]:
-    """The most likely tokens after each prompt, computed in three ways, on the ranks that this is called on."""
+    """The most likely tokens after each prompt, computed in four ways, on the ranks that this is called on."""
+    from megatron.tools.inference import model
     from megatron.tools.inference.decoding import Sampling
     from megatron.tools.inference.prompts import StoppingCriteria
 
     greedy = Sampling(greedy=True)
     limits = StoppingCriteria(context=128, new_tokens=length)
-    with _generator(path) as kept, _generator(path, use_cache=False) as anew:
+    with pytest.MonkeyPatch.context() as patch, _generator(path) as kept, _generator(path, use_cache=False) as anew:
+        patch.setattr(model, "_LEAST_PACKED", 0)
+        with _generator(path) as packing:
+            packed = _tokens(packing.complete(PROMPTS, greedy, limits))
+            layers = [vars(module.forward) for module in packing.model.module.modules() if "forward" in vars(module)]
+        assert all("_packed" in layer for layer in layers) and bool(layers) == (os.environ["WORLD_SIZE"] == "1")
         return {
+            "packed": packed,
             "kept": _tokens(kept.complete(PROMPTS, greedy, limits)),
             "alone": [
                 *_tokens(kept.complete(PROMPTS[:1], greedy, limits)),
