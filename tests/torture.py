@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.host_torture import ElasticVictim, Recovery, torture_hosts  # noqa: E402
+from support.host_torture import ElasticVictim, Recovery, draw, torture_hosts  # noqa: E402
 from support.programs import Programs  # noqa: E402
 from support.torture import Found, Victim, torture  # noqa: E402
 
@@ -58,6 +58,8 @@ def _torture_hosts(arguments: Namespace, chance: random.Random) -> None:
         iterations = arguments.iterations + 6 * arguments.faults
         victim = ElasticVictim(programs, _made(Path(folder, "run")), arguments.hosts, iterations, chance)
         outcome = torture_hosts(victim, arguments.faults, _print_recovery)
+    if arguments.picture:
+        draw(outcome, arguments.picture)
     slowest = max(outcome.recoveries, key=lambda recovery: recovery.seconds)
     print(
         f"{len(outcome.recoveries)} faults; the slowest recovery took {slowest.seconds:.0f} s ({slowest.fault}); "
@@ -92,6 +94,7 @@ def _parser() -> ToolParser:
     parser.add_argument("--iterations", type=int, default=40, metavar="N", help="iterations of each training run")
     parser.add_argument("--hosts", type=int, default=0, metavar="N", help="hosts of an elastic run, 3 to 5")
     parser.add_argument("--faults", type=int, default=7, metavar="N", help="with --hosts: faults in all")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="with --hosts: draw when which host trained")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="equal seeds choose equal instants")
     return parser
 

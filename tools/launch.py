@@ -16,7 +16,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 
 from megatron.launch.screen import ignore_lost_output
-from megatron.tools.cluster.elastic import Parts, Policy, run_elastic
+from megatron.tools.cluster.elastic import Parts, Policy, announce, run_elastic
 from megatron.tools.cluster.elastic_parts import ElasticRun
 from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_words, read_launch
 from megatron.tools.cluster.remote import ssh_options_for_pdsh
@@ -44,7 +44,11 @@ def _run_elastic(launch: Namespace) -> int:
     checkpoint_watch(launch.arguments, elastic=True)
     run = ElasticRun(launch, os.environ, [sys.executable, str(RUNNER)])
     policy = Policy(launch.min_hosts, launch.exclude_after, launch.max_restarts)
-    run.lock.take()
+    if not launch.standby:
+        run.lock.take()
+    elif not run.lock.take_over():
+        announce("the other supervisor has ended the run")
+        return 0
     try:
         return run_elastic(Parts(run.census, run.choose, run.start, run.progress), policy)
     finally:

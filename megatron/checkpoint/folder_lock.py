@@ -80,6 +80,26 @@ class FolderLock:
                 self._remove(text)
         threading.Thread(target=self._renew, name="folder lock", daemon=True).start()
 
+    def take_over(self) -> bool:
+        """Wait until the owner has ended without giving the lock back, and take it; False if it has given it back.
+
+        Without an owner the lock is taken at once. Raises as ``take()``.
+        """
+        text, owner = _read(self._path)
+        is_free = text is None
+        while text is not None:
+            runs = _is_alive(owner) if owner is not None and _is_here(owner) else self._changes(text)
+            if not runs:
+                break
+            time.sleep(min(1.0, LEASE_SECONDS / 10))
+            text, owner = _read(self._path)
+        if not is_free and not os.path.lexists(self._path):
+            return False
+        if text is not None:
+            self._remove(text)
+        self.take()
+        return True
+
     def check(self) -> None:
         """Raises CheckpointError if another run has taken the folder over: this process was suspended for long."""
         text, owner = _read(self._path)
@@ -127,6 +147,10 @@ class FolderLock:
         """Whether the file, which contains ``text``, changes within ``LEASE_SECONDS``; False if it disappears."""
         whose = f"that of {owner}" if owner else "of another run"
         print_warning(f"--save {self.folder}: waiting up to {LEASE_SECONDS:.0f} s for a lock, {whose}, to expire")
+        return self._changes(text)
+
+    def _changes(self, text: str) -> bool:
+        """Whether the file, which contains ``text``, changes within ``LEASE_SECONDS``; False if it disappears."""
         deadline = time.monotonic() + LEASE_SECONDS
         while time.monotonic() < deadline:
             time.sleep(min(1.0, LEASE_SECONDS / 10))

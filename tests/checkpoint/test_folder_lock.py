@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -100,3 +101,28 @@ def test_the_lock_is_taken_again_if_the_user_deletes_it(tmp_path: Path) -> None:
     lock.check()
     assert (tmp_path / LOCK).exists()
     lock.release()
+
+
+def taken_over(lock: FolderLock, change: Callable[[], None]) -> bool:
+    """Whether ``lock`` is taken over once the owner has changed, for which it waits."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lock.take_over)
+        assert wait([waiting], 0.5).not_done
+        change()
+        return waiting.result(60)
+
+
+def test_a_standby_takes_over_from_a_killed_owner_only(tmp_path: Path, owner: subprocess.Popen, monkeypatch) -> None:
+    def end_owner() -> None:
+        owner.kill()
+        owner.wait()
+
+    first, second, third = (FolderLock(tmp_path) for _ in range(3))
+    assert taken_over(first, end_owner)
+    assert not taken_over(second, first.release) and not (tmp_path / LOCK).exists()
+    assert second.take_over(), "no process has it"
+    # On another host: as long as it is renewed, and no longer.
+    monkeypatch.setattr(folder_lock, "machine_id", lambda: "another")
+    monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 2.0)
+    assert taken_over(third, lambda: None)
+    third.release()

@@ -3,6 +3,7 @@
 The hosts are network namespaces, see ``support/hosts.py``. The supervisor is on one more, which no fault hits.
 """
 
+import json
 import os
 import random
 import re
@@ -14,12 +15,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from support.hosts import INTERFACE, Hosts
 from support.programs import TINY_MODEL, Programs, read_metrics
 
 from megatron.checkpoint.tracker import newest
 from megatron.config.errors import CheckpointError
+from megatron.tools.cluster.elastic_parts import STARTS
 
 _SETTINGS = (
     *TINY_MODEL,
@@ -50,6 +53,8 @@ class Recovery:
     seconds: float
     start: str
     """What the supervisor printed about the new start; empty if none was needed."""
+    began: float = field(default_factory=time.time)
+    """When the next iteration was trained, in seconds since 1970."""
 
 
 @dataclass
@@ -60,6 +65,8 @@ class Outcome:
     largest_difference: float = 0.0
     """Of a loss, from the same run without faults."""
     proof: str = ""
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    """What the supervisor has recorded, see ``elastic_parts.STARTS``."""
 
 
 class ElasticVictim:
@@ -210,6 +217,7 @@ def torture_hosts(victim: ElasticVictim, faults: int, report: Callable[[Recovery
             time.sleep(0.2)
         assert victim.code == 0, victim.log.read_text()[-4000:]
         found = {line["iteration"]: line["lm_loss"] for line in read_metrics(victim.metrics)}
+        outcome.starts = [json.loads(line) for line in (victim.save / STARTS).read_text().splitlines()]
         words = ("--load", str(victim.save), "--metrics-file", str(victim.metrics))
         outcome.proof = victim.programs.python("tools/audit_data.py", "proof", *words).ok().output.splitlines()[-1]
     whole = victim.folder / "whole"
@@ -258,3 +266,31 @@ def _hit(victim: ElasticVictim, fault: str) -> Recovery:
     if fault != "disk full":
         undo()
     return Recovery(fault, host, seconds, victim.starts()[-1])
+
+
+def draw(outcome: Outcome, file: Path) -> None:
+    """A row for each host: when its ranks ran, the layout of each start, the faults, and until when they cost time."""
+    from matplotlib.figure import Figure
+
+    names = sorted({host for start in outcome.starts for host in start["hosts"]})
+    zero = min(start["began"] for start in outcome.starts)
+    figure = Figure(figsize=(10, 0.6 * len(names) + 1.6), layout="constrained")
+    axes = figure.subplots()
+    for start in outcome.starts:
+        begin, end, layout = start["began"] - zero, start["ended"] - zero, start["layout"].split(",")[0]
+        for host in start["hosts"]:
+            axes.barh(names.index(host), end - begin, left=begin, height=0.6, color="#4c78a8", edgecolor="white")
+        label = "as given" if "as given" in layout else layout
+        axes.text(
+            (begin + end) / 2, len(names) - 0.45, f"{label}\n{len(start['hosts'])} hosts", ha="center", fontsize=7
+        )
+    for recovery in outcome.recoveries:
+        fault, again = recovery.began - recovery.seconds - zero, recovery.began - zero
+        row = names.index(recovery.host)
+        axes.axvspan(fault, again, color="#e45756", alpha=0.12, linewidth=0)
+        axes.plot(fault, row, "x", color="#e45756", markersize=9, markeredgewidth=2.5)
+        axes.text(fault, row - 0.45, f" {recovery.fault}", color="#b22222", fontsize=7, va="center")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(-0.7, len(names) + 0.1)
+    axes.set_xlabel("seconds; shaded: from a fault to the next trained iteration")
+    figure.savefig(file)

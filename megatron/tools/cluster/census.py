@@ -87,10 +87,16 @@ def _end_leftovers(host: Host, program: str, port: int | None) -> Leftovers:
     return Leftovers(what, answer["owner_has_ended"])
 
 
-def _program(request: Mapping[str, Any]) -> str:
-    """``leftovers`` with the functions that it uses and its request, as one program."""
+def _sources() -> str:
     functions = (folder_lock.machine_id, folder_lock.start_time)
     own = [line for line in inspect.getsource(leftovers).splitlines() if not line.startswith("from megatron.")]
     sources = [*own, "from pathlib import Path", *(inspect.getsource(function) for function in functions)]
-    lines = "\n".join(["from __future__ import annotations", *sources])
-    return f"{lines}\nend_leftovers(json.loads({json.dumps(request)!r}))\n"
+    return "\n".join(["from __future__ import annotations", *sources])
+
+
+_SOURCES = _sources()
+"""``leftovers`` with the functions that it uses, as of now: files may be updated while a supervisor runs."""
+
+
+def _program(request: Mapping[str, Any]) -> str:
+    return f"{_SOURCES}\nend_leftovers(json.loads({json.dumps(request)!r}))\n"

@@ -26,7 +26,16 @@ from megatron.tools.command_line import ToolParser
 
 _DEFAULT_HOSTFILE = Path("/job/hostfile")
 _PROJECT = Path(__file__).resolve().parents[3]
-_ELASTIC = ("elastic", "min_hosts", "exclude_after", "exclude_stragglers", "rejoin", "device", "device_memory")
+_ELASTIC = (
+    "elastic",
+    "min_hosts",
+    "exclude_after",
+    "exclude_stragglers",
+    "rejoin",
+    "standby",
+    "device",
+    "device_memory",
+)
 _OWN = ("script", "arguments", "max_restarts", *_ELASTIC)
 """What is not passed on as a flag."""
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
@@ -102,6 +111,11 @@ def _add_elastic_flags(parser: ToolParser) -> None:
         "--rejoin", action="store_true", help="with --elastic: hosts that come back join at the next checkpoint"
     )
     parser.add_argument(
+        "--standby",
+        action="store_true",
+        help="with --elastic: wait for the end of another supervisor of the run, and take over if its host is lost",
+    )
+    parser.add_argument(
         "--device", default="", metavar="NAME", help="with --elastic: what tools/plan.py --device takes"
     )
     parser.add_argument(
@@ -112,8 +126,9 @@ def _add_elastic_flags(parser: ToolParser) -> None:
 def _check_elastic_flags(launch: Namespace) -> None:
     """Raises ConfigError if a flag needs ``--elastic``, or does not go with it."""
     if not launch.elastic:
-        if launch.rejoin or launch.min_hosts > 1:
-            raise ConfigError("--rejoin and --min-hosts are for --elastic: add it, or remove them")
+        if launch.rejoin or launch.standby or launch.exclude_stragglers or launch.min_hosts > 1:
+            flags = "--min-hosts, --rejoin, --standby and --exclude-stragglers"
+            raise ConfigError(f"{flags} are for --elastic: add it, or remove them")
         return
     if launch.hostfile is None:
         raise ConfigError("--elastic needs --hostfile: it starts the run on those of its hosts that are healthy")
