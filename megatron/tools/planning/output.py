@@ -204,6 +204,7 @@ def layout_of(one: Candidate) -> dict[str, Any]:
     return {
         "tensor_parallel": parallel.model_parallel_size,
         "pipeline_parallel": parallel.pipe_parallel_size,
+        "context_parallel": parallel.sequence_ranks,
         "data_parallel": parallel.data_parallel_size,
         "zero_stage": run.zero.zero_stage,
         "sequence_parallel": parallel.sequence_parallel,
@@ -221,15 +222,18 @@ def _ranked(shown: Sequence[Candidate]) -> list[str]:
     sent, sent_prefix = prefix_of(min(max(one.traffic.total for one in shown), GB))
     speed, speed_prefix = prefix_of(min(max(one.flops_per_device for one in shown), TERA))
     step, seconds = (1.0, "s") if max(one.timing.total for one in shown) >= 1 else (1e-3, "ms")
+    splits = any(one.run.parallel.sequence_ranks > 1 for one in shown)
     rows: list[tuple[str, ...]] = [(
-        "", "TP", "PP", "DP", "ZeRO", "SP", "recompute", "micro", "gas", "schedule", f"memory {memory_prefix}B",
-        "bubble", f"sent {sent_prefix}B", f"step {seconds}", f"{speed_prefix}FLOP/s", "MFU", "days",
+        "", "TP", "PP", *(["CP"] if splits else []), "DP", "ZeRO", "SP", "recompute", "micro", "gas", "schedule",
+        f"memory {memory_prefix}B", "bubble", f"sent {sent_prefix}B", f"step {seconds}", f"{speed_prefix}FLOP/s",
+        "MFU", "days",
     )]  # fmt: skip
     for number, one in enumerate(shown, 1):
-        t, p, d, zero, cut, recompute, micro, gas, schedule, chunks = layout_of(one).values()
+        t, p, c, d, zero, cut, recompute, micro, gas, schedule, chunks = layout_of(one).values()
         order = f"{schedule}{chunks}" if schedule == "interleaved" else schedule or "-"
+        grid = (number, t, p, *([c] if splits else []), d)
         rows.append((
-            *map(str, (number, t, p, d, zero, "yes" if cut else "no", recompute or "none", micro, gas, order)),
+            *map(str, (*grid, zero, "yes" if cut else "no", recompute or "none", micro, gas, order)),
             f"{one.memory.total / memory:.1f}", f"{one.bubble:.1%}", f"{one.traffic.total / sent:.3g}",
             f"{one.timing.total / step:.3g}", f"{one.flops_per_device / speed:.3g}", f"{one.mfu:.1%}",
             f"{one.days:.3g}",

@@ -25,6 +25,8 @@ from megatron.tools.planning.states import States, numel, stage_weights, states,
 from megatron.tools.planning.timing import Timing, Traffic, idle_ratio, timing, traffic
 
 RECOMPUTE = (None, "selective", "full")
+LONG = 8192
+"""Tokens: context parallelism is searched of sequences of which each rank has as many or more."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,15 @@ def search(request: Request, *, any_schedule: bool = False) -> Plan:
 
 
 def _shapes(request: Request) -> Iterator[dict[str, Provided]]:
-    """Tensor-parallel size and stages of every grid; with one stage, on either engine."""
+    """Tensor-parallel size and stages of every grid, with one stage on either engine; and of long sequences the size
+    of context parallelism."""
+    seq_length = request.given["seq_length"].value if "seq_length" in request.given else 0
+    sizes = [size for size in _divisors(request.devices) if size <= seq_length // LONG]
     for t in _axis(request, "model_parallel_size", _divisors(request.devices)):
         stages = (0, *_divisors(request.devices // t.value or 1))
         for p in _axis(request, "pipe_parallel_size", stages):
-            yield {"model_parallel_size": t, "pipe_parallel_size": p}
+            for c in _axis(request, "context_parallel_size", [None, *sizes[1:]]):
+                yield {"model_parallel_size": t, "pipe_parallel_size": p, **({"context_parallel_size": c} if c else {})}
 
 
 def _choices(request: Request) -> Iterator[dict[str, Provided]]:

@@ -55,6 +55,17 @@ def test_listed_layouts_are_legal_and_memory_adds_up():
     assert totals == sorted(totals)
 
 
+def test_long_sequences_are_split_too():
+    """While each rank has 8,192 tokens or more of a sample, and with less memory for activations."""
+    words = "--seq-length 32768 --max-position-embeddings 32768 --zero-stage 1 --recompute-granularity full".split()
+    plan = search(request_of(*words, "--model-parallel-size", "1", "--pipe-parallel-size", "0", "--batch-size", "1"))
+    found = {one.run.parallel.context_parallel_size: one for one in (*plan.fitting, *plan.too_large)}
+    assert found.keys() == {1, 2, 4}
+    assert found[4].memory.total < found[2].memory.total < found[1].memory.total
+    assert parse_run(found[4].command, found[4].request.environ).parallel == found[4].run.parallel
+    assert found[1].traffic.tensor == 0 < found[2].traffic.tensor
+
+
 def test_flags_of_the_user_are_kept():
     plan = search(request_of("--model-parallel-size", "2", "--zero-stage", "1", "--batch-size", "2"))
     found = [*plan.fitting, *plan.too_large]
