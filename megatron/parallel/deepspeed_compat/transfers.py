@@ -38,7 +38,7 @@ class Transfers:
 
     def forget_shapes(self) -> None:
         """Exchange types and shapes anew when a tensor next crosses a boundary between model chunks."""
-        self._shapes: dict[tuple[bool, int], Tensor] = {}
+        self._shapes: dict[tuple[bool, int], list[int]] = {}
 
     def start(self, transfers: Sequence[Transfer], sent: Callable[[Transfer], Any]) -> None:
         """Start ``transfers`` together; ``sent`` returns what one of them sends: a tensor, or a tuple of tensors."""
@@ -76,11 +76,10 @@ class Transfers:
                 work.wait()
 
     def _exchange_shapes(self, transfers: Sequence[Transfer], values: dict[Transfer, Any]) -> None:
-        for one in transfers:
-            self._shapes[_boundary(one)] = _row(values.get(one)).to(self._device)
-        if transfers:
-            for work in self._started([(one, self._shapes[_boundary(one)]) for one in transfers]):
-                work.wait()
+        rows = [(one, _row(values.get(one)).to(self._device)) for one in transfers]
+        for work in self._started(rows) if rows else ():
+            work.wait()
+        self._shapes |= {_boundary(one): row.tolist() for one, row in rows}
 
     def _started(self, ends: Sequence[tuple[Transfer, Tensor]]) -> list[dist.Work]:
         operations = []
@@ -112,9 +111,9 @@ def _row(value: Any) -> Tensor:
     return torch.tensor(numbers + [0] * (_ROW - len(numbers)), dtype=torch.int64)
 
 
-def _allocated(row: Tensor, device: torch.device) -> Any:
+def _allocated(row: list[int], device: torch.device) -> Any:
     """An empty tensor, or a tuple of them, as ``_row`` describes."""
-    is_tuple, count, *rest = row.tolist()
+    is_tuple, count, *rest = row
     tensors = []
     for _ in range(count):
         dtype, dims, *rest = rest
