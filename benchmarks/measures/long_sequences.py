@@ -29,7 +29,7 @@ TOLERANCE = 0.1
 
 def shape_of(tokens: int) -> Shape:
     """The model, for sequences of so many tokens."""
-    return Shape(layers=2, hidden=128, heads=4, sequence=tokens, batch=1, vocabulary=512)
+    return Shape(layers=4, hidden=128, heads=4, sequence=tokens, batch=1, vocabulary=512)
 
 
 def measure(rounds: int) -> list[Quantity]:

@@ -419,7 +419,7 @@ class ModelConfig:
         return self.swiglu or self.geglu
 
     def mlp_tiles(self, tokens: int) -> int:
-        """Parts in which an MLP is computed, if a rank has so many tokens of a micro-batch; 1 for all at once."""
+        """Parts in which an MLP is computed, if a rank has so many tokens of a micro-batch."""
         if not self.tiled_mlp:
             return 1
         largest = -(-tokens // (self.tiled_mlp_num_shards or -(-tokens // self.hidden_size)))

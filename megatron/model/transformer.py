@@ -119,10 +119,10 @@ class ParallelMLP(nn.Module):
         self.dense_4h_to_h = RowParallelLinear(inner, h, has_bias=config.linear_bias, lora=lora, **place)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if not self.config.tiled_mlp:
+            return self._compute(hidden)
         tokens = hidden.flatten(0, 1)  # two dimensions, of which DeepSpeed divides the same one in both passes
         tiles = self.config.mlp_tiles(len(tokens))
-        if tiles == 1:
-            return self._compute(hidden)
         if torch.is_grad_enabled() and not tokens.requires_grad:  # or adapters would get no gradient, either
             tokens = tokens.detach().requires_grad_()
         return TiledMLP.apply(ParallelMLP._tile, self, tokens, tiles, [*self.parameters()]).view_as(hidden)

@@ -122,12 +122,16 @@ def _in_the_mlp(run: RunConfig, z: Sizes) -> int:
     """Temporary memory of the MLP's backward pass, beside hidden states.
 
     The gradient of the second product's input, and that of its weight before it is added up: the input of the product
-    is freed before the next gradient of that size is there. Gates are computed from more tensors.
+    is freed before the next gradient of that size is there. Gates are computed from more tensors. Of an MLP in tiles
+    there are gradients of one of them, and what it keeps.
     """
-    columns = z.tokens * z.f * z.element // z.t
-    if run.model.swiglu:
+    columns, model = z.tokens * z.f * z.element // z.t, run.model
+    if model.tiled_mlp:
+        gradients, kept = 4 if model.swiglu else 2, 4 if model.geglu else 3 if model.swiglu else 2
+        return (gradients + kept) * columns // model.mlp_tiles(z.stream)
+    if model.swiglu:
         return 4 * columns
-    return columns + (0 if run.model.gradient_accumulation_fusion else z.h * z.f * z.element // z.t)
+    return columns + (0 if model.gradient_accumulation_fusion else z.h * z.f * z.element // z.t)
 
 
 def _columns(run: RunConfig) -> int:
@@ -205,7 +209,8 @@ def _scores(run: RunConfig, z: Sizes, *, has_bias: bool = True) -> int:
     of_head, queries = computed_scores(model, kernel, z.s), z.b * z.n * z.s * model.head_size
     scores = z.b * z.n * of_head
     in_chunks = of_head < z.s**2
-    padded = 2 * queries * z.element if in_chunks else 0  # key and value, with room before the first chunk
+    groups = max(model.query_groups * z.n // model.num_attention_heads, 1) if kernel.shares_keys else z.n
+    padded = 2 * (queries // z.n * groups) * z.element if in_chunks else 0  # key, value, room before the first chunk
     dropout = bool(model.attention_dropout)
     on_cpu = run.parallel.device == "cpu"
     mask = (z.element if on_cpu else 1) if dropout else 0

@@ -27,6 +27,7 @@ ON_ONE = [
     f"{STILL} --recompute-granularity selective --attention-softmax-in-fp32",
     f"{STILL} {LONG} --pre-tokens 100 --attention-softmax-in-fp32",
     f"{STILL} {LONG} --reset-attention-mask",
+    f"{STILL} {LONG} --window-size 100,0 --tiled-mlp",
     f"--bf16 --zero-stage 1 {BUCKET}",
     f"{STILL} --make-vocab-size-divisible-by 4096",
     f"{STILL} --make-vocab-size-divisible-by 4096 --bf16 --zero-stage 1 {BUCKET}",
@@ -41,6 +42,7 @@ LLAMA_ON_ONE = [
     f"{STILL} {LLAMA}",
     f"{STILL} {LLAMA} --num-query-groups 2 --bf16 --zero-stage 1 {BUCKET}",
     f"{STILL} {LLAMA} --num-query-groups 2 --kv-channels 24 --qk-layernorm",
+    f"{STILL} {LLAMA} --num-query-groups 2 --tiled-mlp --checkpoint-activations",
     f"{STILL} {LLAMA} --lora-rank 4 --lora-target dense_4h_to_h",
     f"{STILL} {LLAMA} --lora-rank 4 --lora-dropout 0.1 --bf16 --zero-stage 1 {BUCKET}",
 ]
