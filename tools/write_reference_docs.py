@@ -1,4 +1,4 @@
-"""Write the generated pages in docs/: layouts.md, command-line.md and classic-flags.md, and a table of models.md."""
+"""Write the generated pages in docs/ (layouts.md, command-line.md and classic-flags.md), tables and pictures."""
 
 import argparse
 import ast
@@ -19,8 +19,11 @@ from megatron.config.fields import flag_name
 from megatron.config.presets import PRESETS
 from megatron.config.validation import RULES
 from megatron.model.architectures import ARCHITECTURES
+from megatron.parallel.pipeline.schedule import Schedule
+from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.finetuning.request import build_parser as build_task_parser
+from megatron.tools.planning.pictures import schedules_as_svg
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -155,7 +158,10 @@ def main() -> None:
         "command-line.md": command_line(),
         "classic-flags.md": classic_flags(),
         "models.md": models((ROOT / "docs" / "models.md").read_text()),
+        "parallelism.md": schedules((ROOT / "docs" / "parallelism.md").read_text()),
+        "images/schedules.svg": schedules_as_svg(EXAMPLES, PassSeconds()),
     }
+    (args.output / "images").mkdir(exist_ok=True)
     for name, text in pages.items():
         with atomic_file(args.output / name, "--output") as file:
             file.write(text)
@@ -257,6 +263,40 @@ def outcome_rows(kind: str) -> Iterator[str]:
     for text, flags in names.items():
         marked = re.sub(r"--[a-zA-Z][\w-]*", r"`\g<0>`", text)
         yield f"| {', '.join(flags)} | {marked} |\n"
+
+
+EXAMPLES = (
+    Schedule("1f1b", 4, 8),
+    Schedule("interleaved", 4, 8, 2),
+    Schedule("zbh1", 4, 8),
+    Schedule("zbv", 4, 8, 2),
+    Schedule("dualpipev", 4, 8, 2, splits_backward=False),
+)
+SCHEDULES_BEGIN, SCHEDULES_END = "<!-- schedules -->\n", "<!-- end of schedules -->\n"
+SCHEDULES_COLUMNS = (
+    "schedule",
+    "idle, 8 micro-batches",
+    "idle, 32 micro-batches",
+    "kept by the first stage",
+    "by the last",
+)
+
+
+def schedules(page: str) -> str:
+    """``page`` with a new table of pipeline schedules on four stages between its two marks."""
+    before, _, rest = page.partition(SCHEDULES_BEGIN)
+    lines = [f"| {' | '.join(SCHEDULES_COLUMNS)} |\n", "|---" + "|---:" * (len(SCHEDULES_COLUMNS) - 1) + "|\n"]
+    lines += [f"| {' | '.join(schedule_row(schedule))} |\n" for schedule in EXAMPLES]
+    return f"{before}{SCHEDULES_BEGIN}{''.join(lines)}{SCHEDULES_END}{rest.partition(SCHEDULES_END)[2]}"
+
+
+def schedule_row(schedule: Schedule) -> list[str]:
+    """The share of the time that is idle, and the micro-batches whose activations the first and last stage keep."""
+    part = PassSeconds(*(one / schedule.chunks for one in PassSeconds()))
+    idle = [f"{idle_share(replace(schedule, micro_batches=number), part):.1%}" for number in (8, 32)]
+    kept = [f"{sum(schedule.in_flight(stage)) / schedule.chunks:g}" for stage in (0, schedule.stages - 1)]
+    chunks = f", {schedule.chunks} chunks per stage" if schedule.name == "interleaved" else ""
+    return [f"`{schedule.name}`{chunks}", *idle, *kept]
 
 
 PRESETS_BEGIN, PRESETS_END = "<!-- presets -->\n", "<!-- end of presets -->\n"

@@ -14,12 +14,14 @@ LAYOUTS = ROOT / "docs" / "layouts.md"
 COMMAND_LINE = ROOT / "docs" / "command-line.md"
 CLASSIC_FLAGS = ROOT / "docs" / "classic-flags.md"
 MODELS = ROOT / "docs" / "models.md"
+PARALLELISM = ROOT / "docs" / "parallelism.md"
+SCHEDULES = ROOT / "docs" / "images" / "schedules.svg"
 
 
 def test_the_pages_are_up_to_date(tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "tools" / "write_reference_docs.py", "--output", tmp_path], check=True)
-    for page in (LAYOUTS, COMMAND_LINE, CLASSIC_FLAGS, MODELS):
-        written = (tmp_path / page.name).read_text()
+    for page in (LAYOUTS, COMMAND_LINE, CLASSIC_FLAGS, MODELS, PARALLELISM, SCHEDULES):
+        written = (tmp_path / page.relative_to(ROOT / "docs")).read_text()
         assert page.read_text() == written, "run python tools/write_reference_docs.py"
 
 

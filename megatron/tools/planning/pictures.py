@@ -59,16 +59,13 @@ def schedules_as_svg(schedules: Sequence[Schedule], seconds: PassSeconds) -> str
         for stage, action, begin, end in passes:
             x, y, width = _LEFT + begin * scale, top + stage * _ROW, (end - begin) * scale
             color = _SHADES[action.kind][action.chunk // schedule.stages % 2]
-            parts.append(
-                box(x, y, width - 0.8, _ROW - 3, color, f"{action.kind} of micro-batch {action.micro_batch + 1}")
-            )
-            parts.append(text(x + width / 2, y + 14, str(action.micro_batch + 1), size=10, anchor="middle"))
+            parts.append(f"<rect x='{x:.0f}' y='{y:.0f}' width='{width - 1:.0f}' height='{_ROW - 3}' fill='{color}'/>")
+            parts.append(f"<text x='{x + width / 2:.0f}' y='{y + 14:.0f}'>{action.micro_batch + 1}</text>")
         top += schedule.stages * _ROW + 28
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {top:g}' width='100%' "
-        "font-family='Helvetica, Arial, sans-serif'>\n<rect width='100%' height='100%' fill='white'/>\n"
-        + "\n".join(parts)
-        + "\n</svg>\n"
+        "font-family='Helvetica, Arial, sans-serif' font-size='10' text-anchor='middle'>\n"
+        "<rect width='100%' height='100%' fill='white'/>\n" + "\n".join(parts) + "\n</svg>\n"
     )
 
 
