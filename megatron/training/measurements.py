@@ -51,7 +51,7 @@ def params_norm(module: nn.Module, layout: ParallelLayout) -> Tensor:
         is_partitioned = hasattr(parameter, "ds_id")
         with deepspeed.zero.GatheredParameters([parameter]) if is_partitioned else nullcontext():
             square = block_norms(parameter.detach()).square().sum()
-            squares[is_moe_param(parameter)] += square.to(squares.device)
+            squares[int(is_moe_param(parameter))] += square.to(squares.device)
     return sum_over_model(squares, layout).sqrt()
 
 
@@ -65,7 +65,7 @@ def zeros_in_gradient(module: nn.Module, layout: ParallelLayout) -> Tensor:
     for parameter in counted_once(module.parameters(), layout):
         gradient = safe_get_full_grad(parameter)
         if gradient is not None:
-            zeros[is_moe_param(parameter)] += gradient.numel() - gradient.count_nonzero()
+            zeros[int(is_moe_param(parameter))] += gradient.numel() - gradient.count_nonzero()
     return sum_over_model(zeros, layout)
 
 

@@ -13,7 +13,7 @@ SETTINGS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
     " --moe-shared-expert-intermediate-size 16 --swiglu --disable-bias-linear"
     f" --train-iters {ITERATIONS} --batch-size 2 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0"
-    " --clip-grad 0.4 --eval-iters 1 --eval-interval 4 --log-interval 1"
+    " --clip-grad 0.4 --eval-iters 1 --eval-interval 4 --log-interval 1 --log-params-norm"
 ).split()
 EP = "--expert-model-parallel-size"
 LAYOUTS = {
@@ -29,8 +29,18 @@ LAYOUTS = {
         f"{EP} 2 --model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations",
     ),
 }
-COMPARED = {"lm_loss", "grad_norm", "load_balancing_loss", "z_loss", "router_entropy", "largest_expert_load",
-            "smallest_expert_load", "validation_loss", "test_loss"}  # fmt: skip
+COMPARED = {
+    "lm_loss",
+    "grad_norm",
+    "params_norm",
+    "load_balancing_loss",
+    "z_loss",
+    "router_entropy",
+    "largest_expert_load",
+    "smallest_expert_load",
+    "validation_loss",
+    "test_loss",
+}
 
 
 @pytest.fixture(scope="module")
