@@ -45,7 +45,8 @@ _SLOT = 2**26
 _LINE = 64
 """Bytes of a cache line: a rank's counter and the sizes of its last two messages have one of their own."""
 _SPIN_SECONDS = 100e-6
-"""How long a rank that waits gives way to other processes only, before it sleeps."""
+"""How long a rank that waits keeps looking before it sleeps. It does not give way meanwhile: on a busy machine others
+would keep the core far longer, while one that sleeps is among the first to run when it is woken."""
 _LOOK_SECONDS = 0.2
 """How often a sleeping rank looks whether the others still run."""
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
@@ -316,7 +317,6 @@ class _Memory:
     def _await(self, other: int) -> None:
         begin = time.perf_counter()
         while time.perf_counter() - begin < self._spin_seconds:
-            os.sched_yield()
             if self._has_published(other):
                 return
         line = self._line(other)
