@@ -180,7 +180,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type is 'mixtral', which is not supported; supported are gpt2, llama"),
+        ({"model_type": "phimoe"}, "model_type is 'phimoe', which is not supported; supported are gpt2, llama"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"vocab_size": 80}, "vocab_size is 80, and its tokenizer has 90 tokens"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is 'longrope', and only 'default', 'llama3',"),
