@@ -38,7 +38,7 @@ STARTS = "elastic.jsonl"
 """In the folder of the checkpoints: a line for each start that has ended."""
 _ALIVE_SECONDS = 5
 """ssh gives up a host that has been silent for twice that long."""
-_LOST_SECONDS = 20.0
+_LOST_SECONDS = 60.0
 """How long the ranks of other hosts may take to notice the end of a host's ranks, and to print what they know."""
 _CENSUS_SECONDS = 30.0
 _REJOIN_SECONDS = 20.0
@@ -268,7 +268,7 @@ def _connected(launcher: psutil.Process, hosts: Sequence[str]) -> set[str]:
     found: set[str] = set()
     try:
         for process in launcher.children(recursive=True):
-            if process.name() == "pdsh":
+            if process.name().startswith("pdsh"):  # Debian's is called pdsh.bin
                 found |= {word for ssh in process.children() for word in ssh.cmdline() if word in hosts}
     except psutil.Error:  # one of them has just ended
         pass

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.programs import TINY_MODEL
@@ -19,7 +20,7 @@ from megatron.tools.cluster.elastic import (
     pick_hosts,
     run_elastic,
 )
-from megatron.tools.cluster.elastic_parts import ElasticRun, planned_device, slow_hosts, without_slow
+from megatron.tools.cluster.elastic_parts import ElasticRun, _connected, planned_device, slow_hosts, without_slow
 from megatron.tools.cluster.hostfile import Host, read_hostfile
 from megatron.tools.cluster.launching import launcher_words, read_launch
 from megatron.tools.planning.survivors import arguments_at_world_size, plan_survivors
@@ -216,3 +217,9 @@ def test_the_device_that_is_planned_for(tmp_path: Path) -> None:
     assert planned_device(read_launch([*words, "x.py"]), "cpu") == DEVICES["cpu"]
     with pytest.raises(ConfigError, match="name the nearest by --device"):
         planned_device(launch, "cuda", lambda: "Another 5000")
+
+
+def test_the_hosts_that_pdsh_is_connected_to() -> None:
+    ssh = SimpleNamespace(name=lambda: "ssh", cmdline=lambda: ["ssh", "-x", "b", "export X=a; python x.py"])
+    pdsh = SimpleNamespace(name=lambda: "pdsh.bin", cmdline=lambda: ["pdsh", "-w", "a,b"], children=lambda: [ssh])
+    assert _connected(SimpleNamespace(children=lambda recursive: [ssh, pdsh]), ["a", "b"]) == {"b"}
