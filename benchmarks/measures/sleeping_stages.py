@@ -55,6 +55,7 @@ def main() -> None:
                 engine, *_ = deepspeed.initialize(
                     model=module, model_parameters=module.parameters(), config=dict(run.ds_config)
                 )
+            engine.routers = []  # as ``build_engine`` says of a model without experts
             tracer, data = Tracer(run, layout, module), batches()
             for number in range(1, last + 1):
                 with tracer.around_iteration(number) as hooks:

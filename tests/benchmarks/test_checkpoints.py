@@ -16,11 +16,12 @@ def test_every_variant_is_measured(run_ranks_once, tmp_path: Path) -> None:
             "torch.save and fsync",
             "torch.save alone, without a disk",
             "SHA-256 alone",
+            "CRC-32 alone",
         },
         "load": {"safetensors", "safetensors after xxHash", "torch.load", "reading bytes"},
         "load, unverified": {"safetensors"},
         "load from a cold cache": {"reading bytes"},
-        "--async-save": {"a synchronous save"},
+        "--async-save": {"a synchronous save", "copying the state alone"},
     }
     assert list(tmp_path.glob("tmp*")) == []
 

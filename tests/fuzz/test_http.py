@@ -64,7 +64,7 @@ class Words:
 
 
 class Chosen:
-    """A batch of what a model with equal and with very different logits would sample, one request at a time."""
+    """A batch of what a model with equal and with very different logits would sample, a request at a time."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, list[Piece]] = {}
@@ -76,12 +76,13 @@ class Chosen:
         """Whether the request is not finished."""
         return number in self._pieces
 
-    def has_room(self, request):
-        """Whether there is none."""
-        return not self._pieces
+    def has_room(self, *requests):
+        """Whether there is none, and one joins."""
+        return not self._pieces and len(requests) == 1
 
-    def join(self, number, request):
+    def join(self, requests):
         """Choose all tokens."""
+        ((number, request),) = requests.items()
         sampling = Sampling(
             greedy=request.temperature == 0,
             temperature=request.temperature,
