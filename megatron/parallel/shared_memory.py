@@ -270,7 +270,6 @@ class _Memory:
         self._words = memoryview(mapped)[: _header(self.size)].cast("I")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         self._count = self._uses = 0
-        self._slots: dict[torch.dtype, list[list[Tensor]]] = {}
         self.pending: Pending | None = None
         crowded = (ranks_on_host(os.environ) or self.size) > (os.cpu_count() or 1)
         self._spin_seconds = 0.0 if crowded else _SPIN_SECONDS
@@ -284,15 +283,14 @@ class _Memory:
 
     def next_slots(self, dtype: torch.dtype, elements: int) -> list[Tensor]:
         """Where each rank has the next message, of so many elements."""
-        if dtype not in self._slots:
-            self._slots[dtype] = [[self._slot(dtype, turn, rank) for rank in range(self.size)] for turn in range(2)]
         self._uses += 1
         self._bytes = elements * dtype.itemsize
-        return [slot[:elements] for slot in self._slots[dtype][self._uses % 2]]
+        return [self._slot(dtype, rank, elements) for rank in range(self.size)]
 
-    def _slot(self, dtype: torch.dtype, turn: int, rank: int) -> Tensor:
-        offset = _header(self.size) + (turn * self.size + rank) * _SLOT
-        return torch.frombuffer(self._mapped, dtype=dtype, count=_SLOT // dtype.itemsize, offset=offset)
+    def _slot(self, dtype: torch.dtype, rank: int, elements: int) -> Tensor:
+        """A new tensor for each message: one made in inference mode could not be written outside of it."""
+        offset = _header(self.size) + (self._uses % 2 * self.size + rank) * _SLOT
+        return torch.frombuffer(self._mapped, dtype=dtype, count=max(elements, 1), offset=offset)[:elements]
 
     def publish(self) -> None:
         """Let the others read this rank's message, and wake those that sleep."""

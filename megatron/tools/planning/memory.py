@@ -7,7 +7,7 @@ from operator import mul
 from typing import NamedTuple
 
 from megatron.config import RunConfig
-from megatron.model.attention_kernel import DeviceFacts, attention_kernel, computed_scores
+from megatron.model.attention_kernel import SHORTEST_BLOCK, DeviceFacts, attention_kernel, computed_scores
 from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.partition import Stage, layer_groups, plan
 from megatron.parallel.pipeline.schedule import schedule_of
@@ -211,6 +211,8 @@ def _scores(run: RunConfig, z: Sizes, *, has_bias: bool = True) -> int:
     in_chunks = of_head < z.s**2
     groups = max(model.query_groups * z.n // model.num_attention_heads, 1) if kernel.shares_keys else z.n
     padded = 2 * (queries // z.n * groups) * z.element if in_chunks else 0  # key, value, room before the first chunk
+    if model.reset_attention_mask and kernel.limits == "blocks" and z.s > SHORTEST_BLOCK:
+        padded += queries * z.element  # the context of each document, besides all of them together
     dropout = bool(model.attention_dropout)
     on_cpu = run.parallel.device == "cpu"
     mask = (z.element if on_cpu else 1) if dropout else 0
