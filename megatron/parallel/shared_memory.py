@@ -92,6 +92,9 @@ class SharedMemoryGroup(ProcessGroup):
         _left_to_gloo,
         ("broadcast", "allgather", "allreduce_coalesced", "barrier", "send", "recv", "alltoall_base"),
     )
+    reduce, gather, scatter, alltoall, recv_anysource = map(
+        _left_to_gloo, ("reduce", "gather", "scatter", "alltoall", "recv_anysource")
+    )
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # with a store, Python's methods would not be called
@@ -235,13 +238,20 @@ class Pending(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether ``wait()`` has returned."""
+        """Whether the result is there; takes part as far as it can without waiting."""
+        while not self.is_done and self._memory.all_have_published():
+            self._memory.await_others()
+            self._send()
         return self.is_done
 
     def _send(self) -> None:
         """Read the messages of the others, if all have published, and publish the next one, if there is any."""
-        for _ in self._messages:
-            return self._memory.publish()
+        try:
+            for _ in self._messages:
+                return self._memory.publish()
+        except BaseException:
+            self._memory.is_broken = True  # the other ranks will wait for what was not published
+            raise
         self.is_done, self._memory.pending = True, None
         if self._target.data_ptr() != self._flat.data_ptr():
             self._target.detach().copy_(self._flat.view(self._target.shape))
@@ -271,13 +281,21 @@ class _Memory:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         self._count = self._uses = 0
         self.pending: Pending | None = None
+        self.is_broken = False
         crowded = (ranks_on_host(os.environ) or self.size) > (os.cpu_count() or 1)
         self._spin_seconds = 0.0 if crowded else _SPIN_SECONDS
-        self._files = [os.pidfd_open(process) for process in processes]
+        self._files: dict[int, int] = {}
         weakref.finalize(self, _close, self._files)
+        for other in self.others:
+            self._files[other] = os.pidfd_open(processes[other])
 
     def finish_pending(self) -> None:
-        """Before another collective begins: the messages of the last one may not have been read."""
+        """Before another collective begins: the messages of the last one may not have been read.
+
+        It is waited for, which gloo would not do.
+        """
+        if self.is_broken:
+            raise RuntimeError("an earlier collective of this group has failed on this rank")
         if self.pending is not None:
             self.pending.wait()
 
@@ -309,6 +327,10 @@ class _Memory:
             if self._words[self._line(other) + size] != self._words[self._line(self.rank) + size]:
                 raise RuntimeError(f"ranks {self.rank} and {other} of a group call collectives of different sizes")
 
+    def all_have_published(self) -> bool:
+        """Whether ``await_others()`` returns at once."""
+        return all(map(self._has_published, self.others))
+
     def _has_published(self, other: int) -> bool:
         return (self._words[self._line(other)] - self._count) % 2**32 < 2**31
 
@@ -321,14 +343,16 @@ class _Memory:
         while not self._has_published(other):
             seen = (self._count - 1) % 2**32  # of the other, while it has not published
             _futex(self._address + 4 * line, _WAIT, seen, _LOOK, None, 0)
-            if self._has_ended(other) and not self._has_published(other):
-                raise RuntimeError(f"Connection closed by peer: rank {other} of the group has ended")
+            for lost in self.others:  # the one that is waited for may wait for another that has ended
+                if self._has_ended(lost) and not self._has_published(lost):
+                    raise RuntimeError(f"Connection closed by peer: rank {lost} of the group has ended")
             if time.perf_counter() - begin > self._timeout:
                 raise RuntimeError(f"Timed out waiting {self._timeout:g} s for rank {other} of the group")
 
     def _has_ended(self, other: int) -> bool:
-        ended, _, _ = select.select([self._files[other]], [], [], 0)
-        return bool(ended)
+        poll = select.poll()  # select() refuses the numbers of many open files
+        poll.register(self._files[other], select.POLLIN)
+        return bool(poll.poll(0))
 
     @staticmethod
     def _line(rank: int) -> int:
@@ -340,8 +364,8 @@ def _header(size: int) -> int:
     return -(-size * _LINE // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _close(files: Sequence[int]) -> None:
-    for file in files:
+def _close(files: Mapping[int, int]) -> None:
+    for file in files.values():
         os.close(file)
 
 
@@ -375,10 +399,14 @@ def _created(size: int) -> int:
     """A file without a name of so many bytes; -1 if that is not allowed."""
     try:
         file = os.memfd_create(NAME)
-        os.ftruncate(file, size)
-        return file
     except OSError:
         return -1
+    try:
+        os.ftruncate(file, size)
+    except OSError:
+        os.close(file)
+        return -1
+    return file
 
 
 def _mapped(places: Sequence[Sequence[str]], rank: int, timeout: timedelta) -> _Memory | None:

@@ -33,6 +33,8 @@ def _collectives_agree() -> float:
     assert set(mapped) == {f"/memfd:{NAME} (deleted)"}, "no file that a killed rank could leave behind"
     rank, size = group.rank(), group.size()
     torch.manual_seed(rank)
+    with torch.inference_mode():  # a model that generates, and is trained afterwards
+        dist.all_reduce(torch.ones(3), group=group)
     for elements in SIZES:
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             whole = torch.randint(-8, 8, (size * elements,)).to(dtype)  # sums are exact
@@ -47,6 +49,8 @@ def _collectives_agree() -> float:
     _agree_with_uneven_parts(group)
     works = [dist.all_reduce(x, group=group, async_op=True) for x in (square, expected)]
     dist.barrier(group)
+    while not works[-1].is_completed():
+        time.sleep(0.001)
     for work in reversed(works):
         work.wait()
     assert square.equal(expected)

@@ -45,9 +45,11 @@ class ChunkedPipelineModule(ExplicitPipelineModule):
         for number in range(len(self.chunks)):
             self.expose(number)
             super().save_state_dict(*arguments, **options)
+        self.expose(0)
 
     def load_state_dir(self, *arguments: Any, **options: Any) -> None:
         """Read the layers of all chunks."""
         for number in range(len(self.chunks)):
             self.expose(number)
             super().load_state_dir(*arguments, **options)
+        self.expose(0)

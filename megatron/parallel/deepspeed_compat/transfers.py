@@ -108,6 +108,7 @@ def _row(value: Any) -> Tensor:
         numbers = [int(isinstance(value, tuple)), len(as_list(value))]
         for tensor in as_list(value):
             numbers += [PipelineEngine.DTYPE_TO_ID[tensor.dtype], tensor.dim(), *tensor.shape]
+    assert len(numbers) <= _ROW, "too many tensors cross a boundary between stages"
     return torch.tensor(numbers + [0] * (_ROW - len(numbers)), dtype=torch.int64)
 
 
