@@ -9,6 +9,7 @@ spare hosts of the hostfile replace lost ones, or else the planner chooses a lay
 """
 
 import os
+import signal
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -20,7 +21,7 @@ from megatron.tools.cluster.elastic import Parts, Policy, announce, run_elastic
 from megatron.tools.cluster.elastic_parts import ElasticRun
 from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_words, read_launch
 from megatron.tools.cluster.remote import ssh_options_for_pdsh
-from megatron.tools.cluster.supervise import run_with_restarts, supervise
+from megatron.tools.cluster.supervise import FORWARDED, run_with_restarts, supervise
 from megatron.tools.command_line import run_tool
 
 RUNNER = Path(__file__).with_name("_deepspeed_runner.py")
@@ -44,15 +45,18 @@ def _run_elastic(launch: Namespace) -> int:
     checkpoint_watch(launch.arguments, elastic=True)
     run = ElasticRun(launch, os.environ, [sys.executable, str(RUNNER)])
     policy = Policy(launch.min_hosts, launch.exclude_after, launch.max_restarts)
-    if not launch.standby:
-        run.lock.take()
-    elif not run.lock.take_over():
-        announce("the other supervisor has ended the run")
-        return 0
+    for number in FORWARDED:
+        if signal.getsignal(number) == signal.SIG_DFL:  # between two starts; during one it is forwarded
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
+        if not launch.standby:
+            run.lock.take()
+        elif not run.lock.take_over():
+            announce("the other supervisor has ended the run")
+            return 0
         return run_elastic(Parts(run.census, run.choose, run.start, run.progress), policy)
     finally:
-        run.lock.release()
+        run.lock.release()  # otherwise a standby would start the run again
 
 
 if __name__ == "__main__":

@@ -28,6 +28,8 @@ LOCK = ".writer.lock"
 SAVES = "saves into this folder"
 RENEWAL_SECONDS = 10.0
 LEASE_SECONDS = 60.0
+_UNREADABLE_SECONDS = 5.0
+"""How long a network file system may fail before a lock that cannot be read counts as lost."""
 _SIZE = 1024
 """Bytes of the file, padding included, so that a renewal never changes its size."""
 
@@ -100,17 +102,35 @@ class FolderLock:
         self.take()
         return True
 
-    def check(self) -> None:
-        """Raises CheckpointError if another run has taken the folder over: this process was suspended for long."""
-        text, owner = _read(self._path)
-        if text is None and self._create():  # deleted by the user
-            return
-        if owner is None or owner.token != self._owner.token:
-            by = f" ({owner})" if owner else ""
+    def check(self, *, is_repeated: bool = False) -> None:
+        """Raises CheckpointError if another run has taken the folder over: this process was suspended for long.
+
+        If the file cannot be read, a check that ``is_repeated`` leaves the answer to the next one; another one tries
+        for some seconds, and then raises CheckpointError, too.
+        """
+        deadline = time.monotonic() + _UNREADABLE_SECONDS
+        while (owner := self._present_owner()) is None:
+            if is_repeated:
+                return
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"--save {self.folder}: {self._path.name} cannot be read or created, and another run may have "
+                    "taken the folder over; see whether one saves there, and whether the file system works"
+                )
+            time.sleep(0.2)
+        if owner.token != self._owner.token:
             raise CheckpointError(
-                f"--save {self.folder}: another run{by} has taken the folder over while this one did not respond; "
-                "end one of them, or name another folder"
+                f"--save {self.folder}: another run ({owner}) has taken the folder over while this one did not "
+                "respond; end one of them, or name another folder"
             )
+
+    def _present_owner(self) -> Owner | None:
+        """Who has the lock; this process, if the user has deleted the file. None if it cannot be read now."""
+        text, owner = _read(self._path)
+        with suppress(OSError):
+            if text is None and self._create():
+                return self._owner
+        return owner
 
     def release(self) -> None:
         """Give the lock back, if it is still this process's."""

@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -92,8 +93,9 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
 def _write_exit_code(rank: int, text: str) -> None:
     """Leave the exit code of this rank (empty: it runs) for whoever started the launcher and asked for it."""
     folder = Path(os.environ.get(EXIT_CODE_FOLDER, ""))
-    if EXIT_CODE_FOLDER in os.environ and folder.is_dir():  # launchers may set the variable on other hosts, too
-        (folder / f"rank {rank}").write_text(text)
+    with suppress(OSError):  # a shared folder may be full or gone, and this process must end nevertheless
+        if EXIT_CODE_FOLDER in os.environ and folder.is_dir():  # launchers may set the variable on other hosts, too
+            (folder / f"rank {rank}").write_text(text)
 
 
 def _place() -> tuple[int, bool]:

@@ -213,7 +213,7 @@ class PhaseTimers(Callback):
 
 STRAGGLERS = "stragglers.json"
 """In --save: the slow hosts of the last window, for ``tools/launch.py --exclude-stragglers``."""
-_COMPUTING = ("ForwardPass", "BackwardPass")
+_COMPUTING = ("ForwardPass", "BackwardPass", "BackwardInputPass", "BackwardWeightPass")
 
 
 class RankTime(NamedTuple):

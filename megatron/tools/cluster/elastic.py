@@ -103,11 +103,14 @@ def run_elastic(parts: Parts, policy: Policy) -> int:
     """
     excluded: dict[str, str] = {}
     failures: list[frozenset[str]] = []
+    started: set[str] = set()
     failed, code, reached = 0, 0, parts.progress()
     while True:
         states = parts.census(excluded)
         lost = {state.host.name for state in states if state.problem is not None}
-        failures = [hosts for hosts in failures if not hosts & lost]  # the loss of a host is no crash loop
+        if started & lost:  # the loss of a host is no crash loop
+            failures = failures[:-1]
+        failures = [hosts for hosts in failures if not hosts & lost]
         if len(failures) == policy.exclude_after:
             suspects = frozenset.intersection(*failures)
             states = [state for state in states if state.host.name not in suspects]
@@ -119,13 +122,15 @@ def run_elastic(parts: Parts, policy: Policy) -> int:
             return code
         if code:
             print_error(f"the run failed with exit code {code}: restart {failed} of {policy.max_restarts}")
-        code, by_signal, hosts, to_rejoin = parts.run(_next_start(parts, policy, states, excluded, reached))
+        start = _next_start(parts, policy, states, excluded, reached)
+        started = {host.name for host in start.hosts}
+        code, by_signal, hosts, to_rejoin = parts.run(start)
         before, reached = reached, parts.progress()
-        if to_rejoin:
-            code = 0
-            continue
-        if by_signal or code in FINAL:
+        if by_signal or (code in FINAL and not to_rejoin):
             return code
+        if to_rejoin:  # there is a new checkpoint
+            code, failures = 0, []
+            continue
         failures = [*failures, hosts] if reached == before else []
         failed += 1
 

@@ -19,14 +19,14 @@ from megatron.config import RunConfig
 from megatron.config.command_line import parse_run
 from megatron.config.command_line.flags import read_flags
 from megatron.config.command_line.parser import CONFIG_FILE
-from megatron.config.errors import ConfigError
+from megatron.config.errors import ConfigError, ResourceError
 from megatron.tools.cluster.census import HostState, look_at_hosts, take_census
 from megatron.tools.cluster.doctor import Examination
 from megatron.tools.cluster.elastic import Ended, Start, announce, failed_first, is_complete, pick_hosts
 from megatron.tools.cluster.hostfile import Host, read_hostfile, runs_here_alone, select
 from megatron.tools.cluster.launching import launcher_words, training_program
 from megatron.tools.cluster.remote import RUN_VARIABLE, device_kind, is_plain, ssh_command, ssh_options_for_pdsh
-from megatron.tools.cluster.supervise import supervise
+from megatron.tools.cluster.supervise import read_exit_codes, supervise
 from megatron.tools.planning.request import bytes_of_text
 from megatron.tools.planning.survivors import device_here, name_of_gpu, plan_survivors
 from megatron.tools.planning.timing import DEVICES, Device
@@ -60,10 +60,14 @@ class ElasticRun:
         self.run_config = self._read_run()
         self.save = self._save_folder()
         self.lock = FolderLock(self.save, LOCK, "is supervised for this folder")
-        token = hashlib.sha256(str(self.save).encode()).hexdigest()[:16]
+        token = hashlib.sha256(str(self.save.resolve()).encode()).hexdigest()[:16]
         self._token = token  # the same for a supervisor that takes over
         self._excluded: Mapping[str, str] = {}
         self._slow: set[str] = set()
+        self.rejoining: tuple[frozenset[str], int] | None = None
+        """The hosts that the next start should have, and the number of ranks that it should exceed."""
+        self.in_vain: set[frozenset[str]] = set()
+        """Such hosts, with which a start for them had no more ranks."""
 
     def progress(self) -> str | None:
         """The newest checkpoint; None while there is none."""
@@ -75,9 +79,9 @@ class ElasticRun:
 
         Raises CheckpointError if another supervisor has taken over.
         """
-        self.lock.check()
         self._excluded = excluded
         owner = owner_of(self.save)
+        self.lock.check()
         states, owner_has_ended = take_census(self._examination(), f"{RUN_VARIABLE}={self._token}", owner)
         if owner is not None and owner_has_ended:
             remove_lock(self.save, owner)
@@ -107,11 +111,13 @@ class ElasticRun:
         return Start(hosts[: planned.hosts], planned.arguments, f"{planned}{idle}")
 
     def start(self, start: Start) -> Ended:
-        """Run ``start`` to its end, to the loss of a host, or to the checkpoint after which lost hosts rejoin."""
-        with (
-            tempfile.TemporaryDirectory(prefix="elastic-") as folder,
-            tempfile.TemporaryDirectory(prefix=".ranks-", dir=self.save) as exit_codes,
-        ):
+        """Run ``start`` to its end, to the loss of a host, or to the checkpoint after which lost hosts rejoin.
+
+        Raises CheckpointError if another supervisor has taken over; ResourceError if ``--save`` cannot be written.
+        """
+        self.lock.check()
+        self._note_rejoining(start)
+        with tempfile.TemporaryDirectory(prefix="elastic-") as folder, _folder_in(self.save) as exit_codes:
             command = [*self.runner, *launcher_words(self._launch_of(start, Path(folder)), self.environ)]
             environ = {
                 **self.environ,
@@ -124,7 +130,7 @@ class ElasticRun:
                 ended = supervise(command, environ, watch, Path(exit_codes))
             finally:
                 watch.is_over.set()
-            codes = {int(file.name.removeprefix("rank ")): file.read_text() for file in Path(exit_codes).iterdir()}
+            codes = read_exit_codes(Path(exit_codes))
         if self.launch.exclude_stragglers:
             self._slow |= slow_hosts(self.save / STRAGGLERS, start.hosts)
         result = Ended(ended.code, ended.by_signal, failed_first(start.hosts, codes), watch.hosts_rejoin)
@@ -134,6 +140,13 @@ class ElasticRun:
     def look(self) -> list[HostState]:
         """The state of all hosts while the run continues there."""
         return without_slow(look_at_hosts(self._examination()), self._slow, self.launch.min_hosts)
+
+    def _note_rejoining(self, start: Start) -> None:
+        """Remember the hosts with which the run was to start, if ``start`` has no more ranks than without them."""
+        if self.rejoining is not None and _ranks(start) <= self.rejoining[1]:
+            self.in_vain.add(self.rejoining[0])
+        self.rejoining = None
+        self.in_vain.discard(_names(start))
 
     def _record(self, start: Start, ended: Ended, began: float) -> None:
         """Add the start to the log of the run, for those who want to know later."""
@@ -149,8 +162,11 @@ class ElasticRun:
         hostfile.write_text("".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in start.hosts))
         include = "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in start.hosts)
         of_start = {"hostfile": hostfile, "include": include, "exclude": "", "arguments": start.arguments}
+        if start.hosts[0].name != self.regular[0].name:
+            of_start["master_addr"] = ""  # DeepSpeed asks the host
         # DeepSpeed would start the ranks of a single host here, wherever that is.
-        return Namespace(**{**vars(self.launch), **of_start, "force_multi": not runs_here_alone(start.hosts)})
+        force_multi = self.launch.force_multi or not runs_here_alone(start.hosts)
+        return Namespace(**{**vars(self.launch), **of_start, "force_multi": force_multi})
 
     def _examination(self) -> Examination:
         launch = self.launch
@@ -197,20 +213,22 @@ class _Watch:
         self._gone_since = 0.0
         self._next, self._came_back_at = 0.0, ""
         self._came_back = threading.Event()
+        self._awaited: tuple[frozenset[str], int] | None = None
         if run.launch.rejoin and not is_complete(run.regular, start.hosts):
             threading.Thread(target=self._await_hosts, name="rejoin", daemon=True).start()
 
-    def __call__(self, launcher: psutil.Process) -> bool:
+    def __call__(self, launcher: psutil.Process, ends_by_signal: bool) -> bool:
         """Whether to end the start, whose launcher is given. Raises CheckpointError if another supervisor took over."""
-        if self._came_back.is_set() and (self._run.progress() or "") != self._came_back_at:
+        if not ends_by_signal and self._came_back.is_set() and (self._run.progress() or "") != self._came_back_at:
             announce(f"hosts have come back: ended after {self._run.progress()}, to start with them")
             self.hosts_rejoin = True
+            self._run.rejoining = self._awaited
             return True
         now = time.monotonic()
         if now < self._next:
             return False
         self._next = now + 1
-        self._run.lock.check()
+        self._run.lock.check(is_repeated=True)
         return self._has_lost_hosts(launcher, now)
 
     def _has_lost_hosts(self, launcher: psutil.Process, now: float) -> bool:
@@ -218,6 +236,7 @@ class _Watch:
         connected = _connected(launcher, [host.name for host in self._start.hosts])
         gone = self._connected - connected
         self._connected |= connected
+        self._gone &= gone
         for host in sorted(gone - self._gone):
             self._gone.add(host)
             self._gone_since = now
@@ -231,15 +250,38 @@ class _Watch:
 
     def _await_hosts(self) -> None:
         """Wait until a better start is possible, with hosts that were lost."""
-        ranks = sum(len(host.slots) for host in self._start.hosts)
-        while not self.is_over.wait(_REJOIN_SECONDS):
-            start = self._run.choose(self._run.look())
-            if start is not None and sum(len(host.slots) for host in start.hosts) > ranks:
-                self._came_back_at = self._run.progress() or ""
-                names = {host.name for host in start.hosts} - {host.name for host in self._start.hosts}
-                announce(f"{' '.join(sorted(names))} can take part again, from the next checkpoint on")
-                self._came_back.set()
-                return
+        try:
+            while not self.is_over.wait(_REJOIN_SECONDS):
+                start = self._run.choose(self._run.look())
+                if start is not None and self._is_better(start):
+                    self._came_back_at = self._run.progress() or ""
+                    self._awaited = _names(start), _ranks(self._start)
+                    names = sorted(_names(start) - _names(self._start))
+                    announce(f"{' '.join(names)} can take part again, from the next checkpoint on")
+                    self._came_back.set()
+                    return
+        except Exception as error:
+            announce(f"{type(error).__name__} in the search for hosts that have come back, which ends: {error}")
+
+    def _is_better(self, start: Start) -> bool:
+        """Whether ``start`` has more ranks than the present one, and was not tried in vain."""
+        return _ranks(start) > _ranks(self._start) and _names(start) not in self._run.in_vain
+
+
+def _names(start: Start) -> frozenset[str]:
+    return frozenset(host.name for host in start.hosts)
+
+
+def _ranks(start: Start) -> int:
+    return sum(len(host.slots) for host in start.hosts)
+
+
+def _folder_in(save: Path) -> tempfile.TemporaryDirectory:
+    """A folder for the exit codes of all ranks, on all hosts. Raises ResourceError if it cannot be made."""
+    try:
+        return tempfile.TemporaryDirectory(prefix=".ranks-", dir=save, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ResourceError(f"--save {save}: no folder can be made there: {error.strerror}") from error
 
 
 def slow_hosts(file: Path, hosts: Sequence[Host]) -> set[str]:
@@ -266,13 +308,20 @@ def without_slow(states: Sequence[HostState], slow: Collection[str], least: int)
 def _connected(launcher: psutil.Process, hosts: Sequence[str]) -> set[str]:
     """Those of ``hosts`` to which pdsh has a connection."""
     found: set[str] = set()
-    try:
-        for process in launcher.children(recursive=True):
+    for process in _children(launcher, recursive=True):
+        with suppress(psutil.Error):  # it has just ended
             if process.name().startswith("pdsh"):  # Debian's is called pdsh.bin
-                found |= {word for ssh in process.children() for word in ssh.cmdline() if word in hosts}
-    except psutil.Error:  # one of them has just ended
-        pass
+                for ssh in _children(process):
+                    with suppress(psutil.Error):
+                        found |= set(hosts).intersection(ssh.cmdline())
     return found
+
+
+def _children(process: psutil.Process, *, recursive: bool = False) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=recursive)
+    except psutil.Error:
+        return []
 
 
 def answers(host: str, port: int | None) -> bool:

@@ -84,6 +84,7 @@ def read_launch(argv: Sequence[str], description: str = "") -> Namespace:
     if launch.max_restarts is None:
         launch.max_restarts = 100 if launch.elastic else 0
     _check_elastic_flags(launch)
+    launch.exclude_after = launch.exclude_after or MOST_FAILURES
     return launch
 
 
@@ -97,10 +98,9 @@ def _add_elastic_flags(parser: ToolParser) -> None:
     parser.add_argument(
         "--exclude-after",
         type=count,
-        default=MOST_FAILURES,
         metavar="N",
         help="with --elastic: failures in a row without a new checkpoint after which the host in all of them is left "
-        "out",
+        f"out (default: {MOST_FAILURES})",
     )
     parser.add_argument(
         "--exclude-stragglers",
@@ -126,9 +126,12 @@ def _add_elastic_flags(parser: ToolParser) -> None:
 def _check_elastic_flags(launch: Namespace) -> None:
     """Raises ConfigError if a flag needs ``--elastic``, or does not go with it."""
     if not launch.elastic:
-        if launch.rejoin or launch.standby or launch.exclude_stragglers or launch.min_hosts > 1:
-            flags = "--min-hosts, --rejoin, --standby and --exclude-stragglers"
-            raise ConfigError(f"{flags} are for --elastic: add it, or remove them")
+        given = [name for name in _ELASTIC if getattr(launch, name) not in (None, False, "")]
+        if launch.min_hosts == 1:
+            given.remove("min_hosts")
+        if given:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ConfigError(f"these flags are for --elastic: {flags}; add it, or remove them")
         return
     if launch.hostfile is None:
         raise ConfigError("--elastic needs --hostfile: it starts the run on those of its hosts that are healthy")

@@ -7,12 +7,14 @@ and each rank of this host writes its exit code into a file, which is checked.
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -41,8 +43,9 @@ class LauncherExit(NamedTuple):
     """Whether it was killed because ``watch`` asked for it."""
 
 
-Watch = Callable[[psutil.Process], bool]
-"""Is called with the launcher several times a second; returns whether to kill it."""
+Watch = Callable[[psutil.Process, bool], bool]
+"""Is called several times a second with the launcher, and whether a signal was forwarded to it; returns whether to kill
+it."""
 
 
 def supervise(
@@ -75,17 +78,27 @@ def supervise(
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier_mask)
         try:
-            code, was_stopped = _wait(launcher, watch)
+            code, was_stopped = _wait(launcher, watch, forwarded)
         finally:
             _end_descendants()
             for number, handler in earlier.items():
                 signal.signal(number, handler)
-        codes = {file.name: file.read_text() for file in sorted(folder.iterdir())}
+        codes = read_exit_codes(folder)
     code = 128 - code if code < 0 else code or _code_of_ranks(codes)
     return LauncherExit(code, bool(forwarded), was_stopped)
 
 
-def _wait(launcher: subprocess.Popen, watch: Watch | None) -> tuple[int, bool]:
+def read_exit_codes(folder: Path) -> dict[int, str]:
+    """The exit code that each rank has left in ``folder``, a shared one, too; empty for one that was killed."""
+    codes = {}
+    for file in folder.iterdir():
+        if name := re.fullmatch("rank ([0-9]+)", file.name):
+            with suppress(OSError):
+                codes[int(name[1])] = file.read_text()
+    return dict(sorted(codes.items()))
+
+
+def _wait(launcher: subprocess.Popen, watch: Watch | None, forwarded: Sequence[int]) -> tuple[int, bool]:
     """The launcher's exit code, and whether it was killed because ``watch`` asked for it."""
     if watch is None:
         return launcher.wait(), False
@@ -94,7 +107,7 @@ def _wait(launcher: subprocess.Popen, watch: Watch | None) -> tuple[int, bool]:
         try:
             return launcher.wait(timeout=_LOOKS), False
         except subprocess.TimeoutExpired:
-            if watch(process):
+            if watch(process, bool(forwarded)):
                 launcher.kill()
                 return launcher.wait(), True
 
@@ -109,7 +122,7 @@ def _start(command: Sequence[str], environ: Mapping[str, str], signal_mask: set[
     return subprocess.Popen(list(command), env=environ, start_new_session=True, preexec_fn=prepare)
 
 
-def _code_of_ranks(exit_codes: Mapping[str, str]) -> int:
+def _code_of_ranks(exit_codes: Mapping[int, str]) -> int:
     """The exit code of the first failed rank of this host; 6 for a rank that did not write one."""
     codes = {rank: int(code) if code else LaunchError.exit_code for rank, code in exit_codes.items()}
     failed = [rank for rank, code in codes.items() if code]
@@ -118,7 +131,7 @@ def _code_of_ranks(exit_codes: Mapping[str, str]) -> int:
     # 6 is also the code of ranks that exited because of another.
     first = min(failed, key=lambda rank: codes[rank] == LaunchError.exit_code)
     how = f"exited with {exit_codes[first]}" if exit_codes[first] else "was killed"
-    print_error(f"the launcher exited with 0, but {first} of this host {how}")
+    print_error(f"the launcher exited with 0, but rank {first} of this host {how}")
     return codes[first]
 
 

@@ -1,14 +1,19 @@
 """Decisions of an elastic run: which hosts, which layout, when it is over. Nothing is started."""
 
+import importlib
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from support.programs import TINY_MODEL
 
 from megatron.config.command_line import parse_run
 from megatron.config.errors import ConfigError, LaunchError
+from megatron.launch.rank import EXIT_CODE_FOLDER, _write_exit_code
+from megatron.tools.cluster import elastic_parts
 from megatron.tools.cluster.census import HostState
 from megatron.tools.cluster.elastic import (
     Ended,
@@ -20,9 +25,17 @@ from megatron.tools.cluster.elastic import (
     pick_hosts,
     run_elastic,
 )
-from megatron.tools.cluster.elastic_parts import ElasticRun, _connected, planned_device, slow_hosts, without_slow
+from megatron.tools.cluster.elastic_parts import (
+    ElasticRun,
+    _connected,
+    _Watch,
+    planned_device,
+    slow_hosts,
+    without_slow,
+)
 from megatron.tools.cluster.hostfile import Host, read_hostfile
 from megatron.tools.cluster.launching import launcher_words, read_launch
+from megatron.tools.cluster.supervise import FORWARDED, read_exit_codes
 from megatron.tools.planning.survivors import arguments_at_world_size, plan_survivors
 from megatron.tools.planning.timing import DEVICES
 
@@ -99,6 +112,14 @@ def test_a_lost_host_and_its_return(capsys) -> None:
     assert "4 ranks on a c, without b (ssh: no answer): ; resuming from 5" in lines[2] and len(lines) == 4
 
 
+def test_lost_hosts_are_no_crash_loop() -> None:
+    """Not even if no rank has left an exit code, so that no host is to blame."""
+    killed = Ended(137, False, frozenset())
+    ends = [killed, killed, killed, Ended(0, False)]
+    assert elastic(ends, ["5"] * 9, Policy(1, 3, 9), ["", "b", "a", "b"]) == (0, ["abc", "ac", "bc", "ac"])
+    assert elastic([killed] * 3, ["5"] * 9, Policy(1, 3, 9))[0] == 93
+
+
 def test_no_start_below_the_least_number_of_hosts() -> None:
     with pytest.raises(
         LaunchError, match="1 host can take part, fewer than --min-hosts 2: without a .*; without b"
@@ -120,6 +141,7 @@ def test_a_host_in_every_failure_is_left_out(capsys) -> None:
         ([LOST, Ended(1, False, frozenset("c")), LOST], 1, 93, "no host was in all of them; not restarted"),
         *(([Ended(code, False)], 1, code, "") for code in (0, 2, 3, 4, 5, 7, 75)),
         ([Ended(1, by_signal=True)], 1, 1, ""),
+        ([Ended(75, by_signal=True, to_rejoin=True)], 1, 75, ""),
     ],
 )
 def test_ends(ends, least, code, text, capsys) -> None:
@@ -195,6 +217,8 @@ def test_a_world_size_without_a_layout() -> None:
     [
         ("--elastic pretrain_gpt2.py", "--elastic needs --hostfile"),
         ("--rejoin --hostfile H pretrain_gpt2.py", "are for --elastic"),
+        ("--min-hosts 2 --exclude-after 3 --hostfile H x.py", "for --elastic: --min-hosts, --exclude-after;"),
+        ("--device h100 --device-memory 1GB x.py", "for --elastic: --device, --device-memory;"),
         ("--elastic --hostfile H --launcher openmpi pretrain_gpt2.py", "--launcher openmpi does not go with --elastic"),
         ("--hostfile H pretrain_gpt2.py", "b is a spare host"),
         ("--elastic --hostfile H pretrain_gpt2.py --deepspeed_config x.json --save ck", "as flags"),
@@ -221,5 +245,80 @@ def test_the_device_that_is_planned_for(tmp_path: Path) -> None:
 
 def test_the_hosts_that_pdsh_is_connected_to() -> None:
     ssh = SimpleNamespace(name=lambda: "ssh", cmdline=lambda: ["ssh", "-x", "b", "export X=a; python x.py"])
-    pdsh = SimpleNamespace(name=lambda: "pdsh.bin", cmdline=lambda: ["pdsh", "-w", "a,b"], children=lambda: [ssh])
-    assert _connected(SimpleNamespace(children=lambda recursive: [ssh, pdsh]), ["a", "b"]) == {"b"}
+    pdsh = SimpleNamespace(
+        name=lambda: "pdsh.bin", cmdline=lambda: ["pdsh", "-w", "a,b"], children=lambda recursive: [ssh]
+    )
+
+    def fail() -> str:
+        raise psutil.NoSuchProcess(1)
+
+    ended = SimpleNamespace(name=fail, cmdline=fail)
+    pdsh.children = lambda recursive: [ended, ssh]
+    assert _connected(SimpleNamespace(children=lambda recursive: [ended, ssh, pdsh]), ["a", "b"]) == {"b"}
+
+
+def watch_of(**run) -> _Watch:
+    parts = {"launch": SimpleNamespace(rejoin=False), "progress": lambda: "5", "in_vain": set()}
+    return _Watch(SimpleNamespace(**parts, lock=SimpleNamespace(check=lambda **_: None), **run), Start([A], [], ""))
+
+
+def test_a_run_that_ends_by_a_signal_is_not_ended_to_rejoin() -> None:
+    watch, launcher = watch_of(), SimpleNamespace(children=lambda recursive: [])
+    watch._came_back.set()
+    assert not watch(launcher, True) and not watch.hosts_rejoin
+    assert watch(launcher, False) and watch.hosts_rejoin
+
+
+def test_hosts_that_the_census_refuses_rejoin_once(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(elastic_parts, "_REJOIN_SECONDS", 0.0)
+    watch = watch_of(look=list, choose=lambda _: Start([A, B], [], ""))
+    watch._await_hosts()
+    assert watch._came_back.is_set() and watch._awaited == (frozenset("ab"), 2)
+    run = SimpleNamespace(rejoining=watch._awaited, in_vain=set())
+    ElasticRun._note_rejoining(run, Start([A], [], ""))
+    assert run.in_vain == {frozenset("ab")} and run.rejoining is None
+    watch._run.in_vain = run.in_vain
+    assert not watch._is_better(Start([A, B], [], "")) and watch._is_better(Start([A, C], [], ""))
+    ElasticRun._note_rejoining(run, Start([A, B], [], ""))
+    assert not run.in_vain
+    capsys.readouterr()
+    watch_of(look=lambda: 1 // 0, choose=None)._await_hosts()
+    assert "ZeroDivisionError in the search" in capsys.readouterr().err
+
+
+def test_the_address_of_a_lost_first_host_is_dropped(tmp_path: Path) -> None:
+    (tmp_path / "given").write_text("a slots=2\nb slots=2\n")
+    words = ["--elastic", "--hostfile", str(tmp_path / "given"), "--master_addr", "10.0.0.1", "--force_multi", "x.py"]
+    run = SimpleNamespace(launch=read_launch(words), regular=[A, B])
+    addresses = [ElasticRun._launch_of(run, Start(hosts, [], ""), tmp_path).master_addr for hosts in ([A, C], [B, C])]
+    assert addresses == ["10.0.0.1", ""]
+    here = ElasticRun._launch_of(run, Start([Host("localhost", (0,))], [], ""), tmp_path)
+    assert here.force_multi, "as given"
+
+
+def test_a_signal_between_two_starts_gives_the_lock_back(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools"))
+    launch = importlib.import_module("launch")
+    done: list[str] = []
+    lock = SimpleNamespace(take=lambda: done.append("taken"), release=lambda: done.append("released"))
+    run = SimpleNamespace(lock=lock, census=None, choose=None, start=None, progress=None)
+    monkeypatch.setattr(launch, "ElasticRun", lambda *_: run)
+    monkeypatch.setattr(launch, "checkpoint_watch", lambda *_, **__: None)
+    monkeypatch.setattr(launch, "run_elastic", lambda *_: signal.raise_signal(signal.SIGTERM))
+    earlier = {number: signal.getsignal(number) for number in FORWARDED}
+    try:
+        with pytest.raises(SystemExit) as end:
+            launch._run_elastic(read_launch(["--elastic", "--hostfile", "h", "x.py"]))
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+    assert end.value.code == 143 and done == ["taken", "released"]
+
+
+def test_the_exit_codes_of_ranks_in_a_shared_folder(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(EXIT_CODE_FOLDER, str(tmp_path))
+    (tmp_path / ".nfs0001").write_text("x")
+    (tmp_path / "rank 2").mkdir()
+    for rank, code in ((10, "6"), (1, ""), (2, "7")):  # what cannot be written does not keep a rank from its end
+        _write_exit_code(rank, code)
+    assert list(read_exit_codes(tmp_path).items()) == [(1, ""), (10, "6")]
