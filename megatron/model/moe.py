@@ -122,9 +122,10 @@ class Router(nn.Module):
             top, chosen = logits.topk(self.chosen, dim=-1)
             weights = top.softmax(-1)
         is_chosen = torch.zeros_like(scores).scatter_(-1, chosen, 1.0)
-        balance = self._load_balancing_loss(scores, is_chosen)
-        z = logits.logsumexp(-1).square().mean()
-        if self.training and torch.is_grad_enabled():
+        is_measured = self.training and torch.is_grad_enabled()  # not in the first pass of recomputation
+        if is_measured:
+            balance = self._load_balancing_loss(scores, is_chosen)
+            z = logits.logsumexp(-1).square().mean()
             loss = self.aux_coeff * balance + self.z_coeff * z
             if loss.requires_grad and (self.aux_coeff or self.z_coeff):
                 weights = _WithLoss.apply(weights, loss, self.gradient_scale / self.group.size())
@@ -132,7 +133,7 @@ class Router(nn.Module):
         kept = self._within_capacity(is_chosen, scores, chosen) if self.capacity_factor else None
         if kept is not None:
             weights = weights * kept
-            if self.training and torch.is_grad_enabled():
+            if is_measured:
                 self._add("dropped", 1 - kept.double().mean())
         return weights, chosen, kept
 
@@ -150,7 +151,7 @@ class Router(nn.Module):
         """[b, s, k]: whether the token is among those of its sample with the largest scores for the expert."""
         s = scores.size(1)
         capacity = min(s, -int(-self.capacity_factor * s * self.chosen // self.experts))
-        first = (scores * is_chosen).topk(capacity, dim=1).indices  # [b, capacity, E]
+        first = scores.masked_fill(is_chosen == 0, -1.0).topk(capacity, dim=1).indices  # [b, capacity, E]
         fits = torch.zeros_like(is_chosen).scatter_(1, first, 1.0) * is_chosen
         return fits.gather(-1, chosen) > 0
 
@@ -222,7 +223,8 @@ class StackedLinear(nn.Module):
 
     def forward(self, x: Tensor, counts: list[int]) -> Tensor:
         weight = self.weight.flatten(1, -2)
-        if self.grouped and x.is_cuda and x.dtype == torch.bfloat16:
+        # The gradient of a weight without rows is not written by all of its kernels.
+        if self.grouped and x.is_cuda and x.dtype == torch.bfloat16 and min(counts) > 0:
             ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
             return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
         parts = zip(x.split(counts), weight.unbind(), strict=True)

@@ -240,7 +240,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
         for flag in (
             "--moe-layer-freq 2",
             "--moe-ffn-hidden-size 32",
-            "--moe-router-topk 1",
+            "--moe-router-topk 3",
             "--moe-router-pre-softmax",
             "--moe-router-load-balancing-type none",
             "--moe-aux-loss-coeff 0.1",

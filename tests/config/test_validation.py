@@ -446,6 +446,18 @@ BROKEN = [
         "--moe-router-topk 4",
     ),
     (
+        "--moe-z-loss-coeff needs --num-experts",
+        "--num-experts 1 --moe-z-loss-coeff 0.1",
+        "--moe-z-loss-coeff has no effect without --num-experts",
+        "--num-experts 8",
+    ),
+    (
+        "a router that chooses one expert has a gradient",
+        "--num-experts 4 --moe-router-topk 1",
+        "--moe-router-topk 1 leaves the router without a gradient: add --moe-router-pre-softmax, or choose 2",
+        "--moe-router-pre-softmax",
+    ),
+    (
         "tensor-parallel ranks divide each expert",
         "--num-experts 4 --model-parallel-size 4 --moe-ffn-hidden-size 6",
         "--moe-ffn-hidden-size 6 is not a multiple of --model-parallel-size 4: use 4 or 8",
@@ -482,6 +494,18 @@ BROKEN = [
         "--zero-stage 2",
     ),
     (
+        "with expert parallelism ZeRO reduces and scatters gradients",
+        "--num-experts 4 --expert-model-parallel-size 2 --zero-stage 1 --no-zero-reduce-scatter",
+        "--expert-model-parallel-size does not work with --no-zero-reduce-scatter at --zero-stage 1: remove it",
+        "--zero-stage 0",
+    ),
+    (
+        "with expert parallelism ZeRO reduces and scatters gradients",
+        "--num-experts 4 --expert-model-parallel-size 2 --zero-stage 2 --no-zero-contiguous-gradients",
+        "--expert-model-parallel-size does not work with --no-zero-contiguous-gradients at --zero-stage 2",
+        "--zero-stage 1",
+    ),
+    (
         "a mixture of experts is trained by plain means",
         "--num-experts 4 --lora-rank 2",
         "--num-experts cannot be combined with --lora-rank: remove it",
@@ -489,8 +513,20 @@ BROKEN = [
     ),
     (
         "with expert parallelism each stage has a layer with experts",
-        "--num-experts 4 --expert-model-parallel-size 2 --pipe-parallel-size 2 --moe-layer-freq 3",
-        "--moe-layer-freq 3 with --pipe-parallel-size 2: give the layers of each stage by --pipeline-partition",
+        "--num-experts 4 --expert-model-parallel-size 2 --pipe-parallel-size 2 --moe-layer-freq 4",
+        "--pipeline-partition type:ParallelTransformerLayer leaves stage 1 without a layer with experts (--moe-layer-",
+        "--moe-layer-freq 3",
+    ),
+    (
+        "with expert parallelism each stage has a layer with experts",
+        "--num-experts 4 --expert-model-parallel-size 2 --pipe-parallel-size 4 --num-layers 3 --pipeline-partition uniform",
+        "--pipeline-partition uniform leaves stage 3 without a layer with experts (--moe-layer-freq 1): divide the",
+        "--num-layers 8",
+    ),
+    (
+        "with expert parallelism each stage has a layer with experts",
+        "--num-experts 4 --expert-model-parallel-size 2 --pipe-parallel-size 2 --pipeline-partition parameters",
+        "--pipeline-partition parameters may leave a stage without a layer with experts: remove it, or give the",
         "--pipeline-partition 3,1",
     ),
     (

@@ -2,6 +2,7 @@
 
 from megatron.config import RunConfig
 from megatron.config.errors import nearest_multiples
+from megatron.config.validation.layout import partition_fits, stages_have_layers
 from megatron.config.validation.rules import Messages, enabled, needs, rule
 from megatron.model.architectures import architecture_of
 from megatron.parallel.pipeline import partition
@@ -28,6 +29,16 @@ def chosen_experts(run: RunConfig) -> Messages:
     experts, chosen = run.model.num_experts, run.model.moe_router_topk
     if 0 < experts < chosen:
         yield f"--moe-router-topk {chosen} is more than --num-experts {experts}: lower it"
+
+
+@rule(
+    "a router that chooses one expert has a gradient",
+    why="The softmax over the chosen logits alone is 1 whatever the one logit is.",
+)
+def weight_of_one_expert(run: RunConfig) -> Messages:
+    model = run.model
+    if model.has_experts and model.moe_router_topk == 1 and not model.moe_router_pre_softmax:
+        yield "--moe-router-topk 1 leaves the router without a gradient: add --moe-router-pre-softmax, or choose 2"
 
 
 @rule("tensor-parallel ranks divide each expert", why="Each rank holds an equal share of its columns.")
@@ -101,6 +112,23 @@ def expert_states(run: RunConfig) -> Messages:
 
 
 @rule(
+    "with expert parallelism ZeRO reduces and scatters gradients",
+    why="DeepSpeed has no other code for the gradients of experts that is tested.",
+    otherwise="AssertionError: Reduce Scatter in ZeRO Stage 2 must be set to True for MoE",
+)
+def expert_gradients(run: RunConfig) -> Messages:
+    zero, stage = run.zero, run.zero.zero_stage
+    given = enabled(
+        {
+            "--no-zero-reduce-scatter": stage in (1, 2) and not zero.zero_reduce_scatter,
+            "--no-zero-contiguous-gradients": stage == 2 and not zero.zero_contiguous_gradients,
+        }
+    )
+    if given and run.parallel.expert_model_parallel_size > 1:
+        yield f"--expert-model-parallel-size does not work with {given} at --zero-stage {stage}: remove it"
+
+
+@rule(
     "a mixture of experts is trained by plain means",
     why="Muon takes a matrix at a time and adapters belong to whole linear layers, but the experts' weights are "
     "stacked; numbers of tokens are known only when they are computed, which is neither compiled nor put off by a "
@@ -133,24 +161,27 @@ def model_of_experts(run: RunConfig) -> Messages:
 @rule(
     "with expert parallelism each stage has a layer with experts",
     why="DeepSpeed reduces the gradient norm once for each parameter group, and a stage without experts has no "
-    "group of them.",
+    "group of them. By parameters and FLOPs the stages depend on the vocabulary, which is not read yet.",
     otherwise="hangs in an all-reduce",
 )
 def experts_on_each_stage(run: RunConfig) -> Messages:
     model, parallel = run.model, run.parallel
+    method = parallel.pipeline_partition
     if not (model.has_experts and parallel.expert_model_parallel_size > 1 and parallel.pipe_stages > 1):
         return
-    numbers = partition.explicit(parallel.pipeline_partition)
-    if numbers is None and model.moe_layer_freq > 1:
+    if model.num_layers < 1 or any(stages_have_layers(run)) or any(partition_fits(run)):
+        return
+    if method in ("parameters", "flops"):
         yield (
-            f"--moe-layer-freq {model.moe_layer_freq} with --pipe-parallel-size {parallel.pipe_stages}: give the "
-            "layers of each stage by --pipeline-partition, so that each has one with experts"
+            f"--pipeline-partition {method} may leave a stage without a layer with experts: remove it, or give the "
+            "number of layers of each stage"
         )
+        return
     first = 1
-    for stage, count in enumerate(numbers or ()):
+    for stage, count in enumerate(partition.layers_per_chunk(run)):
         if not any(model.layer_has_experts(number) for number in range(first, first + count)):
             yield (
-                f"--pipeline-partition {parallel.pipeline_partition} leaves stage {stage} without a layer with experts "
+                f"--pipeline-partition {method} leaves stage {stage} without a layer with experts "
                 f"(--moe-layer-freq {model.moe_layer_freq}): divide the layers otherwise"
             )
         first += count

@@ -118,6 +118,8 @@ def open_source(
 def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
     """The same model for ``size`` tensor-parallel ranks, without the kernels configured for training.
 
+    No token is dropped: which ones are depends on the padding and on later tokens.
+
     Raises ConfigError if so many ranks cannot share it.
     """
     for name in ("num_attention_heads", "ffn_hidden_size"):
@@ -141,6 +143,7 @@ def config_on(config: ModelConfig, size: int, dtype: str) -> ModelConfig:
         bias_gelu_fusion=False,
         bias_dropout_fusion=False,
         recomputes_attention=False,
+        moe_expert_capacity_factor=0.0,
     )
 
 

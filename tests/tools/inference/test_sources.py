@@ -34,6 +34,11 @@ def test_ranks_that_cannot_share_the_query_groups() -> None:
         config_on(model, 2, "fp32")
 
 
+def test_no_token_is_dropped_in_inference() -> None:
+    model = ModelConfig(ffn_hidden_size=64, vocab_size=50, num_experts=4, moe_expert_capacity_factor=0.5)
+    assert config_on(model, 1, "fp32").moe_expert_capacity_factor == 0
+
+
 def weights_agree(paths: dict[str, Path]) -> list[str]:
     """The kinds whose model computes what that of the folder does; on one rank."""
     import torch
