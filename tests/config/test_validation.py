@@ -519,7 +519,8 @@ BROKEN = [
     ),
     (
         "with expert parallelism each stage has a layer with experts",
-        "--num-experts 4 --expert-model-parallel-size 2 --pipe-parallel-size 4 --num-layers 3 --pipeline-partition uniform",
+        "--num-experts 4 --expert-model-parallel-size 2 --pipe-parallel-size 4 --num-layers 3 "
+        "--pipeline-partition uniform",
         "--pipeline-partition uniform leaves stage 3 without a layer with experts (--moe-layer-freq 1): divide the",
         "--num-layers 8",
     ),
