@@ -53,6 +53,15 @@ def test_no_process_is_left(tmp_path: Path) -> None:
     await_processes(str(tmp_path), 0)
 
 
+def test_a_watch_knows_that_a_signal_was_forwarded() -> None:
+    """This one sends it, and then asks to kill the launcher, which ignores it."""
+    watch = "lambda launcher, was_signalled: was_signalled or os.kill(os.getpid(), 15) is not None"
+    program = SUPERVISE.replace("os.environ)", f"os.environ, {watch})").replace(".code", "[:3] != (137, True, True)")
+    inherited = "import signal; signal.signal(15, signal.SIG_IGN)"
+    command = [sys.executable, "-c", f"{inherited}\n{program}", "sleep", "1000"]
+    assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
+
+
 def test_a_signal_is_forwarded_to_the_launcher(tmp_path: Path) -> None:
     process = supervised("trap 'exit 75' USR1; touch $0; while true; do sleep 0.1; done", str(tmp_path / "ready"))
     while not (tmp_path / "ready").exists():
