@@ -8,7 +8,6 @@ from support.programs import read_metrics
 from support.training import RankTraining
 
 TOLERANCE = 1e-4
-BF16_TOLERANCE = 1e-2
 ITERATIONS = 4
 SETTINGS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01"
@@ -65,18 +64,14 @@ def test_layout_agrees_with_one_process(train, run_ranks, one_process, layout):
     assert not differences
 
 
-def test_layout_agrees_in_half_precision(train):
-    compare_metrics(train(1, "--bf16"), train(2, f"--bf16 {EP} 2 --zero-stage 1"), "bf16", tolerance=BF16_TOLERANCE)
-
-
-def compare_metrics(one_process: Path, folder: Path, layout: str, after: int = 0, tolerance: float = TOLERANCE) -> None:
+def compare_metrics(one_process: Path, folder: Path, layout: str, after: int = 0) -> None:
     expected, found = read_metrics(one_process / "metrics"), read_metrics(folder / "metrics")
     expected = [line for line in expected if line["iteration"] > after]
     assert len(found) == len(expected) > 2
     for one, other in zip(expected, found, strict=True):
         assert one.keys() == other.keys()
         for name in one.keys() & COMPARED:
-            assert other[name] == pytest.approx(one[name], rel=tolerance), (layout, one["iteration"], name)
+            assert other[name] == pytest.approx(one[name], rel=TOLERANCE), (layout, one["iteration"], name)
     assert any(line.get("grad_norm", 0) > 0.4 for line in expected), "clipping had nothing to do"
 
 
