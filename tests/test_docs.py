@@ -153,5 +153,5 @@ def all_flags() -> frozenset[str]:
     scripts += ["benchmarks/compare.py", "benchmarks/gpu/command.py", "tests/torture.py"]
     scripts += [f"tools/{path.name}" for path in (ROOT / "tools").glob("[a-z]*.py")]
     known = frozenset().union(*(flags_of(script) for script in scripts), *(launcher_flags(name) for name in LAUNCHERS))
-    shell = "".join(path.read_text() for path in (ROOT / "examples").iterdir())
+    shell = "".join(path.read_text() for path in (ROOT / "examples").iterdir() if path.is_file())
     return known | OF_OTHER_PROGRAMS | CLASSIC_FLAGS | frozenset(re.findall(r"--[a-z][\w-]+", shell))

@@ -65,7 +65,10 @@ DOCUMENTS = [
     *("requirements.txt", "requirements-docs.txt", "requirements-test.txt", "tools/environment.sh"),
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
     *sorted(
-        f"{path.parent.name}/{path.name}" for folder in ("examples", "docker") for path in (ROOT / folder).iterdir()
+        f"{path.parent.name}/{path.name}"
+        for folder in ("examples", "docker")
+        for path in (ROOT / folder).iterdir()
+        if path.is_file()
     ),
 ]
 PROGRAMS = [
