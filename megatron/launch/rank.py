@@ -83,6 +83,7 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
         if (reason := reason or failure_of_nccl(error)) is not None:
             print_error(f"rank {rank}: {reason}")
             return LaunchError.exit_code
+        time.sleep(1)  # rank 0 may still be about to print the line of the iteration before; the cause comes last
         print(f"{_program()}: rank {rank} failed:", file=sys.stderr)
         traceback.print_exc()
         return 1
