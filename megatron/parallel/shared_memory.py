@@ -44,7 +44,7 @@ _SLOT = 2**26
 """Bytes of a slot, and so of an asynchronous collective, which is one message. Memory is used only where written."""
 _LINE = 64
 """Bytes of a cache line: a rank's counter and the sizes of its last two messages have one of their own."""
-_SPIN_SECONDS = 100e-6
+_SPIN_SECONDS = 1e-3
 """How long a rank that waits keeps looking before it sleeps. It does not give way meanwhile: on a busy machine others
 would keep the core far longer, while one that sleeps is among the first to run when it is woken."""
 _LOOK_SECONDS = 0.2
