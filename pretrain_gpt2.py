@@ -67,8 +67,10 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     import_backend("deepspeed", "torch._dynamo")  # the second is what the first optimizer imports
     from megatron.checkpoint.compatibility import at_saved_sample
     from megatron.checkpoint.huggingface import load_huggingface
-    from megatron.checkpoint.load import FRESH, load_checkpoint, select_checkpoint
+    from megatron.checkpoint.load import FRESH, load_checkpoint
     from megatron.checkpoint.save import Checkpointer, lock_folder
+    from megatron.checkpoint.snapshot_recovery import select_newest
+    from megatron.checkpoint.snapshots import requested_snapshots
     from megatron.parallel.deepspeed_compat import deepspeed_silenced
     from megatron.tools.reporting.tracing import requested_traces
     from megatron.training.data_iterators import data_iterators
@@ -83,7 +85,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
         initialized_ranks(run, callbacks) as (layout, progress),
         lock_folder(run) as lock,
     ):
-        saved = select_checkpoint(run)
+        saved = select_newest(run, lock)
         run = at_saved_sample(saved, run) if saved else run
         if saved and not run.train.skip_train and is_finished(saved, run):
             return 0
@@ -109,6 +111,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
             log=log,
             exit_conditions=exit_conditions,
             progress=progress,
+            snapshots=requested_snapshots(checkpointer, run, log.info),
             callbacks=[
                 *callbacks,
                 *requested_traces(run, layout, engine.module),

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.comparing import Comparison, Quantity, Result, Times, alternate
 from benchmarks.measures.peers import Shape
+from benchmarks.measures.snapshots import of_snapshots
 from benchmarks.measures.suite import run_of
 from megatron.checkpoint.files import xxh128_of
 from megatron.checkpoint.manifest import write_manifest
@@ -55,7 +56,11 @@ def measure(rounds: int) -> list[Result]:
             engine = build_engine(run, layout)
             tokens = torch.zeros(SHAPE.batch, SHAPE.sequence, dtype=torch.long)  # [b, s]
             train_batch(engine, iter([Batch(tokens, (tokens, torch.full(tokens.shape, 1 / tokens.numel())))]))
-            return [*_of_files(engine, Path(name) / "files", rounds), *_of_waiting(engine, run, rounds)]
+            return [
+                *_of_files(engine, Path(name) / "files", rounds),
+                *_of_waiting(engine, run, rounds),
+                *of_snapshots(engine, run, rounds, _seconds),
+            ]
 
 
 def _of_files(engine: Any, folder: Path, rounds: int) -> list[Comparison]:

@@ -39,7 +39,7 @@ from megatron.config import RunConfig
 from megatron.config.command_line.settings_file import KEPT, settings_text
 from megatron.config.errors import CheckpointError, UserError, first_line
 from megatron.model.spec import architecture_of
-from megatron.parallel.deepspeed_compat.engine import optimizer_shards_not_saved, use_checkpoint_engine
+from megatron.parallel.deepspeed_compat.engine import optimizer_shards_not_saved, replaced, use_checkpoint_engine
 from megatron.parallel.deepspeed_compat.experts import experts_saved_apart
 
 StateFile = tuple[Path, Any]
@@ -237,18 +237,23 @@ class Checkpointer:
             tracker.begin_tag(folder, tag)
 
         on_rank_0(begin)
-        description = describe(self._run, iteration, skipped_samples, self._history)
-        description["optimizer"] = optimizer_name(self._engine.basic_optimizer)
-        files = self._collect_state(description, path)
+        description, files = self.collect(iteration, skipped_samples, path, self._files)
         size = sum(on_all_ranks(lambda: sum(bytes_of(state) + _FILE_OVERHEAD for _, state in files)))
         on_rank_0(lambda: check_disk_space(folder, f"--save {folder}: {what}", size))
         stop = Event()
         written = self._writer.submit(_write, files, path, stop)
         self._in_flight = _Save(iteration, description, size, stop, written)
 
-    def _collect_state(self, description: dict[str, Any], path: Path) -> list[StateFile]:
-        """The files that this rank has to write into the folder ``path``."""
+    def collect(
+        self, iteration: int, skipped_samples: Sequence[range], path: Path, files: EngineFiles
+    ) -> tuple[dict[str, Any], list[StateFile]]:
+        """The content of ``run.json``, and the files that this rank has to write into the folder ``path``.
+
+        ``files`` takes what DeepSpeed saves.
+        """
         engine, run = self._engine, self._run
+        description = describe(run, iteration, skipped_samples, self._history)
+        description["optimizer"] = optimizer_name(engine.basic_optimizer)
         client_state = {
             "iteration": description["iteration"],
             "consumed_samples": description["consumed_samples"],
@@ -260,15 +265,15 @@ class Checkpointer:
         if run.checkpoint.no_save_optim:
             client_state["optimizer"] = None  # replaces DeepSpeed's own entry
         shards = optimizer_shards_not_saved(engine) if run.checkpoint.no_save_optim else nullcontext()
-        with shards, experts_saved_apart(engine):
+        with shards, experts_saved_apart(engine), replaced(engine, checkpoint_engine=files):
             engine.save_checkpoint(str(path.parent), tag=path.name, client_state=client_state, save_latest=False)
         if (experts := own_experts(engine, run, path)) is not None:
             file, states = experts
-            self._files.save(states, str(file))
-        files = self._files.take()
+            files.save(states, str(file))
+        taken = files.take()
         if not run.checkpoint.no_save_rng:
-            files.append((rng_file(path, dist.get_rank()), random_states()))
-        return files
+            taken.append((rng_file(path, dist.get_rank()), random_states()))
+        return description, taken
 
     def _complete(self) -> None:
         """Wait for the checkpoint that is being written, if there is one."""

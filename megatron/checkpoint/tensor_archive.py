@@ -7,17 +7,25 @@ multiples of 64 bytes and whose CRC-32 follows them; sizes and offsets of 4 GiB 
 
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from megatron.checkpoint.files import NewFile
+from megatron.checkpoint.files import Content
 
 _ROOT = "archive"
 """The folder of all records, as torch names it in a file without a name."""
 _LARGE, _MANY = 0xFFFFFFFF, 0xFFFF
 """What is as large or as many needs a field of zip64."""
+
+
+class ArchiveFile(Protocol):
+    """What an archive is written to: a ``megatron.checkpoint.files.NewFile``, or what does the same."""
+
+    def write(self, data: Content | Callable[[], bytes], check: Callable[[memoryview], None] | None = None) -> None:
+        """Append ``data``, or what a function returns when ``check`` has been called with all data before."""
 
 
 class TensorArchive:
@@ -26,7 +34,7 @@ class TensorArchive:
     The data of records must not change before the file is closed.
     """
 
-    def __init__(self, file: NewFile, alignment: int):
+    def __init__(self, file: ArchiveFile, alignment: int):
         self._file, self._alignment, self._offset = file, alignment, 0
         self._records: list[ZipRecord] = []
 

@@ -19,7 +19,7 @@ from megatron.checkpoint.file_structure import structure_problem
 from megatron.checkpoint.files import NewFile, Record
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
 from megatron.checkpoint.safetensors_files import broken, read_entries
-from megatron.checkpoint.tensor_archive import TensorArchive
+from megatron.checkpoint.tensor_archive import ArchiveFile, TensorArchive
 from megatron.config.errors import CheckpointError, first_line
 
 _ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
@@ -30,14 +30,19 @@ def write_file(path: Path, content: Any) -> Record:
     """Write ``content`` to a new file, and flush it to disk. Raises OSError if it cannot be written."""
     file = NewFile(path)
     try:
-        archive = TensorArchive(file, _get_storage_alignment())
-        _save(content, archive, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
-        archive.finish()
+        write_archive(file, content)
     except BaseException:
         with suppress(Exception):
             file.close()
         raise
     return file.close()
+
+
+def write_archive(file: ArchiveFile, content: Any) -> None:
+    """Write ``content`` to ``file`` as ``torch.save`` does."""
+    archive = TensorArchive(file, _get_storage_alignment())
+    _save(content, archive, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+    archive.finish()
 
 
 def read_file(path: Path, *, mapped: bool = False) -> Any:

@@ -20,6 +20,15 @@ class CheckpointConfig:
     no_save_optim: bool = flag(False, "Do not save optimizer state.")
     no_save_rng: bool = flag(False, "Do not save random number generator states.")
     async_save: bool = flag(False, "Copy the state to host memory, and write it during training.")
+    snapshot_interval: int | None = flag(
+        None,
+        "Number of iterations between snapshots: the state in host memory, of each rank on its own host and on the "
+        "next one, from which the run resumes after a fault if it is newer than the checkpoint on disk.",
+        within="[1, inf)",
+    )
+    snapshot_dir: str = flag(
+        "/dev/shm", "With --snapshot-interval: folder in memory (tmpfs) for snapshots.", metavar="DIR"
+    )
     keep_last: int | None = flag(None, "Number of newest checkpoints to keep (default: all).", within="[1, inf)")
     keep_every: int | None = flag(
         None, "With --keep-last: also keep checkpoints of iterations divisible by this value.", within="[1, inf)"

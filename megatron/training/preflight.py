@@ -10,9 +10,11 @@ from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.safetensors_files import FLOATS, read_entries
 from megatron.checkpoint.saved_run import SavedRun
+from megatron.checkpoint.snapshot_files import check_memory
 from megatron.checkpoint.tracker import resolve
 from megatron.config import RunConfig
 from megatron.config.data import MOCK_DATA, check_tokenizer_folder, used_merges
+from megatron.config.environment import ranks_on_host
 from megatron.config.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
 from megatron.config.huggingface import read_config, shape_problems
 from megatron.config.model import padded_vocabulary
@@ -140,6 +142,8 @@ def _check_sizes(run: RunConfig) -> None:
         weights = size * sum(parameter.numel for parameter in architecture.named_parameters(model).values())
         weights //= run.parallel.world_size if run.zero.zero_stage == 3 else run.parallel.replica_size
         needs.append(("the weights of one rank", weights, "--num-layers or --hidden-size, or use more ranks"))
+    if run.checkpoint.snapshot_interval is not None:
+        check_memory(run, ranks_on_host(os.environ) or run.parallel.world_size)
     if problems := [
         f"{what} take {size / _GB:,.0f} GB or more, and this host has {memory / _GB:,.0f} GB of memory: lower {flags}"
         for what, size, flags in needs
@@ -167,6 +171,9 @@ def _check_outputs(run: RunConfig) -> None:
         flag: _folder_problem(flag, Path(folder)) for flag, folder in folders.items() if folder is not None
     }
     problems = list(folder_problems.values())
+    memory = run.checkpoint.snapshot_dir
+    if run.checkpoint.snapshot_interval is not None and not os.access(memory, os.W_OK | os.X_OK):
+        problems.append(f"--snapshot-dir {memory}: no folder to write in; name one in memory (tmpfs)")
     if run.zero.nvme_path is not None and not Path(run.zero.nvme_path).is_dir():
         problems.append(f"--nvme-path {run.zero.nvme_path}: no such folder; name one on the NVMe device")
     if run.logging.metrics_file is not None and not folder_problems.get("--run-dir"):

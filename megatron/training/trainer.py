@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint.load import load_checkpoint, select_checkpoint
 from megatron.checkpoint.save import Checkpointer
+from megatron.checkpoint.snapshots import Snapshots
 from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.config import RunConfig
 from megatron.config.errors import NumericsError
@@ -108,10 +109,11 @@ class Trainer:
         exit_conditions: ExitConditions,
         progress: ProgressState,
         callbacks: Sequence[Callback] = (),
+        snapshots: Snapshots | None = None,
     ):
         self.run, self.layout, self.engine, self.data = run, layout, engine, data
         self.checkpointer, self.log, self.exit_conditions = checkpointer, log, exit_conditions
-        self.progress, self.callbacks = progress, callbacks
+        self.progress, self.callbacks, self.snapshots = progress, callbacks, snapshots
         self.anomalies = AnomalyDetector(run)
         self.hooks: list[InstructionHook] = [] if run.logging.watchdog_minutes is None else [progress.instruct]
         self.rewinds: Counter[str] = Counter()
@@ -148,6 +150,12 @@ class Trainer:
         """Whether training is interrupted for a checkpoint after ``iteration``."""
         return due(iteration, self.run.checkpoint.save_interval)
 
+    def takes_snapshot_after(self, iteration: int) -> bool:
+        """Whether training is interrupted for a snapshot after ``iteration``: not if it is on disk by then."""
+        config = self.run.checkpoint
+        is_saved = iteration == self.run.train.train_iters or (self.saves_after(iteration) and not config.async_save)
+        return due(iteration, config.snapshot_interval) and not is_saved
+
     def evaluate(self, iteration: int, split: str = "valid") -> None:
         """Log the mean loss over the next ``--eval-iters`` global batches of ``split``."""
         config = self.run.train
@@ -172,6 +180,13 @@ class Trainer:
             self.log.info(f"  no checkpoint saved after iteration {iteration}: it was bad, perhaps by a wrong weight")
         return iteration
 
+    def take_snapshot(self, iteration: int) -> None:
+        """Keep the state in memory if the weights are good."""
+        if self.snapshots is not None and self.anomalies.weights_are_good:
+            self.progress.enter("saving", iteration)
+            with self.paused():
+                self.snapshots.take(iteration, self.data.skipped_samples)
+
     def _train_until_exit(self, finished: int) -> tuple[int, Exit | None]:
         """Iterate to the last iteration or to an exit condition, and save. Returns where and why it ended."""
         config = self.run.train
@@ -184,7 +199,8 @@ class Trainer:
             iteration += 1
             loss = self._step(iteration, batches)
             evaluates, saves = self.evaluates_after(iteration), self.saves_after(iteration)
-            waits = evaluates or saves or self.run.is_logged(iteration) or due(iteration, config.exit_interval)
+            keeps = self.takes_snapshot_after(iteration)
+            waits = evaluates or saves or keeps or self.run.is_logged(iteration) or due(iteration, config.exit_interval)
             request, restart = self._finish_steps(waits)
             if restart is not None:
                 iteration = last_saved = restart
@@ -196,6 +212,8 @@ class Trainer:
                 self.evaluate(iteration)
             if saves:
                 last_saved = self.save(iteration)
+            if keeps:
+                self.take_snapshot(iteration)
             if evaluates or saves:  # a signal that arrived meanwhile must not wait for another iteration and save
                 _, *request = max_across_ranks(loss, *self.exit_conditions.local_request()).tolist()
             if iteration < config.train_iters:
@@ -205,6 +223,8 @@ class Trainer:
         if last_saved != iteration:
             self.save(iteration)
         self.checkpointer.finish()
+        if self.snapshots is not None and self.anomalies.weights_are_good:  # the state is on disk
+            self.snapshots.remove()
         return iteration, early_exit
 
     def _step(self, iteration: int, batches: Iterator[Batch] | None) -> Tensor:
@@ -291,6 +311,8 @@ class Trainer:
             )
         skipped = self.data.skip(bad_iterations)
         load_checkpoint(self.engine, run, self.layout, saved)
+        if self.snapshots is not None:
+            self.snapshots.discard()
         self.anomalies.reset()
         self.log.info(f"  rewinding to {saved.path}, skipping samples {skipped.start} to {skipped.stop - 1}")
         return saved.iteration

@@ -22,6 +22,7 @@ def test_every_variant_is_measured(run_ranks_once, tmp_path: Path) -> None:
         "load, unverified": {"safetensors"},
         "load from a cold cache": {"reading bytes"},
         "--async-save": {"a synchronous save", "copying the state alone"},
+        "--snapshot-interval": {"a synchronous save", "copying the state alone", "the plan"},
     }
     assert list(tmp_path.glob("tmp*")) == []
 

@@ -212,6 +212,8 @@ EFFECTS: dict[str, tuple[str, str]] = {
     "save": ("--save out", ""),
     "save_interval": ("--save-interval 5", "--save out"),
     "async_save": ("--async-save", "--save out"),
+    "snapshot_interval": ("--snapshot-interval 5", "--save out --auto-resume"),
+    "snapshot_dir": ("--snapshot-dir /mnt", "--snapshot-interval 5 --save out --auto-resume"),
     "keep_last": ("--keep-last 2", "--save out"),
     "keep_every": ("--keep-every 2", "--save out --keep-last 2"),
     "on_save_error": ("--on-save-error continue", "--save out"),

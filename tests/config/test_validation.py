@@ -873,6 +873,36 @@ BROKEN = [
     ("--override needs --load", "--override", "--override has no effect without --load", "--load in"),
     ("--finetune needs --load", "--finetune", "--finetune has no effect without --load", "--load in"),
     ("--async-save needs --save", "--async-save", "--async-save has no effect without --save", "--save out"),
+    (
+        "--snapshot-interval needs --save",
+        "--snapshot-interval 2",
+        "--snapshot-interval has no effect without --save",
+        "--save out --auto-resume",
+    ),
+    (
+        "--snapshot-dir needs --snapshot-interval",
+        "--snapshot-dir /mnt",
+        "--snapshot-dir has no effect without --snapshot-interval",
+        "--snapshot-interval 2 --save out --auto-resume",
+    ),
+    (
+        "--snapshot-interval needs a run that resumes by itself",
+        "--snapshot-interval 2 --save out",
+        "--snapshot-interval has no effect on a run that starts anew: add --auto-resume",
+        "--load out",
+    ),
+    (
+        "--snapshot-interval excludes --no-save-optim",
+        "--snapshot-interval 2 --save out --auto-resume --no-save-optim",
+        "--snapshot-interval and --no-save-optim exclude each other",
+        None,
+    ),
+    (
+        "--snapshot-interval excludes offload to NVMe",
+        "--snapshot-interval 2 --save out --auto-resume --zero-stage 3 --offload-param nvme --nvme-path /nvme",
+        "--snapshot-interval does not work with offload to nvme: offload to cpu, or remove it",
+        None,
+    ),
     ("--keep-last needs --save", "--keep-last 2", "--keep-last has no effect without --save", "--save out"),
     (
         "--keep-every needs --keep-last",
@@ -1001,6 +1031,12 @@ WARNED = [
     ),
     ("--loss-scale needs --fp16", "gpu --loss-scale 8", "--loss-scale has no effect without --fp16", "--fp16"),
     ("--save-interval needs --save", "--save-interval 5", "--save-interval has no effect without --save", "--save out"),
+    (
+        "--snapshot-interval is not a multiple of --save-interval",
+        "--snapshot-interval 10 --save-interval 5 --save out --auto-resume",
+        "--snapshot-interval 10 has no effect with --save-interval 5: lower it",
+        "--snapshot-interval 3",
+    ),
     (
         "fp32 accumulation needs half precision",
         "--accumulate-allreduce-grads-in-fp32",

@@ -1,5 +1,7 @@
 """An elastic run loses two of its three hosts: a spare one takes over, then the planner chooses another layout.
 
+Between two checkpoints it continues from the memory of the hosts that are left.
+
 The hosts are network namespaces, see ``support/hosts.py``; they share their files, as over NFS.
 """
 
@@ -7,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -39,16 +42,17 @@ def test_lost_hosts(programs: Programs, train_in_ranks, tmp_path: Path) -> None:
     (tmp_path / "hosts").mkdir()
     (tmp_path / "hostfile").write_text("host-1 slots=1\nhost-2 slots=1\nhost-3 slots=1 spare\n")
     metrics, log, save = tmp_path / "metrics", tmp_path / "log", tmp_path / "ck"
-    words = ["--metrics-file", metrics, "--save", save, "--auto-resume", "--save-interval", "1", "--keep-last", "2"]
+    words = ["--metrics-file", metrics, "--save", save, "--auto-resume", "--save-interval", "8", "--keep-last", "2"]
+    words += ["--snapshot-interval", "1"]
     with Hosts(tmp_path / "hosts", 3) as hosts:
         command = [*hosts.on("host-1"), sys.executable, "tools/launch.py", "--elastic", "--hostfile"]
         program = ["pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings, *words]
         command += [tmp_path / "hostfile", *program]
         with programs.started(log, *command, DS_ENV_FILE=str(tmp_path / "sent")) as supervisor:
-            await_iteration(metrics, 3, supervisor, log)
+            await_iteration(metrics, 11, supervisor, log)
             hosts.kill("host-2")
             first = max(losses(metrics))
-            await_iteration(metrics, first + 3, supervisor, log)
+            await_iteration(metrics, 8 * (first // 8) + 11, supervisor, log)
             hosts.kill("host-3")
             assert supervisor.wait(timeout=200) == 0, log.read_text()[-6000:]
     starts = re.findall("launch.py: elastic: (.* ranks? on .*)", log.read_text())
@@ -59,6 +63,12 @@ def test_lost_hosts(programs: Programs, train_in_ranks, tmp_path: Path) -> None:
     ]
     assert "without host-2 (" in starts[1] and "the layout as given; resuming from global_step" in starts[1]
     assert "TP 1 x PP 1 x DP 1, micro-batch" in starts[2]
+    # At the end of the first start a snapshot of two hosts, at the end of the second one with a copy of the lost shard.
+    recovered = re.findall("> the snapshot of iteration ([0-9]+): saved as global_step[0-9]+, from", log.read_text())
+    trained = [line["iteration"] for line in read_metrics(metrics)]
+    resumed = [later for earlier, later in pairwise(trained) if later <= earlier]
+    assert len(recovered) == 2 and [int(iteration) + 1 for iteration in recovered] == resumed
+    assert len(trained) <= 24 + 2 * 2, "an iteration was not yet complete in memory, and one was trained meanwhile"
     expected, found = losses(tmp_path / "whole"), losses(metrics)
     assert found == pytest.approx(expected, abs=1e-4) and len(found) == 24
     proof = programs.python("tools/audit_data.py", "proof", "--load", save, "--metrics-file", metrics).ok()

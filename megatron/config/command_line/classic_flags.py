@@ -332,8 +332,9 @@ _REFUSED = {
     "the newest complete checkpoint of --load is loaded: remove it": "ckpt-step load-tag",
     "use --override-lr-scheduler": "no-load-lr-state",
     "checkpoints are converted by tools/convert_checkpoint.py": "ckpt-convert-* load-main-params-from-ckpt",
-    "checkpoints are saved in one folder: use --save-interval, --keep-last and --keep-every": (
-        "non-persistent-* save-retain-interval replication replication-*"
+    "checkpoints are saved in one folder: use --save-interval, --keep-last and --keep-every": "save-retain-interval",
+    "use --snapshot-interval, which keeps the state in memory, with a copy on the next host": (
+        "non-persistent-* replication replication-*"
     ),
     "an evaluation takes --eval-iters batches, and tools/evaluate.py evaluates a checkpoint": (
         "full-validation multiple-validation-sets test-mode"

@@ -8,6 +8,8 @@ from megatron.model.architectures import architecture_of
 
 needs("checkpoint.save", "checkpoint.save_interval", only_warns=True)
 needs("checkpoint.save", "checkpoint.async_save", "checkpoint.keep_last")
+needs("checkpoint.save", "checkpoint.snapshot_interval")
+needs("checkpoint.snapshot_interval", "checkpoint.snapshot_dir")
 needs("checkpoint.keep_last", "checkpoint.keep_every")
 needs("checkpoint.save", "checkpoint.auto_resume")
 needs("checkpoint.load", "checkpoint.finetune", "checkpoint.override")
@@ -21,6 +23,40 @@ excludes(
     why="Weights have one source; --auto-resume prefers a checkpoint in --save.",
 )
 excludes("checkpoint.load_hf", "model.model_preset", why="The folder describes its model.")
+
+
+excludes(
+    "checkpoint.snapshot_interval",
+    "checkpoint.no_save_optim",
+    why="A run that continues after a fault needs the state of the optimizer.",
+)
+
+
+@rule("--snapshot-interval needs a run that resumes by itself", why="Its next start uses the newest snapshot.")
+def snapshots_are_resumed(run: RunConfig) -> Messages:
+    checkpoint = run.checkpoint
+    if checkpoint.snapshot_interval is not None and not (
+        checkpoint.auto_resume or checkpoint.save is None or checkpoint.load == checkpoint.save
+    ):
+        yield "--snapshot-interval has no effect on a run that starts anew: add --auto-resume"
+
+
+@rule("--snapshot-interval excludes offload to NVMe", why="Its state is in files of its host, not in memory.")
+def snapshots_of_nvme(run: RunConfig) -> Messages:
+    if run.checkpoint.snapshot_interval is not None and run.zero.uses_nvme:
+        yield "--snapshot-interval does not work with offload to nvme: offload to cpu, or remove it"
+
+
+@rule(
+    "--snapshot-interval is not a multiple of --save-interval",
+    why="After those iterations the state is on disk, unless --async-save still writes it.",
+    only_warns=True,
+)
+def snapshots_between_saves(run: RunConfig) -> Messages:
+    checkpoint = run.checkpoint
+    interval, saves = checkpoint.snapshot_interval, checkpoint.save_interval
+    if interval is not None and saves is not None and interval % saves == 0 and not checkpoint.async_save:
+        yield f"--snapshot-interval {interval} has no effect with --save-interval {saves}: lower it, or remove it"
 
 
 @rule("--load-hf needs the model of this program", why="Weights of a provided model have other names.")

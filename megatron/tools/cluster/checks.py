@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron.checkpoint.snapshot_files import planned_host_bytes
 from megatron.config.errors import counted
+from megatron.model.architectures import architecture_of
 from megatron.tools.cluster.probe_hosts import CheckResult, HostContext, Unknown
 
 _SHORT = 12
@@ -280,10 +282,17 @@ def check_disk(host: HostContext) -> Iterator[CheckResult]:
     """Enough disk space is free to begin with."""
     for flag, path in host.folders.items():
         folder = host.fact("folders")[flag]
-        free = folder["free"]
+        free, least = folder["free"], _least_free(host, flag)
         text = f"{flag} {path}: {free / (1 << 30):.1f} GiB free"
-        fix = None if free >= _LEAST_FREE else host.fix("df", "-h", folder["place"])
-        yield CheckResult(free >= _LEAST_FREE, text, fix)
+        fix = None if free >= least else host.fix("df", "-h", folder["place"])
+        yield CheckResult(free >= least, text, fix)
+
+
+def _least_free(host: HostContext, flag: str) -> int:
+    """Bytes: for snapshots what they need; the vocabulary is not counted, unless it is known without its files."""
+    if flag != "--snapshot-dir" or host.run is None or architecture_of(host.run.model).provider is not None:
+        return _LEAST_FREE
+    return planned_host_bytes(host.run, len(host.report.host.slots))
 
 
 def _is_shared(host: HostContext, flag: str) -> bool:

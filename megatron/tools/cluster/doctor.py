@@ -107,6 +107,8 @@ def _probe_request(examination: Examination, sent: Mapping[str, str]) -> dict[st
     if (run := examination.run) is not None:
         files |= {"--vocab-file": run.data.vocab_file, "--merge-file": run.data.merge_file}
         folders |= {"--save": run.checkpoint.save, "--load": run.checkpoint.load}
+        if run.checkpoint.snapshot_interval is not None:
+            folders["--snapshot-dir"] = run.checkpoint.snapshot_dir
         folders |= {"--tensorboard-dir": run.logging.tensorboard_dir, "--data-cache-path": run.data.data_cache_path}
         data = [str(Path(prefix).absolute()) for prefix in run.data.prefixes]
     return {

@@ -24,6 +24,7 @@ from megatron.tools.cluster.census import HostState, look_at_hosts, take_census
 from megatron.tools.cluster.doctor import Examination
 from megatron.tools.cluster.elastic import Ended, Start, announce, failed_first, is_complete, pick_hosts
 from megatron.tools.cluster.hostfile import Host, read_hostfile, runs_here_alone, select
+from megatron.tools.cluster.idle_memory import bring_snapshots
 from megatron.tools.cluster.launching import launcher_words, training_program
 from megatron.tools.cluster.remote import RUN_VARIABLE, device_kind, is_plain, ssh_command, ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import read_exit_codes, supervise
@@ -64,6 +65,10 @@ class ElasticRun:
         self._token = token  # the same for a supervisor that takes over
         self._excluded: Mapping[str, str] = {}
         self._slow: set[str] = set()
+        self._healthy: list[Host] = []
+        """As the last census has found them."""
+        self._used: frozenset[str] = frozenset()
+        """The names of the hosts of the last start."""
         self.rejoining: tuple[frozenset[str], int] | None = None
         """The hosts that the next start should have, and the number of ranks that it should exceed."""
         self.in_vain: set[frozenset[str]] = set()
@@ -85,6 +90,7 @@ class ElasticRun:
         states, owner_has_ended = take_census(self._examination(), f"{RUN_VARIABLE}={self._token}", owner)
         if owner is not None and owner_has_ended:
             remove_lock(self.save, owner)
+        self._healthy = [state.host for state in states if state.problem is None]
         return without_slow(states, self._slow, self.launch.min_hosts)
 
     def choose(self, states: Sequence[HostState]) -> Start | None:
@@ -117,6 +123,10 @@ class ElasticRun:
         """
         self.lock.check()
         self._note_rejoining(start)
+        if self.run_config is not None and self.run_config.checkpoint.snapshot_interval is not None:
+            idle = [host for host in self._healthy if host.name in self._used - _names(start)]
+            bring_snapshots(idle, self.run_config, self.launch.ssh_port)
+        self._used = _names(start)
         with tempfile.TemporaryDirectory(prefix="elastic-") as folder, _folder_in(self.save) as exit_codes:
             command = [*self.runner, *launcher_words(self._launch_of(start, Path(folder)), self.environ)]
             environ = {

@@ -7,6 +7,8 @@ from typing import Any
 from megatron.checkpoint.compatibility import at_saved_sample
 from megatron.checkpoint.load import FRESH, Loaded, load_checkpoint, load_pretrained, select_checkpoint
 from megatron.checkpoint.save import Checkpointer, lock_folder
+from megatron.checkpoint.snapshot_recovery import select_newest
+from megatron.checkpoint.snapshots import requested_snapshots
 from megatron.config.errors import CheckpointError, counted
 from megatron.model.classifier import correct_answers
 from megatron.parallel.deepspeed_compat import deepspeed_silenced
@@ -101,7 +103,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
         initialized_ranks(run, callbacks) as (layout, progress),
         lock_folder(run) as lock,
     ):
-        saved = select_checkpoint(run)
+        saved = select_newest(run, lock)
         pretrained = None if saved or task.pretrained is None else select_checkpoint(task.pretraining(run))
         if saved is None and task.data.epochs == 0:
             raise CheckpointError(f"--load {run.checkpoint.load} holds no checkpoint to evaluate")
@@ -134,6 +136,7 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
             log=log,
             exit_conditions=exit_conditions,
             progress=progress,
+            snapshots=None if evaluates else requested_snapshots(checkpointer, run, log.info),
             callbacks=[
                 *callbacks,
                 *requested_traces(run, layout, engine.module),

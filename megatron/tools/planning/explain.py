@@ -1,11 +1,14 @@
 """``--explain``: layout, groups of ranks, DeepSpeed config and every rule of a run, before it is started."""
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from math import ceil
 
+from megatron.checkpoint.snapshot_files import describe_snapshots
 from megatron.config import RunConfig
 from megatron.config.command_line import ParsedRun
+from megatron.config.environment import ranks_on_host
 from megatron.config.errors import ConfigError, UserError, counted
 from megatron.config.summary import describe_config, describe_stages
 from megatron.config.validation import RULES
@@ -47,6 +50,8 @@ def _configuration(run: RunConfig) -> Iterator[str]:
         yield f"> {name:9} {text}"
     if run.parallel.uses_pipeline and run.model.padded_vocab_size and architecture_of(run.model).provider is None:
         yield describe_stages(run)
+    if run.checkpoint.snapshot_interval and run.model.padded_vocab_size:
+        yield f"> memory    {describe_snapshots(run, ranks_on_host(os.environ) or run.parallel.world_size)}"
     if run.parallel.pipe_stages > 1:
         yield from _schedule(run)
     for axis, ranks in {**groups(run.parallel), **_levels(run)}.items():

@@ -1,0 +1,271 @@
+"""Snapshots: the newest state of a run in the memory of its hosts, for ``--snapshot-interval``. No torch here.
+
+Every K iterations each rank writes its files of an ordinary checkpoint into a folder of its host's memory (a tmpfs such
+as /dev/shm), which outlives the process; and in the background it sends them to a rank of the next host. So the state
+is whole while of any two hosts that follow one another in the order of ranks one is left. The next start of the run
+looks into the memory of its hosts. If they have all shards of a snapshot that is newer than the newest checkpoint on
+disk, its ranks write it to the folder of checkpoints, from where it is loaded like any other, on any layout.
+
+    DIR/megatron-ID/START/SLOT/FILES            the files of this host's ranks, and copies of the previous host's
+    DIR/megatron-ID/START/SLOT/rank_00003.json  written last: rank 3's are complete; their sizes and hashes
+    SAVE/.snapshots                             START: of all snapshots, only those of the newest start are valid
+    SAVE/.memory-of-HOST                        megatron-ID of a host that the supervisor leaves idle
+
+ID is a hash of the path of ``--save``, the same on all hosts. There are two slots: a snapshot is written over the one
+before the newest complete one, so that a fault in the middle of it loses nothing. A shard whose hash is wrong counts as
+lost, and so does a snapshot of another start, which may be of another layout or of samples that were skipped later.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron.checkpoint.files import replace_text
+from megatron.checkpoint.folder_lock import machine_id
+from megatron.config import CheckpointConfig, RunConfig
+from megatron.config.errors import CheckpointError, ResourceError, counted
+from megatron.config.summary import with_prefix
+from megatron.model.spec import is_trained
+from megatron.parallel import AXES, axis_sizes
+from megatron.parallel.pipeline.partition import Stage, plan
+
+START_FILE = ".snapshots"
+SLOTS = ("0", "1")
+_BROUGHT = ".memory-of-"
+
+Files = dict[str, tuple[int, str]]
+"""By name: size in bytes, and ``Record.xxh128``."""
+
+
+class Shard(NamedTuple):
+    """The files of one rank in one snapshot, as a host has them."""
+
+    iteration: int
+    rank: int
+    ranks: int
+    """Of the run that took the snapshot."""
+    files: Files
+    folder: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+        return sum(size for size, _ in self.files.values())
+
+
+Place = tuple[int, str, int]
+"""Where a shard is: the first rank of the host, its folder, and the rank that took it."""
+
+
+def snapshot_folder(config: CheckpointConfig) -> Path:
+    """The folder of a run's snapshots on this host."""
+    identity = hashlib.sha256(str(Path(config.save or "").resolve()).encode()).hexdigest()[:16]
+    return Path(config.snapshot_dir).absolute() / f"megatron-{identity}"
+
+
+def brought_folder(save: Path, host: str) -> Path:
+    """Where a host that does not take part in the next start brings its snapshots, for the ranks of others."""
+    return save / f"{_BROUGHT}{host}"
+
+
+def brought_folders(save: Path) -> list[Path]:
+    """All that exist."""
+    return sorted(save.glob(f"{_BROUGHT}*"))
+
+
+def this_host() -> str:
+    """A name that differs for each host of a run."""
+    return f"{socket.gethostname()} {machine_id()}"
+
+
+def read_start(save: Path) -> str:
+    """The newest start that took snapshots of the run that saves into ``save``; empty if there is none."""
+    with suppress(OSError):
+        return (save / START_FILE).read_text().strip()
+    return ""
+
+
+def make_slots(folder: Path, start: str) -> None:
+    """Remove the snapshots of other starts, and make the empty folders for those of ``start``.
+
+    Raises CheckpointError if ``folder`` belongs to another user, or cannot be made.
+    """
+    try:
+        with suppress(FileExistsError):
+            folder.mkdir(0o700)
+        status = folder.lstat()
+        if status.st_uid != os.getuid() or not folder.is_dir() or folder.is_symlink():
+            raise CheckpointError(f"--snapshot-dir: {folder} is not a folder of this user: remove it")
+        for earlier in folder.iterdir():
+            shutil.rmtree(earlier)
+        for slot in SLOTS:
+            (folder / start / slot).mkdir(0o700, parents=True)
+    except OSError as error:
+        raise CheckpointError(f"--snapshot-dir: {folder} cannot be prepared ({error.strerror})") from error
+
+
+def write_marker(shard: Shard, description: Mapping[str, Any] | None) -> str:
+    """Mark the shard as complete; rank 0's has the ``description`` of the checkpoint. Returns the marker's text."""
+    content = {"iteration": shard.iteration, "rank": shard.rank, "ranks": shard.ranks, "files": shard.files}
+    text = json.dumps({**content, "description": description})
+    replace_text(marker(Path(shard.folder), shard.rank), text)
+    return text
+
+
+def marker(folder: Path, rank: int) -> Path:
+    """The file that says that the files of ``rank`` in ``folder`` are complete."""
+    return folder / f"rank_{rank:05d}.json"
+
+
+def read_shards(folder: Path, start: str) -> list[Shard]:
+    """The complete shards of ``start`` in the snapshot folder of this host; hashes are not compared."""
+    found = []
+    for path in sorted(folder.glob(f"{start}/*/rank_*.json")) if start else ():
+        with suppress(OSError, ValueError, KeyError, TypeError):  # not a shard that can be used
+            content = json.loads(path.read_text())
+            files = {name: (size, digest) for name, (size, digest) in content["files"].items()}
+            if all(Path(name).name == name and (path.parent / name).stat().st_size == files[name][0] for name in files):
+                iteration, rank, ranks = (int(content[name]) for name in ("iteration", "rank", "ranks"))
+                found.append(Shard(iteration, rank, ranks, files, str(path.parent)))
+    return found
+
+
+def read_description(shard: Shard) -> dict[str, Any]:
+    """What ``write_marker`` was given for rank 0's shard."""
+    return json.loads(marker(Path(shard.folder), shard.rank).read_text())["description"]
+
+
+def copy_holders(hosts: Sequence[str]) -> dict[int, int]:
+    """By rank: the rank that keeps a copy of its shard, on the next host; empty for a single host.
+
+    ``hosts`` names the host of each rank. The ranks of a host are spread over those of the next one.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_of.setdefault(host, []).append(rank)
+    groups = list(ranks_of.values())
+    if len(groups) == 1:
+        return {}
+    return {
+        rank: after[place % len(after)]
+        for ranks, after in zip(groups, groups[1:] + groups[:1], strict=True)
+        for place, rank in enumerate(ranks)
+    }
+
+
+def newest_whole(
+    found: Mapping[int, Sequence[Shard]], after: int, broken: Collection[Place] = ()
+) -> dict[int, list[tuple[int, Shard]]] | None:
+    """The newest snapshot of which ``found`` has all shards, if it is newer than iteration ``after``.
+
+    ``found`` has the shards of each host, by its first rank; those at the places ``broken`` do not count. Returns by
+    the rank that took it where each shard is: the first rank of a host, and the shard there.
+    """
+    snapshots: dict[tuple[int, int], dict[int, list[tuple[int, Shard]]]] = {}
+    for first, shards in found.items():
+        for shard in shards:
+            if shard.iteration > after and (first, shard.folder, shard.rank) not in broken:
+                snapshot = snapshots.setdefault((shard.iteration, shard.ranks), {})
+                snapshot.setdefault(shard.rank, []).append((first, shard))
+    whole = [key for key, shards in snapshots.items() if shards.keys() == set(range(key[1]))]
+    return snapshots[max(whole)] if whole else None
+
+
+def divide(
+    snapshot: Mapping[int, Sequence[tuple[int, Shard]]], hosts: Sequence[str]
+) -> dict[int, list[tuple[int, Shard]]]:
+    """Which shards each rank writes to disk, of those that its host has: as many bytes as the others, if possible."""
+    load: Counter[int] = Counter()
+    work: dict[int, list[tuple[int, Shard]]] = {}
+    for _, places in sorted(snapshot.items()):
+        options = [
+            (load[rank], rank, place) for place in places for rank, host in enumerate(hosts) if host == hosts[place[0]]
+        ]
+        _, rank, place = min(options, key=lambda option: option[:2])
+        load[rank] += place[1].size
+        work.setdefault(rank, []).append(place)
+    return work
+
+
+_FILE_OVERHEAD = 1 << 16
+"""Approximate bytes of a file besides its tensors."""
+_MOMENTS = 8
+"""Bytes of Adam's two moments of a parameter."""
+
+
+def planned_bytes(run: RunConfig) -> list[int]:
+    """Approximate bytes of each rank's files of a checkpoint; if the optimizer has less state than Adam, fewer are."""
+    weight = 4 if run.precision.dtype == "fp32" else 2
+    owners = run.parallel.data_parallel_size * run.parallel.sequence_ranks
+    counts = [_counts(run, stage) for stage in plan(run)]
+    sizes = []
+    for place in product(*map(range, axis_sizes(run.parallel).values())):
+        at = dict(zip(AXES, place, strict=True))
+        numel, trained, expert = counts[at["pipe"]]
+        writes_weights = at["data"] == at["sequence"] == 0
+        if run.zero.zero_stage == 0:
+            size = writes_weights * (numel * weight + trained * _MOMENTS)
+        else:
+            whole = 0 if run.zero.zero_stage == 3 else numel * weight
+            size = writes_weights * whole + trained * (4 + _MOMENTS) // owners
+        if 0 < at["data"] < run.parallel.expert_model_parallel_size and at["sequence"] == 0:
+            size += expert * (weight + (0 if run.zero.zero_stage else _MOMENTS))
+        sizes.append(size + _FILE_OVERHEAD)
+    return sizes
+
+
+def _counts(run: RunConfig, stage: Stage) -> tuple[int, int, int]:
+    """Elements that a tensor-parallel rank of ``stage`` holds, those of them that are trained, and those of experts."""
+    t, experts = run.parallel.model_parallel_size, run.parallel.expert_model_parallel_size
+    held = [
+        (spec.local_numel(t, experts), is_trained(run.model, spec.name), spec.is_expert)
+        for layer in stage.distinct_layers()
+        for spec in layer.parameters
+    ]
+    trained = sum(numel for numel, is_trained_one, _ in held if is_trained_one)
+    return sum(row[0] for row in held), trained, sum(numel for numel, _, is_expert in held if is_expert)
+
+
+def planned_host_bytes(run: RunConfig, ranks_on_host: int) -> int:
+    """Bytes that the snapshots take on the host with most of them, if each has ``ranks_on_host`` ranks.
+
+    They are two, each with a shard for each rank, and on several hosts with copies of another host's.
+    """
+    sizes = planned_bytes(run)
+    of_hosts = [sum(sizes[first : first + ranks_on_host]) for first in range(0, len(sizes), ranks_on_host)]
+    copies = of_hosts[-1:] + of_hosts[:-1] if len(of_hosts) > 1 else [0]
+    return len(SLOTS) * max(own + copy for own, copy in zip(of_hosts, copies, strict=True))
+
+
+def check_memory(run: RunConfig, ranks_on_host: int) -> None:
+    """Raises ResourceError if the snapshots of ``ranks_on_host`` ranks do not fit into the memory of this host."""
+    folder, needed = snapshot_folder(run.checkpoint), planned_host_bytes(run, ranks_on_host)
+    free = _free_memory(folder)
+    if needed > free:
+        raise ResourceError(
+            f"--snapshot-interval: {describe_snapshots(run, ranks_on_host)}, and {with_prefix(free, 'B')} are free in "
+            f"{folder.parent} and in the memory of this host: enlarge it, use more hosts, or remove the flag"
+        )
+
+
+def _free_memory(folder: Path) -> int:
+    """Bytes that the snapshots in ``folder`` may take: what is free in its tmpfs and in memory, and what they have."""
+    free = shutil.disk_usage(folder.parent).free
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = min(free, 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    return free + sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def describe_snapshots(run: RunConfig, ranks_on_host: int) -> str:
+    """How much memory of a host the snapshots need."""
+    needed = with_prefix(planned_host_bytes(run, ranks_on_host), "B")
+    return f"the two snapshots of {counted(ranks_on_host, 'rank')} and the copies of others take up to {needed}"

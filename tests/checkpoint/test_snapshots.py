@@ -1,0 +1,263 @@
+"""Snapshots in memory: which hosts may be lost, and a run that resumes from what the others have."""
+
+import io
+import os
+import shutil
+import subprocess
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.programs import TINY_MODEL, Programs, read_metrics
+from support.training import RankTraining, pretrain
+
+from megatron.checkpoint.snapshot_files import (
+    Shard,
+    copy_holders,
+    divide,
+    make_slots,
+    newest_whole,
+    planned_bytes,
+    planned_host_bytes,
+    read_shards,
+    write_marker,
+)
+from megatron.checkpoint.snapshots import MemoryFile
+from megatron.checkpoint.tensor_files import write_archive
+from megatron.config.command_line import parse_run
+from megatron.config.errors import CheckpointError, ConfigError, ResourceError
+from megatron.tools.cluster.idle_memory import moving
+from megatron.training.preflight import check
+
+
+def shards_after(hosts: Sequence[str], lost: Collection[str], iteration: int = 6) -> dict[int, list[Shard]]:
+    """What is left in memory, by the first rank of each host."""
+    found: dict[int, list[Shard]] = {}
+    copies = copy_holders(hosts)
+    for rank in range(len(hosts)):
+        for holder in {rank, copies.get(rank, rank)}:
+            if hosts[holder] not in lost:
+                first = hosts.index(hosts[holder])
+                found.setdefault(first, []).append(Shard(iteration, rank, len(hosts), {"f": (10, "")}, "slot"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "lost", "is_whole"),
+    [
+        *(("aabbcc", host, True) for host in ("", "a", "b", "c")),
+        *(("abbbcc", host, True) for host in ("a", "b", "c")),  # ranks of a host share one of the next, or are spread
+        ("aabbcc", "ab", False),
+        ("aabbccdd", "ac", True),  # no two neighbors
+        ("aabbccdd", "ad", False),  # the last one's neighbor is the first
+        ("aa", "", True),
+        ("ab", "a", True),
+    ],
+)
+def test_what_is_whole_after_the_loss_of_hosts(hosts: str, lost: str, is_whole: bool) -> None:
+    snapshot = newest_whole(shards_after(hosts, lost), 5)
+    assert (snapshot is not None) is is_whole
+    assert all(hosts[rank] != hosts[holder] for rank, holder in copy_holders(hosts).items())
+    if snapshot is not None:
+        written = divide(snapshot, hosts)
+        assert sorted(shard.rank for shards in written.values() for _, shard in shards) == list(range(len(hosts)))
+        assert not {hosts[rank] for rank in written} & set(lost)
+        assert all(hosts[rank] == hosts[first] for rank, shards in written.items() for first, _ in shards)
+
+
+def test_the_newest_whole_snapshot() -> None:
+    newer = shards_after("aabb", "", 7)
+    newer[2] = newer[2][:1]  # the other ranks of b were killed before they had all copies
+    newer[0] = newer[0][:1]
+    found = {first: [*shards_after("aabb", "")[first], *newer[first]] for first in (0, 2)}
+    assert newest_whole(found, 5)[3][0][1].iteration == 6
+    assert newest_whole(found, 6) is None, "it is on disk"
+    broken = {(0, "slot", 1), (2, "slot", 1)}
+    assert newest_whole(found, 5, {(0, "slot", 1)}) and newest_whole(found, 5, broken) is None
+    work = divide(newest_whole(found, 5), "aabb")
+    assert sorted(map(len, work.values())) == [1, 1, 1, 1], "all ranks write"
+
+
+def test_shards_that_cannot_be_used(tmp_path: Path) -> None:
+    """Only complete ones of the newest start count; the folder must be this user's."""
+    folder = tmp_path / "run"
+    make_slots(folder, "now")
+    (folder / "now" / "0" / "f").write_text("1234")
+    shard = Shard(3, 1, 2, {"f": (4, "digest")}, str(folder / "now" / "0"))
+    write_marker(shard, None)
+    assert read_shards(folder, "now") == [shard] and read_shards(folder, "earlier") == read_shards(folder, "") == []
+    (folder / "now" / "0" / "f").write_text("123")
+    (folder / "now" / "1" / "rank_00000.json").write_text('{"iteration": 3')
+    assert read_shards(folder, "now") == []
+    make_slots(folder, "later")
+    assert [path.name for path in folder.iterdir()] == ["later"] and folder.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(CheckpointError, match="is not a folder of this user: remove it"):
+        make_slots(tmp_path / "link", "now")
+
+
+SETTINGS = "--batch-size 2 --gas 2 --eval-iters 0 --pipe-parallel-size 2 --zero-stage 1 --train-iters 9".split()
+SAVES = "--save-interval 4 --auto-resume --snapshot-interval 2".split()
+
+
+class Killed(Exception):
+    """Ends a run as a fault would: nothing is saved."""
+
+
+@contextmanager
+def on_own_host(memory: str, **patched: Any) -> Iterator[Path]:
+    """Each rank is on a host of its own, whose memory is a folder; ``patched`` are methods of the trainer."""
+    from megatron.checkpoint import snapshot_recovery, snapshots
+    from megatron.training.trainer import Trainer
+
+    place = Path(memory) / os.environ["RANK"]
+    place.mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, method in patched.items():
+            patch.setattr(Trainer, name, method)
+        for module in (snapshots, snapshot_recovery):
+            patch.setattr(module, "this_host", lambda: f"host-{os.environ['RANK']} x")
+            patch.setattr(module, "snapshot_folder", lambda config: place / "run")
+        yield place
+
+
+def pretrain_on_hosts(words: list[str], memory: str, fails_at: int = 0) -> tuple[str, list[str]]:
+    """What this rank printed, and the files that are left in its memory.
+
+    The run fails in iteration ``fails_at``, when its last snapshot is complete.
+    """
+    from megatron.training.trainer import Trainer
+
+    step, output = Trainer._step, ""
+
+    def failing_step(trainer, iteration, batches):
+        if iteration == fails_at:
+            trainer.snapshots.finish()
+            raise Killed
+        return step(trainer, iteration, batches)
+
+    with on_own_host(memory, _step=failing_step) as place:
+        with suppress(Killed):
+            output = pretrain(words)[1]
+        return output, sorted(path.name for path in place.rglob("*") if path.is_file())
+
+
+def select_on_hosts(words: list[str], memory: str) -> tuple[str, str]:
+    """The checkpoint that a run resumes, and what this rank printed."""
+    from megatron.checkpoint.snapshot_recovery import select_newest
+    from megatron.training.preflight import check
+
+    run, _ = check(parse_run(words, os.environ))
+    with on_own_host(memory), redirect_stdout(io.StringIO()) as output:
+        return select_newest(run, None).tag, output.getvalue()
+
+
+@pytest.fixture(scope="module")
+def words(programs: Programs) -> list[str]:
+    return [*TINY_MODEL, *programs.data_arguments, *SETTINGS, *SAVES]
+
+
+@pytest.fixture(scope="module")
+def failed(run_ranks_once, words: list[str], tmp_path_factory) -> Path:
+    """A run that has failed in iteration 8: checkpoints in ``ck``, and in ``memory`` that of its hosts."""
+    folder = tmp_path_factory.mktemp("failed")
+    (folder / "memory").mkdir()
+    own = ["--save", str(folder / "ck"), "--snapshot-dir", str(folder), "--metrics-file", str(folder / "metrics")]
+    left = [files for _, files in run_ranks_once(2, pretrain_on_hosts, [*words, *own], str(folder / "memory"), 8)]
+    assert left[0] == left[1] and left[0].count("rank_00000.json") == left[0].count("rank_00001.json") == 2
+    assert (folder / "ck" / "latest").read_text() == "global_step4", "iterations 5 to 7 are not on disk"
+    return folder
+
+
+def test_a_run_resumes_from_the_memory_of_the_other_host(
+    train_in_ranks: RankTraining, run_ranks_once, programs: Programs, words, failed: Path, tmp_path: Path
+) -> None:
+    train_in_ranks(2, *SETTINGS, "--metrics-file", tmp_path / "whole")
+    folder = shutil.copytree(failed, tmp_path / "run")
+    shutil.rmtree(folder / "memory" / "0")  # the host of rank 0 is lost
+    metrics, save = folder / "metrics", folder / "ck"
+    own = ["--save", str(save), "--snapshot-dir", str(folder), "--metrics-file", str(metrics)]
+    output, files = run_ranks_once(2, pretrain_on_hosts, [*words, *own], str(folder / "memory"))[0]
+    assert "> the snapshot of iteration 6: saved as global_step6, from the memory of host-1\n" in output
+    assert "resuming after iteration 6" in output
+    assert files == [] and not (save / ".snapshots").exists(), "a run that ends leaves nothing in memory"
+    trained = [line["iteration"] for line in read_metrics(metrics)]
+    assert trained == [*range(1, 8), 7, 8, 9], "no more than two iterations are repeated"
+    assert losses(metrics) == losses(tmp_path / "whole")
+    proof = programs.python("tools/audit_data.py", "proof", "--load", save, "--metrics-file", metrics).ok()
+    assert proof.output.endswith("proven: no sample was repeated, none was skipped\n")
+
+
+@pytest.mark.parametrize(
+    ("lost", "damaged", "start", "tag", "text"),
+    [
+        (
+            "01",
+            "",
+            "brought",
+            "global_step6",
+            "> the snapshot of iteration 6: saved as global_step6, from the memory of",
+        ),
+        ("", "0", None, "global_step6", "> warning: the snapshot of iteration 6: "),  # but for the copy
+        ("0", "1", None, "global_step4", "> the snapshot of iteration 6 is not complete on the hosts that are left"),
+        ("01", "", None, "global_step4", ""),
+        ("", "", "another", "global_step4", ""),  # as after the first checkpoint of a run that was begun anew
+    ],
+    ids=["both hosts idle", "own shard damaged", "both shards lost", "both hosts lost", "of another start"],
+)
+def test_what_a_run_resumes(run_ranks, words, failed: Path, tmp_path: Path, lost, damaged, start, tag, text) -> None:
+    folder = shutil.copytree(failed, tmp_path / "run")
+    if start == "brought":
+        for host in lost:
+            command = moving(folder / "memory" / host / "run", folder / "ck", f"host-{host}")
+            subprocess.run(command, check=True)
+    for host in lost:
+        shutil.rmtree(folder / "memory" / host)
+    if damaged:  # rank 0's shard
+        (file,) = (folder / "memory" / damaged).glob("run/*/1/*mp_rank_00_optim_states.pt")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    if start == "another":
+        (folder / "ck" / ".snapshots").write_text(start)
+    own = ["--save", str(folder / "ck"), "--snapshot-dir", str(folder)]
+    (found, output), _ = run_ranks(2, select_on_hosts, [*words, *own], str(folder / "memory"))
+    assert found == tag and text in output and bool(text) is bool(output)
+    assert ("is damaged: its hash differs" in output) is bool(damaged)
+
+
+def losses(metrics: Path) -> list[float]:
+    return list({line["iteration"]: line["lm_loss"] for line in read_metrics(metrics)}.values())
+
+
+def test_memory_is_checked_before_the_start(words, failed: Path, tmp_path: Path, monkeypatch) -> None:
+    """Two snapshots of each rank, and on two hosts as much again."""
+    environ = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "2"}
+    save = ["--save", str(tmp_path / "ck"), "--snapshot-dir"]
+    run, _ = check(parse_run([*words, *save, str(tmp_path)], environ))
+    assert planned_host_bytes(run, 1) == 2 * sum(planned_bytes(run)) == planned_host_bytes(run, 2)
+    taken = [sum(file.stat().st_size for file in (failed / "memory" / host).rglob("*.pt")) for host in "01"]
+    assert taken[0] == taken[1] and 0.85 < planned_host_bytes(run, 1) / taken[0] < 1.15
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
+    with pytest.raises(ResourceError, match="the two snapshots of 2 ranks .* take up to .* MB, and 100 kB are free in"):
+        check(run)
+    with pytest.raises(ConfigError, match="none: no folder to write in; name one in memory"):
+        check(parse_run([*words, *save, str(tmp_path / "none")], environ))
+
+
+def test_a_file_in_memory_is_written_over_the_earlier_one(tmp_path: Path) -> None:
+    """As an archive that torch reads; in parts, by several threads."""
+    path = tmp_path / "file.pt"
+    path.write_bytes(bytes(60_000_000))
+    content = {"large": torch.arange(5_000_000.0), "none": torch.zeros(0), "shape": torch.Size([2])}
+    with ThreadPoolExecutor(2) as threads:
+        write_archive(file := MemoryFile(path, threads), content)
+        assert file.close() == path.stat().st_size < 21_000_000
+    for mapped in (False, True):
+        loaded = torch.load(path, weights_only=True, mmap=mapped)
+        assert torch.equal(loaded["large"], content["large"]) and loaded["shape"] == content["shape"]
