@@ -39,6 +39,9 @@ class Comparison:
     unit: str
     goal: float | None = None
     """The least ratio that is good enough; None where the comparison is there to be read."""
+    is_limit: bool = False
+    """Whether the other is the least that the work can cost here: only what cannot be left out of it, by itself. Missed
+    goals of the same workload, the words of ``what`` before its colon, are held to it."""
 
     @property
     def ratios(self) -> list[float]:
@@ -68,6 +71,8 @@ class Quantity:
     """The least ratio that is good enough."""
     most: float | None = None
     """The largest one."""
+    is_limit: bool = False
+    """As of a comparison."""
 
     @property
     def ratios(self) -> list[float]:

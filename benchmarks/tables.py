@@ -34,6 +34,26 @@ class Row(NamedTuple):
     goal: str
     is_reached: bool | None
     """None where there is no goal."""
+    least: float | None = None
+    most: float | None = None
+    is_limit: bool = False
+    """Whether the other is a limit of the workload, and of its goals."""
+
+
+AT_THE_LIMIT = 0.95
+"""Share of a limit's speed, or inverse share of its seconds or bytes: a missed goal that is as near is at the limit."""
+
+
+AT = "at the limit"
+
+
+class Limit(NamedTuple):
+    """What stands in the way of a missed goal."""
+
+    ratio: float
+    """Of the limit itself to what the goal compares with."""
+    is_reached: bool
+    """Whether the limit misses the goal as well, and this project is near it."""
 
 
 def row(result: Result) -> Row:
@@ -47,18 +67,31 @@ def row(result: Result) -> Row:
     else:
         ours, theirs = (_amount(statistics.median(values), result.unit) for values in (result.ours, result.theirs))
         least, most, by_cpu = result.least, result.most, ""
-    return Row(
-        result.what, result.peer, ours, theirs, ratio, spread, by_cpu, _goal(least, most), _reached(ratio, least, most)
-    )
+    goal, is_reached = _goal(least, most), _reached(ratio, least, most)
+    figures = result.what, result.peer, ours, theirs, ratio, spread, by_cpu, goal, is_reached
+    return Row(*figures, least, most, result.is_limit)
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """A table, a line for each result."""
-    lines = [
-        f"| {r.what} | {r.peer} | {r.ours} | {r.theirs} | **{r.ratio:.2f}** ({r.spread}) | {r.by_cpu} | {r.goal} |"
-        for r in rows
-    ]
-    return "\n".join([HEAD, *lines])
+    return "\n".join([HEAD, *(_line(r, limit_of(r, rows)) for r in rows)])
+
+
+def _line(r: Row, limit: Limit | None) -> str:
+    peer = f"limit: {r.peer}" if r.is_limit else r.peer
+    goal = r.goal if limit is None else f"{r.goal}; {AT if limit.is_reached else 'limit'} {limit.ratio:.2f}"
+    return f"| {r.what} | {peer} | {r.ours} | {r.theirs} | **{r.ratio:.2f}** ({r.spread}) | {r.by_cpu} | {goal} |"
+
+
+def limit_of(r: Row, rows: Sequence[Row]) -> Limit | None:
+    """The nearest limit among ``rows`` of the same workload; None if the goal is reached, or there is no limit."""
+    beside = [other.ratio for other in rows if other.is_limit and _name(other) == _name(r) and other is not r]
+    if r.is_reached is not False or not beside:
+        return None
+    nearest = min(beside) if r.least is None else max(beside)
+    is_near = _reached(nearest, r.least and AT_THE_LIMIT, r.most and 1 / AT_THE_LIMIT)
+    ratio = r.ratio / nearest
+    return Limit(ratio, bool(is_near) and not _reached(ratio, r.least, r.most))
 
 
 def goals(name: str, rows: Sequence[Row]) -> list[str]:
@@ -68,7 +101,8 @@ def goals(name: str, rows: Sequence[Row]) -> list[str]:
         if r.goal:
             groups.setdefault((r.peer, r.goal), []).append(r)
     return [
-        f"| {name} | {peer} | {goal} | {'; '.join(map(_short, group))} | {_count(group)} |"
+        f"| {name} | {peer} | {goal} | {'; '.join(_short(r, limit_of(r, rows)) for r in group)} "
+        f"| {_count(group, rows)} |"
         for (peer, goal), group in groups.items()
     ]
 
@@ -86,7 +120,7 @@ def rows_of(results: Sequence[Result]) -> list[dict]:
 def read_json(file: Path) -> tuple[str, str, list[Row]]:
     """Name of the measurement, what it was made on, and its rows, as ``as_json()`` wrote them."""
     content = json.loads(file.read_text())
-    rows = [Row(**{field: entry[field] for field in Row._fields}) for entry in content["rows"]]
+    rows = [Row(**{field: entry[field] for field in Row._fields if field in entry}) for entry in content["rows"]]
     return content["name"], content["measured_on"], rows
 
 
@@ -143,10 +177,17 @@ def _reached(ratio: float, least: float | None, most: float | None) -> bool | No
     return (least is None or ratio >= least) and (most is None or ratio <= most)
 
 
-def _short(r: Row) -> str:
-    return f"{r.what.partition(':')[0]} **{r.ratio:.2f}**"
+def _name(r: Row) -> str:
+    return r.what.partition(":")[0]
 
 
-def _count(group: Sequence[Row]) -> str:
+def _short(r: Row, limit: Limit | None) -> str:
+    return f"{_name(r)} **{r.ratio:.2f}**" + (f" (limit {limit.ratio:.2f})" if limit else "")
+
+
+def _count(group: Sequence[Row], rows: Sequence[Row]) -> str:
     reached = sum(bool(r.is_reached) for r in group)
-    return ("yes" if reached else "no") if len(group) == 1 else f"{reached} of {len(group)}"
+    at_limit = sum(limit is not None and limit.is_reached for limit in (limit_of(r, rows) for r in group))
+    if len(group) == 1:
+        return "yes" if reached else AT if at_limit else "no"
+    return f"{reached} of {len(group)}" + (f", {at_limit} {AT}" if at_limit else "")

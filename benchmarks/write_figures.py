@@ -42,7 +42,7 @@ def main() -> None:
     args.into.write_text(with_figures(text, found))
     if "growth" in found:
         entries = json.loads((args.folder / "growth.json").read_text())["rows"]
-        draw_growth([entry["measured"] for entry in entries], args.picture)
+        draw_growth([entry["measured"] for entry in entries if "points" in entry["measured"]], args.picture)
     print(f"wrote {', '.join(found)} into {args.into}")
 
 

@@ -3,8 +3,9 @@
 One process holds a GPT-2 with Adam's state in fp32; its file is written and read by several methods in alternation.
 This project writes torch.save's format with SHA-256 and fsync; it verifies a hash and reads only tensors. Every
 loading method ends with the state in the original tensors, as a resume does. Caches are warm unless stated otherwise.
-What a save and a load cannot avoid is measured by itself: torch.save without a disk, SHA-256, and safetensors after one
-reading of all bytes. Then the same engine saves with and without --async-save, measuring the time until training can
+What a save and a load cannot avoid is measured by itself: torch.save without a disk, SHA-256, and as limits all hashes
+and the writing of the bytes, on two threads; safetensors after one reading of all bytes; torch.load of a mapped file.
+Then the same engine saves with and without --async-save, measuring the time until training can
 continue; the first save of each kind is not counted. The disk is that of TMPDIR.
 """
 
@@ -13,7 +14,8 @@ import os
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -23,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from xxhash import xxh3_128
 
 from benchmarks.comparing import Comparison, Quantity, Result, Times, alternate
 from benchmarks.measures.peers import Shape
@@ -31,7 +34,7 @@ from benchmarks.measures.suite import run_of
 from megatron.checkpoint.files import xxh128_of
 from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.save import Checkpointer, EngineFiles, in_host_memory
-from megatron.checkpoint.tensor_files import read_checked_file, read_file, write_file
+from megatron.checkpoint.tensor_files import ALLOWED, read_checked_file, read_file, write_file
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
 from megatron.launch.distributed import distributed
@@ -42,6 +45,8 @@ from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.engines import build_engine, train_batch
 
 SHAPE = Shape(layers=12, hidden=512, heads=8, sequence=64, batch=1, vocabulary=1024)
+HASHES, AFTER_XXHASH, MAPPED = "hashes beside writing", "safetensors after xxHash", "torch.load, mapped"
+BLOCK = 1 << 20
 SAVE_GOAL, LOAD_GOAL, STALL_GOAL = 0.85, 0.8, 0.1
 """Of what the raw disk takes; of safetensors' speed; of the time of a synchronous save."""
 
@@ -78,6 +83,7 @@ def _of_files(engine: Any, folder: Path, rounds: int) -> list[Comparison]:
         {
             "suite": place.write_suite,
             "raw bytes and fsync": place.write_raw,
+            HASHES: place.write_hashed,
             "safetensors and fsync": place.write_safetensors,
             "torch.save and fsync": place.write_torch,
             "torch.save alone, without a disk": lambda: torch.save(state, _Nowhere()),
@@ -93,16 +99,17 @@ def _of_files(engine: Any, folder: Path, rounds: int) -> list[Comparison]:
         "suite": lambda: place.take(_tensors(read_file(path, mapped=True))),
         "suite, digest apart": lambda: place.take(_tensors(read_checked_file(path, mapped=True))),
         "safetensors": lambda: place.take(load_file(place.other).items()),
-        "safetensors after xxHash": lambda: (xxh128_of(place.other), place.take(load_file(place.other).items())),
+        AFTER_XXHASH: lambda: (xxh128_of(place.other), place.take(load_file(place.other).items())),
         "torch.load": lambda: place.take(_tensors(torch.load(path, weights_only=False))),
+        MAPPED: lambda: place.take(_tensors(_mapped(path))),
         "reading bytes": path.read_bytes,
     }
     read = alternate(readers, rounds)
     cold = alternate({name: readers[name] for name in ("suite", "reading bytes")}, rounds, settle=lambda: _forget(path))
     return [
-        *_compared("save", written, size, {"raw bytes and fsync": SAVE_GOAL}),
-        *_compared("load", read, size, {"safetensors": LOAD_GOAL}),
-        *_compared("load from a cold cache", cold, size, {}),
+        *_compared("save", written, size, {"raw bytes and fsync": SAVE_GOAL}, {HASHES}),
+        *_compared("load", read, size, {"safetensors": LOAD_GOAL}, {AFTER_XXHASH}),
+        *_compared("load from a cold cache", cold, size),
     ]
 
 
@@ -123,6 +130,20 @@ class _Files:
         self.path.unlink()
         self.path.write_bytes(self.content)
         sync(self.path)
+
+    def write_hashed(self) -> None:
+        """Every checksum of a save, and its bytes: SHA-256 in one thread, CRC-32 and xxHash in the one that writes."""
+        self.path.unlink()
+        whole, check, digest = memoryview(self.content), 0, xxh3_128()
+        with ThreadPoolExecutor(1) as thread, open(self.path, "wb", buffering=0) as file:
+            sha256 = thread.submit(hashlib.sha256, whole)
+            for begin in range(0, len(whole), BLOCK):
+                block = whole[begin : begin + BLOCK]
+                check = zlib.crc32(block, check)
+                digest.update(block)
+                file.write(block)
+            os.fsync(file.fileno())
+            sha256.result()
 
     def write_safetensors(self) -> None:
         self.other.unlink(missing_ok=True)
@@ -150,16 +171,19 @@ class _Nowhere:
         pass
 
 
-def _compared(what: str, times: dict[str, Times], size: int, goals: dict[str, float]) -> Iterator[Comparison]:
-    suite = times.pop("suite")
-    apart = times.pop("suite, digest apart", None)
+def _compared(
+    what: str, times: dict[str, Times], size: int, goals: dict[str, float] | None = None, limits: Collection[str] = ()
+) -> Iterator[Comparison]:
+    goals, suite = goals or {}, times.pop("suite")
+    apart, mapped = times.pop("suite, digest apart", None), times.pop(MAPPED, None)
+    title = f"{what}: a checkpoint of {size / 1e6:,.0f} MB"
     for peer, theirs in times.items():
-        yield Comparison(
-            f"{what}: a checkpoint of {size / 1e6:,.0f} MB", peer, suite, theirs, size, "B", goals.get(peer)
-        )
-    if apart is not None:
-        for peer in goals:
-            yield Comparison(f"{what}, unverified: the same", peer, apart, times[peer], size, "B", goals[peer])
+        yield Comparison(title, peer, suite, theirs, size, "B", goals.get(peer), peer in limits)
+    if apart is not None and mapped is not None:
+        title = f"{what}, unverified: the same"
+        for peer, goal in goals.items():
+            yield Comparison(title, peer, apart, times[peer], size, "B", goal)
+        yield Comparison(title, MAPPED, apart, mapped, size, "B", is_limit=True)
 
 
 def _of_waiting(engine: Any, run: RunConfig, rounds: int) -> list[Quantity]:
@@ -196,8 +220,14 @@ def _of_waiting(engine: Any, run: RunConfig, rounds: int) -> list[Quantity]:
     copied = [_seconds(lambda: in_host_memory(state, memory)) for _ in stalled]
     return [
         Quantity(what, "a synchronous save", stalled, waited, "s", most=STALL_GOAL),
-        Quantity(what, "copying the state alone", stalled, copied, "s"),
+        Quantity(what, "copying the state alone", stalled, copied, "s", is_limit=True),
     ]
+
+
+def _mapped(path: Path) -> Any:
+    """What torch itself makes of the file where it reads only tensors."""
+    with torch.serialization.safe_globals(ALLOWED):
+        return torch.load(path, weights_only=True, mmap=True)
 
 
 def _tensors(item: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -3,13 +3,13 @@
 DDP accumulates gradients over its micro-batches, reduces them in the last one, clips, and steps with fused AdamW. This
 project trains data parallel at each ZeRO stage, and as a pipeline of two stages. The same rounds time DeepSpeed without
 this project around it, torch's FSDP2 sharding as much as ZeRO 2 or 3 and reducing as often, and the limit: a step
-without communication plus the collectives of as many bytes by themselves.
+without communication plus the collectives of as many bytes by themselves; and DeepSpeed over the same collectives.
 The collectives through shared memory are compared with gloo's.
 """
 
 from typing import NamedTuple
 
-from benchmarks.comparing import Comparison, Quantity, Result, Times
+from benchmarks.comparing import Comparison, Result, Times
 from benchmarks.measures.peers import Shape
 from benchmarks.measures.ranks import measured_by_ranks
 
@@ -42,8 +42,10 @@ WAYS = {
     "ZeRO 3, reduced once": Way(("--zero-stage", "3", *ONCE), 0.75, gathers=2 * OF_A_RANK),
     "PP 2": Way(("--pipe-parallel-size", "2"), 1.0),
 }
+TOGETHER = (("ZeRO 0",), ("ZeRO 1",), ("ZeRO 2", "ZeRO 2, reduced once"), ("ZeRO 3", "ZeRO 3, reduced once"), ("PP 2",))
+"""Those that take turns with each other and with the same DDP."""
 PEERS = {"DDP": "torch's DDP", "bare DeepSpeed": "bare DeepSpeed", "FSDP2": "torch's FSDP2"}
-AT_THE_LIMIT = 1 / 0.9
+SAME_COLLECTIVES = "bare DeepSpeed, same collectives"
 
 
 def measure(rounds: int) -> list[Result]:
@@ -52,17 +54,22 @@ def measure(rounds: int) -> list[Result]:
     collectives = {kind: Times(**each) for kind, each in found.pop("collectives").items()}
     results: list[Result] = [_collective(kind, collectives) for kind in ("all-reduce", "reduce-scatter", "all-gather")]
     for name, seconds in found.items():
-        times = {kind: Times(**each) for kind, each in seconds.items()}
-        ours = times["suite"]
-        goals = {"DDP": WAYS[name].goal, "bare DeepSpeed": 0.98, "FSDP2": 1.0}
-        work = SHAPE.tokens * MICRO_BATCHES
-        results += [
-            Comparison(f"{name}: {SHAPE}", PEERS[peer], ours, times[peer], work, "tokens", goal)
-            for peer, goal in goals.items()
-            if peer in times
-        ]
-        results.append(_at_the_limit(name, WAYS[name], ours.wall, times))
+        results += _of_way(name, WAYS[name], {kind: Times(**each) for kind, each in seconds.items()})
     return results
+
+
+def _of_way(name: str, way: Way, times: dict[str, Times]) -> list[Result]:
+    what, work, ours = f"{name}: {SHAPE}", SHAPE.tokens * MICRO_BATCHES, times["suite"]
+    goals = {"DDP": way.goal, "bare DeepSpeed": 0.98, "FSDP2": 1.0}
+    rows = [
+        Comparison(what, PEERS[peer], ours, times[peer], work, "tokens", goal)
+        for peer, goal in goals.items()
+        if peer in times
+    ]
+    if SAME_COLLECTIVES in times:
+        theirs = times[SAME_COLLECTIVES]
+        rows.append(Comparison(what, SAME_COLLECTIVES, ours, theirs, work, "tokens", is_limit=True))
+    return [*rows, (_bubble if name.startswith("PP") else _communication)(name, way, times)]
 
 
 def _collective(kind: str, times: dict[str, Times]) -> Comparison:
@@ -72,16 +79,24 @@ def _collective(kind: str, times: dict[str, Times]) -> Comparison:
     return Comparison(what, "gloo's", times[kind], times[f"gloo's {kind}"], size, "B", 1.0)
 
 
-def _at_the_limit(name: str, way: Way, measured: list[float], limits: dict[str, Times]) -> Quantity:
-    """A step beside one without communication plus its collectives by themselves, or plus the pipeline's bubble."""
-    if name.startswith("PP"):
-        ideal = [alone * (MICRO_BATCHES + RANKS - 1) / MICRO_BATCHES for alone in limits["no communication"].wall]
-        return Quantity(f"{name}, a step", "no communication, and the bubble", measured, ideal, "s", most=1 / 0.95)
+def _bubble(name: str, way: Way, times: dict[str, Times]) -> Comparison:
+    """A step beside one without communication, plus the pipeline's bubble, in which a rank waits."""
+    alone = times["no communication"]
+    ideal = Times([wall * (MICRO_BATCHES + RANKS - 1) / MICRO_BATCHES for wall in alone.wall], alone.cpu)
+    work, peer = SHAPE.tokens * MICRO_BATCHES, "no communication, and the bubble"
+    return Comparison(f"{name}: the same", peer, times["suite"], ideal, work, "tokens", 0.95, is_limit=True)
+
+
+def _communication(name: str, way: Way, times: dict[str, Times]) -> Comparison:
+    """A step beside one without communication plus its collectives by themselves."""
     reduction = "all-reduce" if way.gathers == 0 else "reduce-scatter"
-    rounds = zip(*(limits[kind].wall for kind in ("no communication", reduction, "all-gather")), strict=True)
-    predicted = [alone + way.reductions * reduced + way.gathers * gathered for alone, reduced, gathered in rounds]
-    share = 1 - sum(limits["no communication"].wall) / sum(predicted)
+    alone, reduced, gathered = (times[kind] for kind in ("no communication", reduction, "all-gather"))
+    wall, cpu = (
+        [a + way.reductions * r + way.gathers * g for a, r, g in zip(*clocks, strict=True)]
+        for clocks in ((alone.wall, reduced.wall, gathered.wall), (alone.cpu, reduced.cpu, gathered.cpu))
+    )
     gathers = f" and {way.gathers} x all-gather" if way.gathers else ""
-    size = f"{4 * SHAPE.parameters / 1e6:.0f} MB"
-    what = f"{name}, a step: {way.reductions} x {reduction}{gathers} of {size} are {share:.0%} of the prediction"
-    return Quantity(what, "no communication, and the collectives", measured, predicted, "s", most=AT_THE_LIMIT)
+    size, share = f"{4 * SHAPE.parameters / 1e6:.0f} MB", 1 - sum(alone.wall) / sum(wall)
+    what = f"{name}: {way.reductions} x {reduction}{gathers} of {size} are {share:.0%} of the prediction"
+    work, peer = SHAPE.tokens * MICRO_BATCHES, "no communication, and the collectives"
+    return Comparison(what, peer, times["suite"], Times(wall, cpu), work, "tokens", 0.9, is_limit=True)

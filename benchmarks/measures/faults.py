@@ -2,7 +2,8 @@
 
 Killed (SIGKILL): until the launcher exits, with torchrun and with tools/launch.py, compared with torchrun and a plain
 script that only runs all-reduces. Stopped (SIGSTOP), with --watchdog-minutes: until the other rank has reported the
-hung rank and exited, and until the launcher, torchrun, has exited.
+hung rank and exited, and until the launcher, torchrun, has exited. The limit of the latter is torchrun itself, with the
+plain script: one rank is stopped, and the other one killed.
 """
 
 import os
@@ -15,7 +16,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import psutil
@@ -32,31 +32,32 @@ TINY = (
 ).split()
 WATCHDOG_MINUTES, CRASH_LIMIT, HANG_LIMIT, START_LIMIT, END_LIMIT = 0.1, 2.0, 5.0, 240.0, 120.0
 MOST_ROUNDS = 3
-"""Every start of a run takes seconds, and the end of a stopped one half a minute."""
+"""Every start of a run takes seconds. The end of a stopped one takes half a minute, and is waited for once."""
 
 
 def measure(rounds: int) -> list[Quantity]:
-    """Every way once a round, in at most ``MOST_ROUNDS``."""
+    """Every way once a round, in at most ``MOST_ROUNDS``; those that stop a rank once."""
     rounds = min(rounds, MOST_ROUNDS)
     with tempfile.TemporaryDirectory() as name:
+        log = Path(name) / "log"
         words = ("pretrain_gpt2.py", *TINY, *_data(Path(name)))
+        plain = (*TORCHRUN, "-m", "benchmarks.measures.plain_ranks")
         kills = {
             "torchrun": (*TORCHRUN, *words),
             "tools/launch.py": ("tools/launch.py", "--num_gpus", "2", *words),
-            "a plain script": (*TORCHRUN, "-m", "benchmarks.measures.plain_ranks"),
+            "a plain script": plain,
         }
         killed: dict[str, list[float]] = {way: [] for way in kills}
         for _ in range(rounds):
             for way, command in kills.items():
-                with _running(command, Path(name) / "log") as run:
+                with _running(command, log) as run:
                     killed[way].append(run.seconds_to_answer(signal.SIGKILL))
-        stopped = []
-        for _ in range(rounds):
-            watched = (*TORCHRUN, *words, "--watchdog-minutes", str(WATCHDOG_MINUTES), "--save", str(Path(name) / "ck"))
-            with _running(watched, Path(name) / "log") as run:
-                others = run.seconds_to_leave(signal.SIGSTOP)
-                stopped.append((others, run.seconds_to_answer()))
-    return [*_of_kills(killed), *_of_stops(*map(list, zip(*stopped, strict=True)))]
+        watched = (*TORCHRUN, *words, "--watchdog-minutes", str(WATCHDOG_MINUTES), "--save", str(Path(name) / "ck"))
+        with _running(watched, log) as run:
+            stopped = run.seconds_to_leave(signal.SIGSTOP), run.seconds_to_answer()
+        with _running(plain, log) as run:
+            alone = run.seconds_to_answer(signal.SIGSTOP, then_killed=0)
+    return [*_of_kills(killed), *_of_stops(*stopped, alone)]
 
 
 def _of_kills(seconds: dict[str, list[float]]) -> Iterator[Quantity]:
@@ -68,12 +69,15 @@ def _of_kills(seconds: dict[str, list[float]]) -> Iterator[Quantity]:
     yield Quantity(what, "a plain script", seconds["torchrun"], plain, "s")
 
 
-def _of_stops(others: list[float], launcher: list[float]) -> Iterator[Quantity]:
-    limit = 60 * WATCHDOG_MINUTES + HANG_LIMIT
-    held_to = f"the watchdog's limit of {60 * WATCHDOG_MINUTES:g} s plus {HANG_LIMIT:g} s"
-    for name, seconds in {"the other rank has reported it and exited": others, "torchrun has exited": launcher}.items():
-        what = f"SIGSTOP, {name}: {median(seconds) - 60 * WATCHDOG_MINUTES:.1f} s after the limit"
-        yield Quantity(what, held_to, seconds, [limit] * len(seconds), "s", most=1.0)
+def _of_stops(other: float, launcher: float, alone: float) -> Iterator[Quantity]:
+    watchdog = 60 * WATCHDOG_MINUTES
+    limit = watchdog + HANG_LIMIT
+    held_to = f"the watchdog's limit of {watchdog:g} s plus {HANG_LIMIT:g} s"
+    for name, seconds in {"the other rank has reported it and exited": other, "torchrun has exited": launcher}.items():
+        what = f"SIGSTOP, {name}: {seconds - watchdog:.1f} s after the limit"
+        yield Quantity(what, held_to, [seconds], [limit], "s", most=1.0)
+    what = "SIGSTOP, torchrun has exited: the same"
+    yield Quantity(what, "the watchdog's, and torchrun's end", [launcher], [watchdog + alone], "s", is_limit=True)
 
 
 class _Run:
@@ -84,10 +88,15 @@ class _Run:
         self._ranks = _ranks_below(launcher.pid)
         self._begin = 0.0
 
-    def seconds_to_answer(self, number: signal.Signals | None = None) -> float:
-        """Until the launcher ends, from ``number`` to rank 1 on, or from the signal that it was sent before."""
+    def seconds_to_answer(self, number: signal.Signals | None = None, then_killed: int | None = None) -> float:
+        """Until the launcher ends, from ``number`` to rank 1 on, or from the signal that it was sent before.
+
+        Another rank may be killed right after the signal.
+        """
         if number is not None:
             self._hit(number)
+        if then_killed is not None:
+            self._ranks[then_killed].kill()
         self._launcher.wait(END_LIMIT)
         return time.perf_counter() - self._begin
 

@@ -2,8 +2,8 @@
 
 A GPT-2 with random weights is written as a Hugging Face folder, which both read, in fp32. Both decode greedily. The
 time of this project includes the text; that of transformers only the tokens. All tokens must be equal. The limit of the
-machine is torch's products with every matrix of the model, one pass for each new token and nothing else; and, for one
-text of a model that exceeds the caches, a pass that only reads the weights from memory and adds them up.
+machine is torch's operators for each new token by themselves; beside it, their products with every matrix of the model
+alone, and, for one text of a model that exceeds the caches, a pass that only reads the weights and adds them up.
 """
 
 import os
@@ -55,7 +55,7 @@ class Size:
 
 GOAL = 1.5
 """Of transformers' speed."""
-PRODUCTS, READING = "matrix products alone", "reading the weights alone"
+OPERATORS, PRODUCTS, READING = "operators alone", "matrix products alone", "reading the weights alone"
 SIZES = (Size(6, 256, 16384), Size(12, 768, 50257, recomputes=False))
 
 
@@ -82,16 +82,22 @@ def _of_size(size: Size, rounds: int, layout: ParallelLayout) -> list[Comparison
 def _of_batch(size: Size, ways: dict[str, Way], prompts: Tokens, rounds: int) -> list[Comparison]:
     made: dict[str, Tokens] = {}
     times = alternate({way: lambda way=way: made.update({way: ways[way](prompts)}) for way in ways}, rounds)
-    if any(tokens != made["suite"] for way, tokens in made.items() if way not in (PRODUCTS, READING)):
+    if any(tokens != made["suite"] for way, tokens in made.items() if way not in (OPERATORS, PRODUCTS, READING)):
         raise AssertionError("not the same tokens")
     ours, tokens = times.pop("suite"), sum(map(len, made["suite"]))
     what = f"{len(prompts)} at once, h {size.hidden}: {size}"
     goals = {"transformers": GOAL}
-    return [Comparison(what, peer, ours, theirs, tokens, "tokens", goals.get(peer)) for peer, theirs in times.items()]
+    return [
+        Comparison(what, peer, ours, theirs, tokens, "tokens", goals.get(peer), peer == OPERATORS)
+        for peer, theirs in times.items()
+    ]
 
 
 def _limits(size: Size) -> dict[str, Way]:
-    """All matrix products of a token, and the reading of all matrices, as often as there are new tokens; no tokens."""
+    """All operators of a token, its matrix products, and the reading of all matrices, as often as there are new tokens.
+
+    They return no tokens.
+    """
     h = size.hidden
     shapes = [*[(3 * h, h), (h, h), (4 * h, h), (h, 4 * h)] * size.layers, (size.vocabulary, h)]
     weights = [torch.randn(shape) for shape in shapes]
@@ -110,7 +116,38 @@ def _limits(size: Size) -> dict[str, Way]:
                 weight.sum()
         return []
 
-    return {PRODUCTS: multiply, READING: read}
+    return {OPERATORS: _operators(size), PRODUCTS: multiply, READING: read}
+
+
+def _operators(size: Size) -> Way:
+    """Every operator of GPT-2 in fp32, with keys and values of earlier tokens in place, and nothing between them."""
+    h, length, heads = size.hidden, size.prompt + size.new, max(size.hidden // 64, 1)
+    layers = [[torch.randn(rows, columns) for rows, columns in ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h))]]
+    layers = [[weight.clone() for weight in layers[0]] for _ in range(size.layers)]
+    words, positions = torch.randn(size.vocabulary, h), torch.randn(length, h)
+    scale, biases = torch.ones(h), {rows: torch.zeros(rows) for rows in (h, 3 * h, 4 * h)}
+
+    @torch.inference_mode()
+    def generate(prompts: Tokens) -> Tokens:
+        n = len(prompts)
+        tokens, keys = torch.tensor(prompts), torch.zeros(size.layers, 2, n, heads, length, h // heads)
+        for end in range(size.prompt, length):
+            begin = end - tokens.size(1)
+            x = F.embedding(tokens, words) + positions[begin:end]  # [n, s, h]
+            for (qkv, out, up, down), kept in zip(layers, keys, strict=True):
+                normed = F.layer_norm(x, (h,), scale, biases[h])
+                query, *new = F.linear(normed, qkv, biases[3 * h]).view(n, -1, 3, heads, h // heads).unbind(2)
+                for cache, of_kind in zip(kept, new, strict=True):
+                    cache[:, :, begin:end] = of_kind.transpose(1, 2)
+                known = kept[:, :, :, :end]
+                context = F.scaled_dot_product_attention(query.transpose(1, 2), *known, is_causal=begin == 0)
+                x = x + F.linear(context.transpose(1, 2).flatten(2), out, biases[h])
+                inner = F.gelu(F.linear(F.layer_norm(x, (h,), scale, biases[h]), up, biases[4 * h]), approximate="tanh")
+                x = x + F.linear(inner, down, biases[h])
+            tokens = F.linear(F.layer_norm(x[:, -1:], (h,), scale, biases[h]), words).argmax(-1)  # [n, 1]
+        return []
+
+    return generate
 
 
 def _ours(folder: Path, layout: ParallelLayout, new_tokens: int, *, use_cache: bool = True) -> Way:

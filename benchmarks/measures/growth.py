@@ -2,8 +2,9 @@
 
 Each curve is fitted by a power law over its three largest sizes, in every round: the exponent is the slope in a
 double-logarithmic picture. Theory's exponent is fitted the same way to the model FLOPs of a step with attention in
-full, to the planner's bytes, or to the bytes, tokens and ranks themselves. Times are CPU time of one process; memory is
-of live tensors, of one rank. ``write_figures.py`` draws the curves.
+full, to the planner's bytes, or to the bytes, tokens and ranks themselves. The limit of a step is the exponent of
+torch's operators by themselves (``operators.py``). Times are CPU time of one process; memory is of live tensors, of one
+rank. ``write_figures.py`` draws the curves.
 """
 
 import tempfile
@@ -19,6 +20,7 @@ import torch
 
 from benchmarks.comparing import Quantity, alternate
 from benchmarks.measures.live_memory import measured_memory
+from benchmarks.measures.operators import operators_step
 from benchmarks.measures.ranks import measured_by_ranks
 from benchmarks.measures.shapes import Shape
 from benchmarks.measures.suite import engine_step, run_of
@@ -36,7 +38,7 @@ SIZES: dict[str, tuple[int, ...]] = {
     "hidden": (128, 256, 512, 1024),
     "sequence": (128, 256, 512, 1024, 2048),
 }
-RANKS, TOKENS, MEGABYTES = (1, 2, 4, 8), (10**4, 10**5, 10**6, 10**7, 10**8), (10, 30, 100, 300)
+RANKS, TOKENS, MEGABYTES = (1, 2, 4, 8), (10**5, 10**6, 10**7, 10**8, 10**9), (10, 30, 100, 300)
 DOCUMENT, SAMPLE, TOLERANCE = 665, 1024, 0.1
 FITTED = 3
 """Points of each curve, from the largest."""
@@ -54,22 +56,27 @@ class Growth(Quantity):
     """What was measured, with its unit."""
 
 
-def measure(rounds: int) -> list[Growth]:
+def measure(rounds: int) -> list[Quantity]:
     """Steps of training, memory of a rank, data sets, checkpoints."""
     silence_known_warnings()
     torch.manual_seed(1)
-    found = [_index_maps(rounds), *_checkpoints(rounds)]
+    found: list[Quantity] = [_index_maps(rounds), *_checkpoints(rounds)]
     with distributed(run_of(SHAPE).parallel) as layout, deepspeed_silenced(verbose=False):
         for axis in SIZES:
-            found += [_steps(axis, rounds, layout), _memory(axis, layout)]
+            found += [*_steps(axis, rounds, layout), _memory(axis, layout)]
     return [*found, _ranks()]
 
 
-def _steps(axis: str, rounds: int, layout: ParallelLayout) -> Growth:
+def _steps(axis: str, rounds: int, layout: ParallelLayout) -> list[Quantity]:
+    """The growth of a step, and beside it that of its operators alone, in the same rounds."""
     shapes = {size: replace(SHAPE, **{axis: size}) for size in SIZES[axis]}
     ways = {size: engine_step(run_of(shape), layout, *_tokens(shape)) for size, shape in shapes.items()}
-    flops = {size: shape.flops for size, shape in shapes.items()}
-    return _timed(ways, rounds, flops, axis, "a step, s")
+    alone = {f"{size} alone": operators_step(shape) for size, shape in shapes.items()}
+    times = alternate({**ways, **alone}, rounds, warm_up=2)
+    by_round, limits = ([[times[name].cpu[n] for name in names] for n in range(rounds)] for names in (ways, alone))
+    found = _fitted(tuple(ways), by_round, [shape.flops for shape in shapes.values()], axis, "a step, s")
+    theirs = [exponent(tuple(ways), values) for values in limits]
+    return [found, Quantity(found.what, "operators alone", found.ours, theirs, "exponent", is_limit=True)]
 
 
 def _memory(axis: str, layout: ParallelLayout) -> Growth:

@@ -37,7 +37,7 @@ def measure(rounds: int) -> list[Quantity]:
             "planned training state": (*(list(map(_states, of_ranks)) for of_ranks in (planned, measured)), 0.02),
             "planned activations and buffers": (
                 *(list(map(_rest, of_ranks)) for of_ranks in (planned, measured)),
-                0.08,
+                0.05,
             ),
             "planned total, resident memory": (*whole, 0.15),
         }

@@ -1,4 +1,4 @@
-"""Run by ``whole_program.py``: one of two training programs, and the time of its iterations."""
+"""Run by ``whole_program.py``: a training program that iterates when it is told to, and says how long it took."""
 
 import math
 import os
@@ -14,19 +14,21 @@ from megatron.training.callbacks import Callback
 
 
 class Clock(Callback):
-    """Reports the time between the first iteration after the warm-up and the one after the last."""
+    """After the warm-up, waits for a line of stdin before every ``ITERATIONS`` iterations, and reports their time."""
 
     def __init__(self) -> None:
-        self._begin = (0.0, 0.0)
+        self._begin: tuple[float, float] | None = None
 
     def tick(self, iteration: int) -> None:
         """Called before ``iteration``, of which the first is 1."""
+        if iteration <= WARM_UP or (iteration - WARM_UP - 1) % ITERATIONS:
+            return
         now = time.perf_counter(), time.process_time()
-        if iteration == WARM_UP + 1:
-            self._begin = now
-        if iteration == WARM_UP + ITERATIONS + 1:
-            wall, cpu = (end - begin for begin, end in zip(self._begin, now, strict=True))
-            report({"wall": wall, "cpu": cpu})
+        wall, cpu = (end - begin for begin, end in zip(self._begin or now, now, strict=True))
+        report({"wall": wall, "cpu": cpu})
+        if not sys.stdin.readline():
+            sys.exit()
+        self._begin = time.perf_counter(), time.process_time()
 
     @contextmanager
     def around_iteration(self, iteration: int) -> Iterator[tuple[()]]:
@@ -35,7 +37,7 @@ class Clock(Callback):
         yield ()
 
 
-def suite(dtype: str, prefix: str) -> None:
+def suite(dtype: str, prefix: str, iterations: int) -> None:
     """This project's program, with the callbacks that its script registers."""
     from megatron.config.command_line import parse_run
     from megatron.launch.environment import prepare_environment
@@ -47,7 +49,7 @@ def suite(dtype: str, prefix: str) -> None:
 
     words = [
         *A.words,
-        *f"--train-iters {WARM_UP + ITERATIONS + 1} --log-interval {LOG_INTERVAL} --eval-iters 0".split(),
+        *f"--train-iters {iterations} --log-interval {LOG_INTERVAL} --eval-iters 0".split(),
         *f"--data-path {prefix} --vocab-file {prefix}.json --tokenizer-type WhitespaceTokenizer".split(),
         *"--split 1,0,0 --lr-decay-style cosine --min-lr 1e-5".split(),
         *(("--bf16", "--zero-stage", "1") if dtype == "bf16" else ()),
@@ -56,7 +58,7 @@ def suite(dtype: str, prefix: str) -> None:
     train(run, [*default_callbacks(), Clock()])
 
 
-def one_file(dtype: str, prefix: str) -> None:
+def one_file(dtype: str, prefix: str, iterations: int) -> None:
     """A loop without an engine: random places of a memory map, autocast, a learning rate for each iteration."""
     import numpy as np
     import torch
@@ -76,9 +78,9 @@ def one_file(dtype: str, prefix: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     autocast = torch.autocast("cpu", torch.bfloat16) if dtype == "bf16" else nullcontext()
     clock, inputs, labels = Clock(), *batch()
-    for iteration in range(1, WARM_UP + ITERATIONS + 2):
+    for iteration in range(1, iterations + 1):
         clock.tick(iteration)
-        progress = iteration / (WARM_UP + ITERATIONS + 1)
+        progress = iteration / iterations
         for group in optimizer.param_groups:
             group["lr"] = 1e-5 + (LEARNING_RATE - 1e-5) * (1 + math.cos(math.pi * progress)) / 2
         with autocast:
@@ -92,5 +94,19 @@ def one_file(dtype: str, prefix: str) -> None:
             print(f"iteration {iteration}: loss {loss.item():.4f}", flush=True)
 
 
+def operators(dtype: str, prefix: str, iterations: int) -> None:
+    """The limit: the operators of a step by themselves, with the allocator as this project sets it."""
+    from megatron.launch.environment import prepare_environment
+
+    prepare_environment(os.environ)
+    from benchmarks.measures.operators import operators_step
+
+    step, clock = operators_step(A, bf16=dtype == "bf16"), Clock()
+    for iteration in range(1, iterations + 1):
+        clock.tick(iteration)
+        step()
+
+
 if __name__ == "__main__":
-    {"suite": suite, "one file": one_file}[sys.argv[1]](*sys.argv[2:])
+    program, dtype, prefix, iterations = sys.argv[1:]
+    {"suite": suite, "one file": one_file, "operators": operators}[program](dtype, prefix, int(iterations))

@@ -1,11 +1,12 @@
 """Where the time of a training step goes, by kind of operator: this project and a plain torch model, at shape A.
 
 torch's profiler adds up what each operator takes by itself. What is left of the step is spent between operators: in
-Python, in autograd and in the engine; the profiler's own work is a part of it.
+Python, in autograd and in the engine; the profiler's own work is a part of it. Of two ranks (``profile_ranks.py``) each
+ZeRO stage and the pipeline are compared with torch's DDP, on rank 0, whose waiting for the other rank is mostly between
+operators, too.
 """
 
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -16,9 +17,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.comparing import Quantity, Result
+from benchmarks.comparing import Quantity, Result, timed
 from benchmarks.measures.llama_step import BareLlama
 from benchmarks.measures.peers import BareGPT2, plain_step
+from benchmarks.measures.ranks import measured_by_ranks
 from benchmarks.measures.shapes import LLAMA_SHAPES, SHAPES
 from benchmarks.measures.suite import engine_step, run_of
 from megatron.launch.distributed import distributed
@@ -31,6 +33,7 @@ KINDS = {
     "attention": ("flash_attention", "scaled_dot_product"),
     "AdamW": ("fused_adam",),
     "copies and casts": ("copy_", "cat"),
+    "communication": ("c10d::",),
 }
 """By parts of operators' names; the first that fits."""
 OTHERS, BETWEEN, WHOLE = "other operators", "between operators", "the whole step"
@@ -50,22 +53,22 @@ def measure(rounds: int) -> list[Result]:
         for model in MODELS:
             for dtype in ("fp32", "bf16"):
                 ours = _suite(model, dtype, layout)
-                pairs = [(_profiled(ours), peer.apply(_peer_profiled, (model, dtype))) for _ in range(rounds)]
-                results += _rows(f"{model} A {dtype}", pairs)
+                pairs = [(profiled(ours), peer.apply(_peer_profiled, (model, dtype))) for _ in range(rounds)]
+                results += _rows(f"{model} A {dtype}", "bare torch", pairs)
+    of_ranks = measured_by_ranks(2, "profile_ranks", str(rounds), OMP_NUM_THREADS="1")
+    ddp = of_ranks.pop("DDP")
+    for name, ours in of_ranks.items():
+        results += _rows(f"two ranks, {name}", "torch's DDP", list(zip(ours, ddp, strict=True)))
     return results
 
 
-def _rows(what: str, pairs: list[tuple[dict[str, float], dict[str, float]]]) -> list[Result]:
-    """A row for each kind, the whole step first."""
-    return [
-        Quantity(
-            f"{what}, {kind}",
-            "bare torch",
-            *([found[kind] for found in side] for side in zip(*pairs, strict=True)),
-            "s",
-        )
+def _rows(what: str, peer: str, pairs: list[tuple[dict[str, float], dict[str, float]]]) -> list[Result]:
+    """A row for each kind that takes time, the whole step first."""
+    sides = {
+        kind: [[found[kind] for found in side] for side in zip(*pairs, strict=True)]
         for kind in (WHOLE, *KINDS, OTHERS, BETWEEN)
-    ]
+    }
+    return [Quantity(f"{what}, {kind}", peer, *both, "s") for kind, both in sides.items() if all(map(all, both))]
 
 
 def _suite(model: str, dtype: str, layout: ParallelLayout) -> Callable[[], Any]:
@@ -77,7 +80,7 @@ def _suite(model: str, dtype: str, layout: ParallelLayout) -> Callable[[], Any]:
 
 def _peer_profiled(model: str, dtype: str) -> dict[str, float]:
     """In the peer's process."""
-    return _profiled(_peer(model, dtype))
+    return profiled(_peer(model, dtype))
 
 
 @cache
@@ -97,13 +100,10 @@ def _warm(step: Callable[[], Any]) -> Callable[[], Any]:
     return step
 
 
-def _profiled(step: Callable[[], Any]) -> dict[str, float]:
-    """Seconds of a step by kind."""
+def profiled(step: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> dict[str, float]:
+    """Seconds of a step by kind. ``settle`` waits for the other ranks before and after each."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            step()
-        whole = (time.perf_counter() - begin) / STEPS
+        whole = sum(timed(step, settle).wall for _ in range(STEPS)) / STEPS
     return {
         **_by_kind({event.key: event.self_cpu_time_total for event in profiler.key_averages()}, whole),
         WHOLE: whole,
@@ -114,6 +114,6 @@ def _by_kind(microseconds: Mapping[str, float], whole: float) -> dict[str, float
     found: dict[str, float] = defaultdict(float, dict.fromkeys((*KINDS, OTHERS), 0.0))
     for name, time_of_all in microseconds.items():
         kinds = (kind for kind, parts in KINDS.items() if any(part in name for part in parts))
-        if name.startswith("aten::"):
+        if name.startswith(("aten::", "c10d::")):
             found[next(kinds, OTHERS)] += time_of_all / STEPS / 1e6
     return {**found, BETWEEN: whole - sum(found.values())}

@@ -40,18 +40,22 @@ def engine_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: 
     return lambda: train_batch(engine, batches)
 
 
-def bare_step(run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Tensor) -> Callable[[], Any]:
+def bare_step(
+    run: RunConfig, layout: ParallelLayout, tokens: Tensor, labels: Tensor, *, over_gloo: bool = True
+) -> Callable[[], Any]:
     """A step of the same engine over the same model, as a script has it that knows nothing but DeepSpeed.
 
-    Its groups are those of gloo.
+    Its groups are those of gloo; otherwise those of ``layout``, with the collectives that this project's engine uses.
     """
     adam = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "torch_adam": True, "fused": True}
-    gloo = layout if run.parallel.uses_pipeline else replace(layout, data_group=dist.group.WORLD)
-    module, micro_batches = build_module(run, gloo), run.train.gradient_accumulation_steps
+    if over_gloo and not run.parallel.uses_pipeline:
+        layout = replace(layout, data_group=dist.group.WORLD)
+    module, micro_batches = build_module(run, layout), run.train.gradient_accumulation_steps
     with patch.object(deepspeed.comm.comm.cdb, "new_group", dist.new_group), patch.object(groups, "mpu", None):
         engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=module.parameters(),
+            mpu=None if over_gloo else layout,
             config={
                 "train_micro_batch_size_per_gpu": run.train.micro_batch_size,
                 "gradient_accumulation_steps": micro_batches,

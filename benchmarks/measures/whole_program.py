@@ -1,16 +1,18 @@
 """Training programs from start to end: ``pretrain_gpt2.py``, and a program of one file as in nanoGPT.
 
 Both read the same tokens, train the same model, clip, step with fused AdamW on a cosine schedule and print the loss
-every ``LOG_INTERVAL`` iterations (``program_ranks.py``). The speed is that of the iterations after the first few, with
-everything that happens between them; a process for each, one after the other.
+every ``LOG_INTERVAL`` iterations (``program_ranks.py``). Each is a process of its own, which waits while the other one
+iterates. The speed is that of the iterations after the first few, with everything that happens between them. The limit
+is the operators of a step by themselves.
 """
 
 import os
 import subprocess
 import sys
 import tempfile
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 
 import numpy as np
 
@@ -20,7 +22,8 @@ from benchmarks.measures.shapes import SHAPES, Shape
 from megatron.config.errors import LaunchError
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
-ITERATIONS, WARM_UP, LOG_INTERVAL = 20, 3, 10
+ITERATIONS, WARM_UP, LOG_INTERVAL = 5, 3, 5
+"""Of a round; before the first round."""
 TOKENS = 1_000_000
 A = SHAPES["A"]
 GOALS = {"fp32": 1.05, "bf16": 1.10}
@@ -30,26 +33,54 @@ def measure(rounds: int) -> list[Result]:
     """Shape A in fp32 and in bf16."""
     with tempfile.TemporaryDirectory() as folder:
         prefix = _write_tokens(Path(folder), A)
-        return [_compared(dtype, prefix, rounds) for dtype in GOALS]
+        return [result for dtype in GOALS for result in _compared(dtype, prefix, rounds)]
 
 
-def _compared(dtype: str, prefix: str, rounds: int) -> Result:
-    ways = {name: partial(_iterations, name, dtype, prefix) for name in ("suite", "one file")}
-    times = alternate(ways, rounds, warm_up=0)
-    what = f"A {dtype}: {A}, {ITERATIONS} iterations"
-    tokens = ITERATIONS * A.tokens
-    return Comparison(what, "a loop as in nanoGPT", times["suite"], times["one file"], tokens, "tokens", GOALS[dtype])
+def _compared(dtype: str, prefix: str, rounds: int) -> list[Result]:
+    with ExitStack() as stack:
+        ways = {
+            name: stack.enter_context(_Program(name, dtype, prefix, WARM_UP + rounds * ITERATIONS + 1)).iterate
+            for name in ("suite", "one file", "operators")
+        }
+        times = alternate(ways, rounds, warm_up=0)
+    what, tokens, ours = f"A {dtype}: {A}, {ITERATIONS} iterations", ITERATIONS * A.tokens, times["suite"]
+    return [
+        Comparison(what, "a loop as in nanoGPT", ours, times["one file"], tokens, "tokens", GOALS[dtype]),
+        Comparison(what, "operators alone", ours, times["operators"], tokens, "tokens", is_limit=True),
+    ]
 
 
-def _iterations(program: str, dtype: str, prefix: str) -> Seconds:
-    """Time of the iterations of a new process."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.measures.program_ranks", program, dtype, prefix]
-    environ = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
-    ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
-    found = reported(ended.stdout)
-    if ended.returncode or not found:
-        raise LaunchError(f"{' '.join(command[3:])} failed:\n{ended.stderr.strip()[-2000:]}")
-    return Seconds(**found[0])
+class _Program:
+    """A process that has finished its warm-up, and is ended after the block."""
+
+    def __init__(self, *words: object):
+        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.measures.program_ranks", *map(str, words)]
+        environ = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+        self._errors = tempfile.TemporaryFile("w+")
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors, "text": True}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environ, **pipes)
+
+    def __enter__(self) -> "_Program":
+        self._reported()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def iterate(self) -> Seconds:
+        """The time of the next iterations."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._reported()
+
+    def _reported(self) -> Seconds:
+        for line in self._process.stdout:
+            if found := reported(line):
+                return Seconds(**found[0])
+        self._errors.seek(0)
+        raise LaunchError(f"{' '.join(self._process.args[3:])} failed:\n{self._errors.read().strip()[-2000:]}")
 
 
 def _write_tokens(folder: Path, shape: Shape) -> str:

@@ -22,7 +22,7 @@ from megatron.checkpoint.safetensors_files import broken, read_entries
 from megatron.checkpoint.tensor_archive import ArchiveFile, TensorArchive
 from megatron.config.errors import CheckpointError, first_line
 
-_ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 """Classes in DeepSpeed's files besides tensors and plain values. Creating them has no effects."""
 
 
@@ -79,7 +79,7 @@ def read_checked_file(path: Path, *, mapped: bool = False) -> Any:
     for files in _noting:
         files.append(path)
     try:
-        with torch.serialization.safe_globals(_ALLOWED):
+        with torch.serialization.safe_globals(ALLOWED):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises many types for a damaged file
         if unsafe := re.search(r"GLOBAL (\S+)", str(error)):
@@ -92,7 +92,7 @@ def check_structure(path: Path) -> None:
     """Raises CheckpointError as ``check_harmless``, or if ``path`` does not contain what its name says."""
     check_harmless(path)
     try:
-        with torch.serialization.safe_globals(_ALLOWED):
+        with torch.serialization.safe_globals(ALLOWED):
             # Tensors are mapped into memory, and so not read.
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
@@ -110,7 +110,7 @@ def _checked(path: Path, content: Any) -> Any:
 def check_harmless(path: Path) -> None:
     """Raises CheckpointError if ``path`` is not a file of tensors, or asks for code. Reads no tensor."""
     try:
-        with torch.serialization.safe_globals(_ALLOWED):
+        with torch.serialization.safe_globals(ALLOWED):
             unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as error:
         raise CheckpointError(f"{path} is not a file of tensors ({first_line(error)})") from None

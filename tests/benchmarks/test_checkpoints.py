@@ -12,6 +12,7 @@ def test_every_variant_is_measured(run_ranks_once, tmp_path: Path) -> None:
     assert peers == {
         "save": {
             "raw bytes and fsync",
+            "hashes beside writing",
             "safetensors and fsync",
             "torch.save and fsync",
             "torch.save alone, without a disk",
@@ -19,7 +20,7 @@ def test_every_variant_is_measured(run_ranks_once, tmp_path: Path) -> None:
             "CRC-32 alone",
         },
         "load": {"safetensors", "safetensors after xxHash", "torch.load", "reading bytes"},
-        "load, unverified": {"safetensors"},
+        "load, unverified": {"safetensors", "torch.load, mapped"},
         "load from a cold cache": {"reading bytes"},
         "--async-save": {"a synchronous save", "copying the state alone"},
         "--snapshot-interval": {"a synchronous save", "copying the state alone", "the plan"},

@@ -3,7 +3,7 @@
 
 def test_every_variant_is_measured(run_ranks_once) -> None:
     (found,) = run_ranks_once(1, measure_tiny)
-    alone = ["matrix products alone", "reading the weights alone"]
+    alone = ["operators alone", "matrix products alone", "reading the weights alone"]
     assert [peer for peer, _ in found] == ["transformers", "the suite with --recompute", *alone]
     assert all(ratio > 0 for _, ratio in found)
 

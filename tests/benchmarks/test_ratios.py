@@ -56,6 +56,37 @@ def test_goals_are_grouped_by_peer() -> None:
     ]
 
 
+def limited(ours: float, limit: float) -> list[str]:
+    """The line of goals of a save that takes ``ours`` seconds, held to 1 s, beside a limit of ``limit`` seconds."""
+    work = Times([ours], [ours])
+    goal = Comparison("save: a file", "raw bytes", work, Times([1.0], [1.0]), 1, "files", 0.85)
+    bare = Comparison("save: a file", "SHA-256", work, Times([limit], [limit]), 1, "files", is_limit=True)
+    other = Comparison("load: a file", "nothing", work, Times([9.0], [9.0]), 1, "files", is_limit=True)
+    rows = [row(result) for result in (goal, bare, other)]
+    assert markdown(rows).splitlines()[3].startswith("| save: a file | limit: SHA-256 |")
+    return goals("checkpoints", rows)
+
+
+@pytest.mark.parametrize(
+    ("ours", "limit", "verdict"),
+    [
+        (2.0, 1.92, "save **0.50** (limit 0.52) | at the limit"),
+        (2.0, 1.6, "save **0.50** (limit 0.62) | no"),  # too far from it
+        (1.2, 1.17, "save **0.83** (limit 0.85) | no"),  # the limit reaches the goal
+        (1.1, 1.09, "save **0.91** | yes"),
+    ],
+)
+def test_a_missed_goal_is_held_to_the_limit_of_its_workload(ours: float, limit: float, verdict: str) -> None:
+    assert limited(ours, limit) == [f"| checkpoints | raw bytes | at least 0.85 | {verdict} |"]
+
+
+def test_limits_of_seconds_are_least_amounts() -> None:
+    stall = Quantity("stall: all", "a save", [0.14], [1.0], "s", most=0.1)
+    rows = [row(stall), row(Quantity("stall: all", "copying", [0.14], [0.135], "s", is_limit=True))]
+    assert goals("x", rows) == ["| x | a save | at most 0.10 | stall **0.14** (limit 0.13) | at the limit |"]
+    assert markdown(rows).splitlines()[2].endswith("| at most 0.10; at the limit 0.13 |")
+
+
 def test_json_is_read_back_and_has_every_round(tmp_path) -> None:
     file = tmp_path / "x.json"
     file.write_text(as_json("x", 3, [FASTER, SOONER]))

@@ -21,6 +21,7 @@ from megatron.parallel.deepspeed_compat.engine import (
     optimizer_shards_not_saved,
     skip_reduction_of_one_rank,
 )
+from megatron.parallel.deepspeed_compat.gradients import joined
 
 
 def test_the_installed_version_is_the_tested_one(capsys: pytest.CaptureFixture) -> None:
@@ -133,6 +134,15 @@ def test_one_rank_reduces_nothing(ranks: int, reductions: int) -> None:
     skip_reduction_of_one_rank(engine, ranks)
     engine.buffered_allreduce_fallback(elements_per_buffer=10)
     assert len(calls) == reductions
+
+
+def test_slices_of_a_bucket_are_joined_without_a_copy() -> None:
+    bucket, other = torch.arange(10.0), torch.arange(10.0)
+    whole = joined(list(bucket[2:].split([3, 1, 4])))
+    assert torch.equal(whole, bucket[2:]) and whole.data_ptr() == bucket[2:].data_ptr()
+    for apart in ([bucket[:2], bucket[3:]], [bucket[5:], bucket[:5]], [bucket[:5], other[5:]]):
+        copy = joined(apart)
+        assert torch.equal(copy, torch.cat(apart)) and copy.data_ptr() != apart[0].data_ptr()
 
 
 def test_optimizer_shards_are_saved_again_afterwards() -> None:

@@ -272,13 +272,26 @@ def reduce_to_owners(engine: DeepSpeedEngine) -> None:
         slices: list[list[Tensor]] = [[] for _ in range(group.size())]
         for (owner,), gradient, _ in bucket:
             slices[owner].append(gradient.to(dtype))
-        parts = [torch.cat(of_rank) if of_rank else torch.empty(0, dtype=dtype) for of_rank in slices]
+        parts = [joined(of_rank) if of_rank else torch.empty(0, dtype=dtype) for of_rank in slices]
         total = parts[group.rank()]
         dist.reduce_scatter(total, parts, group=group)
         mine = [(gradient, output) for (owner,), gradient, output in bucket if owner == group.rank()]
         for (gradient, output), own in zip(mine, total.split([x.numel() for x in slices[group.rank()]]), strict=True):
             optimizer._add_to_grad_partition_buffer(output, own)
-            gradient.copy_(own)
+            if own.data_ptr() != gradient.data_ptr():
+                gradient.copy_(own)
         return None
 
     optimizer.allreduce_and_scatter = reduce
+
+
+def joined(slices: Sequence[Tensor]) -> Tensor:
+    """``slices``, each [n], one after the other: without a copy if they are neighbors in memory, as in a bucket."""
+    first = slices[0]
+    end = first.storage_offset()
+    for part in slices:
+        is_next = part.storage_offset() == end and part.is_contiguous()
+        if not is_next or part.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(list(slices))
+        end += part.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,))
