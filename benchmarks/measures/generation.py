@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from tokenizers import pre_tokenizers
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -125,9 +126,10 @@ def _limits(size: Size) -> dict[str, Way]:
 def _operators(size: Size) -> Way:
     """Every operator of GPT-2 in fp32, with keys and values of earlier tokens in place, and nothing between them."""
     h, length, heads = size.hidden, size.prompt + size.new, max(size.hidden // 64, 1)
-    layers = [[torch.randn(rows, columns) for rows, columns in ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h))]]
-    layers = [[weight.clone() for weight in layers[0]] for _ in range(size.layers)]
+    shapes = ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h))
+    layers = [[_fastest_product(torch.randn(shape)) for shape in shapes] for _ in range(size.layers)]
     words, positions = torch.randn(size.vocabulary, h), torch.randn(length, h)
+    head = _fastest_product(words, is_tied=True)
     scale, biases = torch.ones(h), {rows: torch.zeros(rows) for rows in (h, 3 * h, 4 * h)}
 
     @torch.inference_mode()
@@ -139,18 +141,34 @@ def _operators(size: Size) -> Way:
             x = F.embedding(tokens, words) + positions[begin:end]  # [n, s, h]
             for (qkv, out, up, down), kept in zip(layers, keys, strict=True):
                 normed = F.layer_norm(x, (h,), scale, biases[h])
-                query, *new = F.linear(normed, qkv, biases[3 * h]).view(n, -1, 3, heads, h // heads).unbind(2)
+                query, *new = qkv(normed, biases[3 * h]).view(n, -1, 3, heads, h // heads).unbind(2)
                 for cache, of_kind in zip(kept, new, strict=True):
                     cache[:, :, begin:end] = of_kind.transpose(1, 2)
                 known = kept[:, :, :, :end]
                 context = F.scaled_dot_product_attention(query.transpose(1, 2), *known, is_causal=begin == 0)
-                x = x + F.linear(context.transpose(1, 2).flatten(2), out, biases[h])
-                inner = F.gelu(F.linear(F.layer_norm(x, (h,), scale, biases[h]), up, biases[4 * h]), approximate="tanh")
-                x = x + F.linear(inner, down, biases[h])
-            tokens = F.linear(F.layer_norm(x[:, -1:], (h,), scale, biases[h]), words).argmax(-1)  # [n, 1]
+                x = x + out(context.transpose(1, 2).flatten(2), biases[h])
+                inner = F.gelu(up(F.layer_norm(x, (h,), scale, biases[h]), biases[4 * h]), approximate="tanh")
+                x = x + down(inner, biases[h])
+            tokens = head(F.layer_norm(x[:, -1:], (h,), scale, biases[h]), None).argmax(-1)  # [n, 1]
         return []
 
     return generate
+
+
+def _fastest_product(weight: Tensor, *, is_tied: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """x, bias -> x weight^T + bias. A large weight [o, i] is packed for several rows.
+
+    For one it is stored by inputs, unless it is the embedding's, too.
+    """
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8) if weight.numel() >= 1 << 19 else None
+    by_inputs = weight if is_tied else weight.t().contiguous().t()
+
+    def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
+        if packed is not None and 2 < x.numel() // x.size(-1) <= 64:
+            return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return F.linear(x, by_inputs, bias)
+
+    return multiply
 
 
 def _ours(folder: Path, layout: ParallelLayout, new_tokens: int, *, use_cache: bool = True) -> Way:
