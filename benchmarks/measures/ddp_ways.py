@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.comparing import Times, alternate
 from benchmarks.measures.ddp import MICRO_BATCHES, OF_A_RANK, SHAPE, TOGETHER, WAYS
 from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, WithWeights
-from benchmarks.measures.ranks import report
 from benchmarks.measures.step_profile import profiled
 from benchmarks.measures.suite import bare_step, engine_step, run_of
 from megatron.config import RunConfig
@@ -33,8 +32,8 @@ LINEAR = nn.functional.linear
 """torch's own, which DeepSpeed replaces once a model of ZeRO 3 is built."""
 
 
-def report_times(rounds: int) -> None:
-    """Report, from rank 0, the times of each of ``WAYS`` and of what it is compared with, and of the collectives."""
+def measured_times(rounds: int) -> dict[str, Any]:
+    """The times of each of ``WAYS`` and of what it is compared with, and of the collectives."""
     with _peers() as peers:
         collectives = _collectives(peers.layout.data_group)
         found = {"collectives": _timed(collectives | _collectives(None, "gloo's "), rounds)}
@@ -45,12 +44,11 @@ def report_times(rounds: int) -> None:
             times = _timed(ways | common, rounds)
             for name, steps in own.items():
                 found[name] = {kind: times[f"{name}|{kind}"] for kind in steps} | {kind: times[kind] for kind in common}
-        if peers.layout.rank == 0:
-            report(found)
+    return found
 
 
-def report_profiles(rounds: int) -> None:
-    """Report, from rank 0, the seconds by kind of operator: of DDP, and of the first way of each of ``TOGETHER``."""
+def measured_profiles(rounds: int) -> dict[str, list[dict[str, float]]]:
+    """This rank's seconds by kind of operator, round by round: of DDP, and of the first way of each of ``TOGETHER``."""
     with _peers() as peers:
         steps = {"DDP": peers.ddp()}
         for name, *_ in TOGETHER:
@@ -63,8 +61,7 @@ def report_profiles(rounds: int) -> None:
         for _ in range(rounds):
             for name, step in steps.items():
                 found[name].append(profiled(step, dist.barrier))
-        if peers.layout.rank == 0:
-            report(found)
+    return found
 
 
 @contextmanager

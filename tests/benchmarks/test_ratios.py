@@ -82,7 +82,7 @@ def test_a_missed_goal_is_held_to_the_limit_of_its_workload(ours: float, limit: 
 
 def test_limits_of_seconds_are_least_amounts() -> None:
     stall = Quantity("stall: all", "a save", [0.14], [1.0], "s", most=0.1)
-    rows = [row(stall), row(Quantity("stall: all", "copying", [0.14], [0.135], "s", is_limit=True))]
+    rows = [row(stall), row(Quantity("stall: all", "copying", [0.14], [0.134], "s", is_limit=True))]
     assert goals("x", rows) == ["| x | a save | at most 0.10 | stall **0.14** (limit 0.13) | at the limit |"]
     assert markdown(rows).splitlines()[2].endswith("| at most 0.10; at the limit 0.13 |")
 
