@@ -1,4 +1,4 @@
-"""Run by ``whole_program.py``: a training program that iterates when it is told to, and says how long it took."""
+"""Run by ``whole_program.py``: a training program that waits before it iterates, and reports how long it took."""
 
 import math
 import os
