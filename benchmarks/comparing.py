@@ -3,9 +3,11 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+import numpy as np
 
 
 class Seconds(NamedTuple):
@@ -80,7 +82,21 @@ class Quantity:
         return [ours / theirs for ours, theirs in zip(self.ours, self.theirs, strict=True)]
 
 
+@dataclass(frozen=True)
+class Growth(Quantity):
+    """Exponents, measured and by theory, and the points they were fitted to."""
+
+    points: list[tuple[float, float, float]] = field(default_factory=list)
+    """Size, what was measured there, what theory says."""
+    axis: str = ""
+    amount: str = ""
+    """What was measured, with its unit."""
+
+
 Result = Comparison | Quantity
+Values = Sequence[float]
+FITTED, TOLERANCE = 3, 0.1
+"""Points that a power law is fitted to, from the largest; how far its exponent may be from theory's."""
 
 
 def alternate(
@@ -118,3 +134,22 @@ def timed(way: Callable[[], Any], settle: Callable[[], Any] = lambda: None) -> S
 def _processor_seconds() -> float:
     children = os.times()
     return time.process_time() + children.children_user + children.children_system
+
+
+def fitted(sizes: Values, by_round: Sequence[Values], theory: Values, axis: str, amount: str) -> Growth:
+    """Exponents of each round; the points are medians, and theory is drawn through their geometric mean."""
+    measured = np.median(np.array(by_round, dtype=float), axis=0)
+    scale = np.exp(np.mean((np.log(measured) - np.log(theory))[-FITTED:]))
+    ours, theirs = [exponent(sizes, values) for values in by_round], exponent(sizes, theory)
+    points = [(float(x), float(y), float(scale * t)) for x, y, t in zip(sizes, measured, theory, strict=True)]
+    what = f"{amount.partition(',')[0]}, {sizes[0]:,} to {sizes[-1]:,} {axis}"
+    bounds = {"least": 1 - TOLERANCE, "most": 1 + TOLERANCE}
+    return Growth(
+        what, "theory", ours, [theirs] * len(ours), "exponent", **bounds, points=points, axis=axis, amount=amount
+    )
+
+
+def exponent(sizes: Values, values: Values) -> float:
+    """The slope of the straight line through the logarithms, at the largest sizes."""
+    x, y = (np.log(np.array(amounts[-FITTED:], dtype=float)) for amounts in (sizes, values))
+    return float(np.polyfit(x, y, 1)[0])

@@ -1,4 +1,4 @@
-"""Pictures: ratios of benchmarks, and curves of growth."""
+"""Pictures: ratios of benchmarks, and curves of growth and of long sequences."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -51,6 +51,29 @@ def draw_growth(curves: Sequence[Mapping[str, Any]], file: Path) -> None:
         axes.legend(frameon=False, fontsize=8)
     for axes in plots:
         axes.set_visible(False)
+    figure.savefig(file)
+
+
+def draw_long_sequences(curves: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Memory, with the planner's line, and CPU time per token, of each kind of ``measures/long_sequences.py``."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    memory, time = figure.subplots(1, 2)
+    for curve in curves:
+        kind, sizes = curve["what"].partition(":")[0], [point[0] for point in curve["points"]]
+        if curve["amount"].startswith("memory"):
+            (line,) = memory.loglog(sizes, [point[1] / 1e6 for point in curve["points"]], "o-", label=kind)
+            memory.loglog(sizes, [point[2] / 1e6 for point in curve["points"]], "--", color=line.get_color())
+        else:
+            time.semilogx(sizes, [point[1] / point[0] * 1e6 for point in curve["points"]], "o-", label=kind)
+    for axes, amount in ((memory, "memory of a rank, MB; dashed: planned"), (time, "CPU time of a rank per token, us")):
+        ticks = sorted({point[0] for curve in curves for point in curve["points"]})
+        axes.set_xticks(ticks, [f"{tick / 1024:g}k" for tick in ticks])
+        axes.minorticks_off()
+        axes.set(xlabel="tokens of a sequence", ylabel=amount)
+    time.set_ylim(bottom=0)
+    memory.legend(frameon=False, fontsize=8)
     figure.savefig(file)
 
 

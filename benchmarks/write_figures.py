@@ -15,13 +15,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.picture import draw_growth  # noqa: E402
+from benchmarks.picture import draw_growth, draw_long_sequences  # noqa: E402
 from benchmarks.run import GPU_MEASURES, MEASURES  # noqa: E402
 from benchmarks.tables import Row, goals, markdown, read_json  # noqa: E402
 from megatron.config.errors import ConfigError  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 PICTURE = ROOT / "docs" / "images" / "growth.png"
+DRAWN = {"growth": draw_growth, "long_sequences": draw_long_sequences}
+"""Measurements with curves, each with a picture of its name."""
 GOALS_HEAD = "| benchmark | compared with | goal | measured | reached |\n|---|---|---|---|---|"
 Found = dict[str, tuple[str, list[Row]]]
 """By measurement: what it was made on, and its rows."""
@@ -32,7 +34,8 @@ def main() -> None:
     parser = ToolParser(__doc__)
     parser.add_argument("folder", type=Path, help="what --json of run.py named")
     parser.add_argument("--into", type=Path, default=ROOT / "docs" / "performance.md", metavar="FILE", help="where to")
-    parser.add_argument("--picture", type=Path, default=PICTURE, metavar="FILE", help="where to draw the growth curves")
+    drawn = "where to draw the growth curves; those of other benchmarks are drawn beside it"
+    parser.add_argument("--picture", type=Path, default=PICTURE, metavar="FILE", help=drawn)
     args = parser.parse_args()
     found = _read(args.folder)
     try:
@@ -40,9 +43,10 @@ def main() -> None:
     except OSError as error:
         raise ConfigError(f"--into {args.into}: {error.strerror}; name a file with marks in it") from None
     args.into.write_text(with_figures(text, found))
-    if "growth" in found:
-        entries = json.loads((args.folder / "growth.json").read_text())["rows"]
-        draw_growth([entry["measured"] for entry in entries if "points" in entry["measured"]], args.picture)
+    for name in DRAWN.keys() & found.keys():
+        entries = [entry["measured"] for entry in json.loads((args.folder / f"{name}.json").read_text())["rows"]]
+        file = args.picture if name == "growth" else args.picture.with_name(f"{name}.png")
+        DRAWN[name]([entry for entry in entries if "points" in entry], file)
     print(f"wrote {', '.join(found)} into {args.into}")
 
 

@@ -2,6 +2,7 @@
 
     python tools/verify_layout.py --layouts tp1-pp0-dp1 tp2-pp2-dp2-zero1 ARGUMENTS OF pretrain_gpt2.py
     python tools/verify_layout.py --all 4 ARGUMENTS OF pretrain_gpt2.py
+    python tools/verify_layout.py --all 8 --sample 10 ARGUMENTS OF pretrain_gpt2.py
     python tools/verify_layout.py --program pretrain_bert.py --all 2 ARGUMENTS OF pretrain_bert.py
 
 Each layout is trained from the same seed on the same samples, without dropout, and compared with the first one: the
@@ -40,9 +41,11 @@ def main() -> None:
         raise ConfigError("give --layouts with names, or --all with a number of processes (see --help)")
     if args.iterations < 1 or (args.all is not None and args.all < 1):
         raise ConfigError("--iterations and --all must be at least 1")
+    if args.sample is not None and (args.all is None or args.sample < 1):
+        raise ConfigError(f"--sample {args.sample} chooses among the layouts of --all N, at least one: give --all, too")
     named = [parse_layout(name) for name in args.layouts or ()]
     request = make_request(words, args.iterations, named[0] if named else None, os.environ, args.program)
-    layouts = named or legal_layouts(request, args.all)
+    layouts = named or legal_layouts(request, args.all, args.sample, args.sample_seed)
     if args.explain:
         for layout in layouts:
             print(f"\n{layout.name}")
@@ -82,6 +85,8 @@ def _parser() -> ToolParser:
     add = parser.add_argument
     add("--layouts", nargs="+", metavar="NAME", help="layouts; the others are compared with the first")
     add("--all", type=int, metavar="N", help="one process, then every layout of N processes that breaks no rule")
+    add("--sample", type=int, metavar="M", help="of the layouts of --all, M that --sample-seed chooses")
+    add("--sample-seed", type=int, default=1, metavar="S", help="another seed chooses other layouts")
     add("--program", type=Path, default=PROGRAM, metavar="FILE", help="entry script that trains the model")
     add("--iterations", type=int, default=10, metavar="K", help="iterations of each run")
     add(

@@ -8,8 +8,8 @@ rank. ``write_figures.py`` draws the curves.
 """
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.comparing import Quantity, alternate
+from benchmarks.comparing import Growth, Quantity, alternate, exponent, fitted
 from benchmarks.measures.live_memory import measured_memory
 from benchmarks.measures.operators import operators_step
 from benchmarks.measures.ranks import measured_by_ranks
@@ -39,21 +39,7 @@ SIZES: dict[str, tuple[int, ...]] = {
     "sequence": (128, 256, 512, 1024, 2048),
 }
 RANKS, TOKENS, MEGABYTES = (1, 2, 4, 8), (10**5, 10**6, 10**7, 10**8, 10**9), (10, 30, 100, 300)
-DOCUMENT, SAMPLE, TOLERANCE = 665, 1024, 0.1
-FITTED = 3
-"""Points of each curve, from the largest."""
-Values = Sequence[float]
-
-
-@dataclass(frozen=True)
-class Growth(Quantity):
-    """Exponents, measured and by theory, and the points they were fitted to."""
-
-    points: list[tuple[float, float, float]] = field(default_factory=list)
-    """Size, what was measured there, what theory says."""
-    axis: str = ""
-    amount: str = ""
-    """What was measured, with its unit."""
+DOCUMENT, SAMPLE = 665, 1024
 
 
 def measure(rounds: int) -> list[Quantity]:
@@ -74,7 +60,7 @@ def _steps(axis: str, rounds: int, layout: ParallelLayout) -> list[Quantity]:
     alone = {f"{size} alone": operators_step(shape) for size, shape in shapes.items()}
     times = alternate({**ways, **alone}, rounds, warm_up=2)
     by_round, limits = ([[times[name].cpu[n] for name in names] for n in range(rounds)] for names in (ways, alone))
-    found = _fitted(tuple(ways), by_round, [shape.flops for shape in shapes.values()], axis, "a step, s")
+    found = fitted(tuple(ways), by_round, [shape.flops for shape in shapes.values()], axis, "a step, s")
     theirs = [exponent(tuple(ways), values) for values in limits]
     return [found, Quantity(found.what, "operators alone", found.ours, theirs, "exponent", is_limit=True)]
 
@@ -87,7 +73,7 @@ def _memory(axis: str, layout: ParallelLayout) -> Growth:
         batch = Batch(tokens, (labels, torch.full(labels.shape, 1 / labels.numel())))
         measured.append(measured_memory(run, layout, repeat(batch))["total"])
         planned.append(stage_memory(run)[0].total)
-    return _fitted(SIZES[axis], [measured], planned, axis, "memory, bytes")
+    return fitted(SIZES[axis], [measured], planned, axis, "memory, bytes")
 
 
 def _ranks() -> Growth:
@@ -95,7 +81,7 @@ def _ranks() -> Growth:
     kinds = ("weights", "gradients", "optimizer")
     found = [measured_by_ranks(ranks, "memory_ranks", "--zero-stage", "3", OMP_NUM_THREADS="1") for ranks in RANKS]
     states = [max(sum(rank["measured"][kind] for kind in kinds) for rank in of_run) for of_run in found]
-    return _fitted(RANKS, [states], [states[0] / ranks for ranks in RANKS], "ranks", "ZeRO 3 states of a rank, bytes")
+    return fitted(RANKS, [states], [states[0] / ranks for ranks in RANKS], "ranks", "ZeRO 3 states of a rank, bytes")
 
 
 def _index_maps(rounds: int) -> Growth:
@@ -133,26 +119,7 @@ def _timed(
 ) -> Growth:
     times = alternate(ways, rounds, warm_up=2)
     by_round = [[times[size].cpu[n] for size in ways] for n in range(rounds)]
-    return _fitted(tuple(ways), by_round, [theory[size] for size in ways], axis, amount)
-
-
-def _fitted(sizes: Values, by_round: Sequence[Values], theory: Values, axis: str, amount: str) -> Growth:
-    """Exponents of each round; the points are medians, and theory is drawn through their geometric mean."""
-    measured = np.median(np.array(by_round, dtype=float), axis=0)
-    scale = np.exp(np.mean((np.log(measured) - np.log(theory))[-FITTED:]))
-    ours, theirs = [exponent(sizes, values) for values in by_round], exponent(sizes, theory)
-    points = [(float(x), float(y), float(scale * t)) for x, y, t in zip(sizes, measured, theory, strict=True)]
-    what = f"{amount.partition(',')[0]}, {sizes[0]:,} to {sizes[-1]:,} {axis}"
-    bounds = {"least": 1 - TOLERANCE, "most": 1 + TOLERANCE}
-    return Growth(
-        what, "theory", ours, [theirs] * len(ours), "exponent", **bounds, points=points, axis=axis, amount=amount
-    )
-
-
-def exponent(sizes: Values, values: Values) -> float:
-    """The slope of the straight line through the logarithms, at the largest sizes."""
-    x, y = (np.log(np.array(amounts[-FITTED:], dtype=float)) for amounts in (sizes, values))
-    return float(np.polyfit(x, y, 1)[0])
+    return fitted(tuple(ways), by_round, [theory[size] for size in ways], axis, amount)
 
 
 def _tokens(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,67 +1,72 @@
 """Memory and time of a step against the length of its sequence, on one rank and with context parallelism.
 
-Memory is the peak of live tensors on the rank with the highest, beside the planner's. Time is CPU time of a whole step
-on one process, and per token held to that of the shortest sequence: in a window it does not grow, and without one it
-does, with the attended tokens. The model is so small that attention is most of the work.
+Memory is the peak of live tensors on the rank with the highest, beside the planner's. Time is CPU time of a step of the
+rank with the most. Both are fitted by a power law over the three longest sequences: in a window they grow with the
+tokens, and without one time does with the attended tokens. The model is so small that attention is much of the work.
+``write_figures.py`` draws the curves.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from benchmarks.comparing import Quantity
+from benchmarks.comparing import TOLERANCE, Growth, Quantity, fitted
 from benchmarks.measures.ranks import measured_by_ranks
 from benchmarks.measures.shapes import Shape
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 """Tokens of a sample."""
+LONGEST_WITHOUT_WINDOW = 8192
+"""More would take most of the time."""
 CONTEXT_PARALLEL = (1, 2, 4)
-WINDOW = ("--window-size", "511,0")
+MOST_ROUNDS = 3
+WINDOW = ("--window-size", "255,0")
+ALL_TOKENS = "all tokens"
 KINDS: dict[str, tuple[str, ...]] = {
-    "all tokens": (),
-    "window of 511": WINDOW,
+    ALL_TOKENS: (),
+    "window of 255": WINDOW,
     "window, tiled MLP": (*WINDOW, "--tiled-mlp"),
     "window, tiled MLP, recomputed": (*WINDOW, "--tiled-mlp", "--checkpoint-activations"),
 }
 WITH_RANKS = "window, tiled MLP"
 """The kind that is measured with more ranks than one, too."""
-TOLERANCE = 0.1
+MEMORY, TIME = "memory, bytes", "CPU time of a step, s"
 
 
 def shape_of(tokens: int) -> Shape:
     """The model, for sequences of so many tokens."""
-    return Shape(layers=4, hidden=128, heads=4, sequence=tokens, batch=1, vocabulary=512)
+    return Shape(layers=2, hidden=64, heads=2, sequence=tokens, batch=1, vocabulary=256)
 
 
 def measure(rounds: int) -> list[Quantity]:
-    """Each kind on one rank, and one of them on more."""
+    """Each kind on one rank, and one of them on more, in at most MOST_ROUNDS rounds."""
     results: list[Quantity] = []
     for kind, flags in KINDS.items():
+        lengths = [tokens for tokens in LENGTHS if kind != ALL_TOKENS or tokens <= LONGEST_WITHOUT_WINDOW]
         for ranks in CONTEXT_PARALLEL if kind == WITH_RANKS else (1,):
             words = [*flags, *(("--context-parallel-size", str(ranks)) if ranks > 1 else ())]
-            found = measured_by_ranks(
-                ranks, "long_sequences_ranks", json.dumps([LENGTHS, rounds]), *words, OMP_NUM_THREADS="1"
-            )
-            results += _results(f"{kind}, {ranks} ranks" if ranks > 1 else kind, found, held=bool(flags) and ranks == 1)
+            task = json.dumps([lengths, min(rounds, MOST_ROUNDS)])
+            found = measured_by_ranks(ranks, "long_sequences_ranks", task, *words, OMP_NUM_THREADS="1")
+            results += _results(f"{kind}, {ranks} ranks" if ranks > 1 else kind, lengths, found)
     return results
 
 
-def _results(what: str, found: Sequence[Mapping[str, float]], *, held: bool) -> list[Quantity]:
-    """Memory of each length beside the planner's; time per token beside that of the shortest."""
+def _results(kind: str, lengths: Sequence[int], found: Sequence[Mapping]) -> list[Quantity]:
+    """Memory of each length beside the planner's, and how memory and time grow."""
     bounds = {"least": 1 - TOLERANCE, "most": 1 + TOLERANCE}
+    measured, planned = ([one[name] for one in found] for name in ("measured", "planned"))
     memory = [
-        Quantity(f"{what}: memory, {tokens:,} tokens", "planner", [one["measured"]], [one["planned"]], "B", **bounds)
-        for tokens, one in zip(LENGTHS, found, strict=True)
+        Quantity(f"{kind}: memory, {tokens:,} tokens", "planner", [ours], [theirs], "B", **bounds)
+        for tokens, ours, theirs in zip(lengths, measured, planned, strict=True)
     ]
-    each = [one["seconds"] / tokens * 1e6 for tokens, one in zip(LENGTHS, found, strict=True)]
-    time = [
-        Quantity(
-            f"{what}: time per token, {tokens:,} tokens",
-            f"{LENGTHS[0]:,} tokens",
-            [micro],
-            [each[0]],
-            "microseconds",
-            most=1 + TOLERANCE if held else None,
-        )
-        for tokens, micro in zip(LENGTHS[1:], each[1:], strict=True)
-    ]
-    return [*memory, *time]
+    growth = fitted(lengths, [measured], lengths, "tokens", MEMORY)
+    points = list(zip(map(float, lengths), measured, planned, strict=True))
+    by_round = list(zip(*(one["seconds"] for one in found), strict=True))
+    theory = [shape_of(tokens).flops for tokens in lengths] if kind == ALL_TOKENS else lengths
+    curves = [replace(growth, points=points), fitted(lengths, by_round, theory, "tokens", TIME)]
+    return [*memory, *(_named(kind, curve) for curve in curves)]
+
+
+def _named(kind: str, curve: Growth) -> Growth:
+    """``curve`` with what it is of. Memory may grow less than in proportion: weights do not grow."""
+    return replace(curve, what=f"{kind}: {curve.what}", least=None)

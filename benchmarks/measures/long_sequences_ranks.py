@@ -1,4 +1,4 @@
-"""Started on each rank by ``long_sequences.py``: memory, what is planned, and the time of a step, of each length."""
+"""Started on each rank by ``long_sequences.py``: memory, what is planned, and the times of steps."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from megatron.launch.environment import prepare_environment
 
 
 def main() -> None:
-    """Report, for each length, the highest of all ranks."""
+    """Report, for each length, the highest of all ranks, and the seconds of each round."""
     prepare_environment(os.environ)
 
     from itertools import repeat
@@ -31,18 +31,19 @@ def main() -> None:
     (lengths, rounds), flags = json.loads(sys.argv[1]), sys.argv[2:]
     found = []
 
-    def measured(tokens: int, layout: ParallelLayout) -> dict[str, float]:
+    def measured(tokens: int, layout: ParallelLayout) -> dict[str, float | list[float]]:
         shape = shape_of(tokens)
         run = run_of(shape, *flags)
         inputs, labels = torch.randint(shape.vocabulary, (2, shape.batch, tokens))  # [b, s] each
         step = engine_step(run, layout, inputs, labels)
-        seconds = min(_seconds(step) for _ in range(rounds + 1))
+        seconds = [_seconds(step) for _ in range(rounds + 1)][1:]
         del step
         batch = Batch(inputs, (labels, torch.full(labels.shape, 1 / labels.numel())))
         peak = measured_memory(run, layout, repeat(batch), steps=1)["total"]
-        mine = torch.tensor([peak, stage_memory(run)[0].total, seconds], dtype=torch.float64)
+        mine = torch.tensor([peak, stage_memory(run)[0].total, *seconds], dtype=torch.float64)
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        return dict(zip(("measured", "planned", "seconds"), mine.tolist(), strict=True))
+        peak, planned, *seconds = mine.tolist()
+        return {"measured": peak, "planned": planned, "seconds": seconds}
 
     with distributed(run_of(shape_of(lengths[0]), *flags).parallel) as layout:
         for tokens in lengths:

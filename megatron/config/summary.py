@@ -201,7 +201,7 @@ def _attention(run: RunConfig, device: DeviceFacts) -> dict[str, str]:
     if (ring := run.parallel.ring_size) == 1:
         return {"attention": kernel.summary}
     name = "flash" if kernel.name == "flash" else "plain"
-    keys = f"keys and values of one of {ring} ranks at a time, documents and windows by mask"
+    keys = f"keys and values of one of {ring} ranks at a time, documents and windows in blocks"
     return {"attention": f"{name} ({run.model.dtype}, head dim {run.model.head_size}, {keys})"}
 
 

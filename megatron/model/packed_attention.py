@@ -58,7 +58,7 @@ def _sample(
     core: Core,
 ) -> Tensor:
     """Attention of one sample, b = 1, with documents of these ``lengths``."""
-    blocks = [*_blocks(lengths)]
+    blocks = [*short_together(lengths)]
     sizes = [sum(block) for block in blocks]
     parts = zip(*(tensor.split(sizes, 2) for tensor in (query, key, value)), strict=True)
     contexts = []
@@ -70,8 +70,8 @@ def _sample(
     return torch.cat(contexts, 2)
 
 
-def _blocks(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Lengths of neighboring documents, together up to SHORTEST_BLOCK tokens."""
+def short_together(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Lengths of neighboring documents, together up to SHORTEST_BLOCK tokens; a longer one by itself."""
     block: list[int] = []
     for length in lengths:
         if block and sum(block) + length > SHORTEST_BLOCK:
@@ -93,7 +93,7 @@ def _in_window(query: Tensor, key: Tensor, value: Tensor, core: Core, window: in
     queries = query.split(chunk, 2)
     padding = (0, 0, window, -s % chunk)
     keys, values = (F.pad(tensor, padding).unfold(2, window + chunk, chunk).unbind(2) for tensor in (key, value))
-    mask = _chunk_mask(chunk, window, query.dtype, query.device)
+    mask = chunk_mask(chunk, window, query.dtype, query.device)
     contexts = []
     for number, rows in enumerate(queries):
         seen = slice(max(window - number * chunk, 0), window + rows.size(2))  # without the padding
@@ -103,7 +103,7 @@ def _in_window(query: Tensor, key: Tensor, value: Tensor, core: Core, window: in
 
 
 @lru_cache(maxsize=4)
-def _chunk_mask(chunk: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def chunk_mask(chunk: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Added to scores of a chunk's rows with the ``window`` columns before the chunk and its own [q, k]: 0 or -inf.
 
     Made once. Of a mask of bools each call would keep such a copy for its backward pass.

@@ -26,18 +26,19 @@ class PartialAttention:
     dropout: float = 0.0
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, is_causal: bool, seed: int = 0
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, seed: int = 0
     ) -> tuple[Tensor, Tensor]:
         """[b, n, q, d], [b, g, k, d] twice -> context [b, n, q, d], and its logarithms, fp32 [b, n, q].
 
-        A query attends to the keys for which ``seen``, [q, k] or [b, 1, q, k], is True; without it to all of them or,
-        if ``is_causal``, to those up to its own number. Of none, the context is 0 and the logarithm -inf.
+        A query attends to the keys for which ``mask`` [q, k] is True; without it to all of them or, if ``is_causal``,
+        to those up to its own number. Of none, the context is 0 and the logarithm -inf. A mask of numbers is added to
+        the scores, and leaves each query a key.
         """
         key, value = _for_each_head(query, key), _for_each_head(query, value)
-        if self._has_fused(query, seen):
-            return _fused(query, key, value, seen, is_causal)
+        if self._has_fused(query, mask):
+            return _fused(query, key, value, mask, is_causal)
         contexts, logarithms = [], []
-        for _, scores, kept in self._scores(query, key, seen, is_causal, seed):
+        for _, scores, kept in self._scores(query, key, mask, is_causal, seed):
             logarithms.append(scores.logsumexp(-1))
             weights = _weights(scores, logarithms[-1])
             contexts.append((weights if kept is None else weights * kept) @ value.float())
@@ -51,20 +52,20 @@ class PartialAttention:
         value: Tensor,
         context: Tensor,
         logarithms: Tensor,
-        seen: Tensor | None,
+        mask: Tensor | None,
         is_causal: bool,
         seed: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value; ``context`` and ``logarithms`` are those of all parts together."""
         groups = key.size(1)
         key, value = _for_each_head(query, key), _for_each_head(query, value)
-        if self._has_fused(query, seen):
-            of_query, of_key, of_value = _fused_backward(grad, query, key, value, context, logarithms, seen, is_causal)
+        if self._has_fused(query, mask):
+            of_query, of_key, of_value = _fused_backward(grad, query, key, value, context, logarithms, mask, is_causal)
             return of_query, _sum_of_heads(of_key, groups), _sum_of_heads(of_value, groups)
         wide_key, wide_value = key.float(), value.float()
         of_queries, scale = [], 1 / math.sqrt(query.size(-1))
         of_key, of_value = torch.zeros_like(wide_key), torch.zeros_like(wide_value)
-        for rows, scores, kept in self._scores(query, key, seen, is_causal, seed):
+        for rows, scores, kept in self._scores(query, key, mask, is_causal, seed):
             weights, wide = _weights(scores, logarithms[:, :, rows]), grad[:, :, rows].float()
             of_weights = wide @ wide_value.transpose(-1, -2)
             of_value += (weights if kept is None else weights * kept).transpose(-1, -2) @ wide
@@ -76,23 +77,24 @@ class PartialAttention:
             of_key += of_scores.transpose(-1, -2) @ query[:, :, rows].float()
         return torch.cat(of_queries, 2), _sum_of_heads(of_key, groups), _sum_of_heads(of_value, groups)
 
-    def _has_fused(self, query: Tensor, seen: Tensor | None) -> bool:
+    def _has_fused(self, query: Tensor, mask: Tensor | None) -> bool:
         on_cpu = query.device.type == "cpu"
-        return self.fused and not self.dropout and (on_cpu or (seen is None and query.size(-1) % 8 == 0))
+        return self.fused and not self.dropout and (on_cpu or (mask is None and query.size(-1) % 8 == 0))
 
     def _scores(
-        self, query: Tensor, key: Tensor, seen: Tensor | None, is_causal: bool, seed: int
+        self, query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, seed: int
     ) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """(rows, their scores [b, n, rows, k], what dropout multiplies them by) of some queries at a time."""
         scale, wide_key = 1 / math.sqrt(query.size(-1)), key.float().transpose(-1, -2)
         generator = torch.Generator(query.device).manual_seed(seed) if self.dropout else None
-        if is_causal:
-            seen = torch.ones(query.size(2), key.size(2), dtype=torch.bool, device=query.device).tril()
         for begin in range(0, query.size(2), ROWS):
             rows = slice(begin, min(begin + ROWS, query.size(2)))
             scores = (query[:, :, rows].float() * scale) @ wide_key
-            if seen is not None:
-                scores.masked_fill_(~seen[..., rows, :], -torch.inf)
+            if is_causal:
+                later = torch.ones(scores.shape[2:], dtype=torch.bool, device=query.device).triu(begin + 1)
+                scores.masked_fill_(later, -torch.inf)
+            elif mask is not None:
+                scores += _added(mask[rows], scores)
             kept = None
             if generator is not None:
                 kept = torch.empty_like(scores).bernoulli_(1 - self.dropout, generator=generator) / (1 - self.dropout)
@@ -113,15 +115,17 @@ def _weights(scores: Tensor, logarithms: Tensor) -> Tensor:
     return (scores - logarithms.clamp(min=_LEAST).unsqueeze(-1)).exp()
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
+def _fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor, Tensor]:
     if query.device.type != "cpu":
         found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)
         return found[0], found[1]
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    context, logarithms = kernel(query, key, value, 0.0, is_causal, attn_mask=_added(seen, query))
-    if seen is None:
+    context, logarithms = kernel(
+        query, key, value, 0.0, is_causal, attn_mask=None if mask is None else _added(mask, query)
+    )
+    if mask is None or mask.dtype != torch.bool:
         return context, logarithms
-    blind = ~seen.any(-1)
+    blind = ~mask.any(-1)
     return context.masked_fill(blind.unsqueeze(-1), 0.0), logarithms.masked_fill(blind, -torch.inf)
 
 
@@ -132,13 +136,13 @@ def _fused_backward(
     value: Tensor,
     context: Tensor,
     logarithms: Tensor,
-    seen: Tensor | None,
+    mask: Tensor | None,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tensors = (grad, query, key, value, context, logarithms.contiguous())
     if query.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return kernel(*tensors, 0.0, is_causal, attn_mask=_added(seen, query))
+        return kernel(*tensors, 0.0, is_causal, attn_mask=None if mask is None else _added(mask, query))
     random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none of
     lengths = (None, None, query.size(2), key.size(2))
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
@@ -146,11 +150,11 @@ def _fused_backward(
     )
 
 
-def _added(seen: Tensor | None, query: Tensor) -> Tensor | None:
-    """``seen`` as what is added to scores: 0 or -inf."""
-    if seen is None:
-        return None
-    return torch.zeros(seen.shape, dtype=query.dtype, device=query.device).masked_fill(~seen, -torch.inf)
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    """``mask`` as what is added to scores: 0 or -inf."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=like.dtype, device=like.device).masked_fill(~mask, -torch.inf)
 
 
 def _for_each_head(query: Tensor, key: Tensor) -> Tensor:

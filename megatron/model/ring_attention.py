@@ -4,27 +4,33 @@ b batch, n heads of queries, g heads of keys and values, s sequence, R ranks of 
 d size of a head
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.model.attention_kernel import chunk_size
+from megatron.model.packed_attention import chunk_mask, document_lengths, short_together
 from megatron.model.partial_attention import PartialAttention, merge
 from megatron.parallel.sequence.ring import chunks_of, gradient_of_each_rank, of_each_rank, zigzag
 
 
 class Block(NamedTuple):
-    """Queries of this rank and keys of another, or of this one, of which some attend to some."""
+    """Queries of this rank and keys of another, or of this one, that one call of the kernel is for."""
 
     queries: slice
     keys: slice
-    is_causal: bool = False
-    """Whether both are the same tokens, and each attends to those up to itself."""
-    is_limited: bool = False
-    """Whether a mask says who attends to whom: within documents, or within a window."""
+    limit: Literal["none", "causal", "window", "documents"] = "none"
+    """Which keys a query attends to: all; those up to itself, where both are the same tokens; or those that a mask
+    says, of a window or of short documents."""
+    rows: range = range(0)
+    """Which tokens of the sequence the queries are, where there is a mask."""
+    columns: range = range(0)
+    """The same of the keys."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class RingAttention:
     """[b, n, s/R, d], [b, g, s/R, d] twice -> [b, n, s/R, d]: attention of this rank's tokens to those of all ranks.
 
     ``causal`` attention is limited to earlier tokens, at most ``window`` back. The call takes the segment ids of the
-    whole sequence, int [b, s], if a token attends to its own segment only.
+    whole sequence, int [b, s], if a token attends to its own segment only. The largest mask is that of a chunk of a
+    window, as of attention on one rank, and keys that no query attends to are neither passed on nor computed with.
     """
 
     group: ProcessGroup
@@ -43,70 +50,149 @@ class RingAttention:
     kernel: PartialAttention
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None = None) -> Tensor:
+        if segment_ids is not None and all(len(lengths) == 1 for lengths in document_lengths(segment_ids)):
+            segment_ids = None
         return _RingAttention.apply(query, key, value, segment_ids, self)
 
-    def blocks(
-        self, source: int, length: int, segment_ids: Tensor | None, device: torch.device
-    ) -> Iterator[tuple[Block, Tensor | None]]:
-        """Those of this rank's queries and the keys of rank ``source``, with their masks; ``length`` is s/R."""
-        rank, size = self.group.rank(), self.group.size()
-        for block in attending(
-            rank, source, size, length // 2, self.causal, self.window, keeps_apart=segment_ids is not None
-        ):
-            if not block.is_limited:
-                yield block, None
-                continue
-            seen = self._seen(block, source, length, segment_ids, device)
-            if device.type != "cpu":  # others would have to wait for the answer
-                yield block._replace(is_causal=False), seen
-            elif seen.any():
-                yield block._replace(is_causal=False), None if seen.all() else seen
-
-    def _seen(self, block: Block, source: int, length: int, segment_ids: Tensor | None, device: torch.device) -> Tensor:
-        """Whether each query of ``block`` attends to each of its keys: [c, c] or [b, 1, c, c]."""
+    def steps(self, length: int, segment_ids: Tensor | None) -> Sequence[int]:
+        """Those that bring keys of other ranks; ``length`` is s/R."""
         size, chunk = self.group.size(), length // 2
-        rows = _tokens(block.queries, chunks_of(self.group.rank(), size), chunk)
-        columns = _tokens(block.keys, chunks_of(source, size), chunk)
-        seen = torch.ones(chunk, chunk, dtype=torch.bool, device=device)
+        apart = -(-self.window // chunk) if self.causal else 2 * size
+        if segment_ids is not None:
+            apart = min(apart, max(_most_apart(lengths, chunk) for lengths in document_lengths(segment_ids)))
+        return steps_within(size, min(apart, 2 * size - 1), self.causal)
+
+    def blocks(
+        self, source: int, query: Tensor, segment_ids: Tensor | None
+    ) -> Iterator[tuple[slice, Block, Tensor | None]]:
+        """(samples, a block of this rank's queries and the keys of rank ``source``, its mask)."""
+        place = self.group.rank(), source, self.group.size(), query.size(2) // 2, self.causal, self.window
+        if segment_ids is None:
+            yield from ((slice(None), block, self.mask(block, None, query)) for block in attending(*place))
+            return
+        for sample, lengths in enumerate(document_lengths(segment_ids)):
+            for block in attending(*place, lengths):
+                yield slice(sample, sample + 1), block, self.mask(block, segment_ids[sample], query)
+
+    def mask(self, block: Block, ids: Tensor | None, query: Tensor) -> Tensor | None:
+        """Whether each query of ``block`` attends to each of its keys, or what is added to its scores [q, k].
+
+        ``ids`` [s] are the segment ids of a sample.
+        """
+        rows, columns = block.rows, block.columns
+        if block.limit == "window":
+            chunk = chunk_size(self.window)
+            begin = columns.start - rows.start + self.window
+            mask = chunk_mask(chunk, min(self.window, chunk - 1), query.dtype, query.device)
+            return mask[: len(rows), begin : begin + len(columns)]
+        if block.limit != "documents":
+            return None
+        assert ids is not None
+        seen = ids[rows.start : rows.stop].unsqueeze(-1) == ids[columns.start : columns.stop]
         if self.causal:  # token rows.start + i attends to columns.start + j if that is not later, and near
             offset = rows.start - columns.start
             seen = seen.tril(offset).triu(offset - self.window)
-        if segment_ids is not None:
-            same = segment_ids[:, rows].unsqueeze(-1) == segment_ids[:, columns].unsqueeze(-2)
-            seen = seen & same.unsqueeze(1)
         return seen
 
 
 def attending(
-    rank: int, source: int, size: int, chunk: int, causal: bool, window: int, *, keeps_apart: bool
-) -> list[Block]:
+    rank: int, source: int, size: int, chunk: int, causal: bool, window: int, lengths: Sequence[int] = ()
+) -> Iterator[Block]:
     """The blocks of queries of ``rank`` and keys of ``source``, each with two chunks of so many tokens.
 
-    Without documents or a window that reaches less far, causal attention is one block: each query of a rank attends
-    to the first chunk of an earlier rank and to none of its second one, and each query of the second chunk to both
-    chunks of a later rank.
+    ``lengths`` are those of documents, which are kept apart. Without them, or a window that reaches less far, causal
+    attention is one block: each query of a rank attends to the first chunk of an earlier rank and to none of its second
+    one, and each query of the second chunk to both chunks of a later rank.
     """
     first, second, both = slice(0, chunk), slice(chunk, 2 * chunk), slice(0, 2 * chunk)
-    reaches_all = not causal or window >= 2 * size * chunk - 1
-    if reaches_all and not keeps_apart:
+    if not lengths and (not causal or window >= 2 * size * chunk - 1):
         if not causal or source == rank:
-            return [Block(both, both, is_causal=causal)]
-        return [Block(both, first)] if source < rank else [Block(second, both)]
-    blocks = []
-    for queries, of_query in zip((first, second), chunks_of(rank, size), strict=True):
-        for keys, of_key in zip((first, second), chunks_of(source, size), strict=True):
-            apart = of_query - of_key
-            nearest, farthest = (apart - 1) * chunk + 1, (apart + 1) * chunk - 1
-            if not causal or (apart >= 0 and nearest <= window):
-                is_limited = keeps_apart or (causal and farthest > window)
-                blocks.append(Block(queries, keys, causal and not apart, is_limited))
-    return blocks
+            yield Block(both, both, "causal" if causal else "none")
+        else:
+            yield Block(both, first) if source < rank else Block(second, both)
+        return
+    begin = 0
+    for documents in short_together(lengths or [2 * size * chunk]):
+        tokens = range(begin, begin := begin + sum(documents))
+        for of_query in chunks_of(rank, size):
+            rows = _common(tokens, _tokens(of_query, chunk))
+            for of_key in chunks_of(source, size) if rows else ():
+                columns = _common(tokens, _tokens(of_key, chunk))
+                for block in _blocks(rows, columns, causal, window, len(documents)) if columns else ():
+                    yield block._replace(
+                        queries=_of_rank(block.rows, rank, size, chunk),
+                        keys=_of_rank(block.columns, source, size, chunk),
+                    )
 
 
-def _tokens(part: slice, chunks: tuple[int, int], chunk: int) -> slice:
-    """Which tokens of the sequence one of a rank's two chunks is."""
-    begin = chunks[part.start // chunk] * chunk
-    return slice(begin, begin + chunk)
+def _blocks(rows: range, columns: range, causal: bool, window: int, documents: int) -> Iterator[Block]:
+    """The blocks of ``rows`` and ``columns``, each a part of a chunk, of one document or of several short ones."""
+    whole = slice(None)
+    if causal and (rows.stop <= columns.start or rows.start - columns[-1] > window):
+        return
+    if documents > 1:
+        yield Block(whole, whole, "documents", rows, columns)
+    elif not causal or rows[-1] - columns[0] <= window:
+        yield Block(whole, whole, "causal" if causal and rows == columns else "none", rows, columns)
+    else:
+        yield from (Block(whole, whole, *block) for block in _in_window(rows, columns, window))
+
+
+def _in_window(
+    rows: range, columns: range, window: int
+) -> Iterator[tuple[Literal["none", "causal", "window"], range, range]]:
+    """Limit, rows and columns of each block, in chunks of rows, of which each attends to some of the columns.
+
+    A mask is for the edge of the window alone, or for all of a short one.
+    """
+    chunk = chunk_size(window)
+    for begin in range(rows.start, min(rows.stop, columns.stop + window), chunk):
+        some = range(begin, min(begin + chunk, rows.stop, columns.stop + window))
+        if window < chunk:
+            if near := _common(columns, range(begin - window, some.stop)):
+                yield "window", some, near
+            continue
+        if edge := _common(columns, range(begin - window, begin - window + chunk)):
+            yield "window", some, edge
+        if between := _common(columns, range(begin - window + chunk, begin)):
+            yield "none", some, between
+        if _common(columns, some):
+            yield "causal", some, some
+
+
+def _common(one: range, other: range) -> range:
+    """The numbers that are in both."""
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _tokens(number: int, chunk: int) -> range:
+    """The tokens of a chunk of the sequence."""
+    return range(number * chunk, (number + 1) * chunk)
+
+
+def _of_rank(tokens: range, rank: int, size: int, chunk: int) -> slice:
+    """Where a rank has these tokens of one of its chunks."""
+    number = tokens.start // chunk
+    begin = tokens.start % chunk + chunk * chunks_of(rank, size).index(number)
+    return slice(begin, begin + len(tokens))
+
+
+def _most_apart(lengths: Sequence[int], chunk: int) -> int:
+    """How many chunks the first and the last token of a document, or of short ones in a call, are apart at most."""
+    begin, most = 0, 0
+    for documents in short_together(lengths):
+        end = begin + sum(documents)
+        most, begin = max(most, (end - 1) // chunk - begin // chunk), end
+    return most
+
+
+@lru_cache
+def steps_within(size: int, apart: int, causal: bool) -> tuple[int, ...]:
+    """Steps r - r' of a ring, the same on every rank, if chunks attend to others at most so many chunks ``apart``."""
+    ranks = [min(number, 2 * size - 1 - number) for number in range(2 * size)]
+    pairs = {(ranks[late], ranks[late - back]) for back in range(apart + 1) for late in range(back, 2 * size)}
+    pairs |= set() if causal else {(early, late) for late, early in pairs}
+    return tuple(sorted({(rank - source) % size for rank, source in pairs}))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -119,12 +205,13 @@ class _RingAttention(torch.autograd.Function):
         ctx.ring, ctx.seed = ring, _draw_seed(query.device) if ring.kernel.dropout else 0
         context = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
         logarithms = context.new_full(query.shape[:3], -torch.inf)
-        for source, (keys, values) in of_each_rank(torch.stack([key, value]), ring.group, gathers=ring.gathers):
-            for number, (block, seen) in enumerate(ring.blocks(source, query.size(2), segment_ids, query.device)):
-                rows, columns = (slice(None), slice(None), block.queries), (slice(None), slice(None), block.keys)
-                part = ring.kernel.forward(
-                    query[rows], keys[columns], values[columns], seen, block.is_causal, ctx.seed + 4 * source + number
-                )
+        steps = ring.steps(query.size(2), segment_ids)
+        sources = of_each_rank(torch.stack([key, value]), ring.group, gathers=ring.gathers, steps=steps)
+        for source, (keys, values) in sources:
+            for number, (samples, block, mask) in enumerate(ring.blocks(source, query, segment_ids)):
+                rows, columns = (samples, slice(None), block.queries), (samples, slice(None), block.keys)
+                of_block = mask, block.limit == "causal", _seed_of(ctx.seed, source, number)
+                part = ring.kernel.forward(query[rows], keys[columns], values[columns], *of_block)
                 merge(context[rows], logarithms[rows], *part)
         context = context.to(query.dtype)
         ctx.save_for_backward(query, key, value, context, logarithms, segment_ids)
@@ -138,8 +225,8 @@ class _RingAttention(torch.autograd.Function):
         def contribution(source: int, keys_values: Tensor) -> Tensor:
             total = torch.zeros_like(keys_values, dtype=torch.float32)
             keys, values = keys_values
-            for number, (block, seen) in enumerate(ring.blocks(source, query.size(2), segment_ids, query.device)):
-                rows, columns = (slice(None), slice(None), block.queries), (slice(None), slice(None), block.keys)
+            for number, (samples, block, mask) in enumerate(ring.blocks(source, query, segment_ids)):
+                rows, columns = (samples, slice(None), block.queries), (samples, slice(None), block.keys)
                 of_rows = (tensor[rows] for tensor in (grad, query))
                 found = ring.kernel.backward(
                     *of_rows,
@@ -147,9 +234,9 @@ class _RingAttention(torch.autograd.Function):
                     values[columns],
                     context[rows],
                     logarithms[rows],
-                    seen,
-                    block.is_causal,
-                    ctx.seed + 4 * source + number,
+                    mask,
+                    block.limit == "causal",
+                    _seed_of(ctx.seed, source, number),
                 )
                 for gradient, of_block in zip(
                     (of_query[rows], total[0][columns], total[1][columns]), found, strict=True
@@ -158,7 +245,11 @@ class _RingAttention(torch.autograd.Function):
             return total
 
         of_key, of_value = gradient_of_each_rank(
-            torch.stack([key, value]), ring.group, contribution, gathers=ring.gathers
+            torch.stack([key, value]),
+            ring.group,
+            contribution,
+            gathers=ring.gathers,
+            steps=ring.steps(query.size(2), segment_ids),
         )
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None
 
@@ -166,6 +257,11 @@ class _RingAttention(torch.autograd.Function):
 def _draw_seed(device: torch.device) -> int:
     """Of the stream that dropout draws from, so that recomputation draws the same."""
     return int(torch.randint(2**62, (), device=device))
+
+
+def _seed_of(seed: int, source: int, number: int) -> int:
+    """Of the dropout of one of the blocks of a rank's keys."""
+    return seed + (source << 32) + number
 
 
 def tables_of_ring(tables: tuple[Tensor, Tensor], group: ProcessGroup) -> tuple[Tensor, Tensor]:

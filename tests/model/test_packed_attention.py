@@ -6,11 +6,10 @@ from functools import partial
 import deepspeed
 import pytest
 import torch
+from support.saved_tensors import Largest
 from torch import Tensor
 from torch.nn import functional as F
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model import attention as attention_module
@@ -132,18 +131,6 @@ def _layout() -> ParallelLayout:
     layout = ParallelLayout.create(ParallelConfig())
     deepspeed.checkpointing.configure(layout)
     return layout
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that an operation has made."""
-
-    size = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        sizes = (t.untyped_storage().nbytes() for t in tree_iter(result) if isinstance(t, Tensor))
-        self.size = max(self.size, *sizes, 0)
-        return result
 
 
 def bytes_of_attention(changes: dict, s: int, length: int) -> tuple[int, int]:

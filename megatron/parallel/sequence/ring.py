@@ -7,7 +7,8 @@ around the ring while attention to the previous ones is computed (arXiv 2310.018
 R ranks of the ring
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -29,37 +30,53 @@ def chunks_of(rank: int, size: int) -> tuple[int, int]:
     return rank, 2 * size - 1 - rank
 
 
-def of_each_rank(x: Tensor, group: ProcessGroup, *, gathers: bool) -> Iterator[tuple[int, Tensor]]:
-    """(rank, its ``x``) for each rank of ``group``, this one first."""
+def of_each_rank(
+    x: Tensor, group: ProcessGroup, *, gathers: bool, steps: Sequence[int]
+) -> Iterator[tuple[int, Tensor]]:
+    """(rank, its ``x``) for ranks of ``group``: that many ``steps`` before this one, from 0, the same on every rank.
+
+    A step that is left out is not passed around, either.
+    """
     rank, size = group.rank(), group.size()
     if gathers:
         gathered = _gather(x, group)
-        yield from (((rank - step) % size, gathered[(rank - step) % size]) for step in range(size))
+        yield from (((rank - step) % size, gathered[(rank - step) % size]) for step in steps)
         return
-    for step in range(size):
-        arriving = _pass_on(x, group) if step < size - 1 else None
+    for step, later in zip_longest(steps, steps[1:]):
+        arriving = _pass_on(x, group, later - step) if later is not None else None
         yield (rank - step) % size, x
         if arriving is not None:
-            x = arriving()
+            x, arriving = arriving(), None
 
 
-def gradient_of_each_rank(x: Tensor, group: ProcessGroup, contribution: Contribution, *, gathers: bool) -> Tensor:
+def gradient_of_each_rank(
+    x: Tensor, group: ProcessGroup, contribution: Contribution, *, gathers: bool, steps: Sequence[int]
+) -> Tensor:
     """The sum over all ranks of their ``contribution`` to the gradient of this rank's ``x``, in the type that it has.
 
-    Passed around, the gradient of a rank's ``x`` follows it and comes home last.
+    Passed around, the gradient of a rank's ``x`` follows it and comes home last. ``steps`` as in ``of_each_rank``.
     """
+    size = group.size()
     if gathers:
         gathered = _gather(x, group)
-        parts = torch.stack([contribution(source, gathered[source]) for source in range(group.size())])
-        total = torch.empty_like(parts[0])
+        total = contribution(0, gathered[0])
+        parts = total.new_empty(size, *total.shape)
+        for source in range(size):
+            parts[source] = contribution(source, gathered[source]) if source else total
         dist.reduce_scatter_tensor(total, parts.flatten(0, 1), group=group)
         return total
     following: Callable[[], Tensor] | None = None
-    for source, of_source in of_each_rank(x, group, gathers=False):
+    distances = [later - step for step, later in pairwise([*steps, size])]
+    sources = of_each_rank(x, group, gathers=False, steps=steps)
+    del x  # which its last user frees
+    for (source, of_source), distance in zip(sources, distances, strict=True):
         total = contribution(source, of_source)
         if following is not None:
             total += following()
-        following = _pass_on(total, group)
+            following = None
+        if distance == size:
+            return total
+        following = _pass_on(total, group, distance)
     assert following is not None
     return following()
 
@@ -71,14 +88,14 @@ def _gather(x: Tensor, group: ProcessGroup) -> Tensor:
     return gathered.unflatten(0, (group.size(), -1))
 
 
-def _pass_on(x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-    """Start to send ``x`` to the next rank. The function returned waits for the tensor of the previous one."""
+def _pass_on(x: Tensor, group: ProcessGroup, distance: int) -> Callable[[], Tensor]:
+    """Start to send ``x`` so many ranks on. The function returned waits for the tensor of the rank so far before."""
     rank, size = group.rank(), group.size()
     sent, received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size),
+            dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + distance) % size),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - distance) % size),
         ]
     )
 

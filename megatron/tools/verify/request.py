@@ -1,6 +1,7 @@
 """Which runs are compared: names of layouts, and the command line of each. No torch here."""
 
 import itertools
+import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -235,10 +236,16 @@ def illegal(request: Request, layouts: Sequence[Layout]) -> list[str]:
     return [f"layout {layout.name}: {message}" for layout in layouts for message in _problems(request, layout)]
 
 
-def legal_layouts(request: Request, processes: int) -> list[Layout]:
-    """The first layout, and every layout of so many processes that breaks no rule and runs as its name says."""
-    legal = [layout for layout in grids(processes) if _is_legal(request, layout)]
-    return [request.first, *(layout for layout in legal if layout != request.first)]
+def legal_layouts(request: Request, processes: int, sample: int | None = None, seed: int = 1) -> list[Layout]:
+    """The first layout, and every layout of so many processes that breaks no rule and runs as its name says.
+
+    With ``sample``, so many of them, chosen by ``seed``.
+    """
+    layouts = [layout for layout in grids(processes) if layout != request.first]
+    if sample is not None:
+        random.Random(seed).shuffle(layouts)
+    legal = (layout for layout in layouts if _is_legal(request, layout))
+    return [request.first, *itertools.islice(legal, sample)]
 
 
 def _is_legal(request: Request, layout: Layout) -> bool:

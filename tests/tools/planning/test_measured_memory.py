@@ -68,6 +68,9 @@ ON_TWO = [
     f"{STILL} --pipe-parallel-size 2 --pipeline-schedule dualpipev",
     f"{STILL} --lora-rank 4 --zero-stage 2 {BUCKET}",
     f"{STILL} --lora-rank 4 --bf16 --zero-stage 3 {BUCKET}",
+    f"{STILL} {LONG} --context-parallel-size 2",
+    f"{STILL} {LONG} --context-parallel-size 2 --cp-comm-type all_gather --pre-tokens 100 --tiled-mlp",
+    f"{STILL} {LONG} {LLAMA} --num-query-groups 2 --context-parallel-size 2 --reset-attention-mask --tiled-mlp",
 ]
 
 

@@ -83,6 +83,36 @@ def test_every_legal_layout_of_two_processes() -> None:
     assert {f"{name}-{schedule}" for name in stages if "pp2" in name for schedule in schedules} <= legal
 
 
+DENSE = [
+    "tp2-pp2-dp1-cp2",
+    "tp2-pp0-dp1-zero3-cp4",
+    "tp1-pp0-dp1-cp8",
+    "tp1-pp0-dp1-zero2-cp4-ulysses2",
+    "tp2-pp4-dp1-interleaved2",
+    "tp1-pp4-dp2-zero1-zbh1",
+    "tp1-pp8-dp1-zbv",
+    "tp2-pp2-dp2-sp-dualpipev",
+]
+EXPERTS = ["tp1-pp0-dp8-ep8-zero2", "tp1-pp2-dp4-ep2-zero1"]
+
+
+@pytest.mark.parametrize(("words", "names"), [("", DENSE), ("--num-experts 8", EXPERTS)])
+def test_eight_processes_have_layouts_of_every_kind(words: str, names: list[str]) -> None:
+    asked = request(f"{words} --num-layers 16 --num-attention-heads 8 --global-batch-size 16")
+    assert set(names) <= {layout.name for layout in grids(8)}
+    assert not illegal(asked, [parse_layout(name) for name in names])
+
+
+def test_a_sample_of_the_legal_layouts_is_chosen_by_its_seed() -> None:
+    asked = request()
+    first, *some = legal_layouts(asked, 8, sample=6, seed=1)
+    assert first == ONE_PROCESS and len(set(some)) == 6 and all(layout.processes == 8 for layout in some)
+    assert not illegal(asked, some)
+    assert legal_layouts(asked, 8, sample=6, seed=1) == [first, *some] != legal_layouts(asked, 8, sample=6, seed=2)
+    every = legal_layouts(asked, 1)
+    assert sorted(map(str, legal_layouts(asked, 1, sample=1000))) == sorted(map(str, every))
+
+
 def test_in_half_precision_every_layout_has_zero() -> None:
     """There ZeRO 0 runs as ZeRO 1: in a list it would be the same run twice, but it may be asked for."""
     first, *others = (layout.name for layout in legal_layouts(request("--bf16"), 2))
