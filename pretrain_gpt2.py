@@ -64,7 +64,7 @@ def main(architecture: ArchitectureSpec = ARCHITECTURE) -> int | None:
 
 def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     """Set up the ranks, build engine and data, load the checkpoint, train. Returns the exit code of the process."""
-    import_backend("deepspeed", "torch._dynamo")  # the second is what the first optimizer imports
+    import_backend("deepspeed", *(("torch._dynamo",) if run.model.compile else ()))
     from megatron.checkpoint.compatibility import at_saved_sample
     from megatron.checkpoint.huggingface import load_huggingface
     from megatron.checkpoint.load import FRESH, load_checkpoint

@@ -53,7 +53,7 @@ def main() -> int | None:
         from megatron.tools.planning.dry_run import dry_run
 
         return dry_run(run) if is_main_rank else None
-    import_backend("deepspeed", "torch._dynamo")
+    import_backend("deepspeed")
     from megatron.tools.finetuning.finetune import finetune
 
     return finetune(replace(task, run=run), default_callbacks())

@@ -30,6 +30,7 @@ from megatron.model.containers import (
 )
 from megatron.model.moe import ParallelMoE, routers
 from megatron.parallel.deepspeed_compat.chunks import ChunkedPipelineModule
+from megatron.parallel.deepspeed_compat.compiler import import_compiler_late
 from megatron.parallel.deepspeed_compat.engine import (
     continue_without_reports,
     differentiate_outputs_together,
@@ -79,6 +80,7 @@ class StepStatus:
 
 def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     """The engine that ``run.parallel`` requires, with the model, its optimizer and its learning-rate schedule."""
+    import_compiler_late()
     ds_config = dict(run.ds_config)
     if run.activation.checkpoint_activations:
         deepspeed.checkpointing.configure(layout, deepspeed_config=ds_config)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,15 +141,17 @@ def test_requests(requests: list[tuple[bytes, list[tuple[bytes, bytes]]]], name:
         queue = RequestQueue(most_waiting=2, seconds=20)
         service = Service("my", 0, Words(), RequestLimits(64, 32, 4), 4000, None, local_only=True)  # type: ignore[arg-type]
         group = SimpleNamespace(size=lambda: 1)
-        thread = threading.Thread(target=run_driver, args=(queue, Chosen(), RankBroadcast(group)))  # type: ignore[arg-type]
-        thread.start()
+        driver = asyncio.create_task(asyncio.to_thread(run_driver, queue, Chosen(), RankBroadcast(group)))  # type: ignore[arg-type]
+        app = build_app(service, queue)
+        answers = [answer(app, "/v1/completions", headers, body) for body, headers in requests]
+        answered = asyncio.gather(*answers, answer(app, f"/v1/models/{name}", [], b""))
         try:
-            app = build_app(service, queue)
-            answers = [answer(app, "/v1/completions", headers, body) for body, headers in requests]
-            return await asyncio.wait_for(asyncio.gather(*answers, answer(app, f"/v1/models/{name}", [], b"")), 30)
+            await asyncio.wait({answered, driver}, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            assert answered.done(), "the driver has ended" if driver.done() else "no answer in 30 s"
+            return answered.result()
         finally:
             queue.jobs.put(None)
-            thread.join()
+            await driver  # which raises what ended it
 
     for status, content in asyncio.run(talk()):
         assert status in (200, 400, 403, 404, 405, 413, 415, 503), content

@@ -47,4 +47,10 @@ def test_output_has_only_the_summary_and_progress(programs, arguments):
     assert [begin for begin in begins if any(line.startswith(begin) for line in lines)] == list(begins), lines
     assert all(line.startswith(("> ", "iteration ")) for line in lines), lines
     assert [line[:13] for line in lines[-2:]] == ["iteration 1/2", "iteration 2/2"]
-    assert "DeepSpeed" in programs.python(*one_process, "--verbose").ok().output
+
+
+def test_verbose_output_is_that_of_deepspeed(programs, arguments):
+    """And a run that compiles nothing imports no compiler, which takes longer than torch."""
+    flags = "--model-parallel-size 1 --zero-stage 1 --checkpoint-activations --verbose".split()
+    output = programs.python(*latest([*map(str, arguments), *flags]), PYTHONPROFILEIMPORTTIME="1").ok().output
+    assert "DeepSpeed" in output and "import time:" in output and "torch._dynamo" not in output

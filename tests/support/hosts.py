@@ -1,6 +1,7 @@
 """Several hosts on one machine: what Linux calls namespaces, joined by a bridge, with an sshd in each.
 
-A host has its own name, network, processes, /etc/hosts, /etc/ssh, /run and /dev/shm; files it shares with the others.
+A host has its own name, network, processes, /etc/hosts, /etc/ssh, /run and /dev/shm; files it shares with the others,
+but for temporary ones: Open MPI names them by host and process, whose numbers are the same in other namespaces.
 Nothing of it has a name outside, and all of it goes with its first process, so nothing is left behind.
 """
 
@@ -13,11 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERFACE = "eth0"
+TEMPORARY = "/run/tmp"
 NEEDED = ("ip", "nsenter", "pdsh", "setpriv", "ssh", "ssh-keygen", "unshare", "/usr/sbin/sshd")
 
 PACKAGES = "iproute2 openssh-client openssh-server pdsh util-linux"
 
-HOST = """
+HOST = f"""
 set -e
 folder=$1 name=$2
 shift 2
@@ -29,6 +31,7 @@ mount --bind "$folder/resolv.conf" /etc/resolv.conf
 mount -t tmpfs none /run
 mount -t tmpfs none /dev/shm
 mkdir /run/sshd
+mkdir -m 1777 {TEMPORARY}
 echo made
 read -r joined
 ip link set lo up
@@ -40,7 +43,8 @@ wait $!
 The command is not run in place of it: one that becomes another user would lose PR_SET_PDEATHSIG.
 """
 
-SSHD_CONFIG = """
+SSHD_CONFIG = f"""
+SetEnv TMPDIR={TEMPORARY}
 HostKey /etc/ssh/host_key
 AuthorizedKeysFile /etc/ssh/key.pub
 PasswordAuthentication no
@@ -117,7 +121,7 @@ class Hosts:
         """What to put before a command that shall run on the host, in the project's root folder."""
         process = self._processes[name].pid
         enter = ["nsenter", "--target", str(process), "--net", "--uts", "--mount"]
-        return [*enter, f"--pid=/proc/{process}/ns/pid_for_children", "env", f"--chdir={ROOT}"]
+        return [*enter, f"--pid=/proc/{process}/ns/pid_for_children", "env", f"--chdir={ROOT}", f"TMPDIR={TEMPORARY}"]
 
     def hostfile(self, slots: int, count: int) -> Path:
         """A file with so many slots for each of the first ``count`` hosts."""

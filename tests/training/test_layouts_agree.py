@@ -1,13 +1,10 @@
 """The central test: every layout gives the same losses, gradient norms and weights."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
+from support.layouts import LayoutRuns, compare_metrics, compare_runs
 from support.programs import read_metrics
 from support.training import RankTraining
 
-TOLERANCE = 1e-4
 ITERATIONS = 6
 SETTINGS = (
     f"--train-iters {ITERATIONS} --batch-size 2 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0"
@@ -119,90 +116,36 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def train(
-    train_in_ranks: RankTraining, train_in_blocks: RankTraining, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int, str], Path]:
-    """``train(processes, flags)``: a new folder with the metrics and the checkpoint of a run.
-
-    Where documents are kept apart, several processes compute attention in a block for each, and one with a mask.
-    """
-
-    def run(processes: int, flags: str) -> Path:
-        in_blocks = processes > 1 and "--reset-attention-mask" in flags
-        training = train_in_blocks if in_blocks else train_in_ranks
-        return training.into_folder(tmp_path_factory.mktemp("layout"), processes, *SETTINGS, *flags.split())
-
-    return run
+DOCUMENTS = "--reset-attention-mask --reset-position-ids"
+REFERENCES = {"documents": DOCUMENTS, "llama": LLAMA}
+"""The first word of a layout's name, and the flags of the run on one process that it is compared with."""
 
 
 @pytest.fixture(scope="module")
-def one_process(train) -> Path:
-    return train(1, "")
+def runs(train_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> LayoutRuns:
+    return LayoutRuns(train_in_ranks, SETTINGS, tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="module")
-def one_process_with_documents(train) -> Path:
-    return train(1, "--reset-attention-mask --reset-position-ids")
-
-
-@pytest.fixture(scope="module")
-def one_process_llama(train) -> Path:
-    return train(1, LLAMA)
-
-
-REFERENCES = {"documents": "one_process_with_documents", "llama": "one_process_llama"}
-"""The first word of a layout's name, and the run that it is compared with."""
+def runs_in_blocks(train_in_blocks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> LayoutRuns:
+    return LayoutRuns(train_in_blocks, SETTINGS, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_agrees_with_one_process(train, run_ranks, layout, request):
-    reference = request.getfixturevalue(REFERENCES.get(layout.split("-")[0], "one_process"))
-    processes, flags = LAYOUTS[layout]
-    folder = train(processes, flags)
-    expected, found = read_metrics(reference / "metrics"), read_metrics(folder / "metrics")
-    assert len(found) == len(expected) == ITERATIONS + 3  # two validations and the test
-    compare_metrics(expected, found, layout)
-    assert any(line.get("grad_norm", 0) > 0.4 for line in expected), "clipping had nothing to do"
-    (differences,) = run_ranks(1, compare_weights, str(reference / "checkpoint"), str(folder / "checkpoint"))
-    assert not differences
+def test_layout_agrees_with_one_process(runs: LayoutRuns, runs_in_blocks: LayoutRuns, layout: str) -> None:
+    """Where documents are kept apart, several processes compute attention in a block for each, and one with a mask."""
+    kind, (processes, flags) = layout.split("-")[0], LAYOUTS[layout]
+    reference = runs.on_one_process(REFERENCES.get(kind, ""))
+    folder = (runs_in_blocks if kind == "documents" else runs)(processes, flags)
+    found = compare_runs(reference, folder, ITERATIONS)
+    assert len(found) == ITERATIONS + 3  # two validations and the test
 
 
-def test_llama_resumes_on_another_layout(train, one_process_llama):
+def test_llama_resumes_on_another_layout(runs: LayoutRuns) -> None:
     """From tensor parallel 2 to two pipeline stages after half of the iterations."""
-    saved = train(2, f"{LLAMA} --model-parallel-size 2 --exit-interval 3")
-    resumed = train(2, f"{LLAMA} --pipe-parallel-size 2 --load {saved / 'checkpoint'}")
+    saved = runs(2, f"{LLAMA} --model-parallel-size 2 --exit-interval 3")
+    resumed = runs(2, f"{LLAMA} --pipe-parallel-size 2 --load {saved / 'checkpoint'}")
     found = read_metrics(resumed / "metrics")
-    expected = [line for line in read_metrics(one_process_llama / "metrics") if line["iteration"] > 3]
-    assert len(found) == len(expected) == 5
-    compare_metrics(expected, found, "resumed")
-
-
-def compare_metrics(expected: list[dict], found: list[dict], layout: str) -> None:
-    for one, other in zip(expected, found, strict=True):
-        assert one.keys() == other.keys()
-        for name in one.keys() & {"lm_loss", "grad_norm", "learning_rate", "validation_loss", "test_loss"}:
-            assert other[name] == pytest.approx(one[name], rel=TOLERANCE), (layout, one["iteration"], name)
-
-
-def compare_weights(one: str, other: str) -> list[str]:
-    """Names of the weights that differ between two checkpoints, each brought together from its ranks."""
-    import torch
-    import torch.distributed as dist
-    from support.whole_models import load_weights
-
-    from megatron.checkpoint.tracker import newest
-    from megatron.config import ActivationConfig, ParallelConfig
-    from megatron.model.gpt2 import GPT2Model
-    from megatron.mpu import ParallelLayout
-
-    layout = ParallelLayout.create(ParallelConfig(world_size=dist.get_world_size()))
-    models = []
-    for folder in (one, other):
-        saved = newest(folder)
-        models.append(GPT2Model(saved.whole_model_config(), ActivationConfig(), layout))
-        load_weights(models[-1], saved)
-    first, second = (dict(model.named_parameters()) for model in models)
-    assert first.keys() == second.keys() and len(first) > 30
-    # Adam divides by the root of the squared gradient, and so blows rounding up where a gradient is next to nothing.
-    return [name for name in first if not torch.allclose(first[name], second[name], rtol=TOLERANCE, atol=TOLERANCE)]
+    expected = [line for line in read_metrics(runs.on_one_process(LLAMA) / "metrics") if line["iteration"] > 3]
+    assert len(found) == 5
+    compare_metrics(expected, found)

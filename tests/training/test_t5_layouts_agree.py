@@ -1,15 +1,14 @@
 """The central test for T5: every layout gives the same losses, gradient norms and weights."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.audits import check_audit_of_sentences
+from support.layouts import TOLERANCE, LayoutRuns, compare_runs
 from support.programs import read_metrics
 from support.training import RankTraining
 
-TOLERANCE = 1e-4
 ITERATIONS = 3
 SETTINGS = (
     f"--decoder-num-layers 4 --decoder-seq-length 12 --vocab-extra-ids 9 --train-iters {ITERATIONS} --batch-size 2"
@@ -30,60 +29,22 @@ LAYOUTS = {
     "pp4-split2": (4, f"--pipe-parallel-size 4 {SPLIT} 2 --zero-stage 1"),
     "pp4-split3": (4, f"--pipe-parallel-size 4 {SPLIT} 3"),
 }
-COMPARED = {"lm_loss", "grad_norm", "learning_rate", "validation_loss", "test_loss"}
 
 
 @pytest.fixture(scope="module")
-def train(train_t5_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Path]:
-    """``train(processes, flags)``: a new folder with the metrics and the checkpoint of a run."""
-    return lambda processes, flags: train_t5_in_ranks.into_folder(
-        tmp_path_factory.mktemp("layout"), processes, *SETTINGS, *flags.split()
-    )
+def runs(train_t5_in_ranks: RankTraining, tmp_path_factory: pytest.TempPathFactory) -> LayoutRuns:
+    return LayoutRuns(train_t5_in_ranks, SETTINGS, tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="module")
-def one_process(train) -> Path:
-    return train(1, "")
+def one_process(runs: LayoutRuns) -> Path:
+    return runs.on_one_process()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layout_agrees_with_one_process(train, run_ranks, one_process, layout):
-    folder = train(*LAYOUTS[layout])
-    expected, found = read_metrics(one_process / "metrics"), read_metrics(folder / "metrics")
-    assert len(found) == len(expected) == ITERATIONS + 2  # a validation and the test
-    for one, other in zip(expected, found, strict=True):
-        assert one.keys() == other.keys()
-        for name in one.keys() & COMPARED:
-            assert other[name] == pytest.approx(one[name], rel=TOLERANCE), (layout, one["iteration"], name)
-    assert any(line.get("grad_norm", 0) > 0.4 for line in expected), "clipping had nothing to do"
-    (differences,) = run_ranks(1, compare_weights, str(one_process / "checkpoint"), str(folder / "checkpoint"))
-    assert not differences
-
-
-def compare_weights(one: str, other: str) -> list[str]:
-    """Names of the weights that differ between two checkpoints, each brought together from its ranks."""
-    import torch
-
-    first, second = (whole_t5(folder) for folder in (one, other))
-    assert first.keys() == second.keys() and len(first) > 60
-    return [name for name in first if not torch.allclose(first[name], second[name], rtol=TOLERANCE, atol=TOLERANCE)]
-
-
-def whole_t5(folder: str):
-    """All weights of the newest checkpoint, by name."""
-    from support.whole_models import load_weights
-
-    from megatron.checkpoint.tracker import newest
-    from megatron.config import ActivationConfig, ParallelConfig
-    from megatron.model.architectures import T5
-    from megatron.model.containers import SequentialModel
-    from megatron.mpu import ParallelLayout
-
-    saved = newest(folder)
-    config, layout = saved.whole_model_config(), ParallelLayout.create(ParallelConfig(world_size=1))
-    model = SequentialModel(T5.build_layers(config, layout), T5.build_loss(config, layout), ActivationConfig())
-    load_weights(model, saved)
-    return dict(model.named_parameters())
+def test_layout_agrees_with_one_process(runs: LayoutRuns, one_process: Path, layout: str) -> None:
+    found = compare_runs(one_process, runs(*LAYOUTS[layout]), ITERATIONS)
+    assert len(found) == ITERATIONS + 2  # a validation and the test
 
 
 def test_the_audit_names_the_sentences_of_a_text(one_process):

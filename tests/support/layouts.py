@@ -1,0 +1,62 @@
+"""Runs of one model on several layouts, and what must be equal in them: metrics and weights."""
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import pytest
+from support.programs import read_metrics
+from support.training import RankTraining
+
+TOLERANCE = 1e-4
+COMPARED = {"lm_loss", "grad_norm", "learning_rate", "validation_loss", "test_loss"}
+
+
+class LayoutRuns:
+    """``runs(processes, flags)`` trains in a new folder, with metrics and a checkpoint in it."""
+
+    def __init__(self, train: RankTraining, settings: Sequence[str], new_folder: Callable[[str], Path]):
+        self._train, self._settings, self._new_folder = train, settings, new_folder
+        self._references: dict[str, Path] = {}
+
+    def __call__(self, processes: int, flags: str) -> Path:
+        return self._train.into_folder(self._new_folder("layout"), processes, *self._settings, *flags.split())
+
+    def on_one_process(self, flags: str = "") -> Path:
+        """The run with these flags that others are compared with, trained when it is asked for first."""
+        if flags not in self._references:
+            self._references[flags] = self(1, flags)
+        return self._references[flags]
+
+
+def compare_runs(reference: Path, folder: Path, iterations: int, names: Collection[str] = COMPARED) -> list[dict]:
+    """Fail unless all ``names`` in all lines of the metrics agree, and all weights; the lines found."""
+    expected, found = read_metrics(reference / "metrics"), read_metrics(folder / "metrics")
+    assert sum("lm_loss" in line for line in expected) == iterations
+    compare_metrics(expected, found, names)
+    assert any(line.get("grad_norm", 0) > 0.4 for line in expected), "clipping had nothing to do"
+    assert not differing_weights(reference / "checkpoint", folder / "checkpoint")
+    return found
+
+
+def compare_metrics(expected: list[dict], found: list[dict], names: Collection[str] = COMPARED) -> None:
+    """Fail unless both have the same lines, and equal values of ``names`` in them."""
+    assert len(found) == len(expected) > 2
+    for one, other in zip(expected, found, strict=True):
+        assert one.keys() == other.keys()
+        for name in one.keys() & names:
+            assert other[name] == pytest.approx(one[name], rel=TOLERANCE), (one["iteration"], name)
+
+
+def differing_weights(one: Path, other: Path) -> list[str]:
+    """Names of the weights that differ between the newest checkpoints of two folders, brought together from all ranks.
+
+    Adam divides by the root of the squared gradient, and so blows rounding up where a gradient is next to nothing.
+    """
+    import torch
+
+    from megatron.checkpoint.tracker import newest
+    from megatron.tools.convert.load_and_save import whole_weights
+
+    first, second = (dict(whole_weights(newest(str(folder)))) for folder in (one, other))
+    assert first.keys() == second.keys() and len(first) > 30
+    return [name for name in first if not torch.allclose(first[name], second[name], rtol=TOLERANCE, atol=TOLERANCE)]
