@@ -69,6 +69,8 @@ def train_batch(engine, batches, hooks):
             name: part for name, part in engine.module.named_modules() if isinstance(part, ParallelTransformerLayer)
         }
         layers[f"{numbers[1] + 1:.0f}"].input_layernorm.weight.data[0] = torch.nan
+    if kind in ("raise", "signal") and iteration == numbers[1]:
+        dist.barrier()  # by now the others have printed the iteration before, and count this one
     if kind in ("signal", "launcher") and [dist.get_rank(), iteration] == numbers:
         for name in words[2:]:
             os.kill(os.getpid() if kind == "signal" else os.getppid(), getattr(signal, name))
