@@ -115,11 +115,11 @@ def _fork_rank(place: dict[str, str], words: list[str], folder: str, log: str) -
         os._exit(1)  # a rank leaves by itself, with a code of its own
 
 
-def be(words: list[str], environ: dict[str, str], folder: str, log: str) -> None:
-    """Become the program."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+def be(words: list[str], environ: dict[str, str], folder: str, log: str, errors: str | None = None) -> None:
+    """Become the program; what it says on stderr goes into the file ``errors``, by default into ``log``, too."""
+    for stream, file in ((1, log), (2, errors or log)):
+        output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(output, stream)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
