@@ -7,12 +7,13 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch.fx.experimental import symbolic_shapes
 from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from megatron.parallel.deepspeed_compat.compiler import compiled_late, import_compiler_late
 
-COMPILER = "torch._dynamo"
+COMPILER, SYMBOLS = "torch._dynamo", "torch.fx.experimental.symbolic_shapes"
 
 
 @pytest.fixture
@@ -23,14 +24,18 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
             while hasattr(step, "hooked"):  # by an optimizer of an earlier test
                 step = step.__wrapped__
             monkeypatch.setattr(kind, "step", step)
+    monkeypatch.setattr(torch.compiler, "disable", torch.compiler.disable)
+    monkeypatch.setattr(torch.autograd, "_make_grads", torch.autograd._make_grads)
     monkeypatch.setitem(sys.modules, COMPILER, None)
+    monkeypatch.setitem(sys.modules, SYMBOLS, None)
     import_compiler_late()
 
 
 def trained() -> tuple[Tensor, dict]:
     """Weights and state after two steps with recomputation, the second of a resumed optimizer."""
-    torch.manual_seed(1)
-    layer, x = nn.Linear(3, 3), torch.randn(4, 3)
+    layer, x = nn.Linear(3, 3), torch.linspace(-1, 1, 12).view(4, 3)
+    nn.init.eye_(layer.weight)
+    nn.init.ones_(layer.bias)
     state: dict = {}
     for _ in range(2):
         optimizer = AdamW(layer.parameters(), lr=0.1)
@@ -52,6 +57,16 @@ def test_an_optimizer_needs_no_compiler(without_compiler: None, monkeypatch: pyt
     assert all(is_disabled(function) for function in kept), "the compiler would trace them"
     assert torch.equal(alone, beside) and state["step"] == same_state["step"] == 2
     assert torch.equal(state["exp_avg"], same_state["exp_avg"])
+
+
+def test_gradients_of_other_shapes_are_refused(without_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    torch.autograd.backward([2 * x, 3 * x], [torch.ones(2, 3), torch.full((2, 3), 2.0)])
+    assert torch.equal(x.grad, torch.full((2, 3), 8.0))
+    monkeypatch.setitem(sys.modules, SYMBOLS, symbolic_shapes)
+    for wrong, message in ((torch.ones(3, 2), "Mismatch in shape"), (torch.ones(2, 3) * 1j, "Mismatch in dtype")):
+        with pytest.raises(RuntimeError, match=message):
+            torch.autograd.backward([2 * x], [wrong])
 
 
 def is_disabled(function: object) -> bool:
