@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from megatron.config.errors import DataError
+from megatron.config.errors import DataError, one_line
 from megatron.tokenizer import Tokenizer
 
 _NEUTRAL: Mapping[str, Any] = {
@@ -153,7 +153,8 @@ def _fields(body: bytes) -> _Body:
         first = error.errors(include_url=False, include_input=False)[0]
         name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
-            raise RequestError(f"{name} is not a field of this server's completions", param=name) from error
+            text = f"{one_line(name)} is not a field of this server's completions"
+            raise RequestError(text, param=name) from error
         if first["type"] == "missing":
             raise RequestError(f"{name} is missing", param=name) from error
         raise RequestError(
