@@ -111,6 +111,6 @@ def _step_late(step: Callable) -> Callable:
 
 def _is_made_in(maker: Callable, function: Any) -> bool:
     """Whether ``function`` is one that ``maker`` defines and returns."""
-    constants: tuple[Any, ...] = maker.__code__.co_consts  # type: ignore[attr-defined]
+    constants: tuple[Any, ...] = maker.__code__.co_consts
     codes = [constant for constant in constants if isinstance(constant, CodeType)]
     return isinstance(function, FunctionType) and function.__code__ in codes and hasattr(function, "__wrapped__")
