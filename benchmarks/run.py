@@ -32,11 +32,11 @@ from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 MEASURES = (
     "training_step", "llama_step", "whole_program", "step_profile",
-    "flags", "engines", "two_cores", "ddp", "experts",
+    "flags", "engines", "two_cores", "ddp",
     "memory", "long_sequences", "planner", "bubble",
     "preprocessing", "index_maps", "sample_reads",
     "checkpoints", "generation", "serving",
-    "start_up", "faults", "growth",
+    "start_up", "faults", "recovery", "growth",
 )  # fmt: skip
 GPU_MEASURES = ("gpu_step",)
 """Those that are made where they are asked for by name."""

@@ -18,17 +18,16 @@ from megatron.config import RunConfig
 from megatron.config.command_line import parse_run
 from megatron.config.errors import ConfigError
 from megatron.model.architectures import ARCHITECTURES
-from megatron.model.spec import active_parameters, parameter_counts
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN, PIPE, TORCHRUN = "ds_pretrain_gpt2.sh", "ds_pretrain_gpt2_pipe.sh", "pretrain_gpt2_distributed.sh"
 MULTINODE, SLURM = "ds_pretrain_gpt2_multinode.sh", "ds_pretrain_gpt2.sbatch"
+ELASTIC = "ds_pretrain_gpt2_elastic.sbatch"
 BERT_SCRIPT = "pretrain_bert_distributed.sh"
 SCRIPTS = (PLAIN, PIPE, TORCHRUN, BERT_SCRIPT)
-SCRIPTS_FOR_HOSTS = (MULTINODE, SLURM)
+SCRIPTS_FOR_HOSTS = (MULTINODE, SLURM, ELASTIC)
 FINETUNING = "finetune_llama.sh"
 EXTENSION = "extend_context.sh"
-EXPERTS = "mixture_of_experts.sh"
 EVALUATION = "evaluate_lambada.sh"  # tests/tools/evaluation/test_evaluate.py runs it
 CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").iterdir())
 
@@ -67,7 +66,7 @@ def run_of(script: str, *arguments: str, **variables: str) -> RunConfig:
 
 def test_no_script_goes_untested() -> None:
     scripts = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch")}
-    assert scripts == {*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, EXPERTS, "quickstart.sh"}
+    assert scripts == {*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, "quickstart.sh"}
     # Their tests: tests/test_examples.py, tests/training/test_model_provider.py.
     programs = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert programs == {"pretrain_my_model.py", "show_communication.py", "train_small_model.py"}
@@ -80,7 +79,7 @@ def test_no_script_goes_untested() -> None:
     ("script", "layout", "zero_stage"),
     [
         *((PLAIN, (1, 0, 8), 2), (PIPE, (2, 2, 2), 1), (TORCHRUN, (1, 0, 8), 1), (BERT_SCRIPT, (1, 0, 8), 1)),
-        *((MULTINODE, (2, 2, 4), 1), (SLURM, (2, 2, 4), 1)),
+        *((MULTINODE, (2, 2, 4), 1), (SLURM, (2, 2, 4), 1), (ELASTIC, (2, 2, 2), 1)),
     ],
 )
 @pytest.mark.parametrize(("environ", "dtype"), [(CPU, "fp32"), (CUDA, "fp16")], ids=["cpu", "cuda"])
@@ -96,14 +95,12 @@ def test_a_script_starts_its_run(script, layout, zero_stage, environ, dtype) -> 
     assert run.train.seed == 7, "further arguments are passed on"
 
 
-@pytest.mark.parametrize(
-    "script", [*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, EXPERTS, "quickstart.sh"]
-)
+@pytest.mark.parametrize("script", [*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, "quickstart.sh"])
 def test_a_dry_run_is_a_command_that_a_person_would_type(script) -> None:
     shown = dry_run_of(script, VIRTUAL_ENV=sys.prefix)
     assert "\\" not in shown and "/../" not in shown
     odd = ["a,b", "c d", "it's", "\\,", ""]
-    assert script in ("quickstart.sh", EXTENSION, EXPERTS) or command_of(script, *odd)[-5:] == odd
+    assert script in ("quickstart.sh", EXTENSION) or command_of(script, *odd)[-5:] == odd
 
 
 def variables_of(script: str) -> dict[str, str]:
@@ -126,7 +123,8 @@ REQUIRED = {
         (script, variable)
         for script in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION)
         for variable in variables_of(script)
-        if (script, variable) != (SLURM, "MASTER_PORT")  # goes to the ranks by their environment
+        # Those go to the ranks by their environment, and to no command.
+        if (script, variable) not in ((SLURM, "MASTER_PORT"), (ELASTIC, "REQUEUES"))
     ],
 )
 def test_every_variable_changes_the_command(script, variable, tmp_path) -> None:
@@ -244,15 +242,6 @@ def test_the_context_is_extended_by_yarn() -> None:
     kinds = [run.model.position_embedding_type for run in (short, long)]
     assert kinds == ["rope", "yarn"] and short.model.position_weights == long.model.position_weights
     assert long.model.yarn_original_max_position_embeddings * long.model.yarn_rotary_scaling_factor == 1024
-
-
-def test_experts_are_compared_with_as_many_active_parameters() -> None:
-    lines = [line for line in dry_run_of(EXPERTS, VIRTUAL_ENV=sys.prefix).splitlines() if "pretrain" in line]
-    flags = [shlex.split(line.partition("pretrain_gpt2.py")[2]) for line in lines]
-    dense, experts = (parse_run(words, {**CPU, "WORLD_SIZE": "2"}) for words in flags)
-    assert experts.model.has_experts and experts.parallel.expert_model_parallel_size == 2
-    assert active_parameters(dense.model) == parameter_counts(dense.model)[0] == active_parameters(experts.model)
-    assert (dense.train, dense.optim, dense.data) == (experts.train, experts.optim, experts.data)
 
 
 TINY = {
@@ -383,6 +372,19 @@ def test_interrupted_job_is_requeued(tmp_path, code, queued_again) -> None:
     finished = subprocess.run(words, env=environ, capture_output=True, text=True)
     lines = [f"rank {rank} of 2 meets at localhost" for rank in range(2)] + ["scontrol requeue 71"] * queued_again
     assert (finished.returncode, sorted(finished.stdout.splitlines())) == (code, sorted(lines))
+
+
+@pytest.mark.parametrize(("code", "requeues", "queued_again"), [(0, "0", False), (1, "9", True), (1, "10", False)])
+def test_a_job_that_lost_too_many_hosts_is_requeued(tmp_path, code, requeues, queued_again) -> None:
+    """One torchrun on each host; each may continue without the others."""
+    (tmp_path / "torchrun").write_text(f"#!/bin/sh\necho $1 $2 ${{10}}\nexit {code}\n")
+    (tmp_path / "torchrun").chmod(0o755)
+    job = {**SLURM_JOB, "SLURM_NTASKS": "2", "SLURM_NNODES": "2", "MIN_NODES": "1", "SLURM_RESTART_COUNT": requeues}
+    environ = {"PATH": f"{tmp_path}:{FAKE_SLURM}:/usr/bin:/bin", **job}
+    words = ["bash", str(ROOT / "examples" / ELASTIC)]
+    finished = subprocess.run(words, env=environ, capture_output=True, text=True)
+    lines = ["--nnodes 1:2 localhost:20071"] * 2 + ["scontrol requeue 71"] * queued_again
+    assert (finished.returncode, finished.stdout.splitlines()) == (code, lines)
 
 
 CLASSIC_CONFIG = {

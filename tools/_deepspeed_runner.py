@@ -4,6 +4,7 @@ DeepSpeed's runner exits with 0 if the launcher it started was killed by a signa
 Of torch's and CUDA's variables it sends to other hosts none but NCCL's.
 """
 
+import logging
 import os
 import subprocess
 import sys
@@ -11,18 +12,30 @@ from pathlib import Path
 from typing import Any
 
 import _project_root  # noqa: F401
-from _deepspeed_launch import is_news
-from deepspeed.launcher import runner
-from deepspeed.utils import logger
 
+from megatron.checkpoint.folder_lock import RUN_VARIABLE
 from megatron.launch.rank import EXIT_CODE_FOLDER
-from megatron.tools.cluster.remote import ALSO_SENT, RUN_VARIABLE
+from megatron.tools.cluster.deepspeed_launcher import MODULE, OWN_MODULE, is_news, without_torch
+from megatron.tools.cluster.remote import ALSO_SENT, forwarded_variables
+
+_PROJECT = Path(__file__).resolve().parents[1]
 
 
-def with_own_launch(words: Any) -> Any:
-    """The command that starts the ranks of this host, through tools/_deepspeed_launch.py; other commands unchanged."""
-    if isinstance(words, list) and words[2:4] == ["-m", "deepspeed.launcher.launch"]:
+def with_own_launch(words: Any, folder: Path | None = None) -> Any:
+    """The command that starts the ranks, here or over pdsh, by the suite's launcher of a host; others unchanged.
+
+    On other hosts it is found in the working ``folder``, if that is the project's.
+    """
+    if not isinstance(words, list):
+        return words
+    if words[2:4] == ["-m", MODULE]:
         return [*words[:2], str(Path(__file__).with_name("_deepspeed_launch.py")), *words[4:]]
+    if words[:1] == ["pdsh"] and (folder or Path.cwd()).resolve() == _PROJECT:
+        if words[-2] == "pkill -f ":  # ends the launchers of all hosts; the pattern lacks the last letter
+            return [*words[:-1], words[-1].replace(MODULE[:-1], OWN_MODULE[:-1])]
+        place = words.index(MODULE)
+        level = logging.getLevelName(logging.getLogger("DeepSpeed").level).lower()
+        return [*words[:place], OWN_MODULE, f"--log_level={level}", *words[place + 1 :]]
     return words
 
 
@@ -36,12 +49,21 @@ class _Remembered(subprocess.Popen):
         self.all.append(self)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run deepspeed's runner; exit as the launcher that it started did."""
+    if any(word.startswith("--hostfile=") for word in sys.argv):  # without one it counts devices, by torch
+        without_torch({**os.environ, **forwarded_variables(os.environ, "", Path.cwd())})
+    from deepspeed.launcher import runner
+
     subprocess.Popen = _Remembered
-    logger.addFilter(is_news)
+    logging.getLogger("DeepSpeed").addFilter(is_news)
     runner.EXPORT_ENVS += ALSO_SENT
     if RUN_VARIABLE in os.environ:  # an elastic run: its ranks leave their exit codes in a folder that hosts share
         runner.EXPORT_ENVS += (RUN_VARIABLE, EXIT_CODE_FOLDER)
     runner.main()
     signals = [-child.returncode for child in _Remembered.all if (child.returncode or 0) < 0]
     sys.exit(128 + signals[0] if signals else 0)
+
+
+if __name__ == "__main__":
+    main()

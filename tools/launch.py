@@ -16,12 +16,13 @@ from pathlib import Path
 
 import _project_root  # noqa: F401
 
+from megatron.config.errors import LaunchError
 from megatron.launch.screen import ignore_lost_output
 from megatron.tools.cluster.elastic import Parts, Policy, announce, run_elastic
 from megatron.tools.cluster.elastic_parts import ElasticRun
 from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_words, read_launch
 from megatron.tools.cluster.remote import ssh_options_for_pdsh
-from megatron.tools.cluster.supervise import FORWARDED, run_with_restarts, supervise
+from megatron.tools.cluster.supervise import FORWARDED, HELPER, run_with_restarts, supervise
 from megatron.tools.command_line import run_tool
 
 RUNNER = Path(__file__).with_name("_deepspeed_runner.py")
@@ -48,6 +49,8 @@ def _run_elastic(launch: Namespace) -> int:
     for number in FORWARDED:
         if signal.getsignal(number) == signal.SIG_DFL:  # between two starts; during one it is forwarded
             signal.signal(number, lambda number, _: sys.exit(128 + number))
+    is_over = True
+    os.environ[HELPER] = "1"  # what looks at hosts is not ended with a start
     try:
         if not launch.standby:
             run.lock.take()
@@ -55,8 +58,12 @@ def _run_elastic(launch: Namespace) -> int:
             announce("the other supervisor has ended the run")
             return 0
         return run_elastic(Parts(run.census, run.choose, run.start, run.progress), policy)
+    except LaunchError:  # too few hosts can be reached from here, which may be cut off: a standby takes over
+        is_over = False
+        raise
     finally:
-        run.lock.release()  # otherwise a standby would start the run again
+        if is_over:
+            run.lock.release()  # otherwise a standby would start the run again
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ The file is created exclusively, which also works on NFS, and its owner renews i
 - if its owner ran elsewhere (another host, another container) and has not renewed it for ``LEASE_SECONDS``, which is
   measured by watching it, since the clocks of two hosts may differ.
 
-A stale file is replaced, so that a run resumes after any crash without cleanup.
+A stale file is replaced, so that a run resumes after any crash without cleanup. The supervisor of an elastic run does
+not wait for a lease: it may displace the owner that it has started itself, which then ends within ``RENEWAL_SECONDS``.
 """
 
 import json
@@ -15,8 +16,9 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.files import make_folder
@@ -26,8 +28,12 @@ from megatron.launch.rank import print_warning
 
 LOCK = ".writer.lock"
 SAVES = "saves into this folder"
-RENEWAL_SECONDS = 10.0
-LEASE_SECONDS = 60.0
+RUN_VARIABLE = "MEGATRON_ELASTIC_RUN"
+"""Environment variable of all processes of an elastic run, by which they are found when they are to be ended."""
+RENEWAL_SECONDS = 5.0
+LEASE_SECONDS = 30.0
+_LOOK_SECONDS = 2.0
+"""Of the time between two looks at a lock, no more counts: the file system may have been away, for its owner, too."""
 _UNREADABLE_SECONDS = 5.0
 """How long a network file system may fail before a lock that cannot be read counts as lost."""
 _SIZE = 1024
@@ -46,22 +52,31 @@ class Owner:
     """The same for two processes that see the same process ids: the boot of the host and the namespace."""
     token: str
     """Differs for each run."""
+    run: str = ""
+    """The elastic run that it belongs to: the same for all of its starts."""
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+        return f"process {self.pid} on {self.host}" if self.pid else f"its supervisor on {self.host}"
+
+    @property
+    def is_displaced(self) -> bool:
+        """Whether no process has the lock, since a supervisor has taken it from its owner."""
+        return self.pid == 0
 
 
 class FolderLock:
     """The right to save into ``folder``, held by this process from ``take()`` to ``release()``.
 
     ``name`` is that of the file; another name is another right, and ``use`` says for messages what its owner does.
+    ``when_lost`` is called, from another thread, with a message for the user once another process has the lock.
     """
 
-    def __init__(self, folder: Path, name: str = LOCK, use: str = SAVES) -> None:
-        self.folder, self._path, self._use = folder, folder / name, use
-        self._owner = Owner(
-            socket.gethostname(), os.getpid(), start_time(os.getpid()), machine_id(), secrets.token_hex(8)
-        )
+    def __init__(
+        self, folder: Path, name: str = LOCK, use: str = SAVES, when_lost: Callable[[str], object] | None = None
+    ) -> None:
+        self.folder, self._path, self._use, self._when_lost = folder, folder / name, use, when_lost
+        place = (socket.gethostname(), os.getpid(), start_time(os.getpid()), machine_id())
+        self._owner = Owner(*place, secrets.token_hex(8), os.environ.get(RUN_VARIABLE, ""))
         self._file, self._renewals = -1, 0
         self._over = threading.Event()
 
@@ -76,6 +91,8 @@ class FolderLock:
             if owner is not None and _is_here(owner):
                 if _is_alive(owner):
                     raise CheckpointError(_in_use(self.folder, owner, self._use))
+            elif owner is not None and owner.is_displaced:
+                pass
             elif text is not None and self._is_renewed(text, owner):
                 raise CheckpointError(_in_use(self.folder, owner, self._use))
             if text is not None:
@@ -119,10 +136,13 @@ class FolderLock:
                 )
             time.sleep(0.2)
         if owner.token != self._owner.token:
-            raise CheckpointError(
-                f"--save {self.folder}: another run ({owner}) has taken the folder over while this one did not "
-                "respond; end one of them, or name another folder"
-            )
+            raise CheckpointError(self._lost_to(owner))
+
+    def _lost_to(self, owner: Owner) -> str:
+        return (
+            f"--save {self.folder}: another run ({owner}) has taken the folder over while this one did not "
+            "respond; end one of them, or name another folder"
+        )
 
     def _present_owner(self) -> Owner | None:
         """Who has the lock; this process, if the user has deleted the file. None if it cannot be read now."""
@@ -162,6 +182,9 @@ class FolderLock:
             self._renewals += 1
             with suppress(OSError):  # whether the file is still there is for check() to say
                 self._write()
+            owner = _read(self._path)[1]
+            if self._when_lost and owner and owner.token != self._owner.token and not self._over.is_set():
+                self._when_lost(self._lost_to(owner))
 
     def _is_renewed(self, text: str, owner: Owner | None) -> bool:
         """Whether the file, which contains ``text``, changes within ``LEASE_SECONDS``; False if it disappears."""
@@ -171,12 +194,14 @@ class FolderLock:
 
     def _changes(self, text: str) -> bool:
         """Whether the file, which contains ``text``, changes within ``LEASE_SECONDS``; False if it disappears."""
-        deadline = time.monotonic() + LEASE_SECONDS
-        while time.monotonic() < deadline:
+        waited, looked = 0.0, time.monotonic()
+        while waited < LEASE_SECONDS:
             time.sleep(min(1.0, LEASE_SECONDS / 10))
             now, _ = _read(self._path)
             if now != text:
                 return now is not None
+            before, looked = looked, time.monotonic()
+            waited += min(looked - before, _LOOK_SECONDS)
         return False
 
     def _remove(self, stale: str) -> None:
@@ -202,11 +227,30 @@ def owner_of(folder: Path) -> Owner | None:
     return _read(folder / LOCK)[1]
 
 
+def last_renewal(folder: Path, run: str) -> str | None:
+    """What changes whenever the owner of the lock renews it; None if no process of the elastic ``run`` has it."""
+    text, owner = _read(folder / LOCK)
+    return text if owner is not None and owner.run == run and not owner.is_displaced else None
+
+
 def remove_lock(folder: Path, owner: Owner) -> None:
     """Remove the lock of ``owner``, which is known to have ended on another host: its lease need not expire."""
     with suppress(FileNotFoundError):
         if _read(folder / LOCK)[1] == owner:
             (folder / LOCK).unlink()
+
+
+def displace(folder: Path, owner: Owner) -> None:
+    """Take the lock from ``owner``, which cannot be reached: the next start may have it, and ``owner`` ends.
+
+    Only for an owner that the caller has started, and replaces.
+    """
+    free = replace(owner, host=socket.gethostname(), pid=0, started="", machine="", token=secrets.token_hex(8))
+    moved = folder / f"{LOCK}.{free.token}{UNFINISHED}"
+    moved.write_text(json.dumps(asdict(free)))
+    if _read(folder / LOCK)[1] == owner:
+        os.replace(moved, folder / LOCK)
+    moved.unlink(missing_ok=True)
 
 
 def _in_use(folder: Path, owner: Owner | None, use: str = SAVES) -> str:
@@ -228,7 +272,7 @@ def _read(path: Path) -> tuple[str | None, Owner | None]:
         return "", None
     try:
         content = json.loads(text)
-        owner = Owner(**{name: content[name] for name in Owner.__dataclass_fields__})
+        owner = Owner(**{name: content[name] for name in Owner.__dataclass_fields__ if name in content})
     except (ValueError, KeyError, TypeError):
         return text, None
     return text, owner if type(owner.pid) is int else None

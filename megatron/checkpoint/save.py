@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -38,6 +39,7 @@ from megatron.checkpoint.universal import conversion_info
 from megatron.config import RunConfig
 from megatron.config.command_line.settings_file import KEPT, settings_text
 from megatron.config.errors import CheckpointError, UserError, first_line
+from megatron.launch.rank import exit_now
 from megatron.model.spec import architecture_of
 from megatron.parallel.deepspeed_compat.engine import optimizer_shards_not_saved, replaced, use_checkpoint_engine
 from megatron.parallel.deepspeed_compat.experts import experts_saved_apart
@@ -139,10 +141,12 @@ class _Save:
 def lock_folder(run: RunConfig) -> Iterator[FolderLock | None]:
     """Hold the lock of ``--save`` on rank 0 inside the block; None on other ranks, or without a folder.
 
-    Every rank must enter it. Raises CheckpointError on all ranks if another run holds the lock, or the folder cannot
-    be written.
+    Every rank must enter it. Once another run has taken the lock, the process ends with exit code 4.
+    Raises CheckpointError on all ranks if another run holds the lock, or the folder cannot be written.
     """
-    lock = FolderLock(Path(run.checkpoint.save)) if run.checkpoint.save and dist.get_rank() == 0 else None
+    lock = None
+    if run.checkpoint.save and dist.get_rank() == 0:
+        lock = FolderLock(Path(run.checkpoint.save), when_lost=partial(exit_now, exit_code=CheckpointError.exit_code))
     on_rank_0(lambda: disk_errors(lock.folder, LOCK, 0)(lock.take)() if lock else None)
     try:
         yield lock

@@ -46,8 +46,8 @@ def _exit(exit_code: int, rank: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def exit_at_start(reason: str, exit_code: int) -> NoReturn:
-    """End this process, from any thread, before its first iteration; the first rank of each host prints ``reason``."""
+def exit_now(reason: str, exit_code: int) -> NoReturn:
+    """End this process, from any thread; the first rank of each host prints ``reason``."""
     rank, is_first_on_host = _place()
     if is_first_on_host:
         print_error(f"rank {rank}: {reason}" if rank else reason)

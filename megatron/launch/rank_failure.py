@@ -113,14 +113,15 @@ class _RankFailureMonitor:
 
         Raises LaunchError: without a message if the cause has been printed.
         """
-        is_known = self._known.wait(_LAUNCHER_SECONDS)
+        if not self._known.wait(_LAUNCHER_SECONDS):  # no rank of this host, which its launcher would have to see first
+            raise LaunchError(f"lost a rank of another host in iteration {self._progress.iteration}")
         # The launcher, once it has seen a rank end, ends this one, too.
         received: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
         deadline = time.monotonic() + _LAUNCHER_SECONDS
         while not received and time.monotonic() < deadline:
             time.sleep(0.05)
-        raise LaunchError([] if is_known else f"lost a rank of another host in iteration {self._progress.iteration}")
+        raise LaunchError([])
 
     def _watch_host(self) -> None:
         if not hasattr(os, "pidfd_open"):

@@ -22,7 +22,7 @@ from megatron.config.errors import NumericsError
 from megatron.data.loader import Batch
 from megatron.launch.processes import ExitSignal
 from megatron.launch.progress import ProgressState
-from megatron.launch.rank import exit_at_start
+from megatron.launch.rank import exit_now
 from megatron.parallel.deepspeed_compat.engine import set_global_batch_size
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import InstructionHook
@@ -74,7 +74,7 @@ class ExitConditions:
 
     def _exit_at_start(self, number: int) -> NoReturn:
         code = PREEMPTED if self._run.checkpoint.save else 128 + number
-        exit_at_start(f"received {signal.Signals(number).name} before the first iteration; nothing was saved", code)
+        exit_now(f"received {signal.Signals(number).name} before the first iteration; nothing was saved", code)
 
     def local_request(self) -> tuple[int, bool]:
         """The number of the signal that this rank has received (0 for none), and whether its time is over."""

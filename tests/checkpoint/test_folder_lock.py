@@ -8,13 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.programs import Programs
 
 from megatron.checkpoint import folder_lock
-from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked
+from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked, displace, owner_of
 from megatron.config.errors import CheckpointError
 
 HOLD = (
@@ -142,3 +143,28 @@ def test_a_standby_takes_over_from_a_killed_owner_only(tmp_path: Path, owner: su
     monkeypatch.setattr(folder_lock, "LEASE_SECONDS", 2.0)
     assert taken_over(third, lambda: None)
     third.release()
+
+
+def test_a_displaced_owner_ends_and_the_next_start_saves(tmp_path: Path, monkeypatch) -> None:
+    """Of an elastic run: its rank 0 cannot be reached, and may train on, but another one saves from now on."""
+    monkeypatch.setattr(folder_lock, "RENEWAL_SECONDS", 0.05)
+    monkeypatch.setenv(folder_lock.RUN_VARIABLE, "this run")
+    lost: list[str] = []
+    first, second = FolderLock(tmp_path, when_lost=lost.append), FolderLock(tmp_path)
+    first.take()
+    owner = owner_of(tmp_path)
+    assert owner is not None and owner.run == "this run"
+    displace(tmp_path, replace(owner, token="another"))
+    first.check()
+    displace(tmp_path, owner)
+    with pytest.raises(CheckpointError, match=r"another run \(its supervisor on .*\) has taken the folder over"):
+        first.check()
+    start = time.monotonic()
+    second.take()
+    assert time.monotonic() - start < 5, "without waiting for a lease"
+    while not lost:
+        time.sleep(0.01)
+    second.check()
+    for lock in (first, second):
+        lock.release()
+    assert not any(tmp_path.iterdir())

@@ -83,6 +83,21 @@ def test_the_launcher_ends_with_a_killed_supervisor(tmp_path: Path) -> None:
     await_processes(str(tmp_path), 0)
 
 
+def test_helpers_are_not_ended_with_a_launcher() -> None:
+    """Those that look at hosts, beside an elastic run; what the launcher has started is no helper."""
+    program = """
+import os, subprocess, sys
+from megatron.tools.cluster.supervise import HELPER, supervise
+os.environ[HELPER] = "1"
+helper = subprocess.Popen(["sleep", "60"])
+supervise(["bash", "-c", "sleep 61 & echo $! >&2"], os.environ)
+print(helper.poll())
+helper.kill()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "None\n" and not Path("/proc", done.stderr.strip()).exists()
+
+
 @pytest.mark.parametrize(("parent", "code"), [("os.getppid()", 0), ("os.getppid() + 1", 6)])
 def test_a_process_whose_parent_has_ended_before_it_asked_to_end_with_it(parent: str, code: int) -> None:
     program = f"import os; from megatron.launch.processes import die_with_parent; die_with_parent({parent})"
@@ -92,8 +107,7 @@ def test_a_process_whose_parent_has_ended_before_it_asked_to_end_with_it(parent:
 def test_a_run_that_exits_with_75_is_no_error_of_the_launcher(monkeypatch) -> None:
     """tools/launch.py starts DeepSpeed's launcher through a file that drops the line about this code alone."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "tools"))
-    from _deepspeed_launch import is_news
-    from _deepspeed_runner import with_own_launch
+    from _deepspeed_runner import is_news, with_own_launch
 
     def shown(text: str) -> bool:
         return is_news(logging.makeLogRecord({"msg": text}))
@@ -103,4 +117,37 @@ def test_a_run_that_exits_with_75_is_no_error_of_the_launcher(monkeypatch) -> No
     assert not shown("Unable to find hostfile, will proceed with training with local resources only.")
     program, flag, script, *rest = with_own_launch([sys.executable, "-u", "-m", "deepspeed.launcher.launch", "a", "b"])
     assert (program, flag, Path(script).name, rest) == (sys.executable, "-u", "_deepspeed_launch.py", ["a", "b"])
-    assert "launch.main()" in Path(script).read_text() and with_own_launch(["pdsh", "-w", "a"]) == ["pdsh", "-w", "a"]
+    monkeypatch.setattr(logging.getLogger("DeepSpeed"), "level", logging.INFO)
+    start = ["pdsh", "-w", "a", "cd x;", sys.executable, "-u", "-m", "deepspeed.launcher.launch", "a"]
+    end = ["pdsh", "-w", "a", "pkill -f ", "-u\\ -m\\ deepspeed.launcher.launc"]
+    own = "megatron.tools.cluster.host_launch"
+    assert with_own_launch(start, ROOT) == [*start[:7], own, "--log_level=info", "a"], "on other hosts"
+    assert with_own_launch(end, ROOT)[-1] == f"-u\\ -m\\ {own[:-1]}", "it is found when it is to be ended"
+    assert with_own_launch(start, ROOT / "docs") == start
+    assert "main()" in Path(script).read_text() and with_own_launch(["ssh", "-w", "a"]) == ["ssh", "-w", "a"]
+
+
+COMPARED = """
+import json, os, sys
+from megatron.tools.cluster.deepspeed_launcher import without_torch
+stood_in = sys.argv[1] == "stand-ins" and without_torch(os.environ)
+from deepspeed.launcher import launch, runner
+accelerator, environ = launch.get_accelerator(), {}
+accelerator.set_visible_devices_envs(environ, [1, 3])
+print(json.dumps([
+    accelerator.device_name(), accelerator.export_envs(), accelerator.visible_devices_envs(), environ,
+    launch.logger.name, launch.logger.level, launch.logger.propagate, launch.logger.handlers[0].formatter._fmt,
+    launch.get_numactl_cmd.__module__, sorted(runner.EXPORT_ENVS),
+]), stood_in, "torch" in sys.modules)
+"""
+
+
+def test_the_launcher_without_torch_is_that_of_deepspeed() -> None:
+    """What it uses of DeepSpeed is the same, without two seconds of imports."""
+    shown = {}
+    for way in ("stand-ins", "deepspeed"):
+        command = [sys.executable, "-c", COMPARED, way]
+        shown[way] = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    facts, stood_in, has_torch = shown["stand-ins"].rsplit(" ", 2)
+    assert (stood_in, has_torch) == ("True", "False")
+    assert shown["deepspeed"] == f"{facts} False True"

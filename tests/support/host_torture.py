@@ -3,7 +3,6 @@
 The hosts are network namespaces, see ``support/hosts.py``. The supervisor is on one more, which no fault hits.
 """
 
-import json
 import os
 import random
 import re
@@ -15,19 +14,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import psutil
 from support.hosts import INTERFACE, Hosts
 from support.programs import TINY_MODEL, Programs, read_metrics
 
 from megatron.checkpoint.tracker import newest
 from megatron.config.errors import CheckpointError
-from megatron.tools.cluster.elastic_parts import STARTS
 
 _SETTINGS = (
     *TINY_MODEL,
     *"--hidden-dropout 0 --attention-dropout 0 --global-batch-size 8 --batch-size 2 --eval-iters 0".split(),
-    *"--zero-stage 1 --watchdog-minutes 1".split(),
+    *"--zero-stage 1 --watchdog-minutes 0.2 --distributed-timeout-minutes 1".split(),
 )
 _DISK = "48m"
 _TIME_LIMIT = 600.0
@@ -49,12 +47,15 @@ class Recovery:
     """A fault, and how long after it the next iteration was trained."""
 
     fault: str
-    host: str
+    instant: str
+    hosts: list[str]
     seconds: float
     start: str
     """What the supervisor printed about the new start; empty if none was needed."""
-    began: float = field(default_factory=time.time)
-    """When the next iteration was trained, in seconds since 1970."""
+    shares: str
+    """What it printed about the time that the recovery took."""
+    new_supervisor: bool
+    """Whether the run had ended, and was started again as a scheduler would."""
 
 
 @dataclass
@@ -64,9 +65,8 @@ class Outcome:
     recoveries: list[Recovery] = field(default_factory=list)
     largest_difference: float = 0.0
     """Of a loss, from the same run without faults."""
+    iterations: int = 0
     proof: str = ""
-    starts: list[dict[str, Any]] = field(default_factory=list)
-    """What the supervisor has recorded, see ``elastic_parts.STARTS``."""
 
 
 class ElasticVictim:
@@ -108,7 +108,8 @@ class ElasticVictim:
         """Start the supervisor."""
         command = [
             *self.hosts.on(self.hosts.names[-1]), sys.executable, "tools/launch.py", "--elastic", "--rejoin",
-            "--exclude-after", "9", "--hostfile", str(self.folder / "hostfile"), "pretrain_gpt2.py", *self.settings,
+            "--min-hosts", "2", "--exclude-after", "9", "--hostfile", str(self.folder / "hostfile"),
+            "pretrain_gpt2.py", *self.settings,
             "--pipe-parallel-size", str(self.stages), "--metrics-file", str(self.metrics),
             "--save", str(self.save), "--auto-resume", "--save-interval", "1", "--keep-last", "3",
         ]  # fmt: skip
@@ -144,6 +145,10 @@ class ElasticVictim:
         """What the supervisor printed about each start."""
         return re.findall(r"launch\.py: elastic: (\d+ ranks? on .*)", self.log.read_text())
 
+    def shares(self) -> list[str]:
+        """What the supervisor printed about each recovery."""
+        return re.findall(r"launch\.py: elastic: (training again .*)", self.log.read_text())
+
     def in_use(self) -> list[str]:
         """The hosts of the present start."""
         return re.findall(r"host-\d+", re.split(", without|:", self.starts()[-1])[0])
@@ -154,20 +159,48 @@ class ElasticVictim:
         while self.trained() < most:
             if self.is_over():
                 return False
-            assert time.monotonic() < deadline, f"no training:\n{self.log.read_text()[-4000:]}"
+            self.check_time(deadline)
             time.sleep(0.05)
         return True
 
+    def await_start(self, starts: int) -> None:
+        """Wait until there are more than so many starts, or the supervisor has ended."""
+        deadline = time.monotonic() + _TIME_LIMIT
+        while len(self.starts()) <= starts and not self.is_over():
+            self.check_time(deadline)
+            time.sleep(0.05)
+
+    def await_save(self) -> None:
+        """Wait until a checkpoint is being written, for a few seconds at most: it is soon over."""
+        deadline = time.monotonic() + 5
+        while not list(self.save.glob("*.partial")) and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    def check_time(self, deadline: float) -> None:
+        """Raises AssertionError after ``deadline``."""
+        assert time.monotonic() < deadline, f"no training:\n{self.log.read_text()[-6000:]}"
+
+    def end(self) -> None:
+        """SIGTERM to the supervisor, as a scheduler sends it; the run saves and ends with 75, or has just finished."""
+        assert self._supervisor is not None
+        for process in psutil.Process(self._supervisor.pid).children():  # that one is nsenter
+            process.terminate()
+        self.code = self._supervisor.wait(_TIME_LIMIT)
+        assert self.code in (0, 1, 6, 75, 143), f"{self.code}:\n{self.log.read_text()[-6000:]}"
+
     def signal_rank(self, host: str, name: str) -> None:
-        """Send a signal to every rank on a host."""
-        listed = subprocess.run(
-            [*self.hosts.on(host), "ps", "-eo", "pid,args"], capture_output=True, text=True, check=True
-        ).stdout
-        ranks = [
-            line.split()[0] for line in listed.splitlines() if " pretrain_gpt2.py " in line and "launch" not in line
-        ]
+        """Send a signal to every rank on a host, once there is one."""
+        ranks, deadline = self._ranks_on(host), time.monotonic() + 30
+        while not ranks and time.monotonic() < deadline and not self.is_over():
+            time.sleep(0.05)
+            ranks = self._ranks_on(host)
         if ranks:
             subprocess.run([*self.hosts.on(host), "kill", f"-{name}", *ranks])
+
+    def _ranks_on(self, host: str) -> list[str]:
+        command = [*self.hosts.on(host), "ps", "-eo", "pid,args"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [line.split()[0] for line in listed if " pretrain_gpt2.py " in line and "launch" not in line]
 
     def fill_disk(self) -> Path:
         """A file that takes what is left of the checkpoints' disk."""
@@ -193,104 +226,90 @@ class ElasticVictim:
         except (CheckpointError, OSError):
             pass  # it was removed meanwhile
 
+    def strike(self, fault: str, host: str) -> Callable[[], object]:
+        """A fault of ``host``. Returns what makes it good."""
+        if fault == "host lost":
+            self.hosts.kill(host)
+            return lambda: self.hosts.start_again(host)
+        if fault == "link cut":
+            self.hosts.cut(host)
+            return lambda: self.hosts.cut(host, "up")
+        if fault == "checkpoint damaged":
+            self.damage_newest()
+        self.signal_rank(host, "STOP" if fault == "ranks stopped" else "KILL")
+        return lambda: None
+
     def jump_clock(self) -> None:
         """By up to a day, in either direction."""
         self._clock.write_text(str(self.chance.uniform(-86400, 86400)))
 
 
 FAULTS = ("ranks killed", "host lost", "link cut", "ranks stopped", "disk full", "checkpoint damaged", "clock jump")
+INSTANTS = ("at any time", "while saving", "while restarting", "two hosts at once")
 
 
 def torture_hosts(victim: ElasticVictim, faults: int, report: Callable[[Recovery], None]) -> Outcome:
-    """So many faults, one after the other; then the run to its end, its losses and its proof."""
+    """So many faults, one after the other, unless Ctrl-C ends them; then the end of the run, its losses and proof."""
     outcome = Outcome()
     with victim.running():
-        for number in range(faults):
-            if not victim.await_training(2):
-                break
-            recovery = _hit(victim, FAULTS[number % len(FAULTS)])
-            outcome.recoveries.append(recovery)
-            report(recovery)
-        deadline = time.monotonic() + _TIME_LIMIT
-        while not victim.is_over():
-            assert time.monotonic() < deadline, victim.log.read_text()[-4000:]
-            time.sleep(0.2)
-        assert victim.code == 0, victim.log.read_text()[-4000:]
+        try:
+            for number in range(faults):
+                if not victim.await_training(2):
+                    break
+                instant = INSTANTS[number // len(FAULTS) % len(INSTANTS)]
+                outcome.recoveries.append(_hit(victim, FAULTS[number % len(FAULTS)], instant))
+                report(outcome.recoveries[-1])
+            victim.await_training(1)
+        except KeyboardInterrupt:
+            pass
+        victim.end()
         found = {line["iteration"]: line["lm_loss"] for line in read_metrics(victim.metrics)}
-        outcome.starts = [json.loads(line) for line in (victim.save / STARTS).read_text().splitlines()]
         words = ("--load", str(victim.save), "--metrics-file", str(victim.metrics))
         outcome.proof = victim.programs.python("tools/audit_data.py", "proof", *words).ok().output.splitlines()[-1]
-    whole = victim.folder / "whole"
-    alone = ("--pipe-parallel-size", "1", "--metrics-file", whole)
+    whole, last = victim.folder / "whole", max(found)
+    alone = ("--pipe-parallel-size", "1", "--metrics-file", whole, "--exit-interval", str(last))
     victim.programs.warm(1, "pretrain_gpt2.py", *victim.settings, *alone, time_limit=_TIME_LIMIT).ok()
     expected = {line["iteration"]: line["lm_loss"] for line in read_metrics(whole)}
     assert found.keys() == expected.keys()
+    outcome.iterations = last
     outcome.largest_difference = max(abs(found[step] - expected[step]) for step in expected)
     return outcome
 
 
-def _hit(victim: ElasticVictim, fault: str) -> Recovery:
+def _hit(victim: ElasticVictim, fault: str, instant: str) -> Recovery:
     """One fault, to the next iteration that is trained; afterwards everything is as before it."""
-    host, begin, starts = victim.chance.choice(victim.in_use()), time.monotonic(), len(victim.starts())
-    undo: Callable[[], object] = lambda: None  # noqa: E731
-    if fault == "ranks killed":
-        victim.signal_rank(host, "KILL")
-    elif fault == "ranks stopped":
-        victim.signal_rank(host, "STOP")
-    elif fault == "host lost":
-        victim.hosts.kill(host)
-        undo = lambda: victim.hosts.start_again(host)  # noqa: E731
-    elif fault == "link cut":
-        victim.hosts.cut(host)
-        undo = lambda: victim.hosts.cut(host, "up")  # noqa: E731
-    elif fault == "disk full":
-        undo = victim.fill_disk().unlink
-    elif fault == "checkpoint damaged":
-        victim.damage_newest()
-        victim.signal_rank(host, "KILL")
+    hosts = victim.in_use()
+    chosen = victim.chance.sample(hosts, min(len(hosts), 2 if instant == "two hosts at once" else 1))
+    if instant == "while restarting":
+        starts = len(victim.starts())
+        victim.signal_rank(victim.chance.choice(hosts), "KILL")
+        victim.await_start(starts)
+        time.sleep(victim.chance.uniform(0, 6))
+    elif instant == "while saving":
+        victim.await_save()
     else:
+        time.sleep(victim.chance.uniform(0, 0.5))
+    begin, starts, told = time.monotonic(), len(victim.starts()), len(victim.shares())
+    if fault == "clock jump":
         victim.jump_clock()
-        victim.await_training(1)
-        return Recovery(fault, host, time.monotonic() - begin, "")
-    while len(victim.starts()) == starts and not victim.is_over():
-        assert time.monotonic() < begin + _TIME_LIMIT, victim.log.read_text()[-4000:]
-        time.sleep(0.05)
+    undo = [victim.strike(fault, host) for host in chosen if fault not in ("disk full", "clock jump")]
     if fault == "disk full":
-        undo()
-    if victim.is_over():
-        assert victim.code in (0, 6, 7), victim.log.read_text()[-4000:]
+        undo = [victim.fill_disk().unlink]
+    if fault != "clock jump":
+        victim.await_start(starts)
+    if fault == "disk full":
+        undo.pop()()
+    is_over = victim.is_over() or not victim.await_training(1)
+    if is_over:  # as a scheduler would, once the hosts are there again
+        assert victim.code in (0, 6, 7), f"{victim.code}:\n{victim.log.read_text()[-6000:]}"
+        while undo:
+            undo.pop()()
         if victim.code:
             victim.start()
-    victim.await_training(1)
+        victim.await_training(1)
     seconds = time.monotonic() - begin
-    if fault != "disk full":
-        undo()
-    return Recovery(fault, host, seconds, victim.starts()[-1])
-
-
-def draw(outcome: Outcome, file: Path) -> None:
-    """A row for each host: when its ranks ran, the layout of each start, the faults, and until when they cost time."""
-    from matplotlib.figure import Figure
-
-    names = sorted({host for start in outcome.starts for host in start["hosts"]})
-    zero = min(start["began"] for start in outcome.starts)
-    figure = Figure(figsize=(10, 0.6 * len(names) + 1.6), layout="constrained")
-    axes = figure.subplots()
-    for start in outcome.starts:
-        begin, end, layout = start["began"] - zero, start["ended"] - zero, start["layout"].split(",")[0]
-        for host in start["hosts"]:
-            axes.barh(names.index(host), end - begin, left=begin, height=0.6, color="#4c78a8", edgecolor="white")
-        label = "as given" if "as given" in layout else layout
-        axes.text(
-            (begin + end) / 2, len(names) - 0.45, f"{label}\n{len(start['hosts'])} hosts", ha="center", fontsize=7
-        )
-    for recovery in outcome.recoveries:
-        fault, again = recovery.began - recovery.seconds - zero, recovery.began - zero
-        row = names.index(recovery.host)
-        axes.axvspan(fault, again, color="#e45756", alpha=0.12, linewidth=0)
-        axes.plot(fault, row, "x", color="#e45756", markersize=9, markeredgewidth=2.5)
-        axes.text(fault, row - 0.45, f" {recovery.fault}", color="#b22222", fontsize=7, va="center")
-    axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(-0.7, len(names) + 0.1)
-    axes.set_xlabel("seconds; shaded: from a fault to the next trained iteration")
-    figure.savefig(file)
+    for step in undo:
+        step()
+    time.sleep(0.5)  # until the supervisor has printed what it took
+    again, shares = victim.starts()[starts:], victim.shares()[told:]
+    return Recovery(fault, instant, chosen, seconds, " | ".join(again), shares[-1] if shares else "", is_over)

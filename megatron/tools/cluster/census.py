@@ -1,26 +1,17 @@
 """Which hosts of a hostfile can take part in a run: reachable, healthy by the doctor's checks, nothing left running."""
 
-import inspect
-import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatron.checkpoint import folder_lock
 from megatron.checkpoint.folder_lock import Owner
 from megatron.config.errors import counted
-from megatron.tools.cluster import leftovers
 from megatron.tools.cluster.doctor import Examination, examine_hosts
 from megatron.tools.cluster.hostfile import Host
-from megatron.tools.cluster.probe_hosts import CheckResult
-from megatron.tools.cluster.remote import ssh_command
+from megatron.tools.cluster.probe_hosts import CheckResult, HostReport, Unknown
 
 _OF_HOST = ("name", "ssh", "python", "versions", "project", "arguments", "devices", "data", "folders")
 """The doctor's checks that a host must pass. The others are about all hosts, or do no harm to a run."""
-_AT_ONCE = 64
-_END_SECONDS, _ANSWER_SECONDS = 5.0, 20.0
+_END_SECONDS = 5.0
 
 
 class HostState(NamedTuple):
@@ -29,34 +20,54 @@ class HostState(NamedTuple):
     host: Host
     problem: str | None
     """Why it cannot; None if it can."""
+    address: str = ""
+    """The first that it lists of its own, where DeepSpeed has the ranks of other hosts find rank 0."""
 
 
-class Leftovers(NamedTuple):
-    """What an earlier start of a run left on a host, after its processes have been sent SIGKILL."""
-
-    problem: str | None
-    """Why it is not known, or not nothing."""
-    owner_has_ended: bool
-    """Whether the process that has the lock of the checkpoints ran here, and has ended."""
-
-
-def take_census(examination: Examination, variable: str, owner: Owner | None) -> tuple[list[HostState], bool]:
+def take_census(
+    examination: Examination, variable: str, owner: Owner | None, silent: Mapping[str, str]
+) -> tuple[list[HostState], bool]:
     """The state of each host of ``examination``, and whether ``owner``, of the lock of the checkpoints, has ended.
 
-    ``variable`` is what all processes of the run have in their environment: those that are left are ended.
+    One connection to each host ends what is left there and collects what the doctor checks, all at once.
+
+    Args:
+        examination: the hosts, and what is checked on them.
+        variable: what all processes of the run have in their environment: those that are left are ended.
+        owner: the process with the lock.
+        silent: hosts that did not answer a moment ago, and why: they are not asked again.
     """
-    with ThreadPoolExecutor(1) as pool:
-        clearing = pool.submit(end_leftovers, examination.hosts, variable, owner, examination.ssh_port)
-        looked = look_at_hosts(examination)
-        left = clearing.result()
-    states = [state._replace(problem=state.problem or left[state.host.name].problem) for state in looked]
-    return states, any(one.owner_has_ended for one in left.values())
+    place = owner and [owner.machine, owner.pid, owner.started]
+    request = {"variable": variable, "seconds": _END_SECONDS, "owner": place}
+    asked = [host for host in examination.hosts if host.name not in silent]
+    states, reports = _examined(examination._replace(hosts=asked, leftovers=request))
+    found = {state.host.name: state for state in states}
+    left = {report.host.name: _leftovers(report) for report in reports}
+    for name, (problem, _) in left.items():
+        if found[name].problem is None and problem:
+            found[name] = found[name]._replace(problem=problem)
+    every = [found.get(host.name) or HostState(host, silent[host.name]) for host in examination.hosts]
+    return every, any(owner_has_ended for _, owner_has_ended in left.values())
 
 
 def look_at_hosts(examination: Examination) -> list[HostState]:
     """The state of each host of ``examination``. Nothing is ended there."""
-    results, _ = examine_hosts(examination)
-    return [HostState(host, _first_problem(results[host.name])) for host in examination.hosts]
+    return _examined(examination)[0]
+
+
+def _examined(examination: Examination) -> tuple[list[HostState], list[HostReport]]:
+    if not examination.hosts:
+        return [], []
+    results, reports = examine_hosts(examination)
+    states = [HostState(report.host, _first_problem(results[report.host.name]), _address(report)) for report in reports]
+    return states, reports
+
+
+def _address(report: HostReport) -> str:
+    try:
+        return report.fact("network")["address"]
+    except Unknown:
+        return ""
 
 
 def _first_problem(checks: Mapping[str, Sequence[CheckResult]]) -> str | None:
@@ -64,39 +75,12 @@ def _first_problem(checks: Mapping[str, Sequence[CheckResult]]) -> str | None:
     return next((f"{name}: {result.found.removeprefix('ssh: ')}" for name, result in failed), None)
 
 
-def end_leftovers(hosts: Sequence[Host], variable: str, owner: Owner | None, port: int | None) -> dict[str, Leftovers]:
-    """End every process with ``variable`` in its environment on all ``hosts``; the result by the name of the host."""
-    place = owner and (owner.machine, owner.pid, owner.started)
-    program = _program({"variable": variable, "seconds": _END_SECONDS, "owner": place})
-    with ThreadPoolExecutor(min(_AT_ONCE, len(hosts))) as pool:
-        found = pool.map(lambda host: _end_leftovers(host, program, port), hosts)
-        return {host.name: one for host, one in zip(hosts, found, strict=True)}
-
-
-def _end_leftovers(host: Host, program: str, port: int | None) -> Leftovers:
+def _leftovers(report: HostReport) -> tuple[str | None, bool]:
+    """Why an earlier start is not known to have ended on a host, and whether the owner of the lock has ended there."""
     try:
-        command = ssh_command(host.name, [sys.executable, "-"], port)
-        done = subprocess.run(command, input=program, capture_output=True, text=True, timeout=_ANSWER_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return Leftovers("ssh: no answer", owner_has_ended=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(leftovers.MARK)]
-    if not lines:
-        return Leftovers(f"ssh: {' '.join(done.stderr.split()[-20:]) or 'no answer'}", owner_has_ended=False)
-    answer = json.loads(lines[0].removeprefix(leftovers.MARK))
-    what = f"{counted(answer['left'], 'process')} of the earlier start cannot be ended" if answer["left"] else None
-    return Leftovers(what, answer["owner_has_ended"])
-
-
-def _sources() -> str:
-    functions = (folder_lock.machine_id, folder_lock.start_time)
-    own = [line for line in inspect.getsource(leftovers).splitlines() if not line.startswith("from megatron.")]
-    sources = [*own, "from pathlib import Path", *(inspect.getsource(function) for function in functions)]
-    return "\n".join(["from __future__ import annotations", *sources])
-
-
-_SOURCES = _sources()
-"""``leftovers`` with the functions that it uses, as of now: files may be updated while a supervisor runs."""
-
-
-def _program(request: Mapping[str, Any]) -> str:
-    return f"{_SOURCES}\nend_leftovers(json.loads({json.dumps(request)!r}))\n"
+        answer = report.fact("leftovers")
+    except Unknown as error:
+        return f"ssh: {error}", False
+    if answer["left"]:
+        return f"{counted(answer['left'], 'process')} of the earlier start cannot be ended", answer["owner_has_ended"]
+    return None, answer["owner_has_ended"]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,8 @@ class Examination(NamedTuple):
     ssh_port: int | None
     seconds: float
     """Time limit for each host's report, and for the rendezvous of the all-reduce."""
+    leftovers: Mapping[str, Any] | None = None
+    """What is ended on the hosts first, see ``leftovers.end_leftovers``."""
 
 
 def examine_hosts(examination: Examination) -> tuple[Results, list[HostReport]]:
@@ -52,13 +55,18 @@ def examine_hosts(examination: Examination) -> tuple[Results, list[HostReport]]:
     environ, device = examination.environ, examination.device
     sent = forwarded_variables(environ, device, Path.cwd())
     request = _probe_request(examination, sent)
-    local = probe_local_host(request | {"port": None, "environ": {}}, examination.seconds)
+    here = request | {"port": None, "environ": {}, "leftovers": None}
     requests = [request | {"port": None if i else examination.master_port} for i in range(len(examination.hosts))]
-    if examination.uses_ssh:
-        reports = probe_hosts(examination.hosts, requests, examination.ssh_port, examination.seconds)
-    else:
-        here = probe_local_host(requests[0], examination.seconds)
-        reports = [here._replace(host=examination.hosts[0], address="127.0.0.1", without_ssh="there is no hostfile")]
+    with ThreadPoolExecutor(1) as pool:
+        locally = pool.submit(probe_local_host, here, examination.seconds)
+        if examination.uses_ssh:
+            reports = probe_hosts(examination.hosts, requests, examination.ssh_port, examination.seconds)
+        else:
+            only = probe_local_host(requests[0], examination.seconds)
+            reports = [
+                only._replace(host=examination.hosts[0], address="127.0.0.1", without_ssh="there is no hostfile")
+            ]
+        local = locally.result()
     unforwarded = unforwarded_variables(environ, device, Path.cwd()) if len(examination.hosts) > 1 else []
     results = {
         report.host.name: check_host(
@@ -117,6 +125,7 @@ def _probe_request(examination: Examination, sent: Mapping[str, str]) -> dict[st
         "folders": _absolute(folders),
         "data": data,
         "environ": dict(sent),
+        "leftovers": examination.leftovers,
     }
 
 

@@ -2,31 +2,29 @@
 
 import hashlib
 import json
-import subprocess
 import tempfile
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
-
-from megatron.checkpoint.folder_lock import FolderLock, owner_of, remove_lock
+from megatron.checkpoint.folder_lock import RUN_VARIABLE, FolderLock, displace, owner_of, remove_lock
 from megatron.checkpoint.tracker import LATEST
 from megatron.config import RunConfig
 from megatron.config.command_line import parse_run
 from megatron.config.command_line.flags import read_flags
 from megatron.config.command_line.parser import CONFIG_FILE
-from megatron.config.errors import ConfigError, ResourceError
+from megatron.config.errors import ConfigError, LaunchError, ResourceError
 from megatron.tools.cluster.census import HostState, look_at_hosts, take_census
 from megatron.tools.cluster.doctor import Examination
-from megatron.tools.cluster.elastic import Ended, Start, announce, failed_first, is_complete, pick_hosts
+from megatron.tools.cluster.elastic import Ended, Start, failed_first, is_complete, pick_hosts
+from megatron.tools.cluster.elastic_watch import ALIVE_SECONDS, Watch, names_of, ranks_in, ranks_of
 from megatron.tools.cluster.hostfile import Host, read_hostfile, runs_here_alone, select
 from megatron.tools.cluster.idle_memory import bring_snapshots
 from megatron.tools.cluster.launching import launcher_words, training_program
-from megatron.tools.cluster.remote import RUN_VARIABLE, device_kind, is_plain, ssh_command, ssh_options_for_pdsh
+from megatron.tools.cluster.recovery import Events
+from megatron.tools.cluster.remote import device_kind, is_plain, ssh_options_for_pdsh
 from megatron.tools.cluster.supervise import read_exit_codes, supervise
 from megatron.tools.planning.request import bytes_of_text
 from megatron.tools.planning.survivors import device_here, name_of_gpu, plan_survivors
@@ -37,13 +35,9 @@ STRAGGLERS = "stragglers.json"
 """Of ``--straggler-report``, in the folder of the checkpoints."""
 STARTS = "elastic.jsonl"
 """In the folder of the checkpoints: a line for each start that has ended."""
-_ALIVE_SECONDS = 5
-"""ssh gives up a host that has been silent for twice that long."""
-_LOST_SECONDS = 60.0
-"""How long the ranks of other hosts may take to notice the end of a host's ranks, and to print what they know."""
 _CENSUS_SECONDS = 30.0
-_REJOIN_SECONDS = 20.0
-"""Between two looks at hosts that are lost."""
+_SILENT_SECONDS = 25.0
+"""How long it is believed that a host does not answer. More than the time between two looks at lost hosts."""
 
 
 class ElasticRun:
@@ -62,7 +56,7 @@ class ElasticRun:
         self.save = self._save_folder()
         self.lock = FolderLock(self.save, LOCK, "is supervised for this folder")
         token = hashlib.sha256(str(self.save.resolve()).encode()).hexdigest()[:16]
-        self._token = token  # the same for a supervisor that takes over
+        self.token = token  # the same for a supervisor that takes over
         self._excluded: Mapping[str, str] = {}
         self._slow: set[str] = set()
         self._healthy: list[Host] = []
@@ -73,6 +67,13 @@ class ElasticRun:
         """The hosts that the next start should have, and the number of ranks that it should exceed."""
         self.in_vain: set[frozenset[str]] = set()
         """Such hosts, with which a start for them had no more ranks."""
+        self.silent: dict[str, tuple[float, str]] = {}
+        """Hosts that did not answer: when by ``time.monotonic()``, and why."""
+        self.lost: set[str] = set()
+        """Hosts that did not answer the census."""
+        self.events = Events()
+        """Of the present start, and of the failure before it."""
+        self._addresses: dict[str, str] = {}
 
     def progress(self) -> str | None:
         """The newest checkpoint; None while there is none."""
@@ -87,10 +88,21 @@ class ElasticRun:
         self._excluded = excluded
         owner = owner_of(self.save)
         self.lock.check()
-        states, owner_has_ended = take_census(self._examination(), f"{RUN_VARIABLE}={self._token}", owner)
+        oldest = time.monotonic() - _SILENT_SECONDS
+        silent = {host: problem for host, (when, problem) in self.silent.items() if when > oldest}
+        variable = f"{RUN_VARIABLE}={self.token}"
+        states, owner_has_ended = take_census(self._examination(), variable, owner, silent)
+        if silent and sum(state.problem is None for state in states) < self.launch.min_hosts:
+            states, owner_has_ended = take_census(self._examination(), variable, owner, {})
         if owner is not None and owner_has_ended:
             remove_lock(self.save, owner)
+        elif owner is not None and owner.run == self.token:  # cut off, it may train on: it must not save
+            with suppress(OSError):
+                displace(self.save, owner)
         self._healthy = [state.host for state in states if state.problem is None]
+        self._addresses = {state.host.name: state.address for state in states}
+        self.lost = {state.host.name for state in states if (state.problem or "").startswith("ssh: ")}
+        self.events.note("examined")
         return without_slow(states, self._slow, self.launch.min_hosts)
 
     def choose(self, states: Sequence[HostState]) -> Start | None:
@@ -122,47 +134,59 @@ class ElasticRun:
         Raises CheckpointError if another supervisor has taken over; ResourceError if ``--save`` cannot be written.
         """
         self.lock.check()
+        self.events.note("chosen")
         self._note_rejoining(start)
         if self.run_config is not None and self.run_config.checkpoint.snapshot_interval is not None:
-            idle = [host for host in self._healthy if host.name in self._used - _names(start)]
+            idle = [host for host in self._healthy if host.name in self._used - names_of(start)]
             bring_snapshots(idle, self.run_config, self.launch.ssh_port)
-        self._used = _names(start)
+        self._used = names_of(start)
         with tempfile.TemporaryDirectory(prefix="elastic-") as folder, _folder_in(self.save) as exit_codes:
             command = [*self.runner, *launcher_words(self._launch_of(start, Path(folder)), self.environ)]
             environ = {
                 **self.environ,
-                **ssh_options_for_pdsh(self.environ, alive=_ALIVE_SECONDS),
-                RUN_VARIABLE: self._token,
+                **ssh_options_for_pdsh(self.environ, alive=ALIVE_SECONDS),
+                RUN_VARIABLE: self.token,
             }
             (self.save / STRAGGLERS).unlink(missing_ok=True)
-            watch, began = _Watch(self, start), time.time()
+            watch, began = Watch(self, start, Path(exit_codes)), time.time()
             try:
                 ended = supervise(command, environ, watch, Path(exit_codes))
             finally:
-                watch.is_over.set()
+                watch.close()
             codes = read_exit_codes(Path(exit_codes))
+        if ended.was_stopped:
+            codes = with_ended(codes, start.hosts, watch.gone)
         if self.launch.exclude_stragglers:
             self._slow |= slow_hosts(self.save / STRAGGLERS, start.hosts)
         result = Ended(ended.code, ended.by_signal, failed_first(start.hosts, codes), watch.hosts_rejoin)
         self._record(start, result, began)
+        self.events = watch.failure
+        for event in ("noticed", "ended"):
+            self.events.note(event)
         return result
 
     def look(self) -> list[HostState]:
         """The state of all hosts while the run continues there."""
-        return without_slow(look_at_hosts(self._examination()), self._slow, self.launch.min_hosts)
+        states = look_at_hosts(self._examination())
+        for state in states:
+            self.silent.pop(state.host.name, None)
+            if state.problem is not None and state.problem.startswith("ssh: "):
+                self.silent[state.host.name] = time.monotonic(), state.problem
+        return without_slow(states, self._slow, self.launch.min_hosts)
 
     def _note_rejoining(self, start: Start) -> None:
         """Remember the hosts with which the run was to start, if ``start`` has no more ranks than without them."""
-        if self.rejoining is not None and _ranks(start) <= self.rejoining[1]:
+        if self.rejoining is not None and ranks_in(start) <= self.rejoining[1]:
             self.in_vain.add(self.rejoining[0])
         self.rejoining = None
-        self.in_vain.discard(_names(start))
+        self.in_vain.discard(names_of(start))
 
     def _record(self, start: Start, ended: Ended, began: float) -> None:
         """Add the start to the log of the run, for those who want to know later."""
         hosts = [host.name for host in start.hosts]
         line = {"began": began, "ended": time.time(), "hosts": hosts, "layout": start.layout, "code": ended.code}
         line |= {"failed_first": sorted(ended.failed_first), "newest_checkpoint": self.progress()}
+        line |= {"events": dict(self.events)}
         with suppress(OSError), open(self.save / STARTS, "a") as file:  # a full disk is for the run itself to report
             file.write(json.dumps(line) + "\n")
 
@@ -172,8 +196,10 @@ class ElasticRun:
         hostfile.write_text("".join(f"{host.name} slots={max(host.slots) + 1}\n" for host in start.hosts))
         include = "@".join(f"{host.name}:{','.join(map(str, host.slots))}" for host in start.hosts)
         of_start = {"hostfile": hostfile, "include": include, "exclude": "", "arguments": start.arguments}
-        if start.hosts[0].name != self.regular[0].name:
-            of_start["master_addr"] = ""  # DeepSpeed asks the host
+        of_start["no_ssh_check"] = True  # the census has just been there
+        first = start.hosts[0].name
+        if first != self.regular[0].name or not self.launch.master_addr:
+            of_start["master_addr"] = self._addresses.get(first, "")  # without one DeepSpeed asks the host
         # DeepSpeed would start the ranks of a single host here, wherever that is.
         force_multi = self.launch.force_multi or not runs_here_alone(start.hosts)
         return Namespace(**{**vars(self.launch), **of_start, "force_multi": force_multi})
@@ -211,87 +237,24 @@ class ElasticRun:
         return folder
 
 
-class _Watch:
-    """Asks to end a start whose hosts are lost, or whose lost hosts have come back and a new checkpoint is there."""
-
-    def __init__(self, run: ElasticRun, start: Start) -> None:
-        self.is_over = threading.Event()
-        self.hosts_rejoin = False
-        self._run, self._start = run, start
-        self._connected: set[str] = set()
-        self._gone: set[str] = set()
-        self._gone_since = 0.0
-        self._next, self._came_back_at = 0.0, ""
-        self._came_back = threading.Event()
-        self._awaited: tuple[frozenset[str], int] | None = None
-        if run.launch.rejoin and not is_complete(run.regular, start.hosts):
-            threading.Thread(target=self._await_hosts, name="rejoin", daemon=True).start()
-
-    def __call__(self, launcher: psutil.Process, ends_by_signal: bool) -> bool:
-        """Whether to end the start, whose launcher is given. Raises CheckpointError if another supervisor took over."""
-        if not ends_by_signal and self._came_back.is_set() and (self._run.progress() or "") != self._came_back_at:
-            announce(f"hosts have come back: ended after {self._run.progress()}, to start with them")
-            self.hosts_rejoin = True
-            self._run.rejoining = self._awaited
-            return True
-        now = time.monotonic()
-        if now < self._next:
-            return False
-        self._next = now + 1
-        self._run.lock.check(is_repeated=True)
-        return self._has_lost_hosts(launcher, now)
-
-    def _has_lost_hosts(self, launcher: psutil.Process, now: float) -> bool:
-        """Whether a host is gone, or its ranks have ended for a while and those of other hosts have not noticed."""
-        connected = _connected(launcher, [host.name for host in self._start.hosts])
-        gone = self._connected - connected
-        self._connected |= connected
-        self._gone &= gone
-        for host in sorted(gone - self._gone):
-            self._gone.add(host)
-            self._gone_since = now
-            if not answers(host, self._run.launch.ssh_port):
-                announce(f"{host} does not answer: ended on the other hosts")
-                return True
-        if not gone or now - self._gone_since < _LOST_SECONDS:
-            return False
-        announce(f"the ranks of {' '.join(sorted(gone))} have ended, those of other hosts hang: ended")
-        return True
-
-    def _await_hosts(self) -> None:
-        """Wait until a better start is possible, with hosts that were lost."""
-        try:
-            while not self.is_over.wait(_REJOIN_SECONDS):
-                start = self._run.choose(self._run.look())
-                if start is not None and self._is_better(start):
-                    self._came_back_at = self._run.progress() or ""
-                    self._awaited = _names(start), _ranks(self._start)
-                    names = sorted(_names(start) - _names(self._start))
-                    announce(f"{' '.join(names)} can take part again, from the next checkpoint on")
-                    self._came_back.set()
-                    return
-        except Exception as error:
-            announce(f"{type(error).__name__} in the search for hosts that have come back, which ends: {error}")
-
-    def _is_better(self, start: Start) -> bool:
-        """Whether ``start`` has more ranks than the present one, and was not tried in vain."""
-        return _ranks(start) > _ranks(self._start) and _names(start) not in self._run.in_vain
-
-
-def _names(start: Start) -> frozenset[str]:
-    return frozenset(host.name for host in start.hosts)
-
-
-def _ranks(start: Start) -> int:
-    return sum(len(host.slots) for host in start.hosts)
-
-
 def _folder_in(save: Path) -> tempfile.TemporaryDirectory:
     """A folder for the exit codes of all ranks, on all hosts. Raises ResourceError if it cannot be made."""
     try:
         return tempfile.TemporaryDirectory(prefix=".ranks-", dir=save, ignore_cleanup_errors=True)
     except OSError as error:
         raise ResourceError(f"--save {save}: no folder can be made there: {error.strerror}") from error
+
+
+def with_ended(codes: Mapping[int, str], hosts: Sequence[Host], gone: set[str]) -> dict[int, str]:
+    """``codes``, with 6 for the ranks that ran when they were ended because of ranks on the hosts ``gone``.
+
+    If those have ended because of others themselves, one that ran hung: the codes stay as they are.
+    """
+    others = str(LaunchError.exit_code)
+    if all(codes.get(rank, "") == others for rank in ranks_of(hosts, gone)):
+        return dict(codes)
+    ran = ranks_of(hosts, {host.name for host in hosts} - gone)
+    return {**codes, **{rank: codes.get(rank) or others for rank in ran}}
 
 
 def slow_hosts(file: Path, hosts: Sequence[Host]) -> set[str]:
@@ -313,33 +276,6 @@ def without_slow(states: Sequence[HostState], slow: Collection[str], least: int)
         healthy -= is_dropped
         found.append(state._replace(problem="slower than others: --exclude-stragglers") if is_dropped else state)
     return found
-
-
-def _connected(launcher: psutil.Process, hosts: Sequence[str]) -> set[str]:
-    """Those of ``hosts`` to which pdsh has a connection."""
-    found: set[str] = set()
-    for process in _children(launcher, recursive=True):
-        with suppress(psutil.Error):  # it has just ended
-            if process.name().startswith("pdsh"):  # Debian's is called pdsh.bin
-                for ssh in _children(process):
-                    with suppress(psutil.Error):
-                        found |= set(hosts).intersection(ssh.cmdline())
-    return found
-
-
-def _children(process: psutil.Process, *, recursive: bool = False) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=recursive)
-    except psutil.Error:
-        return []
-
-
-def answers(host: str, port: int | None) -> bool:
-    """Whether ssh reaches ``host``."""
-    try:
-        return subprocess.run(ssh_command(host, ["true"], port), capture_output=True, timeout=15).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
 
 
 def planned_device(launch: Namespace, kind: str, query: Callable[[], str] = name_of_gpu) -> Device:

@@ -1,23 +1,19 @@
-"""End what an earlier start of a run left on a host: a program that is sent to hosts and run there by python.
+"""End what an earlier start of a run left on a host: sent to hosts as a part of ``megatron.tools.cluster.probe``.
 
-Standard library alone, like ``megatron.tools.cluster.probe``. Only processes that carry the variable of that run in
-their environment are ended; all are of this user, since others' environments cannot be read.
+Standard library alone. Only processes that carry the variable of that run in their environment are ended; all are of
+this user, since others' environments cannot be read.
 """
 
 import contextlib
-import json
 import os
 import signal
 import time
 
 from megatron.checkpoint.folder_lock import machine_id, start_time
 
-MARK = "megatron-leftovers "
-"""Begins its line of output."""
-
 
 def end_leftovers(request):
-    """SIGKILL to every process of the run; print how many are left, and whether the owner of its lock has ended.
+    """SIGKILL to every process of the run. Returns how many are left, and whether the owner of its lock has ended.
 
     ``request`` has ``variable``, NAME=VALUE as in the environment of the run; ``seconds`` to wait; and ``owner``, the
     machine, process id and start time of the process that has the lock of the checkpoints, or None.
@@ -31,7 +27,7 @@ def end_leftovers(request):
         time.sleep(0.02)
     owner = request["owner"]
     has_ended = owner is not None and owner[0] == machine_id() and start_time(owner[1]) != owner[2]
-    print(MARK + json.dumps({"ended": len(ended), "left": len(left), "owner_has_ended": has_ended}), flush=True)
+    return {"ended": len(ended), "left": len(left), "owner_has_ended": has_ended}
 
 
 def _processes(variable):

@@ -1,7 +1,7 @@
 """The facts of a host: a program that is sent to hosts, which may not have this project, and run there by python.
 
-Standard library alone. It prints facts, as one line of JSON, and changes nothing. Its source is sent after that of
-``megatron.checkpoint.fingerprint`` and of ``extensions_folder``, which it uses.
+Standard library alone. It prints facts, as one line of JSON, and changes nothing, except that for an elastic run it
+ends what an earlier start has left. Its source is sent after that of what it uses.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import time
 
 from megatron.checkpoint.fingerprint import data_hash
 from megatron.launch.environment import extensions_folder
+from megatron.tools.cluster.leftovers import end_leftovers
 
 MARK = "megatron-probe "
 """Begins each of its two lines of output: shells may print others before."""
@@ -30,7 +31,8 @@ def answer(request: dict) -> None:
 
     Args:
         request: ``project``, ``files`` (flag to path), ``data`` (prefixes), ``folders`` (flag to path),
-            ``port`` (to listen on, or None) and ``environ``, which the launcher will set here.
+            ``port`` (to listen on, or None), ``environ``, which the launcher will set here, and ``leftovers``: None,
+            or those that are ended first.
     """
     print(MARK + json.dumps({"time": time.time()}), flush=True)
     os.environ.update(request["environ"])
@@ -43,6 +45,10 @@ def _attempt(collect, request):
         return {"value": collect(request)}
     except Exception as error:  # whatever keeps a host from collecting one fact, the others are useful
         return {"error": getattr(error, "strerror", None) or str(error) or type(error).__name__}
+
+
+def _leftovers(request):
+    return request["leftovers"] and end_leftovers(request["leftovers"])
 
 
 def _software(request):
@@ -170,6 +176,7 @@ def _output(*command):
 
 
 FACTS = {
+    "leftovers": _leftovers,
     "software": _software,
     "project": _project,
     "files": _files,

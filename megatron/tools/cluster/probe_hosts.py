@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from megatron.checkpoint import fingerprint
+from megatron.checkpoint import fingerprint, folder_lock
 from megatron.config import RunConfig, reading
 from megatron.launch.environment import extensions_folder
-from megatron.tools.cluster import allreduce, probe
+from megatron.tools.cluster import allreduce, leftovers, probe
 from megatron.tools.cluster.hostfile import Host, is_this_host
 from megatron.tools.cluster.remote import CONNECT_SECONDS, ssh_command
 
@@ -195,13 +195,20 @@ def _exchange(report: HostReport, process: subprocess.Popen, program: str, start
     return report
 
 
-def _program(request: Mapping[str, Any]) -> str:
-    """The probe, the functions of this project that it uses, and its request, as one program."""
-    lines = "\n".join(inspect.getsource(module) for module in (reading, fingerprint, extensions_folder, probe)).split(
-        "\n"
-    )
+def _sources() -> str:
+    parts = (reading, fingerprint, extensions_folder, folder_lock.machine_id, folder_lock.start_time, leftovers, probe)
+    lines = "\n".join(inspect.getsource(part) for part in parts).split("\n")
     own = "\n".join(line for line in lines if not line.startswith("from megatron."))
-    return f"from __future__ import annotations\n{own}\nanswer(json.loads({json.dumps(request)!r}))\n"
+    return f"from __future__ import annotations\n{own}"
+
+
+_SOURCES = _sources()
+"""The probe and what it uses of this project, as of now: files may be updated while a supervisor runs."""
+
+
+def _program(request: Mapping[str, Any]) -> str:
+    """The probe and its request as one program."""
+    return f"{_SOURCES}\nanswer(json.loads({json.dumps(request)!r}))\n"
 
 
 class AllReduceResult(NamedTuple):

@@ -27,7 +27,7 @@ def ssh_command(host: str, words: Sequence[str], port: int | None = None) -> lis
 
 
 def ssh_options_for_pdsh(environ: Mapping[str, str], alive: int = 60) -> dict[str, str]:
-    """What makes pdsh's ssh prompt for nothing, and give up a host that has been silent for twice ``alive`` seconds.
+    """What makes pdsh's ssh prompt for nothing, and give up a host that is silent for three times ``alive`` seconds.
 
     Otherwise a launcher waits forever for a lost host. Options that the environment has already take precedence.
     """
@@ -36,7 +36,7 @@ def ssh_options_for_pdsh(environ: Mapping[str, str], alive: int = 60) -> dict[st
 
 
 def _options(alive: int) -> list[str]:
-    """For ssh. A host has twice ``alive`` seconds to show that it is alive."""
+    """For ssh. After ``alive`` seconds of silence a host is asked twice, and has as long again to answer each time."""
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": CONNECT_SECONDS,
@@ -67,8 +67,6 @@ def quote_for_pdsh(argument: str) -> str:
 
 _ALWAYS = ("MLFLOW", "PYTHON", "MV2", "UCX")
 _WITH_DEVICE = {"cuda": ("NCCL",)}
-RUN_VARIABLE = "MEGATRON_ELASTIC_RUN"
-"""Of all processes of an elastic run, by which they are found when they are to be ended."""
 ALSO_SENT = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_", "TORCH_FR_", "TORCH_NCCL_")
 """Beginnings of names that ``tools/launch.py`` lets DeepSpeed's launcher send, besides its own."""
 _NEEDED = (

@@ -25,6 +25,8 @@ from megatron.config.errors import CheckpointError, ConfigError, DataError, Laun
 from megatron.launch.processes import die_with_parent
 from megatron.launch.rank import EXIT_CODE_FOLDER, print_error
 
+HELPER = "MEGATRON_SUPERVISOR_HELPER"
+"""Environment variable of processes below this one that do not belong to the run, and are not ended with it."""
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOKS = 0.2
@@ -68,7 +70,8 @@ def supervise(
         # No signal is lost between the start of the launcher and the handlers that forward signals to it.
         earlier_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
         try:
-            launcher = _start(command, {**environ, EXIT_CODE_FOLDER: str(folder)}, earlier_mask)
+            of_run = {name: value for name, value in environ.items() if name != HELPER}
+            launcher = _start(command, {**of_run, EXIT_CODE_FOLDER: str(folder)}, earlier_mask)
 
             def forward(number: int, _: FrameType | None) -> None:
                 forwarded.append(number)
@@ -80,7 +83,7 @@ def supervise(
         try:
             code, was_stopped = _wait(launcher, watch, forwarded)
         finally:
-            _end_descendants()
+            _end_descendants(0.0 if was_stopped else _GRACE)
             for number, handler in earlier.items():
                 signal.signal(number, handler)
         codes = read_exit_codes(folder)
@@ -141,17 +144,29 @@ def _inherit_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _end_descendants() -> None:
-    """Send every process below this one SIGTERM, then SIGKILL if it has not ended in time."""
-    deadline = time.monotonic() + _GRACE
-    left = psutil.Process().children(recursive=True)
+def _end_descendants(grace: float) -> None:
+    """Send every process below this one SIGTERM, then SIGKILL if it has not ended after ``grace`` seconds."""
+    deadline = time.monotonic() + grace
+    left = _processes_of_run()
     for process in left:
         _signal(process, signal.SIGTERM)
     psutil.wait_procs(left, timeout=max(deadline - time.monotonic(), 0))
     # Those that were stopped, or have started others meanwhile.
-    for process in psutil.Process().children(recursive=True):
+    for process in _processes_of_run():
         _signal(process, signal.SIGKILL)
     psutil.wait_procs(left, timeout=1)
+
+
+def _processes_of_run() -> list[psutil.Process]:
+    """Every process below this one, but for its helpers."""
+    return [process for process in psutil.Process().children(recursive=True) if not _is_helper(process)]
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    try:
+        return HELPER in process.environ()
+    except psutil.Error:  # it is ending
+        return False
 
 
 def _signal(process: psutil.Process, number: int) -> None:

@@ -2,6 +2,7 @@
 
 import importlib
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from support.programs import TINY_MODEL
 from megatron.config.command_line import parse_run
 from megatron.config.errors import ConfigError, LaunchError
 from megatron.launch.rank import EXIT_CODE_FOLDER, _write_exit_code
-from megatron.tools.cluster import elastic_parts
+from megatron.tools.cluster import elastic_watch
 from megatron.tools.cluster.census import HostState
 from megatron.tools.cluster.elastic import (
     Ended,
@@ -25,17 +26,12 @@ from megatron.tools.cluster.elastic import (
     pick_hosts,
     run_elastic,
 )
-from megatron.tools.cluster.elastic_parts import (
-    ElasticRun,
-    _connected,
-    _Watch,
-    planned_device,
-    slow_hosts,
-    without_slow,
-)
+from megatron.tools.cluster.elastic_parts import ElasticRun, planned_device, slow_hosts, with_ended, without_slow
+from megatron.tools.cluster.elastic_watch import Watch, connections
 from megatron.tools.cluster.hostfile import Host, read_hostfile
 from megatron.tools.cluster.launching import launcher_words, read_launch
-from megatron.tools.cluster.supervise import FORWARDED, read_exit_codes
+from megatron.tools.cluster.recovery import Ages, Events, read_started, write_started
+from megatron.tools.cluster.supervise import FORWARDED, HELPER, read_exit_codes
 from megatron.tools.planning.survivors import arguments_at_world_size, plan_survivors
 from megatron.tools.planning.timing import DEVICES
 
@@ -78,6 +74,14 @@ def test_spare_hosts_take_the_place_of_lost_ones(lost: str, names: str, complete
 )
 def test_the_host_that_failed_first(codes: Mapping[int, str], expected: set[str]) -> None:
     assert failed_first([A, B, C], codes) == expected
+
+
+def test_ranks_that_ran_when_they_were_ended_did_not_fail_first() -> None:
+    """Unless those that have ended did so because of others: then one that ran hung."""
+    running = {0: "", 1: "", 2: "", 3: "6", 4: "", 5: "6"}
+    assert failed_first([A, B, C], with_ended(running, [A, B, C], {"b"})) == {"b"}
+    waiting = {0: "", 1: "", 2: "6", 3: "6", 4: "6", 5: "6"}
+    assert failed_first([A, B, C], with_ended(waiting, [A, B, C], {"b", "c"})) == {"a"}
 
 
 def elastic(
@@ -254,24 +258,25 @@ def test_the_hosts_that_pdsh_is_connected_to() -> None:
 
     ended = SimpleNamespace(name=fail, cmdline=fail)
     pdsh.children = lambda recursive: [ended, ssh]
-    assert _connected(SimpleNamespace(children=lambda recursive: [ended, ssh, pdsh]), ["a", "b"]) == {"b"}
+    assert connections(SimpleNamespace(children=lambda recursive: [ended, ssh, pdsh]), ["a", "b"]) == {"b": ssh}
 
 
-def watch_of(**run) -> _Watch:
-    parts = {"launch": SimpleNamespace(rejoin=False), "progress": lambda: "5", "in_vain": set()}
-    return _Watch(SimpleNamespace(**parts, lock=SimpleNamespace(check=lambda **_: None), **run), Start([A], [], ""))
+def watch_of(folder: Path, **run) -> Watch:
+    parts = {"launch": SimpleNamespace(rejoin=False), "progress": lambda: "5", "in_vain": set(), "events": Events()}
+    lock = SimpleNamespace(check=lambda **_: None)
+    return Watch(SimpleNamespace(**parts, lock=lock, **run), Start([A], [], ""), folder)
 
 
-def test_a_run_that_ends_by_a_signal_is_not_ended_to_rejoin() -> None:
-    watch, launcher = watch_of(), SimpleNamespace(children=lambda recursive: [])
+def test_a_run_that_ends_by_a_signal_is_not_ended_to_rejoin(tmp_path: Path) -> None:
+    watch, launcher = watch_of(tmp_path, save=tmp_path, token="t"), SimpleNamespace(children=lambda recursive: [])
     watch._came_back.set()
     assert not watch(launcher, True) and not watch.hosts_rejoin
     assert watch(launcher, False) and watch.hosts_rejoin
 
 
-def test_hosts_that_the_census_refuses_rejoin_once(monkeypatch, capsys) -> None:
-    monkeypatch.setattr(elastic_parts, "_REJOIN_SECONDS", 0.0)
-    watch = watch_of(look=list, choose=lambda _: Start([A, B], [], ""))
+def test_hosts_that_the_census_refuses_rejoin_once(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(elastic_watch, "_REJOIN_SECONDS", 0.0)
+    watch = watch_of(tmp_path, save=tmp_path, token="t", look=list, choose=lambda _: Start([A, B], [], ""))
     watch._await_hosts()
     assert watch._came_back.is_set() and watch._awaited == (frozenset("ab"), 2)
     run = SimpleNamespace(rejoining=watch._awaited, in_vain=set())
@@ -282,21 +287,31 @@ def test_hosts_that_the_census_refuses_rejoin_once(monkeypatch, capsys) -> None:
     ElasticRun._note_rejoining(run, Start([A, B], [], ""))
     assert not run.in_vain
     capsys.readouterr()
-    watch_of(look=lambda: 1 // 0, choose=None)._await_hosts()
+    watch_of(tmp_path, look=lambda: 1 // 0, choose=None)._await_hosts()
     assert "ZeroDivisionError in the search" in capsys.readouterr().err
 
 
 def test_the_address_of_a_lost_first_host_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "given").write_text("a slots=2\nb slots=2\n")
     words = ["--elastic", "--hostfile", str(tmp_path / "given"), "--master_addr", "10.0.0.1", "--force_multi", "x.py"]
-    run = SimpleNamespace(launch=read_launch(words), regular=[A, B])
-    addresses = [ElasticRun._launch_of(run, Start(hosts, [], ""), tmp_path).master_addr for hosts in ([A, C], [B, C])]
-    assert addresses == ["10.0.0.1", ""]
+    run = SimpleNamespace(launch=read_launch(words), regular=[A, B], _addresses={"a": "10.9.0.1", "b": "10.9.0.2"})
+    addresses = [
+        ElasticRun._launch_of(run, Start(hosts, [], ""), tmp_path).master_addr for hosts in ([A, C], [B, C], [C])
+    ]
+    assert addresses == ["10.0.0.1", "10.9.0.2", ""]
     here = ElasticRun._launch_of(run, Start([Host("localhost", (0,))], [], ""), tmp_path)
     assert here.force_multi, "as given"
 
 
-def test_a_signal_between_two_starts_gives_the_lock_back(monkeypatch) -> None:
+def too_few_hosts(*_: object) -> int:
+    raise LaunchError("1 host can take part, fewer than --min-hosts 2")
+
+
+@pytest.mark.parametrize(
+    ("run_elastic", "released"), [(lambda *_: signal.raise_signal(signal.SIGTERM), True), (too_few_hosts, False)]
+)
+def test_the_lock_is_given_back_unless_too_few_hosts_are_seen(monkeypatch, run_elastic, released) -> None:
+    """By a signal between two starts. A supervisor that is cut off leaves it to a standby that sees more hosts."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "tools"))
     launch = importlib.import_module("launch")
     done: list[str] = []
@@ -304,15 +319,17 @@ def test_a_signal_between_two_starts_gives_the_lock_back(monkeypatch) -> None:
     run = SimpleNamespace(lock=lock, census=None, choose=None, start=None, progress=None)
     monkeypatch.setattr(launch, "ElasticRun", lambda *_: run)
     monkeypatch.setattr(launch, "checkpoint_watch", lambda *_, **__: None)
-    monkeypatch.setattr(launch, "run_elastic", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(launch, "run_elastic", run_elastic)
+    monkeypatch.setenv(HELPER, "")
     earlier = {number: signal.getsignal(number) for number in FORWARDED}
     try:
-        with pytest.raises(SystemExit) as end:
+        with pytest.raises((SystemExit, LaunchError)) as end:
             launch._run_elastic(read_launch(["--elastic", "--hostfile", "h", "x.py"]))
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)
-    assert end.value.code == 143 and done == ["taken", "released"]
+    assert done == ["taken", *["released"] * released]
+    assert not released or end.value.code == 143
 
 
 def test_the_exit_codes_of_ranks_in_a_shared_folder(tmp_path: Path, monkeypatch) -> None:
@@ -322,3 +339,75 @@ def test_the_exit_codes_of_ranks_in_a_shared_folder(tmp_path: Path, monkeypatch)
     for rank, code in ((10, "6"), (1, ""), (2, "7")):  # what cannot be written does not keep a rank from its end
         _write_exit_code(rank, code)
     assert list(read_exit_codes(tmp_path).items()) == [(1, ""), (10, "6")]
+
+
+def test_the_shares_of_a_recovery(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv(EXIT_CODE_FOLDER, str(tmp_path))
+    assert read_started(tmp_path) is None
+    write_started(Ages(joined=4, loaded=6, trained=7))
+    events = Events(noticed=100.0, ended=103.0, examined=104.5)
+    monkeypatch.setattr(time, "time", lambda: 113.0)
+    events.note("ended")
+    events.note_training(read_started(tmp_path))
+    assert events.shares() == {"ended": 3, "examined": 1.5, "launched": 1.5, "joined": 4, "loaded": 2, "trained": 1}
+    assert str(events).startswith("training again 13.0 s after the failure was noticed: 3.0 s to end all ranks, 1.5 s")
+
+
+class Ssh:
+    """A connection of pdsh that runs until it is closed."""
+
+    def __init__(self) -> None:
+        self.runs = True
+
+    def is_running(self) -> bool:
+        return self.runs
+
+    def status(self) -> str:
+        return "sleeping"
+
+
+@pytest.mark.parametrize(
+    ("codes", "seconds"),
+    [({2: "", 3: "6"}, 3), ({2: "1", 3: "6"}, 3), ({}, 3), ({2: "0", 3: "0"}, 60), ({2: "2", 3: "2"}, 60)],
+)
+def test_ranks_of_other_hosts_are_ended_soon_unless_the_run_is_over(tmp_path, monkeypatch, codes, seconds) -> None:
+    """They have a minute if no restart follows: those of the gone host have finished, or named a mistake."""
+    clock, lines = [0.0], {"a": Ssh(), "b": Ssh()}
+    monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(elastic_watch, "connections", lambda *_: lines)
+    monkeypatch.setattr(elastic_watch, "silence", lambda *_: "ssh: no route")
+    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), silent={}, events=Events(), lost=set())
+    run.save, run.token = tmp_path, "t"
+    run.lock = SimpleNamespace(check=lambda **_: None)
+    watch = Watch(run, Start([A, B], [], ""), tmp_path)
+    for rank, code in codes.items():
+        (tmp_path / f"rank {rank}").write_text(code)
+    ended = []
+    for clock[0] in (10.0, 20.0, 20.0 + seconds - 0.1, 20.0 + seconds):
+        lines["b"].runs = clock[0] < 20
+        ended.append(watch(None, False))
+    watch.close()
+    assert ended == [False, False, False, True] and watch.gone == {"b"}
+    assert set(run.silent) == ({"b"} if seconds == 3 else set()), "it is asked while the others end"
+
+
+def test_a_rank_0_that_is_stopped_ends_the_start(tmp_path, monkeypatch) -> None:
+    """No other rank may be there to find it: it no longer renews its lock. One that is not of this run says nothing."""
+    renewals: list[str | None] = [None, "1", *["2"] * 61]
+    monkeypatch.setattr(elastic_watch, "last_renewal", lambda folder, run: renewals.pop(0))
+    watch = watch_of(tmp_path, save=tmp_path, token="t")
+    assert [watch._is_stopped() for _ in range(63)] == [False] * 62 + [True]
+
+
+def test_a_host_without_a_connection_is_gone(tmp_path, monkeypatch) -> None:
+    """Its ssh has ended before it was seen."""
+    clock = [0.0]
+    monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(elastic_watch, "connections", lambda *_: {"a": Ssh()})
+    monkeypatch.setattr(elastic_watch, "silence", lambda *_: None)
+    run = SimpleNamespace(launch=SimpleNamespace(rejoin=False, ssh_port=None), silent={}, events=Events(), lost=set())
+    run.save, run.token = tmp_path, "t"
+    run.lock = SimpleNamespace(check=lambda **_: None)
+    watch = Watch(run, Start([A, B], [], ""), tmp_path)
+    ended = [watch(None, False) for clock[0] in (1.0, 5.9, 6.1, 9.2)]
+    assert ended == [False, False, False, True] and not run.silent

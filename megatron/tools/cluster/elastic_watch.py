@@ -1,0 +1,210 @@
+"""What the supervisor of an elastic run watches while a start trains: lost hosts, hosts that come back, its lock."""
+
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from megatron.checkpoint.folder_lock import last_renewal
+from megatron.tools.cluster.elastic import Start, announce, is_complete
+from megatron.tools.cluster.hostfile import Host
+from megatron.tools.cluster.recovery import Events, read_started
+from megatron.tools.cluster.remote import ssh_command
+from megatron.tools.cluster.supervise import FINAL, read_exit_codes
+
+if TYPE_CHECKING:
+    from megatron.tools.cluster.elastic_parts import ElasticRun
+
+ALIVE_SECONDS = 3
+"""ssh gives up a host that has been silent for three times that long."""
+_NOTICE_SECONDS = 3.0
+"""How long the ranks of other hosts may take to notice the end of a host's ranks, and to print what they know."""
+_END_SECONDS = 60.0
+"""The same at an end that no restart follows."""
+_CONNECT_SECONDS = 5.0
+"""How long after the first connection a host may have none, before it counts as gone."""
+_STOPPED_SECONDS = 60.0
+"""How long rank 0 may not renew its lock. Another rank would find it sooner, by ``--watchdog-minutes``."""
+_LOOK_SECONDS = 1.0
+_REJOIN_SECONDS = 20.0
+"""Between two looks at hosts that are lost."""
+
+
+class Watch:
+    """Asks to end a start whose hosts are lost, or whose lost hosts have come back and a new checkpoint is there."""
+
+    def __init__(self, run: "ElasticRun", start: Start, exit_codes: Path) -> None:
+        self.is_over = threading.Event()
+        self.hosts_rejoin = False
+        self.gone: set[str] = set()
+        """The hosts whose connection has ended."""
+        self.failure = Events()
+        """Of the recovery that begins with the end of this start."""
+        self._run, self._start, self._exit_codes = run, start, exit_codes
+        self._connections: dict[str, psutil.Process] = {}
+        self._connected_at: float | None = None
+        self._gone_since = 0.0
+        self._asking: list[threading.Thread] = []
+        self._renewal: str | None = None
+        self._without_renewal = 0.0
+        self._next, self._came_back_at = 0.0, ""
+        self._came_back = threading.Event()
+        self._awaited: tuple[frozenset[str], int] | None = None
+        if run.launch.rejoin and not is_complete(run.regular, start.hosts):
+            threading.Thread(target=self._await_hosts, name="rejoin", daemon=True).start()
+
+    def __call__(self, launcher: psutil.Process, ends_by_signal: bool) -> bool:
+        """Whether to end the start, whose launcher is given. Raises CheckpointError if another supervisor took over."""
+        if not ends_by_signal and self._came_back.is_set() and (self._run.progress() or "") != self._came_back_at:
+            announce(f"hosts have come back: ended after {self._run.progress()}, to start with them")
+            self.hosts_rejoin = True
+            self._run.rejoining = self._awaited
+            self.failure.note("noticed")
+            return True
+        self._note_training()
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _LOOK_SECONDS
+            self._run.lock.check(is_repeated=True)
+            if len(self._connections) < len(self._start.hosts):
+                self._connections |= connections(launcher, [host.name for host in self._start.hosts])
+            if self._connections and self._connected_at is None:
+                self._connected_at = now
+            if self._is_stopped():
+                announce(f"rank 0 has not responded for {_STOPPED_SECONDS:.0f} s: ended")
+                self.failure.note("noticed")
+                return True
+        return self._has_lost_hosts(now)
+
+    def _note_training(self) -> None:
+        events = self._run.events
+        if "trained" not in events and (ages := read_started(self._exit_codes)) is not None:
+            events.note_training(ages)
+            if "noticed" in events:
+                announce(str(events))
+
+    def close(self) -> None:
+        """Wait until it is known which of the hosts that have gone answer."""
+        self.is_over.set()
+        for thread in self._asking:
+            thread.join()
+
+    def _has_lost_hosts(self, now: float) -> bool:
+        """Whether ranks have ended with their host, or alone, so that those of other hosts are to be ended."""
+        gone = {host for host, ssh in self._connections.items() if not _runs(ssh)}
+        if self._connected_at is not None and now - self._connected_at > _CONNECT_SECONDS:
+            gone |= names_of(self._start) - self._connections.keys()  # ended at once, and was never seen
+        if not gone:
+            return False
+        ends_well = self._ends_without_restart(gone)
+        if new := gone - self.gone:
+            if not self.gone or ends_well:
+                self._gone_since = now
+            if not ends_well:
+                self.failure.note("noticed")
+                self._ask(new | (self._run.lost - names_of(self._start)))
+            self.gone = gone
+        if now - self._gone_since < (_END_SECONDS if ends_well else _NOTICE_SECONDS):
+            return False
+        announce(f"the ranks of {' '.join(sorted(gone))} have ended, or are lost: those of other hosts are ended")
+        return True
+
+    def _is_stopped(self) -> bool:
+        """Whether rank 0 is stopped: it does not renew its lock, though the file can be read. Called every second."""
+        before, self._renewal = self._renewal, last_renewal(self._run.save, self._run.token)
+        is_new = self._renewal is None or self._renewal != before
+        self._without_renewal = 0.0 if is_new else self._without_renewal + _LOOK_SECONDS
+        return self._without_renewal >= _STOPPED_SECONDS
+
+    def _ends_without_restart(self, gone: set[str]) -> bool:
+        """Whether all hosts are gone, or the ranks of the gone ones have left codes that end the run."""
+        codes = read_exit_codes(self._exit_codes)
+        left = [codes.get(rank, "") for rank in ranks_of(self._start.hosts, gone)]
+        return len(gone) == len(self._start.hosts) or all(code and int(code) in FINAL for code in left)
+
+    def _ask(self, hosts: set[str]) -> None:
+        """Find out, while the ranks of others end, which hosts do not answer: the census need not wait for them."""
+
+        def ask(host: str) -> None:
+            if (problem := silence(host, self._run.launch.ssh_port)) is not None:
+                self._run.silent[host] = time.monotonic(), problem
+
+        for host in hosts:
+            self._asking.append(threading.Thread(target=ask, args=(host,), daemon=True))
+            self._asking[-1].start()
+
+    def _await_hosts(self) -> None:
+        """Wait until a better start is possible, with hosts that were lost."""
+        try:
+            while not self.is_over.wait(_REJOIN_SECONDS):
+                start = self._run.choose(self._run.look())
+                if start is not None and self._is_better(start):
+                    self._came_back_at = self._run.progress() or ""
+                    self._awaited = names_of(start), ranks_in(self._start)
+                    names = sorted(names_of(start) - names_of(self._start))
+                    announce(f"{' '.join(names)} can take part again, from the next checkpoint on")
+                    self._came_back.set()
+                    return
+        except Exception as error:
+            announce(f"{type(error).__name__} in the search for hosts that have come back, which ends: {error}")
+
+    def _is_better(self, start: Start) -> bool:
+        """Whether ``start`` has more ranks than the present one, and was not tried in vain."""
+        return ranks_in(start) > ranks_in(self._start) and names_of(start) not in self._run.in_vain
+
+
+def names_of(start: Start) -> frozenset[str]:
+    """The hosts of ``start``."""
+    return frozenset(host.name for host in start.hosts)
+
+
+def ranks_in(start: Start) -> int:
+    """The number of its ranks."""
+    return sum(len(host.slots) for host in start.hosts)
+
+
+def ranks_of(hosts: Sequence[Host], names: set[str]) -> list[int]:
+    """The ranks on the hosts with these ``names``, of a start on all ``hosts``."""
+    places = [host.name for host in hosts for _ in host.slots]
+    return [rank for rank, name in enumerate(places) if name in names]
+
+
+def connections(launcher: psutil.Process, hosts: Sequence[str]) -> dict[str, psutil.Process]:
+    """The ssh of pdsh to each of ``hosts``."""
+    found: dict[str, psutil.Process] = {}
+    for process in _children(launcher, recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            if process.name().startswith("pdsh"):  # Debian's is called pdsh.bin
+                for ssh in _children(process):
+                    with suppress(psutil.Error):
+                        found |= {host: ssh for host in set(hosts).intersection(ssh.cmdline())}
+    return found
+
+
+def _children(process: psutil.Process, *, recursive: bool = False) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=recursive)
+    except psutil.Error:
+        return []
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def silence(host: str, port: int | None) -> str | None:
+    """Why ssh does not reach ``host``; None if it does."""
+    try:
+        done = subprocess.run(ssh_command(host, ["true"], port), capture_output=True, text=True, timeout=15)
+    except (OSError, subprocess.TimeoutExpired):
+        return "ssh: no answer"
+    said = " ".join(done.stderr.split()[-20:]).removeprefix("ssh: ") or "no answer"
+    return f"ssh: {said}" if done.returncode else None
