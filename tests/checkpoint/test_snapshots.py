@@ -1,5 +1,6 @@
 """Snapshots in memory: which hosts may be lost, and a run that resumes from what the others have."""
 
+import errno
 import io
 import os
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 from support.programs import TINY_MODEL, Programs, read_metrics
 from support.training import RankTraining, pretrain
+from torch.utils._pytree import tree_leaves, tree_structure
 
 from megatron.checkpoint.snapshot_files import (
     Shard,
@@ -28,7 +30,7 @@ from megatron.checkpoint.snapshot_files import (
     write_marker,
 )
 from megatron.checkpoint.snapshots import MemoryFile
-from megatron.checkpoint.tensor_files import write_archive
+from megatron.checkpoint.tensor_files import read_checked_file, write_archive
 from megatron.config.command_line import parse_run
 from megatron.config.errors import CheckpointError, ConfigError, ResourceError
 from megatron.tools.cluster.idle_memory import moving
@@ -231,6 +233,60 @@ def test_what_a_run_resumes(run_ranks, words, failed: Path, tmp_path: Path, lost
     assert ("is damaged: its hash differs" in output) is bool(damaged)
 
 
+def kept_in_memory(words: list[str], memory: str) -> list[Any]:
+    """Iterations and ranks of the shards on this host, after each of several snapshots; and what was logged."""
+    from megatron.checkpoint import snapshots
+
+    number, seen, logged = int(os.environ["RANK"]), [], list[str]()
+
+    def collect(iteration, skipped_samples, path, files):
+        state = torch.full((1000,), float(iteration + number))
+        return {"iteration": iteration}, [(path / f"of_{number}.pt", {"weights": state})]
+
+    def failing_write(file, content):
+        if number == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_archive(file, content)
+
+    with on_own_host(memory) as place, pytest.MonkeyPatch.context() as patch:
+        taken = snapshots.Snapshots(SimpleNamespace(collect=collect), parse_run(words, os.environ), logged.append)
+
+        def look() -> None:
+            taken.finish()
+            found = read_shards(place / "run", taken._folder.name)
+            for shard in found:
+                content = torch.load(Path(shard.folder) / f"of_{shard.rank}.pt", weights_only=True)
+                assert (content["weights"] == shard.iteration + shard.rank).all()
+            seen.append(sorted((shard.iteration, shard.rank) for shard in found))
+
+        taken.take(1)
+        look()
+        patch.setattr(snapshots, "write_archive", failing_write)
+        taken.take(2)
+        look()
+        patch.setattr(snapshots, "write_archive", write_archive)
+        for iteration in (3, 4):
+            taken.take(iteration)
+            look()
+        taken.discard()
+        look()
+        taken.take(5)
+        look()
+        taken.remove()
+        return [*seen, (place / "run").exists(), logged[1:]]
+
+
+def test_a_snapshot_that_fails_leaves_the_one_before(run_ranks_once, words, tmp_path: Path) -> None:
+    (tmp_path / "ck").mkdir()
+    own = ["--save", str(tmp_path / "ck"), "--snapshot-dir", str(tmp_path)]
+    for seen in run_ranks_once(2, kept_in_memory, [*words, *own], str(tmp_path)):
+        both = [[(iteration, 0), (iteration, 1)] for iteration in range(6)]
+        assert seen[:-2] == [both[1], both[1], both[1] + both[3], both[3] + both[4], [], both[5]]
+        (warning,) = seen[-1]
+        assert warning.startswith("  warning: the snapshot of iteration 2 cannot be written to ")
+        assert warning.endswith(" (No space left on device); training continues without it") and seen[-2] is False
+
+
 def losses(metrics: Path) -> list[float]:
     return list({line["iteration"]: line["lm_loss"] for line in read_metrics(metrics)}.values())
 
@@ -248,6 +304,46 @@ def test_memory_is_checked_before_the_start(words, failed: Path, tmp_path: Path,
         check(run)
     with pytest.raises(ConfigError, match="none: no folder to write in; name one in memory"):
         check(parse_run([*words, *save, str(tmp_path / "none")], environ))
+
+
+def vars_of(leaf: Any) -> Any:
+    return vars(leaf) if type(leaf).__module__.startswith("deepspeed") and hasattr(leaf, "__dict__") else leaf
+
+
+def train_and_keep(words: list[str]) -> int:
+    """Train, and leave the snapshots in memory."""
+    from megatron.checkpoint.snapshots import Snapshots
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Snapshots, "remove", Snapshots.finish)
+        return pretrain(words)[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "--model-parallel-size 2",
+        "--zero-stage 3 --bf16",
+        "--zero-stage 2 --num-experts 2 --expert-model-parallel-size 2",
+    ],
+)
+def test_a_snapshot_has_what_a_checkpoint_has(run_ranks_once, programs: Programs, tmp_path: Path, layout: str) -> None:
+    """While the same state is written to disk in the background; both engines, and every ZeRO stage in other tests."""
+    words = [*TINY_MODEL, *programs.data_arguments, *layout.split(), "--batch-size", "4", "--train-iters", "3"]
+    words += ["--eval-iters", "0", "--save-interval", "1", "--async-save", "--auto-resume", "--snapshot-interval", "1"]
+    words += ["--save", str(tmp_path / "ck"), "--snapshot-dir", str(tmp_path)]
+    assert run_ranks_once(2, train_and_keep, words) == [0, 0]
+    (start,) = tmp_path.glob("megatron-*/*")
+    assert {shard.iteration for shard in read_shards(start.parent, start.name)} == {1, 2}
+    for slot, tag in (("0", "global_step1"), ("1", "global_step2")):
+        names = {path.name for path in (tmp_path / "ck" / tag).glob("*.pt")}
+        assert names == {path.name for path in (start / slot).glob("*.pt")}
+        for name in sorted(names):
+            saved, kept = (read_checked_file(folder / name) for folder in (tmp_path / "ck" / tag, start / slot))
+            assert tree_structure(kept) == tree_structure(saved)
+            for one, other in zip(tree_leaves(kept), tree_leaves(saved), strict=True):
+                is_tensor = isinstance(other, torch.Tensor)
+                assert torch.equal(one, other) if is_tensor else vars_of(one) == vars_of(other)
 
 
 def test_a_file_in_memory_is_written_over_the_earlier_one(tmp_path: Path) -> None:
