@@ -45,7 +45,7 @@ def _run_elastic(launch: Namespace) -> int:
     """The exit code of the last start."""
     checkpoint_watch(launch.arguments, elastic=True)
     run = ElasticRun(launch, os.environ, [sys.executable, str(RUNNER)])
-    policy = Policy(launch.min_hosts, launch.exclude_after, launch.max_restarts)
+    policy = Policy(launch.min_hosts, launch.exclude_after, launch.max_restarts, run.takes_snapshots)
     for number in FORWARDED:
         if signal.getsignal(number) == signal.SIG_DFL:  # between two starts; during one it is forwarded
             signal.signal(number, lambda number, _: sys.exit(128 + number))

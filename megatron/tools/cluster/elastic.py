@@ -22,6 +22,8 @@ class Policy(NamedTuple):
     exclude_after: int
     """Failures in a row without a new checkpoint, after which the host that was in all of them is left out."""
     max_restarts: int
+    takes_snapshots: bool = False
+    """Whether the hosts may have a newer state in memory than the newest checkpoint."""
 
 
 class Start(NamedTuple):
@@ -167,6 +169,7 @@ def _next_start(
     ranks = sum(len(host.slots) for host in start.hosts)
     names = " ".join(host.name for host in start.hosts)
     after = f"resuming from {reached}" if reached else "from the beginning"
+    after += ", unless the hosts have a newer snapshot" if policy.takes_snapshots else ""
     announce(f"{counted(ranks, 'rank')} on {names}{f', {lost}' if lost else ''}: {start.layout}; {after}")
     return start
 

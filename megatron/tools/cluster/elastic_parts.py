@@ -75,6 +75,11 @@ class ElasticRun:
         """Of the present start, and of the failure before it."""
         self._addresses: dict[str, str] = {}
 
+    @property
+    def takes_snapshots(self) -> bool:
+        """Whether hosts may have a newer state in memory than the newest checkpoint."""
+        return self.run_config is not None and self.run_config.checkpoint.snapshot_interval is not None
+
     def progress(self) -> str | None:
         """The newest checkpoint; None while there is none."""
         latest = self.save / LATEST
@@ -136,7 +141,7 @@ class ElasticRun:
         self.lock.check()
         self.events.note("chosen")
         self._note_rejoining(start)
-        if self.run_config is not None and self.run_config.checkpoint.snapshot_interval is not None:
+        if self.run_config is not None and self.takes_snapshots:
             idle = [host for host in self._healthy if host.name in self._used - names_of(start)]
             bring_snapshots(idle, self.run_config, self.launch.ssh_port)
         self._used = names_of(start)

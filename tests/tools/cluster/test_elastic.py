@@ -111,9 +111,10 @@ LOST = Ended(255, False, frozenset("b"))
 def test_a_lost_host_and_its_return(capsys) -> None:
     back = Ended(137, False, to_rejoin=True)
     ends = [LOST, back, Ended(0, False)]
-    assert elastic(ends, ["", "5", "7", "9"], Policy(2, 3, 1), ["", "b", "", ""]) == (0, ["abc", "ac", "abc"])
+    assert elastic(ends, ["", "5", "7", "9"], Policy(2, 3, 1, True), ["", "b", "", ""]) == (0, ["abc", "ac", "abc"])
     lines = capsys.readouterr().err.splitlines()
-    assert "4 ranks on a c, without b (ssh: no answer): ; resuming from 5" in lines[2] and len(lines) == 4
+    assert "4 ranks on a c, without b (ssh: no answer): ; resuming from 5, unless the hosts have a newer" in lines[2]
+    assert len(lines) == 4
 
 
 def test_lost_hosts_are_no_crash_loop() -> None:
@@ -316,7 +317,7 @@ def test_the_lock_is_given_back_unless_too_few_hosts_are_seen(monkeypatch, run_e
     launch = importlib.import_module("launch")
     done: list[str] = []
     lock = SimpleNamespace(take=lambda: done.append("taken"), release=lambda: done.append("released"))
-    run = SimpleNamespace(lock=lock, census=None, choose=None, start=None, progress=None)
+    run = SimpleNamespace(lock=lock, census=None, choose=None, start=None, progress=None, takes_snapshots=False)
     monkeypatch.setattr(launch, "ElasticRun", lambda *_: run)
     monkeypatch.setattr(launch, "checkpoint_watch", lambda *_, **__: None)
     monkeypatch.setattr(launch, "run_elastic", run_elastic)
