@@ -32,7 +32,7 @@ from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 MEASURES = (
     "training_step", "llama_step", "whole_program", "step_profile",
-    "flags", "engines", "two_cores", "ddp",
+    "flags", "engines", "two_cores", "ddp", "experts",
     "memory", "long_sequences", "planner", "bubble",
     "preprocessing", "index_maps", "sample_reads",
     "checkpoints", "generation", "serving",

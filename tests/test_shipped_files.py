@@ -18,6 +18,7 @@ from megatron.config import RunConfig
 from megatron.config.command_line import parse_run
 from megatron.config.errors import ConfigError
 from megatron.model.architectures import ARCHITECTURES
+from megatron.model.spec import active_parameters, parameter_counts
 
 ROOT = Path(__file__).resolve().parents[1]
 PLAIN, PIPE, TORCHRUN = "ds_pretrain_gpt2.sh", "ds_pretrain_gpt2_pipe.sh", "pretrain_gpt2_distributed.sh"
@@ -28,6 +29,7 @@ SCRIPTS = (PLAIN, PIPE, TORCHRUN, BERT_SCRIPT)
 SCRIPTS_FOR_HOSTS = (MULTINODE, SLURM, ELASTIC)
 FINETUNING = "finetune_llama.sh"
 EXTENSION = "extend_context.sh"
+EXPERTS = "mixture_of_experts.sh"
 EVALUATION = "evaluate_lambada.sh"  # tests/tools/evaluation/test_evaluate.py runs it
 CONFIGS = sorted(path.name for path in (ROOT / "ds_configs").iterdir())
 
@@ -66,7 +68,7 @@ def run_of(script: str, *arguments: str, **variables: str) -> RunConfig:
 
 def test_no_script_goes_untested() -> None:
     scripts = {path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".sh", ".sbatch")}
-    assert scripts == {*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, "quickstart.sh"}
+    assert scripts == {*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, EXPERTS, "quickstart.sh"}
     # Their tests: tests/test_examples.py, tests/training/test_model_provider.py.
     programs = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert programs == {"pretrain_my_model.py", "show_communication.py", "train_small_model.py"}
@@ -95,12 +97,14 @@ def test_a_script_starts_its_run(script, layout, zero_stage, environ, dtype) -> 
     assert run.train.seed == 7, "further arguments are passed on"
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, "quickstart.sh"])
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, EXPERTS, "quickstart.sh"]
+)
 def test_a_dry_run_is_a_command_that_a_person_would_type(script) -> None:
     shown = dry_run_of(script, VIRTUAL_ENV=sys.prefix)
     assert "\\" not in shown and "/../" not in shown
     odd = ["a,b", "c d", "it's", "\\,", ""]
-    assert script in ("quickstart.sh", EXTENSION) or command_of(script, *odd)[-5:] == odd
+    assert script in ("quickstart.sh", EXTENSION, EXPERTS) or command_of(script, *odd)[-5:] == odd
 
 
 def variables_of(script: str) -> dict[str, str]:
@@ -242,6 +246,15 @@ def test_the_context_is_extended_by_yarn() -> None:
     kinds = [run.model.position_embedding_type for run in (short, long)]
     assert kinds == ["rope", "yarn"] and short.model.position_weights == long.model.position_weights
     assert long.model.yarn_original_max_position_embeddings * long.model.yarn_rotary_scaling_factor == 1024
+
+
+def test_experts_are_compared_with_as_many_active_parameters() -> None:
+    lines = [line for line in dry_run_of(EXPERTS, VIRTUAL_ENV=sys.prefix).splitlines() if "pretrain" in line]
+    flags = [shlex.split(line.partition("pretrain_gpt2.py")[2]) for line in lines]
+    dense, experts = (parse_run(words, {**CPU, "WORLD_SIZE": "2"}) for words in flags)
+    assert experts.model.has_experts and experts.parallel.expert_model_parallel_size == 2
+    assert active_parameters(dense.model) == parameter_counts(dense.model)[0] == active_parameters(experts.model)
+    assert (dense.train, dense.optim, dense.data) == (experts.train, experts.optim, experts.data)
 
 
 TINY = {

@@ -13,7 +13,7 @@ from megatron.config.command_line import METRICS
 from megatron.config.errors import ConfigError, DataError
 from megatron.parallel.pipeline.partition import TRACE
 from megatron.tools.command_line import ToolParser, run_tool
-from megatron.tools.reporting.files import RECORD, read_record, read_series, read_timeline
+from megatron.tools.reporting.files import RECORD, read_expert_loads, read_record, read_series, read_timeline
 from megatron.tools.reporting.page import KEYS, page
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     record = metrics.parent / RECORD
     trace = args.trace or metrics.parent / TRACE
     try:
-        series = read_series(metrics, KEYS)
+        series, loads = read_series(metrics, KEYS), read_expert_loads(metrics)
     except DataError as error:
         raise ConfigError(error.messages) from error
     text = page(
@@ -39,6 +39,7 @@ def main() -> None:
         series,
         read_record(record) if record.exists() else None,
         read_timeline(trace) if args.trace or trace.exists() else None,
+        loads,
     )
     with atomic_file(output, "--output") as file:
         file.write(text)

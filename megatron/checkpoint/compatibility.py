@@ -37,7 +37,7 @@ _SHAPE_FIELDS = {
     "vocab_size": "the vocabulary's size",
     "classes": "the list of classes",
     "num_experts": "--num-experts",
-    "moe_layer_freq": "--moe-layer-freq",
+    "expert_layers": "--moe-layer-freq",
     "expert_size": "--moe-ffn-hidden-size",
     "moe_shared_expert_intermediate_size": "--moe-shared-expert-intermediate-size",
 }

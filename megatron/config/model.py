@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from megatron.config.experts import ExpertConfig, as_runs
 from megatron.config.fields import derived, flag
 from megatron.config.presets import PRESETS
 
@@ -29,7 +30,7 @@ ORIGINAL_LENGTH = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(ExpertConfig):
     """Network size, regularization and kernels."""
 
     model_preset: str | None = flag(
@@ -73,75 +74,6 @@ class ModelConfig:
         False, "Gate the MLP with SiLU instead of GELU: SiLU(gate) x up (arXiv 2002.05202).", masked_lm=False
     )
     geglu: bool = flag(False, "Gate the MLP with GELU: GELU(gate) x up (arXiv 2002.05202).", encoder_decoder="only")
-    num_experts: int = flag(
-        0,
-        "Number of experts of a mixture of experts in place of the MLP (default: one MLP for all tokens).",
-        within="[1, inf)",
-        masked_lm=False,
-    )
-    moe_layer_freq: int = flag(
-        1,
-        "Every so many layers have experts, from the first layer on; the others have an MLP.",
-        within="[1, inf)",
-        masked_lm=False,
-    )
-    moe_ffn_hidden_size: int = flag(
-        0, "Hidden size of each expert (default: --ffn-hidden-size).", within="[1, inf)", masked_lm=False
-    )
-    moe_router_topk: int = flag(
-        2,
-        "Number of experts that compute each token.",
-        aliases=("topk",),
-        within="[1, inf)",
-        masked_lm=False,
-    )
-    moe_router_pre_softmax: bool = flag(
-        False,
-        "Weigh the chosen experts by a softmax over all experts; by default it is over the chosen ones alone "
-        "(Mixtral, Qwen3).",
-        masked_lm=False,
-    )
-    moe_router_load_balancing_type: str = flag(
-        "seq_aux_loss",
-        "Which tokens an auxiliary loss balances over the experts: those of each sample (seq_aux_loss), of the global "
-        "batch (global_aux_loss), or of each rank's micro-batch (aux_loss, which depends on the layout).",
-        choices=("seq_aux_loss", "global_aux_loss", "aux_loss", "none"),
-        masked_lm=False,
-    )
-    moe_aux_loss_coeff: float = flag(
-        0.0,
-        "Weight of the load balancing loss; 0.01 is usual.",
-        aliases=("moe-loss-coeff",),
-        within="[0, inf)",
-        masked_lm=False,
-    )
-    moe_z_loss_coeff: float = flag(
-        0.0,
-        "Weight of the z loss, which keeps the router's logits small (arXiv 2202.08906); 0.001 is usual.",
-        within="[0, inf)",
-        masked_lm=False,
-    )
-    moe_router_dtype: str = flag(
-        "fp32", "Type in which the router computes.", choices=("fp32", "fp64"), masked_lm=False
-    )
-    moe_expert_capacity_factor: float = flag(
-        0.0,
-        "Most tokens of a sample that an expert computes, as a multiple of an equal share; those with the smallest "
-        "weights are dropped (default: none is).",
-        within="(0, inf)",
-        masked_lm=False,
-    )
-    moe_shared_expert_intermediate_size: int = flag(
-        0,
-        "Hidden size of an expert that computes every token beside the chosen ones (default: none).",
-        within="[1, inf)",
-        masked_lm=False,
-    )
-    moe_grouped_gemm: bool = flag(
-        False,
-        "On CUDA, multiply with the weights of all experts in one kernel; in fp32 and on the CPU one after the other.",
-        masked_lm=False,
-    )
     normalization: str = flag(
         "LayerNorm",
         "Kind of the norms.",
@@ -426,18 +358,14 @@ class ModelConfig:
         return -(-tokens // largest)
 
     @property
-    def has_experts(self) -> bool:
-        """Whether layers have a mixture of experts; a single expert is an MLP."""
-        return self.num_experts > 1
-
-    @property
     def expert_size(self) -> int:
         """Hidden size of each expert; 0 without experts."""
         return (self.moe_ffn_hidden_size or self.ffn_hidden_size) if self.has_experts else 0
 
-    def layer_has_experts(self, layer_number: int) -> bool:
-        """Whether the transformer layer of this number, from 1 on, has a mixture of experts."""
-        return self.has_experts and (layer_number - 1) % self.moe_layer_freq == 0
+    @property
+    def expert_layers(self) -> str:
+        """Which layers have experts, written as a list of ``--moe-layer-freq``; empty without experts."""
+        return as_runs([self.layer_has_experts(n + 1) for n in range(self.num_layers)]) if self.has_experts else ""
 
     @property
     def position_rows(self) -> int:

@@ -123,12 +123,18 @@ def _experts(model: ModelConfig) -> dict[str, str]:
     text = (
         f"{model.moe_router_topk} of {model.num_experts} for each token, of {model.expert_size}"
         f"{shared if model.moe_shared_expert_intermediate_size else ''}"
-        f"{f', in every {model.moe_layer_freq} layers' if model.moe_layer_freq > 1 else ''}"
+        f"{_places(model.moe_layer_freq)}"
     )
     if not model.padded_vocab_size:
         return {"experts": text}
     total, active = parameter_counts(model)[0], active_parameters(model)
     return {"experts": f"{text}: {active:,} of {total:,} parameters active, {active / total:.2%}"}
+
+
+def _places(layer_freq: int | str) -> str:
+    if isinstance(layer_freq, str):
+        return f", in layers {layer_freq}"
+    return f", in every {layer_freq} layers" if layer_freq > 1 else ""
 
 
 def _adapters(model: ModelConfig) -> dict[str, str]:

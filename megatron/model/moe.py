@@ -7,6 +7,7 @@ The layer is one tensor-parallel region: each rank has the whole input, an equal
 a partial sum of the output. Therefore gradients inside are partial sums, too, the router's as well.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from megatron.model.transformer import ParallelMLP, ParallelTransformerLayer
 from megatron.parallel.expert import Route, local_experts, mark_expert
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
+from megatron.parallel.tensor.deferred import open_products
 from megatron.parallel.tensor.layers import WeightInit, all_reduce_gradient, reduce_output, sharded_parameter
 from megatron.parallel.tensor.mappings import (
     all_reduce,
@@ -39,6 +41,7 @@ class ParallelMoE(nn.Module):
         self.sequence_dim = sequence_parallel_dim(config, layout)
         self.has_sequence_first = config.sequence_dim == 0
         self.router = Router(config, layout, name=f"{name}.router")
+        self.router.layer_number = layer_number
         self.experts = Experts(config, layout, name=f"{name}.experts")
         size = config.moe_shared_expert_intermediate_size
         self.shared_expert = ParallelMLP(config, layout, name=f"{name}.shared_expert", size=size) if size else None
@@ -67,7 +70,7 @@ class ParallelMoE(nn.Module):
         place = route.order if rows is None else rows[route.order]
         sent: Tensor = _Rows.apply(x.flatten(0, 1), place, k)
         outputs = route.combine(self.experts(route.dispatch(sent), route.counts))
-        table = outputs.new_zeros(chosen.numel(), x.size(-1)).index_copy(0, place, outputs)
+        table: Tensor = _Table.apply(outputs, place, chosen.numel())
         y = (weights.to(x.dtype).view(-1, 1, k) @ table.view(-1, k, x.size(-1))).squeeze(1)
         return y.view(x.shape)
 
@@ -87,20 +90,39 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
-        table = grad.new_zeros(ctx.tokens * ctx.k, grad.size(1)).index_copy_(0, place, grad)
-        return table.view(ctx.tokens, ctx.k, -1).sum(1), None, None
+        return _table(grad, place, ctx.tokens * ctx.k).view(ctx.tokens, ctx.k, -1).sum(1), None, None
+
+
+class _Table(torch.autograd.Function):
+    """outputs [n, h] -> the table of tokens and choices [size, h], with output i in row ``place[i]`` and zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, place: Tensor, size: int) -> Tensor:
+        ctx.save_for_backward(place)
+        return _table(outputs, place, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        return grad.index_select(0, place), None, None
+
+
+def _table(rows: Tensor, place: Tensor, size: int) -> Tensor:
+    make = rows.new_empty if place.numel() == size else rows.new_zeros  # all rows are written, unless some are dropped
+    return make((size, rows.size(1))).index_copy_(0, place, rows)
 
 
 class Router(nn.Module):
     """x [b, s, h] -> weights [b, s, k] of the k experts chosen for each token, their numbers, and which are kept.
 
     The gradients of the auxiliary losses are added where the weights are computed, so that nothing but hidden states
-    travels between stages; ``gradient_scale`` is what the engine multiplies a micro-batch's loss by.
+    travels between stages.
     """
 
     def __init__(self, config: ModelConfig, layout: ParallelLayout, *, name: str):
         super().__init__()
-        self.group, self.data_group = layout.tensor_group, layout.data_group
+        self.group, self.sequence_group = layout.tensor_group, layout.sequence_group
+        self.replica_group = layout.get_sequence_data_parallel_group()
         self.experts, self.chosen = config.num_experts, config.moe_router_topk
         self.pre_softmax = config.moe_router_pre_softmax
         self.dtype = {"fp32": torch.float32, "fp64": torch.float64}[config.moe_router_dtype]
@@ -110,6 +132,9 @@ class Router(nn.Module):
         self.weight = nn.Parameter(weight(config, name).draw((config.num_experts, config.hidden_size)))
         all_reduce_gradient(self.weight, self.group)
         self.gradient_scale = 1.0
+        self._shares: list[Tensor] = []
+        self.layer_number = 0
+        """Of its transformer layer in the model, from 1 on."""
         self.measured: dict[str, Tensor] = {}
         """Sums over the micro-batches since the last ``take_measured``."""
 
@@ -137,14 +162,24 @@ class Router(nn.Module):
                 self._add("dropped", 1 - kept.double().mean())
         return weights, chosen, kept
 
+    def begin_step(self, gradient_scale: float) -> None:
+        """Begin a global batch, of each of whose micro-batches the engine multiplies the loss by ``gradient_scale``."""
+        self.gradient_scale, self._shares = gradient_scale, []
+
     def _load_balancing_loss(self, scores: Tensor, is_chosen: Tensor) -> Tensor:
-        """E x sum of (share of choices x mean score) of each expert (arXiv 2101.03961), 1 if all are equal."""
+        """E x sum of (share of choices x mean score) of each expert (arXiv 2101.03961), 1 if all are equal.
+
+        In a global batch the share is of this micro-batch and those before it, of all data-parallel ranks.
+        """
         if self.balances == "seq_aux_loss":
             share, score = is_chosen.mean(1), scores.mean(1)  # [b, E]
         else:
             share, score = is_chosen.mean((0, 1)), scores.mean((0, 1))  # [E]
-        if self.balances == "global_aux_loss" and self.data_group.size() > 1:
-            share = all_reduce(share, self.data_group) / self.data_group.size()
+        if self.balances == "global_aux_loss":
+            self._shares.append(_mean(share, self.replica_group))
+            share = torch.stack(self._shares).mean(0)
+        elif self.sequence_group is not None:  # this rank has a part of each sample
+            share = _mean(share, self.sequence_group)
         return self.experts / self.chosen * (share * score).sum(-1).mean()
 
     def _within_capacity(self, is_chosen: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
@@ -171,6 +206,11 @@ class Router(nn.Module):
         """The sums over the micro-batches since the last call, [] each, and ``share`` [E]; empty if there was none."""
         measured, self.measured = self.measured, {}
         return measured
+
+
+def _mean(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The mean of ``x`` over the ranks."""
+    return all_reduce(x, group) / group.size()
 
 
 class _WithLoss(torch.autograd.Function):
@@ -222,13 +262,46 @@ class StackedLinear(nn.Module):
         self.weight, self.grouped = weight, grouped
 
     def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        weight = self.weight.flatten(1, -2)
-        # The gradient of a weight without rows is not written by all of its kernels.
+        # The gradient of a weight without rows is not written by all of the kernels for all experts.
         if self.grouped and x.is_cuda and x.dtype == torch.bfloat16 and min(counts) > 0:
             ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
-            return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
-        parts = zip(x.split(counts), weight.unbind(), strict=True)
-        return torch.cat([F.linear(rows, matrix) for rows, matrix in parts])
+            return torch._grouped_mm(x, self.weight.flatten(1, -2).transpose(1, 2), offs=ends)
+        output: Tensor = _OneByOne.apply(x, self.weight, counts)
+        return output
+
+
+class _OneByOne(torch.autograd.Function):
+    """x [n, i], weight [e, .., i] -> [n, o]: products written in place, without copies that bring them together."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts = counts
+        output = x.new_empty(x.size(0), weight[0].numel() // x.size(1))
+        for rows, matrix, out in zip(x.split(counts), weight.flatten(1, -2), output.split(counts), strict=True):
+            torch.mm(rows, matrix.t(), out=out)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        product = partial(_weight_gradients, grad, x, weight, ctx.counts)
+        if deferred := open_products(weight):
+            deferred.add(product, weight)
+        of_x = torch.empty_like(x)
+        parts = zip(grad.split(ctx.counts), weight.flatten(1, -2), of_x.split(ctx.counts), strict=True)
+        for of_rows, matrix, out in parts:
+            torch.mm(of_rows, matrix, out=out)
+        return of_x, None if deferred else product(), None
+
+
+def _weight_gradients(grad: Tensor, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """grad [n, o], x [n, i] -> [e, .., i]."""
+    of_weight = torch.empty_like(weight)
+    parts = zip(grad.split(counts), x.split(counts), of_weight.flatten(1, -2), strict=True)
+    for of_rows, rows, out in parts:
+        torch.mm(of_rows.t(), rows, out=out)
+    return of_weight
 
 
 class MoEParallelTransformerLayer(ParallelTransformerLayer):

@@ -205,9 +205,7 @@ def train_batch(
     Raises NumericsError if gradients overflow at the smallest loss scale of fp16.
     """
     for router in engine.routers:
-        router.gradient_scale = (
-            float(getattr(engine.optimizer, "loss_scale", 1.0)) / engine.gradient_accumulation_steps()
-        )
+        router.begin_step(float(getattr(engine.optimizer, "loss_scale", 1.0)) / engine.gradient_accumulation_steps())
     with loss_scale_limit_reported(), instruction_hooks(engine, hooks):
         if isinstance(engine, PipelineEngine):
             return engine.train_batch(batches)

@@ -26,7 +26,7 @@ from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import plan
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 from megatron.training.callbacks import Callback, warn_if_unwritable
-from megatron.training.metrics import TIMER
+from megatron.training.metrics import TIMER, expert_load
 
 
 def requested_measurements(run: RunConfig, layout: ParallelLayout, module: nn.Module) -> list[Callback]:
@@ -84,29 +84,41 @@ class ExpertBalance(Callback):
     """How a mixture of experts uses its experts: means over micro-batches and ranks since the last logged iteration."""
 
     def __init__(self, run: RunConfig, layout: ParallelLayout, module: nn.Module) -> None:
-        self._layout, self._routers, self._drops = layout, routers(module), run.model.moe_expert_capacity_factor > 0
+        self._layout, self._routers, self._model = layout, routers(module), run.model
 
     def metrics(self) -> Mapping[str, Tensor]:
         """The auxiliary losses, without their weights, and the router's entropy, as means over layers; the largest and
         the smallest share of an expert in the tokens of its layer, 1 being an equal share; dropped tokens."""
         device = get_accelerator().current_device_name()
-        layers = [measured for router in self._routers if (measured := router.take_measured())]
+        model, replicas = self._model, self._layout.get_sequence_data_parallel_group()
+        loads = torch.full((model.num_layers, model.num_experts), -torch.inf, dtype=torch.float64, device=device)
+        layers = [(router.layer_number, m) for router in self._routers if (m := router.take_measured())]
         names = ("balance", "z", "entropy", "dropped")
         sums = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
-        extremes = torch.full((2,), -torch.inf, dtype=torch.float64, device=device)
-        for measured in layers:
+        for number, measured in layers:
             means = [measured.get(name, torch.zeros(())) / measured["micro_batches"] for name in names]
             sums += torch.stack([*(mean.to(device) for mean in means), torch.ones_like(sums[0])])
             share = measured["share"] / measured["micro_batches"] * measured["share"].numel()
-            dist.all_reduce(share, group=self._layout.data_group)
-            share /= self._layout.data_group.size()
-            extremes = torch.maximum(extremes, torch.stack([share.max(), -share.min()]))
+            dist.all_reduce(share, group=replicas)
+            loads[number - 1] = share / replicas.size()
         dist.all_reduce(sums)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        dist.all_reduce(loads, dist.ReduceOp.MAX)
         balance, z, entropy, dropped = sums[:-1] / sums[-1]
         values = {"load_balancing_loss": balance, "z_loss": z, "router_entropy": entropy}
-        values |= {"largest_expert_load": extremes[0], "smallest_expert_load": -extremes[1]}
-        return values | ({"dropped_tokens": dropped} if self._drops else {})
+        smallest = loads.masked_fill(loads < 0, torch.inf).min()  # layers without experts have no load
+        values |= {"largest_expert_load": loads.max(), "smallest_expert_load": smallest}
+        values |= {"dropped_tokens": dropped} if model.moe_expert_capacity_factor else {}
+        return values | (_named(loads) if model.moe_per_layer_logging else {})
+
+
+def _named(loads: Tensor) -> dict[str, Tensor]:
+    """``loads`` [layers, E] by name, without those of layers that have no experts."""
+    return {
+        expert_load(layer, expert): load
+        for layer, of_layer in enumerate(loads, 1)
+        if of_layer.isfinite().all()
+        for expert, load in enumerate(of_layer)
+    }
 
 
 class ZerosInGradient(Callback):

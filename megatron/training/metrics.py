@@ -211,9 +211,14 @@ TIMER = "-time"
 """The end of the names of timers, as in Megatron-LM's TensorBoard files."""
 
 
+def expert_load(layer: int, expert: int) -> str:
+    """The name of the load of an expert, numbered from 0, in a transformer layer, numbered from 1."""
+    return f"layer_{layer}/expert_{expert}_load"
+
+
 def _norms_and_counts(values: Mapping[str, float]) -> list[str]:
-    """The names of further values that belong into the progress line: all but the timers."""
-    return [name for name in values if not name.endswith(TIMER)]
+    """The names of further values that belong into the progress line: all but timers and single experts."""
+    return [name for name in values if not name.endswith(TIMER) and "/" not in name]
 
 
 def _mean_of_finite(losses: list[Tensor]) -> Tensor:

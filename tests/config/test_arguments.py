@@ -251,6 +251,7 @@ EFFECTS: dict[str, tuple[str, str]] = {
             "--moe-expert-capacity-factor 1.5",
             "--moe-shared-expert-intermediate-size 32",
             "--moe-grouped-gemm",
+            "--moe-per-layer-logging",
             "--expert-model-parallel-size 2",
             "--expert-tensor-parallel-size 1",
         )

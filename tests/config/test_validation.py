@@ -436,6 +436,7 @@ BROKEN = [
             "--moe-expert-capacity-factor 1",
             "--moe-shared-expert-intermediate-size 32",
             "--moe-grouped-gemm",
+            "--moe-per-layer-logging",
             "--expert-model-parallel-size 2",
         )
     ),
@@ -456,6 +457,18 @@ BROKEN = [
         "--num-experts 4 --moe-router-topk 1",
         "--moe-router-topk 1 leaves the router without a gradient: add --moe-router-pre-softmax, or choose 2",
         "--moe-router-pre-softmax",
+    ),
+    (
+        "a list of layers with experts is of all layers",
+        "--num-experts 4 --moe-layer-freq [0]+[1]*2",
+        "--moe-layer-freq [0]*1+[1]*2 is of 3 layers, not of --num-layers 4: give one each",
+        "--moe-layer-freq ([0]+[1])*2",
+    ),
+    (
+        "a list of layers with experts is of all layers",
+        "--num-experts 4 --moe-layer-freq [0]*4",
+        "--moe-layer-freq [0]*4 leaves no layer with experts: write 1 for some",
+        "--moe-layer-freq [0]*3+[1]",
     ),
     (
         "tensor-parallel ranks divide each expert",
@@ -508,7 +521,19 @@ BROKEN = [
     (
         "a mixture of experts is trained by plain means",
         "--num-experts 4 --lora-rank 2",
-        "--num-experts cannot be combined with --lora-rank: remove it",
+        "--num-experts cannot be combined with --lora-rank: adapters belong to linear layers",
+        None,
+    ),
+    (
+        "ranks that share a sample hold all experts and drop no token of it",
+        "--num-experts 4 --context-parallel-size 2 --expert-model-parallel-size 2",
+        "--context-parallel-size 2 cannot be combined with --expert-model-parallel-size, since ranks share",
+        "--expert-model-parallel-size 1",
+    ),
+    (
+        "ranks that share a sample hold all experts and drop no token of it",
+        "--num-experts 4 --ds-sequence-parallel-size 2 --moe-expert-capacity-factor 1.5",
+        "--ds-sequence-parallel-size 2 cannot be combined with --moe-expert-capacity-factor, which counts whole",
         None,
     ),
     (
@@ -535,12 +560,6 @@ BROKEN = [
         "--num-experts 4 --expert-model-parallel-size 2 --pipe-parallel-size 2 --pipeline-partition 4,0",
         "--pipeline-partition 4,0 leaves stage 1 without a layer with experts (--moe-layer-freq 1): divide the layers",
         "--pipeline-partition 3,1",
-    ),
-    (
-        "the global batch is balanced in one micro-batch",
-        "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1 --gas 2",
-        "--moe-router-load-balancing-type global_aux_loss with 2 micro-batches a step: use --gas 1 with a larger",
-        "--gas 1",
     ),
     (
         "a balanced router has a loss",
@@ -1017,6 +1036,12 @@ if find_spec("apex") is None:
 
 # The same, of rules that only warn.
 WARNED = [
+    (
+        "a global batch is balanced in one micro-batch",
+        "--num-experts 4 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1 --gas 2",
+        "--moe-router-load-balancing-type global_aux_loss with 2 micro-batches a step depends on their number: --gas 1",
+        "--moe-router-load-balancing-type seq_aux_loss",
+    ),
     (
         "--log-timers-to-tensorboard needs --timing-log-level",
         "--log-timers-to-tensorboard --tensorboard-dir board",

@@ -24,6 +24,7 @@ MODELS = {
     "swiglu": {"swiglu": True, "moe_ffn_hidden_size": 8, "moe_router_topk": 3},
     "all scores": {"moe_router_pre_softmax": True, "moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.2},
     "balanced batch": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.3},
+    "balanced global batch": {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.3},
     "all of it": {
         "swiglu": True,
         "disable_bias_linear": True,
@@ -149,6 +150,32 @@ def check(config: ModelConfig, layout: ParallelLayout, reference: tuple, what: s
         if dim is not None:
             whole = whole.chunk(layout.tensor_group.size(), dim)[layout.tensor_group.rank()]
         assert_close(grad, whole, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{what}, {name}: {text}")
+
+
+def test_a_global_batch_is_balanced_over_its_micro_batches(run_ranks):
+    run_ranks(1, check_global_batch)
+
+
+def check_global_batch():
+    """Each micro-batch has the shares of itself and of those before it in the step, whose mean they are."""
+    config = ModelConfig(**SIZES, moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.3)
+    router = Router(config, ParallelLayout.create(ParallelConfig()), name="router")
+    x, _ = inputs()
+    weight = router.weight.detach().clone().requires_grad_()
+    shares, loss, k = [], torch.zeros(()), config.moe_router_topk
+    for micro_batch in x.split(1):
+        logits = micro_batch.flatten(0, 1) @ weight.T  # [s, E]
+        shares.append(torch.stack([(logits.topk(k).indices == e).sum() / (S * k) for e in range(4)]))
+        share = sum(shares) / len(shares)
+        loss = loss + 4 * (share * logits.softmax(-1).mean(0)).sum() / len(x)
+    (0.3 * loss).backward()
+    for _ in range(2):  # the second step begins anew
+        router.weight.grad = None
+        router.begin_step(1 / len(x))
+        for micro_batch in x.split(1):
+            (router(micro_batch)[0].sum() * 0).backward()
+        assert_close(router.weight.grad, weight.grad)
+        assert_close(router.take_measured()["balance"], loss.detach().double() * len(x), rtol=1e-5, atol=1e-6)
 
 
 def test_router_keeps_the_smallest_scores_and_has_losses_in_training_alone(run_ranks):

@@ -11,6 +11,7 @@ expert norm    the gradient norm leaves out the experts of the other ranks
 expert twice   the gradients of experts are twice what they should be
 weights        the outputs of a token's experts are weighted in the wrong order
 experts        ranks hold one another's experts
+none           nothing is wrong
 
 With several faults, separated by commas, each layout has one of them: the number ZeRO stage + 2 x stages.
 """
@@ -139,6 +140,7 @@ FAULTS = {
     "expert twice": doubled_gradient_of_experts,
     "weights": wrong_weights_of_experts,
     "experts": swapped_experts,
+    "none": lambda: None,
 }
 
 

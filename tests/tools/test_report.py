@@ -29,6 +29,8 @@ def folder(tmp_path: Path) -> Path:
     lines = [{"iteration": n, "lm_loss": 5 / n, "learning_rate": 1e-3, "grad_norm": 0.5, "tokens_per_second": 2e4,
               "memory_gb": 1.5, "seconds_per_iteration": 0.25} for n in range(1, 2001)]  # fmt: skip
     lines.append({"iteration": 2000, "validation_loss": 2.5})
+    for n, line in enumerate(lines):  # the first of two experts gets more and more
+        line |= {"layer_2/expert_0_load": 1 + n / 2000, "layer_2/expert_1_load": 1 - n / 2000}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = parse(f"--pipe-parallel-size 2 --run-dir {tmp_path} --data-path <b>corpus</b>", ranks=2)
     write_record(replace(run, model=replace(run.model, vocab_size=90, padded_vocab_size=128)), "cpu")
@@ -73,8 +75,10 @@ def test_report_is_self_contained(folder: Path) -> None:
     page = _Page(text)
     assert page.loads == [] and not re.search(r"url\((?!#)", text) and "@import" not in text
     assert page.headings == [
-        "Result", "Curves", "Layout", "Plan against measurement", "Schedule", "Environment", "Configuration"
+        "Result", "Curves", "Experts", "Layout", "Plan against measurement", "Schedule", "Environment", "Configuration"
     ]  # fmt: skip
+    colors = re.findall(r"fill='(#\w+)'><title>layer 2, expert (\d), iteration 2,000", text)
+    assert colors == [("#b32e2e", "0"), ("#2c6db0", "1")], "red is twice an equal share, and blue none"
     titles = ["Loss", "Learning rate", "Gradient norm", "Throughput", "Memory of rank 0"]
     assert [title for title in re.findall("<text [^>]*>([^<]*)", text) if title in titles] == titles
     assert len(re.findall(r'<g id="axes_\d+">', text)) == len(titles), "no other curves"

@@ -140,6 +140,15 @@ def test_planted_faults_of_experts_are_found_and_named(programs: Programs) -> No
     assert "1 of 5 layouts agree" in finished.output
 
 
+def test_experts_in_bf16_agree_unless_their_gradients_count_twice(programs: Programs) -> None:
+    words = "--program tests/support/faulty_layouts.py --num-experts 4 --moe-aux-loss-coeff 0.1 --bf16".split()
+    layouts = [f"tp1-pp0-{layout}" for layout in ("dp1-zero1", "dp2-ep2-zero2", "dp2-ep2-zero1")]
+    finished = verify(programs, *words, "--layouts", *layouts, FAULT="none,expert twice,none")
+    first = "gradient of 5.mlp.experts.dense_4h_to_h.weight (2 times the reference)"
+    assert f" {layouts[2]}: differs, first in {first} (" in finished.output, finished.output
+    assert "2 of 3 layouts agree" in finished.output
+
+
 def test_bert_is_verified_by_its_program(programs: Programs) -> None:
     words = [*SETTINGS, *TINY_MODEL, *programs.sentence_arguments, "--program", "pretrain_bert.py"]
     layouts = ["tp1-pp0-dp1", "tp2-pp0-dp1-zero2", "tp1-pp2-dp1-zero1"]

@@ -60,6 +60,7 @@ yarn-mscale-all-dim yarn-correction-range-round-to-int no-yarn-correction-range-
 num-experts moe-layer-freq moe-ffn-hidden-size
 moe-router-topk topk moe-router-pre-softmax moe-router-load-balancing-type moe-aux-loss-coeff moe-loss-coeff
 moe-z-loss-coeff moe-router-dtype moe-expert-capacity-factor moe-shared-expert-intermediate-size moe-grouped-gemm
+moe-per-layer-logging
 expert-model-parallel-size moe-expert-parallel-size expert-tensor-parallel-size
 """.split()
 """Flags of the classic suites that are flags here, or aliases of one."""
@@ -89,7 +90,6 @@ _FULFILLED = {
     "tokens with the smallest weights are dropped": "moe-token-drop-policy=probs",
     "no token is dropped without --moe-expert-capacity-factor": "disable-moe-token-dropping",
     "experts have a parameter group of their own with expert parallelism": "create-moe-param-group",
-    "the balance of the experts is always logged": "moe-per-layer-logging",
     "this is the size without this kind of parallelism or layer": "vocab-extra-ids=0",
 }
 

@@ -1,7 +1,8 @@
 """The argument parser of a program, built from the fields of the config, and its help."""
 
 import argparse
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
+from inspect import get_annotations
 from typing import Any, NoReturn, get_args, get_origin
 
 from megatron.config import sections
@@ -19,7 +20,10 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentParser:
-    """The parser of all flags of the program that trains ``architecture``, with one group per section of the config."""
+    """The parser of all flags of the program that trains ``architecture``.
+
+    Each section of the config is a group, and so is a class that a section inherits from.
+    """
     model = architecture.name if architecture.provider is None else f"the model of {architecture.program}"
     parser = _Parser(
         usage="%(prog)s --num-layers N --hidden-size N ... [flags]",
@@ -54,10 +58,12 @@ def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentPars
         "in both.",
     )
     for section in sections().values():
-        group = parser.add_argument_group((section.__doc__ or "").rstrip("."))
-        for field in fields(section):
-            if "flag" in field.metadata and has_flag(field, architecture):
-                _add_flag(group, field)
+        for part in filter(is_dataclass, section.__mro__):
+            group = parser.add_argument_group((part.__doc__ or "").rstrip("."))
+            own = get_annotations(part)
+            for field in fields(part):
+                if field.name in own and "flag" in field.metadata and has_flag(field, architecture):
+                    _add_flag(group, field)
     if architecture.provider is not None and architecture.provider.add_flags is not None:
         parser.argument_default = None  # flags that the program adds have argparse's own default
         try:

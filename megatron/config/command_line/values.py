@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.config.command_line.parser import value_type
 from megatron.config.errors import did_you_mean
+from megatron.config.experts import as_runs, layer_list
 
 REFUSED_VALUES: dict[tuple[str, str], str] = {
     ("data_impl", "lazy"): "convert the data with tools/preprocess_data.py",
@@ -26,7 +27,17 @@ def read_value(field: Field | None, text: str | list[str]) -> Any:
         raise ValueError(REFUSED_VALUES[field.name, text])
     if choices and text not in choices:
         raise ValueError(did_you_mean(text, choices, otherwise=f"choose from {', '.join(choices)}"))
-    return _READERS[value_type(field)](_first_of_window(text) if field.name == "pre_tokens" else text)
+    reader = _layer_freq if field.name == "moe_layer_freq" else _READERS[value_type(field)]
+    return reader(_first_of_window(text) if field.name == "pre_tokens" else text)
+
+
+def _layer_freq(text: str) -> int | str:
+    """The number of ``--moe-layer-freq``, or its list in the form of ``as_runs``."""
+    if "[" in text:
+        return as_runs(layer_list(text))
+    if (number := _whole(text)) < 1:
+        raise ValueError("must be 1 or more")
+    return number
 
 
 def _first_of_window(text: str) -> str:

@@ -172,7 +172,7 @@ def family_of(config: ModelConfig) -> Family:
         "--position-embedding-type rope": config.has_rotary_embedding,
         "--rotary-percent 1": config.rotary_percent == 1,
         "the residual taken before the norm": not config.apply_residual_connection_post_layernorm,
-        "experts in every layer": config.moe_layer_freq == 1,
+        "experts in every layer": config.expert_layers in ("", f"[1]*{config.num_layers}"),
         "only chosen experts": not config.moe_shared_expert_intermediate_size,
     }
     problems = [

@@ -43,7 +43,6 @@ SIZES: Mapping[str, tuple[float, float]] = {
     "ffn_hidden_size": (1, 2**23),
     "num_query_groups": (1, 2**20),
     "num_experts": (1, 2**16),
-    "moe_layer_freq": (1, 20_000),
     "moe_ffn_hidden_size": (1, 2**23),
     "moe_router_topk": (1, 2**16),
     "moe_shared_expert_intermediate_size": (1, 2**23),

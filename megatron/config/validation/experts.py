@@ -1,11 +1,15 @@
 """Rules about mixtures of experts and expert parallelism."""
 
+import itertools
+
 from megatron.config import RunConfig
 from megatron.config.errors import nearest_multiples
+from megatron.config.experts import layer_list
 from megatron.config.validation.layout import partition_fits, stages_have_layers
 from megatron.config.validation.rules import Messages, enabled, needs, rule
 from megatron.model.architectures import architecture_of
 from megatron.parallel.pipeline import partition
+from megatron.parallel.pipeline.schedule import chunks_of
 
 needs(
     "model.num_experts",
@@ -20,6 +24,7 @@ needs(
     "model.moe_expert_capacity_factor",
     "model.moe_shared_expert_intermediate_size",
     "model.moe_grouped_gemm",
+    "model.moe_per_layer_logging",
     "parallel.expert_model_parallel_size",
 )
 
@@ -39,6 +44,17 @@ def weight_of_one_expert(run: RunConfig) -> Messages:
     model = run.model
     if model.has_experts and model.moe_router_topk == 1 and not model.moe_router_pre_softmax:
         yield "--moe-router-topk 1 leaves the router without a gradient: add --moe-router-pre-softmax, or choose 2"
+
+
+@rule("a list of layers with experts is of all layers", why="Each layer has experts or an MLP.")
+def listed_layers(run: RunConfig) -> Messages:
+    model, listed = run.model, run.model.moe_layer_freq
+    if not isinstance(listed, str) or not model.has_experts:
+        return
+    if (count := len(layer_list(listed))) != model.num_layers > 0:
+        yield f"--moe-layer-freq {listed} is of {count} layers, not of --num-layers {model.num_layers}: give one each"
+    elif not any(layer_list(listed)):
+        yield f"--moe-layer-freq {listed} leaves no layer with experts: write 1 for some"
 
 
 @rule("tensor-parallel ranks divide each expert", why="Each rank holds an equal share of its columns.")
@@ -130,26 +146,41 @@ def expert_gradients(run: RunConfig) -> Messages:
 
 @rule(
     "a mixture of experts is trained by plain means",
-    why="Muon takes a matrix at a time and adapters belong to whole linear layers, but the experts' weights are "
-    "stacked; numbers of tokens are known only when they are computed, which is neither compiled nor put off by a "
-    "schedule; and the balance of a sample's tokens is counted where all of them are.",
+    why="How many tokens an expert gets is known only when they are routed, and the weights of experts are stacked.",
 )
 def plain_experts(run: RunConfig) -> Messages:
-    parallel = run.parallel
-    given = enabled(
-        {
-            "--optimizer muon": run.optim.optimizer == "muon",
-            "--lora-rank": run.model.lora_rank > 0,
-            "--compile": run.model.compile,
-            "--gradient-accumulation-fusion": run.model.gradient_accumulation_fusion,
-            f"--ds-sequence-parallel-size {parallel.ds_sequence_parallel_size}": parallel.ds_sequence_parallel_size > 1,
-            f"--context-parallel-size {parallel.context_parallel_size}": parallel.context_parallel_size > 1,
-            f"--pipeline-schedule {parallel.pipeline_schedule}": parallel.pipeline_schedule != "1f1b",
-            "--tiled-mlp": run.model.tiled_mlp,
-        }
-    )
-    if given and run.model.has_experts:
-        yield f"--num-experts cannot be combined with {given}: remove it"
+    model = run.model
+    refused = {
+        "--optimizer muon": (run.optim.optimizer == "muon", "it takes one matrix at a time, and experts are stacked"),
+        "--lora-rank": (model.lora_rank > 0, "adapters belong to linear layers, and the MLP's are replaced by experts"),
+        "--compile": (model.compile, "the number of tokens of an expert is known only when they are routed"),
+        "--gradient-accumulation-fusion": (
+            model.gradient_accumulation_fusion,
+            "it is made for linear layers, not for the products of experts",
+        ),
+        "--tiled-mlp": (model.tiled_mlp, "there is no MLP whose tokens could be divided; experts divide them"),
+    }
+    for flag, (is_given, reason) in refused.items():
+        if is_given and model.has_experts:
+            yield f"--num-experts cannot be combined with {flag}: {reason}; remove it"
+
+
+@rule(
+    "ranks that share a sample hold all experts and drop no token of it",
+    why="A sample's capacity is divided among all of its tokens, which no rank has; and DeepSpeed's groups of ranks "
+    "with the same experts are tested within data parallelism alone.",
+)
+def experts_of_parts_of_samples(run: RunConfig) -> Messages:
+    parallel, model = run.parallel, run.model
+    sizes = {
+        "--context-parallel-size": parallel.context_parallel_size,
+        "--ds-sequence-parallel-size": parallel.ds_sequence_parallel_size,
+    }
+    given = enabled({f"{flag} {size}": size > 1 for flag, size in sizes.items()})
+    if given and parallel.expert_model_parallel_size > 1:
+        yield f"{given} cannot be combined with --expert-model-parallel-size, since ranks share samples: remove one"
+    if given and model.moe_expert_capacity_factor:
+        yield f"{given} cannot be combined with --moe-expert-capacity-factor, which counts whole samples: remove one"
 
 
 @rule("experts belong to layers of this suite", why="Another model has none; the flag would be silently ignored.")
@@ -177,26 +208,31 @@ def experts_on_each_stage(run: RunConfig) -> Messages:
             "number of layers of each stage"
         )
         return
-    first = 1
-    for stage, count in enumerate(partition.layers_per_chunk(run)):
-        if not any(model.layer_has_experts(number) for number in range(first, first + count)):
+    ends = list(itertools.accumulate(partition.layers_per_chunk(run), initial=0))
+    has_experts = [
+        any(model.layer_has_experts(number + 1) for number in range(*part)) for part in itertools.pairwise(ends)
+    ]
+    for stage in range(parallel.pipe_stages):
+        chunks = chunks_of(parallel.pipeline_schedule, stage, parallel.pipe_stages, parallel.chunks_per_stage)
+        if not any(has_experts[chunk] for chunk in chunks):
             yield (
                 f"--pipeline-partition {method} leaves stage {stage} without a layer with experts "
                 f"(--moe-layer-freq {model.moe_layer_freq}): divide the layers otherwise"
             )
-        first += count
 
 
 @rule(
-    "the global batch is balanced in one micro-batch",
-    why="The choices of later micro-batches are not known when the first one is differentiated.",
+    "a global batch is balanced in one micro-batch",
+    why="The choices of later micro-batches are not known when the first one is differentiated: as in Megatron-LM, "
+    "each counts itself and those before it, so that the loss depends on their number.",
+    only_warns=True,
 )
 def global_balance(run: RunConfig) -> Messages:
     model, steps = run.model, run.train.gradient_accumulation_steps
     if model.moe_router_load_balancing_type == "global_aux_loss" and model.moe_aux_loss_coeff and steps > 1:
         yield (
-            f"--moe-router-load-balancing-type global_aux_loss with {steps} micro-batches a step: use --gas 1 with a "
-            "larger --batch-size, or seq_aux_loss"
+            f"--moe-router-load-balancing-type global_aux_loss with {steps} micro-batches a step depends on their "
+            "number: --gas 1 with a larger --batch-size does not, nor does seq_aux_loss"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.config.command_line import parse_run
 from megatron.config.errors import counted
-from megatron.config.summary import duration, prefix_of, with_prefix
+from megatron.config.summary import describe_config, duration, prefix_of, with_prefix
 from megatron.model.spec import hardware_flops
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.request import Request
@@ -116,6 +116,8 @@ def describe_plan(plan: Plan, request: Request, top: int) -> Iterator[str]:
         f"{sum(rejection.layouts for rejection in plan.rejections):,} break a rule"
     )
     shown = plan.fitting[:top] or plan.too_large[:1]
+    if shown and shown[0].run.model.has_experts:
+        yield f"experts: {describe_config(shown[0].run)['experts']}"
     if plan.fitting:
         yield from ("", *_ranked(shown))
     elif shown:
@@ -205,6 +207,7 @@ def layout_of(one: Candidate) -> dict[str, Any]:
         "tensor_parallel": parallel.model_parallel_size,
         "pipeline_parallel": parallel.pipe_parallel_size,
         "context_parallel": parallel.sequence_ranks,
+        "expert_parallel": parallel.expert_model_parallel_size,
         "data_parallel": parallel.data_parallel_size,
         "zero_stage": run.zero.zero_stage,
         "sequence_parallel": parallel.sequence_parallel,
@@ -223,15 +226,17 @@ def _ranked(shown: Sequence[Candidate]) -> list[str]:
     speed, speed_prefix = prefix_of(min(max(one.flops_per_device for one in shown), TERA))
     step, seconds = (1.0, "s") if max(one.timing.total for one in shown) >= 1 else (1e-3, "ms")
     splits = any(one.run.parallel.sequence_ranks > 1 for one in shown)
+    divides = any(one.run.parallel.expert_model_parallel_size > 1 for one in shown)
     rows: list[tuple[str, ...]] = [(
-        "", "TP", "PP", *(["CP"] if splits else []), "DP", "ZeRO", "SP", "recompute", "micro", "gas", "schedule",
+        "", "TP", "PP", *(["CP"] if splits else []), *(["EP"] if divides else []), "DP", "ZeRO", "SP",
+        "recompute", "micro", "gas", "schedule",
         f"memory {memory_prefix}B", "bubble", f"sent {sent_prefix}B", f"step {seconds}", f"{speed_prefix}FLOP/s",
         "MFU", "days",
     )]  # fmt: skip
     for number, one in enumerate(shown, 1):
-        t, p, c, d, zero, cut, recompute, micro, gas, schedule, chunks = layout_of(one).values()
+        t, p, c, e, d, zero, cut, recompute, micro, gas, schedule, chunks = layout_of(one).values()
         order = f"{schedule}{chunks}" if schedule == "interleaved" else schedule or "-"
-        grid = (number, t, p, *([c] if splits else []), d)
+        grid = (number, t, p, *([c] if splits else []), *([e] if divides else []), d)
         rows.append((
             *map(str, (*grid, zero, "yes" if cut else "no", recompute or "none", micro, gas, order)),
             f"{one.memory.total / memory:.1f}", f"{one.bubble:.1%}", f"{one.traffic.total / sent:.3g}",
@@ -258,7 +263,9 @@ def _shares(one: Candidate) -> str:
 def _sent(one: Candidate) -> str:
     links = _links(one)
     return ", ".join(
-        f"{name} {with_prefix(amount, 'B')} ({links[name]})" for name, amount in asdict(one.traffic).items()
+        f"{name} {with_prefix(amount, 'B')} ({links[name]})"
+        for name, amount in asdict(one.traffic).items()
+        if amount or name != "experts"
     )
 
 
@@ -267,7 +274,8 @@ def _links(one: Candidate) -> dict[str, str]:
     parallel, per_node = one.run.parallel, one.request.machine.per_node
     inner = parallel.model_parallel_size * parallel.sequence_ranks
     replicas = inner * parallel.data_parallel_size
-    spans = {"tensor": inner, "pipeline": replicas * parallel.pipe_stages, "data": replicas}
+    experts = inner * parallel.expert_model_parallel_size
+    spans = {"tensor": inner, "pipeline": replicas * parallel.pipe_stages, "data": replicas, "experts": experts}
     return {name: "on a host" if span <= per_node else "between hosts" for name, span in spans.items()}
 
 

@@ -52,7 +52,7 @@ class Candidate:
     def bubble(self) -> float:
         """Share of the time that a stage waits for others."""
         idle = self.timing.bubble
-        return idle / (idle + self.timing.compute + self.timing.tensor + self.timing.pipeline)
+        return idle / (self.timing.total - self.timing.data)
 
     @property
     def flops_per_device(self) -> float:
@@ -123,15 +123,20 @@ def search(request: Request, *, any_schedule: bool = False) -> Plan:
 
 
 def _shapes(request: Request) -> Iterator[dict[str, Provided]]:
-    """Tensor-parallel size and stages of every grid, with one stage on either engine; and of long sequences the size
-    of context parallelism."""
+    """Tensor-parallel size and stages of every grid, with one stage on either engine; of long sequences the size of
+    context parallelism, and of experts that of expert parallelism."""
     seq_length = request.given["seq_length"].value if "seq_length" in request.given else 0
     sizes = [size for size in _divisors(request.devices) if size <= seq_length // LONG]
+    experts = request.given["num_experts"].value if "num_experts" in request.given else 1
+    shares = [size for size in _divisors(request.devices) if experts % size == 0]
     for t in _axis(request, "model_parallel_size", _divisors(request.devices)):
         stages = (0, *_divisors(request.devices // t.value or 1))
         for p in _axis(request, "pipe_parallel_size", stages):
             for c in _axis(request, "context_parallel_size", [None, *sizes[1:]]):
-                yield {"model_parallel_size": t, "pipe_parallel_size": p, **({"context_parallel_size": c} if c else {})}
+                for e in _axis(request, "expert_model_parallel_size", [None, *shares[1:]]):
+                    shape = {"model_parallel_size": t, "pipe_parallel_size": p, "context_parallel_size": c}
+                    shape["expert_model_parallel_size"] = e
+                    yield {name: given for name, given in shape.items() if given}
 
 
 def _choices(request: Request) -> Iterator[dict[str, Provided]]:

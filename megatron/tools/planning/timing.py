@@ -87,11 +87,12 @@ class Traffic:
     tensor: float
     pipeline: float
     data: float
+    experts: float = 0.0
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.tensor + self.pipeline + self.data
+        return self.tensor + self.pipeline + self.data + self.experts
 
 
 def traffic(run: RunConfig, stage: Stage, memory: Memory, hidden: int) -> Traffic:
@@ -100,7 +101,7 @@ def traffic(run: RunConfig, stage: Stage, memory: Memory, hidden: int) -> Traffi
     ``hidden`` are the bytes of hidden states between two stages.
     """
     reduced = data(run, memory.parameters, memory.trained)
-    return Traffic(tensor(run, stage), pipeline(run, stage, hidden), reduced + dispatched(run, stage))
+    return Traffic(tensor(run, stage), pipeline(run, stage, hidden), reduced, dispatched(run, stage))
 
 
 def tensor(run: RunConfig, stage: Stage) -> float:
@@ -195,18 +196,21 @@ class Timing:
     """Waiting for the pipeline to fill and to drain."""
     data: float
     """Reducing gradients and gathering weights."""
+    experts: float
+    """Sending tokens to their experts and back; not in ``shares`` without expert parallelism."""
     passes: PassSeconds
     """Of a micro-batch on the busiest stage; not in the total."""
 
     @property
     def shares(self) -> dict[str, float]:
         """Seconds of each part of the total, by name."""
-        return {name: seconds for name, seconds in vars(self).items() if name != "passes"}
+        names = ("compute", "tensor", "pipeline", "bubble", "data", *(("experts",) if self.experts else ()))
+        return {name: getattr(self, name) for name in names}
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.compute + self.tensor + self.pipeline + self.bubble + self.data
+        return sum(self.shares.values())
 
 
 @dataclass(frozen=True)
@@ -233,8 +237,10 @@ def timing(run: RunConfig, machine: Machine, stages: Sequence[tuple[Stage, Traff
     data = max(traffic.data for _, traffic in stages) / machine.bandwidth(replicas)
     if not parallel.uses_pipeline and run.zero.zero_overlap_comm:
         data = max(data - compute / 2, 0.0)
-    idle = idle_ratio(schedule_of(run), busiest) * (compute + tensor + sends)
-    return Timing(compute, tensor if t > 1 or inner > t else 0.0, sends, idle, data, busiest)
+    exchanging = inner * parallel.expert_model_parallel_size
+    experts = max(traffic.experts for _, traffic in stages) / machine.bandwidth(exchanging)
+    idle = idle_ratio(schedule_of(run), busiest) * (compute + tensor + sends + experts)
+    return Timing(compute, tensor if t > 1 or inner > t else 0.0, sends, idle, data, experts, busiest)
 
 
 def pass_seconds(run: RunConfig, machine: Machine, stage: Stage) -> PassSeconds:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,6 +47,26 @@ def read_series(path: Path, keys: Sequence[str]) -> dict[str, Points]:
     if not (series["lm_loss"] or series["validation_loss"]):
         raise DataError(f"{path}: no lm_loss and no validation_loss to draw; give a file that --metrics-file wrote")
     return {key: dict(sorted(points.items())) for key, points in series.items()}
+
+
+_LOAD = re.compile(r"layer_(\d+)/expert_(\d+)_load")
+
+
+def read_expert_loads(path: Path) -> dict[int, dict[int, Points]]:
+    """The load of each expert of each layer over time, from a metrics file of ``--moe-per-layer-logging``.
+
+    Raises DataError as ``read_series``.
+    """
+    loads: dict[int, dict[int, dict[int, float]]] = {}
+    for _, record in read_metrics(path):
+        for key, value in record.items():
+            if (match := _LOAD.fullmatch(key)) and isinstance(value, int | float):
+                of_layer = loads.setdefault(int(match[1]), {})
+                of_layer.setdefault(int(match[2]), {})[record["iteration"]] = float(value)
+    return {
+        layer: {expert: dict(sorted(points.items())) for expert, points in sorted(experts.items())}
+        for layer, experts in sorted(loads.items())
+    }
 
 
 def read_metrics(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

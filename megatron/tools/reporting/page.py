@@ -4,10 +4,12 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from statistics import mean, median
+from types import MappingProxyType
 
 from jinja2 import Environment
 
 from megatron.config.summary import duration, prefix_of, with_prefix
+from megatron.tools.reporting.expert_picture import draw_expert_loads
 from megatron.tools.reporting.files import Points, Record
 from megatron.tools.reporting.schedule_picture import draw
 from megatron.tools.reporting.timeline import PASSES, Measures, Timeline, measure
@@ -55,6 +57,10 @@ _SECTIONS = _ENVIRONMENT.from_string("""\
 {{ pairs(results) }}
 <h2>Curves</h2>
 {{ curves | safe }}
+{% if experts %}
+<h2>Experts</h2>
+{{ experts | safe }}
+{% endif %}
 <h2>Layout</h2>
 {{ pairs(record.description) if record else missing("run.json", "--run-dir") }}
 <h2>Plan against measurement</h2>
@@ -80,9 +86,18 @@ _SECTIONS = _ENVIRONMENT.from_string("""\
 """)
 
 
-def page(name: str, series: Mapping[str, Points], record: Record | None, timeline: Timeline | None) -> str:
-    """The page about the run ``name``. Sections without data name the flag that provides it."""
-    return frame(name, sections(series, record, timeline))
+def page(
+    name: str,
+    series: Mapping[str, Points],
+    record: Record | None,
+    timeline: Timeline | None,
+    loads: Mapping[int, Mapping[int, Points]] = MappingProxyType({}),
+) -> str:
+    """The page about the run ``name``. Sections without data name the flag that provides it.
+
+    ``loads`` are those of each expert, by layer; without them there is no section about experts.
+    """
+    return frame(name, sections(series, record, timeline, loads))
 
 
 def frame(name: str, body: str, style: str = "") -> str:
@@ -90,12 +105,18 @@ def frame(name: str, body: str, style: str = "") -> str:
     return _FRAME.render(name=name, body=body, style=style)
 
 
-def sections(series: Mapping[str, Points], record: Record | None, timeline: Timeline | None) -> str:
+def sections(
+    series: Mapping[str, Points],
+    record: Record | None,
+    timeline: Timeline | None,
+    loads: Mapping[int, Mapping[int, Points]] = MappingProxyType({}),
+) -> str:
     """The sections of a page about a run, as HTML."""
     measures = measure(timeline) if timeline else None
     return _SECTIONS.render(
         results=_results(series),
         curves=_curves(series),
+        experts=draw_expert_loads(loads) if loads else "",
         record=record,
         plan=_plan(record, series, timeline, measures) if record else [],
         schedule=draw(timeline, measures) if timeline and measures else "",

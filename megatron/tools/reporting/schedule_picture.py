@@ -12,6 +12,7 @@ from megatron.tools.reporting.timeline import SHARES, Event, Measures, Timeline,
 COLORS = {
     "forward": "#5b9bd5", "backward": "#6ab187", "weights": "#b9d77a", "send": "#e0912f", "receive": "#f8e3b0",
     "exchange": "#f8e3b0", "reduce": "#c8553d", "step": "#8f6bb3", "load": "#8a8a8a", "collective": "#2c3e50",
+    "all-to-all": "#d6409f",
 }  # fmt: skip
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 1200, 130, 20, 30, 22
 _MAX_ROWS = 32
@@ -77,7 +78,8 @@ def _bar(event: Event, zero: float) -> _Bar:
     which = f" of micro-batch {event.micro_batch}{_chunk(event.phase)}" if event.micro_batch else ""
     tooltip = f"{event.name}{which}: {event.seconds * 1000:.2f} ms"
     if event.collective:
-        return _Bar(event.begin - zero, event.end - zero, "collective", None, f"{event.collective} in {tooltip}")
+        kind = "all-to-all" if event.is_all_to_all else "collective"
+        return _Bar(event.begin - zero, event.end - zero, kind, None, f"{event.collective} in {tooltip}")
     number = event.micro_batch if event.kind in _KINDS.values() else None
     return _Bar(event.begin - zero, event.end - zero, event.kind, number, tooltip)
 
@@ -109,7 +111,7 @@ def _rows(rows: Sequence[tuple[str, list[_Bar]]], top: float, span: float) -> It
         yield box(_LEFT, y, _WIDTH - _LEFT - _RIGHT, _BAR, "#f4f4f4")
         for bar in bars:
             x, width = _LEFT + bar.begin * scale, (bar.end - bar.begin) * scale
-            height = _BAR / 4 if bar.kind == "collective" else _BAR
+            height = _BAR / 4 if bar.kind in ("collective", "all-to-all") else _BAR
             # A thin gap between adjacent bars.
             yield box(x, y + _BAR - height, max(width - 0.6, 0.4), height, COLORS.get(bar.kind, "#cccccc"), bar.tooltip)
             if bar.number is not None and width > 7 * len(str(bar.number)) + 3:
@@ -139,7 +141,7 @@ def _figures(timeline: Timeline, measures: Measures) -> Iterator[str]:
 def _legend(y: float) -> Iterator[str]:
     shown = {kind: color for kind, color in COLORS.items() if kind != "exchange"}
     for number, (kind, color) in enumerate(shown.items()):
-        x = 20 + 130 * number
+        x = 20 + 115 * number
         yield box(x, y - 11, 14, 14, color)
         yield text(x + 20, y, "receive and wait" if kind == "receive" else kind, fill=_FAINT)
 
@@ -156,7 +158,7 @@ def _axis(y: float, span: float) -> Iterator[str]:
 def _table(timeline: Timeline, measures: Measures, ranks: Sequence[int], top: float) -> Iterator[str]:
     """Milliseconds of an iteration and their share, for each rank."""
     yield text(20, top, "ms of an iteration", fill=_FAINT)
-    columns = [_LEFT + 110 + 122 * number for number in range(len(SHARES))]
+    columns = [_LEFT + 92 + 122 * number for number in range(len(SHARES))]
     for x, share in zip(columns, SHARES, strict=True):
         yield text(x, top, share, anchor="end", fill=_FAINT)
     for row, rank in enumerate(ranks, start=1):

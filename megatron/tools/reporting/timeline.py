@@ -53,6 +53,11 @@ class Event(NamedTuple):
         return self.layer is None and self.collective is None
 
     @property
+    def is_all_to_all(self) -> bool:
+        """Whether this is an exchange between all ranks of a group, as of tokens between the ranks of their experts."""
+        return self.collective is not None and self.collective.startswith("all_to_all")
+
+    @property
     def seconds(self) -> float:
         """Duration."""
         return self.end - self.begin
@@ -136,7 +141,7 @@ def _row(rank: int, event: Event) -> dict[str, Any]:
     details = {name: value for name in EVENT_DETAILS if (value := getattr(event, name)) is not None}
     return {
         "name": event.collective or (event.name if event.is_whole else f"layer {event.layer}"),
-        "cat": "collective" if event.collective else event.kind,
+        "cat": "all-to-all" if event.is_all_to_all else "collective" if event.collective else event.kind,
         "ph": "X",
         "pid": rank,
         "tid": 0,
@@ -183,11 +188,11 @@ def _outside_layers(events: Sequence[Event]) -> float:
     return max(median(seconds.values()), 0.0) if seconds else 0.0
 
 
-SHARES = ("forward", "backward", "collectives", "transfer", "reduce", "step", "load", "waiting")
+SHARES = ("forward", "backward", "collectives", "all-to-all", "transfer", "reduce", "step", "load", "waiting")
 """What a rank spends its time on. Collectives are those inside the passes, for example of tensor parallelism, and are
-not counted in forward and backward. Backward are all gradients, those of the weights included. A transfer starts when
-both ranks have started it. Waiting is the rest."""
-PASSES, COMMUNICATION = SHARES[:3], SHARES[2:5]
+not counted in forward and backward; all-to-alls, such as of tokens to their experts, count by themselves. Backward are
+all gradients, those of the weights included. A transfer starts when both ranks have started it. Waiting is the rest."""
+PASSES, COMMUNICATION = SHARES[:4], SHARES[2:6]
 """The shares that add up to the passes of a stage, and those that are communication."""
 _PARTNERS = {
     "SendActivation": ("RecvActivation", 1), "RecvActivation": ("SendActivation", -1),
@@ -294,7 +299,7 @@ def _spent(timeline: Timeline, iteration: int) -> list[dict[str, float]]:
                     spent["backward"] -= sum(e.seconds for e in reductions if event.begin <= e.begin < event.end)
             for event in timeline.events[rank]:
                 if event.iteration == iteration and event.collective and event.kind in _COMPUTING:
-                    spent["collectives"] += event.seconds
+                    spent["all-to-all" if event.is_all_to_all else "collectives"] += event.seconds
                     spent[_share(event)] -= event.seconds
             spent["waiting"] = max(span - sum(spent.values()), 0.0)
             of_ranks[rank] = spent

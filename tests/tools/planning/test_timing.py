@@ -74,6 +74,18 @@ def test_traffic_of_tensor_parallelism(words, all_reduces, gathers):
     assert one.timing.tensor == pytest.approx(waited / Machine(DEVICES["a100"], 8).bandwidth(4))
 
 
+def test_traffic_of_experts():
+    """Each token to its 2 experts and back, forward and backward, of 4 experts in half of the layers; 3 of 4 leave."""
+    words = f"{BASE} --num-experts 4 --moe-layer-freq 2 --model-parallel-size 1 --pipe-parallel-size 0 {SELECTIVE}"
+    one, alone = (candidate(f"{words} --expert-model-parallel-size {size}", 4) for size in (4, 1))
+    assert (one.traffic.experts, alone.traffic.experts) == (pytest.approx(4 * 4 * 4 * 2 * LAYER * 3 / 4), 0)
+    assert one.timing.experts == pytest.approx(one.traffic.experts / Machine(DEVICES["a100"], 8).bandwidth(4))
+    assert "experts" not in alone.timing.shares and one.timing.shares["experts"] == one.timing.experts
+    assert 0 < one.traffic.data < alone.traffic.data, "experts without copies are not reduced"
+    found = search(make_request(words.split(), Machine(DEVICES["a100"], 8), 4))
+    assert {c.run.parallel.expert_model_parallel_size for c in found.fitting} == {1, 2, 4}
+
+
 @pytest.mark.parametrize(("t", "sent"), [(1, 1.0), (2, 0.5)])
 def test_traffic_between_stages(t, sent):
     """A middle stage sends each micro-batch forward and its gradient backward; a tensor-parallel rank its part."""

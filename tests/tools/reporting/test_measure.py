@@ -37,6 +37,10 @@ def test_communication_starts_when_both_ranks_are_ready() -> None:
     assert (first["transfer"], second["transfer"]) == (0.5, 0.5)
     assert (second["collectives"], second["backward"]) == (0.25, 1.75)
     assert measure(timeline).communication == pytest.approx((0.5 + 0.75) / 2 / 7)
+    exchanged = summed._replace(collective="all_to_all_single")
+    timeline = replace(timeline, events=[timeline.events[0], [*timeline.events[1], exchanged]])
+    assert [measure(timeline).ranks[1][share] for share in ("collectives", "all-to-all")] == [0.25, 0.25]
+    assert '"cat": "all-to-all"' in to_json(timeline, [1])
 
 
 def test_seconds_of_each_layer() -> None:

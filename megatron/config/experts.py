@@ -1,0 +1,149 @@
+"""The mixture of experts of a model: how many, in which layers, and how tokens are routed to them."""
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+
+from megatron.config.fields import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """Mixture of experts."""
+
+    num_experts: int = flag(
+        0,
+        "Number of experts of a mixture of experts in place of the MLP (default: one MLP for all tokens).",
+        within="[1, inf)",
+        masked_lm=False,
+    )
+    moe_layer_freq: int | str = flag(
+        1,
+        "Every so many layers have experts, from the first layer on; the others have an MLP. Or a list with 1 for each "
+        "layer that has experts, written as in Python: [0]*1+[1]*3.",
+        metavar="N|LIST",
+        masked_lm=False,
+    )
+    moe_ffn_hidden_size: int = flag(
+        0, "Hidden size of each expert (default: --ffn-hidden-size).", within="[1, inf)", masked_lm=False
+    )
+    moe_router_topk: int = flag(
+        2,
+        "Number of experts that compute each token.",
+        aliases=("topk",),
+        within="[1, inf)",
+        masked_lm=False,
+    )
+    moe_router_pre_softmax: bool = flag(
+        False,
+        "Weigh the chosen experts by a softmax over all experts; by default it is over the chosen ones alone "
+        "(Mixtral, Qwen3).",
+        masked_lm=False,
+    )
+    moe_router_load_balancing_type: str = flag(
+        "seq_aux_loss",
+        "Which tokens an auxiliary loss balances over the experts: those of each sample (seq_aux_loss), of the global "
+        "batch (global_aux_loss), or of each rank's micro-batch (aux_loss, which depends on the layout).",
+        choices=("seq_aux_loss", "global_aux_loss", "aux_loss", "none"),
+        masked_lm=False,
+    )
+    moe_aux_loss_coeff: float = flag(
+        0.0,
+        "Weight of the load balancing loss; 0.01 is usual.",
+        aliases=("moe-loss-coeff",),
+        within="[0, inf)",
+        masked_lm=False,
+    )
+    moe_z_loss_coeff: float = flag(
+        0.0,
+        "Weight of the z loss, which keeps the router's logits small (arXiv 2202.08906); 0.001 is usual.",
+        within="[0, inf)",
+        masked_lm=False,
+    )
+    moe_router_dtype: str = flag(
+        "fp32", "Type in which the router computes.", choices=("fp32", "fp64"), masked_lm=False
+    )
+    moe_expert_capacity_factor: float = flag(
+        0.0,
+        "Most tokens of a sample that an expert computes, as a multiple of an equal share; those with the smallest "
+        "weights are dropped (default: none is).",
+        within="(0, inf)",
+        masked_lm=False,
+    )
+    moe_shared_expert_intermediate_size: int = flag(
+        0,
+        "Hidden size of an expert that computes every token beside the chosen ones (default: none).",
+        within="[1, inf)",
+        masked_lm=False,
+    )
+    moe_grouped_gemm: bool = flag(
+        False,
+        "Multiply with the weights of all experts in one kernel, on CUDA in bf16. In fp16 and fp32, and on the CPU, "
+        "one expert is computed after the other.",
+        masked_lm=False,
+    )
+    moe_per_layer_logging: bool = flag(
+        False, "Log the load of each expert of each layer, of which tools/report.py makes a picture.", masked_lm=False
+    )
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers have a mixture of experts; a single expert is an MLP."""
+        return self.num_experts > 1
+
+    def layer_has_experts(self, layer_number: int) -> bool:
+        """Whether the transformer layer of this number, from 1 on, has a mixture of experts."""
+        if isinstance(self.moe_layer_freq, str):
+            listed = layer_list(self.moe_layer_freq)
+            return self.has_experts and layer_number <= len(listed) and bool(listed[layer_number - 1])
+        return self.has_experts and (layer_number - 1) % self.moe_layer_freq == 0
+
+
+_MOST_LAYERS = 20_000
+_LONGEST_TEXT = 100_000
+
+
+@cache
+def layer_list(text: str) -> tuple[int, ...]:
+    """The zeros and ones of a list in Python, such as ``([0]+[1])*2``, which is read without being run.
+
+    Raises ValueError if it is no such list, or a longer one than any model.
+    """
+    if len(text) > _LONGEST_TEXT:
+        raise ValueError("is too long")
+    try:
+        found = _value(ast.parse(text.strip("\"' "), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        found = None
+    if not isinstance(found, list) or not found:
+        raise ValueError("must be a number from 1 on, or a list of 0 and 1, one for each layer, such as [0]*1+[1]*3")
+    return tuple(found)
+
+
+def _value(node: ast.AST) -> list[int] | int:
+    """The list or number of an expression. Raises ValueError for what is neither."""
+    match node:
+        case ast.List(elts=elements) if all(isinstance(e, ast.Constant) and e.value in (0, 1) for e in elements):
+            return [1 if isinstance(element, ast.Constant) and element.value else 0 for element in elements]
+        case ast.Constant(value=int(number)) if 0 < number <= _MOST_LAYERS:
+            return number
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as operator, right=right):
+            first, second = _value(left), _value(right)
+            if isinstance(operator, ast.Add) and isinstance(first, list) and isinstance(second, list):
+                found = first + second
+            elif isinstance(operator, ast.Mult) and isinstance(first, list) != isinstance(second, list):
+                listed, times = (first, second) if isinstance(first, list) else (second, first)
+                assert isinstance(listed, list) and isinstance(times, int)
+                found = listed * times
+            else:
+                raise ValueError
+            if len(found) <= _MOST_LAYERS:
+                return found
+    raise ValueError
+
+
+def as_runs(listed: Sequence[int]) -> str:
+    """The list as ``layer_list`` reads it: [0]*1+[1]*3."""
+    return "+".join(f"[{int(value)}]*{len(list(run))}" for value, run in groupby(listed))
