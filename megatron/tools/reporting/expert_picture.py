@@ -40,7 +40,7 @@ def _evenly(items: Sequence[int], most: int) -> list[int]:
 def _legend() -> Iterator[str]:
     yield text(0, 16, "load of an expert, as a multiple of an equal share:")
     for number, load in enumerate((0.0, 0.5, 1.0, 1.5, _LARGEST)):
-        x = 300 + 90 * number
+        x = 320 + 90 * number
         yield box(x, 4, 14, 14, _color(load))
         yield text(x + 20, 16, f"{load:g}" + (" or more" if load == _LARGEST else ""))
 

@@ -141,7 +141,7 @@ def _figures(timeline: Timeline, measures: Measures) -> Iterator[str]:
 def _legend(y: float) -> Iterator[str]:
     shown = {kind: color for kind, color in COLORS.items() if kind != "exchange"}
     for number, (kind, color) in enumerate(shown.items()):
-        x = 20 + 115 * number
+        x = 20 + 121 * number
         yield box(x, y - 11, 14, 14, color)
         yield text(x + 20, y, "receive and wait" if kind == "receive" else kind, fill=_FAINT)
 
