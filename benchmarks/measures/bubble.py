@@ -1,12 +1,14 @@
 """The pipeline bubble that --trace measures with each schedule, compared with theory, with stages that sleep.
 
 Sleeping ranks need no CPU time, so any machine can run them, and all passes take equally long: the difference between
-measurement and theory is the overhead of the engine and the transfers. 100 ms forward, 200 ms backward, half of it for
+measurement and theory is the overhead of the engine and the transfers. 60 ms forward, 120 ms backward, half of it for
 the weights, divided by the model chunks of a stage. The compared value is the share of the time in which stages are
-busy: for 1F1B m / (m + p - 1).
+busy: for 1F1B m / (m + p - 1). DeepSpeed's DualPipeV computes the gradients of weights inside its backward passes, and
+waits for all transfers that it starts together: its theory is a simulation of this.
 """
 
 import json
+import socket
 import tempfile
 from pathlib import Path
 
@@ -15,36 +17,54 @@ from benchmarks.measures.ranks import measured_by_ranks
 from megatron.tools.reporting.files import read_timeline
 from megatron.tools.reporting.timeline import measure as measure_timeline
 
-PIPELINES = (
-    ("1f1b", 2, 4, 1), ("1f1b", 2, 8, 1), ("1f1b", 4, 4, 1), ("1f1b", 4, 8, 1), ("1f1b", 4, 16, 1),
-    ("interleaved", 2, 8, 2), ("interleaved", 4, 8, 2), ("interleaved", 4, 8, 3), ("zbh1", 2, 8, 1), ("zbh1", 4, 8, 1),
-    ("zbv", 2, 8, 2), ("zbv", 4, 8, 2), ("dualpipev", 2, 8, 2), ("dualpipev", 4, 8, 2),
-)  # fmt: skip
-"""Schedule, stages, micro-batches, and model chunks of each stage."""
-FORWARD, BACKWARD = 0.1, 0.2
+PIPELINES = {
+    2: (
+        ("1f1b", 4, 1), ("1f1b", 8, 1), ("interleaved", 8, 2), ("zbh1", 8, 1), ("zbv", 8, 2), ("dualpipev", 8, 2),
+    ),
+    4: (
+        ("1f1b", 4, 1), ("1f1b", 8, 1), ("1f1b", 16, 1), ("interleaved", 8, 2), ("interleaved", 8, 3), ("zbh1", 8, 1),
+        ("zbv", 8, 2), ("dualpipev", 8, 2),
+    ),
+}  # fmt: skip
+"""For each number of stages: schedule, micro-batches, and model chunks of each stage."""
+FORWARD, BACKWARD = 0.06, 0.12
 """Seconds of a pass."""
+MOST_ROUNDS = 3
+"""Iterations that are traced at most: sleeping stages hardly differ from one to the next."""
 
 
 def measure(rounds: int) -> list[Quantity]:
-    """Every pipeline in one start, of which as many iterations as ``rounds`` are traced; their median counts."""
-    return [_measured(*pipeline, rounds) for pipeline in PIPELINES]
+    """Every pipeline, in one start for each number of stages; the median of its traced iterations counts."""
+    iterations = min(rounds, MOST_ROUNDS)
+    return [quantity for stages in PIPELINES for quantity in _measured(stages, iterations)]
 
 
-def _measured(schedule: str, stages: int, micro_batches: int, chunks: int, rounds: int) -> Quantity:
+def _measured(stages: int, iterations: int) -> list[Quantity]:
+    names = ("schedule", "micro_batches", "chunks")
+    pipelines = [dict(zip(names, values, strict=True), stages=stages) for values in PIPELINES[stages]]
     with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "schedule": schedule, "stages": stages, "micro_batches": micro_batches, "chunks": chunks,
-            "iterations": rounds, "folder": folder,
-        }  # fmt: skip
-        measured_by_ranks(
-            stages, "sleeping_stages", json.dumps({**settings, "forward": FORWARD, "backward": BACKWARD}),
-            OMP_NUM_THREADS="1",
-        )  # fmt: skip
-        found = measure_timeline(read_timeline(Path(folder)))
+        for number, pipeline in enumerate(pipelines):
+            pipeline |= {"folder": str(Path(folder, str(number))), "port": _free_port()}
+        settings = {"iterations": iterations, "forward": FORWARD, "backward": BACKWARD, "pipelines": pipelines}
+        seconds = measured_by_ranks(stages, "sleeping_stages", json.dumps(settings), OMP_NUM_THREADS="1")
+        return [_quantity(*pair) for pair in zip(pipelines, seconds, strict=True)]
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def _quantity(pipeline: dict, seconds: float) -> Quantity:
+    """``seconds``: of an iteration whose stages do not sleep."""
+    found = measure_timeline(read_timeline(Path(pipeline["folder"])))
+    chunks, schedule, micro_batches = pipeline["chunks"], pipeline["schedule"], pipeline["micro_batches"]
+    kinds = 3 if schedule in ("zbh1", "zbv") else 2
     name = f"interleaved, {chunks} chunks per stage" if schedule == "interleaved" else schedule
     what = (
-        f"{name}, {stages} stages, {micro_batches} micro-batches: bubble {found.bubble:.1%}, in theory "
-        f"{found.theory:.1%}"
+        f"{name}, {pipeline['stages']} stages, {micro_batches} micro-batches: bubble {found.bubble:.1%}, in theory "
+        f"{found.theory:.1%}; without sleep {1000 * seconds / (chunks * micro_batches * kinds):.1f} ms per pass"
     )
     busy = [100 * (1 - found.bubble)], [100 * (1 - found.theory)]
     return Quantity(what, "theory", *busy, "% busy", least=0.95, most=1.05)

@@ -1,33 +1,60 @@
-"""Run on each rank by ``bubble.py``: a traced run of a pipeline schedule with stages that sleep."""
+"""Run on each rank by ``bubble.py``: traced runs of pipeline schedules with stages that sleep."""
 
 import json
+import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing.queues import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from megatron.launch.environment import prepare_environment
+from megatron.launch.processes import exit_with_parent
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-FIRST = 2
-"""Iteration that is the first to be traced; those before it warm up."""
+FIRST = 4
+"""Iteration that is the first to sleep and to be traced; those before it warm up, and after the
+very first show what the engine itself takes."""
 
 
 def main() -> None:
-    """Train on this rank, as the JSON on the command line says."""
+    """Train each pipeline on this rank, as the JSON on the command line says, in a fork of this process."""
     settings = json.loads(sys.argv[1])
     prepare_environment(os.environ)
 
-    # Imported after the environment is prepared, which torch and DeepSpeed read.
+    # Imported after the environment is prepared, which torch and DeepSpeed read, and once for all forks.
+    import deepspeed.pipe  # noqa: F401
+
+    import megatron.training.engines  # noqa: F401
+    from benchmarks.measures.ranks import report
+
+    context = multiprocessing.get_context("fork")
+    seconds = []
+    for pipeline in settings["pipelines"]:
+        queue = context.SimpleQueue()
+        process = context.Process(target=train, args=({**settings, **pipeline}, queue))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(process.exitcode)
+        seconds.append(queue.get())
+    if int(os.environ["RANK"]) == 0:
+        report(seconds)
+
+
+def train(settings: Mapping[str, Any], queue: "SimpleQueue[float]") -> None:
+    """Train a pipeline, and trace the iterations that sleep. Hands over the seconds of one that does not."""
+    exit_with_parent()
     import deepspeed
     from deepspeed.pipe import LayerSpec
     from torch.nn.functional import mse_loss
 
-    from benchmarks.measures.ranks import report
     from megatron.config.command_line import parse_run
     from megatron.launch.distributed import distributed
     from megatron.model.containers import ChunkedModel, DualPipeVModel, PipelinedModel
@@ -38,30 +65,45 @@ def main() -> None:
     from megatron.training.engines import train_batch
 
     silence_known_warnings()
+    # A store of its own: torchrun's has the keys of the pipeline before.
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(settings["port"])
     last = FIRST + settings["iterations"] - 1
     run = parse_run(_arguments(settings, last), os.environ)
     chunks = run.parallel.model_chunks
-    chunk = sleeping_chunk(*(settings[kind] / run.parallel.chunks_per_stage for kind in ("forward", "backward")))
-    with distributed(run.parallel) as layout:
-        with deepspeed_silenced(verbose=False):
-            parts = [LayerSpec(chunk)] * chunks, mse_loss, run.activation, layout
-            boundaries, is_ours = range(chunks + 1), run.parallel.uses_scheduled_engine
-            if is_ours:
-                module = ChunkedModel(*parts, partition_boundaries=boundaries, schedule=schedule_of(run))
-            else:
-                container = DualPipeVModel if run.parallel.uses_dualpipev else PipelinedModel
-                module = container(*parts, partition_boundaries=boundaries)
-            with scheduled_pipeline_engine() if is_ours else nullcontext():
-                engine, *_ = deepspeed.initialize(
-                    model=module, model_parameters=module.parameters(), config=dict(run.ds_config)
-                )
-            engine.routers = []  # as ``build_engine`` says of a model without experts
-            tracer, data = Tracer(run, layout, module), batches()
-            for number in range(1, last + 1):
-                with tracer.around_iteration(number) as hooks:
-                    train_batch(engine, data, hooks)
-        if layout.rank == 0:
-            report(last)
+    sleep = PassSeconds(0.0, 0.0)
+    with distributed(run.parallel) as layout, deepspeed_silenced(verbose=False):
+        parts = [LayerSpec(sleeping_chunk(sleep))] * chunks, mse_loss, run.activation, layout
+        boundaries, is_ours = range(chunks + 1), run.parallel.uses_scheduled_engine
+        if is_ours:
+            module = ChunkedModel(*parts, partition_boundaries=boundaries, schedule=schedule_of(run))
+        else:
+            container = DualPipeVModel if run.parallel.uses_dualpipev else PipelinedModel
+            module = container(*parts, partition_boundaries=boundaries)
+        with scheduled_pipeline_engine() if is_ours else nullcontext():
+            engine, *_ = deepspeed.initialize(
+                model=module, model_parameters=module.parameters(), config=dict(run.ds_config)
+            )
+        engine.routers = []  # as ``build_engine`` says of a model without experts
+        tracer, data, seconds = Tracer(run, layout, module), batches(), []
+        for number in range(1, last + 1):
+            if number == FIRST:
+                each = run.parallel.chunks_per_stage
+                sleep.forward, sleep.backward = settings["forward"] / each, settings["backward"] / each
+            begin = time.perf_counter()
+            with tracer.around_iteration(number) as hooks:
+                train_batch(engine, data, hooks)
+            seconds.append(time.perf_counter() - begin)
+    queue.put(min(seconds[1 : FIRST - 1]))
+
+
+@dataclass
+class PassSeconds:
+    """How long a pass through a chunk sleeps."""
+
+    forward: float
+    backward: float
+    """Half of it for the weight."""
 
 
 def _arguments(settings: Mapping[str, Any], last: int) -> list[str]:
@@ -76,8 +118,8 @@ def _arguments(settings: Mapping[str, Any], last: int) -> list[str]:
     ).split()
 
 
-def sleeping_chunk(forward_seconds: float, backward_seconds: float) -> "type[nn.Module]":
-    """A model chunk with one parameter, [8], whose passes sleep, half of the backward pass for the weight."""
+def sleeping_chunk(seconds: PassSeconds) -> "type[nn.Module]":
+    """A model chunk with one parameter, [8], whose passes sleep."""
     import torch
     from torch import Tensor, nn
 
@@ -86,18 +128,18 @@ def sleeping_chunk(forward_seconds: float, backward_seconds: float) -> "type[nn.
     class Sleep(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-            time.sleep(forward_seconds)
+            time.sleep(seconds.forward)
             ctx.save_for_backward(weight)
             return x.clone()
 
         @staticmethod
         def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
             (weight,) = ctx.saved_tensors
-            time.sleep(backward_seconds / 2)
+            time.sleep(seconds.backward / 2)
             if deferred := open_products(weight):
-                deferred.add(lambda: time.sleep(backward_seconds / 2), weight)
+                deferred.add(lambda: partial(time.sleep, seconds.backward / 2), weight)
             else:
-                time.sleep(backward_seconds / 2)
+                time.sleep(seconds.backward / 2)
             return grad, None
 
     class Chunk(nn.Module):

@@ -69,7 +69,6 @@ class ParallelConfig:
         "Model chunks of each stage of --pipeline-schedule interleaved, which it selects: in place of "
         "--num-layers-per-virtual-pipeline-stage if the layers cannot be divided evenly.",
         within="[2, inf)",
-        encoder_decoder="not",
     )
     sequence_parallel: bool = flag(
         False,

@@ -16,6 +16,7 @@ from megatron.model.rotary import positions_in_segment
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_groups, sequence_parallel_dim, sequence_shard
+from megatron.parallel.tensor.deferred import compute_at_once
 from megatron.parallel.tensor.layers import VocabParallelEmbedding, all_reduce_gradient, sharded_parameter
 from megatron.parallel.tensor.linear import linear
 from megatron.parallel.tensor.random import random_stream
@@ -83,6 +84,7 @@ class OutputLayer(nn.Module):
         whole = weight(config, "output_layer").draw((config.vocab_size, config.hidden_size))
         whole = F.pad(whole, (0, 0, 0, config.padded_vocab_size - config.vocab_size))
         self.weight = sharded_parameter(whole, dim=0, group=self.group)
+        compute_at_once(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self.weight, None, self.group, self.parallel_dim).movedim(self.sequence_dim, 1)

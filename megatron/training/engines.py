@@ -115,7 +115,7 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     skip_reduction_of_one_rank(engine, ranks)
     reduce_fp32_sums_of_tied_weights(engine)
     start_backward_timers_once(engine)
-    if architecture_of(run.model).is_encoder_decoder:
+    if architecture_of(run.model).is_encoder_decoder and not run.parallel.uses_scheduled_engine:
         differentiate_outputs_together(engine)
     continue_without_reports(engine)
     engine.coalesces_grad_reduction = run.coalesces_grad_reduction

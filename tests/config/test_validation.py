@@ -40,13 +40,20 @@ BROKEN = [
         "--pipeline-partition uniform",
     ),
     (
-        "an encoder with a decoder excludes sequence parallelism and schedules other than 1F1B",
+        _RANGE,
+        f"t5 --pipe-parallel-size 2 --pipeline-schedule zbv {SPLIT} 1",
+        f"{SPLIT} 1 divides stages, and with --pipeline-schedule zbv each has several model chunks: remove it, or use "
+        "--pipeline-schedule zbh1",
+        "--pipeline-schedule zbh1",
+    ),
+    (
+        "an encoder with a decoder excludes sequence parallelism and DualPipeV",
         "t5 --model-parallel-size 2 --sequence-parallel",
         "--sequence-parallel cannot be combined with a model that has an encoder and a decoder: remove it",
         None,
     ),
     (
-        "an encoder with a decoder excludes sequence parallelism and schedules other than 1F1B",
+        "an encoder with a decoder excludes sequence parallelism and DualPipeV",
         "t5 --pipe-parallel-size 2 --gas 4 --pipeline-schedule dualpipev",
         "--pipeline-schedule dualpipev cannot be combined with a model that has an encoder and a decoder: remove it",
         "--pipeline-schedule 1f1b",

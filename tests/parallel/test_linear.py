@@ -172,20 +172,25 @@ GATHER, SCATTER, REDUCE = _Events.MESSAGES
 
 @pytest.mark.parametrize("sequence_dim", SEQUENCE_DIMS)
 def test_the_backward_pass_communicates_while_it_computes(run_ranks, sequence_dim: int | None):
-    """It gathers during the product for the input's gradient, and sums that gradient during the weight's."""
-    for forward, backward, frozen in run_ranks(2, order_of_events, sequence_dim):
+    """It gathers during the product for the input's gradient, and sums that gradient during the weight's.
+
+    Where the weight's product is put off, each gathers during the one before.
+    """
+    for forward, backward, inputs, weights, frozen in run_ranks(2, order_of_events, sequence_dim):
         assert forward == ([] if sequence_dim is None else [GATHER]) + ["product"]
         if sequence_dim is None:
             assert backward == ["product", REDUCE, "product", f"wait for {REDUCE}"]
-            assert frozen == ["product", REDUCE, f"wait for {REDUCE}"]
+            assert frozen == inputs == ["product", REDUCE, f"wait for {REDUCE}"]
+            assert weights == ["product"] * 2
         else:
             scattered = ["product", SCATTER, f"wait for {GATHER}", "product", f"wait for {SCATTER}"]
             assert backward == [GATHER, *scattered]
-            assert frozen == ["product", SCATTER, f"wait for {SCATTER}"]
+            assert frozen == inputs == ["product", SCATTER, f"wait for {SCATTER}"]
+            assert weights == [GATHER, GATHER, *[f"wait for {GATHER}", "product"] * 2]
 
 
 def order_of_events(sequence_dim: int | None) -> list[list[str]]:
-    """Of the forward pass, of the backward pass, and of one with a frozen weight."""
+    """Of the forward pass, of the backward pass, of the two parts of a divided one, and of one with a frozen weight."""
     column, _, x, _ = _column(sequence_dim)
     passes = []
     with _Events() as events:
@@ -193,6 +198,16 @@ def order_of_events(sequence_dim: int | None) -> list[list[str]]:
     passes.append(events.found)
     with _Events() as events:
         y.sum().backward()
+    passes.append(events.found)
+    deferred, put_off = DeferredProducts([column.weight]), []
+    for _ in range(2):
+        y = column(x)
+        with deferred.collected() as products, _Events() as events:
+            y.sum().backward()
+        put_off += products
+    passes.append(events.found)
+    with _Events() as events:
+        run_products(put_off)
     passes.append(events.found)
     y = column.requires_grad_(False)(x)
     with _Events() as events:

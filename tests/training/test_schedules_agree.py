@@ -12,6 +12,7 @@ SETTINGS = (
     f"--num-layers 8 --train-iters {ITERATIONS} --global-batch-size 16 --attention-dropout 0 --hidden-dropout 0"
     " --clip-grad 0.4 --eval-iters 1 --eval-interval 2 --eod-mask-loss --warmup 0 --batch-size 2"
 ).split()
+ELEVEN = "--num-layers 11"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids"
 TWO = {
     "interleaved-zero1-recompute": (
@@ -26,7 +27,9 @@ TWO = {
     "zbv-recompute-uneven": "--pipeline-schedule zbv --pipeline-partition 3,2,3,0 --checkpoint-activations",
 }
 FOUR = {
-    "interleaved-pp4": "--pipe-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1",
+    "eleven-interleaved3-pp4-uneven": (
+        f"{ELEVEN} --pipe-parallel-size 4 --pipeline-schedule interleaved --pipeline-partition 0,1,1,1,1,2,1,1,1,1,1,0"
+    ),
     "interleaved-tp2-sequence-zero1": (
         "--pipe-parallel-size 2 --model-parallel-size 2 --sequence-parallel --zero-stage 1"
         " --num-virtual-stages-per-pipeline-rank 3"
@@ -66,7 +69,7 @@ def runs(_rank_pools: RankPools, programs: Programs, tmp_path_factory: pytest.Te
     def train(ranks: int, flags_of: dict[str, str]) -> None:
         _rank_pools.run_once(ranks, pretrain_each, [command(name, flags) for name, flags in flags_of.items()])
 
-    train(1, {"one": "", "documents": DOCUMENTS})
+    train(1, {"one": "", "documents": DOCUMENTS, "eleven": ELEVEN})
     of_two = dict(TWO)
     for name, (before, after) in RESUMED.items():
         of_two[f"{name}-saved"] = f"{before} --exit-interval 1"
@@ -91,7 +94,7 @@ def pretrain_each(commands: list[list[str]]) -> None:
 
 @pytest.mark.parametrize("name", [*TWO, *FOUR])
 def test_schedule_agrees_with_one_process(runs: dict[str, Path], name: str) -> None:
-    reference = runs["documents" if name.startswith("documents") else "one"]
+    reference = runs[next((kind for kind in ("documents", "eleven") if name.startswith(kind)), "one")]
     assert len(compare_runs(reference, runs[name], ITERATIONS)) == ITERATIONS + 2  # a validation and the test
 
 

@@ -13,8 +13,9 @@ def _is_t5(run: RunConfig) -> bool:
 
 
 @rule(
-    "an encoder with a decoder excludes sequence parallelism and schedules other than 1F1B",
-    why="They are for hidden states of one sequence, and T5 has two of different lengths.",
+    "an encoder with a decoder excludes sequence parallelism and DualPipeV",
+    why="They are for hidden states of one sequence, and T5 has two of different lengths: DeepSpeed's DualPipeV would "
+    "run a backward pass for each of the tensors that a stage sends on.",
 )
 def one_sequence(run: RunConfig) -> Messages:
     parallel = run.parallel
@@ -23,7 +24,7 @@ def one_sequence(run: RunConfig) -> Messages:
             "--sequence-parallel": parallel.sequence_parallel,
             f"--ds-sequence-parallel-size {parallel.ds_sequence_parallel_size}": parallel.ds_sequence_parallel_size > 1,
             f"--context-parallel-size {parallel.context_parallel_size}": parallel.context_parallel_size > 1,
-            f"--pipeline-schedule {parallel.pipeline_schedule}": parallel.pipeline_schedule != "1f1b",
+            f"--pipeline-schedule {parallel.pipeline_schedule}": parallel.uses_dualpipev,
         }
     )
     if given and _is_t5(run):
@@ -92,6 +93,11 @@ def split_rank(run: RunConfig) -> Messages:
     elif not 0 < split < stages:
         rest = "1" if stages == 2 else f"from 1 to {stages - 1}"
         yield f"{flag} is no stage between the first and the end of --pipe-parallel-size {stages}: use {rest}"
+    elif parallel.chunks_per_stage > 1:
+        yield (
+            f"{flag} divides stages, and with --pipeline-schedule {parallel.pipeline_schedule} each has several model "
+            "chunks: remove it, or use --pipeline-schedule zbh1"
+        )
     elif partition.explicit(parallel.pipeline_partition):
         yield f"{flag} and --pipeline-partition {parallel.pipeline_partition} exclude each other: give one"
     elif model.encoder_num_layers < split:

@@ -129,15 +129,25 @@ def differentiate_outputs_together(engine: DeepSpeedEngine) -> None:
     run = engine._INSTRUCTION_MAP[BackwardPass]
 
     def backward(engine: PipelineEngine, buffer_id: int, **options: Any) -> None:
-        outputs, gradients = engine.pipe_buffers["outputs"][buffer_id], engine.grad_layer
-        sent = [tensor for tensor in outputs if tensor.is_floating_point()] if isinstance(outputs, tuple) else []
-        if len(sent) > 1 and not engine.is_last_stage():
-            engine.pipe_buffers["outputs"][buffer_id] = torch.cat([tensor.flatten() for tensor in sent])
-            engine.grad_layer = torch.cat([gradient.flatten() for gradient in gradients])
+        gradients = engine.grad_layer
+        if not engine.is_last_stage():
+            join_outputs(engine, buffer_id)
         run(engine, buffer_id=buffer_id, **options)
         engine.grad_layer = gradients
 
     engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, BackwardPass: backward}
+
+
+def join_outputs(engine: PipelineEngine, buffer_id: int) -> None:
+    """Replace several outputs of a stage, and their gradients, by one tensor each before a backward pass.
+
+    ``ScheduledPipelineEngine`` calls it by itself.
+    """
+    outputs, gradients = engine.pipe_buffers["outputs"][buffer_id], engine.grad_layer
+    sent = [tensor for tensor in outputs if tensor.is_floating_point()] if isinstance(outputs, tuple) else []
+    if len(sent) > 1:
+        engine.pipe_buffers["outputs"][buffer_id] = torch.cat([tensor.flatten() for tensor in sent])
+        engine.grad_layer = torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def continue_without_reports(engine: DeepSpeedEngine) -> None:

@@ -34,7 +34,7 @@ from deepspeed.runtime.pipe.schedule import (
 )
 from torch import Tensor
 
-from megatron.parallel.deepspeed_compat.engine import replaced
+from megatron.parallel.deepspeed_compat.engine import join_outputs, replaced
 from megatron.parallel.deepspeed_compat.transfers import Transfers, as_list
 from megatron.parallel.pipeline.program import Step, Transfer, program
 from megatron.parallel.pipeline.schedule import (
@@ -199,6 +199,7 @@ class ScheduledPipelineEngine(PipelineEngine):
             self.loss, buffers["losses"][buffer_id] = buffers["losses"][buffer_id], None
         else:
             self.grad_layer = self._output_gradients(chunk, micro_batch - 1)
+            join_outputs(self, buffer_id)
         with self._running(phase):
             super()._exec_backward_pass(buffer_id)
         buffers["outputs"][buffer_id] = buffers["labels"][buffer_id] = self.grad_layer = None

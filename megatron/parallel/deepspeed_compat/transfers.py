@@ -70,10 +70,14 @@ class Transfers:
         assert not self._arriving, "every tensor is taken"
 
     def _wait_for_sends(self, most: int) -> None:
-        while len(self._leaving) > most:
-            works, _ = self._leaving.popleft()
+        """Let go of what has left, and of the oldest sends beyond ``most``; gloo says so only to those who wait."""
+        while self._leaving:
+            works, _ = self._leaving[0]
+            if len(self._leaving) <= most and not all(work.is_completed() for work in works):
+                return
             for work in works:
                 work.wait()
+            self._leaving.popleft()
 
     def _exchange_shapes(self, transfers: Sequence[Transfer], values: dict[Transfer, Any]) -> None:
         rows = [(one, _row(values.get(one)).to(self._device)) for one in transfers]

@@ -59,6 +59,26 @@ class Action(NamedTuple):
         return f"{self.chunk}{self.kind}{self.micro_batch}"  # as torch.distributed.pipelining writes it
 
 
+class Held(NamedTuple):
+    """Micro-batches of which a stage keeps tensors for one of its model chunks."""
+
+    forward: int
+    """Of these its activations."""
+    products: int
+    """Of these what W is computed from, after I."""
+
+
+class Moment(NamedTuple):
+    """What a stage keeps before a pass that is not a forward pass."""
+
+    kind: str
+    """Of the pass."""
+    phase: int
+    """Of its model chunk, among those of the stage."""
+    held: tuple[Held, ...]
+    """For each chunk of the stage."""
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The passes of all stages for one batch."""
@@ -87,13 +107,22 @@ class Schedule:
         """The passes of a stage in their order."""
         return _actions(self, stage)
 
+    @property
+    def divides_backward(self) -> bool:
+        """Whether there are I and W."""
+        return self.splits_backward and KINDS[self.name].splits_backward
+
     def in_flight(self, stage: int) -> tuple[int, ...]:
         """Of each chunk of a stage: forward passes whose activations are kept at a time, when most of them are."""
         return max(self.kept(stage), key=sum)
 
     def kept(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """For each chunk of a stage: forward passes whose B or W is not done; all counts that occur, each once."""
-        return _kept(self, stage)
+        """For each chunk of a stage: forward passes whose B or W is not done; all counts before a B, I or W."""
+        return tuple(dict.fromkeys(tuple(map(sum, moment.held)) for moment in self.moments(stage)))
+
+    def moments(self, stage: int) -> tuple[Moment, ...]:
+        """What a stage keeps before each B, I and W; all that occur, each once."""
+        return _moments(self, stage)
 
     @property
     def shortened(self) -> "Schedule":
@@ -117,13 +146,21 @@ def _actions(schedule: Schedule, stage: int) -> tuple[Action, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _kept(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], ...]:
-    counts = dict.fromkeys(schedule.chunks_of(stage), 0)
-    found: dict[tuple[int, ...], None] = {}
-    for action in schedule.actions(stage):
-        counts[action.chunk] += {FORWARD: 1, INPUT_GRADIENTS: 0}.get(action.kind, -1)
-        found[tuple(counts.values())] = None
+def _moments(schedule: Schedule, stage: int) -> tuple[Moment, ...]:
+    own = schedule.chunks_of(stage)
+    held = [Held(0, 0) for _ in own]
+    found: dict[Moment, None] = {}
+    for chunk, kind, _ in schedule.actions(stage):
+        phase = own.index(chunk)
+        if kind != FORWARD:
+            found[Moment(kind, phase, tuple(held))] = None
+        forward, products = _CHANGES[kind]
+        held[phase] = Held(held[phase].forward + forward, held[phase].products + products)
     return tuple(found)
+
+
+_CHANGES = {FORWARD: (1, 0), BACKWARD: (-1, 0), INPUT_GRADIENTS: (-1, 1), WEIGHT_GRADIENTS: (0, -1)}
+"""Of what is held, by kind of pass."""
 
 
 _Passes = list[tuple[int, str]]

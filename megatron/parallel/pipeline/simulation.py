@@ -1,7 +1,11 @@
-"""A schedule in time, and its bubble: each pass as early as its stage and the passes before it allow. No torch here."""
+"""A schedule in time, and its bubble: each pass as early as its stage and the passes before it allow. No torch here.
+
+DualPipeV, which DeepSpeed runs, is simulated with the transfers for which DeepSpeed waits.
+"""
 
 from typing import NamedTuple
 
+from megatron.parallel.pipeline.dualpipev import Output, exchanging_steps
 from megatron.parallel.pipeline.schedule import (
     BACKWARD,
     FORWARD,
@@ -51,10 +55,12 @@ def simulate(schedule: Schedule, seconds: PassSeconds, transfer: float = 0.0) ->
 
     A schedule whose stages would wait for each other forever is a mistake of ours, and an AssertionError.
     """
+    if schedule.name == "dualpipev" and not schedule.splits_backward:
+        return _simulate_exchanges(schedule, seconds, transfer)
     orders = [schedule.actions(stage) for stage in range(schedule.stages)]
     position, free = [0] * schedule.stages, [0.0] * schedule.stages
-    ends: dict[tuple[int, bool, int], float] = {}
-    waiting: dict[tuple[int, bool, int], int] = {}
+    ends: dict[Output, float] = {}
+    waiting: dict[Output, int] = {}
     runnable = list(range(schedule.stages))
     timed, durations = [], seconds.by_kind
     while runnable:
@@ -81,8 +87,35 @@ def simulate(schedule: Schedule, seconds: PassSeconds, transfer: float = 0.0) ->
     return sorted(timed, key=lambda one: (one.end, one.stage))
 
 
-def _needed(schedule: Schedule, action: Action) -> tuple[int, bool, int] | None:
-    """The output that a pass waits for: its model chunk, whether it is a forward pass's, and the micro-batch."""
+def _simulate_exchanges(schedule: Schedule, seconds: PassSeconds, transfer: float) -> list[TimedAction]:
+    """The same for stages that wait for all tensors of an exchange, each until its other end has begun it, too."""
+    orders = [exchanging_steps(schedule, stage) for stage in range(schedule.stages)]
+    position, free = [0] * schedule.stages, [0.0] * schedule.stages
+    begun: dict[Output, dict[int, float]] = {}
+    runnable = list(range(schedule.stages))
+    timed, durations = [], seconds.by_kind
+    while runnable:
+        stage = runnable.pop()
+        while position[stage] < len(orders[stage]):
+            step, now = orders[stage][position[stage]], free[stage]
+            if isinstance(step, Action):
+                free[stage] = now + durations[step.kind]
+                timed.append(TimedAction(stage, step, now, free[stage]))
+            else:
+                for ends in (begun.setdefault(output, {}) for output in step):
+                    if stage not in ends:
+                        runnable += ends  # the other stage may wait for this
+                        ends[stage] = now
+                if any(len(begun[output]) < 2 for output in step):
+                    break
+                free[stage] = max(max(begun[output].values()) for output in step) + transfer
+            position[stage] += 1
+    assert position == [len(order) for order in orders], f"the stages wait for each other: {schedule}"
+    return sorted(timed, key=lambda one: (one.end, one.stage))
+
+
+def _needed(schedule: Schedule, action: Action) -> Output | None:
+    """The output that a pass waits for."""
     if action.kind == FORWARD:
         return (action.chunk - 1, True, action.micro_batch) if action.chunk else None
     if action.kind == WEIGHT_GRADIENTS:

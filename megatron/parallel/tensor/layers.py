@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
+from megatron.parallel.tensor.deferred import compute_at_once
 from megatron.parallel.tensor.linear import linear
 from megatron.parallel.tensor.mappings import (
     all_reduce,
@@ -194,6 +195,7 @@ class VocabParallelEmbedding(nn.Module):
         whole = F.pad(whole, (0, 0, 0, (padded_size or num_embeddings) - num_embeddings))
         self.rows = whole.size(0) // group.size()
         self.weight = sharded_parameter(whole, dim=0, group=group)
+        compute_at_once(self.weight)
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.group.size() == 1:

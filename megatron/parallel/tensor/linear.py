@@ -46,7 +46,11 @@ def linear(
         if group is None:
             return F.linear(x, weight, bias)
         return _linear_operator(x, weight, bias, group.group_name, sequence_dim)
-    if group is not None or getattr(weight, "accumulates_in_place", False) or hasattr(weight, "deferred_products"):
+    if (
+        group is not None
+        or getattr(weight, "accumulates_in_place", False)
+        or getattr(weight, "deferred_products", None)
+    ):
         return _Linear.apply(x, weight, bias, group, sequence_dim)
     return F.linear(x, weight, bias)
 
@@ -100,7 +104,7 @@ def _backward(
     grad_weight = gathered = summed = None
     rows = grad.flatten(0, -2)  # [r, o]
     if x is not None and (deferred := open_products(weight)):
-        deferred.add(partial(_product, rows, x, weight, group, sequence_dim), weight)
+        deferred.add(partial(_start_product, rows, x, weight, group, sequence_dim), weight)
         x = None
     if x is not None and group is not None and sequence_dim is not None:
         gathered = async_all_gather(x, group, sequence_dim)
@@ -121,13 +125,13 @@ def _async_sum(grad: Tensor, group: ProcessGroup | None, sequence_dim: int | Non
     return async_all_reduce(grad, group) if sequence_dim is None else async_reduce_scatter(grad, group, sequence_dim)
 
 
-def _product(
+def _start_product(
     rows: Tensor, x: Tensor, weight: Tensor, group: ProcessGroup | None, sequence_dim: int | None
-) -> Tensor | None:
-    """The gradient of a weight by itself; with ``sequence_dim`` the shards of x are gathered for it."""
-    if group is not None and sequence_dim is not None:
-        x = all_gather(x, group, sequence_dim)
-    return _weight_gradient(rows, x.flatten(0, -2), weight)
+) -> Callable[[], Tensor | None]:
+    """The gradient of a weight by itself; with ``sequence_dim`` start to gather the shards of x for it."""
+    is_sharded = group is not None and sequence_dim is not None
+    gathered = async_all_gather(x, group, sequence_dim) if is_sharded else lambda: x
+    return lambda: _weight_gradient(rows, gathered().flatten(0, -2), weight)
 
 
 def _weight_gradient(rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:

@@ -3,14 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from operator import mul
 from typing import NamedTuple
 
 from megatron.config import RunConfig
 from megatron.model.attention_kernel import SHORTEST_BLOCK, DeviceFacts, attention_kernel, computed_scores
 from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.partition import Stage, layer_groups, plan
-from megatron.parallel.pipeline.schedule import schedule_of
+from megatron.parallel.pipeline.schedule import (
+    BACKWARD,
+    INPUT_GRADIENTS,
+    WEIGHT_GRADIENTS,
+    Held,
+    Moment,
+    schedule_of,
+)
 from megatron.parallel.tensor import rows_at_once
 from megatron.tools.planning.states import FP32, States, bytes_of, numel, stage_weights, states, trained
 
@@ -283,24 +289,48 @@ def stage_memory(run: RunConfig, owner: int | None = None) -> list[Memory]:
 
 def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations) -> Working:
     """The working memory of a rank of ``stage``, which is the one of that number."""
+    moments = schedule_of(run).shortened.moments(number) if run.parallel.uses_pipeline else [_ONLY]
+    activations, logits = max((_needed(run, stage, moment, micro_batch) for moment in moments), key=sum)
+    in_flight = max(ceil(sum(map(sum, moment.held)) / len(moment.held)) for moment in moments)
+    return Working(
+        activations=activations,
+        logits=logits,
+        buffers=_pipeline_buffers(run, number, stage.has_head, bool(logits), micro_batch, in_flight),
+        in_flight=in_flight,
+    )
+
+
+_ONLY = Moment(BACKWARD, 0, (Held(1, 0),))
+"""Of a model without pipeline stages."""
+
+
+def _needed(run: RunConfig, stage: Stage, moment: Moment, micro_batch: Activations) -> tuple[int, int]:
+    """Activations with what a pass needs beside those that are kept before it, and logits."""
     layers, together = max(map(_blocks, stage.layers_of_chunks)), run.activation.layers_together
     of_chunks = [_of_chunk(run, layers, micro_batch) for layers in stage.layers_of_chunks]
     of_chunks[0] += micro_batch.front if stage.has_embedding else 0
-    back = micro_batch.back if stage.has_head else 0
-    logits = micro_batch.logits if stage.has_head else 0
+    products = [_put_off(run, layers) for layers in stage.layers_of_chunks]
+    if run.parallel.uses_scheduled_engine:  # keeps the input and the output of a chunk, too
+        for phase in range(len(of_chunks)):
+            is_first, is_last = stage.has_embedding and phase == 0, stage.has_head and phase == len(of_chunks) - 1
+            of_chunks[phase] += (2 - is_first - is_last) * micro_batch.hidden
+    kept = sum(
+        one.forward * activations + one.products * product
+        for one, activations, product in zip(moment.held, of_chunks, products, strict=True)
+    )
+    if moment.kind == WEIGHT_GRADIENTS:
+        return kept, 0
     again = min(together, layers) * micro_batch.layer  # recomputed before the layer's backward pass
     if run.model.recomputes_attention:
         again = micro_batch.scores
     inside = again + micro_batch.passing
-    at_the_loss = logits + back > inside
-    in_flight = _in_flight(run, number)
-    kept = max(sum(map(mul, counts, of_chunks)) for counts in in_flight)
-    return Working(
-        activations=kept + (back if at_the_loss else inside),
-        logits=logits if at_the_loss else 0,
-        buffers=_pipeline_buffers(run, number, stage.has_head, at_the_loss, micro_batch),
-        in_flight=_micro_batches(in_flight),
-    )
+    if moment.kind == INPUT_GRADIENTS:  # before its last layer the others have put off their products
+        blocks = max(_blocks(stage.layers_of_chunks[moment.phase]), 1)
+        inside += max(products[moment.phase] - of_chunks[moment.phase], 0) * (blocks - 1) // blocks
+    at_the_loss = micro_batch.logits + micro_batch.back
+    if stage.has_head and moment.phase == len(of_chunks) - 1 and at_the_loss > inside:
+        return kept + micro_batch.back, micro_batch.logits
+    return kept + inside, 0
 
 
 def _of_chunk(run: RunConfig, layers: Sequence[LayerSpec], micro_batch: Activations) -> int:
@@ -314,28 +344,43 @@ def _blocks(layers: Sequence[LayerSpec]) -> int:
     return sum(layer.is_block for layer in layers)
 
 
-def _in_flight(run: RunConfig, number: int) -> Sequence[Sequence[int]]:
-    """Micro-batches of which stage ``number`` keeps the activations of each of its chunks, at any time."""
-    return schedule_of(run).shortened.kept(number) if run.parallel.uses_pipeline else [[1]]
+def _put_off(run: RunConfig, layers: Sequence[LayerSpec]) -> int:
+    """What the gradients of weights that are put off are computed from: inputs of linear layers, and gradients of their
+    outputs. Autograd holds on to one more gradient of hidden states for each layer."""
+    z, total = sizes(run), 0
+    for layer in (layer for layer in layers if layer.is_block):
+        total += z.stream * z.h
+        for parameter in layer.parameters:
+            if parameter.shard_dim is None or len(parameter.shape) < 2 or parameter.is_expert:
+                continue
+            inputs, outputs = parameter.shape[-1], parameter.numel // parameter.shape[-1]
+            if parameter.shard_dim == len(parameter.shape) - 1:
+                total += z.tokens * (inputs // z.t + outputs)
+            else:
+                total += z.stream * inputs + z.tokens * outputs // z.t
+    return total * z.element
 
 
-def _micro_batches(in_flight: Sequence[Sequence[int]]) -> int:
-    """The most micro-batches of which as much is kept as all chunks of a stage keep of one."""
-    return max(ceil(sum(counts) / len(counts)) for counts in in_flight)
-
-
-def _pipeline_buffers(run: RunConfig, number: int, has_back: bool, at_the_loss: bool, micro_batch: Activations) -> int:
+def _pipeline_buffers(
+    run: RunConfig, number: int, has_back: bool, at_the_loss: bool, micro_batch: Activations, in_flight: int
+) -> int:
     """Tensors between stages: received and sent ones, their gradients, and logits until they are replaced.
 
-    DeepSpeed keeps a place for each of at least two micro-batches. The logits in it stay, but with DualPipeV, until the
-    next ones come; at the loss, those of the current micro-batch are counted as logits.
+    DeepSpeed keeps a place for each of at least two micro-batches. The logits in it stay, but with DualPipeV and the
+    engine of further schedules, until the next ones come; at the loss, those of the current micro-batch are counted as
+    logits.
     """
     if not run.parallel.uses_pipeline:
         return 0
-    in_flight = _micro_batches(_in_flight(run, number))
     places, received = max(2, in_flight), 0 if number == 0 else 3
+    if run.parallel.uses_scheduled_engine:
+        return _ON_THE_WAY * micro_batch.hidden + (has_back and not at_the_loss) * micro_batch.stored_logits
     if has_back:
         between = 0 if run.parallel.pipe_stages == 1 else (places + received) * micro_batch.hidden
         kept = 1 if run.parallel.uses_dualpipev else places
         return (kept - at_the_loss) * micro_batch.stored_logits + between
     return (received + 1 + in_flight) * micro_batch.hidden
+
+
+_ON_THE_WAY = 6
+"""Hidden states or gradients being sent, or received early, with schedules other than DeepSpeed's."""

@@ -10,8 +10,8 @@ from megatron.parallel.pipeline.simulation import simulate
 from megatron.tools.reporting.timeline import SHARES, Event, Measures, Timeline, pass_seconds
 
 COLORS = {
-    "forward": "#5b9bd5", "backward": "#6ab187", "weights": "#b9d77a", "send": "#e0912f", "receive": "#f8e3b0",
-    "exchange": "#f8e3b0", "reduce": "#c8553d", "step": "#8f6bb3", "load": "#8a8a8a", "collective": "#2c3e50",
+    "forward": "#5b9bd5", "backward": "#6ab187", "weights": "#d6a520", "send": "#7a4b2a", "receive": "#dcdcdc",
+    "exchange": "#dcdcdc", "reduce": "#c8553d", "step": "#8f6bb3", "load": "#8a8a8a", "collective": "#2c3e50",
     "all-to-all": "#d6409f",
 }  # fmt: skip
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 1200, 130, 20, 30, 22
@@ -38,7 +38,7 @@ def draw(timeline: Timeline, measures: Measures) -> str:
     theory = _theory(timeline, ranks, iteration) if measures.theory is not None and timeline.shape.stages > 1 else []
     span = max(bar.end for _, bars in (*rows, *theory) for bar in bars)
     parts = [text(20, 32, f"Ranks in iteration {iteration}", size=20), *_figures(timeline, measures)]
-    parts += _legend(116)
+    parts += _legend(116, timeline)
     top = 150.0
     parts += _rows(rows, top, span)
     top += _ROW * len(rows) + 8
@@ -138,12 +138,16 @@ def _figures(timeline: Timeline, measures: Measures) -> Iterator[str]:
     )  # fmt: skip
 
 
-def _legend(y: float) -> Iterator[str]:
-    shown = {kind: color for kind, color in COLORS.items() if kind != "exchange"}
-    for number, (kind, color) in enumerate(shown.items()):
+def _legend(y: float, timeline: Timeline) -> Iterator[str]:
+    is_divided = timeline.schedule is not None and timeline.schedule.divides_backward
+    words = {"receive": "receive and wait", "weights": "weight gradients"}
+    if is_divided:
+        words["backward"] = "input gradients"
+    shown = [kind for kind in COLORS if kind != "exchange" and (kind != "weights" or is_divided)]
+    for number, kind in enumerate(shown):
         x = 20 + 121 * number
-        yield box(x, y - 11, 14, 14, color)
-        yield text(x + 20, y, "receive and wait" if kind == "receive" else kind, fill=_FAINT)
+        yield box(x, y - 11, 14, 14, COLORS[kind])
+        yield text(x + 20, y, words.get(kind, kind), fill=_FAINT)
 
 
 def _axis(y: float, span: float) -> Iterator[str]:

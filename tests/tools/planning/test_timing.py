@@ -114,12 +114,16 @@ def test_traffic_of_weights_and_gradients(words, ways):
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2), ("dualpipev", 2)]
-)
-def test_the_bubble_of_many_micro_batches_is_that_of_few(name: str, chunks: int) -> None:
+    ("name", "chunks", "splits"),
+    [
+        ("1f1b", 1, True), ("interleaved", 2, True), ("zbh1", 1, True), ("zbv", 2, True), ("dualpipev", 2, True),
+        ("dualpipev", 2, False),
+    ],
+)  # fmt: skip
+def test_the_bubble_of_many_micro_batches_is_that_of_few(name: str, chunks: int, splits: bool) -> None:
     """A schedule with fewer micro-batches has the same idle time, and as many passes in flight."""
     for stages in (2, 4, 5):
-        whole = Schedule(name, stages, 10 * stages, chunks)
+        whole = Schedule(name, stages, 10 * stages, chunks, splits)
         short, seconds = whole.shortened, PassSeconds(1.0, 1.25, 0.75)
         assert short.micro_batches == 3 * stages
         idle = max(one.end for one in simulate(whole, seconds)) - whole.micro_batches * chunks * seconds.total

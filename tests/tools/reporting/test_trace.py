@@ -13,7 +13,7 @@ from support.timelines import instructions
 from support.training import RankTraining, pretrain
 
 from megatron.model.transformer import ParallelTransformerLayer
-from megatron.parallel.pipeline.schedule import Instruction
+from megatron.parallel.pipeline.schedule import Instruction, Schedule
 from megatron.tools.reporting.files import read_timeline
 from megatron.tools.reporting.timeline import Timeline, measure
 
@@ -132,6 +132,29 @@ def test_the_plain_engine_with_tensor_parallelism_and_recomputation(train_in_ran
     collectives = [event.name for event in timeline.events[1] if event.collective == "all_reduce"]
     assert collectives.count("ForwardPass") >= 2 * 2 * 8, "two to a layer, in two micro-batches of two iterations"
     assert all(rank["collectives"] > 0 for rank in measure(timeline).ranks)
+
+
+def test_trace_of_a_divided_backward_pass(train_in_ranks, tmp_path: Path) -> None:
+    words = ("--gas", 4, "--pipe-parallel-size", 2, "--pipeline-schedule", "zbv", "--trace", tmp_path)
+    train_in_ranks(2, *SETTINGS, *words)
+    timeline = read_timeline(tmp_path)
+    names = {"F": "ForwardPass", "I": "BackwardInputPass", "W": "BackwardWeightPass"}
+    schedule = Schedule("zbv", 2, 4, 2)
+    for rank in (0, 1):
+        passes = [_instruction(e) for e in _in_order(timeline, rank, 3) if e.kind in ("forward", "backward", "weights")]
+        own = schedule.chunks_of(rank)
+        assert passes == [
+            Instruction(names[kind], number + 1, own.index(chunk)) for chunk, kind, number in schedule.actions(rank)
+        ]
+    assert timeline.schedule == schedule
+    picture = (tmp_path / "schedule.svg").read_text()
+    for words in ("forward", "input gradients", "weight gradients", "receive and wait"):
+        assert f">{words}</text>" in picture
+    for words in (
+        "BackwardInputPass of micro-batch 4, model chunk 2",
+        "BackwardWeightPass of micro-batch 1, model chunk",
+    ):
+        assert words in picture
 
 
 def test_trace_of_two_model_chunks_per_stage(train_in_ranks, tmp_path: Path) -> None:
