@@ -129,8 +129,9 @@ def _start_product(
     rows: Tensor, x: Tensor, weight: Tensor, group: ProcessGroup | None, sequence_dim: int | None
 ) -> Callable[[], Tensor | None]:
     """The gradient of a weight by itself; with ``sequence_dim`` start to gather the shards of x for it."""
-    is_sharded = group is not None and sequence_dim is not None
-    gathered = async_all_gather(x, group, sequence_dim) if is_sharded else lambda: x
+    if group is None or sequence_dim is None:
+        return lambda: _weight_gradient(rows, x.flatten(0, -2), weight)
+    gathered = async_all_gather(x, group, sequence_dim)
     return lambda: _weight_gradient(rows, gathered().flatten(0, -2), weight)
 
 

@@ -27,7 +27,7 @@ LAYOUTS = [
     "--pipe-parallel-size 2 --model-parallel-size 2 --pipeline-partition parameters",
     "--pipe-parallel-size 3 --pipeline-partition 1,3,0 --zero-stage 1",
     "--pipe-parallel-size 2 --pipeline-schedule dualpipev --gas 4 --zero-stage 1",
-    "--pipe-parallel-size 2 --pipeline-schedule interleaved --pipeline-partition 2,0,1,1 --gas 4",
+    "--pipe-parallel-size 2 --pipeline-schedule interleaved --pipeline-partition 0,2,1,1 --gas 4",
     "--pipe-parallel-size 2 --pipeline-schedule zbv --gas 4 --zero-stage 1",
     "--lora-rank 4 --bf16 --model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1",
     f"{LLAMA} --model-parallel-size 2 --pipe-parallel-size 2 --bf16 --zero-stage 1",
