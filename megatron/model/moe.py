@@ -287,7 +287,7 @@ class _OneByOne(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         product = partial(_weight_gradients, grad, x, weight, ctx.counts)
         if deferred := open_products(weight):
-            deferred.add(product, weight)
+            deferred.add(lambda: product, weight)
         of_x = torch.empty_like(x)
         parts = zip(grad.split(ctx.counts), weight.flatten(1, -2), of_x.split(ctx.counts), strict=True)
         for of_rows, matrix, out in parts:

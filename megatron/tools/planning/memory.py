@@ -351,10 +351,13 @@ def _put_off(run: RunConfig, layers: Sequence[LayerSpec]) -> int:
     for layer in (layer for layer in layers if layer.is_block):
         total += z.stream * z.h
         for parameter in layer.parameters:
-            if parameter.shard_dim is None or len(parameter.shape) < 2 or parameter.is_expert:
+            experts = parameter.shape[0] if parameter.is_expert else 1
+            if parameter.shard_dim is None or len(parameter.shape) < 2 + parameter.is_expert:
                 continue
-            inputs, outputs = parameter.shape[-1], parameter.numel // parameter.shape[-1]
-            if parameter.shard_dim == len(parameter.shape) - 1:
+            inputs, outputs = parameter.shape[-1], parameter.numel // parameter.shape[-1] // experts
+            if parameter.is_expert:  # the same number of tokens for each
+                total += z.tokens * run.model.moe_router_topk * (inputs + outputs) // z.t
+            elif parameter.shard_dim == len(parameter.shape) - 1:
                 total += z.tokens * (inputs // z.t + outputs)
             else:
                 total += z.stream * inputs + z.tokens * outputs // z.t
