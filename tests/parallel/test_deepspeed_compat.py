@@ -3,6 +3,7 @@
 import os
 import types
 
+import cpuinfo
 import deepspeed
 import pytest
 import torch
@@ -14,7 +15,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from megatron.parallel.deepspeed_compat import TESTED_VERSION, discover_mpi_ranks, warn_if_untested_version
+from megatron.parallel.deepspeed_compat import (
+    TESTED_VERSION,
+    cpu_known_at_once,
+    discover_mpi_ranks,
+    warn_if_untested_version,
+)
 from megatron.parallel.deepspeed_compat.engine import (
     collectives_timed,
     continue_without_reports,
@@ -28,6 +34,17 @@ def test_the_installed_version_is_the_tested_one(capsys: pytest.CaptureFixture) 
     assert deepspeed.__version__ == TESTED_VERSION
     warn_if_untested_version(is_main_rank=True)
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_kernel_names_the_cpu_as_py_cpuinfo_does(monkeypatch) -> None:
+    """As far as DeepSpeed's builders and its Adam ask; they would compile again for another answer."""
+    asked = cpuinfo.get_cpu_info()
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", cpuinfo.get_cpu_info)
+    cpu_known_at_once()
+    known = cpuinfo.get_cpu_info()
+    vectors = {"avx512", "avx512f", "avx2", "sve"}
+    assert [known[name] for name in ("arch", "vendor_id_raw")] == [asked[name] for name in ("arch", "vendor_id_raw")]
+    assert vectors & set(known["flags"]) == vectors & set(asked["flags"])
 
 
 def test_another_version_is_one_warning_on_the_main_rank(monkeypatch, capsys: pytest.CaptureFixture) -> None:

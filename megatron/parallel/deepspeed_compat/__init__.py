@@ -7,12 +7,15 @@ objects.
 
 import logging
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 TESTED_VERSION = "0.19.8"
 """The version of DeepSpeed that the entries are for."""
@@ -61,6 +64,31 @@ def silence_known_warnings() -> None:
     """
     for message in _KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=f"(?s).*{message}")
+
+
+def cpu_known_at_once() -> None:
+    """Let DeepSpeed's builders and its Adam for CPUs read in /proc what kind of processor this is.
+
+    DeepSpeed: ops/op_builder/builder.py and ops/adam/cpu_adam.py ask py-cpuinfo three times, which each time starts a
+    Python that measures the clock rate for more than a second. Where /proc is another's, py-cpuinfo is asked as before.
+    Test: tests/parallel/test_deepspeed_compat.py. Remove when DeepSpeed asks once, or the kernel.
+    """
+    import cpuinfo
+
+    known = _cpu_of_kernel(Path("/proc/cpuinfo"))
+    if known is not None:
+        cpuinfo.get_cpu_info = lambda: dict(known)
+
+
+def _cpu_of_kernel(file: Path) -> dict[str, Any] | None:
+    """The fields of py-cpuinfo that DeepSpeed reads, of an x86 processor under Linux; None for others."""
+    if platform.machine() != "x86_64" or not file.exists():
+        return None
+    lines = (line.partition(":") for line in file.read_text().splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    if not {"vendor_id", "flags"} <= fields.keys():
+        return None
+    return {"arch": "X86_64", "vendor_id_raw": fields["vendor_id"], "flags": sorted(fields["flags"].split())}
 
 
 def set_groups_of_deepspeed(timeout: timedelta, backend: str | None = None) -> None:
