@@ -27,6 +27,8 @@ ITERATIONS, WARM_UP, LOG_INTERVAL = 5, 3, 5
 TOKENS = 1_000_000
 A = SHAPES["A"]
 GOALS = {"fp32": 1.05, "bf16": 1.10}
+OF_THIS_PROCESS = ("THP_MEM_ALLOC_ENABLE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Environment variables that each program sets itself, or does without."""
 
 
 def measure(rounds: int) -> list[Result]:
@@ -55,7 +57,7 @@ class _Program:
 
     def __init__(self, *words: object):
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.measures.program_ranks", *map(str, words)]
-        environ = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+        environ = {name: value for name, value in os.environ.items() if name not in OF_THIS_PROCESS}
         self._errors = tempfile.TemporaryFile("w+")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors, "text": True}
         self._process = subprocess.Popen(command, cwd=ROOT, env=environ, **pipes)
