@@ -167,17 +167,13 @@ def sha256_of(path: Path) -> str:
 
 def xxh128_of(path: Path) -> str:
     """``Record.xxh128`` of a file. Raises OSError if it cannot be read."""
-    blocks = [memoryview(bytearray(_BLOCK)) for _ in range(_READERS)]
     with open(path, "rb", buffering=0, opener=regular) as file, ThreadPoolExecutor(_READERS, "read") as threads:
 
         def digest(offset: int) -> bytes:
-            block, size = blocks.pop(), 0
-            try:
-                while count := os.preadv(file.fileno(), [block[size:]], offset + size):
-                    size += count  # a disk in the network may return less than was asked for
-                return xxh3_128_digest(block[:size])
-            finally:
-                blocks.append(block)
+            block = b""  # a disk in the network may return less than was asked for
+            while more := os.pread(file.fileno(), _BLOCK - len(block), offset + len(block)):
+                block += more
+            return xxh3_128_digest(block)
 
         offsets = range(0, os.fstat(file.fileno()).st_size, _BLOCK)
         return xxh3_128(b"".join(threads.map(digest, offsets))).hexdigest()
