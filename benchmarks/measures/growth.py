@@ -71,7 +71,7 @@ def _memory(axis: str, layout: ParallelLayout) -> Growth:
         shape = replace(SHAPE, **{axis: size})
         run, (tokens, labels) = run_of(shape), _tokens(shape)
         batch = Batch(tokens, (labels, torch.full(labels.shape, 1 / labels.numel())))
-        measured.append(measured_memory(run, layout, repeat(batch))["total"])
+        measured.append(measured_memory(run, layout, repeat(batch), steps=2)["total"])
         planned.append(stage_memory(run)[0].total)
     return fitted(SIZES[axis], [measured], planned, axis, "memory, bytes")
 
