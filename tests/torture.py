@@ -74,7 +74,8 @@ def _torture_hosts(arguments: Namespace, chance: random.Random) -> None:
     with tempfile.TemporaryDirectory() as folder:
         programs = Programs(ROOT, _made(Path(folder, "data")))
         iterations = arguments.iterations + 150 * arguments.faults
-        victim = ElasticVictim(programs, _made(Path(folder, "run")), arguments.hosts, iterations, chance)
+        place = _made(Path(folder, "run"))
+        victim = ElasticVictim(programs, place, arguments.hosts, iterations, chance, arguments.snapshots)
         try:
             outcome = torture_hosts(victim, arguments.faults, report)
         finally:
@@ -119,6 +120,9 @@ def _parser() -> ToolParser:
     parser.add_argument("--iterations", type=int, default=40, metavar="N", help="iterations of each training run")
     parser.add_argument("--hosts", type=int, default=0, metavar="N", help="hosts of an elastic run, 3 to 5")
     parser.add_argument("--faults", type=int, default=7, metavar="N", help="with --hosts: faults in all")
+    parser.add_argument(
+        "--snapshots", action="store_true", help="with --hosts: snapshots in memory, and a tenth of the checkpoints"
+    )
     parser.add_argument("--log", type=Path, metavar="FILE", help="with --hosts: keep what the supervisor printed")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="equal seeds choose equal instants")
     return parser

@@ -27,6 +27,7 @@ from megatron.checkpoint.snapshot_files import (
     copy_holders,
     make_slots,
     marker,
+    read_start,
     snapshot_folder,
     this_host,
     write_marker,
@@ -107,7 +108,7 @@ class Snapshots:
         """The same at the end of the run, which leaves nothing in memory."""
         self.finish()
         self._on_each_host(lambda: rmtree(self._root, ignore_errors=True))
-        on_rank_0(lambda: (self._save / START_FILE).unlink(missing_ok=True))
+        on_rank_0(self._end)
 
     def _begin(self) -> str:
         """A name for this start, which makes all snapshots of other starts invalid."""
@@ -117,6 +118,10 @@ class Snapshots:
         with disk_errors(self._save, START_FILE, 0):
             replace_text(self._save / START_FILE, start)
         return start
+
+    def _end(self) -> None:
+        if read_start(self._save) == self._folder.name:  # and not of a run that has taken the folder over
+            (self._save / START_FILE).unlink(missing_ok=True)
 
     def _on_each_host(self, step: Callable[[], object]) -> None:
         """Call ``step()`` on the first rank of each host; all ranks wait for it."""

@@ -72,7 +72,9 @@ class Outcome:
 class ElasticVictim:
     """An elastic run over ``count`` hosts, one of them spare, in ``folder``."""
 
-    def __init__(self, programs: Programs, folder: Path, count: int, iterations: int, chance: random.Random) -> None:
+    def __init__(
+        self, programs: Programs, folder: Path, count: int, iterations: int, chance: random.Random, snapshots: bool
+    ) -> None:
         self.programs, self.folder, self.chance = programs, folder, chance
         self.save, self.metrics, self.log = folder / "ck", folder / "metrics", folder / "log"
         for place in ("hosts", "ck", "site"):
@@ -82,6 +84,7 @@ class ElasticVictim:
         lines = [f"{name} slots=1\n" for name in self.names]
         (folder / "hostfile").write_text("".join(lines[:-1]) + lines[-1].replace("\n", " spare\n"))
         self.stages = min(count - 1, 4)
+        self.saves = "--save-interval 10 --snapshot-interval 1" if snapshots else "--save-interval 1"
         self.settings = [*_SETTINGS, *programs.data_arguments, "--train-iters", str(iterations)]
         self._supervisor: subprocess.Popen | None = None
         self._clock, self.code = folder / "clock", 0
@@ -111,7 +114,7 @@ class ElasticVictim:
             "--min-hosts", "2", "--exclude-after", "9", "--hostfile", str(self.folder / "hostfile"),
             "pretrain_gpt2.py", *self.settings,
             "--pipe-parallel-size", str(self.stages), "--metrics-file", str(self.metrics),
-            "--save", str(self.save), "--auto-resume", "--save-interval", "1", "--keep-last", "3",
+            "--save", str(self.save), "--auto-resume", *self.saves.split(), "--keep-last", "3",
         ]  # fmt: skip
         environ = {**os.environ, "DS_ENV_FILE": str(self.folder / "sent")}
         with open(self.log, "a") as log:
