@@ -203,7 +203,8 @@ class _RingAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, segment_ids: Tensor | None, ring: RingAttention
     ) -> Tensor:
         ctx.ring, ctx.seed = ring, _draw_seed(query.device) if ring.kernel.dropout else 0
-        context = torch.zeros_like(query, dtype=torch.float32, memory_format=torch.contiguous_format)
+        b, n, length, d = query.shape
+        context = query.new_zeros(b, length, n, d, dtype=torch.float32).transpose(1, 2)  # as its user needs it
         logarithms = context.new_full(query.shape[:3], -torch.inf)
         steps = ring.steps(query.size(2), segment_ids)
         sources = of_each_rank(torch.stack([key, value]), ring.group, gathers=ring.gathers, steps=steps)

@@ -6,7 +6,7 @@ from math import ceil
 from typing import NamedTuple
 
 from megatron.config import RunConfig
-from megatron.model.attention_kernel import SHORTEST_BLOCK, DeviceFacts, attention_kernel, computed_scores
+from megatron.model.attention_kernel import SHORTEST_BLOCK, DeviceFacts, attention_kernel, chunk_size, computed_scores
 from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.partition import Stage, layer_groups, plan
 from megatron.parallel.pipeline.schedule import (
@@ -120,7 +120,7 @@ def activations(run: RunConfig) -> Activations:
         logits=2 * logits * z.element + _loss_rows(run, z),
         stored_logits=logits * z.element,
         hidden=hidden,
-        passing=_in_the_mlp(run, z) + copies * whole + _gathered(run, z),
+        passing=max(_in_the_mlp(run, z) + copies * whole, _in_attention(run, z) + whole) + _gathered(run, z),
     )
 
 
@@ -138,6 +138,42 @@ def _in_the_mlp(run: RunConfig, z: Sizes) -> int:
     if model.swiglu:
         return 4 * columns
     return columns + (0 if model.gradient_accumulation_fusion else z.h * z.f * z.element // z.t)
+
+
+def _in_attention(run: RunConfig, z: Sizes) -> int:
+    """Temporary memory of attention's backward pass, less what has been freed by then, of the MLP and its norm.
+
+    In a window there are gradients of the keys that each chunk has seen; those of queries take the place of contexts.
+    In a ring there are keys and values of this rank and of another, their gradient, in fp32, and the one that follows
+    them, sent and received; or those of all ranks. 0 where it is little.
+    """
+    model, ring, window = run.model, run.parallel.ring_size, _window(run, z)
+    queries, keys = (count // ring for count in _heads(run, z))
+    in_the_mlp = 0 if model.tiled_mlp else (3 if model.swiglu else 2) * z.tokens * z.f * z.element // z.t
+    freed = in_the_mlp + 2 * z.tokens * z.h * z.element
+    if ring == 1:
+        chunk = chunk_size(window)
+        return keys * (window + chunk) // chunk * z.element - freed if window else 0
+    copies, sums = (ring + 1, ring + 2) if run.parallel.cp_comm_type == "all_gather" else (1 if ring == 2 else 2, 3)
+    passed = keys * (copies * z.element + sums * FP32)
+    in_blocks = model.reset_attention_mask or window
+    in_the_kernel = 0 if in_blocks else queries * z.element // 2 + keys * z.element
+    return passed + in_the_kernel + queries * (z.element + FP32) - freed
+
+
+def _window(run: RunConfig, z: Sizes) -> int:
+    """Tokens of a window whose attention is computed in chunks; 0 if there is none."""
+    model = run.model
+    kernel = attention_kernel(model, DeviceFacts(run.parallel.device), seq_length=z.s)
+    in_chunks = kernel.limits == "blocks" and SHORTEST_BLOCK < z.s and model.pre_tokens < z.s - 1
+    return model.pre_tokens if in_chunks else 0
+
+
+def _heads(run: RunConfig, z: Sizes) -> tuple[int, int]:
+    """Elements of the queries, and of the keys and values, of a rank's heads and whole sequences."""
+    groups = max(run.model.query_groups * z.n // run.model.num_attention_heads, 1)
+    tokens = z.b * z.s * run.model.head_size
+    return tokens * z.n, 2 * tokens * groups
 
 
 def _columns(run: RunConfig) -> int:
@@ -216,9 +252,13 @@ def _scores(run: RunConfig, z: Sizes, *, has_bias: bool = True) -> int:
     scores = z.b * z.n * of_head
     in_chunks = of_head < z.s**2
     groups = max(model.query_groups * z.n // model.num_attention_heads, 1) if kernel.shares_keys else z.n
-    padded = 2 * (queries // z.n * groups) * z.element if in_chunks else 0  # key, value, room before the first chunk
-    if model.reset_attention_mask and kernel.limits == "blocks" and z.s > SHORTEST_BLOCK:
-        padded += queries * z.element  # the context of each document, besides all of them together
+    padded = 0
+    if in_chunks:  # key, value, room before the first chunk and after the last one
+        room = model.pre_tokens + -z.s % chunk_size(model.pre_tokens)
+        padded += 2 * z.b * (z.s + room) * model.head_size * groups * z.element
+    apart = model.reset_attention_mask and kernel.limits == "blocks" and z.s > SHORTEST_BLOCK
+    if apart or (in_chunks and kernel.name == "flash"):
+        padded += queries * z.element  # the context of each document or chunk, besides all of them together
     dropout = bool(model.attention_dropout)
     on_cpu = run.parallel.device == "cpu"
     mask = (z.element if on_cpu else 1) if dropout else 0
