@@ -185,7 +185,7 @@ class ElasticVictim:
 
     def end(self) -> None:
         """SIGTERM to the supervisor, as a scheduler sends it; the run saves and ends with 75, or has just finished."""
-        assert self._supervisor is not None
+        assert self._supervisor is not None and not self.is_over(), f"{self.code}:\n{self.log.read_text()[-6000:]}"
         for process in psutil.Process(self._supervisor.pid).children():  # that one is nsenter
             process.terminate()
         self.code = self._supervisor.wait(_TIME_LIMIT)
@@ -307,9 +307,10 @@ def _hit(victim: ElasticVictim, fault: str, instant: str) -> Recovery:
         assert victim.code in (0, 6, 7), f"{victim.code}:\n{victim.log.read_text()[-6000:]}"
         while undo:
             undo.pop()()
-        if victim.code:
+        while victim.code in (6, 7) and time.monotonic() < begin + _TIME_LIMIT:
             victim.start()
-        victim.await_training(1)
+            if victim.await_training(1):
+                break
     seconds = time.monotonic() - begin
     for step in undo:
         step()

@@ -36,6 +36,8 @@ STRAGGLERS = "stragglers.json"
 STARTS = "elastic.jsonl"
 """In the folder of the checkpoints: a line for each start that has ended."""
 _CENSUS_SECONDS = 30.0
+_PATIENCE_SECONDS, _PAUSE_SECONDS = 60.0, 5.0
+"""How long to look, and how often, whether enough hosts of a run that has been started answer again."""
 _SILENT_SECONDS = 25.0
 """How long it is believed that a host does not answer. More than the time between two looks at lost hosts."""
 
@@ -97,7 +99,10 @@ class ElasticRun:
         silent = {host: problem for host, (when, problem) in self.silent.items() if when > oldest}
         variable = f"{RUN_VARIABLE}={self.token}"
         states, owner_has_ended = take_census(self._examination(), variable, owner, silent)
-        if silent and sum(state.problem is None for state in states) < self.launch.min_hosts:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while self._used and self._too_few_answer(states) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)  # a network may fail for a moment
+            self.lock.check()
             states, owner_has_ended = take_census(self._examination(), variable, owner, {})
         if owner is not None and owner_has_ended:
             remove_lock(self.save, owner)
@@ -109,6 +114,12 @@ class ElasticRun:
         self.lost = {state.host.name for state in states if (state.problem or "").startswith("ssh: ")}
         self.events.note("examined")
         return without_slow(states, self._slow, self.launch.min_hosts)
+
+    def _too_few_answer(self, states: Sequence[HostState]) -> bool:
+        """Whether there would be enough hosts if those answered that do not."""
+        healthy = sum(state.problem is None for state in states)
+        silent = sum((state.problem or "").startswith(("ssh: ", "name: ")) for state in states)
+        return healthy < self.launch.min_hosts <= healthy + silent
 
     def choose(self, states: Sequence[HostState]) -> Start | None:
         """The run as given, if enough hosts are healthy; else on the layout that the planner chooses; None: none fits.

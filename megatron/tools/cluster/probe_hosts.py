@@ -17,9 +17,11 @@ from megatron.config import RunConfig, reading
 from megatron.launch.environment import extensions_folder
 from megatron.tools.cluster import allreduce, leftovers, probe
 from megatron.tools.cluster.hostfile import Host, is_this_host
-from megatron.tools.cluster.remote import CONNECT_SECONDS, ssh_command
+from megatron.tools.cluster.remote import ssh_command
 
 _AT_ONCE = 64
+_RESOLVE_SECONDS = 15.0
+"""More than it takes to start a program on a machine with a high load."""
 # The launcher will start the python of this path, so that one runs the probe, if it exists.
 _PYTHON = 'if [ -x "$0" ]; then exec "$0" -; else exec python3 -; fi'
 
@@ -148,7 +150,7 @@ def _address(name: str, port: int | None) -> str | None:
 
 def _output(command: Sequence[str]) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_SECONDS, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=_RESOLVE_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -14,7 +14,7 @@ from support.programs import TINY_MODEL
 from megatron.config.command_line import parse_run
 from megatron.config.errors import ConfigError, LaunchError
 from megatron.launch.rank import EXIT_CODE_FOLDER, _write_exit_code
-from megatron.tools.cluster import elastic_watch
+from megatron.tools.cluster import elastic_parts, elastic_watch
 from megatron.tools.cluster.census import HostState
 from megatron.tools.cluster.elastic import (
     Ended,
@@ -412,3 +412,26 @@ def test_a_host_without_a_connection_is_gone(tmp_path, monkeypatch) -> None:
     watch = Watch(run, Start([A, B], [], ""), tmp_path)
     ended = [watch(None, False) for clock[0] in (1.0, 5.9, 6.1, 9.2)]
     assert ended == [False, False, False, True] and not run.silent
+
+
+def test_hosts_of_a_started_run_have_a_minute_to_answer_again(monkeypatch, tmp_path) -> None:
+    """A network may fail for a moment, for all hosts at once; before the first start nothing is awaited."""
+    clock, looks = [0.0], []
+    monkeypatch.setattr(elastic_parts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(elastic_parts.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(elastic_parts, "owner_of", lambda _: None)
+
+    def census(*_: object) -> tuple[list[HostState], bool]:
+        looks.append(clock[0])
+        return states([A, B], "ab" if clock[0] < back else "a"), False
+
+    monkeypatch.setattr(elastic_parts, "take_census", census)
+    lock = SimpleNamespace(check=lambda: None)
+    run = SimpleNamespace(
+        save=tmp_path, lock=lock, silent={}, token="t", launch=SimpleNamespace(min_hosts=1), _slow=set()
+    )
+    run.events, run._examination = Events(), lambda: None
+    run._too_few_answer = lambda found: ElasticRun._too_few_answer(run, found)
+    for run._used, back, last in ((frozenset("a"), 20, 20), (frozenset("a"), 999, 80), (frozenset(), 999, 80)):
+        healthy = [state.host.name for state in ElasticRun.census(run, {}) if state.problem is None]
+        assert (clock[0], healthy) == (last, ["b"] if back < 999 else [])
