@@ -1,7 +1,7 @@
 """The pipeline bubble that --trace measures with each schedule, compared with theory, with stages that sleep.
 
 Sleeping ranks need no CPU time, so any machine can run them, and all passes take equally long: the difference between
-measurement and theory is the overhead of the engine and the transfers. 60 ms forward, 120 ms backward, half of it for
+measurement and theory is the overhead of the engine and the transfers. 90 ms forward, 180 ms backward, half of it for
 the weights, divided by the model chunks of a stage. The compared value is the share of the time in which stages are
 busy: for 1F1B m / (m + p - 1). DeepSpeed's DualPipeV computes the gradients of weights inside its backward passes, and
 waits for all transfers that it starts together: its theory is a simulation of this.
@@ -27,9 +27,9 @@ PIPELINES = {
     ),
 }  # fmt: skip
 """For each number of stages: schedule, micro-batches, and model chunks of each stage."""
-FORWARD, BACKWARD = 0.06, 0.12
+FORWARD, BACKWARD = 0.09, 0.18
 """Seconds of a pass."""
-MOST_ROUNDS = 3
+MOST_ROUNDS = 2
 """Iterations that are traced at most: sleeping stages hardly differ from one to the next."""
 
 

@@ -144,10 +144,12 @@ def _legend(y: float, timeline: Timeline) -> Iterator[str]:
     if is_divided:
         words["backward"] = "input gradients"
     shown = [kind for kind in COLORS if kind != "exchange" and (kind != "weights" or is_divided)]
-    for number, kind in enumerate(shown):
-        x = 20 + 121 * number
+    x = 20.0
+    for kind in shown:
+        label = words.get(kind, kind)
         yield box(x, y - 11, 14, 14, COLORS[kind])
-        yield text(x + 20, y, words.get(kind, kind), fill=_FAINT)
+        yield text(x + 20, y, label, fill=_FAINT)
+        x += 48 + 6.5 * len(label)
 
 
 def _axis(y: float, span: float) -> Iterator[str]:
