@@ -76,8 +76,11 @@ def _data(folder: Path) -> list[str]:
 
 
 def _command(*words: str, expected: int = 0) -> Callable[[], None]:
+    """Starts a program. Python keeps the bytecode of its first start for the next ones, as it does by default."""
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
     def start() -> None:
-        ended = subprocess.run(words, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+        ended = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True)
         if ended.returncode != expected:
             raise RuntimeError(f"{' '.join(words)}: exit code {ended.returncode}\n{ended.stderr}")
 
