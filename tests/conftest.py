@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.emulated_cuda import EmulatedCuda  # noqa: E402
+from support.emulated_cuda import EmulatedCuda, OneGpu  # noqa: E402
 from support.programs import Programs  # noqa: E402
 from support.ranks import RankPools  # noqa: E402
 from support.training import RankTraining, pretrain_bert, pretrain_in_blocks, pretrain_t5  # noqa: E402
@@ -87,7 +87,7 @@ def train_t5_in_ranks(_rank_pools: RankPools, programs: Programs) -> RankTrainin
 
 @pytest.fixture(scope="session")
 def emulated_cuda(programs: Programs) -> Iterator[EmulatedCuda]:
-    """Start the project's programs on CUDA devices that are emulated in host memory."""
-    emulated = EmulatedCuda(programs)
+    """Start the project's programs on CUDA devices that are emulated in host memory; on a GPU with TESTS_ON_GPU=1."""
+    emulated = OneGpu(programs) if os.environ.get("TESTS_ON_GPU") == "1" else EmulatedCuda(programs)
     yield emulated
     emulated.close()

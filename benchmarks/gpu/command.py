@@ -7,7 +7,8 @@
 First come checks that end the program: torch with CUDA, driver, DeepSpeed, free memory of each GPU, disk. Then the
 stages; one that fails does not keep the others from running, and the page states why:
 
-correctness   training on a GPU against the CPU, and tools/verify_layout.py on one GPU and on all, in each precision
+correctness   kernels against plain torch, training of each model against the CPU, and tools/verify_layout.py on one GPU
+              and on all, in each precision
 speed         a training step against a plain torch model, transformers and megatron-core, as far as installed
 scaling       tokens a second on several GPUs against one
 run           a training run with a trace, against the planner's figures
@@ -34,8 +35,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:1] = [str(ROOT)]  # instead of this folder
 
 from benchmarks.gpu.machine import Machine, checked, probe  # noqa: E402
+from benchmarks.gpu.plan import Failed, Plan, Stage, last_line  # noqa: E402
 from benchmarks.gpu.report import FORMAT, PAGE, RESULTS, read_results, render, summary  # noqa: E402
-from benchmarks.gpu.stages import GROUPS, Failed, Plan, Stage, last_line, stages  # noqa: E402
+from benchmarks.gpu.stages import GROUPS, stages  # noqa: E402
 from benchmarks.measures.gpu_step import DEFAULT, SHAPES  # noqa: E402
 from benchmarks.tables import measured_on  # noqa: E402
 from megatron.config.errors import ConfigError, ResourceError  # noqa: E402

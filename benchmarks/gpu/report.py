@@ -41,15 +41,32 @@ _TEMPLATE = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).f
 {% if machine.nvidia_smi %}
 <details><summary>nvidia-smi</summary><pre>{{ machine.nvidia_smi | join("\n") }}</pre></details>
 {% endif %}
+{% for stage in of("kernels") %}
+<h2>Kernels against plain torch</h2>
+<p>Largest relative differences of outputs and gradients from plain torch in fp64.
+{% set choices = stage.result.choices %}
+Of {{ choices | length }} kinds of attention, {{ choices | selectattr("agrees") | list | length }} get the kernel that
+is named at the start of a run{% for row in choices if not row.agrees %};
+{{ row.what }}: {{ row.named }} is named, torch takes {{ row.found }}{% endfor %}.</p>
+<table><tr><th>kernel</th><th>precision</th><th class='number'>difference</th><th class='number'>bound</th>
+<th>result</th></tr>
+{% for row in stage.result.kernels %}
+<tr><td>{{ row.kernel }}</td><td>{{ row.dtype }}</td><td class='number'>{{ small(row.difference) }}</td>
+<td class='number'>{{ small(row.bound) }}</td><td class='{{ "passed" if row.agrees else "failed" }}'>
+{{ "agrees" if row.agrees else row.failure or "differs" }}</td></tr>
+{% endfor %}
+</table>
+{% endfor %}
 {% for stage in of("against_cpu") %}
 <h2>GPU against CPU</h2>
 <p>Largest relative differences from training on the CPU in fp32, with the same initial weights.</p>
-<table><tr><th>precision</th><th class='number'>loss</th><th class='number'>gradient norm</th>
+<table><tr><th>model</th><th>precision</th><th class='number'>loss</th><th class='number'>gradient norm</th>
 <th class='number'>bound of the loss</th><th>result</th></tr>
 {% for row in stage.result.against_cpu %}
-<tr><td>{{ row.dtype }}</td><td class='number'>{{ small(row.loss) }}</td><td class='number'>{{ small(row.grad_norm) }}
-</td><td class='number'>{{ small(row.bound) }}</td><td class='{{ "passed" if row.agrees else "failed" }}'>
-{{ "agrees" if row.agrees else "differs" }}</td></tr>
+<tr><td>{{ row.model }}</td><td>{{ row.dtype }}</td><td class='number'>{{ small(row.loss) }}</td>
+<td class='number'>{{ small(row.grad_norm) }}</td><td class='number'>{{ small(row.bound) }}</td>
+<td class='{{ "passed" if row.agrees else "failed" }}'>
+{{ "agrees" if row.agrees else row.failure or "differs" }}</td></tr>
 {% endfor %}
 </table>
 {% endfor %}
@@ -82,9 +99,6 @@ tools/verify_layout.py.</p>
 {% endfor %}
 </table>
 {% endif %}
-{% for what, why in stage.result.left_out.items() %}
-<p class='missing'>{{ what }}: left out: {{ why }}</p>
-{% endfor %}
 {% endfor %}
 {% for stage in of("scaling") %}
 <h2>{{ heading(stage.name) }}</h2>

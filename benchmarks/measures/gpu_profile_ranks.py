@@ -64,7 +64,8 @@ def main() -> None:
 
 def summary(events: Any) -> dict[str, Any]:
     """Seconds by kind of kernel, and the longest kernels, from ``key_averages()``."""
-    kernels = [(e.key, e.count, e.self_device_time_total / 1e6) for e in events if e.device_type != DeviceType.CPU]
+    on_gpu = (e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation)  # spans of kernels
+    kernels = [(e.key, e.count, e.self_device_time_total / 1e6) for e in on_gpu]
     on_device = any(seconds for *_, seconds in kernels)
     if not on_device:
         kernels = [(e.key, e.count, e.self_cpu_time_total / 1e6) for e in events]

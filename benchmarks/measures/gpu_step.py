@@ -41,7 +41,7 @@ PAIRS = (
 """This project's way, and the other's."""
 STEPS = 5
 """Of each way in a round."""
-SECONDS = 1800
+SECONDS = 900
 """A process that takes longer is ended."""
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from benchmarks.comparing import Seconds
+from benchmarks.measures.ranks import outside
 from benchmarks.measures.shapes import Shape
 from megatron.config.errors import LaunchError
 
@@ -52,6 +54,7 @@ class MegatronProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=outside(os.environ),
         )
         self.peak: int = self._answer()["peak"]
         """Bytes of memory at most, in two steps."""

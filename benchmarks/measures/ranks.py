@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,15 @@ def measured_by_ranks(ranks: int, module: str, *words: str, time_limit: float | 
     if process.returncode or not found:
         raise LaunchError(f"{ranks} ranks of {module} failed:\n{(errors or output).strip()[-2000:]}")
     return found[0]
+
+
+def outside(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` for a program of its own: without what a launcher has set for this process.
+
+    With TORCHELASTIC_USE_AGENT_STORE, for one, torch waits for a store that torchrun hosts elsewhere.
+    """
+    launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    return {name: value for name, value in environ.items() if not name.startswith(launchers)}
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -14,6 +14,8 @@ class UserError(Exception):
     exit_code = 2
     on_every_rank = False
     """Whether all ranks raise the same error, so that one of them prints it for all."""
+    only_here = False
+    """Whether no other process of this host prints it, although the ranks have not joined yet."""
 
     def __init__(self, messages: str | Iterable[str]):
         self.messages = [one_line(message) for message in ([messages] if isinstance(messages, str) else messages)]

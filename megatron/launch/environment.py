@@ -10,6 +10,7 @@ import gc
 import importlib
 import ipaddress
 import os
+import random
 import socket
 import sys
 import sysconfig
@@ -37,6 +38,8 @@ _BINDING = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID")
 """Variables of launchers that may bind each rank to cores of its own."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of glibc's malloc.h
+_PORTS = range(20000, 32000)
+"""Below those that the system chooses itself, for outgoing connections and for whoever asks it for a free one."""
 _KEPT_BYTES, _LARGEST_KEPT_BLOCK = 2**31 - 1, 2**30
 
 
@@ -61,8 +64,7 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     # environment, would compile everything again.
     environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), environ.get("PATH", os.defpath)])
     if rank(environ) is None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = str(server.getsockname()[1])
+        port = str(free_port())
         environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     if "LOCAL_SIZE" in environ:
         # Set by deepspeed. On the CPU it makes DeepSpeed leave 66 MiB of shared memory per rank behind, which nothing
@@ -75,6 +77,18 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
         # The default is the address of the host's name, which other hosts may reach.
         environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK.name)
         environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK.name)
+
+
+def free_port() -> int:
+    """A port on which no program listens. It is used seconds later, and another program should not get it meanwhile."""
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as server:
+            try:
+                server.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 def import_backend(*modules: str) -> None:

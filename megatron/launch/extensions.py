@@ -96,7 +96,9 @@ def check_device(device: str, local_rank: int) -> None:
     accelerator = get_accelerator()
     count = accelerator.device_count() if accelerator.is_available() else 0
     if device != "cpu" and local_rank >= count:
-        raise ResourceError(
+        error = ResourceError(
             f"process {local_rank} of this host has no device: torch finds {count} of {device}; start fewer "
             "processes, install a torch that knows the device, or set DS_ACCELERATOR=cpu to train on the CPU"
         )
+        error.only_here = local_rank == count  # the first one without: those before it have theirs
+        raise error

@@ -64,7 +64,7 @@ def _exit_code(main: Callable[[], int | None], rank: int, is_first_on_host: bool
     except UserError as error:
         distributed = sys.modules.get("torch.distributed")
         joined = distributed is not None and distributed.is_initialized()
-        prints = (rank == 0 or not error.on_every_rank) if joined else is_first_on_host
+        prints = (rank == 0 or not error.on_every_rank) if joined else is_first_on_host or error.only_here
         names_itself = rank > 0 or (joined and not error.on_every_rank)
         if prints:
             for message in error.messages:

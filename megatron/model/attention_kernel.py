@@ -25,7 +25,7 @@ class DeviceFacts(NamedTuple):
     has_fused_kernels: bool = True
     """Whether torch was built with them for this device."""
     has_varlen: bool = True
-    """Whether torch has a ``varlen_attn`` with windows and shared keys: 2.12 or later."""
+    """Whether torch has a ``varlen_attn`` with windows: 2.11 or later."""
 
 
 class AttentionKernel(NamedTuple):
@@ -160,7 +160,7 @@ def _limits(model: ModelConfig, device: DeviceFacts, name: str, has_dropout: boo
         elif model.head_size % 8:
             why = "varlen_attn needs a head dim that is a multiple of 8"
         elif not device.has_varlen:
-            why = "varlen_attn needs torch 2.12"
+            why = "varlen_attn needs torch 2.11"
         else:
             return "varlen", ""
     # A call for each sample would be slow on a GPU. Samples are short where attention is not causal.

@@ -64,7 +64,12 @@ def gpt2_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
         if sequence_group:
             weights = weights * sequence_group.size()
         losses = vocab_parallel_cross_entropy(
-            logits, labels, layout.tensor_group, config.vocab_size, in_fp32=not config.fp16_lm_cross_entropy
+            logits,
+            labels,
+            layout.tensor_group,
+            config.vocab_size,
+            in_fp32=not config.fp16_lm_cross_entropy,
+            compiled=config.compile and logits.is_cuda,
         )
         return without_gradient_unless_finite((losses.float() * weights).sum())
 

@@ -33,7 +33,7 @@ def device_facts(device: torch.device) -> DeviceFacts:
         return DeviceFacts("rocm" if torch.version.hip and device.type == "cuda" else device.type)
     capability = torch.get_device_module(device).get_device_capability(device)
     fused = torch.backends.cuda.is_flash_attention_available()
-    return DeviceFacts("cuda", capability, fused, has_varlen=torch.__version__ >= "2.12")
+    return DeviceFacts("cuda", capability, fused, has_varlen=torch.__version__ >= "2.11")
 
 
 def norm_class(config: ModelConfig, layout: ParallelLayout) -> type[nn.Module]:

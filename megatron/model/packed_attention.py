@@ -6,6 +6,7 @@ b batch, s sequence, n heads of queries, g heads of keys and values, d size of a
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,9 +124,12 @@ def attend_varlen(
     longest = max(lengths)
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
     window = (-1, -1) if not causal else (-1, 0) if pre_tokens >= longest - 1 else (pre_tokens, 0)
-    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [b x s, n or g, d]
     shares = key.size(1) != n
-    context = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=window, enable_gqa=shares)
+    if shares and torch.__version__ < "2.12":  # which has no ``enable_gqa``
+        (key, value), shares = (x.repeat_interleave(n // x.size(1), 1) for x in (key, value)), False
+    query, key, value = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))  # [b x s, n or g, d]
+    options: dict[str, Any] = {"enable_gqa": True} if shares else {}
+    context = varlen_attn(query, key, value, ends, ends, longest, longest, window_size=window, **options)
     assert isinstance(context, Tensor), "a pair only if it is asked for"
     return context.unflatten(0, (b, s)).transpose(1, 2)
 

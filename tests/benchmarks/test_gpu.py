@@ -5,18 +5,23 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support.emulated_cuda import EmulatedCuda
 from support.programs import Programs
 
 from benchmarks.gpu import machine as machines
 from benchmarks.gpu.command import FIGURES, main, run_stages
+from benchmarks.gpu.correctness import layouts_of
 from benchmarks.gpu.machine import Device, Machine, is_supported, problems
+from benchmarks.gpu.plan import Failed, Plan, Stage
 from benchmarks.gpu.report import PAGE, RESULTS, read_results, render
-from benchmarks.gpu.stages import GROUPS, Failed, Plan, Stage, layouts_of, stages
-from benchmarks.measures import gpu_step
+from benchmarks.gpu.stages import GROUPS, stages
+from benchmarks.measures import gpu_profile_ranks, gpu_step
 from benchmarks.measures.gpu_step import PAIRS, SHAPES, fitting, missing, results_of
+from benchmarks.measures.ranks import outside
 from benchmarks.measures.shapes import Shape
 from benchmarks.tables import read_json, rows_of
 from megatron.config.errors import ConfigError, LaunchError, ResourceError
@@ -125,9 +130,9 @@ def test_stages_follow_the_machine(tmp_path: Path) -> None:
         return [stage.group for stage in stages(a_plan(tmp_path)._replace(quick=False), machine)]
 
     one = replace(MACHINE, devices=[H100])
-    assert groups(one) == ["correctness"] * 4 + ["speed", "run", "profile"]
-    assert groups(MACHINE) == ["correctness"] * 7 + ["speed", "scaling", "run", "profile"]
-    assert groups(replace(one, bf16=False)) == ["correctness"] * 3 + ["speed", "run", "profile"]
+    assert groups(one) == ["correctness"] * 5 + ["speed"] * 4 + ["run", "profile"]
+    assert groups(MACHINE) == ["correctness"] * 8 + ["speed"] * 4 + ["scaling", "run", "profile"]
+    assert groups(replace(one, bf16=False)) == ["correctness"] * 4 + ["speed"] * 4 + ["run", "profile"]
 
 
 TIMES = {"wall": [1.0, 2.0], "cpu": [1.0, 2.0]}
@@ -163,12 +168,18 @@ def test_a_failed_stage_does_not_end_the_others_and_the_page_has_all(tmp_path: P
     """Recorded results of each kind, one failure of each kind, and a page that can be made again from the JSON."""
     rows = rows_of(list(results_of("tiny, bf16", TINY, MEASURED, H100.name)))
     layouts = {"iterations": 3, "tolerances": {"loss": 1e-4}, "layouts": [LAYOUT]}
-    against = [{"dtype": "bf16", "loss": 1e-3, "grad_norm": 2e-3, "bound": 1e-2, "agrees": True}]
+    against = [{"model": "GPT-2", "dtype": "bf16", "loss": 1e-3, "grad_norm": 2e-3, "bound": 1e-2, "agrees": True}]
+    kernels = [{"kernel": "varlen_attn", "dtype": "bf16", "difference": 3e-3, "bound": 1e-2, "agrees": True}]
+    kernels += [
+        {"kernel": "SwiGLU", "dtype": "bf16", "difference": None, "bound": 1e-2, "agrees": False, "failure": "x"}
+    ]
+    choices = [{"what": "bf16, head dim 72", "named": "flash", "found": "plain", "agrees": False}]
     scaled = [{"layout": name, "devices": n, "tokens_per_second": 90.0 * n} for name, n in (("1 GPU", 1), ("TP 2", 2))]
     results = {
         "GPU against CPU": {"against_cpu": against},
+        "kernels": {"kernels": kernels, "choices": choices},
         "layouts": Failed("tp2-pp0-dp1 differ or failed", {"layouts": layouts}),
-        "speed": {"rows": rows, "left_out": {"suite and megatron-core": "megatron-core is not installed"}},
+        "speed": {"rows": rows},
         "scaling": {"scaling": scaled, "shape": "2 layers"},
         "run": {"run": "run", "shape": "2 layers", "tokens_per_second": 5.0},
         "profile": {"profile": PROFILE, "shape": "2 layers", "trace": "profile.json.gz"},
@@ -192,21 +203,27 @@ def test_a_failed_stage_does_not_end_the_others_and_the_page_has_all(tmp_path: P
     assert found["user"] == ("failed", "exit code 1: boom <b>") and found["large"] == ("left out", "needs about 58 GB")
     assert found["bug"] == ("failed", "ZeroDivisionError: by zero")
     assert [name for name, (status, _) in found.items() if status == "passed"] == [
-        *("GPU against CPU", "speed", "scaling", "run", "profile")
+        *("GPU against CPU", "kernels", "speed", "scaling", "run", "profile")
     ]
     page = (tmp_path / PAGE).read_text()
     assert page == render(read_results(tmp_path), tmp_path)
     for text in (
-        *("5 stages of 9 passed; failed: layouts, user, bug", "boom &lt;b&gt;", "differs, first in loss of it. 1"),
-        *("GPU 1</th><td>NVIDIA H100 80GB HBM3, 84.0 of 85.0 GB free", "megatron-core is not installed"),
+        *("6 stages of 10 passed; failed: layouts, user, bug", "boom &lt;b&gt;", "differs, first in loss of it. 1"),
+        *("GPU 1</th><td>NVIDIA H100 80GB HBM3, 84.0 of 85.0 GB free"),
         *("of the peak", "1.00 (1.00 to 1.00)", "100%", "sm90_xmma_gemm&lt;float&gt;", "the GPU computed for"),
-        *("1.0e-03", "The run cannot be shown: "),
+        *(
+            "1.0e-03",
+            "The run cannot be shown: ",
+            "Of 1 kinds of attention, 0 get the kernel",
+            "varlen_attn",
+            "3.0e-03",
+        ),
     ):
         assert text in page, text
     assert not re.search(r"(?:src|href)=", page), "all of it is in the file"
     name, measured_on, figures = read_json(tmp_path / FIGURES)
     assert (name, len(figures)) == ("gpu_step", 2) and H100.name in measured_on
-    assert "[7/9] user ... failed (0 s): exit code 1: boom <b>" in capsys.readouterr().out
+    assert "[8/10] user ... failed (0 s): exit code 1: boom <b>" in capsys.readouterr().out
 
 
 def test_a_run_on_an_emulated_gpu_is_on_the_page(
@@ -243,6 +260,24 @@ def test_a_full_disk_is_reported(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(machines, "LEAST_DISK", 1e30)
     with pytest.raises(ResourceError, match="GB free, .* are needed: make room"):
         machines.checked(MACHINE, tmp_path / "not" / "yet")
+
+
+def test_a_program_beside_the_ranks_is_of_no_launcher() -> None:
+    """Otherwise megatron-core's process waits for the store of torchrun, which started the rank beside it."""
+    launcher = ("TORCHELASTIC_USE_AGENT_STORE", "RANK", "MASTER_PORT", "GROUP_RANK", "LOCAL_WORLD_SIZE")
+    assert outside({**dict.fromkeys(launcher, "1"), "PATH": "/bin"}) == {"PATH": "/bin"}
+
+
+def test_spans_are_no_kernels() -> None:
+    """The profiler gives the GPU a span for each annotation, such as the step of an optimizer."""
+    kernel = SimpleNamespace(key="sm90_gemm", count=2, self_device_time_total=1e6, is_user_annotation=False)
+    span = SimpleNamespace(
+        key="Optimizer.step#AdamW.step", count=1, self_device_time_total=3e6, is_user_annotation=True
+    )
+    for event in (kernel, span):
+        event.device_type = torch.autograd.DeviceType.CUDA
+    found = gpu_profile_ranks.summary([kernel, span])
+    assert found["busy"] == 1.0 and found["kinds"] == {"matrix products": 1.0}
 
 
 def test_every_variant_takes_steps(run_ranks_once) -> None:

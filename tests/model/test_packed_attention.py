@@ -88,7 +88,9 @@ def test_flex_attention_equals_blocks_and_skips_blocks(causal: bool, window: int
         assert one.full_kv_num_blocks.sum() > 0 and one.sparsity() > 75
 
 
-def reference_varlen(query, key, value, ends, key_ends, longest, longest_key, *, window_size, enable_gqa) -> Tensor:
+def reference_varlen(
+    query, key, value, ends, key_ends, longest, longest_key, *, window_size, enable_gqa=False
+) -> Tensor:
     """torch's ``varlen_attn`` as its documentation has it, a sequence at a time, for any device."""
     assert query.dtype in (torch.bfloat16, torch.float16) and ends is key_ends and ends.dtype == torch.int32
     assert enable_gqa == (query.size(1) != key.size(1))

@@ -198,10 +198,11 @@ def embedding():
 
 @pytest.mark.parametrize("vocab", [16, 13, 3])
 def test_cross_entropy(run_ranks, size, vocab):
-    run_ranks(size, cross_entropy, vocab)
+    run_ranks(size, cross_entropy, vocab, False)
+    run_ranks(size, cross_entropy, vocab, True)
 
 
-def cross_entropy(vocab: int):
+def cross_entropy(vocab: int, compiled: bool):
     """Equal to torch's over the first ``vocab`` columns, also where a rank holds nothing but padding."""
     whole = _input(2, 5, 16)
     with torch.no_grad():
@@ -209,7 +210,8 @@ def cross_entropy(vocab: int):
         whole[0, 0] *= 1000.0  # nor may large logits overflow
     labels = torch.randint(0, vocab, (2, 5), generator=torch.Generator().manual_seed(1))
     part = _part(whole, -1).detach().requires_grad_()
-    losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, vocab)
+    with patch("torch.compile", lambda function: function):
+        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, vocab, compiled=compiled)
     serial = F.cross_entropy(whole[..., :vocab].reshape(-1, vocab), labels.view(-1), reduction="none").view(2, 5)
     assert_close(losses, serial)
     weights = torch.linspace(0, 1, 10).view(2, 5)
@@ -220,18 +222,22 @@ def cross_entropy(vocab: int):
 
 @pytest.mark.parametrize("elements", [1, 20, 1000])
 def test_cross_entropy_of_half_precision_in_fp32(run_ranks, size, elements):
-    run_ranks(size, half_precision_cross_entropy, elements)
+    run_ranks(size, half_precision_cross_entropy, elements, False)
 
 
-def half_precision_cross_entropy(elements: int):
+def test_compiled_cross_entropy_of_half_precision_in_fp32(run_ranks, size):
+    run_ranks(size, half_precision_cross_entropy, 1, True)
+
+
+def half_precision_cross_entropy(elements: int, compiled: bool):
     """Equal to torch's of the same logits in fp32, however many are taken at a time."""
     whole = _input(2, 5, 16).detach().bfloat16()
     labels = torch.randint(0, 16, (2, 5), generator=torch.Generator().manual_seed(1))
     part, serial = _part(whole, -1).clone().requires_grad_(), whole.float().requires_grad_()
     expected = F.cross_entropy(serial.flatten(0, 1), labels.flatten(), reduction="none").view(2, 5)
     expected.sum().backward()
-    with patch.dict(chunks.ELEMENTS_AT_ONCE, cpu=elements):
-        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD)
+    with patch.dict(chunks.ELEMENTS_AT_ONCE, cpu=elements), patch("torch.compile", lambda function: function):
+        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, compiled=compiled)
         losses.sum().backward()
     assert losses.dtype == torch.float32 and part.grad.dtype == torch.bfloat16
     assert_close(losses, expected)

@@ -16,7 +16,7 @@ from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 ITERATIONS, SAVED = 4, 2
 SETTINGS = (
     f"--train-iters {ITERATIONS} --batch-size 2 --global-batch-size 4 --eval-iters 0 --save-interval {SAVED}"
-    " --make-vocab-size-divisible-by 2"
+    " --make-vocab-size-divisible-by 2 --use-cpu-initialization"
 ).split()
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0".split()
 BOUNDS = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
@@ -42,6 +42,7 @@ RESUMED = {
     "on a pipeline": ("one process", "bf16, PP 2, ZeRO 1"),
 }
 SPIKE = "--batch-size 2 --global-batch-size 8 --eval-iters 0 --save-interval 3 --rewind-on-spike"
+SPIKE += " --use-cpu-initialization"
 
 
 class Runs:
@@ -178,6 +179,24 @@ def test_out_of_memory_names_what_would_fit(emulated_cuda: EmulatedCuda, tmp_pat
     pattern = r"error: rank 0: out of memory in training, iteration 1: .* GB were requested.*; --\S.* would take \S+ GB"
     assert re.search(pattern, finished.output), finished.output[-3000:]
     assert (tmp_path / "memory-rank0.pickle").exists(), "torch's snapshot, which only CUDA has"
+
+
+def test_a_process_without_a_gpu_is_named(programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+    """By itself: the first process of the host has one, and does not see what is wrong."""
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    words = ("pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *SETTINGS, "--save", tmp_path)
+    finished = programs.python(*words, EMULATED_CUDA_DEVICES="1", **emulated_cuda.environ, **place)
+    assert finished.returncode == 7, finished.output[-3000:]
+    assert "error: rank 1: process 1 of this host has no device: torch finds 1 of cuda; start fewer" in finished.output
+
+
+def test_ranks_can_share_a_gpu(runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:
+    """With collectives through host memory, as on a machine with one real GPU."""
+    words = (*TINY_MODEL, *programs.data_arguments, *SETTINGS, *NO_DROPOUT, *LAYOUTS["bf16, PP 2, ZeRO 1"][1].split())
+    folders = ("--metrics-file", tmp_path / "metrics", "--save", tmp_path)
+    environ = {**emulated_cuda.environ, "EMULATED_CUDA_DEVICES": "1", "ONE_GPU": "1"}
+    programs.torchrun(2, "pretrain_gpt2.py", *words, *folders, **environ).ok()
+    assert losses(tmp_path / "metrics") == pytest.approx(runs.losses("bf16, PP 2, ZeRO 1"), rel=1e-6)
 
 
 def test_generation_and_evaluation(runs: Runs, programs: Programs, emulated_cuda: EmulatedCuda, tmp_path: Path) -> None:

@@ -19,8 +19,6 @@ READ = "megatron/training/metrics.py read"
 """The one of the project: the numbers of a logged iteration, all in one copy."""
 NORM_IS_VALID = "deepspeed/runtime/utils.py:233 is_invalid_grad_norm"
 """Whether the gradient's norm is a number: otherwise the step is skipped."""
-NORM_MARK = "deepspeed/runtime/utils.py:887 mask_nan_or_inf_with_val_inplace"
-"""The mark of a norm that is not finite, copied from the host for each parameter group."""
 NORM_MARK_3 = "deepspeed/runtime/zero/stage3.py:2483 get_grad_norm_direct"
 """The same at ZeRO 3."""
 REDUCED_3 = "deepspeed/runtime/zero/stage3.py:1414 independent_gradient_partition_epilogue"
@@ -30,7 +28,7 @@ GATHERED_3 = "deepspeed/runtime/zero/partition_parameters.py:2128 _allgather_par
 LOSS_BUFFER = "deepspeed/runtime/pipe/engine.py:628 _aggregate_total_loss"
 """Zeros from the host, into which a stage without the loss receives it."""
 
-ZERO_1_2 = {NORM_MARK: 2, NORM_IS_VALID: 1}
+ZERO_1_2 = {NORM_IS_VALID: 1}
 ZERO_3 = {REDUCED_3: 2, NORM_MARK_3: 2, NORM_IS_VALID: 1, GATHERED_3: 1}
 
 

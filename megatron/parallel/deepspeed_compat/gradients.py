@@ -11,8 +11,10 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from megatron.config.errors import NumericsError
 from megatron.parallel.layout import ParallelLayout
@@ -98,10 +100,13 @@ def measure_norm_by_blocks(optimizer: Any) -> None:
     """Let DeepSpeed's optimizers of ZeRO 1, 2, 3 and of bf16 compute the gradient norm from ``block_norms``.
 
     DeepSpeed: runtime/zero/stage_1_and_2.py and stage3.py, ``get_grad_norm_direct`` casts each gradient to fp64, up to
-    a fifth of a step; runtime/bf16_optimizer.py adds squares as torch does, inaccurately.
-    Test: tests/training/test_gradient_norm.py. Remove when the norm is accurate without a copy in fp64.
+    a fifth of a step; runtime/bf16_optimizer.py adds squares as torch does, inaccurately. runtime/utils.py,
+    ``mask_nan_or_inf_with_val_inplace`` copies -1 from the host, which waits for all that the device has to do.
+    Tests: tests/training/test_gradient_norm.py, test_synchronizations.py. Remove when the norm is accurate without a
+    copy in fp64, and marked on the device.
     """
     if hasattr(optimizer, "get_grad_norm_direct"):
+        stage_1_and_2.mask_nan_or_inf_with_val_inplace = stage3.mask_nan_or_inf_with_val_inplace = _mark_unless_finite
         total_norm = optimizer.get_grad_norm_direct
 
         def counts(parameter: nn.Parameter) -> bool:
@@ -126,6 +131,10 @@ def measure_norm_by_blocks(optimizer: Any) -> None:
             return [block_norms(gradient) for gradient in shared], of_experts
 
         optimizer.get_grads_for_norm = gradients_or_norms
+
+
+def _mark_unless_finite(norm: Tensor, device: Any = None, val: float = -1.0) -> None:
+    norm.masked_fill_(~norm.isfinite(), val)
 
 
 def takes_scale(optimizer: Any) -> bool:
@@ -200,15 +209,21 @@ class FlatGradients(list[Tensor]):
     """The gradients of a parameter group, views of ``flat_partition``, by which name DeepSpeed looks for it."""
 
     def __init__(self, optimizer: Any, group: int):
-        self.flat_partition = torch.empty_like(optimizer.single_partition_of_fp32_groups[group], requires_grad=False)
-        begin = 0
-        for parameter in optimizer.params_in_partition[group]:
-            end = begin + parameter.numel()
-            own = self.flat_partition[begin:end].view(parameter.shape)
-            gradient = optimizer.get_gradient_for_reduction(parameter)
-            self.append(own.zero_() if gradient is None else own.copy_(gradient))
-            begin = end
-        self.flat_partition[begin:].zero_()
+        flat = torch.empty_like(optimizer.single_partition_of_fp32_groups[group], requires_grad=False)
+        self.flat_partition = flat
+        parameters = optimizer.params_in_partition[group]
+        super().__init__(_unflatten_dense_tensors(flat, parameters))
+        gradients = [optimizer.get_gradient_for_reduction(parameter) for parameter in parameters]
+        copied = [pair for pair in zip(self, gradients, strict=True) if pair[1] is not None]
+        if flat.device.type == "cpu" or not copied:
+            for own, gradient in copied:
+                own.copy_(gradient)
+        else:  # a few kernels: the host would take longer to start one for each than the device to copy
+            torch._foreach_copy_([own for own, _ in copied], [gradient for _, gradient in copied])
+        for own, gradient in zip(self, gradients, strict=True):
+            if gradient is None:
+                own.zero_()
+        flat[sum(parameter.numel() for parameter in parameters) :].zero_()
 
 
 def keep_loss_scale_within_step(optimizer: Any) -> None:

@@ -3,7 +3,9 @@
 b batch, s sequence, v vocabulary with its padding, t ranks of the group, r rows: b x s
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,17 +16,25 @@ from megatron.parallel.tensor import rows_at_once
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, group: ProcessGroup, vocab_size: int | None = None, *, in_fp32: bool = True
+    logits: Tensor,
+    labels: Tensor,
+    group: ProcessGroup,
+    vocab_size: int | None = None,
+    *,
+    in_fp32: bool = True,
+    compiled: bool = False,
 ) -> Tensor:
     """logits [b, s, v/t], labels [b, s] -> loss [b, s], or of rows alone, without gathering the logits.
 
     Columns from ``vocab_size`` on are padding and do not count. With ``in_fp32`` the loss is fp32 for logits of any
-    type; they are converted some rows at a time, so that never all of them are in fp32.
+    type; they are converted some rows at a time, so that never all of them are in fp32. ``compiled`` makes one kernel
+    of each pass over the logits, by torch's compiler, which converts what it reads.
     """
     first = logits.size(-1) * group.rank()
     columns = logits.size(-1) if vocab_size is None else min(max(vocab_size - first, 0), logits.size(-1))
     dtype = torch.float32 if in_fp32 else logits.dtype
-    rows = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten() - first, columns, dtype, group)
+    passes = (_compiled(_sums), _compiled(_gradient)) if compiled else (_sums_by_rows, _gradient_by_rows)
+    rows = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten() - first, columns, dtype, group, *passes)
     return rows.view(labels.shape)
 
 
@@ -32,7 +42,16 @@ class _CrossEntropy(torch.autograd.Function):
     """logits [r, v/t], labels [r] as columns of this rank -> loss [r]."""
 
     @staticmethod
-    def forward(ctx, logits: Tensor, labels: Tensor, columns: int, dtype: torch.dtype, group: ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        columns: int,
+        dtype: torch.dtype,
+        group: ProcessGroup,
+        sums_of: Callable[..., Tensor],
+        gradient_of: Callable[..., Tensor],
+    ) -> Tensor:
         counted = logits[:, :columns]
         largest = counted.amax(-1).to(dtype) if columns else logits.new_full(labels.shape, -torch.inf, dtype=dtype)
         if group.size() > 1:
@@ -40,33 +59,67 @@ class _CrossEntropy(torch.autograd.Function):
 
         elsewhere = (labels < 0) | (labels >= columns)
         index = labels.masked_fill(elsewhere, 0).unsqueeze(-1)
-        sums = logits.new_zeros((2, *labels.shape), dtype=dtype)  # of exponentials; and the label's own logit
-        for rows in _chunks(counted):
-            shifted = counted[rows].to(dtype) - largest[rows].unsqueeze(-1)
-            sums[1, rows] = shifted.gather(-1, index[rows]).squeeze(-1)
-            sums[0, rows] = shifted.exp_().sum(-1)
-            del shifted  # before the next rows take as much
+        sums = sums_of(counted, largest, index)
         sums[1].masked_fill_(elsewhere, 0.0)
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
 
         logarithms = sums[0].log()
         ctx.save_for_backward(logits, largest + logarithms, index, elsewhere)
-        ctx.columns = columns
+        ctx.columns, ctx.gradient_of = columns, gradient_of
         return logarithms - sums[1]
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, normalizers, index, elsewhere = ctx.saved_tensors
-        counted, own = logits[:, : ctx.columns], elsewhere.unsqueeze(-1).to(grad.dtype) - 1
-        grad_logits = torch.empty_like(logits)
-        grad_logits[:, ctx.columns :] = 0
-        for rows in _chunks(counted):
-            probabilities = (counted[rows].to(grad.dtype) - normalizers[rows].unsqueeze(-1)).exp_()
-            probabilities.scatter_add_(-1, index[rows], own[rows])
-            grad_logits[rows, : ctx.columns] = probabilities.mul_(grad[rows].unsqueeze(-1))
-            del probabilities  # before the next rows take as much
-        return grad_logits, None, None, None, None
+        own = elsewhere.unsqueeze(-1).to(grad.dtype) - 1
+        return ctx.gradient_of(logits, normalizers, index, own, grad, ctx.columns), *(None,) * 6
+
+
+def _sums_by_rows(counted: Tensor, largest: Tensor, index: Tensor) -> Tensor:
+    """Columns that count [r, c] -> the sum of the exponentials, and the label's own logit [2, r], less the largest."""
+    sums = counted.new_zeros((2, len(counted)), dtype=largest.dtype)
+    for rows in _chunks(counted):
+        shifted = counted[rows].to(largest.dtype) - largest[rows].unsqueeze(-1)
+        sums[1, rows] = shifted.gather(-1, index[rows]).squeeze(-1)
+        sums[0, rows] = shifted.exp_().sum(-1)
+        del shifted  # before the next rows take as much
+    return sums
+
+
+def _sums(counted: Tensor, largest: Tensor, index: Tensor) -> Tensor:
+    """The same, of all rows at once, to be compiled."""
+    if not counted.size(-1):
+        return counted.new_zeros((2, len(counted)), dtype=largest.dtype)
+    shifted = counted.to(largest.dtype) - largest.unsqueeze(-1)
+    return torch.stack([shifted.exp().sum(-1), shifted.gather(-1, index).squeeze(-1)])
+
+
+def _gradient_by_rows(
+    logits: Tensor, normalizers: Tensor, index: Tensor, own: Tensor, grad: Tensor, columns: int
+) -> Tensor:
+    """The gradient of logits [r, v/t], of which ``columns`` count; ``own`` [r, 1] is -1 where the label is of them."""
+    counted, grad_logits = logits[:, :columns], torch.empty_like(logits)
+    grad_logits[:, columns:] = 0
+    for rows in _chunks(counted):
+        probabilities = (counted[rows].to(grad.dtype) - normalizers[rows].unsqueeze(-1)).exp_()
+        probabilities.scatter_add_(-1, index[rows], own[rows])
+        grad_logits[rows, :columns] = probabilities.mul_(grad[rows].unsqueeze(-1))
+        del probabilities  # before the next rows take as much
+    return grad_logits
+
+
+def _gradient(logits: Tensor, normalizers: Tensor, index: Tensor, own: Tensor, grad: Tensor, columns: int) -> Tensor:
+    """The same, of all rows at once, to be compiled."""
+    column = torch.arange(logits.size(-1), device=logits.device)
+    probabilities = (logits.to(grad.dtype) - normalizers.unsqueeze(-1)).exp()
+    of_logits = (probabilities + torch.where(column == index, own, 0.0)) * grad.unsqueeze(-1)
+    return torch.where(column < columns, of_logits, 0.0).to(logits.dtype)
+
+
+@cache
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function)
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:

@@ -5,9 +5,7 @@ Where there is a GPU each rank is a new process, since CUDA does not survive a f
 
 import multiprocessing
 import os
-import random
 import runpy
-import socket
 import sys
 import time
 import traceback
@@ -18,7 +16,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
 from megatron.config.environment import threads_per_rank
-from megatron.launch.environment import divide_cores
+from megatron.launch.environment import divide_cores, free_port
 from megatron.launch.files import file_mode
 from megatron.launch.processes import die_with_parent
 
@@ -32,8 +30,6 @@ _PRELOADED = [
     "megatron.tools.reporting.tracing",
     "megatron.training.trainer",
 ]
-_PORTS = range(20000, 32000)
-"""Below those that the system uses for outgoing connections."""
 _FAILURE_SECONDS = 10.0
 """Time for the other ranks to exit after one has failed."""
 
@@ -96,20 +92,9 @@ def run_ranks(
 def _environments(processes: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
     """The environment of each rank, as launchers set it."""
     shared = {**environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     divide_cores(shared, processes)
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-
-
-def _free_port() -> int:
-    while True:
-        port = random.SystemRandom().choice(_PORTS)
-        with socket.socket() as server:
-            try:
-                server.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 def _run_program(command: list[str], environ: dict[str, str], log: str) -> None:

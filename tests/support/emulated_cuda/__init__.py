@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -110,3 +111,21 @@ class EmulatedCuda:
             server = vars(self).pop("_server")
             os.killpg(server.pid, signal.SIGKILL)
             server.wait()
+
+
+class OneGpu(EmulatedCuda):
+    """The same on this machine's first GPU, which all ranks share. Their collectives are copies through host memory."""
+
+    def __init__(self, programs: Programs):
+        self._programs = programs
+        paths = [str(HERE / "inject"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.environ = {"PYTHONPATH": os.pathsep.join(paths), "DS_ACCELERATOR": "cuda"}
+
+    def run(self, processes: int, *command: str | Path, **environ: str) -> Finished:
+        """``python COMMAND`` on so many ranks; NCCL if there is one."""
+        environ = {**self.environ, **environ}
+        if processes == 1:
+            return self._programs.python(*command, **environ)
+        finished = self._programs.torchrun(processes, *command, **{"ONE_GPU": "1"} | environ)
+        failed = re.search(r"failed \(exitcode: (\d+)\)", finished.output)  # torchrun's own code is always 1
+        return Finished(int(failed[1]) if failed else finished.returncode, finished.output)

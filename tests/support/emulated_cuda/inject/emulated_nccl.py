@@ -1,15 +1,17 @@
-"""The backend ``nccl`` where the device is emulated: gloo, on the memory that the device's tensors have.
+"""The backend ``nccl`` over gloo: in the memory that tensors of an emulated device have, or in copies on the host.
 
-What NCCL refuses is refused: tensors of the host, and tensors with gaps.
+With copies several ranks can share one real GPU, which NCCL refuses. What NCCL refuses otherwise is refused here, too:
+tensors of the host, and tensors with gaps.
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 BACKEND = "emulated_nccl"
 COLLECTIVES = (
@@ -17,6 +19,9 @@ COLLECTIVES = (
     "all_gather_single", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single", "alltoall",
     "alltoall_base", "all_to_all_single", "reduce", "gather", "scatter", "send", "recv", "recv_anysource",
 )  # fmt: skip
+
+
+RECEIVING = ("recv", "recv_anysource")
 
 
 class Finished(dist.Work):
@@ -31,8 +36,30 @@ class Finished(dist.Work):
         return True
 
 
+class Copied(dist.Work):
+    """Of an operation on copies in host memory; they are kept until it has ended, and then copied to ``results``."""
+
+    def __init__(self, work: dist.Work, copies: Any, results: Any):
+        super().__init__()
+        self._work, self._copies, self._results = work, copies, results
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Until the results are on the device."""
+        if self._copies is not None:
+            self._work.wait()
+            with torch.no_grad():
+                for result, copy in zip(tree_leaves(self._results), tree_leaves(self._copies), strict=False):
+                    result.copy_(copy)
+            self._copies = None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has been waited for."""
+        return self._copies is None
+
+
 class EmulatedNccl(dist.ProcessGroup):
-    """A process group for tensors of the emulated device."""
+    """A process group for tensors of the device."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any):
         super().__init__(rank, size)
@@ -84,15 +111,15 @@ class EmulatedNccl(dist.ProcessGroup):
         return Finished()
 
 
-def _on_cpu(value: Any) -> Any:
-    """A tensor of the device as one of the CPU, in the same memory; raises what NCCL's backend does."""
+def _on_cpu(value: Any, *, copied: bool = False) -> Any:
+    """A tensor of the device as one of the CPU, in the same memory or as a copy; raises what NCCL's backend does."""
     if not isinstance(value, torch.Tensor):
         return value
     if not value.is_cuda:
         raise RuntimeError("No backend type associated with device type cpu")
     if not value.is_contiguous():
         raise ValueError("Tensors must be contiguous")
-    return torch.ops.emulated_cuda.on_cpu(value)
+    return value.detach().cpu() if copied else torch.ops.emulated_cuda.on_cpu(value)
 
 
 def _over_gloo(name: str) -> Callable[..., dist.Work]:
@@ -102,11 +129,25 @@ def _over_gloo(name: str) -> Callable[..., dist.Work]:
     return collective
 
 
-def install() -> None:
+def _by_copies(name: str) -> Callable[..., dist.Work]:
+    """The same on copies in host memory. What a collective writes is its first argument; a rank that sends does not
+    wait for the one that receives."""
+
+    def collective(self: EmulatedNccl, *arguments: Any, **options: Any) -> dist.Work:
+        copies = tree_map(partial(_on_cpu, copied=True), list(arguments))
+        work = Copied(getattr(self._gloo, name)(*copies, **options), copies, [] if name == "send" else arguments[0])
+        if name not in ("send", *RECEIVING):
+            work.wait()
+        return work
+
+    return collective
+
+
+def install(*, copies: bool) -> None:
     """Register the backend, and let whoever asks for NCCL have it."""
     for name in COLLECTIVES:
         if hasattr(dist.ProcessGroup, name):
-            setattr(EmulatedNccl, name, _over_gloo(name))
+            setattr(EmulatedNccl, name, (_by_copies if copies else _over_gloo)(name))
     dist.Backend.register_backend(BACKEND, EmulatedNccl, devices=["cuda"])
     init = dist.init_process_group
 
