@@ -79,7 +79,7 @@ class Watch:
                 announce(f"rank 0 has not responded for {_STOPPED_SECONDS:.0f} s: ended")
                 self.failure.note("noticed")
                 return True
-        return self._has_lost_hosts(now)
+        return self._has_lost_hosts(now, ends_by_signal)
 
     def _note_training(self) -> None:
         events = self._run.events
@@ -94,14 +94,14 @@ class Watch:
         for thread in self._asking:
             thread.join()
 
-    def _has_lost_hosts(self, now: float) -> bool:
+    def _has_lost_hosts(self, now: float, ends_by_signal: bool) -> bool:
         """Whether ranks have ended with their host, or alone, so that those of other hosts are to be ended."""
         gone = {host for host, ssh in self._connections.items() if not _runs(ssh)}
         if self._connected_at is not None and now - self._connected_at > _CONNECT_SECONDS:
             gone |= names_of(self._start) - self._connections.keys()  # ended at once, and was never seen
         if not gone:
             return False
-        ends_well = self._ends_without_restart(gone)
+        ends_well = ends_by_signal or self._ends_without_restart(gone)
         if new := gone - self.gone:
             if not self.gone or ends_well:
                 self._gone_since = now

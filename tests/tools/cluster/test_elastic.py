@@ -369,10 +369,18 @@ class Ssh:
 
 @pytest.mark.parametrize(
     ("codes", "seconds"),
-    [({2: "", 3: "6"}, 3), ({2: "1", 3: "6"}, 3), ({}, 3), ({2: "0", 3: "0"}, 60), ({2: "2", 3: "2"}, 60)],
+    [
+        ({2: "", 3: ""}, "signal"),
+        ({2: "", 3: "6"}, 3),
+        ({2: "1", 3: "6"}, 3),
+        ({}, 3),
+        ({2: "0", 3: "0"}, 60),
+        ({2: "2", 3: "2"}, 60),
+    ],
 )
 def test_ranks_of_other_hosts_are_ended_soon_unless_the_run_is_over(tmp_path, monkeypatch, codes, seconds) -> None:
     """They have a minute if no restart follows: those of the gone host have finished, or named a mistake."""
+    by_signal, seconds = (True, 60) if seconds == "signal" else (False, seconds)  # its ranks may still be saving
     clock, lines = [0.0], {"a": Ssh(), "b": Ssh()}
     monkeypatch.setattr(elastic_watch.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(elastic_watch, "connections", lambda *_: lines)
@@ -386,7 +394,7 @@ def test_ranks_of_other_hosts_are_ended_soon_unless_the_run_is_over(tmp_path, mo
     ended = []
     for clock[0] in (10.0, 20.0, 20.0 + seconds - 0.1, 20.0 + seconds):
         lines["b"].runs = clock[0] < 20
-        ended.append(watch(None, False))
+        ended.append(watch(None, by_signal))
     watch.close()
     assert ended == [False, False, False, True] and watch.gone == {"b"}
     assert set(run.silent) == ({"b"} if seconds == 3 else set()), "it is asked while the others end"
