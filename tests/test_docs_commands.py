@@ -35,7 +35,7 @@ ELSEWHERE = {
     r"docs/coming-from-megatron.md: ": "tests/config/test_classic_flags.py reads them, with the JSON of their section",
     r": (DRY_RUN=1 )?bash examples/quickstart.sh": "tests/test_quickstart.py runs it",
     r": bash examples/extend_context.sh": "a run of minutes; tests/test_shipped_files.py reads what it starts",
-    r": bash examples/mixture_of_experts.sh": "a run of minutes; tests/test_shipped_files.py reads what it starts",
+    r": .*bash examples/mixture_of_experts.sh": "a run of minutes; tests/test_shipped_files.py reads what it starts",
     r": (bash run_tests.sh|.*pytest )": "starts these tests",
     r": torchrun .* examples/(train_small_model|show_communication).py$": "tests/test_examples.py runs them",
     r": torchrun .* examples/pretrain_my_model.py ": "tests/training/test_model_provider.py runs it",
