@@ -28,7 +28,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.files import replace_text
 from megatron.checkpoint.folder_lock import machine_id
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.config.errors import CheckpointError, ResourceError, counted
@@ -112,12 +111,10 @@ def make_slots(folder: Path, start: str) -> None:
         raise CheckpointError(f"--snapshot-dir: {folder} cannot be prepared ({error.strerror})") from error
 
 
-def write_marker(shard: Shard, description: Mapping[str, Any] | None) -> str:
-    """Mark the shard as complete; rank 0's has the ``description`` of the checkpoint. Returns the marker's text."""
+def marker_text(shard: Shard, description: Mapping[str, Any] | None) -> str:
+    """What the ``marker`` of a complete shard says; rank 0's has the ``description`` of the checkpoint."""
     content = {"iteration": shard.iteration, "rank": shard.rank, "ranks": shard.ranks, "files": shard.files}
-    text = json.dumps({**content, "description": description})
-    replace_text(marker(Path(shard.folder), shard.rank), text)
-    return text
+    return json.dumps({**content, "description": description})
 
 
 def marker(folder: Path, rank: int) -> Path:
@@ -139,7 +136,7 @@ def read_shards(folder: Path, start: str) -> list[Shard]:
 
 
 def read_description(shard: Shard) -> dict[str, Any]:
-    """What ``write_marker`` was given for rank 0's shard."""
+    """What ``marker_text`` was given for rank 0's shard."""
     return json.loads(marker(Path(shard.folder), shard.rank).read_text())["description"]
 
 

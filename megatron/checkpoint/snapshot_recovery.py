@@ -61,7 +61,7 @@ class _Memory:
     """The snapshots of a run in the memory of all hosts. Every rank must call every method but the first."""
 
     def __init__(self, run: RunConfig, lock: FolderLock | None) -> None:
-        self._save, self._lock = Path(run.checkpoint.save or ""), lock
+        self._config, self._save, self._lock = run.checkpoint, Path(run.checkpoint.save or ""), lock
         self._hosts = on_all_ranks(this_host)
         start = on_rank_0(lambda: read_start(self._save))
         rank = dist.get_rank()
@@ -124,7 +124,9 @@ class _Memory:
         with disk_errors(self._save, path.stem, 0):
             if self._lock is not None:
                 self._lock.check()
-            tracker.commit_tag(self._save, tracker.tag_name(description["iteration"]), description, records)
+            iteration = description["iteration"]
+            tracker.commit_tag(self._save, tracker.tag_name(iteration), description, records)
+            tracker.remove_old_tags(self._save, iteration, self._config)
 
 
 def _write(shards: Sequence[tuple[int, Shard]], path: Path) -> _Written:

@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -27,10 +27,10 @@ from megatron.checkpoint.snapshot_files import (
     copy_holders,
     make_slots,
     marker,
+    marker_text,
     read_start,
     snapshot_folder,
     this_host,
-    write_marker,
 )
 from megatron.checkpoint.tensor_files import write_archive
 from megatron.config import RunConfig
@@ -87,16 +87,21 @@ class Snapshots:
             sizes = on_all_ranks(lambda: self._write(files, folder, iteration))
             on_all_ranks(lambda: self._reserve(sizes, folder, iteration))
         except UserError as error:
-            self._log(f"  warning: {error}; training continues without it")
+            self._warn(error)
             return
         files.clear()
         self._in_flight = self._background.submit(self._complete, folder, sizes, description)
 
     def finish(self) -> None:
-        """Wait until the last snapshot is complete on all ranks."""
+        """Wait until the last snapshot is complete on all ranks. If it is not, training continues with a warning."""
         pending, self._in_flight = self._in_flight, None
-        if pending is not None:
+        if pending is None:
+            return
+        try:
             on_all_ranks(pending.result)
+        except UserError as error:
+            self._warn(error)
+        else:
             self._slot = 1 - self._slot
 
     def discard(self) -> None:
@@ -107,7 +112,7 @@ class Snapshots:
     def remove(self) -> None:
         """The same at the end of the run, which leaves nothing in memory."""
         self.finish()
-        self._on_each_host(lambda: rmtree(self._root, ignore_errors=True))
+        self._on_each_host(self._remove_own)
         on_rank_0(self._end)
 
     def _begin(self) -> str:
@@ -118,6 +123,14 @@ class Snapshots:
         with disk_errors(self._save, START_FILE, 0):
             replace_text(self._save / START_FILE, start)
         return start
+
+    def _warn(self, error: UserError) -> None:
+        self._log(f"  warning: {error}; training continues without it")
+
+    def _remove_own(self) -> None:
+        rmtree(self._folder, ignore_errors=True)
+        with suppress(OSError):  # a run that has taken the folder over has snapshots there
+            self._root.rmdir()
 
     def _end(self) -> None:
         if read_start(self._save) == self._folder.name:  # and not of a run that has taken the folder over
@@ -156,12 +169,20 @@ class Snapshots:
                         os.close(file)
 
     def _complete(self, folder: Path, sizes: Sequence[Mapping[str, int]], description: Mapping[str, Any]) -> None:
-        """Hash the files, mark them as complete, and exchange copies with other hosts. Runs in the background."""
+        """Hash the files, exchange copies with other hosts, and mark all as complete. Runs in the background."""
         files = {name: (size, xxh128_of(folder / name)) for name, size in sizes[self._rank].items()}
         shard = Shard(description["iteration"], self._rank, len(self._hosts), files, str(folder))
-        text = write_marker(shard, description if self._rank == 0 else None).encode()
+        text = marker_text(shard, description if self._rank == 0 else None)
+        # Without memory for a marker a rank still exchanges: others wait for it.
+        texts = {self._rank: text} | self._exchange_copies(text.encode(), folder, sizes)
+        with _memory_errors(folder, shard.iteration):
+            for rank, content in texts.items():
+                replace_text(marker(folder, rank), content)
+
+    def _exchange_copies(self, text: bytes, folder: Path, sizes: Sequence[Mapping[str, int]]) -> dict[int, str]:
+        """Send the files of this rank and the ``text`` of their marker; receive those of others, and return theirs."""
         if self._group is None:
-            return
+            return {}
         lengths = {sender: torch.zeros(1, dtype=torch.int64) for sender in self._senders}
         self._exchange([torch.tensor([len(text)])], {sender: [length] for sender, length in lengths.items()})
         texts = {sender: torch.empty(int(length), dtype=torch.uint8) for sender, length in lengths.items()}
@@ -169,8 +190,7 @@ class Snapshots:
             [torch.frombuffer(bytearray(text), dtype=torch.uint8), *_chunks(folder, sizes[self._rank])],
             {sender: [texts[sender], *_chunks(folder, sizes[sender])] for sender in self._senders},
         )
-        for sender in self._senders:
-            replace_text(marker(folder, sender), texts[sender].numpy().tobytes().decode())
+        return {sender: content.numpy().tobytes().decode() for sender, content in texts.items()}
 
     def _exchange(self, sent: Sequence[Tensor], received: Mapping[int, Sequence[Tensor]]) -> None:
         """Send tensors to the rank that keeps copies, and receive those of others, one of each at a time."""
@@ -227,8 +247,13 @@ class MemoryFile:
         """Append ``data``, or what a function returns. Raises OSError if there is no memory."""
         whole = memoryview(data() if callable(data) else data).cast("B")
         parts = [(self._size + begin, whole[begin : begin + _PART]) for begin in range(0, len(whole), _PART)]
-        for _ in self._threads.map(self._copy, parts) if len(parts) > 1 else map(self._copy, parts):
-            pass
+        if len(parts) == 1:
+            self._copy(parts[0])
+        else:
+            copies = [self._threads.submit(self._copy, part) for part in parts]
+            wait(copies)  # for all of them, also if one fails: the file is closed then
+            for copy in copies:
+                copy.result()
         self._size += len(whole)
 
     def _copy(self, part: tuple[int, memoryview]) -> None:

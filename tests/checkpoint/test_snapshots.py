@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -23,11 +24,12 @@ from megatron.checkpoint.snapshot_files import (
     copy_holders,
     divide,
     make_slots,
+    marker,
+    marker_text,
     newest_whole,
     planned_bytes,
     planned_host_bytes,
     read_shards,
-    write_marker,
 )
 from megatron.checkpoint.snapshots import MemoryFile
 from megatron.checkpoint.tensor_files import read_checked_file, write_archive
@@ -91,7 +93,7 @@ def test_shards_that_cannot_be_used(tmp_path: Path) -> None:
     make_slots(folder, "now")
     (folder / "now" / "0" / "f").write_text("1234")
     shard = Shard(3, 1, 2, {"f": (4, "digest")}, str(folder / "now" / "0"))
-    write_marker(shard, None)
+    marker(folder / "now" / "0", 1).write_text(marker_text(shard, None))
     assert read_shards(folder, "now") == [shard] and read_shards(folder, "earlier") == read_shards(folder, "") == []
     (folder / "now" / "0" / "f").write_text("123")
     (folder / "now" / "1" / "rank_00000.json").write_text('{"iteration": 3')
@@ -227,10 +229,24 @@ def test_what_a_run_resumes(run_ranks, words, failed: Path, tmp_path: Path, lost
         file.write_bytes(content)
     if start == "another":
         (folder / "ck" / ".snapshots").write_text(start)
-    own = ["--save", str(folder / "ck"), "--snapshot-dir", str(folder)]
+    own = ["--save", str(folder / "ck"), "--snapshot-dir", str(folder), "--keep-last", "1"]
     (found, output), _ = run_ranks(2, select_on_hosts, [*words, *own], str(folder / "memory"))
     assert found == tag and text in output and bool(text) is bool(output)
+    assert [path.name for path in (folder / "ck").glob("global_step*[0-9]")] == [tag]
     assert ("is damaged: its hash differs" in output) is bool(damaged)
+
+
+def test_snapshots_that_cannot_be_brought_to_the_disk_stay(tmp_path: Path) -> None:
+    (memory := tmp_path / "memory").mkdir()
+    (memory / "f").write_text("1234")
+    (save := tmp_path / "ck").write_text("no folder")
+    command = moving(memory, save, "a")
+    assert subprocess.run(command, capture_output=True).returncode != 0 and (memory / "f").exists()
+    save.unlink()
+    save.mkdir()
+    for _ in range(2):  # the second time there is nothing in memory
+        subprocess.run(command, check=True)
+        assert not memory.exists() and (save / ".memory-of-a" / "f").read_text() == "1234"
 
 
 def kept_in_memory(words: list[str], memory: str) -> list[Any]:
@@ -265,6 +281,11 @@ def kept_in_memory(words: list[str], memory: str) -> list[Any]:
         taken.take(2)
         look()
         patch.setattr(snapshots, "write_archive", write_archive)
+        replace_text = snapshots.replace_text
+        patch.setattr(snapshots, "replace_text", failing_write if number == 1 else replace_text)
+        taken.take(2)
+        look()
+        patch.setattr(snapshots, "replace_text", replace_text)
         for iteration in (3, 4):
             taken.take(iteration)
             look()
@@ -272,19 +293,28 @@ def kept_in_memory(words: list[str], memory: str) -> list[Any]:
         look()
         taken.take(5)
         look()
+        (of_another := place / "run" / "other").mkdir()
         taken.remove()
-        return [*seen, (place / "run").exists(), logged[1:]]
+        left = os.listdir(place / "run")
+        of_another.rmdir()
+        taken.remove()
+        return [*seen, left, (place / "run").exists(), logged[1:]]
 
 
 def test_a_snapshot_that_fails_leaves_the_one_before(run_ranks_once, words, tmp_path: Path) -> None:
     (tmp_path / "ck").mkdir()
     own = ["--save", str(tmp_path / "ck"), "--snapshot-dir", str(tmp_path)]
-    for seen in run_ranks_once(2, kept_in_memory, [*words, *own], str(tmp_path)):
+    for rank, seen in enumerate(run_ranks_once(2, kept_in_memory, [*words, *own], str(tmp_path))):
         both = [[(iteration, 0), (iteration, 1)] for iteration in range(6)]
-        assert seen[:-2] == [both[1], both[1], both[1] + both[3], both[3] + both[4], [], both[5]]
-        (warning,) = seen[-1]
-        assert warning.startswith("  warning: the snapshot of iteration 2 cannot be written to ")
-        assert warning.endswith(" (No space left on device); training continues without it") and seen[-2] is False
+        *seen, left, exists, logged = seen  # noqa: PLW2901
+        # Of the second failure only rank 1's marker is affected, after the shards have been exchanged.
+        unmarked = both[1] + both[2] * (rank == 0)
+        assert seen == [both[1], both[1], unmarked, both[1] + both[3], both[3] + both[4], [], both[5]]
+        assert left == ["other"] and not exists, "another run that has taken the folder over keeps its snapshots"
+        assert len(logged) == 2
+        for warning in logged:
+            assert warning.startswith("  warning: the snapshot of iteration 2 cannot be written to ")
+            assert warning.endswith(" (No space left on device); training continues without it")
 
 
 def losses(metrics: Path) -> list[float]:
@@ -357,3 +387,22 @@ def test_a_file_in_memory_is_written_over_the_earlier_one(tmp_path: Path) -> Non
     for mapped in (False, True):
         loaded = torch.load(path, weights_only=True, mmap=mapped)
         assert torch.equal(loaded["large"], content["large"]) and loaded["shape"] == content["shape"]
+
+
+def test_a_failed_write_leaves_no_thread_that_writes(tmp_path: Path, monkeypatch) -> None:
+    """The descriptor is closed then, and may soon be that of another file."""
+    written = []
+
+    def copy(file: MemoryFile, part: tuple[int, memoryview]) -> None:
+        if part[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        time.sleep(0.05)
+        written.append(part[0])
+
+    monkeypatch.setattr(MemoryFile, "_copy", copy)
+    with ThreadPoolExecutor(2) as threads:
+        file = MemoryFile(tmp_path / "file", threads)
+        with pytest.raises(OSError, match="No space"):
+            file.write(bytes(3 << 23))
+        assert len(written) == 2
+        file.close()

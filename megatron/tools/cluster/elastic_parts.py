@@ -153,7 +153,7 @@ class ElasticRun:
         self.events.note("chosen")
         self._note_rejoining(start)
         if self.run_config is not None and self.takes_snapshots:
-            idle = [host for host in self._healthy if host.name in self._used - names_of(start)]
+            idle = [host for host in self._healthy if host.name not in names_of(start)]
             bring_snapshots(idle, self.run_config, self.launch.ssh_port)
         self._used = names_of(start)
         with tempfile.TemporaryDirectory(prefix="elastic-") as folder, _folder_in(self.save) as exit_codes:

@@ -18,7 +18,7 @@ def main() -> None:
 
     logging.getLogger("DeepSpeed").addFilter(is_news)
     # It looks at its ranks once a second, and in between would not end them because of one that has failed.
-    launch.time = SimpleNamespace(sleep=lambda _: time.sleep(_LOOKS), strftime=time.strftime)
+    launch.time = SimpleNamespace(**{**vars(time), "sleep": lambda _: time.sleep(_LOOKS)})
     launch.main()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.checkpoint.snapshot_files import brought_folder, snapshot_folder
 from megatron.config import RunConfig
+from megatron.tools.cluster.elastic import announce
 from megatron.tools.cluster.hostfile import Host
 from megatron.tools.cluster.remote import ssh_command
 
@@ -20,17 +21,21 @@ def bring_snapshots(hosts: Sequence[Host], run: RunConfig, port: int | None) -> 
     folder, save = snapshot_folder(run.checkpoint), Path(str(run.checkpoint.save)).absolute()
     if hosts:
         with ThreadPoolExecutor(len(hosts)) as pool:
-            list(pool.map(lambda host: _run(ssh_command(host.name, moving(folder, save, host.name), port)), hosts))
+            list(pool.map(lambda host: _bring(host.name, moving(folder, save, host.name), port), hosts))
 
 
 def moving(folder: Path, save: Path, host: str) -> list[str]:
-    """The command that moves ``folder`` of the memory of ``host`` to ``save``."""
+    """The command that moves ``folder`` of the memory of ``host`` to ``save``; if that fails, it stays there."""
     here, there = (shlex.quote(str(path)) for path in (folder, brought_folder(save, host)))
-    return ["sh", "-c", f"rm -rf {there}; test ! -d {here} || {{ cp -r {here} {there}; rm -r {here}; }}"]
+    move = f"rm -rf {there}; if cp -r {here} {there}; then rm -r {here}; else rm -rf {there}; false; fi"
+    return ["sh", "-c", f"test ! -d {here} || {{ {move}; }}"]
 
 
-def _run(command: Sequence[str]) -> None:
+def _bring(host: str, command: Sequence[str], port: int | None) -> None:
     try:
-        subprocess.run(command, capture_output=True, timeout=_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        pass
+        done = subprocess.run(ssh_command(host, command, port), capture_output=True, text=True, timeout=_SECONDS)
+        problem = " ".join(done.stderr.split()[-20:]) or f"exit code {done.returncode}" if done.returncode else None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    if problem is not None:
+        announce(f"the snapshots of {host}, which is idle, cannot be brought to the disk: {problem}")

@@ -201,9 +201,11 @@ def test_a_launcher_that_is_killed_is_not_a_success_and_leaves_no_rank(programs:
 
 
 def test_the_exit_code_is_the_ranks(programs: Programs, tmp_path: Path) -> None:
-    (tmp_path / "rank.py").write_text("import sys; sys.exit(7)")
-    command = ("tools/launch.py", "--num_gpus", "1", "--master_port", str(free_port()), tmp_path / "rank.py")
-    assert programs.python(*command).returncode == 7
+    (tmp_path / "rank.py").write_text("import sys; print('ended'); sys.exit(7)")
+    place = ("--num_gpus", "1", "--master_port", str(free_port()), "--enable_each_rank_log", tmp_path / "logs")
+    assert programs.python("tools/launch.py", *place, tmp_path / "rank.py").returncode == 7
+    (log,) = (tmp_path / "logs").iterdir()
+    assert "ended" in log.read_text()
 
 
 def test_the_ranks_of_other_hosts_get_cudas_and_torchs_variables(programs, hostfile: Path, tmp_path: Path) -> None:
