@@ -103,6 +103,9 @@ class ExpertConfig:
 
 _MOST_LAYERS = 20_000
 _LONGEST_TEXT = 100_000
+"""More than the text of a list of the most layers has."""
+_MOST_RUNS = 100
+"""Python reads sums of some hundred terms."""
 
 
 @cache
@@ -136,6 +139,8 @@ def _value(node: ast.AST) -> list[int] | int:
             elif isinstance(operator, ast.Mult) and isinstance(first, list) != isinstance(second, list):
                 listed, times = (first, second) if isinstance(first, list) else (second, first)
                 assert isinstance(listed, list) and isinstance(times, int)
+                if len(listed) * times > _MOST_LAYERS:  # a list of so many would take gigabytes
+                    raise ValueError
                 found = listed * times
             else:
                 raise ValueError
@@ -145,5 +150,8 @@ def _value(node: ast.AST) -> list[int] | int:
 
 
 def as_runs(listed: Sequence[int]) -> str:
-    """The list as ``layer_list`` reads it: [0]*1+[1]*3."""
-    return "+".join(f"[{int(value)}]*{len(list(run))}" for value, run in groupby(listed))
+    """The list as ``layer_list`` reads it: [0]*1+[1]*3, or [0,1,0] if it falls into more than 100 runs."""
+    runs = [(int(value), len(list(run))) for value, run in groupby(listed)]
+    if len(runs) > _MOST_RUNS:
+        return f"[{','.join(str(int(value)) for value in listed)}]"
+    return "+".join(f"[{value}]*{count}" for value, count in runs)

@@ -39,7 +39,8 @@ class RingAttention:
 
     ``causal`` attention is limited to earlier tokens, at most ``window`` back. The call takes the segment ids of the
     whole sequence, int [b, s], if a token attends to its own segment only. The largest mask is that of a chunk of a
-    window, as of attention on one rank, and keys that no query attends to are neither passed on nor computed with.
+    window, as of attention on one rank, and keys that no query attends to are not computed with. A step of the ring
+    that brings no rank a key that it attends to is left out; keys gathered at once are those of all ranks.
     """
 
     group: ProcessGroup

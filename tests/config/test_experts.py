@@ -1,10 +1,15 @@
 """Which layers have experts: the numbers and lists of --moe-layer-freq."""
 
+import json
+import tracemalloc
+from pathlib import Path
+
 import pytest
 from support.command_lines import complaints, parse
 
 from megatron.config import ModelConfig
-from megatron.config.experts import layer_list
+from megatron.config.command_line.flags import read_flags
+from megatron.config.experts import as_runs, layer_list
 
 
 @pytest.mark.parametrize(
@@ -33,6 +38,32 @@ def test_layers_with_experts(words: str, expected: str) -> None:
 def test_a_list_of_layers_is_read_without_being_run(text: str) -> None:
     with pytest.raises(ValueError, match="must be a number from 1 on, or a list|is too long"):
         layer_list(text)
+
+
+def test_a_list_that_is_too_long_is_not_made() -> None:
+    """[1]*20000*20000 would take 3 GB."""
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="must be a number from 1 on, or a list"):
+        layer_list("([1]*20000)*20000")
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 2**20
+
+
+@pytest.mark.parametrize("layers", [100, 1_000, 20_000])
+def test_alternating_layers_are_written_as_they_are_read(layers: int) -> None:
+    listed = layer_list(f"[0,1]*{layers // 2}")
+    assert len(listed) == layers and layer_list(as_runs(listed)) == listed
+
+
+@pytest.mark.parametrize(("words", "agree"), [("[1]*4", True), ("1", True), ("[0]*1+[1]*3", False), ("2", False)])
+def test_layers_with_experts_of_a_folder(tmp_path: Path, words: str, agree: bool) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+             "intermediate_size": 48, "max_position_embeddings": 32, "vocab_size": 40, "model_type": "mixtral",
+             "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    problems = read_flags(["--load-hf", str(tmp_path), "--moe-layer-freq", words]).problems
+    assert [f"--moe-layer-freq {words} contradicts" in problem for problem in problems] == ([] if agree else [True])
 
 
 def test_a_wrong_number_of_layers_is_refused() -> None:

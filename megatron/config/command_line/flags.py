@@ -7,6 +7,7 @@ model of ``--model-preset`` or ``--load-hf``, the settings file of ``--config``,
 import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from megatron.config.deepspeed_json import SETTINGS
 from megatron.config.errors import ConfigError, did_you_mean
 from megatron.config.fields import Provided, flag_name
 from megatron.config.huggingface import model_words, read_config, shape_of
-from megatron.config.model import ROTARY
+from megatron.config.model import ROTARY, ModelConfig
 from megatron.config.presets import PRESETS, preset_words
 from megatron.config.reading import unreadable_words
 from megatron.config.validation import EXCLUSIVE
@@ -169,13 +170,15 @@ def _read_huggingface(
             f"{one.values[name].source} contradicts {place}, whose model has {flag_name(flag_fields()[name])} {value}: "
             "remove it"
             for one in given
-            if name in one.values and not _is_same(one.values[name].value, value)
+            if name in one.values and not _is_same(config, name, one.values[name].value, value)
         ]
     return layer
 
 
-def _is_same(given: Any, value: Any) -> bool:
-    """Whether a model with one value of a flag has the weights of the other: YaRN extends a model with rotation."""
+def _is_same(config: ModelConfig, name: str, given: Any, value: Any) -> bool:
+    """Whether the model with one value of a flag has the weights of the other: YaRN extends a model with rotation."""
+    if name == "moe_layer_freq":
+        return replace(config, moe_layer_freq=given).expert_layers == config.expert_layers
     return given == value or {given, value} == set(ROTARY)
 
 

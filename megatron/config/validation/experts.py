@@ -167,8 +167,8 @@ def plain_experts(run: RunConfig) -> Messages:
 
 @rule(
     "ranks that share a sample hold all experts and drop no token of it",
-    why="A sample's capacity is divided among all of its tokens, which no rank has; and DeepSpeed's groups of ranks "
-    "with the same experts are tested within data parallelism alone.",
+    why="Groups of expert parallelism divide the data-parallel ranks alone, and the gradients of experts would not be "
+    "summed over the ranks that share a sample. A capacity is divided among all tokens of a sample, which no rank has.",
 )
 def experts_of_parts_of_samples(run: RunConfig) -> Messages:
     parallel, model = run.parallel, run.model
@@ -178,7 +178,10 @@ def experts_of_parts_of_samples(run: RunConfig) -> Messages:
     }
     given = enabled({f"{flag} {size}": size > 1 for flag, size in sizes.items()})
     if given and parallel.expert_model_parallel_size > 1:
-        yield f"{given} cannot be combined with --expert-model-parallel-size, since ranks share samples: remove one"
+        yield (
+            f"{given} cannot be combined with --expert-model-parallel-size: gradients of experts would not be summed "
+            "over the ranks that share a sample; remove one"
+        )
     if given and model.moe_expert_capacity_factor:
         yield f"{given} cannot be combined with --moe-expert-capacity-factor, which counts whole samples: remove one"
 

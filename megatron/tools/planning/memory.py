@@ -386,13 +386,17 @@ def _blocks(layers: Sequence[LayerSpec]) -> int:
 
 def _put_off(run: RunConfig, layers: Sequence[LayerSpec]) -> int:
     """What the gradients of weights that are put off are computed from: inputs of linear layers, and gradients of their
-    outputs. Autograd holds on to one more gradient of hidden states for each layer."""
+    outputs. Autograd holds on to one more gradient of hidden states for each layer. Products of experts in one kernel
+    (``StackedLinear``) are not put off."""
     z, total = sizes(run), 0
+    in_one_kernel = run.model.moe_grouped_gemm and run.parallel.device == "cuda" and run.precision.dtype == "bf16"
     for layer in (layer for layer in layers if layer.is_block):
         total += z.stream * z.h
         for parameter in layer.parameters:
             experts = parameter.shape[0] if parameter.is_expert else 1
             if parameter.shard_dim is None or len(parameter.shape) < 2 + parameter.is_expert:
+                continue
+            if parameter.is_expert and in_one_kernel:
                 continue
             inputs, outputs = parameter.shape[-1], parameter.numel // parameter.shape[-1] // experts
             if parameter.is_expert:  # the same number of tokens for each

@@ -30,6 +30,7 @@ _CHOSEN_IF_NEEDED = (
     "zero_stage",
     "ds_sequence_parallel_size",
     "context_parallel_size",
+    "expert_model_parallel_size",
     "cp_comm_type",
     "pipeline_schedule",
     "num_layers_per_virtual_pipeline_stage",
@@ -105,7 +106,8 @@ def arguments_at_world_size(
 ) -> tuple[list[str], str]:
     """``--elastic-layout``: the arguments for as many ranks as ``environ`` has, and what was chosen, for the user.
 
-    The tensor-parallel size and the stages stay as given if the layout is legal on these ranks and fits in memory.
+    The tensor-parallel size, the stages, and the sizes of context and expert parallelism stay as given if the layout is
+    legal on these ranks and fits in memory.
     Every rank gets the same answer. Raises ConfigError if no layout of all these ranks does.
     """
     given, _, _ = read_flags(arguments, architecture)
@@ -116,7 +118,8 @@ def arguments_at_world_size(
     slots = [on_host] * (ranks // on_host) if ranks % on_host == 0 else [ranks]
     device = device_here(run.parallel.device) or DEVICES["a100"]._replace(memory=math.inf)
     is_given = {"model_parallel_size", "pipe_parallel_size"} & given.keys()
-    if is_given and _search(given, run, slots, device, architecture).fitting:
+    fitting = _search(given, run, slots, device, architecture).fitting if is_given else []
+    if any(_sizes(candidate.run) == _sizes(run) for candidate in fitting):
         return list(arguments), f"the layout as given, on {counted(ranks, 'rank')}"
     planned = plan_survivors(arguments, run, slots, device, least=len(slots), architecture=architecture)
     if planned is None:
@@ -157,6 +160,11 @@ def _search(
         architecture=architecture,
     )
     return search(request)
+
+
+def _sizes(run: RunConfig) -> tuple[int, int]:
+    """Those that the planner searches where no flag gives them."""
+    return run.parallel.context_parallel_size, run.parallel.expert_model_parallel_size
 
 
 def _without(given: Mapping[str, Provided], names: Sequence[str]) -> dict[str, Provided]:

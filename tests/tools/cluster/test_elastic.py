@@ -209,6 +209,28 @@ def test_layout_at_a_world_size(ranks: str, chosen: str) -> None:
     assert (arguments == words[:gas] + words[gas + 2 :]) is ("as given" in text)
 
 
+@pytest.mark.parametrize(
+    ("flag", "ranks", "megabytes", "as_given", "expert_ranks"),
+    [
+        (4, 8, 8000, True, {4}),
+        (4, 6, 8000, False, {1, 2}),  # 4 divides no number of data-parallel ranks
+        (1, 6, 8000, True, {1}),
+        (0, 8, 80, False, {2, 4, 8}),  # without expert parallelism, which is not given, it would not fit
+    ],
+)
+def test_layout_of_experts_at_a_world_size(
+    monkeypatch: pytest.MonkeyPatch, flag: int, ranks: int, megabytes: int, as_given: bool, expert_ranks: set[int]
+) -> None:
+    monkeypatch.setitem(DEVICES, "cpu", DEVICES["cpu"]._replace(memory=megabytes * 10**6))
+    words = "--num-experts 8 --moe-ffn-hidden-size 4096 --global-batch-size 24 --zero-stage 1 --train-iters 9"
+    given = [*TINY_MODEL, *words.split(), "--model-parallel-size", "1", "--pipe-parallel-size", "0", "--mock-data"]
+    given += ["--expert-model-parallel-size", str(flag)] if flag else []
+    environ = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": "2"}
+    arguments, text = arguments_at_world_size(given, environ)
+    assert (arguments == given, "as given" in text) == (as_given, as_given)
+    assert parse_run(arguments, environ).parallel.expert_model_parallel_size in expert_ranks
+
+
 def test_a_world_size_without_a_layout() -> None:
     environ = {"DS_ACCELERATOR": "cpu", "WORLD_SIZE": "11"}
     with pytest.raises(ConfigError, match="needs --global-batch-size"):
