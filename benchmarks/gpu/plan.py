@@ -54,7 +54,7 @@ class Stage:
     group: str
     name: str
     work: Callable[[], dict[str, Any]]
-    """Returns its result. Raises a UserError if it fails; whatever is not possible here is in ``left_out`` of it."""
+    """Returns its result. Raises ResourceError if it is not possible here, another UserError if it fails."""
 
 
 class Failed(UserError):

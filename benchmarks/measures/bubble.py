@@ -8,12 +8,12 @@ waits for all transfers that it starts together: its theory is a simulation of t
 """
 
 import json
-import socket
 import tempfile
 from pathlib import Path
 
 from benchmarks.comparing import Quantity
 from benchmarks.measures.ranks import measured_by_ranks
+from megatron.launch.environment import free_port
 from megatron.tools.reporting.files import read_timeline
 from megatron.tools.reporting.timeline import measure as measure_timeline
 
@@ -44,16 +44,10 @@ def _measured(stages: int, iterations: int) -> list[Quantity]:
     pipelines = [dict(zip(names, values, strict=True), stages=stages) for values in PIPELINES[stages]]
     with tempfile.TemporaryDirectory() as folder:
         for number, pipeline in enumerate(pipelines):
-            pipeline |= {"folder": str(Path(folder, str(number))), "port": _free_port()}
+            pipeline |= {"folder": str(Path(folder, str(number))), "port": free_port()}
         settings = {"iterations": iterations, "forward": FORWARD, "backward": BACKWARD, "pipelines": pipelines}
         seconds = measured_by_ranks(stages, "sleeping_stages", json.dumps(settings), OMP_NUM_THREADS="1")
         return [_quantity(*pair) for pair in zip(pipelines, seconds, strict=True)]
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def _quantity(pipeline: dict, seconds: float) -> Quantity:

@@ -69,7 +69,7 @@ def _of_way(name: str, way: Way, times: dict[str, Times]) -> list[Result]:
     if SAME_COLLECTIVES in times:
         theirs = times[SAME_COLLECTIVES]
         rows.append(Comparison(what, SAME_COLLECTIVES, ours, theirs, work, "tokens", is_limit=True))
-    return [*rows, (_bubble if name.startswith("PP") else _communication)(name, way, times)]
+    return [*rows, _bubble(name, times) if name.startswith("PP") else _communication(name, way, times)]
 
 
 def _collective(kind: str, times: dict[str, Times]) -> Comparison:
@@ -79,7 +79,7 @@ def _collective(kind: str, times: dict[str, Times]) -> Comparison:
     return Comparison(what, "gloo's", times[kind], times[f"gloo's {kind}"], size, "B", 1.0)
 
 
-def _bubble(name: str, way: Way, times: dict[str, Times]) -> Comparison:
+def _bubble(name: str, times: dict[str, Times]) -> Comparison:
     """A step beside one without communication, plus the pipeline's bubble, in which a rank waits."""
     alone = times["no communication"]
     ideal = Times([wall * (MICRO_BATCHES + RANKS - 1) / MICRO_BATCHES for wall in alone.wall], alone.cpu)

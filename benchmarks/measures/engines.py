@@ -6,7 +6,6 @@ engine over the same model without this project around it: the limit of what is 
 """
 
 import os
-import socket
 from itertools import repeat
 
 import torch
@@ -15,6 +14,7 @@ from benchmarks.comparing import Comparison, alternate
 from benchmarks.measures.peers import Shape, WithWeights, plain_step
 from benchmarks.measures.suite import bare_step, engine_step, run_of
 from megatron.launch.distributed import distributed
+from megatron.launch.environment import free_port
 from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.training.engines import build_module
 
@@ -41,7 +41,7 @@ def measure(rounds: int) -> list[Comparison]:
     work = SHAPE.tokens * MICRO_BATCHES
     for name, (flags, goal) in ENGINES.items():
         run = run_of(SHAPE, *flags, micro_batches=MICRO_BATCHES)
-        os.environ["MASTER_PORT"] = _free_port()  # the store of the engine before may still have the other
+        os.environ["MASTER_PORT"] = str(free_port())  # the store of the engine before may still have the other
         with distributed(run.parallel) as layout, deepspeed_silenced(verbose=False):
             plain = WithWeights(build_module(run_of(SHAPE), layout), labels)
             ways = {
@@ -57,9 +57,3 @@ def measure(rounds: int) -> list[Comparison]:
             for peer, theirs in times.items()
         ]
     return comparisons
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from benchmarks.comparing import Seconds
 from benchmarks.measures.ranks import outside
 from benchmarks.measures.shapes import Shape
 from megatron.config.errors import LaunchError
+from megatron.launch.environment import free_port
 
 VERSION = "0.16.1"
 
@@ -44,10 +44,7 @@ class MegatronProcess:
     """Steps of the installed megatron-core on the GPU of this process, in a process of their own."""
 
     def __init__(self, shape: Shape, dtype: str, steps: int):
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            port = server.getsockname()[1]
-        request = {"shape": asdict(shape), "dtype": dtype, "steps": steps, "port": port}
+        request = {"shape": asdict(shape), "dtype": dtype, "steps": steps, "port": free_port()}
         script = Path(__file__).with_name("megatron_core_step.py")
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(script), json.dumps(request)],

@@ -63,6 +63,9 @@ def test_gradients_of_other_shapes_are_refused(without_compiler: None, monkeypat
     x = torch.ones(2, 3, requires_grad=True)
     torch.autograd.backward([2 * x, 3 * x], [torch.ones(2, 3), torch.full((2, 3), 2.0)])
     assert torch.equal(x.grad, torch.full((2, 3), 8.0))
+    weight = nn.Parameter(torch.zeros(2, 3))
+    torch.autograd.backward(weight, torch.ones(2, 3))
+    assert torch.equal(weight.grad, torch.ones(2, 3))
     monkeypatch.setitem(sys.modules, SYMBOLS, symbolic_shapes)
     for wrong, message in ((torch.ones(3, 2), "Mismatch in shape"), (torch.ones(2, 3) * 1j, "Mismatch in dtype")):
         with pytest.raises(RuntimeError, match=message):

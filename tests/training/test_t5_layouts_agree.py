@@ -18,10 +18,12 @@ SPLIT = "--pipeline-model-parallel-split-rank"
 LAYOUTS = {
     "tp2-selective": (2, "--model-parallel-size 2 --recompute-granularity selective"),
     "pp2-split1-zero1-recompute": (2, f"--pipe-parallel-size 2 {SPLIT} 1 --zero-stage 1 --checkpoint-activations"),
-    "pp2-zbv-recompute-uneven": (
+    "pp2-zbv-zero1-recompute-uneven": (
         2,
-        "--pipe-parallel-size 2 --pipeline-schedule zbv --pipeline-partition 3,3,1,1 --checkpoint-activations",
+        "--pipe-parallel-size 2 --pipeline-schedule zbv --pipeline-partition 3,3,1,1 --zero-stage 1"
+        " --checkpoint-activations",
     ),
+    "pp2-interleaved": (2, "--pipe-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
     "dp2": (2, ""),
     "plain-dp2-zero2": (2, "--zero-stage 2"),
     "plain-dp2-zero3": (2, "--zero-stage 3 --checkpoint-activations --checkpoint-num-layers 3"),

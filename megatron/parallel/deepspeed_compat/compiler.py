@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.zero import partitioned_param_coordinator
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer, optimizer
 
 
@@ -92,7 +92,7 @@ def _grads_without_symbols(make: Callable) -> Callable:
 
 
 def _fits(output: Any, grad: Any) -> bool:
-    plain = type(grad) is Tensor and type(output) is Tensor and not output.is_nested
+    plain = type(grad) is Tensor and type(output) in (Tensor, nn.Parameter) and not output.is_nested
     return plain and output.shape == grad.shape and not output.is_complex() and not grad.is_complex()
 
 

@@ -26,7 +26,7 @@ class DeferredProducts:
     def __init__(self, weights: Iterable[nn.Parameter]):
         self._collected: list[tuple[Product, Tensor]] | None = None
         for weight in weights:
-            if not hasattr(weight, "deferred_products"):
+            if getattr(weight, "deferred_products", self) is not None:
                 weight.deferred_products = self  # type: ignore[attr-defined]  # a mark of ours on the parameter
 
     @contextmanager
