@@ -108,6 +108,8 @@ def draw(starts: Sequence[Mapping[str, Any]], faults: Sequence[tuple[str, float]
     drawn = list(bars(starts))
     hosts = sorted({bar.row for bar in drawn} - {SUPERVISOR})
     rows = [*hosts, SUPERVISOR]
+    if unknown := {host for host, _ in faults} - set(hosts):
+        raise ConfigError(f"--fault {min(unknown)}: no start had this host; hosts: {' '.join(hosts)}")
     zero = min(bar.begin for bar in drawn)
     figure = Figure(figsize=(12, 0.5 * len(rows) + 2.2), dpi=120, layout="constrained")
     axes = figure.subplots()

@@ -101,7 +101,7 @@ class _Run:
     def kill_rank(self, host: str) -> None:
         """SIGKILL to the rank on ``host``."""
         listed = subprocess.run(
-            [*self._hosts.on(host), "pgrep", "-f", "python -u pretrain_gpt2.py"], capture_output=True, text=True
+            [*self._hosts.on(host), "pgrep", "-f", "--", "-u pretrain_gpt2.py"], capture_output=True, text=True
         ).stdout
         subprocess.run([*self._hosts.on(host), "kill", "-KILL", *listed.split()], check=True)
 

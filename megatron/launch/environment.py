@@ -80,13 +80,18 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
 
 
 def free_port() -> int:
-    """A port on which no program listens. It is used seconds later, and another program should not get it meanwhile."""
+    """A port on which no program listens. It is used seconds later, and another program should not get it meanwhile.
+
+    Raises OSError where a program cannot listen at all.
+    """
     while True:
         port = random.SystemRandom().choice(_PORTS)
         with socket.socket() as server:
             try:
                 server.bind(("127.0.0.1", port))
-            except OSError:
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
                 continue
             return port
 

@@ -96,7 +96,7 @@ class ElasticRun:
         owner = owner_of(self.save)
         self.lock.check()
         oldest = time.monotonic() - _SILENT_SECONDS
-        silent = {host: problem for host, (when, problem) in self.silent.items() if when > oldest}
+        silent = {host: problem for host, (when, problem) in dict(self.silent).items() if when > oldest}
         variable = f"{RUN_VARIABLE}={self.token}"
         states, owner_has_ended = take_census(self._examination(), variable, owner, silent)
         deadline = time.monotonic() + _PATIENCE_SECONDS

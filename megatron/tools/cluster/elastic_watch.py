@@ -143,6 +143,8 @@ class Watch:
         try:
             while not self.is_over.wait(_REJOIN_SECONDS):
                 start = self._run.choose(self._run.look())
+                if self.is_over.is_set():
+                    return
                 if start is not None and self._is_better(start):
                     self._came_back_at = self._run.progress() or ""
                     self._awaited = names_of(start), ranks_in(self._start)
