@@ -23,6 +23,10 @@ LAYOUTS = {
     "pp2-zbv": (2, "--pipe-parallel-size 2 --pipeline-schedule zbv"),
     "tp2-ep2-zero1": (4, f"{EP} 2 --model-parallel-size 2 --zero-stage 1"),
     "pp2-ep2-zero0": (4, f"{EP} 2 --pipe-parallel-size 2"),
+    "pp2-ep2-zbh1-recompute": (
+        4,
+        f"{EP} 2 --pipe-parallel-size 2 --pipeline-schedule zbh1 --zero-stage 1 --checkpoint-activations",
+    ),
     "tp2-pp2-ep2-zero1-recompute": (
         8,
         f"{EP} 2 --model-parallel-size 2 --pipe-parallel-size 2 --zero-stage 1 --checkpoint-activations",
