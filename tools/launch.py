@@ -16,9 +16,8 @@ from pathlib import Path
 
 import _project_root  # noqa: F401
 
-from megatron.config.errors import LaunchError
 from megatron.launch.screen import ignore_lost_output
-from megatron.tools.cluster.elastic import Parts, Policy, announce, run_elastic
+from megatron.tools.cluster.elastic import Parts, Policy, TooFewHostsError, announce, run_elastic
 from megatron.tools.cluster.elastic_parts import ElasticRun
 from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_words, read_launch
 from megatron.tools.cluster.remote import ssh_options_for_pdsh
@@ -58,7 +57,7 @@ def _run_elastic(launch: Namespace) -> int:
             announce("the other supervisor has ended the run")
             return 0
         return run_elastic(Parts(run.census, run.choose, run.start, run.progress), policy)
-    except LaunchError:  # too few hosts can be reached from here, which may be cut off: a standby takes over
+    except TooFewHostsError:  # can be reached from here: this host may be cut off, and a standby takes over
         is_over = False
         raise
     finally:

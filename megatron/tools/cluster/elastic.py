@@ -15,6 +15,10 @@ from megatron.tools.cluster.hostfile import Host
 from megatron.tools.cluster.supervise import CRASH_LOOP, FINAL
 
 
+class TooFewHostsError(LaunchError):
+    """Fewer hosts than ``--min-hosts`` can be reached; another supervisor may reach more."""
+
+
 class Policy(NamedTuple):
     """The limits of restarts."""
 
@@ -101,7 +105,7 @@ def failed_first(hosts: Sequence[Host], codes: Mapping[int, str]) -> frozenset[s
 def run_elastic(parts: Parts, policy: Policy) -> int:
     """Start the run, and again after each failure, on the hosts that are healthy then. Returns the exit code.
 
-    Raises LaunchError if fewer than the least number of hosts are healthy, or no layout fits on them.
+    Raises TooFewHostsError if fewer than the least number are healthy, LaunchError if no layout fits on them.
     """
     excluded: dict[str, str] = {}
     failures: list[frozenset[str]] = []
@@ -159,7 +163,7 @@ def _next_start(
     healthy = sum(state.problem is None for state in states)
     unchanged = "nothing was started, and the checkpoints are unchanged"
     if healthy < policy.least_hosts:
-        raise LaunchError(
+        raise TooFewHostsError(
             f"{counted(healthy, 'host')} can take part, fewer than --min-hosts {policy.least_hosts}: {lost}; "
             f"{unchanged}"
         )
