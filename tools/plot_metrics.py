@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import _project_root  # noqa: F401
 from _atomic_file import PICTURES, check_picture_name, write_picture
 
-from megatron.config.errors import ConfigError
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, read_named_number, run_tool
 from megatron.tools.reporting.files import Points, read_series
 
 if TYPE_CHECKING:
@@ -56,24 +55,13 @@ def main() -> None:
     parser.add_argument("--title", default="Training", help="title of the picture")
     args = parser.parse_args()
     check_picture_name(args.output, "--output")
-    baselines = dict(map(read_baseline, args.baseline))
+    usage = "NAME=VALUE with a number, such as unigram=6.2"
+    baselines = dict(read_named_number(text, "--baseline", usage) for text in args.baseline)
     runs = [
         Run(name, read_series(path, KEYS)) for name, path in zip(run_names(args.metrics), args.metrics, strict=True)
     ]
     write_picture(draw(runs, baselines, args.title), args.output, "--output")
     print(f"{args.output}: {summary(runs)}")
-
-
-def read_baseline(text: str) -> tuple[str, float]:
-    """Name and value of NAME=VALUE. Raises ConfigError if it is not that."""
-    name, _, value = text.rpartition("=")
-    try:
-        loss = float(value)
-    except ValueError:
-        loss = math.nan
-    if not name or not math.isfinite(loss):
-        raise ConfigError(f"--baseline {text}: give NAME=VALUE with a number, such as unigram=6.2")
-    return name, loss
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:

@@ -4,7 +4,6 @@ python tools/plot_recovery.py checkpoints/my --output recovery.svg
 """
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +14,7 @@ from _atomic_file import PICTURES, check_picture_name, write_picture
 from megatron.config.errors import ConfigError
 from megatron.tools.cluster.elastic_parts import STARTS
 from megatron.tools.cluster.recovery import SHARES, Events
-from megatron.tools.command_line import ToolParser, run_tool
+from megatron.tools.command_line import ToolParser, read_named_number, run_tool
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +52,8 @@ def main() -> None:
     args = parser.parse_args()
     check_picture_name(args.output, "--output")
     starts = read_starts(args.save / STARTS if args.save.is_dir() else args.save)
-    faults = [read_fault(text) for text in args.fault]
+    usage = "HOST=TIME with seconds since 1970, such as host-2=1700000000.5"
+    faults = [read_named_number(text, "--fault", usage) for text in args.fault]
     write_picture(draw(starts, faults), args.output, "--output")
     for start in starts:
         if "noticed" in start["events"] and "trained" in start["events"]:
@@ -69,18 +69,6 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
     if not starts or not all(isinstance(start, dict) and "events" in start for start in starts):
         raise ConfigError(f"{path} lists no start with its events: name the --save folder of an elastic run")
     return starts
-
-
-def read_fault(text: str) -> tuple[str, float]:
-    """Host and time of HOST=TIME. Raises ConfigError if it is not that."""
-    host, _, value = text.rpartition("=")
-    try:
-        when = float(value)
-    except ValueError:
-        when = math.nan
-    if not host or not math.isfinite(when):
-        raise ConfigError(f"--fault {text}: give HOST=TIME with seconds since 1970, such as host-2=1700000000.5")
-    return host, when
 
 
 def bars(starts: Sequence[Mapping[str, Any]]) -> Iterator[Bar]:

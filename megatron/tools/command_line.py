@@ -1,6 +1,7 @@
 """What every command line of the suite shares: user errors as single lines, quiet interruptions."""
 
 import argparse
+import math
 import os
 import runpy
 import sys
@@ -122,6 +123,18 @@ def run_tool(main: Callable[[], None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     sys.exit(0)
+
+
+def read_named_number(text: str, flag: str, usage: str) -> tuple[str, float]:
+    """Name and number of NAME=NUMBER. Raises ConfigError with ``usage`` if ``text`` of ``flag`` is not that."""
+    name, _, value = text.rpartition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not name or not math.isfinite(number):
+        raise ConfigError(f"{flag} {text}: give {usage}")
+    return name, number
 
 
 def read_architecture(program: Path) -> ArchitectureSpec:
