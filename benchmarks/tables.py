@@ -48,7 +48,7 @@ AT = "at the limit"
 
 
 class Limit(NamedTuple):
-    """What stands in the way of a missed goal."""
+    """The measured limit of a missed goal."""
 
     ratio: float
     """Of the limit itself to what the goal compares with."""

@@ -9,10 +9,10 @@ import sys
 from dataclasses import replace
 
 from support.command_lines import CPU
-from support.ports import free_port
 from support.programs import Programs, read_metrics
 
 from megatron.config.command_line import parse_run
+from megatron.launch.environment import free_port
 from megatron.model.architectures import GPT2
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import CPU, CUDA
-from support.ports import free_port
 from support.programs import BIN, Programs, read_metrics
 
 from megatron.config import RunConfig
 from megatron.config.command_line import parse_run
 from megatron.config.errors import ConfigError
+from megatron.launch.environment import free_port
 from megatron.model.architectures import ARCHITECTURES
 from megatron.model.spec import active_parameters, parameter_counts
 

@@ -1,8 +1,8 @@
 """Mixture of experts: a step compared with a plain loop over the experts, and expert parallelism of two ranks.
 
 The loop is what one writes without this project: for each expert, the tokens that chose it, two products, and a sum. It
-stands in this project's model in place of the layer, with the same weights, so that tokens go to the same experts and
-none is dropped; the model is trained by torch's AdamW. Two ranks that divide the experts are compared with a step that
+replaces the layer in this project's model, with the same weights, so that tokens go to the same experts and none is
+dropped; the model is trained by torch's AdamW. Two ranks that divide the experts are compared with a step that
 communicates nothing, with as many experts on a rank, plus the all-to-alls by themselves.
 
 b batch, s sequence, h hidden, E experts, k chosen experts, f inside an expert

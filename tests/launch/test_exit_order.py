@@ -3,10 +3,10 @@
 from datetime import timedelta
 from threading import Thread
 
-from support.ports import free_port
 from torch.distributed import TCPStore
 
 from megatron.launch.distributed import connect, leave_store
+from megatron.launch.environment import free_port
 
 TIMEOUT = timedelta(seconds=60)
 

@@ -2,8 +2,9 @@
 
 import pytest
 from support.command_lines import latest
-from support.ports import free_port
 from support.programs import TINY_MODEL, Programs, read_metrics
+
+from megatron.launch.environment import free_port
 
 SETTINGS = (
     "--train-iters 2 --batch-size 2 --global-batch-size 8 --eval-iters 0 --model-parallel-size 2 --pipe-parallel-size 1"

@@ -3,11 +3,10 @@
 import socket
 
 import pytest
-from support.ports import free_port
 
 from megatron.config.errors import LaunchError
 from megatron.launch import rank
-from megatron.launch.environment import listen, prepare_environment
+from megatron.launch.environment import free_port, listen, prepare_environment
 
 
 def place(address: str, *, ranks: int = 2, here: int = 2, **others: str) -> dict[str, str]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from support.bare_ranks import BareRanks, await_processes
-from support.ports import free_port
 from support.programs import TINY_MODEL, read_metrics
 
+from megatron.launch.environment import free_port
 from megatron.launch.rank_failure import _cause
 
 SETTINGS = "--train-iters 5 --batch-size 2 --gas 4 --eval-iters 0".split()

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.ports import free_port
 
 from megatron.config import ParallelConfig
 from megatron.launch import distributed as distributed_module
 from megatron.launch.distributed import prepare_nccl
+from megatron.launch.environment import free_port
 from megatron.parallel.deepspeed_compat import silence_known_warnings
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import psutil
 from support.hosts import INTERFACE, Hosts
-from support.ports import free_port
 from support.programs import TIME_LIMIT, TINY_MODEL, Programs
 from support.warm import start, start_unreaped
+
+from megatron.launch.environment import free_port
 
 
 class BareRanks:

@@ -184,7 +184,7 @@ class ElasticVictim:
         assert time.monotonic() < deadline, f"no training:\n{self.log.read_text()[-6000:]}"
 
     def end(self) -> None:
-        """SIGTERM to the supervisor, as a scheduler sends it; the run saves and ends with 75, or has just finished."""
+        """SIGTERM to the supervisor, as a scheduler sends it; the run saves and ends, with the code of its launcher."""
         if self.is_over():
             assert self.code == 0, f"{self.code}:\n{self.log.read_text()[-6000:]}"
             return

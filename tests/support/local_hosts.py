@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from support.ports import free_port
+from megatron.launch.environment import free_port
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
 SSH = shutil.which("ssh")

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.ports import free_port
 
+from megatron.launch.environment import free_port
 from megatron.launch.processes import exit_with_parent
 
 TIME_LIMIT = 240.0

@@ -15,9 +15,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NoReturn
 
-from support.ports import free_port
 from support.ranks import fork_server
 
+from megatron.launch.environment import free_port
 from megatron.launch.processes import die_with_parent
 
 Words = Sequence[str | Path]

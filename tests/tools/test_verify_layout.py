@@ -186,7 +186,7 @@ def test_the_list_is_printed_without_running(programs: Programs) -> None:
         ),
         (["--all", "0"], "--iterations and --all must be at least 1"),
         (["--all", "2", "--program", "nowhere.py"], "--program nowhere.py cannot be loaded (FileNotFoundError"),
-        (["--all", "2", "--program", "tests/support/ports.py"], "--program tests/support/ports.py defines no ARCHITEC"),
+        (["--all", "2", "--program", "tests/support/pages.py"], "--program tests/support/pages.py defines no ARCHITEC"),
     ],
 )
 def test_wrong_usage(programs: Programs, words: list[str], message: str) -> None:

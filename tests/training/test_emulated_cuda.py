@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from support.emulated_cuda import EmulatedCuda
-from support.ports import free_port
 from support.programs import TINY_MODEL, Finished, Programs, read_metrics
+
+from megatron.launch.environment import free_port
 
 ITERATIONS, SAVED = 4, 2
 SETTINGS = (

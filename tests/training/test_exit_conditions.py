@@ -1,8 +1,9 @@
 """Runs that are asked to exit: the iteration is finished, saved and resumed from."""
 
 import pytest
-from support.ports import free_port
 from support.programs import TINY_MODEL, read_metrics
+
+from megatron.launch.environment import free_port
 
 SETTINGS = "--train-iters 6 --batch-size 2 --global-batch-size 8 --eval-iters 0".split()
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from support.command_lines import latest
 from support.local_hosts import LocalHosts, mounting_refused
-from support.ports import free_port
 from support.programs import TINY_MODEL, Programs
 
+from megatron.launch.environment import free_port
 from megatron.tools.cluster.doctor import table
 from megatron.tools.cluster.probe_hosts import CheckResult
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 from support.local_hosts import LocalHosts
-from support.ports import free_port
 from support.programs import Programs
 
 from megatron.config.errors import ConfigError
+from megatron.launch.environment import free_port
 from megatron.tools.cluster.hostfile import Host
 from megatron.tools.cluster.launching import chosen_hosts, launcher_words, read_launch
 from megatron.tools.cluster.remote import quote_for_pdsh, ssh_command

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from support.evaluating import evaluate_on_rank
-from support.ports import free_port
 from torch import Tensor
 
+from megatron.launch.environment import free_port
 from megatron.tools.evaluation.tasks import detokenize_wikitext
 
 LAYOUTS = {

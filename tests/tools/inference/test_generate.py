@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.ports import free_port
 from support.programs import Programs
+
+from megatron.launch.environment import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = "tools/generate.py"
