@@ -13,6 +13,8 @@ PROCESSES=${PROCESSES:-2}   # data-parallel ranks
 MASTER_PORT=${MASTER_PORT:-29500}
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# shellcheck source=/dev/null
+source tools/output_folder.sh
 
 VOCABULARY=1024 SHORT=2048 ITERATIONS=200 MORE=40 LAYERS=2 HIDDEN=64 MEGABYTES=3
 while (($#)); do
@@ -40,6 +42,7 @@ fi
 source tools/environment.sh requirements.txt
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 mkdir -p "$OUT"
+((${DRY_RUN:-0})) || lock_output_folder "$OUT"
 ((${DRY_RUN:-0})) || find "$OUT" -mindepth 1 -delete
 
 step() { printf '\n== %s\n' "$*"; }

@@ -14,6 +14,8 @@ PROCESSES=${PROCESSES:-2}   # data-parallel ranks, which divide the experts
 MASTER_PORT=${MASTER_PORT:-29500}
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# shellcheck source=/dev/null
+source tools/output_folder.sh
 
 VOCABULARY=2048 ITERATIONS=300 LAYERS=4 HIDDEN=128 MEGABYTES=4
 while (($#)); do
@@ -39,6 +41,7 @@ fi
 source tools/environment.sh requirements.txt
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 mkdir -p "$OUT"
+((${DRY_RUN:-0})) || lock_output_folder "$OUT"
 ((${DRY_RUN:-0})) || find "$OUT" -mindepth 1 -delete
 
 step() { printf '\n== %s\n' "$*"; }

@@ -16,6 +16,8 @@ MASTER_PORT=${MASTER_PORT:-29500}
 PROMPT=${PROMPT:-Return the}
 set -euo pipefail
 cd "$(dirname "$0")/.."
+# shellcheck source=/dev/null
+source tools/output_folder.sh
 
 VOCABULARY=2048 ITERATIONS=600 LAYERS=4 HIDDEN=128 MEGABYTES=4 MODEL=gpt2
 while (($#)); do
@@ -46,10 +48,7 @@ fi
 source tools/environment.sh requirements.txt
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
 mkdir -p "$OUT"
-if ! ((${DRY_RUN:-0})); then # two in one folder would delete each other's files
-    exec 9<"$OUT"
-    flock --nonblock 9 || { echo "quickstart.sh: error: another one runs in $OUT: wait, or set OUT" >&2 && exit 2; }
-fi
+((${DRY_RUN:-0})) || lock_output_folder "$OUT"
 find "$OUT" -mindepth 1 -delete
 
 step() { printf '\n== %s\n' "$*"; }

@@ -8,6 +8,7 @@ import struct
 import sys
 from dataclasses import replace
 
+import pytest
 from support.command_lines import CPU
 from support.programs import Programs, read_metrics
 
@@ -46,6 +47,14 @@ def test_an_unknown_argument_shows_the_variables(programs: Programs) -> None:
     finished = programs.run("bash", "examples/quickstart.sh", "--slow")
     assert finished.returncode == 2
     assert "--fast" in finished.output and "OUT" in finished.output
+
+
+@pytest.mark.parametrize("name", ["quickstart.sh", "mixture_of_experts.sh", "extend_context.sh"])
+def test_files_that_are_not_of_an_earlier_run_are_kept(programs: Programs, tmp_path, name: str) -> None:
+    (tmp_path / "mine.txt").touch()
+    finished = programs.run("bash", f"examples/{name}", "--fast", OUT=str(tmp_path), VIRTUAL_ENV=sys.prefix)
+    assert finished.returncode == 2 and (tmp_path / "mine.txt").exists()
+    assert finished.output.startswith(f"{name}: error: the files in {tmp_path} are not of an earlier run")
 
 
 def test_a_second_one_in_the_same_folder_is_refused(programs: Programs, tmp_path) -> None:
