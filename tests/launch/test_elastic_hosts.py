@@ -68,8 +68,9 @@ def test_lost_hosts(programs: Programs, train_in_ranks, tmp_path: Path) -> None:
     # At the end of the first start a snapshot of two hosts, at the end of the second one with a copy of the lost shard.
     recovered = re.findall("> the snapshot of iteration ([0-9]+): saved as global_step[0-9]+, from", log.read_text())
     trained = [line["iteration"] for line in read_metrics(metrics)]
-    resumed = [later for earlier, later in pairwise(trained) if later <= earlier]
-    assert len(recovered) == 2 and [int(iteration) + 1 for iteration in recovered] == resumed
+    resumed = [later for earlier, later in pairwise(trained) if later != earlier + 1]
+    assert len(recovered) == 2, "and a start that resumes after the last trained iteration repeats none"
+    assert set(resumed) <= {int(iteration) + 1 for iteration in recovered} <= set(trained)
     assert len(trained) <= 24 + 2 * 2, "an iteration was not yet complete in memory, and one was trained meanwhile"
     shares = re.findall("launch.py: elastic: training again .* s after the failure was noticed: .*", log.read_text())
     assert len(shares) == 2 and all("s first iteration" in line for line in shares)
