@@ -75,10 +75,11 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.tools.reporting.tracing import requested_traces
     from megatron.training.data_iterators import data_iterators
     from megatron.training.engines import build_engine
+    from megatron.training.exit_conditions import ExitConditions
     from megatron.training.measurements import requested_measurements
     from megatron.training.metrics import MetricsLogger
     from megatron.training.setup import initialized_ranks, is_finished, log_configuration, log_start
-    from megatron.training.trainer import ExitConditions, Trainer
+    from megatron.training.trainer import Trainer
 
     exit_conditions = ExitConditions(run)  # from here on, signals end the run in an orderly way
     with (

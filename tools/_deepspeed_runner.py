@@ -1,14 +1,18 @@
 """The deepspeed command, with a truthful exit code and all variables for the ranks; started by tools/launch.py.
 
 DeepSpeed's runner exits with 0 if the launcher it started was killed by a signal: only positive codes are passed on.
-Of torch's and CUDA's variables it sends to other hosts none but NCCL's.
+Of torch's and CUDA's variables it sends to other hosts none but NCCL's. SIGUSR1 and SIGHUP end it, and leave the ranks
+on other hosts training; if all ranks are on this host, any signal ends it, and the ranks with it, before they have
+saved. Here each signal ends the launchers, and they the ranks.
 """
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import _project_root  # noqa: F401
@@ -17,8 +21,11 @@ from megatron.checkpoint.folder_lock import RUN_VARIABLE
 from megatron.launch.rank import EXIT_CODE_FOLDER
 from megatron.tools.cluster.deepspeed_launcher import MODULE, OWN_MODULE, is_news, without_torch
 from megatron.tools.cluster.remote import ALSO_SENT, forwarded_variables
+from megatron.tools.cluster.supervise import FORWARDED
 
 _PROJECT = Path(__file__).resolve().parents[1]
+_LAUNCHER = str(Path(__file__).with_name("_deepspeed_launch.py"))
+"""Starts the ranks of this host if no others have any."""
 
 
 def with_own_launch(words: Any, folder: Path | None = None) -> Any:
@@ -29,7 +36,7 @@ def with_own_launch(words: Any, folder: Path | None = None) -> Any:
     if not isinstance(words, list):
         return words
     if words[2:4] == ["-m", MODULE]:
-        return [*words[:2], str(Path(__file__).with_name("_deepspeed_launch.py")), *words[4:]]
+        return [*words[:2], _LAUNCHER, *words[4:]]
     if words[:1] == ["pdsh"] and (folder or Path.cwd()).resolve() == _PROJECT:
         if words[-2] == "pkill -f ":  # ends the launchers of all hosts; the pattern lacks the last letter
             return [*words[:-1], words[-1].replace(MODULE[:-1], OWN_MODULE[:-1])]
@@ -49,12 +56,38 @@ class _Remembered(subprocess.Popen):
         self.all.append(self)
 
 
+def handle_signals() -> None:
+    """From here on signals end the launchers. One that is ignored stays so: nohup ignores SIGHUP."""
+    for number in FORWARDED:
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, end_launchers)
+
+
+def end_launchers(number: int, frame: FrameType | None) -> None:
+    """Do what DeepSpeed's runner does after SIGTERM, if it started launchers on several hosts.
+
+    Otherwise send SIGTERM to that of this host, which ends the ranks; the runner waits for it. Before there is one the
+    signal has its default effect.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    running = [child for child in _Remembered.all if _LAUNCHER in child.args and child.poll() is None]
+    if callable(handler) and handler is not end_launchers:
+        handler(number, frame)
+    elif running:
+        for launcher in running:
+            launcher.terminate()
+    else:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
 def main() -> None:
     """Run deepspeed's runner; exit as the launcher that it started did."""
     if any(word.startswith("--hostfile=") for word in sys.argv):  # without one it counts devices, by torch
         without_torch({**os.environ, **forwarded_variables(os.environ, "", Path.cwd())})
     from deepspeed.launcher import runner
 
+    handle_signals()
     subprocess.Popen = _Remembered
     logging.getLogger("DeepSpeed").addFilter(is_news)
     runner.EXPORT_ENVS += ALSO_SENT

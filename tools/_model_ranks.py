@@ -17,7 +17,8 @@ from megatron.launch.environment import import_backend
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.command_line import ToolParser
-from megatron.tools.inference.source import Source, add_model_flags, check_values, config_on, context_length, source_of
+from megatron.tools.inference.model_flags import add_model_flags, check_values, context_length, source_of
+from megatron.tools.inference.source import Source, config_on
 
 if TYPE_CHECKING:
     from megatron.tools.evaluation.scoring import ForwardModel

@@ -27,9 +27,10 @@ from _atomic_file import atomic_file, check_picture_name, write_picture
 
 from megatron.config import DataConfig
 from megatron.config.command_line.flags import read_flags
-from megatron.config.data import check_tokenizer_folder, read_blend, tokenizer_files, tokenizer_kind
+from megatron.config.data import read_blend
 from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided
+from megatron.config.tokenizer_files import check_tokenizer_folder, tokenizer_files, tokenizer_kind
 from megatron.data.splits import all_sources
 from megatron.tokenizer import Tokenizer, tokenizer_of
 from megatron.tools.audit import proof, samples, statistics

@@ -33,10 +33,10 @@ from _conversion import (
 
 from megatron.checkpoint.files import replace_text
 from megatron.checkpoint.folder_lock import check_unlocked
-from megatron.checkpoint.saved_run import RUN_FILE
+from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.tracker import newest, tag_at
-from megatron.config.data import GPT2_BPE, tokenizer_files
 from megatron.config.errors import ConfigError
+from megatron.config.tokenizer_files import GPT2_BPE, tokenizer_files
 from megatron.tools.command_line import ToolParser, run_tool
 
 

@@ -26,6 +26,7 @@ from megatron.launch.environment import import_backend, prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, T5
 from megatron.tools.command_line import ToolParser
+from megatron.tools.inference.model_flags import add_model_flags, check_values, context_length, shared_source
 from megatron.tools.inference.prompts import (
     NEW_TOKENS,
     Prompt,
@@ -36,7 +37,7 @@ from megatron.tools.inference.prompts import (
     read_prompts,
     tokenized,
 )
-from megatron.tools.inference.source import Source, add_model_flags, check_values, context_length, shared_source
+from megatron.tools.inference.source import Source
 
 if TYPE_CHECKING:
     from megatron.tools.inference.model import LanguageModel

@@ -21,7 +21,7 @@ from megatron.tools.cluster.elastic import Parts, Policy, TooFewHostsError, anno
 from megatron.tools.cluster.elastic_parts import ElasticRun
 from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_words, read_launch
 from megatron.tools.cluster.remote import ssh_options_for_pdsh
-from megatron.tools.cluster.supervise import FORWARDED, HELPER, run_with_restarts, supervise
+from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, run_with_restarts, supervise
 from megatron.tools.command_line import run_tool
 
 RUNNER = Path(__file__).with_name("_deepspeed_runner.py")
@@ -46,8 +46,9 @@ def _run_elastic(launch: Namespace) -> int:
     run = ElasticRun(launch, os.environ, [sys.executable, str(RUNNER)])
     policy = Policy(launch.min_hosts, launch.exclude_after, launch.max_restarts, run.takes_snapshots)
     for number in FORWARDED:
-        if signal.getsignal(number) == signal.SIG_DFL:  # between two starts; during one it is forwarded
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+            # Between two starts, where there is nothing to save; during one it is forwarded.
+            signal.signal(number, lambda *_: sys.exit(PREEMPTED))
     is_over = True
     os.environ[HELPER] = "1"  # what looks at hosts is not ended with a start
     try:

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import _project_root  # noqa: F401
 from tqdm import tqdm
 
-from megatron.config.data import (
+from megatron.config.errors import ConfigError, counted
+from megatron.config.tokenizer_files import (
     GPT2_BPE,
     PUBLISHED,
     TOKENIZER_TYPES,
@@ -23,7 +24,6 @@ from megatron.config.data import (
     unused_merges,
     used_merges,
 )
-from megatron.config.errors import ConfigError, counted
 from megatron.launch.rank import print_warning
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.preprocess.conversations import KEYS, find_chat_template

@@ -9,7 +9,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.config.command_line import METRICS
+from megatron.config.command_line.resolve import METRICS
 from megatron.config.errors import ConfigError, DataError
 from megatron.parallel.pipeline.partition import TRACE
 from megatron.tools.command_line import ToolParser, run_tool

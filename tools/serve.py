@@ -22,7 +22,8 @@ from megatron.config.errors import ConfigError
 from megatron.launch.environment import import_backend, prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser
-from megatron.tools.inference.source import Source, add_model_flags, check_values, shared_source
+from megatron.tools.inference.model_flags import add_model_flags, check_values, shared_source
+from megatron.tools.inference.source import Source
 
 if TYPE_CHECKING:
     from megatron.tools.serving.app import Service

@@ -9,7 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.saved_run import SavedLayout, SavedRun, rotation_of, schedule_of, settings_of
+from megatron.checkpoint.run_file import rotation_of, schedule_of, settings_of
+from megatron.checkpoint.saved_layout import SavedLayout
+from megatron.checkpoint.saved_run import SavedRun
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.errors import CheckpointError
 from megatron.model.spec import architecture_of

@@ -4,8 +4,8 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config.data import PUBLISHED
 from megatron.config.reading import read_bytes, regular
+from megatron.config.tokenizer_files import PUBLISHED
 
 BLOCK = 1 << 16
 """Bytes read at a time."""

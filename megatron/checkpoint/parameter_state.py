@@ -28,7 +28,8 @@ from torch import Tensor
 
 from megatron.checkpoint import expert_files
 from megatron.checkpoint.expert_files import WEIGHT, State
-from megatron.checkpoint.saved_run import SavedLayout, SavedRun
+from megatron.checkpoint.saved_layout import SavedLayout
+from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import read_file
 from megatron.config.errors import CheckpointError
 from megatron.model.architectures import architecture_of

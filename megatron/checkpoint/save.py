@@ -4,7 +4,6 @@ A save has three steps: every rank collects its state from the engine, every ran
 and when all of it is on disk, rank 0 makes that folder the newest checkpoint.
 """
 
-import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -19,22 +18,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.checkpoint import tracker
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
+from megatron.checkpoint.engine_files import EngineFiles, StateFile, bytes_of
 from megatron.checkpoint.expert_files import own_experts
 from megatron.checkpoint.files import Record, check_disk_space, disk_errors, make_folder, replace_text
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.optimizer_state import optimizer_name
+from megatron.checkpoint.run_file import describe
 from megatron.checkpoint.sample_history import Segment
-from megatron.checkpoint.saved_run import describe
-from megatron.checkpoint.tensor_files import read_file, write_file
+from megatron.checkpoint.tensor_files import write_file
 from megatron.checkpoint.universal import conversion_info
 from megatron.config import RunConfig
 from megatron.config.command_line.settings_file import KEPT, settings_text
@@ -43,83 +40,6 @@ from megatron.launch.rank import exit_now
 from megatron.model.spec import architecture_of
 from megatron.parallel.deepspeed_compat.engine import optimizer_shards_not_saved, replaced, use_checkpoint_engine
 from megatron.parallel.deepspeed_compat.experts import experts_saved_apart
-
-StateFile = tuple[Path, Any]
-"""A file to be written, and its content."""
-
-
-class EngineFiles(CheckpointEngine):
-    """DeepSpeed's checkpoint engine that keeps what is saved in memory for a writer, and loads without running code.
-
-    With ``copies`` it keeps copies in host memory, so that training can continue. Their memory is used again.
-    """
-
-    def __init__(self, *, copies: bool):
-        super().__init__()
-        self._copies, self._kept, self._used = copies, list[StateFile](), dict[str, list[Tensor]]()
-
-    def save(self, state_dict: Any, path: str) -> None:
-        """Keep ``state_dict`` for the file ``path``. The file of that name before it must have been written."""
-        if self._copies:
-            name = Path(path).name
-            state_dict = in_host_memory(state_dict, self._used.get(name, []))
-            self._used[name] = _tensors(state_dict)
-        self._kept.append((Path(path), state_dict))
-
-    def take(self) -> list[StateFile]:
-        """Everything kept since the last call."""
-        kept, self._kept = self._kept, []
-        return kept
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        """The content of ``path``, on the CPU, after a comparison with the manifest.
-
-        Weights are still in the file, and read when they are copied into the model. DeepSpeed keeps other tensors.
-        """
-        content = read_file(Path(path), mapped=True)
-        if Path(path).name.startswith("layer_"):
-            return content
-        return {key: value if key == "module" else in_host_memory(value) for key, value in content.items()}
-
-    def preserves_storage_sharing(self) -> bool:
-        """Whether DeepSpeed has to copy views, or their whole storage is saved. Copies made here are no views."""
-        return not self._copies
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder."""
-        make_folder(Path(path))
-
-    def create(self, info: Any) -> None:
-        """Do nothing."""
-
-    def commit(self, info: Any) -> bool:
-        """Do nothing: the checkpoint is committed later, for all ranks at once."""
-        return True
-
-
-def in_host_memory(item: Any, used: Sequence[Tensor] = ()) -> Any:
-    """A copy of ``item``, its tensors in host memory: that of ``used`` tensors where they have the same shapes."""
-    memory = iter(used)
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return copy.deepcopy(leaf)
-        into = next(memory, None)
-        if into is not None and (into.shape, into.stride(), into.dtype) == (leaf.shape, leaf.stride(), leaf.dtype):
-            return into.copy_(leaf.detach())
-        return leaf.detach().to("cpu", copy=True)
-
-    return tree_map(copied, item, is_leaf=lambda part: isinstance(part, torch.Size))  # otherwise a plain tuple there
-
-
-def bytes_of(item: Any) -> int:
-    """Bytes of the tensors in ``item`` in a file. Each storage counts once."""
-    storages = [tensor.untyped_storage() for tensor in _tensors(item)]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _tensors(item: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]
 
 
 @dataclass(frozen=True)

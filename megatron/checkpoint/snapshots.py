@@ -11,14 +11,16 @@ from secrets import token_hex
 from shutil import rmtree
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
+from megatron.checkpoint.engine_files import EngineFiles, StateFile
 from megatron.checkpoint.files import Content, disk_errors, replace_text, xxh128_of
-from megatron.checkpoint.save import Checkpointer, EngineFiles, StateFile
+from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.snapshot_files import (
     SLOTS,
     START_FILE,
@@ -68,6 +70,7 @@ class Snapshots:
         self._senders = [rank for rank, holder in copies.items() if holder == self._rank]
         timeout = timedelta(minutes=run.parallel.distributed_timeout_minutes)
         self._group = dist.new_group(backend="gloo", timeout=timeout) if copies else None
+        self._unused = torch.empty(_SENT if copies else 0, dtype=torch.uint8)  # takes no memory until it is written
         self._background = ThreadPoolExecutor(1, "snapshot")
         self._copying = ThreadPoolExecutor(_COPYING, "copy")
         self._in_flight: Future[None] | None = None
@@ -169,28 +172,55 @@ class Snapshots:
                         os.close(file)
 
     def _complete(self, folder: Path, sizes: Sequence[Mapping[str, int]], description: Mapping[str, Any]) -> None:
-        """Hash the files, exchange copies with other hosts, and mark all as complete. Runs in the background."""
-        files = {name: (size, xxh128_of(folder / name)) for name, size in sizes[self._rank].items()}
-        shard = Shard(description["iteration"], self._rank, len(self._hosts), files, str(folder))
-        text = marker_text(shard, description if self._rank == 0 else None)
-        # Without memory for a marker a rank still exchanges: others wait for it.
-        texts = {self._rank: text} | self._exchange_copies(text.encode(), folder, sizes)
-        with _memory_errors(folder, shard.iteration):
+        """Hash the files, exchange copies with other hosts, and mark all as complete. Runs in the background.
+
+        A rank that fails still exchanges with others, which wait for it; it marks nothing then.
+        """
+        text, sent, errors = b"", list[Tensor](), list[OSError]()
+        try:
+            files = {name: (size, xxh128_of(folder / name)) for name, size in sizes[self._rank].items()}
+            shard = Shard(description["iteration"], self._rank, len(self._hosts), files, str(folder))
+            told = description if self._rank == 0 else None
+            text, sent = marker_text(shard, told).encode(), _chunks(folder, sizes[self._rank])
+        except OSError as error:
+            errors.append(error)
+        texts = {self._rank: text.decode()} | self._exchange_copies(text, sent, folder, sizes, errors)
+        with _memory_errors(folder, description["iteration"]):
+            if errors:
+                raise errors[0]
             for rank, content in texts.items():
                 replace_text(marker(folder, rank), content)
 
-    def _exchange_copies(self, text: bytes, folder: Path, sizes: Sequence[Mapping[str, int]]) -> dict[int, str]:
-        """Send the files of this rank and the ``text`` of their marker; receive those of others, and return theirs."""
+    def _exchange_copies(
+        self,
+        text: bytes,
+        sent: Sequence[Tensor],
+        folder: Path,
+        sizes: Sequence[Mapping[str, int]],
+        errors: list[OSError],
+    ) -> dict[int, str]:
+        """Send the ``text`` of a marker and the files of this rank, or no text, and no files, if they cannot be read.
+
+        Receive those of others. Returns their texts; what keeps this rank from their files joins ``errors``.
+        """
         if self._group is None:
             return {}
         lengths = {sender: torch.zeros(1, dtype=torch.int64) for sender in self._senders}
         self._exchange([torch.tensor([len(text)])], {sender: [length] for sender, length in lengths.items()})
-        texts = {sender: torch.empty(int(length), dtype=torch.uint8) for sender, length in lengths.items()}
-        self._exchange(
-            [torch.frombuffer(bytearray(text), dtype=torch.uint8), *_chunks(folder, sizes[self._rank])],
-            {sender: [texts[sender], *_chunks(folder, sizes[sender])] for sender in self._senders},
-        )
+        texts = {sender: torch.empty(int(n), dtype=torch.uint8) for sender, n in lengths.items() if n}
+        received = {sender: [content] for sender, content in texts.items()}
+        for sender, chunks in received.items():
+            try:
+                chunks += _chunks(folder, sizes[sender])
+            except OSError as error:
+                errors.append(error)
+                chunks += self._unused_chunks(sizes[sender])
+        self._exchange([torch.frombuffer(bytearray(text), dtype=torch.uint8), *sent] if text else [], received)
         return {sender: content.numpy().tobytes().decode() for sender, content in texts.items()}
+
+    def _unused_chunks(self, sizes: Mapping[str, int]) -> list[Tensor]:
+        """As ``_chunks()``, for what is received, and not kept: all in the same memory, one after the other."""
+        return [self._unused[: min(_SENT, size - begin)] for size in sizes.values() for begin in range(0, size, _SENT)]
 
     def _exchange(self, sent: Sequence[Tensor], received: Mapping[int, Sequence[Tensor]]) -> None:
         """Send tensors to the rank that keeps copies, and receive those of others, one of each at a time."""
@@ -274,12 +304,8 @@ def _open(path: Path) -> int:
 
 
 def _chunks(folder: Path, sizes: Mapping[str, int]) -> list[Tensor]:
-    """The bytes of files, mapped into memory, in messages: tensors [at most _SENT]."""
-    files = [
-        torch.from_file(str(folder / name), shared=True, size=size, dtype=torch.uint8)
-        for name, size in sizes.items()
-        if size
-    ]
+    """The bytes of files, mapped into memory, in messages: tensors [at most _SENT]. Raises OSError."""
+    files = [torch.from_numpy(np.memmap(folder / name, mode="r+", shape=size)) for name, size in sizes.items() if size]
     return [chunk for file in files for chunk in file.split(_SENT)]
 
 

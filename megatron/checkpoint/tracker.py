@@ -23,7 +23,8 @@ from typing import Any
 from megatron.checkpoint.compatibility import check_compatible
 from megatron.checkpoint.files import make_folder, replace_text, write_text
 from megatron.checkpoint.manifest import MANIFEST, Manifest, check_content, check_sizes, read_manifest, write_manifest
-from megatron.checkpoint.saved_run import RUN_FILE, SavedRun, check_description
+from megatron.checkpoint.run_file import RUN_FILE, check_description
+from megatron.checkpoint.saved_run import SavedRun
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.config.errors import CheckpointError
 from megatron.config.reading import read_bytes, read_json

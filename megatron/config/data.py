@@ -1,13 +1,13 @@
-"""Data and tokenizer settings, and how a blend of data sets is written."""
+"""Settings of data and tokenizer, and how a blend of data sets is written."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from megatron.config.errors import DataError
 from megatron.config.fields import derived, flag
+from megatron.config.tokenizer_files import NULL_TOKENIZER, TOKENIZER_TYPES
 
 
 class Part(NamedTuple):
@@ -45,104 +45,6 @@ def _read_weight(text: str, prefix: str) -> Fraction:
     if not within:
         raise ValueError(f"{text} before {prefix} must be from 1e-12 to 1e18: remove data sets that are not used")
     return Fraction(text)
-
-
-GPT2_BPE = "GPT2BPETokenizer"
-HUGGINGFACE = "HuggingFaceTokenizer"
-"""The tokenizer of a tokenizer.json, as Hugging Face publishes it with a model."""
-SENTENCEPIECE = "GPTSentencePieceTokenizer"
-"""The tokenizer of a SentencePiece model, a file such as tokenizer.model."""
-NULL_TOKENIZER = "NullTokenizer"
-"""The tokenizer without files."""
-SPELLINGS: Mapping[str, str] = {"HFTokenizer": HUGGINGFACE, "Llama2Tokenizer": SENTENCEPIECE}
-"""Other names of kinds of tokenizer, as Megatron-DeepSpeed and Megatron-LM spell them."""
-TOKENIZER_FILES: Mapping[str, tuple[str, ...]] = {
-    GPT2_BPE: ("vocab.json", "merges.txt"),
-    "WhitespaceTokenizer": ("vocab.json",),
-    "BertWordPieceLowerCase": ("vocab.txt",),
-    "BertWordPieceCase": ("vocab.txt",),
-    HUGGINGFACE: ("tokenizer.json",),
-    SENTENCEPIECE: ("tokenizer.model",),
-}
-"""By kind of tokenizer: the names of vocabulary and merges in a folder of --tokenizer-model."""
-PUBLISHED = (HUGGINGFACE, SENTENCEPIECE)
-"""Kinds that --tokenizer-model may name by their one file, and whose end of document is a choice."""
-TOKENIZER_TYPES = (*TOKENIZER_FILES, *SPELLINGS)
-"""The values of --tokenizer-type that have files."""
-
-
-def tokenizer_kind(chosen: str | None, model: str | None, default: str = GPT2_BPE) -> str:
-    """The kind of tokenizer that ``chosen``, a value of --tokenizer-type, and ``model``, --tokenizer-model, stand for.
-
-    Of the kinds of ``PUBLISHED`` the file decides: a folder without tokenizer.json may have a tokenizer.model. Without
-    ``chosen`` it is ``default``, or one of these if the default is GPT-2's BPE and ``model`` has no files of that.
-    """
-    kind = SPELLINGS.get(chosen or default, chosen or default)
-    has = {kind: model is not None and _has_files(kind, model) for kind in (GPT2_BPE, *PUBLISHED)}
-    if chosen is None and kind == GPT2_BPE and not has[kind]:
-        return next((other for other in PUBLISHED if has[other]), kind)
-    if kind in PUBLISHED and not has[kind]:
-        return next((other for other in PUBLISHED if has[other]), kind)
-    return kind
-
-
-def _has_files(kind: str, model: str) -> bool:
-    """Whether ``model`` is a folder with the files of ``kind``, or the one file of it, by its name."""
-    if os.path.isfile(model):
-        return kind in PUBLISHED and model.endswith(os.path.splitext(TOKENIZER_FILES[kind][0])[1])
-    return all(os.path.isfile(os.path.join(model, name)) for name in TOKENIZER_FILES[kind])
-
-
-def used_merges(tokenizer_type: str, merge_file: str | None) -> str | None:
-    """The file of merges that a tokenizer reads: ``merge_file``, or None for the kinds that have none in a file."""
-    return None if tokenizer_type in ("WhitespaceTokenizer", *PUBLISHED) else merge_file
-
-
-def unused_merges(tokenizer_type: str, merge_file: str | None) -> list[str]:
-    """A warning about a file of merges that is given but not read; empty if there is none."""
-    if merge_file == used_merges(tokenizer_type, merge_file):
-        return []
-    return [f"--merge-file {merge_file} is not used: {tokenizer_type} has no merges"]
-
-
-def tokenizer_files(
-    kind: str, vocab_file: str | None, merge_file: str | None, model: str | None
-) -> tuple[str | None, str | None]:
-    """Vocabulary and merges that a tokenizer reads: those of ``model``, or ``vocab_file`` with ``merge_file``.
-
-    ``model`` is a folder, or the one file of a kind of ``PUBLISHED``. Without ``merge_file`` the merges of a BPE are
-    the file beside the vocabulary whose name pairs with it (gpt2-merges.txt with gpt2-vocab.json), or merges.txt;
-    None if there is none.
-    """
-    if model is not None and kind in PUBLISHED and os.path.isfile(model):
-        vocab_file, merge_file = model, None
-    elif model is not None and kind in TOKENIZER_FILES:
-        vocab_file, merge_file, *_ = *(os.path.join(model, name) for name in TOKENIZER_FILES[kind]), None, None
-    if kind == GPT2_BPE and vocab_file is not None and merge_file is None:
-        place, name = os.path.split(vocab_file)
-        paired = os.path.splitext(name.replace("vocab", "merges"))[0] + ".txt"
-        beside = (os.path.join(place, other) for other in (paired, "merges.txt") if other != name)
-        merge_file = next(filter(os.path.isfile, beside), None)
-    return vocab_file, merge_file
-
-
-def check_tokenizer_folder(kind: str, model: str | None) -> None:
-    """Check that ``model``, if it is given, has the files of its kind of tokenizer. Raises DataError."""
-    names = TOKENIZER_FILES.get(kind, ())
-    if model is None or not names or (kind in PUBLISHED and os.path.isfile(model)):
-        return
-    if not os.path.isdir(model):
-        problem = "a file" if os.path.exists(model) else "no such folder"
-        download = "; no files are downloaded from the Hugging Face Hub" if kind in PUBLISHED else ""
-        raise DataError(f"--tokenizer-model {model}: {problem}; name the folder with {' and '.join(names)}{download}")
-    if absent := [name for name in names if not os.path.isfile(os.path.join(model, name))]:
-        other = f"{kind} reads {' and '.join(names)}"
-        if kind not in PUBLISHED and (published := [other for other in PUBLISHED if _has_files(other, model)]):
-            name = TOKENIZER_FILES[published[0]][0]
-            other = f"its {name} is not what {kind} reads"
-            if not kind.startswith("Bert"):
-                other += f"; use --tokenizer-type {published[0]}"
-        raise DataError(f"--tokenizer-model {model}: no {' and no '.join(absent)} in it; {other}")
 
 
 SPLITS = ("train", "valid", "test")

@@ -2,35 +2,15 @@
 
 from dataclasses import dataclass
 
+from megatron.config.adapters import AdapterConfig
 from megatron.config.experts import ExpertConfig, as_runs
 from megatron.config.fields import derived, flag
+from megatron.config.positions import PositionConfig
 from megatron.config.presets import PRESETS
-
-ROTARY = ("rope", "yarn")
-"""Kinds of positions that rotate queries and keys."""
-ROTATION = (
-    "rotary_base",
-    "rotary_percent",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "rotary_seq_len_interpolation_factor",
-    "yarn_rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_mscale",
-    "yarn_mscale_all_dim",
-    "yarn_correction_range_round_to_int",
-)
-"""Fields of ModelConfig that decide by which angles."""
-LOW_FREQUENCY_FACTOR = 1.0
-HIGH_FREQUENCY_FACTOR = 4.0
-ORIGINAL_LENGTH = 8192
-"""Constants of Llama 3.1's rule: the sequence length of its pretraining, and the band between short and long waves."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ExpertConfig):
+class ModelConfig(PositionConfig, ExpertConfig, AdapterConfig):
     """Network size, regularization and kernels."""
 
     model_preset: str | None = flag(
@@ -93,84 +73,6 @@ class ModelConfig(ExpertConfig):
         "An output projection of its own, instead of the word embedding.",
         masked_lm=False,
         encoder_decoder="also",
-    )
-    position_embedding_type: str = flag(
-        "learned_absolute",
-        "How positions are represented: a learned table, the rotation of queries and keys (arXiv 2104.09864), that "
-        "rotation extended to longer sequences by YaRN (arXiv 2309.00071), a bias of the scores by distance (relative, "
-        "of T5 alone), or not at all.",
-        choices=("learned_absolute", "rope", "yarn", "relative", "none"),
-        switches={"use-rotary-position-embeddings": "rope", "no-position-embedding": "none"},
-        masked_lm=False,
-        encoder_decoder="also",
-    )
-    relative_attention_num_buckets: int = flag(
-        32, "Distances that relative positions distinguish.", within="[4, inf)", encoder_decoder="only"
-    )
-    relative_attention_max_distance: int = flag(
-        128,
-        "Distance in tokens from which on relative positions are the same.",
-        within="[2, inf)",
-        encoder_decoder="only",
-    )
-    rotary_base: float = flag(
-        10000.0,
-        "Base of the rotation's wavelengths.",
-        aliases=("rotary-position-embeddings-theta",),
-        within="(0, inf)",
-        masked_lm=False,
-    )
-    rotary_percent: float = flag(
-        1.0, "Share of each head's dimensions that is rotated.", within="(0, 1]", masked_lm=False
-    )
-    use_rope_scaling: bool = flag(
-        False, "Scale the long wavelengths of the rotation by Llama 3.1's rule.", masked_lm=False
-    )
-    rope_scaling_factor: float = flag(8.0, "Factor of --use-rope-scaling.", within="[1, inf)", masked_lm=False)
-    rotary_seq_len_interpolation_factor: float = flag(
-        1.0,
-        "Divide positions by this factor before the rotation: linear interpolation (arXiv 2306.15595).",
-        within="[1, inf)",
-        masked_lm=False,
-    )
-    yarn_rotary_scaling_factor: float | None = flag(
-        None,
-        "Factor by which YaRN extends --yarn-original-max-position-embeddings.",
-        within="[1, inf)",
-        masked_lm=False,
-    )
-    yarn_original_max_position_embeddings: int = flag(
-        0, "Sequence length that the model was trained with before YaRN.", within="[1, inf)", masked_lm=False
-    )
-    yarn_beta_fast: float = flag(
-        32.0,
-        "Dimensions that turn this often or more within the original length keep their wavelength.",
-        within="(0, inf)",
-        masked_lm=False,
-    )
-    yarn_beta_slow: float = flag(
-        1.0,
-        "Dimensions that turn this often or less within the original length are interpolated by YaRN's whole factor.",
-        within="(0, inf)",
-        masked_lm=False,
-    )
-    yarn_mscale: float = flag(
-        1.0,
-        "Queries and keys are multiplied by 0.1 x this x ln(factor) + 1, divided by the same of --yarn-mscale-all-dim.",
-        within="[0, inf)",
-        masked_lm=False,
-    )
-    yarn_mscale_all_dim: float = flag(0.0, "See --yarn-mscale.", within="[0, inf)", masked_lm=False)
-    yarn_correction_range_round_to_int: bool = flag(
-        True,
-        "Round the dimensions of --yarn-beta-fast and --yarn-beta-slow to whole ones; enabled by default.",
-        switches={"no-yarn-correction-range-round-to-int": False},
-        masked_lm=False,
-    )
-    max_position_embeddings: int = flag(
-        0,
-        "Longest sequence, and rows of a learned table of positions (default: the sequence length).",
-        within="[1, inf)",
     )
     make_vocab_size_divisible_by: int = flag(
         128, "Pad the vocabulary size to a multiple of this value times the tensor-parallel size.", within="[1, inf)"
@@ -263,24 +165,6 @@ class ModelConfig(ExpertConfig):
         within="[0, inf)",
         masked_lm=False,
     )
-    lora_rank: int = flag(
-        0,
-        "Train low-rank adapters of this rank alone (LoRA, arXiv 2106.09685); all other weights are frozen "
-        "(default: no adapters).",
-        within="[1, inf)",
-        masked_lm=False,
-    )
-    lora_alpha: float = flag(
-        16.0, "The output of an adapter is multiplied by this / --lora-rank.", within="(0, inf)", masked_lm=False
-    )
-    lora_dropout: float = flag(0.0, "Dropout probability of the input of adapters.", within="[0, 1)", masked_lm=False)
-    lora_target: tuple[str, ...] = flag(
-        (),
-        "Linear layers that have an adapter: query_key_value, dense, dense_h_to_4h, dense_4h_to_h, or the names of the "
-        "same matrices in models of the Llama family, such as q_proj k_proj v_proj (default: all four).",
-        metavar="NAME ...",
-        masked_lm=False,
-    )
     fp32_residual_connection: bool = flag(
         False,
         "Keep the residual connection in fp32 when weights are in half precision.",
@@ -326,26 +210,6 @@ class ModelConfig(ExpertConfig):
         return self.num_query_groups or self.num_attention_heads
 
     @property
-    def has_rotary_embedding(self) -> bool:
-        """Whether attention rotates queries and keys by their positions."""
-        return self.position_embedding_type in ROTARY
-
-    @property
-    def position_weights(self) -> str:
-        """The kind of ``position_embedding_type``; YaRN's weights are those of rope."""
-        return "rope" if self.has_rotary_embedding else self.position_embedding_type
-
-    @property
-    def has_position_table(self) -> bool:
-        """Whether positions are embedded by a learned table."""
-        return self.position_embedding_type == "learned_absolute"
-
-    @property
-    def has_relative_positions(self) -> bool:
-        """Whether the scores of attention have a bias by distance."""
-        return self.position_embedding_type == "relative"
-
-    @property
     def is_gated(self) -> bool:
         """Whether the MLP multiplies two products of its input, gate and up."""
         return self.swiglu or self.geglu
@@ -368,22 +232,9 @@ class ModelConfig(ExpertConfig):
         return as_runs([self.layer_has_experts(n + 1) for n in range(self.num_layers)]) if self.has_experts else ""
 
     @property
-    def position_rows(self) -> int:
-        """Rows of the learned table of positions; 0 without one."""
-        return self.max_position_embeddings if self.has_position_table else 0
-
-    @property
     def layers_need_segment_ids(self) -> bool:
         """Whether attention is limited to documents, or counts its positions from their beginnings."""
         return self.reset_attention_mask or (self.reset_position_ids and self.has_rotary_embedding)
-
-    @property
-    def adapted(self) -> tuple[str, ...]:
-        """The linear layers that have an adapter."""
-        if not self.lora_rank:
-            return ()
-        chosen = set(self.lora_target)
-        return tuple(name for name, parts in LORA_TARGETS.items() if not chosen or chosen & {name, *parts})
 
     @property
     def linear_bias(self) -> bool:
@@ -394,15 +245,6 @@ class ModelConfig(ExpertConfig):
     def qkv_bias(self) -> bool:
         """Whether the projection to queries, keys and values has a bias."""
         return self.linear_bias or self.add_qkv_bias
-
-
-LORA_TARGETS = {
-    "query_key_value": ("q_proj", "k_proj", "v_proj"),
-    "dense": ("o_proj",),
-    "dense_h_to_4h": ("gate_proj", "up_proj"),
-    "dense_4h_to_h": ("down_proj",),
-}
-"""Linear layers that can have an adapter, and the matrices of Llama's that each of them holds."""
 
 
 def default_ffn_hidden_size(model: ModelConfig) -> int:

@@ -20,6 +20,7 @@ from megatron.launch.environment import hosts_store, listen
 from megatron.parallel.deepspeed_compat import (
     deepspeed_silenced,
     discover_mpi_ranks,
+    nothing_compiled_for_collectives,
     set_groups_of_deepspeed,
     silence_known_warnings,
 )
@@ -56,6 +57,7 @@ def distributed(parallel: ParallelConfig, *, verbose: bool = False) -> Iterator[
     backend = parallel.distributed_backend or _default_backend()
     if backend == "nccl":
         prepare_nccl(os.environ, parallel)
+    nothing_compiled_for_collectives()
     with deepspeed_silenced(verbose):
         deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=verbose)
         set_groups_of_deepspeed(timeout, backend_of_groups(get_accelerator().device_name()))

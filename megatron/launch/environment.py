@@ -66,10 +66,6 @@ def prepare_environment(environ: MutableMapping[str, str]) -> None:
     if rank(environ) is None:
         port = str(free_port())
         environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    if "LOCAL_SIZE" in environ:
-        # Set by deepspeed. On the CPU it makes DeepSpeed leave 66 MiB of shared memory per rank behind, which nothing
-        # in training uses.
-        environ.setdefault("LOCAL_WORLD_SIZE", environ.pop("LOCAL_SIZE"))
     divide_cores(environ, ranks_on_host(environ) or world_size(environ))
     if environ["DS_ACCELERATOR"] == "cpu":
         keep_freed_memory(environ)

@@ -1,4 +1,4 @@
-"""DeepSpeed's compiled extensions: built once, by one process of a host, with a line on the screen.
+"""DeepSpeed's compiled extensions, for offload: built once, by one process of a host, with a line on the screen.
 
 Torch guards a build with a file that a killed build leaves behind, for which every later start then waits silently.
 Here a lock of the kernel's, which ends with its owner, goes around the build; under it such a file that no process has
@@ -24,7 +24,7 @@ _MOMENT = 0.5  # seconds
 
 
 def build_extensions(run: RunConfig) -> None:
-    """Build what ``run`` needs, unless it is built already.
+    """Build what ``run`` needs, unless it is built already: only offload needs any.
 
     Raises ResourceError if a compiler, or a library that the run requires, is missing, or the folder cannot be written.
     """
@@ -33,7 +33,7 @@ def build_extensions(run: RunConfig) -> None:
         raise ResourceError(
             "offload to nvme needs libaio, which is not found: install libaio-dev (libaio-devel), or offload to cpu"
         )
-    names = ["ShareMemCommBuilder"] if get_accelerator().device_name() == "cpu" else []
+    names = []
     is_adam = run.ds_config["optimizer"]["type"] in ("Adam", "AdamW")
     if is_adam and run.zero.offloads_optimizer and not run.zero.cpu_torch_adam:
         names.append("CPUAdamBuilder")

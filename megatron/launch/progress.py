@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
+import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
@@ -18,7 +19,11 @@ from megatron.parallel import shared_memory
 from megatron.parallel.pipeline.schedule import Instruction
 
 _COLLECTIVES = Path(dist.distributed_c10d.__file__).name
-_SHARED_MEMORY = Path(shared_memory.__file__).name
+_SHARED_MEMORY = Path(shared_memory.__file__).parent.name
+_PACKAGES = (Path(deepspeed.__file__).parent, Path(__file__).parents[1])
+"""Those whose functions wait for what they have started: a transfer or an asynchronous collective."""
+_SNAPSHOTS = Path(__file__).parents[1] / "checkpoint" / "snapshots.py"
+"""Waits in a thread of its own, during training."""
 _POINT_TO_POINT = {"send": ("dst", "to"), "isend": ("dst", "to"), "recv": ("src", "from"), "irecv": ("src", "from")}
 
 
@@ -93,10 +98,12 @@ def _collective(innermost: FrameType, groups: dict[tuple[int, ...], str]) -> str
     caller, line = next(
         (frame, number)
         for frame, number in traceback.walk_stack(innermost)
-        if Path(frame.f_code.co_filename).name != _SHARED_MEMORY
+        if Path(frame.f_code.co_filename).parent.name != _SHARED_MEMORY
     )
-    file = caller.f_code.co_filename
-    return f"in wait, {_line(caller)}" if "deepspeed" in file and ".wait(" in linecache.getline(file, line) else None
+    file = Path(caller.f_code.co_filename)
+    starts = any(map(file.is_relative_to, _PACKAGES)) and file != _SNAPSHOTS
+    waits = starts and ".wait(" in linecache.getline(str(file), line)
+    return f"in wait, {_line(caller)}" if waits else None
 
 
 def _ranks(name: str, arguments: dict[str, Any], groups: dict[tuple[int, ...], str]) -> str:

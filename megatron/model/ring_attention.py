@@ -6,7 +6,6 @@ d size of a head
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron.model.attention_kernel import chunk_size
 from megatron.model.packed_attention import chunk_mask, document_lengths, short_together
 from megatron.model.partial_attention import PartialAttention, merge
+from megatron.parallel import steps_within
 from megatron.parallel.sequence.ring import chunks_of, gradient_of_each_rank, of_each_rank, zigzag
 
 
@@ -61,7 +61,7 @@ class RingAttention:
         apart = -(-self.window // chunk) if self.causal else 2 * size
         if segment_ids is not None:
             apart = min(apart, max(_most_apart(lengths, chunk) for lengths in document_lengths(segment_ids)))
-        return steps_within(size, min(apart, 2 * size - 1), self.causal)
+        return steps_within(size, apart, self.causal)
 
     def blocks(
         self, source: int, query: Tensor, segment_ids: Tensor | None
@@ -185,15 +185,6 @@ def _most_apart(lengths: Sequence[int], chunk: int) -> int:
         end = begin + sum(documents)
         most, begin = max(most, (end - 1) // chunk - begin // chunk), end
     return most
-
-
-@lru_cache
-def steps_within(size: int, apart: int, causal: bool) -> tuple[int, ...]:
-    """Steps r - r' of a ring, the same on every rank, if chunks attend to others at most so many chunks ``apart``."""
-    ranks = [min(number, 2 * size - 1 - number) for number in range(2 * size)]
-    pairs = {(ranks[late], ranks[late - back]) for back in range(apart + 1) for late in range(back, 2 * size)}
-    pairs |= set() if causal else {(early, late) for late, early in pairs}
-    return tuple(sorted({(rank - source) % size for rank, source in pairs}))
 
 
 class _RingAttention(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
-from megatron.config.model import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_LENGTH
+from megatron.config.positions import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_LENGTH
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ rank = ((pipe * data size + data) * sequence size + sequence) * tensor size + te
 """
 
 import itertools
+from functools import lru_cache
 
 from megatron.config import ParallelConfig
 
@@ -61,3 +62,17 @@ def expert_groups(parallel: ParallelConfig) -> tuple[list[list[int]], list[list[
 def groups(parallel: ParallelConfig) -> dict[str, list[list[int]]]:
     """The groups along each axis."""
     return {axis: groups_along(parallel, axis) for axis in AXES}
+
+
+@lru_cache
+def steps_within(size: int, apart: int, causal: bool) -> tuple[int, ...]:
+    """Steps r - r' of a ring that bring keys of rank r' to a rank r that attends to them, the same on every rank.
+
+    The ring has ``size`` ranks, rank r with chunks r and 2 size - 1 - r of the sequence (zigzag). Tokens attend to
+    others at most so many chunks ``apart``, and if ``causal`` to earlier ones.
+    """
+    apart = min(apart, 2 * size - 1)
+    ranks = [min(number, 2 * size - 1 - number) for number in range(2 * size)]
+    pairs = {(ranks[late], ranks[late - back]) for back in range(apart + 1) for late in range(back, 2 * size)}
+    pairs |= set() if causal else {(early, late) for late, early in pairs}
+    return tuple(sorted({(rank - source) % size for rank, source in pairs}))

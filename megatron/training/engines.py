@@ -28,7 +28,8 @@ from megatron.model.containers import (
     SequentialModel,
     loss_parts,
 )
-from megatron.model.moe import ParallelMoE, routers
+from megatron.model.moe import ParallelMoE
+from megatron.model.router import routers
 from megatron.parallel.deepspeed_compat.chunks import ChunkedPipelineModule
 from megatron.parallel.deepspeed_compat.compiler import import_compiler_late
 from megatron.parallel.deepspeed_compat.engine import (

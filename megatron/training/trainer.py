@@ -1,13 +1,12 @@
 """The training loop: train, evaluate, save, react to bad steps, and exit early."""
 
-import signal
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -20,9 +19,7 @@ from megatron.checkpoint.tracker import holds_checkpoint
 from megatron.config import RunConfig
 from megatron.config.errors import NumericsError
 from megatron.data.loader import Batch
-from megatron.launch.processes import ExitSignal
 from megatron.launch.progress import ProgressState
-from megatron.launch.rank import exit_now
 from megatron.parallel.deepspeed_compat.engine import set_global_batch_size
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import InstructionHook
@@ -30,17 +27,8 @@ from megatron.training.anomaly_detection import AnomalyDetector, StepResult, fin
 from megatron.training.callbacks import Callback
 from megatron.training.data_iterators import DataIterators
 from megatron.training.engines import StepStatus, eval_batch, step_status, train_batch
+from megatron.training.exit_conditions import Exit, ExitConditions, due
 from megatron.training.metrics import HostCopy, MetricsLogger
-
-PREEMPTED = 75
-"""Exit code of a run that was asked to exit and has saved: EX_TEMPFAIL, start it again."""
-
-
-class Exit(NamedTuple):
-    """Why a run exits before its last iteration."""
-
-    reason: str
-    exit_code: int
 
 
 class Step(NamedTuple):
@@ -55,43 +43,6 @@ class Step(NamedTuple):
 
 AGREED = ("largest loss", "signal", "is late")
 """Names of the maxima over all ranks."""
-
-
-class ExitConditions:
-    """Signals, the time limit and ``--exit-interval``. From its construction on, signals are caught and time counts.
-
-    Until ``defer_signals()`` a signal ends the process at once: there is nothing to save.
-    """
-
-    def __init__(self, run: RunConfig) -> None:
-        self._run = run
-        self._start = time.monotonic()
-        self._signal = ExitSignal(self._exit_at_start)
-
-    def defer_signals(self) -> None:
-        """From here on, a signal ends the run after the iteration it arrives in."""
-        self._signal.defer()
-
-    def _exit_at_start(self, number: int) -> NoReturn:
-        code = PREEMPTED if self._run.checkpoint.save else 128 + number
-        exit_now(f"received {signal.Signals(number).name} before the first iteration; nothing was saved", code)
-
-    def local_request(self) -> tuple[int, bool]:
-        """The number of the signal that this rank has received (0 for none), and whether its time is over."""
-        minutes = self._run.train.exit_duration_in_mins
-        return self._signal.number, minutes is not None and time.monotonic() - self._start >= 60 * minutes
-
-    def due(self, iteration: int, signal_number: float, is_late: float) -> Exit | None:
-        """Whether to exit after ``iteration``. The same on every rank if given the maximum of all local requests."""
-        train, number = self._run.train, int(signal_number)
-        if number:
-            code = PREEMPTED if self._run.checkpoint.save else 128 + number
-            return Exit(f"received {signal.Signals(number).name}", code)
-        if is_late:
-            return Exit(f"--exit-duration-in-mins {train.exit_duration_in_mins} have passed", 0)
-        if due(iteration, train.exit_interval):
-            return Exit(f"--exit-interval {train.exit_interval}", 0)
-        return None
 
 
 class Trainer:
@@ -323,8 +274,3 @@ class Trainer:
         start = time.monotonic()
         yield
         self.log.pause(time.monotonic() - start)
-
-
-def due(iteration: int, interval: int | None) -> bool:
-    """Whether something that happens every ``interval`` iterations, if ever, happens after ``iteration``."""
-    return bool(interval and iteration % interval == 0)

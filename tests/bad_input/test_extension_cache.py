@@ -11,14 +11,15 @@ from support.programs import BIN, Programs
 
 from megatron.launch.environment import prepare_environment
 
-NAME = "deepspeed_shm_comm"
+NAME = "cpu_adam"
 BRIEF = "--batch-size 2 --train-iters 1 --eval-iters 0".split()
+OFFLOAD = [*BRIEF, "--zero-stage", "1", "--offload-optimizer", "cpu"]
 
 
 @pytest.fixture(scope="module")
 def built(programs: Programs) -> Path:
     """The folder that programs find the extension in, built."""
-    programs.pretrain(1, *BRIEF).ok()
+    programs.pretrain(1, *OFFLOAD).ok()
     environ = dict(os.environ)
     prepare_environment(environ)
     return Path(environ["TORCH_EXTENSIONS_DIR"])
@@ -51,10 +52,17 @@ def compiled(tmp_path: Path) -> list[str]:
     return sorted(record.read_text().split()) if record.exists() else []
 
 
+def test_nothing_is_compiled_without_offload(programs: Programs, tmp_path: Path) -> None:
+    """Also under DeepSpeed's launcher, which sets LOCAL_SIZE; DeepSpeed's collectives would need a compiler."""
+    folder = tmp_path / "cache"
+    programs.pretrain(1, *BRIEF, TORCH_EXTENSIONS_DIR=str(folder), CXX="false", LOCAL_SIZE="1").ok()
+    assert not folder.exists()
+
+
 def test_extension_is_built_once(programs: Programs, compiler: Path, tmp_path: Path) -> None:
     environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "cache"), "CXX": str(compiler)}
-    first = programs.pretrain(2, *BRIEF, **environ).ok()
-    pieces = sorted(["shm.o", "shm_interface.o", f"{NAME}.so"])
+    first = programs.pretrain(2, *OFFLOAD, **environ).ok()
+    pieces = sorted([f"{NAME}.o", f"{NAME}_impl.o", f"{NAME}.so"])
     assert compiled(tmp_path) == pieces
     assert first.output.count("> compiling") == first.output.count("> compiled") == 1
 
@@ -62,7 +70,7 @@ def test_extension_is_built_once(programs: Programs, compiler: Path, tmp_path: P
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ninja").symlink_to(shutil.which("false"))
     path = os.pathsep.join([str(tmp_path / "bin"), str(BIN), os.environ["PATH"]])
-    again = programs.pretrain(1, *BRIEF, **environ, PATH=path).ok()
+    again = programs.pretrain(1, *OFFLOAD, **environ, PATH=path).ok()
     assert compiled(tmp_path) == pieces
     assert "> compil" not in again.output
 
@@ -70,7 +78,7 @@ def test_extension_is_built_once(programs: Programs, compiler: Path, tmp_path: P
 def test_lock_of_a_killed_build_is_ignored(programs: Programs, built: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(built, tmp_path / "cache") / NAME
     (folder / "lock").touch()
-    ended = programs.pretrain(1, *BRIEF, TORCH_EXTENSIONS_DIR=str(folder.parent)).ok()
+    ended = programs.pretrain(1, *OFFLOAD, TORCH_EXTENSIONS_DIR=str(folder.parent)).ok()
     assert f"> removing {folder}/lock, left by a build that was killed" in ended.output
     assert not (folder / "lock").exists()
 
@@ -86,6 +94,6 @@ def test_each_environment_has_its_own_cache(programs: Programs, built: Path, tmp
 
 
 def test_a_folder_that_cannot_be_written(programs) -> None:
-    ended = programs.pretrain(1, *BRIEF, TORCH_EXTENSIONS_DIR="/proc/extensions")
+    ended = programs.pretrain(1, *OFFLOAD, TORCH_EXTENSIONS_DIR="/proc/extensions")
     assert ended.returncode == 7 and "Traceback" not in ended.output
     assert "/proc/extensions/" in ended.output and "set TORCH_EXTENSIONS_DIR to another folder" in ended.output

@@ -66,7 +66,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
         [
             "--zero-stage 2 cannot be combined with --pipe-parallel-size 1: the pipeline accumulates gradients over "
             "micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
-            "--pipe-parallel-size 0"
+            "--pipe-parallel-size 0 (docs/parallelism.md, ZeRO 2 with a pipeline, compares their memory)"
         ],
     ),
     "fp16 on the CPU": ("--fp16", {}, ["--fp16 does not work on the CPU: use --bf16, or neither for fp32"]),
@@ -178,7 +178,7 @@ SETTINGS: dict[str, tuple[str, dict[str, str], list[str]]] = {
             "or --pipe-parallel-size 1 or 2",
             "--zero-stage 3 cannot be combined with --pipe-parallel-size 3: the pipeline accumulates gradients over "
             "micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
-            "--pipe-parallel-size 0",
+            "--pipe-parallel-size 0 (docs/parallelism.md, ZeRO 2 with a pipeline, compares their memory)",
             "--fp16 does not work on the CPU: use --bf16, or neither for fp32",
             "--checkpoint-in-cpu cannot work without --partition-activations: add it",
         ],

@@ -15,7 +15,7 @@ import torch
 from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 from support.training import RankTraining, pretrain
 
-from megatron.checkpoint.save import EngineFiles, bytes_of, in_host_memory
+from megatron.checkpoint.engine_files import EngineFiles, bytes_of, in_host_memory
 from megatron.checkpoint.tensor_archive import ZipRecord
 from megatron.checkpoint.tensor_files import write_file
 from megatron.config.command_line import parse_run

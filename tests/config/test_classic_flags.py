@@ -9,7 +9,8 @@ import pytest
 from support.command_lines import CUDA, complaints, parse, read
 
 from megatron.config.command_line import ParsedRun, read_run
-from megatron.config.command_line.classic_flags import OUTCOMES, UNCHANGED, outcome_of
+from megatron.config.command_line.classic_flags import OUTCOMES, outcome_of
+from megatron.config.command_line.classic_flags.accepted import UNCHANGED
 from megatron.config.command_line.parser import build_parser
 from megatron.config.errors import DataError
 from megatron.config.validation import RULES

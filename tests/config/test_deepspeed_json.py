@@ -2,37 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.command_lines import CUDA, SMALL, complaints, parse, read
+from support.command_lines import CUDA, SMALL, complaints, parse
 
 from megatron.config.command_line import parse_run
 
 SHIPPED = sorted((Path(__file__).resolve().parents[2] / "ds_configs").glob("*.json"))
-
-
-@pytest.fixture
-def config_file(tmp_path: Path):
-    """Write a config, as text or as an object; the flag that names it."""
-
-    def write(content: Any) -> str:
-        file = tmp_path / "ds.json"
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
-        return f"--deepspeed_config {file}"
-
-    return write
-
-
-@pytest.fixture
-def errors(config_file, tmp_path: Path):
-    """The messages a config is refused with, less the path of its folder."""
-
-    def find(content: Any, words: str = "", ranks: int = 1) -> list[str]:
-        messages = complaints(f"{config_file(content)} {words}", ranks=ranks)
-        return [message.replace(f"{tmp_path}/", "") for message in messages]
-
-    return find
 
 
 def test_flags_alone_make_a_complete_config() -> None:
@@ -173,10 +149,10 @@ def test_flag_and_key_make_equal_runs(words: str, tree: dict, config_file) -> No
         ),
     ],
 )
-def test_a_contradiction_names_both_sides(words: str, tree: dict, message: str, errors) -> None:
+def test_a_contradiction_names_both_sides(words: str, tree: dict, message: str, config_file_errors) -> None:
     key = message.partition(" and ")[2].split()[0]
     remedy = f"delete {key} from the file to use the flag, or delete the flag"
-    assert f"{message} in ds.json contradict each other: {remedy}" in errors(tree, words)
+    assert f"{message} in ds.json contradict each other: {remedy}" in config_file_errors(tree, words)
 
 
 @pytest.mark.parametrize(
@@ -202,16 +178,18 @@ def test_a_contradiction_names_both_sides(words: str, tree: dict, message: str, 
         ({"prescale_gradients": False, "gradient_predivide_factor": 1.0}, "--zero-stage 2", None),
     ],
 )
-def test_gradients_are_scaled_only_where_deepspeed_does_it_right(errors, tree: dict, words: str, expected) -> None:
-    found = errors(tree, words, ranks=4)
+def test_gradients_are_scaled_only_where_deepspeed_does_it_right(
+    config_file_errors, tree: dict, words: str, expected
+) -> None:
+    found = config_file_errors(tree, words, ranks=4)
     assert [line[: len(expected)] for line in found] == [expected] if expected else not found
 
 
-def test_the_flops_profiler_is_set_in_one_place(errors) -> None:
+def test_the_flops_profiler_is_set_in_one_place(config_file_errors) -> None:
     words = "--flops-profile-step 3 --profile-dir out"
     expected = {"enabled": True, "profile_step": 2, "output_file": "out/flops-profile.txt"}
     assert parse(words).ds_config["flops_profiler"] == expected, "DeepSpeed counts from 0 on"
-    (printed,) = errors({"flops_profiler": {"enabled": True}}, words)
+    (printed,) = config_file_errors({"flops_profiler": {"enabled": True}}, words)
     assert printed == "--flops-profile-step and flops_profiler in the JSON exclude each other: remove one"
 
 
@@ -242,188 +220,6 @@ def test_keys_without_a_flag_are_passed_on(config_file) -> None:
     config = parse(config_file(tree)).ds_config
     assert config["zero_optimization"]["overlap_comm"] is False
     assert (config["steps_per_print"], config["wall_clock_breakdown"]) == (10, True)
-
-
-def test_sequence_parallel_tensors_are_sent_whole(config_file) -> None:
-    """Else the pipeline would take the ranks' parts of the sequence for one tensor, and mix them."""
-    words = "--sequence-parallel --model-parallel-size 2"
-    whole = {"pipe_partitioned": False, "grad_partitioned": False}
-    kept = config_file({"pipeline": {"use_reentrant": False}})
-    assert parse(f"{words} --pipe-parallel-size 1", ranks=2).ds_config["pipeline"] == whole
-    assert parse(f"{words} --pipe-parallel-size 1 {kept}", ranks=2).ds_config["pipeline"] == {
-        "use_reentrant": False,
-        **whole,
-    }
-    assert "pipeline" not in parse(words, ranks=2).ds_config
-    asked = config_file({"pipeline": {"pipe_partitioned": True, "grad_partitioned": False}})
-    assert complaints(f"{words} --pipe-parallel-size 1 {asked}", ranks=2) == [
-        "pipeline.pipe_partitioned true cannot be combined with --sequence-parallel, by which no two tensor-parallel "
-        "ranks send the same tensor: set it to false, or remove it"
-    ]
-
-
-def test_t5_sends_whole_tensors() -> None:
-    """Two tensors with gradients travel between stages of the decoder."""
-    run = parse("t5 --pipe-parallel-size 2 --model-parallel-size 2", ranks=4)
-    assert run.ds_config["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
-
-
-def test_dualpipev_sends_whole_tensors(config_file) -> None:
-    """DeepSpeed's engine for it asserts as much, though only where tensor parallelism would cut them."""
-    words = "--pipe-parallel-size 1 --gas 2 --pipeline-schedule dualpipev"
-    assert parse(words).ds_config["pipeline"] == {"pipe_partitioned": False, "grad_partitioned": False}
-    (message,) = complaints(f"{words} {config_file({'pipeline': {'grad_partitioned': True}})}")
-    assert message.startswith("pipeline.grad_partitioned true cannot be combined with --pipeline-schedule dualpipev")
-    (message,) = complaints(f"{words} {config_file({'wall_clock_breakdown': True})}")
-    assert message.startswith("wall_clock_breakdown true cannot be combined with --pipeline-schedule dualpipev")
-    assert "pipeline" not in parse("--pipe-parallel-size 1").ds_config
-
-
-def test_whole_numbers_become_integers(config_file) -> None:
-    config = parse(
-        config_file({"gradient_accumulation_steps": 2.0, "zero_optimization": {"sub_group_size": 1e9}})
-    ).ds_config
-    assert (
-        repr((config["gradient_accumulation_steps"], config["zero_optimization"]["sub_group_size"]))
-        == "(2, 1000000000)"
-    )
-
-
-def test_deepspeed_reports_with_verbose_only() -> None:
-    assert parse("--verbose --log-interval 7").ds_config["steps_per_print"] == 7
-
-
-@pytest.mark.parametrize("engine", ["", "--model-parallel-size 2", "--pipe-parallel-size 2"])
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_half_precision_at_stage_0_is_stage_1(config_file, precision: str, engine: str) -> None:
-    """By default, by the flag and by the file: the same run in every respect."""
-    settings = {"zero_optimization": {"stage": 0}, precision: {"enabled": True}}
-    by_file = config_file(settings)
-    lines = {"--zero-stage 0": 1, "": 0, by_file: 1, f"--zero-stage 0 {by_file}": 1}
-    expected = parse(f"--{precision} --zero-stage 1 {engine}", ranks=2, environ=CUDA)
-    assert expected.zero.zero_stage == expected.ds_config["zero_optimization"]["stage"] == 1
-    for words, warned in lines.items():
-        parsed = read(f"--{precision} {words} {engine}", ranks=2, environ=CUDA)
-        assert parsed.checked() == expected
-        assert [f"in {precision} runs as --zero-stage 1" in line for line in parsed.warnings] == [True] * warned
-    assert parse("--zero-stage 0").zero.zero_stage == 0
-
-
-ZERO_KEYS = [
-    ("--zero-stage 1", "", ("stage",), 1),
-    ("--no-zero-reduce-scatter", "--zero-stage 1", ("reduce_scatter",), False),
-    ("--no-zero-contigious-gradients", "--zero-stage 1", ("contiguous_gradients",), False),
-    ("--zero-reduce-bucket-size 5e6", "--zero-stage 1", ("reduce_bucket_size",), 5_000_000),
-    ("--zero-allgather-bucket-size 5e6", "--zero-stage 1", ("allgather_bucket_size",), 5_000_000),
-    ("--zero-overlap-comm", "--zero-stage 1", ("overlap_comm",), True),
-    ("--no-zero-overlap-comm", "--zero-stage 3", ("overlap_comm",), False),
-    ("--zero-round-robin-gradients", "--zero-stage 2", ("round_robin_gradients",), True),
-    ("--offload-optimizer cpu", "--zero-stage 1", ("offload_optimizer", "device"), "cpu"),
-    ("--cpu-optimizer", "--zero-stage 1", ("offload_optimizer", "device"), "cpu"),
-    ("--offload-optimizer nvme --nvme-path d", "--zero-stage 3", ("offload_optimizer", "device"), "nvme"),
-    ("--offload-optimizer nvme --nvme-path d", "--zero-stage 3", ("offload_optimizer", "nvme_path"), "d"),
-    ("--offload-param cpu", "--zero-stage 3", ("offload_param", "device"), "cpu"),
-    ("--offload-param nvme --nvme-path d", "--zero-stage 3", ("offload_param", "nvme_path"), "d"),
-    ("--no-offload-pin-memory", "--zero-stage 3 --offload-param cpu", ("offload_param", "pin_memory"), False),
-    ("--no-offload-pin-memory", "--zero-stage 1 --cpu-optimizer", ("offload_optimizer", "pin_memory"), False),
-]
-
-
-@pytest.mark.parametrize("words, company, key, value", ZERO_KEYS)
-def test_every_flag_of_zero_changes_the_finished_config(words: str, company: str, key: tuple, value: Any) -> None:
-    """And DeepSpeed, reading that config, takes the value."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    def config_value(words: str) -> Any:
-        config: Any = DeepSpeedZeroConfig(**parse(words).ds_config["zero_optimization"])
-        for name in key:
-            config = getattr(config, name, None)
-        return config
-
-    with_flag, without = config_value(f"{company} {words}"), config_value(company)
-    assert with_flag != without
-    assert (str(with_flag) if key[-1] == "nvme_path" else with_flag) == value
-
-
-def test_gradients_accumulate_in_the_type_that_is_asked_for() -> None:
-    assert "data_types" not in parse("--bf16").ds_config
-    assert parse("--bf16 --grad-accum-dtype fp32").ds_config["data_types"] == {"grad_accum_dtype": "fp32"}
-
-
-def test_each_kind_of_offload_may_have_its_own_folder(config_file) -> None:
-    folders = {"offload_optimizer": "/x", "offload_param": "/y"}
-    tree = {name: {"device": "nvme", "nvme_path": folder} for name, folder in folders.items()}
-    compiled = parse(config_file({"zero_optimization": {"stage": 3, **tree}})).ds_config["zero_optimization"]
-    assert {name: compiled[name]["nvme_path"] for name in folders} == folders
-
-
-@pytest.mark.parametrize(
-    "words, tree, torch_adam",
-    [
-        ("", {}, True),
-        ("--cpu-optimizer --zero-stage 1", {}, False),
-        ("--cpu-optimizer --zero-stage 1 --cpu_torch_adam", {}, True),
-        ("", {"optimizer": {"params": {"torch_adam": False}}}, False),
-        ("", {"optimizer": {"params": {"torch_adam": True}}}, True),
-        ("", {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}, False),
-    ],
-)
-def test_torchs_adam_steps_unless_the_cpu_or_the_file_does(
-    words: str, tree: dict, torch_adam: bool, config_file
-) -> None:
-    config = parse(f"{words} {config_file(tree)}").ds_config
-    assert config["optimizer"]["params"]["torch_adam"] is torch_adam
-
-
-def test_another_optimizer_gets_the_parameters_it_takes(config_file, errors) -> None:
-    params = parse(config_file({"optimizer": {"type": "adagrad"}})).ds_config["optimizer"]
-    assert params == {"type": "Adagrad", "params": {"lr": 0.001, "eps": 1e-8, "weight_decay": 0.01}}
-    for flag in ("--adam-beta1 0.5", "--muon-momentum 0.8"):
-        assert errors({"optimizer": {"type": "SGD"}}, f"{flag} --zero-stage 1") == [
-            f"{flag} has no effect on optimizer SGD: remove it",
-        ]
-    assert errors({"optimizer": {"type": "Lamb"}}, "--zero-stage 1") == [
-        'optimizer Lamb is untested with ZeRO: use AdamW, --zero-stage 0, or "zero_allow_untested_optimizer": true',
-        "optimizer Lamb needs a GPU, and this host has none: use AdamW",
-    ]
-
-
-@pytest.mark.parametrize(
-    "flag, type_, params",
-    [
-        ("adam", "Adam", {"betas": [0.9, 0.999], "eps": 1e-8, "torch_adam": True, "fused": True}),
-        ("sgd", "SGD", {"momentum": 0.9}),
-        ("lion", "lion", {"betas": [0.9, 0.999]}),
-        ("muon", "Muon", {"momentum": 0.95, "betas": [0.9, 0.999], "eps": 1e-8}),
-        ("adafactor", "Adafactor", {}),
-    ],
-)
-def test_the_optimizer_is_set_by_a_flag_or_the_file(config_file, errors, flag, type_, params) -> None:
-    by_file, both = {"optimizer": {"type": type_}}, f"--optimizer {flag}"
-    expected = {"lr": 0.001, "weight_decay": 0.01} | params
-    for words in (both, config_file(by_file), f"{both} {config_file(by_file)}"):
-        run = parse(words)
-        assert run.optim.optimizer == flag
-        assert run.ds_config["optimizer"]["params"] == expected
-        assert run.ds_config["optimizer"]["type"].lower().removesuffix("w") == flag
-    (message,) = errors({"optimizer": {"type": "Adagrad"}}, both)
-    assert message.startswith(f'--optimizer {flag} and optimizer.type "Adagrad" in ')
-
-
-def test_deepspeed_is_allowed_optimizers_that_are_right_under_zero(errors) -> None:
-    assert parse("--optimizer sgd --zero-stage 1").ds_config["zero_allow_untested_optimizer"] is True
-    assert "zero_allow_untested_optimizer" not in parse("--optimizer adam --zero-stage 1").ds_config
-    (message,) = errors({"zero_allow_untested_optimizer": False}, "--optimizer sgd --zero-stage 1")
-    assert message.startswith("optimizer SGD is untested with ZeRO")
-
-
-def test_an_offloaded_lion_is_not_deepspeeds(config_file, errors) -> None:
-    offloaded, force = "--zero-stage 1 --offload-optimizer cpu", "zero_force_ds_cpu_optimizer"
-    config = parse(f"{offloaded} {config_file({'optimizer': {'type': 'lion'}})}").ds_config
-    assert (config["optimizer"]["type"], config[force]) == ("Lion", False)
-    (message,) = errors({force: True}, f"--optimizer lion {offloaded}")
-    assert message.startswith(f'"{force}": true excludes Lion with --offload-optimizer')
-    assert force not in parse(f"--optimizer sgd {offloaded}").ds_config
 
 
 @pytest.mark.parametrize(
@@ -458,9 +254,9 @@ def test_an_offloaded_lion_is_not_deepspeeds(config_file, errors) -> None:
         ("[" * 100_000, "nested too deep"),
     ],
 )
-def test_errors_of_a_file_name_the_line(text: str, message: str, errors) -> None:
+def test_errors_of_a_file_name_the_line(text: str, message: str, config_file_errors) -> None:
     separator = ", " if message.startswith("line") else ": "
-    (printed,) = errors(text)
+    (printed,) = config_file_errors(text)
     assert printed.startswith(f"ds.json{separator}{message}")
 
 

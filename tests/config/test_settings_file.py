@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.command_lines import CPU, CUDA, SMALL, SMALL_T5, latest
-from test_arguments import EFFECTS
+from test_flag_effects import EFFECTS
 
 from megatron.config import RunConfig
 from megatron.config.command_line import parse_run, read_run

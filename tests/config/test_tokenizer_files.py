@@ -8,8 +8,14 @@ from support.command_lines import CPU, SMALL, SMALL_BERT, complaints
 from support.refusals import ROOT
 
 from megatron.config.command_line import parse_run
-from megatron.config.data import HUGGINGFACE, SENTENCEPIECE, check_tokenizer_folder, tokenizer_files, tokenizer_kind
 from megatron.config.errors import ConfigError, DataError
+from megatron.config.tokenizer_files import (
+    HUGGINGFACE,
+    SENTENCEPIECE,
+    check_tokenizer_folder,
+    tokenizer_files,
+    tokenizer_kind,
+)
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.inference.source import TokenizerFiles
 from megatron.tools.planning.request import make_request

@@ -10,7 +10,8 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.config.errors import DataError
-from megatron.data.datasets import BlendedDataset, BlendOrder, BlendPlan, build_datasets, check_data
+from megatron.data.blend_order import BlendOrder, BlendPlan
+from megatron.data.datasets import BlendedDataset, build_datasets, check_data
 from megatron.data.map_cache import cached
 
 SIZES = {"vocab_size": 60000, "global_batch_size": 4, "train_iters": 25, "eval_interval": 7, "eval_iters": 2, "seed": 5}

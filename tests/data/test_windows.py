@@ -11,8 +11,9 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.config.errors import ResourceError
-from megatron.data import datasets, index_maps
-from megatron.data.datasets import BlendOrder, BlendPlan, build_datasets
+from megatron.data import blend_order, index_maps
+from megatron.data.blend_order import BlendOrder, BlendPlan
+from megatron.data.datasets import build_datasets
 from megatron.data.index_maps import IndexMaps, SampleStream, WindowedMaps
 from megatron.data.sentence_dataset import SentenceStream
 from megatron.tools.audit.samples import _count
@@ -119,7 +120,7 @@ def test_a_blend_has_the_same_order_in_windows(weights: tuple[int, ...], monkeyp
     plan = BlendPlan(shares, 400)
     order = BlendOrder(plan, **plan.build())
     whole, sources = [order[sample] for sample in range(400)], order.sources(400)
-    monkeypatch.setattr(datasets, "BLEND_WINDOW", 7)
+    monkeypatch.setattr(blend_order, "BLEND_WINDOW", 7)
     windowed = BlendOrder(plan, **plan.window(()).build())
     assert [windowed[sample] for sample in range(400)] == whole
     fresh = BlendOrder(plan, **plan.window(()).build())

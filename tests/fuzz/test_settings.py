@@ -20,7 +20,7 @@ from megatron.config.summary import describe_config, describe_stages
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.cluster.hostfile import read_hostfile, select
 from megatron.tools.command_line import ToolParser
-from megatron.tools.inference.source import check_values
+from megatron.tools.inference.model_flags import check_values
 
 FLAGS = {
     name: field

@@ -1,13 +1,17 @@
 """What is made of the errors of gloo and NCCL, in the words in which users have reported them."""
 
+import linecache
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from support.hosts import ROOT
 from torch.distributed import DistBackendError, DistNetworkError
@@ -15,8 +19,11 @@ from torch.distributed import DistBackendError, DistNetworkError
 from megatron.launch import progress as progress_module
 from megatron.launch.backend_errors import failure_of_nccl, is_connection_lost, is_timeout
 from megatron.launch.flight_recorder import record_into, recorded_file
-from megatron.launch.progress import ProgressState
+from megatron.launch.progress import Position, ProgressState
 from megatron.launch.rank import run_rank
+from megatron.parallel.deepspeed_compat.transfers import Transfers, _Arriving
+from megatron.parallel.sequence import ring
+from megatron.parallel.tensor import mappings
 
 REMOTE = DistBackendError(
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, remote process exited or there was a "
@@ -134,21 +141,59 @@ def test_a_rank_that_waits_for_its_device_does_not_count_as_hung(monkeypatch, de
     accelerator = CUDA_Accelerator()
     monkeypatch.setattr(accelerator, "device_name", lambda *_: device)
     monkeypatch.setattr(progress_module, "get_accelerator", lambda: accelerator)
-    lock = threading.Lock()
-    loss = SimpleNamespace(item=lock.acquire)
 
-    def read_loss() -> None:
+    def read_loss(acquire: Callable) -> None:
+        loss = SimpleNamespace(item=acquire)
         loss.item()
 
-    lock.acquire()
-    reader = threading.Thread(target=read_loss)
-    reader.start()
-    time.sleep(0.1)
-    monkeypatch.setattr("threading.main_thread", lambda: reader)
-    position = ProgressState().position({})
-    lock.release()
+    position = position_of_main_thread(monkeypatch, read_loss)
     assert position.in_collective is waits
     assert ("waiting for the device at " in position.text) is waits and "(read_loss)" in position.text
+
+
+@pytest.mark.parametrize("file", ["sequence/ring.py", "tensor/mappings.py", "deepspeed_compat/transfers.py"])
+def test_a_rank_that_waits_for_what_it_has_started_does_not_count_as_hung(monkeypatch, file: str) -> None:
+    """Keys of a ring, a sum while products are computed, the input of a stage: the wait itself has no frame."""
+    tensor, transfers = torch.zeros(1), Transfers(int, torch.device("cpu"), 2)
+
+    def wait(acquire: Callable) -> None:
+        work = SimpleNamespace(wait=acquire)
+        if file == "sequence/ring.py":
+            monkeypatch.setattr(ring, "dist", MagicMock(batch_isend_irecv=lambda operations: [work]))
+            ring._pass_on(tensor, MagicMock(**{"size.return_value": 2}), 1)()
+        elif file == "tensor/mappings.py":
+            mappings._when_done(tensor, work)
+        else:
+            transfers._arriving[True, 0, 0] = _Arriving([work], [tensor], False)
+            transfers.take(True, 0, 0)
+
+    position = position_of_main_thread(monkeypatch, wait)
+    assert position.in_collective and f"megatron/parallel/{file}:" in position.text and "in wait, at /" in position.text
+
+
+def position_of_main_thread(monkeypatch, waits: Callable[[Callable], None]) -> Position:
+    """The position of a rank whose main thread runs ``waits(acquire)``, where ``acquire`` is a call without a frame."""
+    lock = threading.Lock()
+    thread = threading.Thread(target=waits, args=[lock.acquire], daemon=True)
+    lock.acquire()
+    try:
+        thread.start()
+        deadline = time.monotonic() + 60
+        while not is_at_call(thread):
+            assert thread.is_alive() and time.monotonic() < deadline, "the thread does not wait"
+            time.sleep(0.01)
+        monkeypatch.setattr("threading.main_thread", lambda: thread)
+        return ProgressState().position({})
+    finally:
+        lock.release()
+        thread.join(60)
+
+
+def is_at_call(thread: threading.Thread) -> bool:
+    """Whether ``thread`` is in a line that calls ``item()`` or ``wait()``."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame else ""
+    return any(call in line for call in (".item()", ".wait()"))
 
 
 def test_torch_writes_its_flight_recorder_beside_the_checkpoints(tmp_path: Path) -> None:

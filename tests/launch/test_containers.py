@@ -18,8 +18,6 @@ import pytest
 from support.hosts import INTERFACE, ROOT, Hosts, make_key, why_not
 from support.programs import BIN, TINY_MODEL, Finished, Programs, read_metrics
 
-from megatron.launch.environment import prepare_environment
-
 USER = 10_000
 AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--no-new-privs"]
 ENTRYPOINT = ["bash", str(ROOT / "docker" / "entrypoint.sh")]
@@ -34,16 +32,13 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 @pytest.fixture(scope="module")
 def folder(programs: Programs) -> Iterator[Path]:
-    """Where that user may read and write: a key, the data, and what DeepSpeed has compiled."""
+    """Where that user may read and write: a key and the data."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_key(folder / "cluster_key")
         data, vocabulary = (Path(programs.data_arguments[place]) for place in (1, 3))
         for file in (*data.parent.glob(f"{data.name}.*"), vocabulary):
             shutil.copy(file, folder)
-        environ = dict(os.environ)
-        prepare_environment(environ)
-        shutil.copytree(environ["TORCH_EXTENSIONS_DIR"], folder / "extensions")
         for path in (folder, *folder.rglob("*")):
             os.chown(path, USER, USER)
         (folder / "cluster_key").chmod(0o400)

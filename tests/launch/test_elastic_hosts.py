@@ -19,7 +19,10 @@ from support.programs import TINY_MODEL, Programs, read_metrics
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-SETTINGS = "--train-iters 24 --batch-size 2 --gas 4 --eval-iters 0 --pipe-parallel-size 2 --zero-stage 1".split()
+ITERATIONS = 60
+"""The second host is lost soon after the checkpoint that follows the loss of the first one, at whatever iteration."""
+SETTINGS = "--batch-size 2 --gas 4 --eval-iters 0 --pipe-parallel-size 2 --zero-stage 1".split()
+SETTINGS += ["--train-iters", str(ITERATIONS)]
 WITHOUT_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()  # whose masks depend on the layout
 
 
@@ -43,17 +46,17 @@ def test_lost_hosts(programs: Programs, train_in_ranks, tmp_path: Path) -> None:
     (tmp_path / "hosts").mkdir()
     (tmp_path / "hostfile").write_text("host-1 slots=1\nhost-2 slots=1\nhost-3 slots=1 spare\n")
     metrics, log, save = tmp_path / "metrics", tmp_path / "log", tmp_path / "ck"
-    words = ["--metrics-file", metrics, "--save", save, "--auto-resume", "--save-interval", "8", "--keep-last", "2"]
+    words = ["--metrics-file", metrics, "--save", save, "--auto-resume", "--save-interval", "12", "--keep-last", "2"]
     words += ["--snapshot-interval", "1"]
     with Hosts(tmp_path / "hosts", 4) as hosts:
         command = [*hosts.on("host-4"), sys.executable, "tools/launch.py", "--elastic", "--hostfile"]
         program = ["pretrain_gpt2.py", *TINY_MODEL, *programs.data_arguments, *settings, *words]
         command += [tmp_path / "hostfile", *program]
         with programs.started(log, *command, DS_ENV_FILE=str(tmp_path / "sent")) as supervisor:
-            await_iteration(metrics, 11, supervisor, log)
+            await_iteration(metrics, 15, supervisor, log)
             hosts.kill("host-2")
             first = max(losses(metrics))
-            await_iteration(metrics, 8 * (first // 8) + 11, supervisor, log)
+            await_iteration(metrics, 12 * (first // 12) + 15, supervisor, log)
             hosts.cut("host-1")
             hosts.await_end("host-1", str(save))
             assert supervisor.wait(timeout=200) == 0, log.read_text()[-6000:]
@@ -71,10 +74,10 @@ def test_lost_hosts(programs: Programs, train_in_ranks, tmp_path: Path) -> None:
     resumed = [later for earlier, later in pairwise(trained) if later != earlier + 1]
     assert len(recovered) == 2, "and a start that resumes after the last trained iteration repeats none"
     assert set(resumed) <= {int(iteration) + 1 for iteration in recovered} <= set(trained)
-    assert len(trained) <= 24 + 2 * 2, "an iteration was not yet complete in memory, and one was trained meanwhile"
+    assert len(trained) <= ITERATIONS + 2 * 2, "one was not yet complete in memory, and one was trained meanwhile"
     shares = re.findall("launch.py: elastic: training again .* s after the failure was noticed: .*", log.read_text())
     assert len(shares) == 2 and all("s first iteration" in line for line in shares)
     expected, found = losses(tmp_path / "whole"), losses(metrics)
-    assert found == pytest.approx(expected, abs=1e-4) and len(found) == 24
+    assert found == pytest.approx(expected, abs=1e-4) and len(found) == ITERATIONS
     proof = programs.python("tools/audit_data.py", "proof", "--load", save, "--metrics-file", metrics).ok()
     assert proof.output.endswith("proven: no sample was repeated, none was skipped\n")

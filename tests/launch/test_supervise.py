@@ -1,12 +1,20 @@
 """No process outlives its launcher, and the exit code is truthful."""
 
 import logging
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from support.bare_ranks import await_processes
+
+from megatron.tools.cluster.host_launch import wait_for_end
+from megatron.tools.cluster.supervise import FORWARDED
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPERVISE = """
@@ -127,6 +135,64 @@ def test_a_run_that_exits_with_75_is_no_error_of_the_launcher(monkeypatch) -> No
     assert "main()" in Path(script).read_text() and with_own_launch(["ssh", "-w", "a"]) == ["ssh", "-w", "a"]
 
 
+def test_any_signal_to_the_runner_ends_the_launchers(monkeypatch) -> None:
+    """DeepSpeed's runner has a handler for two of them, and only for the launchers of several hosts."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import _deepspeed_runner as runner
+
+    handlers = dict.fromkeys(FORWARDED, signal.SIG_DFL) | {signal.SIGINT: signal.default_int_handler}
+    handlers[signal.SIGHUP] = signal.SIG_IGN
+    done: list[object] = []
+    monkeypatch.setattr(runner.signal, "getsignal", handlers.__getitem__)
+    monkeypatch.setattr(runner.signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(runner.os, "kill", lambda *words: done.append(words))
+    runner.handle_signals()
+    assert handlers.pop(signal.SIGHUP) == signal.SIG_IGN, "by nohup"
+    assert list(handlers.values()) == [runner.end_launchers] * 3
+    children = {name: SimpleNamespace(args=["x", name], poll=lambda: None) for name in ("ssh", runner._LAUNCHER)}
+    children[runner._LAUNCHER].terminate = lambda: done.append("ended")
+    monkeypatch.setattr(runner._Remembered, "all", list(children.values()))
+    for number in handlers:
+        handlers[number](number, None)
+    assert done == ["ended"] * 3
+    runner._Remembered.all.pop()
+    handlers[signal.SIGUSR1](signal.SIGUSR1, None)
+    assert handlers[signal.SIGUSR1] == signal.SIG_DFL and done.pop() == (os.getpid(), signal.SIGUSR1)
+    handlers[signal.SIGTERM] = lambda number, _: done.append(number)
+    runner.end_launchers(signal.SIGUSR1, None)
+    assert done.pop() == signal.SIGUSR1, "by DeepSpeed's handler"
+
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from megatron.launch.processes import exit_with_launcher
+exit_with_launcher(os.environ)
+code = Path(os.environ["RANK_EXIT_CODES"], "rank 0")
+def save(*_):
+    time.sleep(0.5)
+    code.write_text("75")
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+code.touch()
+Path(sys.argv[-1]).touch()
+time.sleep(100)
+"""
+
+
+def test_the_ranks_of_a_single_host_save_after_a_signal_to_their_launcher(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "hostfile").write_text("localhost slots=1\n")
+    (tmp_path / "rank.py").write_text(RANK)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = ["tools/launch.py", "--hostfile", tmp_path / "hostfile", tmp_path / "rank.py", tmp_path / "ready"]
+    process = subprocess.Popen([sys.executable, *map(str, words)], cwd=ROOT)
+    while not (tmp_path / "ready").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)  # SIGINT would be ignored if the tests run in a shell's background
+    assert process.wait() == 75
+
+
 COMPARED = """
 import json, os, sys
 from megatron.tools.cluster.deepspeed_launcher import without_torch
@@ -151,3 +217,13 @@ def test_the_launcher_without_torch_is_that_of_deepspeed() -> None:
     facts, stood_in, has_torch = shown["stand-ins"].rsplit(" ", 2)
     assert (stood_in, has_torch) == ("True", "False")
     assert shown["deepspeed"] == f"{facts} False True"
+
+
+def test_the_launcher_does_not_wait_for_a_process_that_is_not_reaped() -> None:
+    with subprocess.Popen(["true"]) as ended, subprocess.Popen(["sleep", "60"]) as running:
+        zombie, sleeping = psutil.Process(ended.pid), psutil.Process(running.pid)
+        while zombie.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert wait_for_end([zombie], 60.0) == ([zombie], [])
+        assert wait_for_end([zombie, sleeping], 0.2) == ([zombie], [sleeping])
+        running.kill()

@@ -51,11 +51,16 @@ def test_the_stopped_rank_hosts_the_store(programs, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_holds_pythons_lock(programs, tmp_path: Path) -> None:
-    """None of its Python threads can run, and yet it exits, with its stack on the screen."""
-    words = (*SETTINGS, *SAVES, "--save", tmp_path / "ck")
+    """None of its Python threads can run, and yet it exits, with its stack on the screen.
+
+    A rank that waits for it in a schedule of this project's own says in which pass.
+    """
+    words = (*SETTINGS, *SAVES, "--save", tmp_path / "ck", "--pipeline-schedule", "zbv")
     ranks = BareRanks(programs, tmp_path / "log", "hold 1 2", *words, size=2)
     assert ranks.ended() == [6, 1], ranks.output
     assert ranks.errors[-1].startswith("rank 1 is hung and does not respond")
+    waits = "rank 0: training, iteration 2, RecvActivation of micro-batch 1 in chunk 1 of its stage, in wait, at "
+    assert ranks.errors[-2].startswith(waits) and "transfers.py" in ranks.errors[-2]
     assert "Timeout (" in ranks.output and "faulty_pretrain.py" in ranks.output.partition("Timeout (")[2]
 
 

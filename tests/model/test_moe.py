@@ -1,5 +1,6 @@
 """A mixture of experts against a loop over tokens: outputs, gradients and auxiliary losses, alone and over ranks."""
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +9,8 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron.config import ModelConfig, ParallelConfig
-from megatron.model.moe import ParallelMoE, Router
+from megatron.model.moe import ParallelMoE
+from megatron.model.router import Router
 from megatron.parallel.layout import ParallelLayout
 
 SIZES = {
@@ -176,6 +178,40 @@ def check_global_batch():
             (router(micro_batch)[0].sum() * 0).backward()
         assert_close(router.weight.grad, weight.grad)
         assert_close(router.take_measured()["balance"], loss.detach().double() * len(x), rtol=1e-5, atol=1e-6)
+
+
+def test_memory_does_not_grow_with_each_number_of_rows(run_ranks):
+    (growth,) = run_ranks(1, growth_by_rows)
+    assert growth < 4e6, "a kernel of some KB for each number of rows?"
+
+
+def growth_by_rows() -> int:
+    """Bytes by which this process grows while experts compute 600 different numbers of rows, after the first 100."""
+    experts = ParallelMoE(ModelConfig(**SIZES), ParallelLayout.create(ParallelConfig()), layer_number=1).experts
+    held = []
+    for n in range(1, 701):
+        experts(torch.ones(n, 12), [n, 0, 0, 0]).sum().backward()
+        held += [psutil.Process().memory_info().rss] if n in (100, 700) else []
+    return held[1] - held[0]
+
+
+def test_what_is_counted_together_decides_how_large_the_balancing_loss_is(run_ranks):
+    run_ranks(1, check_two_samples)
+
+
+def check_two_samples():
+    """Two samples, each of which uses another half of the experts."""
+    layout, halves = ParallelLayout.create(ParallelConfig()), torch.eye(2).repeat_interleave(2, 1)  # [b, E]
+    is_chosen = halves[:, None].expand(2, S, 4)
+    found = {}
+    for kind in ("seq_aux_loss", "aux_loss", "global_aux_loss"):
+        config = ModelConfig(**SIZES, moe_router_load_balancing_type=kind)
+        router = Router(config, layout, name="router")
+        together = router._load_balancing_loss(is_chosen / 2, is_chosen)
+        router.begin_step(1.0)
+        apart = [router._load_balancing_loss(sample / 2, sample) for sample in is_chosen.split(1)]
+        found[kind] = (together.item(), torch.stack(apart).mean().item())
+    assert found == {"seq_aux_loss": (2, 2), "aux_loss": (1, 2), "global_aux_loss": (1, 1.5)}
 
 
 def test_router_keeps_the_smallest_scores_and_has_losses_in_training_alone(run_ranks):

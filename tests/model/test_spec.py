@@ -115,7 +115,7 @@ KEPT = [
 @pytest.mark.parametrize("words", KEPT)
 def test_a_layer_keeps_the_activations_of_its_spec(run_ranks, words: str) -> None:
     """To the byte: what autograd keeps of a transformer layer is what the planner counts."""
-    from megatron.tools.planning.memory import activations
+    from megatron.tools.planning.activations import activations
 
     run = settled(f"--batch-size 3 --hidden-dropout 0 --attention-dropout 0 {words}")
     planned = activations(run).layer

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import fork_server
 
-from megatron.parallel import shared_memory
-from megatron.parallel.shared_memory import NAME, SWITCH, SharedMemoryGroup, backend_of_groups
+from megatron.parallel.shared_memory import NAME, SWITCH, SharedMemoryGroup, backend_of_groups, memory
 
 SIZES = (1, 3, 1000, 600_001)
 """Elements; the last are more than a message of any type."""
@@ -140,10 +139,10 @@ def test_one_rank_without_shared_memory_leaves_the_group_to_gloo(run_ranks, reas
 
 
 def _sum_of_strangers(reason: str) -> float:
-    rank, namespace = dist.get_rank(), shared_memory.pid_namespace
+    rank, namespace = dist.get_rank(), memory.pid_namespace
     with pytest.MonkeyPatch.context() as patches:
         if reason == "container":  # from which the other's processes are not seen
-            patches.setattr(shared_memory, "pid_namespace", lambda: f"{namespace()}{rank}")
+            patches.setattr(memory, "pid_namespace", lambda: f"{namespace()}{rank}")
         elif reason == "switch" and rank == 1:
             patches.setenv(SWITCH, "0")
         elif rank == 0:

@@ -110,7 +110,7 @@ def doubled_gradient_of_experts():
 
 
 def wrong_weights_of_experts():
-    from megatron.model.moe import Router
+    from megatron.model.router import Router
 
     right = Router.forward
 

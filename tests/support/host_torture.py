@@ -1,6 +1,7 @@
 """An elastic run whose hosts are lost, cut off, stopped, out of disk space or wrong about the time, until it is done.
 
-The hosts are network namespaces, see ``support/hosts.py``. The supervisor is on one more, which no fault hits.
+The hosts are network namespaces, see ``support/hosts.py``. The supervisor is on one more, which no fault hits, unless
+another supervisor is to take over.
 """
 
 import os
@@ -10,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,6 +68,8 @@ class Outcome:
     """Of a loss, from the same run without faults."""
     iterations: int = 0
     proof: str = ""
+    code: int = 0
+    """With which the supervisor has ended after the last fault."""
 
 
 class ElasticVictim:
@@ -79,15 +82,18 @@ class ElasticVictim:
         self.save, self.metrics, self.log = folder / "ck", folder / "metrics", folder / "log"
         for place in ("hosts", "ck", "site"):
             (folder / place).mkdir()
-        self.hosts = Hosts(folder / "hosts", count + 1)
-        self.names = self.hosts.names[:count]
+        self.hosts = Hosts(folder / "hosts", count + 2)
+        self.names, self.places = self.hosts.names[:count], self.hosts.names[count:]
+        """The hosts of ranks, and those of the supervisor and of the next one."""
         lines = [f"{name} slots=1\n" for name in self.names]
         (folder / "hostfile").write_text("".join(lines[:-1]) + lines[-1].replace("\n", " spare\n"))
         self.stages = min(count - 1, 4)
         self.saves = "--save-interval 10 --snapshot-interval 1" if snapshots else "--save-interval 1"
         self.settings = [*_SETTINGS, *programs.data_arguments, "--train-iters", str(iterations)]
         self._supervisor: subprocess.Popen | None = None
-        self._clock, self.code = folder / "clock", 0
+        self._started: list[subprocess.Popen] = []
+        """All supervisors, of which the last one is the present one."""
+        self._clock, self.filler, self.code = folder / "clock", self.save / "filler", 0
         (folder / "site" / "sitecustomize.py").write_text(_CLOCK.format(file=str(self._clock)))
         sent = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
         sent["PYTHONPATH"] = str(folder / "site")
@@ -107,10 +113,10 @@ class ElasticVictim:
         finally:
             subprocess.run(["umount", "-l", str(self.save)], check=True)
 
-    def start(self) -> None:
+    def start(self, *flags: str) -> None:
         """Start the supervisor."""
         command = [
-            *self.hosts.on(self.hosts.names[-1]), sys.executable, "tools/launch.py", "--elastic", "--rejoin",
+            *self.hosts.on(self.places[0]), sys.executable, "tools/launch.py", "--elastic", "--rejoin", *flags,
             "--min-hosts", "2", "--exclude-after", "9", "--hostfile", str(self.folder / "hostfile"),
             "pretrain_gpt2.py", *self.settings,
             "--pipe-parallel-size", str(self.stages), "--metrics-file", str(self.metrics),
@@ -126,12 +132,38 @@ class ElasticVictim:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._started.append(self._supervisor)
+
+    def replace_supervisor(self) -> Callable[[], None]:
+        """Cut the supervisor off and start another one elsewhere, which is to take over once the lease has expired.
+
+        Its files would be out of reach, too, over a network file system, and let it wait: it is stopped. Returns what
+        resumes it, upon which it must end.
+        """
+        cut_off, (place, elsewhere) = self._supervisor, self.places
+        assert cut_off is not None
+        processes = [psutil.Process(cut_off.pid), *psutil.Process(cut_off.pid).children()]  # the first one is nsenter
+        self.hosts.cut(place)
+        for process in processes:
+            process.suspend()
+        self.places = [elsewhere, place]
+        self.start("--standby")
+
+        def resume() -> None:
+            self.hosts.cut(place, "up")
+            for process in reversed(processes):  # nsenter stops itself again while its child is stopped
+                process.resume()
+            code = cut_off.wait(_TIME_LIMIT)
+            assert code == 4, f"{code}, though another supervisor has taken over:\n{self.log.read_text()[-6000:]}"
+
+        return resume
 
     def stop(self) -> None:
-        """End the supervisor, if it runs."""
-        if self._supervisor is not None and self._supervisor.poll() is None:
-            os.killpg(self._supervisor.pid, signal.SIGKILL)
-            self._supervisor.wait()
+        """End every supervisor that runs, a stopped one, too."""
+        for supervisor in self._started:
+            if supervisor.poll() is None:
+                os.killpg(supervisor.pid, signal.SIGKILL)
+                supervisor.wait()
 
     def is_over(self) -> bool:
         """Whether the supervisor has ended."""
@@ -166,10 +198,15 @@ class ElasticVictim:
             time.sleep(0.05)
         return True
 
-    def await_start(self, starts: int) -> None:
+    def must_train(self, lines: int) -> None:
+        """The same; raises AssertionError if the supervisor has ended before."""
+        assert self.await_training(lines), f"ended with {self.code}:\n{self.log.read_text()[-6000:]}"
+
+    def await_start(self, starts: int, meanwhile: Callable[[], object] = lambda: None) -> None:
         """Wait until there are more than so many starts, or the supervisor has ended."""
         deadline = time.monotonic() + _TIME_LIMIT
         while len(self.starts()) <= starts and not self.is_over():
+            meanwhile()
             self.check_time(deadline)
             time.sleep(0.05)
 
@@ -184,15 +221,12 @@ class ElasticVictim:
         assert time.monotonic() < deadline, f"no training:\n{self.log.read_text()[-6000:]}"
 
     def end(self) -> None:
-        """SIGTERM to the supervisor, as a scheduler sends it; the run saves and ends, with the code of its launcher."""
-        if self.is_over():
-            assert self.code == 0, f"{self.code}:\n{self.log.read_text()[-6000:]}"
-            return
+        """SIGTERM to the supervisor, as a scheduler sends it; the run saves and ends, with code 75."""
         assert self._supervisor is not None
-        for process in psutil.Process(self._supervisor.pid).children():  # that one is nsenter
-            process.terminate()
+        if not self.is_over():
+            for process in psutil.Process(self._supervisor.pid).children():  # that one is nsenter
+                process.terminate()
         self.code = self._supervisor.wait(_TIME_LIMIT)
-        assert self.code in (0, 1, 6, 75, 143), f"{self.code}:\n{self.log.read_text()[-6000:]}"
 
     def signal_rank(self, host: str, name: str) -> None:
         """Send a signal to every rank on a host, once there is one."""
@@ -204,20 +238,15 @@ class ElasticVictim:
             subprocess.run([*self.hosts.on(host), "kill", f"-{name}", *ranks])
 
     def _ranks_on(self, host: str) -> list[str]:
-        command = [*self.hosts.on(host), "ps", "-eo", "pid,args"]
+        command = [*self.hosts.on(host), "ps", "-ww", "-eo", "pid,args"]
         listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         return [line.split()[0] for line in listed if " pretrain_gpt2.py " in line and "launch" not in line]
 
-    def fill_disk(self) -> Path:
-        """A file that takes what is left of the checkpoints' disk."""
-        filler = self.save / "filler"
-        with open(filler, "wb") as file:
-            try:
-                while True:
-                    file.write(b"\0" * (1 << 16))
-                    file.flush()
-            except OSError:
-                return filler
+    def fill_disk(self) -> None:
+        """Let a file take what is left of the checkpoints' disk."""
+        with suppress(OSError), open(self.filler, "ab", buffering=0) as file:
+            while True:
+                file.write(b"\0" * (1 << 16))
 
     def damage_newest(self) -> None:
         """Change a byte of the largest file of the newest checkpoint."""
@@ -240,8 +269,6 @@ class ElasticVictim:
         if fault == "link cut":
             self.hosts.cut(host)
             return lambda: self.hosts.cut(host, "up")
-        if fault == "checkpoint damaged":
-            self.damage_newest()
         self.signal_rank(host, "STOP" if fault == "ranks stopped" else "KILL")
         return lambda: None
 
@@ -251,30 +278,40 @@ class ElasticVictim:
 
 
 FAULTS = ("ranks killed", "host lost", "link cut", "ranks stopped", "disk full", "checkpoint damaged", "clock jump")
+SUPERVISOR = "supervisor cut off"
+"""One more fault, if it is asked for: another supervisor takes over, and the first one ends."""
 INSTANTS = ("at any time", "while saving", "while restarting", "two hosts at once")
 
 
-def torture_hosts(victim: ElasticVictim, faults: int, report: Callable[[Recovery], None]) -> Outcome:
-    """So many faults, one after the other, unless Ctrl-C ends them; then the end of the run, its losses and proof."""
+def torture_hosts(
+    victim: ElasticVictim,
+    faults: int,
+    report: Callable[[Recovery], None],
+    is_stopped: Callable[[], bool],
+    kinds: Sequence[str] = FAULTS,
+) -> Outcome:
+    """So many faults, one after the other, or fewer if it ``is_stopped``, which it is between two of them alone.
+
+    Then the end of the run, its losses and proof.
+    """
     outcome = Outcome()
     with victim.running():
-        try:
-            for number in range(faults):
-                if not victim.await_training(2):
-                    break
-                instant = INSTANTS[number // len(FAULTS) % len(INSTANTS)]
-                outcome.recoveries.append(_hit(victim, FAULTS[number % len(FAULTS)], instant))
-                report(outcome.recoveries[-1])
-            victim.await_training(1)
-        except KeyboardInterrupt:
-            pass
+        for number in range(faults):
+            victim.must_train(2)
+            if is_stopped():
+                break
+            instant = INSTANTS[number // len(kinds) % len(INSTANTS)]
+            outcome.recoveries.append(_hit(victim, kinds[number % len(kinds)], instant))
+            report(outcome.recoveries[-1])
+        victim.must_train(1)
         victim.end()
+        outcome.code = victim.code
         found = {line["iteration"]: line["lm_loss"] for line in read_metrics(victim.metrics)}
         words = ("--load", str(victim.save), "--metrics-file", str(victim.metrics))
         outcome.proof = victim.programs.python("tools/audit_data.py", "proof", *words).ok().output.splitlines()[-1]
     whole, last = victim.folder / "whole", max(found)
     alone = ("--pipe-parallel-size", "1", "--metrics-file", whole, "--exit-interval", str(last))
-    victim.programs.warm(1, "pretrain_gpt2.py", *victim.settings, *alone, time_limit=_TIME_LIMIT).ok()
+    victim.programs.warm(1, "pretrain_gpt2.py", *victim.settings, *alone, time_limit=_TIME_LIMIT + last).ok()
     expected = {line["iteration"]: line["lm_loss"] for line in read_metrics(whole)}
     assert found.keys() == expected.keys()
     outcome.iterations = last
@@ -284,30 +321,35 @@ def torture_hosts(victim: ElasticVictim, faults: int, report: Callable[[Recovery
 
 def _hit(victim: ElasticVictim, fault: str, instant: str) -> Recovery:
     """One fault, to the next iteration that is trained; afterwards everything is as before it."""
-    hosts = victim.in_use()
-    chosen = victim.chance.sample(hosts, min(len(hosts), 2 if instant == "two hosts at once" else 1))
     if instant == "while restarting":
         starts = len(victim.starts())
-        victim.signal_rank(victim.chance.choice(hosts), "KILL")
+        victim.signal_rank(victim.chance.choice(victim.in_use()), "KILL")
         victim.await_start(starts)
         time.sleep(victim.chance.uniform(0, 6))
     elif instant == "while saving":
         victim.await_save()
     else:
         time.sleep(victim.chance.uniform(0, 0.5))
-    begin, starts, told = time.monotonic(), len(victim.starts()), len(victim.shares())
+    begin, starts, told, hosts = time.monotonic(), len(victim.starts()), len(victim.shares()), victim.in_use()
+    chosen = victim.chance.sample(hosts, min(len(hosts), 2 if instant == "two hosts at once" else 1))
+    undo: list[Callable[[], object]] = []
     if fault == "clock jump":
         victim.jump_clock()
-    undo = [victim.strike(fault, host) for host in chosen if fault not in ("disk full", "clock jump")]
-    if fault == "disk full":
-        undo = [victim.fill_disk().unlink]
-    if fault != "clock jump":
+    elif fault == "disk full":
+        victim.await_start(starts, victim.fill_disk)  # again and again: the run deletes old checkpoints
+        victim.filler.unlink(missing_ok=True)
+    elif fault == SUPERVISOR:
+        chosen, undo = victim.places[:1], [victim.replace_supervisor()]
         victim.await_start(starts)
-    if fault == "disk full":
-        undo.pop()()
+    else:
+        if fault == "checkpoint damaged":
+            victim.damage_newest()
+        undo = [victim.strike(fault, host) for host in chosen]
+        victim.await_start(starts)
     is_over = victim.is_over() or not victim.await_training(1)
     if is_over:  # as a scheduler would, once the hosts are there again
-        assert victim.code in (0, 6, 7), f"{victim.code}:\n{victim.log.read_text()[-6000:]}"
+        assert victim.code, "the run was over before its last fault: it needs more --iterations"
+        assert victim.code in (6, 7), f"{victim.code}:\n{victim.log.read_text()[-6000:]}"
         while undo:
             undo.pop()()
         while victim.code in (6, 7) and time.monotonic() < begin + _TIME_LIMIT:

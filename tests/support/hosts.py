@@ -142,8 +142,8 @@ class Hosts:
 
     def await_end(self, name: str, word: str) -> None:
         """Wait until no process of the host has ``word`` on its command line."""
-        deadline = time.monotonic() + 120
-        command = [*self.on(name), "ps", "-eo", "args"]
+        deadline = time.monotonic() + 240
+        command = [*self.on(name), "ps", "-ww", "-eo", "args"]  # whole lines, whatever COLUMNS says
         while word in (said := subprocess.run(command, capture_output=True, text=True, check=True).stdout):
             assert time.monotonic() < deadline, said
             time.sleep(0.5)

@@ -7,11 +7,10 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as launch.environment s
 
 import deepspeed  # noqa: F401
 import deepspeed.module_inject.auto_ep_layer  # noqa: F401, which every engine imports
-import deepspeed.ops.op_builder.all_ops  # noqa: F401, which the first of gloo's groups imports
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401, torch's compiler, which the first use of ZeRO imports
 import torch
 import torch._dynamo  # noqa: F401, which the first optimizer imports
-import torch.utils.cpp_extension  # noqa: F401, setuptools, which DeepSpeed's first operator imports
+import torch.utils.cpp_extension  # noqa: F401, setuptools, which DeepSpeed's Adam for offload imports
 
 from megatron.model import bert, gpt2  # noqa: F401
 from megatron.tools.reporting import callbacks, tracing  # noqa: F401

@@ -24,7 +24,7 @@ from megatron.launch.environment import free_port
 from megatron.launch.processes import exit_with_parent
 
 TIME_LIMIT = 240.0
-"""Seconds for one call, the first of a session included, which may have to compile DeepSpeed's extension."""
+"""Seconds for one call, the first with offload included, which may have to compile DeepSpeed's Adam."""
 
 
 class RankPools:
@@ -175,10 +175,15 @@ def _start() -> None:
     import deepspeed
     import torch
 
-    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
+    from megatron.parallel.deepspeed_compat import (
+        deepspeed_silenced,
+        nothing_compiled_for_collectives,
+        silence_known_warnings,
+    )
 
     torch.set_num_threads(1)
     silence_known_warnings()
+    nothing_compiled_for_collectives()
     with deepspeed_silenced(verbose=False):
         deepspeed.init_distributed("gloo", verbose=False)
 

@@ -1,7 +1,7 @@
 """A third architecture: a GPT with an output table of its own, after a learned scale. Its spec, without torch."""
 
 from megatron.config import ModelConfig
-from megatron.model.architectures import WITHOUT_SEGMENT_IDS, final_norm, position_embedding, transformer_layer
+from megatron.model.architectures.layers import WITHOUT_SEGMENT_IDS, final_norm, position_embedding, transformer_layer
 from megatron.model.spec import ArchitectureSpec, KeptActivations, LayerSpec, ParameterSpec, register
 
 

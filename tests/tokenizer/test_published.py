@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron.checkpoint.fingerprint import tokenizer_hash
 from megatron.config.command_line import parse_run
-from megatron.config.data import HUGGINGFACE, SENTENCEPIECE, TOKENIZER_FILES
 from megatron.config.errors import DataError
+from megatron.config.tokenizer_files import HUGGINGFACE, SENTENCEPIECE, TOKENIZER_FILES
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer
 from megatron.tools.inference.detokenizer import Detokenizer

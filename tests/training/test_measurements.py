@@ -121,11 +121,11 @@ def nested_phases() -> tuple[dict[str, float], str]:
     import torch.distributed as dist
 
     from megatron.parallel.pipeline.schedule import Instruction
-    from megatron.training import measurements
+    from megatron.training import timers as timing
 
-    seconds, original = [0.0], measurements.now
-    measurements.now = lambda: seconds[0]
-    timers = measurements.PhaseTimers(2)
+    seconds, original = [0.0], timing.now
+    timing.now = lambda: seconds[0]
+    timers = timing.PhaseTimers(2)
     for iteration in (1, 2):
         with timers.around_iteration(iteration) as (hook,):
             seconds[0] += 2.0
@@ -136,6 +136,6 @@ def nested_phases() -> tuple[dict[str, float], str]:
                 seconds[0] += 1.0
             with hook(Instruction("OptimizerStep")):
                 seconds[0] += 2.0 + 2.0 * dist.get_rank()
-    measurements.now = original
+    timing.now = original
     with contextlib.redirect_stdout(io.StringIO()) as output:
         return dict(timers.metrics()), output.getvalue()

@@ -53,6 +53,13 @@ def test_layout_agrees_with_one_process(runs: LayoutRuns, layout: str) -> None:
     assert found[0].keys() >= OF_EXPERTS
 
 
+def test_a_balanced_global_batch_agrees_with_one_process(runs: LayoutRuns) -> None:
+    """In one micro-batch: the ranks exchange which experts their samples chose."""
+    balance = "--moe-router-load-balancing-type global_aux_loss --batch-size"
+    found = runs(4, f"{balance} 4 {EP} 2 --model-parallel-size 2 --zero-stage 1")
+    compare_runs(runs.on_one_process(f"{balance} 8"), found, ITERATIONS, COMPARED | OF_EXPERTS)
+
+
 def test_training_resumes_with_other_numbers_of_expert_ranks(runs: LayoutRuns) -> None:
     """From one rank to two, four, and one again, each time for one iteration."""
     folder = runs(1, "--exit-interval 1")

@@ -11,7 +11,7 @@ import pytest
 from support.command_lines import CPU
 
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly
-from megatron.checkpoint.saved_run import describe
+from megatron.checkpoint.run_file import describe
 from megatron.checkpoint.tracker import publish, write_description
 from megatron.config import RunConfig
 from megatron.config.command_line import parse_run

@@ -23,11 +23,12 @@ from megatron.config.command_line.layer import (
     read_layer,
 )
 from megatron.config.command_line.parser import SETTINGS_FILE, build_parser, negative_flag
-from megatron.config.deepspeed_json import SETTINGS
+from megatron.config.deepspeed_json.settings import SETTINGS
 from megatron.config.errors import ConfigError, did_you_mean
 from megatron.config.fields import Provided, flag_name
 from megatron.config.huggingface import model_words, read_config, shape_of
-from megatron.config.model import ROTARY, ModelConfig
+from megatron.config.model import ModelConfig
+from megatron.config.positions import ROTARY
 from megatron.config.presets import PRESETS, preset_words
 from megatron.config.reading import unreadable_words
 from megatron.config.validation import EXCLUSIVE

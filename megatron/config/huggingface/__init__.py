@@ -12,7 +12,7 @@ from typing import Any
 from megatron.config import ModelConfig
 from megatron.config.errors import CheckpointError, ConfigError
 from megatron.config.huggingface import bert, gpt2, llama, t5
-from megatron.config.model import ROTATION
+from megatron.config.positions import ROTATION
 from megatron.config.reading import parse_json, read_bytes
 from megatron.model.architectures import GPT2, T5
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.config.model import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_LENGTH
+from megatron.config.positions import HIGH_FREQUENCY_FACTOR, LOW_FREQUENCY_FACTOR, ORIGINAL_LENGTH
 
 _LLAMA3 = {
     "low_freq_factor": LOW_FREQUENCY_FACTOR,

@@ -13,7 +13,8 @@ from megatron.config.validation.rules import RULES, Rule
 from megatron.model.spec import ArchitectureSpec
 
 # The order of RULES.
-from megatron.config.validation import layout, memory, training, experts, data, encoder_decoder, output  # noqa: F401, I001  # isort: skip
+from megatron.config.validation import layout, pipeline, memory, model, training  # noqa: F401, I001  # isort: skip
+from megatron.config.validation import experts, data, encoder_decoder, output  # noqa: F401, I001  # isort: skip
 
 __all__ = ["RULES", "Rule", "size_problems", "value_problems", "violations", "warnings"]
 

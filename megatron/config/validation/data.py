@@ -1,7 +1,8 @@
 """Rules about tokenizers and data sets."""
 
 from megatron.config import RunConfig
-from megatron.config.data import NULL_TOKENIZER, PUBLISHED, read_blend, unused_merges
+from megatron.config.data import read_blend
+from megatron.config.tokenizer_files import NULL_TOKENIZER, PUBLISHED, unused_merges
 from megatron.config.validation.rules import Messages, excludes, needs, rule
 from megatron.model.architectures import architecture_of
 

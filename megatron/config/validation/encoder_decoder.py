@@ -2,7 +2,7 @@
 
 from megatron.config import RunConfig
 from megatron.config.errors import counted
-from megatron.config.model import ROTARY
+from megatron.config.positions import ROTARY
 from megatron.config.validation.rules import Messages, enabled, rule
 from megatron.model.architectures import architecture_of
 from megatron.parallel.pipeline import partition

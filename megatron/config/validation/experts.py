@@ -5,7 +5,7 @@ import itertools
 from megatron.config import RunConfig
 from megatron.config.errors import nearest_multiples
 from megatron.config.experts import layer_list
-from megatron.config.validation.layout import partition_fits, stages_have_layers
+from megatron.config.validation.pipeline import partition_fits, stages_have_layers
 from megatron.config.validation.rules import Messages, enabled, needs, rule
 from megatron.model.architectures import architecture_of
 from megatron.parallel.pipeline import partition

@@ -17,7 +17,7 @@ def zero_with_pipeline(run: RunConfig) -> Messages:
         yield (
             f"--zero-stage {stage} cannot be combined with --pipe-parallel-size {stages}: the pipeline accumulates "
             "gradients over micro-batches, and would have to reduce its shards for each of them; use --zero-stage 1 or "
-            "--pipe-parallel-size 0"
+            "--pipe-parallel-size 0 (docs/parallelism.md, ZeRO 2 with a pipeline, compares their memory)"
         )
 
 

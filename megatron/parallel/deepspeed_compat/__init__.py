@@ -2,9 +2,11 @@
 
 Each entry states where the part is in DeepSpeed ``TESTED_VERSION``, what it does there, the test that fails without
 the entry, and when the entry can be removed. Nothing outside of this package replaces attributes of DeepSpeed's
-objects.
+objects, except for its launcher, which imports neither torch nor this package: ``megatron/tools/cluster/`` has
+``deepspeed_launcher.py`` and ``host_launch.py`` for it, in the same form.
 """
 
+import importlib
 import logging
 import os
 import platform
@@ -66,6 +68,17 @@ def silence_known_warnings() -> None:
         warnings.filterwarnings("ignore", message=f"(?s).*{message}")
 
 
+def nothing_compiled_for_collectives() -> None:
+    """Let DeepSpeed start on a CPU without compiling its all-reduce for inference, which training does not call.
+
+    DeepSpeed: comm/torch.py, the constructor of TorchBackend compiles and loads ``deepspeed_shm_comm``: 20 seconds in
+    each new environment, and for each rank that the launcher gives LOCAL_SIZE 66 MiB of /dev/shm that outlive the run.
+    Without it ``inference_all_reduce()`` is torch's all-reduce.
+    Test: tests/bad_input/test_extension_cache.py. Remove when ``inference_all_reduce()`` itself compiles it.
+    """
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+
+
 def cpu_known_at_once() -> None:
     """Let DeepSpeed's builders and its Adam for CPUs read in /proc what kind of processor this is.
 
@@ -106,12 +119,17 @@ def set_groups_of_deepspeed(timeout: timedelta, backend: str | None = None) -> N
 
 @contextmanager
 def deepspeed_silenced(verbose: bool) -> Iterator[None]:
-    """Keep the prints of DeepSpeed and of gloo (from C++) off stdout unless ``verbose``. DeepSpeed's errors stay.
+    """Keep the prints of DeepSpeed and of gloo (from C++) off stdout. DeepSpeed's errors stay.
+
+    With ``verbose`` nothing is kept off, and DeepSpeed's logger prints its information, too.
 
     DeepSpeed: prints hundreds of lines while an engine is built, some of them not through its logger.
     Test: tests/launch/test_launchers.py. Remove when one log level silences all of it.
     """
     if verbose:
+        from deepspeed.utils.logging import set_log_level_from_string
+
+        set_log_level_from_string("info")
         yield
         return
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

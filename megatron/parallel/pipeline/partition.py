@@ -71,7 +71,8 @@ METHODS: dict[str, Callable[[LayerGroup, int], int]] = {
 """The weight of a layer group, for stages of equal weight."""
 
 
-def layer_groups(model: ModelConfig) -> list[LayerGroup]:
+@lru_cache(maxsize=64)
+def layer_groups(model: ModelConfig) -> tuple[LayerGroup, ...]:
     """The layers of ``model`` in groups that are never divided, from the embeddings to the head.
 
     What stands between two transformer layers belongs to the later one, as do the relative positions of the first.
@@ -81,7 +82,7 @@ def layer_groups(model: ModelConfig) -> list[LayerGroup]:
     assert len(blocks) == model.num_layers
     first = blocks[0] - (layers[blocks[0] - 1].class_name == POSITIONS)
     begins = [first, *(index + 1 for index in blocks)]
-    return [layers[:first], *(layers[begin:end] for begin, end in pairwise(begins)), layers[begins[-1] :]]
+    return (layers[:first], *(layers[begin:end] for begin, end in pairwise(begins)), layers[begins[-1] :])
 
 
 def layer_names(model: ModelConfig) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import ceil
 from typing import NamedTuple
 
 from megatron.config import RunConfig
@@ -77,6 +78,8 @@ class Moment(NamedTuple):
     """Of its model chunk, among those of the stage."""
     held: tuple[Held, ...]
     """For each chunk of the stage."""
+    is_first: bool = False
+    """Whether no backward pass of the stage has run yet, so that there are no gradients of its weights."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,10 @@ class Schedule:
         """What a stage keeps before each B, I and W; all that occur, each once."""
         return _moments(self, stage)
 
+    def most_in_flight(self, stage: int) -> int:
+        """Micro-batches of which a stage keeps tensors at a time, at most, in the mean over its chunks."""
+        return _most_in_flight(self, stage)
+
     @property
     def shortened(self) -> "Schedule":
         """The same with as few micro-batches as have the same seconds of idle time, and as many passes in flight."""
@@ -153,10 +160,15 @@ def _moments(schedule: Schedule, stage: int) -> tuple[Moment, ...]:
     for chunk, kind, _ in schedule.actions(stage):
         phase = own.index(chunk)
         if kind != FORWARD:
-            found[Moment(kind, phase, tuple(held))] = None
+            found[Moment(kind, phase, tuple(held), is_first=not found)] = None
         forward, products = _CHANGES[kind]
         held[phase] = Held(held[phase].forward + forward, held[phase].products + products)
     return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _most_in_flight(schedule: Schedule, stage: int) -> int:
+    return max(ceil(sum(map(sum, moment.held)) / len(moment.held)) for moment in _moments(schedule, stage))
 
 
 _CHANGES = {FORWARD: (1, 0), BACKWARD: (-1, 0), INPUT_GRADIENTS: (-1, 1), WEIGHT_GRADIENTS: (0, -1)}

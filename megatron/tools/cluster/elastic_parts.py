@@ -19,13 +19,13 @@ from megatron.config.errors import ConfigError, LaunchError, ResourceError
 from megatron.tools.cluster.census import HostState, look_at_hosts, take_census
 from megatron.tools.cluster.doctor import Examination
 from megatron.tools.cluster.elastic import Ended, Start, failed_first, is_complete, pick_hosts
-from megatron.tools.cluster.elastic_watch import ALIVE_SECONDS, Watch, names_of, ranks_in, ranks_of
+from megatron.tools.cluster.elastic_watch import ALIVE_SECONDS, END_SECONDS, Watch, names_of, ranks_in, ranks_of
 from megatron.tools.cluster.hostfile import Host, read_hostfile, runs_here_alone, select
 from megatron.tools.cluster.idle_memory import bring_snapshots
 from megatron.tools.cluster.launching import launcher_words, training_program
 from megatron.tools.cluster.recovery import Events
 from megatron.tools.cluster.remote import device_kind, is_plain, ssh_options_for_pdsh
-from megatron.tools.cluster.supervise import read_exit_codes, supervise
+from megatron.tools.cluster.supervise import PREEMPTED, read_exit_codes, supervise
 from megatron.tools.planning.request import bytes_of_text
 from megatron.tools.planning.survivors import device_here, name_of_gpu, plan_survivors
 from megatron.tools.planning.timing import DEVICES, Device
@@ -38,6 +38,8 @@ STARTS = "elastic.jsonl"
 _CENSUS_SECONDS = 30.0
 _PATIENCE_SECONDS, _PAUSE_SECONDS = 60.0, 5.0
 """How long to look, and how often, whether enough hosts of a run that has been started answer again."""
+_LOOK_SECONDS = 0.2
+"""Between two looks at the exit codes of ranks that end."""
 _SILENT_SECONDS = 25.0
 """How long it is believed that a host does not answer. More than the time between two looks at lost hosts."""
 
@@ -157,7 +159,8 @@ class ElasticRun:
             bring_snapshots(idle, self.run_config, self.launch.ssh_port)
         self._used = names_of(start)
         with tempfile.TemporaryDirectory(prefix="elastic-") as folder, _folder_in(self.save) as exit_codes:
-            command = [*self.runner, *launcher_words(self._launch_of(start, Path(folder)), self.environ)]
+            launch = self._launch_of(start, Path(folder))
+            command = [*self.runner, *launcher_words(launch, self.environ)]
             environ = {
                 **self.environ,
                 **ssh_options_for_pdsh(self.environ, alive=ALIVE_SECONDS),
@@ -169,12 +172,16 @@ class ElasticRun:
                 ended = supervise(command, environ, watch, Path(exit_codes))
             finally:
                 watch.close()
+            code = ended.code
+            if ended.by_signal and self.program is not None:  # others may leave no exit codes
+                may_save = launch.force_multi and not ended.was_stopped  # which has waited as long already
+                code = code_after_signal(Path(exit_codes), code, END_SECONDS if may_save else 0.0)
             codes = read_exit_codes(Path(exit_codes))
         if ended.was_stopped:
             codes = with_ended(codes, start.hosts, watch.gone)
         if self.launch.exclude_stragglers:
             self._slow |= slow_hosts(self.save / STRAGGLERS, start.hosts)
-        result = Ended(ended.code, ended.by_signal, failed_first(start.hosts, codes), watch.hosts_rejoin)
+        result = Ended(code, ended.by_signal, failed_first(start.hosts, codes), watch.hosts_rejoin)
         self._record(start, result, began)
         self.events = watch.failure
         for event in ("noticed", "ended"):
@@ -259,6 +266,19 @@ def _folder_in(save: Path) -> tempfile.TemporaryDirectory:
         return tempfile.TemporaryDirectory(prefix=".ranks-", dir=save, ignore_cleanup_errors=True)
     except OSError as error:
         raise ResourceError(f"--save {save}: no folder can be made there: {error.strerror}") from error
+
+
+def code_after_signal(folder: Path, code: int, patience: float) -> int:
+    """The code that all ranks have left in ``folder`` after a signal, 75 if they have saved; else ``code``.
+
+    For several hosts DeepSpeed's launcher ends with ``code`` a second after the signal: ranks that have begun have
+    ``patience`` seconds to end. If none has, there was nothing to save.
+    """
+    deadline = time.monotonic() + patience
+    while "" in (codes := read_exit_codes(folder)).values() and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+    left = set(codes.values()) or {str(PREEMPTED)}
+    return int(left.pop()) if len(left) == 1 and "" not in left else code
 
 
 def with_ended(codes: Mapping[int, str], hosts: Sequence[Host], gone: set[str]) -> dict[int, str]:

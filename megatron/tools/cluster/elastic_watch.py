@@ -24,7 +24,7 @@ ALIVE_SECONDS = 3
 """ssh gives up a host that has been silent for three times that long."""
 _NOTICE_SECONDS = 3.0
 """How long the ranks of other hosts may take to notice the end of a host's ranks, and to print what they know."""
-_END_SECONDS = 60.0
+END_SECONDS = 60.0
 """The same at an end that no restart follows."""
 _CONNECT_SECONDS = 5.0
 """How long after the first connection a host may have none, before it counts as gone."""
@@ -109,7 +109,7 @@ class Watch:
                 self.failure.note("noticed")
                 self._ask(new | (self._run.lost - names_of(self._start)))
             self.gone = gone
-        if now - self._gone_since < (_END_SECONDS if ends_well else _NOTICE_SECONDS):
+        if now - self._gone_since < (END_SECONDS if ends_well else _NOTICE_SECONDS):
             return False
         announce(f"the ranks of {' '.join(sorted(gone))} have ended, or are lost: those of other hosts are ended")
         return True
@@ -181,11 +181,17 @@ def connections(launcher: psutil.Process, hosts: Sequence[str]) -> dict[str, psu
     found: dict[str, psutil.Process] = {}
     for process in _children(launcher, recursive=True):
         with suppress(psutil.Error):  # it has just ended
-            if process.name().startswith("pdsh"):  # Debian's is called pdsh.bin
+            if _is_pdsh(process):
                 for ssh in _children(process):
                     with suppress(psutil.Error):
-                        found |= {host: ssh for host in set(hosts).intersection(ssh.cmdline())}
+                        # A child that is not ssh yet has the command line of pdsh, with the names of all hosts.
+                        if not _is_pdsh(ssh):
+                            found |= {host: ssh for host in set(hosts).intersection(ssh.cmdline())}
     return found
+
+
+def _is_pdsh(process: psutil.Process) -> bool:
+    return process.name().startswith("pdsh")  # Debian's is called pdsh.bin
 
 
 def _children(process: psutil.Process, *, recursive: bool = False) -> list[psutil.Process]:

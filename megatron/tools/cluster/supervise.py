@@ -59,7 +59,7 @@ def supervise(
     ``exit_codes``, which is removed at the end unless it is given.
 
     The exit code is the launcher's, 128 + n if signal n ended it. If it is 0 though a rank of this host failed, it is
-    that of the rank: 6 for a rank that was killed.
+    that of the rank: 6 for a rank that was killed. If all ranks of this host have saved after a signal, it is 75.
     Raises FileNotFoundError or PermissionError if there is no such launcher.
     """
     _inherit_orphans()
@@ -87,6 +87,8 @@ def supervise(
             for number, handler in earlier.items():
                 signal.signal(number, handler)
         codes = read_exit_codes(folder)
+    if forwarded and set(codes.values()) == {str(PREEMPTED)}:  # with which DeepSpeed's launchers do not end
+        code = PREEMPTED
     code = 128 - code if code < 0 else code or _code_of_ranks(codes)
     return LauncherExit(code, bool(forwarded), was_stopped)
 

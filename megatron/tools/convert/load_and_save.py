@@ -16,7 +16,8 @@ from torch.serialization import set_default_mmap_options, skip_data
 
 from megatron.checkpoint.load import CHECKPOINT_VERSION
 from megatron.checkpoint.parameter_state import rank_weights
-from megatron.checkpoint.saved_run import SavedRun, describe
+from megatron.checkpoint.run_file import describe
+from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_checked_file, read_file
 from megatron.checkpoint.tracker import publish, write_description
 from megatron.config import (
@@ -32,8 +33,8 @@ from megatron.config import (
     TrainConfig,
     ZeroConfig,
 )
-from megatron.config.data import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.config.errors import CheckpointError
+from megatron.config.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.model.architectures import architecture_of
 from megatron.tools.convert.huggingface import read_huggingface
 from megatron.tools.convert.inspection import RUN_KEY, Found, read_config, read_description

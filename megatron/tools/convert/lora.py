@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron.checkpoint.huggingface import divided
 from megatron.config import ModelConfig
+from megatron.config.adapters import LORA_TARGETS
 from megatron.config.errors import ConfigError
 from megatron.config.huggingface.llama import family_of, source_shapes
-from megatron.config.model import LORA_TARGETS
 from megatron.tools.convert.whole_model import WholeModel
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.saved_run import RUN_FILE
+from megatron.checkpoint.run_file import RUN_FILE
 from megatron.config.errors import CheckpointError, first_line
 
 _STUBBED = ("megatron.", "deepspeed.", "apex.", "numpy.")

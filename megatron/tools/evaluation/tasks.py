@@ -1,9 +1,7 @@
-"""Evaluation tasks: reading their data, the samples of a file, and the metrics computed from scores. No torch here."""
+"""Evaluation tasks: from a file to samples, and from scores to metrics. No torch here."""
 
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,179 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config.errors import ConfigError, DataError, NumericsError, counted
-from megatron.config.reading import read_bytes
-from megatron.data.indexed_dataset import IndexedDataset
+from megatron.config.errors import ConfigError, NumericsError, counted
 from megatron.tokenizer import Tokenizer
-from megatron.tools.preprocess.corpus import FORMATS, format_of, read_chunks, uncompressed
-
-_CHUNK = 1 << 20
-
-
-class Line(NamedTuple):
-    """One text of a file, with its location for messages."""
-
-    where: str
-    text: str
-
-
-def read_text(path: Path) -> str:
-    """The content of a UTF-8 file, line ends unchanged. Raises ConfigError if it cannot be read."""
-    try:
-        return read_bytes(path).decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a file of text") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start} is not UTF-8; name a file of text") from None
-
-
-def read_lines(path: Path, key: str) -> list[Line]:
-    """The text under ``key`` of each line of a JSONL file, or row of Parquet, without blank lines.
-
-    Raises ConfigError if the file cannot be read, a line is invalid, or there is no text.
-    """
-    kind = "parquet" if format_of(path) == "parquet" else "jsonl"
-    with data_errors_as_usage():
-        lines = [
-            Line(where, text)
-            for chunk in read_chunks(path, kind, (key,), size=_CHUNK)
-            for number, line in enumerate(chunk.lines, chunk.first_line)
-            if not isinstance(line, bytes) or line.strip()
-            for where in [f"{path}:{number}"]
-            for text in FORMATS[kind].texts(where, line, (key,))
-        ]
-    if not lines:
-        raise ConfigError(f"{path}: no text in it; give a JSON object with {key!r} on each line")
-    return lines
-
-
-PAIR = ("input", "target")
-"""Keys of a text and of what is to be written for it."""
-
-
-def read_pairs(path: Path) -> list[tuple[str, str, str]]:
-    """Location, input and target of each line of JSONL, or row of Parquet. Raises ConfigError as ``read_lines``."""
-    kind = "parquet" if format_of(path) == "parquet" else "jsonl"
-    with data_errors_as_usage():
-        pairs = [
-            (where, text, target)
-            for chunk in read_chunks(path, kind, PAIR, size=_CHUNK)
-            for number, line in enumerate(chunk.lines, chunk.first_line)
-            if not isinstance(line, bytes) or line.strip()
-            for where in [f"{path}:{number}"]
-            for text, target in [FORMATS[kind].texts(where, line, PAIR)]
-        ]
-    if not pairs:
-        raise ConfigError(f"{path}: no pair in it; give a JSON object with input and target on each line")
-    return pairs
-
-
-def read_tokens(prefix: Path, vocab_size: int) -> np.ndarray:
-    """All tokens of the data set ``PREFIX.bin`` and ``PREFIX.idx`` in a row, by memory map: integers [n].
-
-    Raises ConfigError if it is missing or broken, or holds tokens outside a vocabulary of ``vocab_size``.
-    """
-    with data_errors_as_usage():
-        dataset = IndexedDataset(prefix)
-    tokens = dataset.span(0, dataset.num_tokens)
-    if len(tokens) and not (0 <= int(tokens.min()) and int(tokens.max()) < vocab_size):
-        raise ConfigError(
-            f"{prefix}.bin: its tokens range from {int(tokens.min())} to {int(tokens.max())}, and the model's "
-            f"vocabulary has {vocab_size}; give the data set that was made with the model's tokenizer"
-        )
-    return tokens
-
-
-@contextmanager
-def data_errors_as_usage() -> Iterator[None]:
-    """Turn DataError into ConfigError: a broken file on the command line is wrong usage."""
-    try:
-        yield
-    except DataError as error:
-        raise ConfigError(error.messages) from error
-
-
-_SPACED = (
-    ("s '", "s'"),
-    # inside words and numbers
-    (" @-@ ", "-"),
-    (" @,@ ", ","),
-    (" @.@ ", "."),
-    # after a word
-    *((f" {mark} ", f"{mark} ") for mark in ":;.!?,"),
-)
-_ENCLOSED = (("(", ")"), ("[", "]"), ("{", "}"), ('"', '"'), ("'", "'"))
-"""Pairs whose inner blanks are removed."""
-_REST = (
-    # headings
-    ("= = = =", "===="),
-    ("= = =", "==="),
-    ("= =", "=="),
-    (" ° ", "°"),
-    (" \n", "\n"),
-    ("\n ", "\n"),
-    (" N ", " 1 "),
-    (" 's", "'s"),
-)
-
-
-def detokenize_wikitext(text: str) -> str:
-    """``text`` without the blanks that WikiText inserts."""
-    for old, new in _SPACED:
-        text = text.replace(old, new)
-    for opening, closing in _ENCLOSED:
-        inside = rf"\s*([^{re.escape(closing)}]*?)\s*"
-        text = re.sub(f"{re.escape(opening)}{inside}{re.escape(closing)}", rf"{opening}\1{closing}", text)
-    for old, new in _REST:
-        text = text.replace(old, new)
-    return text
-
-
-def count_words(text: str) -> int:
-    """Words of WikiText's tokenized text, which normalize perplexity: split at blanks only, so line ends count."""
-    return len(text.strip().split(" "))
-
-
-class Sample(NamedTuple):
-    """Consecutive tokens, the last of which are predicted, each from all before it."""
-
-    tokens: np.ndarray
-    """Integers [n + 1]; the first n are the input."""
-    predicted: int
-    """Number of predicted tokens, from 1 to n."""
-    text: Sequence[int] = ()
-    """What an encoder reads, of a model that has one."""
-
-
-class Windows(Sequence[Sample]):
-    """Windows of ``size`` inputs of a long text, each ``stride`` after the one before; computed on demand.
-
-    Every token but the first is predicted exactly once: the first window predicts all of its tokens, each
-    later one its ``stride`` new tokens, so that they have at least ``size - stride`` tokens before them.
-    """
-
-    def __init__(self, tokens: np.ndarray, *, size: int, stride: int):
-        assert 1 <= stride <= size
-        self._tokens, self._size, self._stride = tokens, size, stride
-        self.predicted = max(len(tokens) - 1, 0)
-        """Total number of predicted tokens."""
-
-    def __len__(self) -> int:
-        return 1 + math.ceil(max(self.predicted - self._size, 0) / self._stride) if self.predicted else 0
-
-    def __getitem__(self, number: int) -> Sample:  # type: ignore[override]  # slices are not needed
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        start = number * self._stride
-        end = min(start + self._size, self.predicted)
-        seen_before = start + self._size - self._stride if number else 0
-        return Sample(self._tokens[start : end + 1], end - seen_before)
-
-
-def last_inputs(tokens: Sequence[int], predicted: int, size: int) -> Sample:
-    """The sample of ``tokens``, limited to its last ``size`` inputs."""
-    return Sample(np.asarray(tokens[-(size + 1) :]), predicted)
-
+from megatron.tools.evaluation.samples import Sample, Scores, Windows, last_inputs
+from megatron.tools.evaluation.texts import data_errors_as_usage, read_lines, read_pairs, read_text, read_tokens
+from megatron.tools.evaluation.wikitext import count_words, detokenize_wikitext
+from megatron.tools.preprocess.corpus import uncompressed
 
 Metric = int | float | None
 _MANY_TEXTS = (".jsonl", ".json", ".parquet")
@@ -206,15 +37,6 @@ class Request:
     """Key of the text in a JSONL file."""
     start: int = -1
     """Token that a decoder of its own reads first."""
-
-
-class Scores(NamedTuple):
-    """The scores of n samples."""
-
-    nll: np.ndarray
-    """Negative log-likelihood of all its predicted tokens, in nats: float64 [n]."""
-    right: np.ndarray
-    """Whether each of them was the most likely one: bool [n]."""
 
 
 class Task(NamedTuple):

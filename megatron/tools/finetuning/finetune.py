@@ -17,10 +17,11 @@ from megatron.tools.finetuning.rows import RowIterators
 from megatron.tools.reporting.tracing import requested_traces
 from megatron.training.callbacks import Callback
 from megatron.training.engines import build_engine, eval_batch
+from megatron.training.exit_conditions import ExitConditions, due
 from megatron.training.measurements import requested_measurements
 from megatron.training.metrics import MetricsLogger
 from megatron.training.setup import initialized_ranks, is_finished, log_configuration, log_start
-from megatron.training.trainer import ExitConditions, Trainer, due
+from megatron.training.trainer import Trainer
 
 
 class EpochTrainer(Trainer):

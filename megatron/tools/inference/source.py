@@ -1,7 +1,5 @@
-"""Where a model comes from: the flags that name it, its configuration and its tokenizer. No torch here."""
+"""Where a model comes from: its configuration and its tokenizer, by the path that holds it. No torch here."""
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,24 +8,20 @@ from typing import Any
 
 from megatron.checkpoint.fingerprint import tokenizer_hash
 from megatron.config import ModelConfig
-from megatron.config.data import (
+from megatron.config.errors import ConfigError
+from megatron.config.huggingface import format_of, llama, t5
+from megatron.config.huggingface import read_config as read_folder_config
+from megatron.config.tokenizer_files import (
     HUGGINGFACE,
     PUBLISHED,
-    TOKENIZER_TYPES,
     check_tokenizer_folder,
     tokenizer_files,
     tokenizer_kind,
-    unused_merges,
     used_merges,
 )
-from megatron.config.environment import check_place, rank, world_size
-from megatron.config.errors import ConfigError
-from megatron.config.fields import inside, interval_as_text
-from megatron.config.huggingface import format_of, llama, t5
-from megatron.config.huggingface import read_config as read_folder_config
 from megatron.model.architectures import GPT2, T5
 from megatron.model.spec import ArchitectureSpec
-from megatron.tokenizer import TOKENIZERS, Tokenizer, build_tokenizer
+from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tools.convert.huggingface_files import BPE, read_bpe, read_folder_bpe
 from megatron.tools.convert.inspection import Found, find, read_config, read_description
@@ -203,141 +197,3 @@ def _tokenizer_of(bpe: BPE) -> Tokenizer:
     with TemporaryDirectory() as folder:
         bpe.write(Path(folder))
         return GPT2BPETokenizer(f"{folder}/vocab.json", f"{folder}/merges.txt")
-
-
-_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-"""Model flags of training scripts. The checkpoint knows them, so they are only compared."""
-_OVERRIDES = ("pre_tokens", "next_tokens", "shape_order")
-"""Model flags that replace the checkpoint's values: no weight depends on them."""
-
-
-def add_model_flags(parser: argparse.ArgumentParser, *, shared_by: str = "all that are started") -> None:
-    """Add the flags for the model, its tokenizer, and the processes that share it, by default ``shared_by``."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--load",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="checkpoint folder, one tag of it, merged safetensors or a Hugging Face folder",
-    )
-    group.add_argument("--vocab-file", metavar="FILE", help="vocabulary, if it was moved since training")
-    group.add_argument("--merge-file", metavar="FILE", help="merges, if they were moved since training")
-    group.add_argument(
-        "--tokenizer-model",
-        "--tokenizer-name-or-path",
-        metavar="PATH",
-        help="folder with them, instead of the two flags",
-    )
-    group.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="accepted if it matches the model")
-    types = group.add_mutually_exclusive_group()
-    types.add_argument("--bf16", dest="dtype", action="store_const", const="bf16", default="fp32", help="in bfloat16")
-    types.add_argument("--fp16", dest="dtype", action="store_const", const="fp16", help="in half precision")
-    group.add_argument(
-        "--model-parallel-size",
-        "--tensor-model-parallel-size",
-        type=int,
-        metavar="N",
-        help=f"processes that share each layer (default: {shared_by})",
-    )
-    for name in _SIZES:
-        group.add_argument(
-            f"--{name.replace('_', '-')}", type=int, metavar="N", help="accepted if it matches the model"
-        )
-    group.add_argument(
-        "--pre-tokens",
-        "--pre-tockens",
-        type=int,
-        metavar="N",
-        help="preceding tokens that each token attends to (default: the model's)",
-    )
-    group.add_argument(
-        "--next-tokens",
-        "--next-tockens",
-        type=int,
-        metavar="N",
-        help="following tokens; has no effect on a causal model",
-    )
-    group.add_argument(
-        "--shape-order", choices=("BSH", "SBH"), help="dimension order of hidden states (default: the model's)"
-    )
-    group.add_argument("--local-rank", type=int, help=argparse.SUPPRESS)  # the launcher's
-
-
-def check_values(args: argparse.Namespace, intervals: Mapping[str, str]) -> None:
-    """Raises ConfigError with a line for each value of ``args`` outside its interval, such as ``"[0, 1)"``."""
-    problems = [
-        f"--{name.replace('_', '-')} {_shown(value)} must be {interval_as_text(interval)}"
-        for name, interval in intervals.items()
-        if (value := getattr(args, name)) is not None and not inside(value, interval)
-    ]
-    if problems:
-        raise ConfigError(problems)
-
-
-def _shown(value: float) -> str:
-    """A number for messages; a whole one may be too large for a float."""
-    return f"{value:g}" if isinstance(value, float) or abs(value) < 10**15 else f"of {len(str(abs(value)))} digits"
-
-
-def tensor_ranks(args: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Tensor-parallel size: all processes. Raises ConfigError if the launcher started another number than asked for."""
-    check_place(environ)
-    started = world_size(environ)
-    if args.model_parallel_size not in (None, started):
-        raise ConfigError(
-            f"--model-parallel-size {args.model_parallel_size} with {started} started: start as many with "
-            f"deepspeed --num_gpus {args.model_parallel_size}"
-        )
-    return started
-
-
-def shared_source(
-    args: argparse.Namespace, environ: Mapping[str, str], accepted: Sequence[ArchitectureSpec] = (GPT2,)
-) -> tuple[Source, int]:
-    """The model that ``args`` name, and the number of processes, which share it. Raises as the functions it calls."""
-    ranks = tensor_ranks(args, environ)
-    source = source_of(args, environ, accepted)
-    config_on(source.config, ranks, args.dtype)  # an error here is printed once, not by all ranks
-    return source, ranks
-
-
-def context_length(args: argparse.Namespace, source: Source) -> int:
-    """``--seq-length``, by default the model's. Raises ConfigError if it is longer than that."""
-    positions = source.config.max_position_embeddings
-    if args.seq_length and args.seq_length > positions:
-        raise ConfigError(f"--seq-length {args.seq_length} is more than the {positions} positions of {source.name}")
-    return args.seq_length or positions
-
-
-def source_of(
-    args: argparse.Namespace, environ: Mapping[str, str], accepted: Sequence[ArchitectureSpec] = (GPT2,)
-) -> Source:
-    """The model that ``args`` name, with the attention window that they choose, if they do.
-
-    Raises as ``open_source``, and ConfigError if flags do not match the model.
-    """
-    check_values(args, {"pre_tokens": "[0, inf)", "next_tokens": "[0, inf)"})
-    source = open_source(args.load, TokenizerFiles(args.vocab_file, args.merge_file, args.tokenizer_model), accepted)
-    sizes = {name: getattr(args, name) for name in _SIZES}
-    problems = [
-        f"--{name.replace('_', '-')} {value}, and {source.name} has {getattr(source.config, name)}: leave it out"
-        for name, value in sizes.items()
-        if value not in (None, getattr(source.config, name))
-    ]
-    kind = args.tokenizer_type and tokenizer_kind(args.tokenizer_type, args.tokenizer_model)
-    if kind is not None and type(source.tokenizer) is not TOKENIZERS[kind]:
-        problems.append(f"--tokenizer-type {args.tokenizer_type} is not that of {source.name}: leave it out")
-    if problems:
-        raise ConfigError(problems)
-    chosen = {name: value for name in _OVERRIDES if (value := getattr(args, name)) is not None}
-    changes = [
-        f"--{name.replace('_', '-')} {value} replaces {getattr(source.config, name)} of {source.name}"
-        for name, value in chosen.items()
-        if value != getattr(source.config, name)
-    ]
-    unused = unused_merges(type(source.tokenizer).__name__, args.merge_file)
-    if not rank(environ):
-        for warning in [*source.warnings, *changes, *unused]:
-            print(f"{Path(sys.argv[0]).name}: warning: {warning}", file=sys.stderr)
-    return replace(source, config=replace(source.config, **chosen))

@@ -19,8 +19,9 @@ from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries, plan
 from megatron.parallel.pipeline.schedule import chunks_of
 from megatron.parallel.tensor.lora import train_adapters_only
+from megatron.tools.planning.activations import activations
 from megatron.tools.planning.explain import ranks_as_text
-from megatron.tools.planning.memory import Memory, activations, working
+from megatron.tools.planning.memory import Memory, working
 from megatron.tools.planning.states import Weight, numel, states, trained
 from megatron.training.optimizers import weight_decay_groups
 
@@ -115,8 +116,9 @@ def rank_memory(run: RunConfig, rank: int) -> Rank:
             "pipe": layout.pipe_group,
         }
         members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
-    at_work = working(run, plan(run)[stage], stage, activations(run))
-    memory = Memory(numel(weights), numel(trained(weights)), states(run, weights, owner), at_work)
+    held = states(run, weights, owner)
+    at_work = working(run, plan(run)[stage], stage, activations(run), held)
+    memory = Memory(numel(weights), numel(trained(weights)), held, at_work)
     return Rank(rank, stage, members, memory)
 
 

@@ -12,14 +12,15 @@ from math import inf
 from typing import Any
 
 from megatron.config import RunConfig, flag_fields
-from megatron.config.command_line import resolve_run
+from megatron.config.command_line.resolve import resolve_run
 from megatron.config.fields import Provided, flag_name
 from megatron.config.model import padded_vocabulary
 from megatron.config.validation import RULES
 from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.partition import Stage, explicit, plan
 from megatron.parallel.pipeline.schedule import has_order, schedule_of
-from megatron.tools.planning.memory import Memory, activations, working
+from megatron.tools.planning.activations import activations
+from megatron.tools.planning.memory import Memory, working
 from megatron.tools.planning.request import Request, words
 from megatron.tools.planning.states import States, numel, stage_weights, states, trained
 from megatron.tools.planning.timing import Timing, Traffic, idle_ratio, timing, traffic
@@ -228,14 +229,14 @@ class _Grid:
         self.stages = list(kinds.values())
         self.weights = [stage_weights(run, stage) for _, stage in self.stages]
         self.parameters = [(numel(weights), numel(trained(weights))) for weights in self.weights]
-        self._states: dict[int, list[States]] = {}
+        self._states: dict[tuple[int, bool], list[States]] = {}
 
     def states(self, run: RunConfig) -> list[States]:
-        """Model states of each kind of stage; they depend on the ZeRO stage alone."""
-        stage = run.zero.zero_stage
-        if stage not in self._states:
-            self._states[stage] = [states(run, weights) for weights in self.weights]
-        return self._states[stage]
+        """Model states of each kind of stage: they depend on the ZeRO stage, and on when gradients are reduced."""
+        key = run.zero.zero_stage, run.coalesces_grad_reduction
+        if key not in self._states:
+            self._states[key] = [states(run, weights) for weights in self.weights]
+        return self._states[key]
 
 
 _GAIN = 0.01
@@ -298,7 +299,7 @@ def _scheduled(plain: Candidate, run: RunConfig, grids: dict[tuple, _Grid]) -> C
 def _candidate(request: Request, run: RunConfig, given: Mapping[str, Provided], grid: _Grid) -> Candidate:
     micro_batch, memories, sent = activations(run), [], []
     for (number, stage), counts, held in zip(grid.stages, grid.parameters, grid.states(run), strict=True):
-        memories.append(Memory(*counts, held, working(run, stage, number, micro_batch)))
+        memories.append(Memory(*counts, held, working(run, stage, number, micro_batch, held)))
         sent.append((stage, traffic(run, stage, memories[-1], micro_batch.hidden)))
     return Candidate(
         request,

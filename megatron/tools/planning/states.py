@@ -88,6 +88,8 @@ class States:
 
     weights: int
     gradients: int
+    new_gradients: int
+    """Those of them that a step lets go of: the first backward pass of the next iteration begins without them."""
     optimizer: int
     buffers: int
     """Buckets to reduce gradients in, and what ZeRO 3 has gathered."""
@@ -109,6 +111,7 @@ def states(run: RunConfig, weights: Sequence[Weight], owner: int | None = None) 
     return States(
         weights=_weights(run, weights),
         gradients=_gradients(run, changing, owner),
+        new_gradients=_new_gradients(run, changing, owner),
         optimizer=_optimizer(run, changing),
         buffers=_buffers(run, weights),
         step=_step(run, changing, owner),
@@ -143,6 +146,16 @@ def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> 
     if not run.coalesces_grad_reduction:
         return reduced
     return whole + (reduced if run.zero.zero_stage == 3 else 0)  # ZeRO 3 has a place for its shards at all times
+
+
+def _new_gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
+    """Of the gradients those that are not in a tensor of the optimizer's, which would stay."""
+    if _sums_in_fp32(run):
+        return 0
+    if run.zero.zero_stage < 2 or run.coalesces_grad_reduction:
+        return numel(weights) * bytes_of(run)
+    is_kept = run.zero.zero_stage == 3 or run.precision.grad_accum_dtype == "fp32"
+    return 0 if is_kept else _gradients(run, weights, owner)
 
 
 def _reduced_gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
@@ -209,6 +222,9 @@ def _step(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
 
     What is reduced replaces the unsharded gradients.
     """
+    if run.zero.zero_stage == 0:
+        is_reduced = owners(run) > 1  # in a copy
+        return is_reduced * min(numel(weights), DEFAULT_REDUCE_BUCKET) * bytes_of(run)
     step = _optimizer_step(run, weights)
     if not run.coalesces_grad_reduction:
         return step
@@ -223,7 +239,7 @@ def _optimizer_step(run: RunConfig, weights: Sequence[Weight]) -> int:
 
     Adam steps in place, and norms are those of blocks.
     """
-    if run.zero.zero_stage == 0 or run.zero.offloads_optimizer:
+    if run.zero.offloads_optimizer:
         return 0
     parts = sum(group.part for group in _groups(run, weights))
     if _copies_once(run):
@@ -276,10 +292,10 @@ def _overlapping(run: RunConfig, weights: Sequence[Weight]) -> list[int]:
     """Elements of the weights that overlap each owner's partition: ZeRO 2 keeps their gradients whole."""
     found = [0] * owners(run)
     for group in _groups(run, weights):
-        sizes, ranks = [weight.numel for weight in group.weights], len(found) // group.owners
+        sizes, ranks, part = [weight.numel for weight in group.weights], len(found) // group.owners, group.part
         for size, end in zip(sizes, accumulate(sizes), strict=True):
             # Neighboring ranks of the data-parallel group hold different experts, and so the same part of theirs.
-            for owner in range((end - size) // group.part * ranks, ((end - 1) // group.part + 1) * ranks):
+            for owner in range((end - size) // part * ranks, ((end - 1) // part + 1) * ranks):
                 found[owner] += size
     return found
 

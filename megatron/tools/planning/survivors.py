@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.config import RunConfig
-from megatron.config.command_line import resolve_run
 from megatron.config.command_line.flags import read_flags
+from megatron.config.command_line.resolve import resolve_run
 from megatron.config.environment import ranks_on_host
 from megatron.config.errors import ConfigError, counted
 from megatron.config.fields import Provided

@@ -9,9 +9,12 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from megatron.config import RunConfig
+from megatron.model.spec import architecture_of
+from megatron.parallel import steps_within
 from megatron.parallel.pipeline.partition import Stage
 from megatron.parallel.pipeline.schedule import Schedule, schedule_of
 from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds
+from megatron.tools.planning.activations import heads, sizes
 from megatron.tools.planning.memory import Memory
 from megatron.tools.planning.states import FP32, bytes_of, owners
 
@@ -108,19 +111,35 @@ def tensor(run: RunConfig, stage: Stage) -> float:
     """All-reduces of hidden states: two a layer forward and two backward, two more where layers are recomputed.
 
     With sequence parallelism each is a gather and a reduce-scatter, which send as much, and inputs are gathered again.
-    Ulysses exchanges query, key, value and context around attention, forward and backward. In a ring the keys and
-    values of each rank visit all others, and in the backward pass their gradients follow them, in fp32.
+    Ulysses exchanges query, key, value and context around attention, forward and backward.
     """
     parallel, layers, hidden = run.parallel, stage.num_blocks, _hidden_bytes(run)
-    t, parts, ring = parallel.model_parallel_size, parallel.ulysses_size, parallel.ring_size
+    t, parts = parallel.model_parallel_size, parallel.ulysses_size
     passes = 6 if run.activation.layers_together else 4
     reduced = (passes * layers + stage.has_embedding + stage.has_head) * ring_all_reduce(hidden, t)
     exchanged = 2 * passes * layers * ring_gather(hidden / t, parts)  # 4 hidden states in each of passes / 2
-    model, visited = run.model, 0.0
-    if ring > 1:
-        keys = 2 * hidden / t * model.query_groups * model.head_size / model.hidden_size
-        visited = layers * keys * (passes / 2 * (ring - 1) + ring * FP32 / bytes_of(run))
+    visited = layers * _visiting(run)
     return run.train.gradient_accumulation_steps * (reduced + exchanged + visited) + gathered_again(run, stage)
+
+
+def _visiting(run: RunConfig) -> float:
+    """What a ring sends for a layer: keys and values, once more where attention is recomputed, and their gradients.
+
+    Passed around, they visit the ranks that attend to them, forward and backward, and their gradients, in fp32, follow
+    them and come home. In a window a step that brings no rank a key that it attends to is left out; documents may fill
+    the sequence. Gathered, those of all ranks are sent to all.
+    """
+    model, parallel, ring = run.model, run.parallel, run.parallel.ring_size
+    if ring == 1:
+        return 0.0
+    of_rank = heads(run, sizes(run))[1] // ring
+    passes = 3 if run.activation.layers_together or model.recomputes_attention else 2
+    if parallel.cp_comm_type == "all_gather":
+        return of_rank * (ring - 1) * (passes * bytes_of(run) + FP32)
+    causal, chunk = architecture_of(model).masked_lm is False, run.data.seq_length // (2 * ring)
+    steps = steps_within(ring, -(-model.pre_tokens // chunk) if causal else 2 * ring, causal)
+    returning = len(steps) if len(steps) > 1 else 0
+    return of_rank * (passes * (len(steps) - 1) * bytes_of(run) + returning * FP32)
 
 
 def gathered_again(run: RunConfig, stage: Stage) -> float:

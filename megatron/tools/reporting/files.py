@@ -20,7 +20,8 @@ from megatron.config.reading import parse_json, read_json, regular
 from megatron.config.summary import describe_config
 from megatron.launch.files import replace_file
 from megatron.parallel.pipeline.partition import TRACE, plan
-from megatron.tools.planning.memory import Memory, activations, stage_memory
+from megatron.tools.planning.activations import activations
+from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.timing import Machine, device_of_name, timing, traffic
 from megatron.tools.reporting.timeline import EVENT_DETAILS, FORMAT, Event, Shape, Timeline
 

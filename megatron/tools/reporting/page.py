@@ -12,7 +12,8 @@ from megatron.config.summary import duration, prefix_of, with_prefix
 from megatron.tools.reporting.expert_picture import draw_expert_loads
 from megatron.tools.reporting.files import Points, Record
 from megatron.tools.reporting.schedule_picture import draw
-from megatron.tools.reporting.timeline import PASSES, Measures, Timeline, measure
+from megatron.tools.reporting.timeline import Timeline
+from megatron.tools.reporting.timeline_summary import PASSES, Measures, measure
 
 KEYS = (
     "lm_loss", "validation_loss", "learning_rate", "grad_norm", "tokens_per_second", "seconds_per_iteration",

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from megatron.config.errors import counted
 from megatron.parallel.pipeline.simulation import simulate
-from megatron.tools.reporting.timeline import SHARES, Event, Measures, Timeline, pass_seconds
+from megatron.tools.reporting.timeline import Event, Timeline
+from megatron.tools.reporting.timeline_summary import SHARES, Measures, pass_seconds
 
 COLORS = {
     "forward": "#5b9bd5", "backward": "#6ab187", "weights": "#d6a520", "send": "#7a4b2a", "receive": "#dcdcdc",

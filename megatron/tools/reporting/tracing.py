@@ -20,7 +20,8 @@ from megatron.parallel.deepspeed_compat.engine import collectives_timed
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import TRACE
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
-from megatron.tools.reporting.timeline import Event, Shape, Timeline, measure, to_json, unit_seconds
+from megatron.tools.reporting.timeline import Event, Shape, Timeline, to_json
+from megatron.tools.reporting.timeline_summary import measure, unit_seconds
 from megatron.training.callbacks import Callback, warn_if_unwritable
 
 PICTURE = "schedule.svg"

@@ -230,7 +230,7 @@ def test_a_port_that_is_taken(ask: Ask) -> None:
 def test_an_interface_that_is_missing_a_lock_and_what_is_not_sent(
     local_hosts: LocalHosts, ask: Ask, folder: Path
 ) -> None:
-    extension = folder / "extensions" / "deepspeed_shm_comm"
+    extension = folder / "extensions" / "cpu_adam"
     extension.mkdir(parents=True)
     (extension / "lock").touch()
     local_hosts.add("host-lock", {"TORCH_EXTENSIONS_DIR": str(extension.parent)})

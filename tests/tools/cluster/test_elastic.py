@@ -27,12 +27,19 @@ from megatron.tools.cluster.elastic import (
     pick_hosts,
     run_elastic,
 )
-from megatron.tools.cluster.elastic_parts import ElasticRun, planned_device, slow_hosts, with_ended, without_slow
+from megatron.tools.cluster.elastic_parts import (
+    ElasticRun,
+    code_after_signal,
+    planned_device,
+    slow_hosts,
+    with_ended,
+    without_slow,
+)
 from megatron.tools.cluster.elastic_watch import Watch, connections
 from megatron.tools.cluster.hostfile import Host, read_hostfile
 from megatron.tools.cluster.launching import launcher_words, read_launch
 from megatron.tools.cluster.recovery import Ages, Events, read_started, write_started
-from megatron.tools.cluster.supervise import FORWARDED, HELPER, read_exit_codes
+from megatron.tools.cluster.supervise import FORWARDED, HELPER, PREEMPTED, read_exit_codes
 from megatron.tools.planning.survivors import arguments_at_world_size, plan_survivors
 from megatron.tools.planning.timing import DEVICES
 
@@ -272,17 +279,20 @@ def test_the_device_that_is_planned_for(tmp_path: Path) -> None:
 
 
 def test_the_hosts_that_pdsh_is_connected_to() -> None:
+    """A child of pdsh that is not ssh yet is none: it has the command line of pdsh, which has divided its words."""
+    command = ["pdsh", "-S", "-w", "a", "b", "python", "x.py"]
     ssh = SimpleNamespace(name=lambda: "ssh", cmdline=lambda: ["ssh", "-x", "b", "export X=a; python x.py"])
-    pdsh = SimpleNamespace(
-        name=lambda: "pdsh.bin", cmdline=lambda: ["pdsh", "-w", "a,b"], children=lambda recursive: [ssh]
-    )
+    forked = SimpleNamespace(name=lambda: "pdsh.bin", cmdline=lambda: command, children=lambda recursive: [])
 
     def fail() -> str:
         raise psutil.NoSuchProcess(1)
 
     ended = SimpleNamespace(name=fail, cmdline=fail)
-    pdsh.children = lambda recursive: [ended, ssh]
-    assert connections(SimpleNamespace(children=lambda recursive: [ended, ssh, pdsh]), ["a", "b"]) == {"b": ssh}
+    pdsh = SimpleNamespace(
+        name=lambda: "pdsh.bin", cmdline=lambda: command, children=lambda recursive: [ended, ssh, forked]
+    )
+    launcher = SimpleNamespace(children=lambda recursive: [ended, pdsh, ssh, forked])
+    assert connections(launcher, ["a", "b"]) == {"b": ssh}
 
 
 def watch_of(folder: Path, **run) -> Watch:
@@ -337,7 +347,12 @@ def no_layout(*_: object) -> int:
 
 @pytest.mark.parametrize(
     ("run_elastic", "released"),
-    [(lambda *_: signal.raise_signal(signal.SIGTERM), True), (no_layout, True), (too_few_hosts, False)],
+    [
+        (lambda *_: signal.raise_signal(signal.SIGTERM), True),
+        (lambda *_: signal.raise_signal(signal.SIGINT), True),
+        (no_layout, True),
+        (too_few_hosts, False),
+    ],
 )
 def test_the_lock_is_given_back_unless_too_few_hosts_are_seen(monkeypatch, run_elastic, released) -> None:
     """By a signal between two starts. A supervisor that is cut off leaves it to a standby that sees more hosts."""
@@ -350,7 +365,8 @@ def test_the_lock_is_given_back_unless_too_few_hosts_are_seen(monkeypatch, run_e
     monkeypatch.setattr(launch, "checkpoint_watch", lambda *_, **__: None)
     monkeypatch.setattr(launch, "run_elastic", run_elastic)
     monkeypatch.setenv(HELPER, "")
-    earlier = {number: signal.getsignal(number) for number in FORWARDED}
+    # As in a terminal: a shell's background processes ignore SIGINT.
+    earlier = {number: signal.signal(number, signal.SIG_DFL) for number in FORWARDED}
     try:
         with pytest.raises((SystemExit, LaunchError)) as end:
             launch._run_elastic(read_launch(["--elastic", "--hostfile", "h", "x.py"]))
@@ -358,7 +374,7 @@ def test_the_lock_is_given_back_unless_too_few_hosts_are_seen(monkeypatch, run_e
         for number, handler in earlier.items():
             signal.signal(number, handler)
     assert done == ["taken", *["released"] * released]
-    assert isinstance(end.value, LaunchError) or end.value.code == 143
+    assert isinstance(end.value, LaunchError) or end.value.code == PREEMPTED
 
 
 def test_the_exit_codes_of_ranks_in_a_shared_folder(tmp_path: Path, monkeypatch) -> None:
@@ -471,3 +487,57 @@ def test_hosts_of_a_started_run_have_a_minute_to_answer_again(monkeypatch, tmp_p
     for run._used, back, last in ((frozenset("a"), 20, 20), (frozenset("a"), 999, 80), (frozenset(), 999, 80)):
         healthy = [state.host.name for state in ElasticRun.census(run, {}) if state.problem is None]
         assert (clock[0], healthy) == (last, ["b"] if back < 999 else [])
+
+
+def test_idle_hosts_bring_their_snapshots_before_a_start(monkeypatch, tmp_path) -> None:
+    """Those that the start does not use, the slow ones among them; a lost one has none that can be reached."""
+    monkeypatch.setattr(elastic_parts, "owner_of", lambda _: None)
+    monkeypatch.setattr(elastic_parts, "take_census", lambda *_: (states([A, B, C, SPARE], "c"), False))
+    brought: list[list[str]] = []
+
+    def bring(hosts: Sequence[Host], *_: object) -> None:
+        brought.append([host.name for host in hosts])
+        raise KeyboardInterrupt  # nothing is started
+
+    monkeypatch.setattr(elastic_parts, "bring_snapshots", bring)
+    run = SimpleNamespace(save=tmp_path, lock=SimpleNamespace(check=lambda: None), silent={}, token="t", _used=())
+    run.launch, run._slow = SimpleNamespace(min_hosts=1, ssh_port=None), {"b"}
+    run.events, run._examination, run._note_rejoining = Events(), lambda: None, lambda _: None
+    run.takes_snapshots, run.run_config = True, ""
+    healthy = [state.host for state in ElasticRun.census(run, {}) if state.problem is None]
+    with pytest.raises(KeyboardInterrupt):
+        ElasticRun.start(run, Start(healthy[:1], [], ""))
+    assert [host.name for host in healthy] == ["a", "s"] and brought == [["b", "s"]]
+
+
+@pytest.mark.parametrize(
+    ("codes", "later", "code", "patience", "seconds"),
+    [
+        ({0: "75", 1: "75"}, {}, 75, 60, 0),
+        ({0: "75", 1: ""}, {}, 1, 0, 0),  # the ranks were on this host alone, and have ended with the launcher
+        ({0: "75", 1: ""}, {1: "75"}, 75, 60, 60),  # it saves
+        ({0: "75", 1: ""}, {}, 1, 60, 60),  # its host is lost
+        ({0: "75", 1: "6"}, {}, 1, 60, 0),
+        ({0: "75"}, {}, 75, 60, 0),  # the other one had not begun
+        ({}, {}, 75, 60, 0),
+    ],
+)
+def test_the_code_of_a_run_that_saves_after_a_signal(
+    tmp_path, monkeypatch, codes, later, code, patience, seconds
+) -> None:
+    """DeepSpeed's launcher ends with 1 while the ranks still save."""
+    clock = [0.0]
+
+    def leave(codes: Mapping[int, str]) -> None:
+        for rank, text in codes.items():
+            (tmp_path / f"rank {rank}").write_text(text)
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        leave(later)
+
+    monkeypatch.setattr(elastic_parts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(elastic_parts.time, "sleep", sleep)
+    leave(codes)
+    assert code_after_signal(tmp_path, 1, patience) == code
+    assert clock[0] <= seconds + 1 and bool(clock[0]) is bool(seconds)

@@ -10,7 +10,7 @@ from support.programs import Programs
 from megatron.checkpoint.files import record_of
 from megatron.checkpoint.folder_lock import FolderLock
 from megatron.checkpoint.manifest import MANIFEST, write_manifest
-from megatron.checkpoint.saved_run import RUN_FILE, describe
+from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.tracker import LATEST
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from megatron.config.errors import ConfigError
-from megatron.tools.inference.source import Source, add_model_flags, source_of
+from megatron.tools.inference.model_flags import add_model_flags, source_of
+from megatron.tools.inference.source import Source
 
 WINDOW = 5
 STEPS = 12
@@ -25,7 +26,8 @@ def greedy_steps(path: Path, words: list[str], use_cache: bool) -> list[tuple[li
     """Tokens so far, and the logits [b, v] of the next one, at each step of generation; on the ranks that call it."""
     from megatron.config import ParallelConfig
     from megatron.launch.distributed import distributed
-    from megatron.tools.inference.model import DecodingBatch, LanguageModel, load_model
+    from megatron.tools.inference.model import DecodingBatch, LanguageModel
+    from megatron.tools.inference.weights import load_model
 
     source = chosen_source(path, *words)
     with distributed(ParallelConfig()) as layout:

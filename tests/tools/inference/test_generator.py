@@ -15,14 +15,14 @@ BEAMS = {"length_penalty": 0.5, "repetition_penalty": 1.2}
 
 def greedy_with_ours(path: Path, length: int) -> dict[str, Any]:
     """The most likely tokens after each prompt, computed in four ways, on the ranks that this is called on."""
-    from megatron.tools.inference import model
+    from megatron.tools.inference import weights
     from megatron.tools.inference.decoding import Sampling
     from megatron.tools.inference.prompts import StoppingCriteria
 
     greedy = Sampling(greedy=True)
     limits = StoppingCriteria(context=128, new_tokens=length)
     with pytest.MonkeyPatch.context() as patch, _generator(path) as kept, _generator(path, use_cache=False) as anew:
-        patch.setattr(model, "_LEAST_PACKED", 0)
+        patch.setattr(weights, "_LEAST_PACKED", 0)
         with _generator(path) as packing:
             packed = _tokens(packing.complete(PROMPTS, greedy, limits))
             layers = [vars(module.forward) for module in packing.model.module.modules() if "forward" in vars(module)]
@@ -149,8 +149,9 @@ def _generator(path: Path, *, use_cache: bool = True):
     from megatron.config import ParallelConfig
     from megatron.launch.distributed import distributed
     from megatron.tools.inference.generator import TextGenerator
-    from megatron.tools.inference.model import LanguageModel, load_model
+    from megatron.tools.inference.model import LanguageModel
     from megatron.tools.inference.source import open_source
+    from megatron.tools.inference.weights import load_model
 
     size, source = int(os.environ["WORLD_SIZE"]), open_source(path)
     with distributed(ParallelConfig(model_parallel_size=size, world_size=size)) as layout:

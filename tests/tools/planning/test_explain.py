@@ -7,14 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 from deepspeed.runtime.pipe.topology import ProcessTopology
-from support.command_lines import CPU, CUDA, SMALL, parse
+from support.command_lines import CPU, CUDA, SMALL, parse, read
 from support.programs import TINY_MODEL, Programs
 
 from megatron.config import ParallelConfig
 from megatron.config.command_line import parse_run
+from megatron.config.errors import UserError
 from megatron.config.summary import describe_config
 from megatron.config.validation import RULES
 from megatron.parallel import groups
+from megatron.tools.planning.explain import explain
 
 SIZES = "--batch-size 2 --gas 4 --train-iters 10 --explain".split()
 
@@ -83,6 +85,35 @@ def test_the_kinds_of_layers_are_named() -> None:
     words = "--num-query-groups 2 --kv-channels 10 --swiglu --position-embedding-type rope --qk-layernorm"
     line = describe_config(parse(words))["model"]
     assert "heads of 10 in 2 query groups, SwiGLU, rotary positions (base 10,000), normalized queries and keys" in line
+
+
+SCHEDULES = {
+    "1f1b": ["F1 F2 .  .  B1    F3 B2    F4 B3    .  B4", ".  F1 B1    F2 B2    F3 B3    F4 B4    ."],
+    "zbh1": ["F1 F2 .  I1 W1 F3 I2 W2 F4 I3 W3 I4 W4", ".  F1 I1 F2 I2 W1 F3 I3 W2 F4 I4 W3 W4"],
+    "interleaved --num-virtual-stages-per-pipeline-rank 2": [
+        "F1a F2a F1b F2b F3a .   B1b     F4a B2b     F3b B1a     F4b B2a     .   B3b     .   B4b     B3a     B4a",
+        ".   F1a F2a F1b B1b     F2b B2b     F3a B1a     F4a B2a     F3b B3b     F4b B4b     B3a     B4a     .",
+    ],
+    "zbv": [
+        "F1a F2a F3a F1b I1b W1b F2b I2b W2b F4a I1a W1a F3b I3b W3b I2a W2a F4b I4b W4b I3a W3a I4a W4a .",
+        ".   F1a F1b F2a F2b I1b W1b F3a I1a W1a F3b I2b W2b F4a I2a W2a F4b I3b W3b I3a I4b I4a W3a W4b W4a",
+    ],
+    "dualpipev": [
+        "F1a F2a F3a F1b B1b     F2b F4a B2b     .   F3b B1a     B3b     .   F4b B2a     B4b     B3a     .   .   B4a",
+        ".   F1a F1b F2a F2b F3a B1b     F3b B1a     F4a B2b     F4b B2a     B3b     B3a     .   B4b     B4a     .",
+    ],
+}
+"""Four micro-batches on two stages. B takes as long as I and W together, and each of the three parts equally long."""
+
+
+@pytest.mark.parametrize("words", SCHEDULES)
+def test_the_schedule_is_drawn(capsys: pytest.CaptureFixture, words: str) -> None:
+    with pytest.raises(UserError):  # after the explanation: the files are missing
+        explain(read(f"--pipe-parallel-size 2 --gas 4 --pipeline-schedule {words}", ranks=2))
+    lines = capsys.readouterr().out.splitlines()
+    title = f"> schedule  {words.split()[0]}, 4 micro-batches: "
+    begin = next(number for number, line in enumerate(lines) if line.startswith(title))
+    assert lines[begin + 1 : begin + 3] == [f">   stage {n} {row}" for n, row in enumerate(SCHEDULES[words])]
 
 
 def test_an_illegal_run_names_rule_cause_and_remedy(programs: Programs) -> None:

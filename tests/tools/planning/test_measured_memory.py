@@ -74,6 +74,8 @@ ON_TWO = [
     f"{STILL} {LONG} --context-parallel-size 2",
     f"{STILL} {LONG} --context-parallel-size 2 --cp-comm-type all_gather --pre-tokens 100 --tiled-mlp",
     f"{STILL} {LONG} {LLAMA} --num-query-groups 2 --context-parallel-size 2 --reset-attention-mask --tiled-mlp",
+    f"{STILL} {LONG} --gas 1 --pipe-parallel-size 1 --context-parallel-size 2 --window-size 100,0 --tiled-mlp",
+    f"{STILL} --gas 2 --pipe-parallel-size 2 --num-layers 8 --batch-size 1",
 ]
 
 

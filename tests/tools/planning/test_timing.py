@@ -1,14 +1,22 @@
 """Estimated times, held to published rates; traffic, held to the papers' volumes; and bubbles."""
 
-import pytest
-from support import formulas
+from collections.abc import Callable
+from unittest.mock import MagicMock
 
+import pytest
+import torch
+from support import formulas
+from support.command_lines import parse
+
+from megatron.model.partial_attention import PartialAttention
+from megatron.model.ring_attention import RingAttention
 from megatron.parallel.pipeline.partition import plan
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_seconds, simulate
+from megatron.parallel.sequence import ring
 from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import Candidate, search
-from megatron.tools.planning.timing import DEVICES, TERA, Machine, device_of_name, pipeline
+from megatron.tools.planning.timing import DEVICES, TERA, Machine, device_of_name, pipeline, tensor
 
 # arXiv 2104.04473, table 1: heads, hidden, layers, TP, PP, micro-batch, GPUs, batch, TFLOP/s of a GPU.
 WEAK_SCALING = [
@@ -72,6 +80,54 @@ def test_traffic_of_tensor_parallelism(words, all_reduces, gathers):
     waited = all_reduces * 16 * 2 * 3 / 4 * LAYER
     assert one.traffic.tensor == pytest.approx(waited + gathers * 16 * 3 / 4 * LAYER)
     assert one.timing.tensor == pytest.approx(waited / Machine(DEVICES["a100"], 8).bandwidth(4))
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ("", 2),
+        ("--num-query-groups 2 --checkpoint-activations", 4),
+        ("--pre-tokens 3 --recompute-granularity selective", 4),
+        ("--pre-tokens 9", 4),
+        ("--pre-tokens 9 --cp-comm-type all_gather", 4),
+        ("bert", 4),
+    ],
+)
+def test_traffic_of_a_ring_is_what_it_sends(monkeypatch, words: str, size: int) -> None:
+    """Of a layer, forward and backward: in a window, without the steps that bring no rank a key that it sees."""
+    run = parse(f"{words} --context-parallel-size {size}", ranks=size)
+    sent: list[float] = []
+
+    def pass_on(x: torch.Tensor, group: object, distance: int) -> Callable[[], torch.Tensor]:
+        sent.append(x.nbytes)
+        return lambda: x
+
+    def gather(x: torch.Tensor, group: object) -> torch.Tensor:
+        sent.append(x.nbytes * (size - 1))
+        return torch.stack([x] * size)
+
+    monkeypatch.setattr(ring, "_pass_on", pass_on)
+    monkeypatch.setattr(ring, "_gather", gather)
+    monkeypatch.setattr(
+        ring.dist, "reduce_scatter_tensor", lambda own, parts, group: sent.append(own.nbytes * (size - 1))
+    )
+    shape = run.train.micro_batch_size, run.data.seq_length // size, run.model.head_size
+    query, key, value = (
+        torch.ones(shape[0], heads, *shape[1:], requires_grad=True)
+        for heads in (run.model.num_attention_heads, *[run.model.query_groups] * 2)
+    )
+    attention = RingAttention(
+        MagicMock(**{"rank.return_value": 1, "size.return_value": size}),
+        run.parallel.cp_comm_type == "all_gather",
+        causal=not words.startswith("bert"),
+        window=run.model.pre_tokens,
+        kernel=PartialAttention(fused=True),
+    )
+    if "checkpoint" in words or "recompute" in words:
+        attention(query.detach(), key.detach(), value.detach())
+    attention(query, key, value).sum().backward()
+    stage = plan(run)[0]
+    assert tensor(run, stage) == run.train.gradient_accumulation_steps * stage.num_blocks * sum(sent)
 
 
 def test_traffic_of_experts():

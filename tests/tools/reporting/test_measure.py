@@ -11,7 +11,8 @@ from megatron.config.errors import ConfigError
 from megatron.parallel.pipeline.simulation import bubble
 from megatron.tools.reporting.files import read_timeline
 from megatron.tools.reporting.schedule_picture import draw
-from megatron.tools.reporting.timeline import Event, measure, to_json, unit_seconds
+from megatron.tools.reporting.timeline import Event, to_json
+from megatron.tools.reporting.timeline_summary import measure, unit_seconds
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(1, 2), (2, 1), (2, 3), (4, 8)])

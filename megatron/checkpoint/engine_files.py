@@ -1,0 +1,91 @@
+"""A checkpoint engine for DeepSpeed that keeps in memory what DeepSpeed saves, until a writer puts it on disk."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from megatron.checkpoint.files import make_folder
+from megatron.checkpoint.tensor_files import read_file
+
+StateFile = tuple[Path, Any]
+"""A file to be written, and its content."""
+
+
+class EngineFiles(CheckpointEngine):
+    """DeepSpeed's checkpoint engine that keeps what is saved in memory for a writer, and loads without running code.
+
+    With ``copies`` it keeps copies in host memory, so that training can continue. Their memory is used again.
+    """
+
+    def __init__(self, *, copies: bool):
+        super().__init__()
+        self._copies, self._kept, self._used = copies, list[StateFile](), dict[str, list[Tensor]]()
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Keep ``state_dict`` for the file ``path``. The file of that name before it must have been written."""
+        if self._copies:
+            name = Path(path).name
+            state_dict = in_host_memory(state_dict, self._used.get(name, []))
+            self._used[name] = _tensors(state_dict)
+        self._kept.append((Path(path), state_dict))
+
+    def take(self) -> list[StateFile]:
+        """Everything kept since the last call."""
+        kept, self._kept = self._kept, []
+        return kept
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """The content of ``path``, on the CPU, after a comparison with the manifest.
+
+        Weights are still in the file, and read when they are copied into the model. DeepSpeed keeps other tensors.
+        """
+        content = read_file(Path(path), mapped=True)
+        if Path(path).name.startswith("layer_"):
+            return content
+        return {key: value if key == "module" else in_host_memory(value) for key, value in content.items()}
+
+    def preserves_storage_sharing(self) -> bool:
+        """Whether DeepSpeed has to copy views, or their whole storage is saved. Copies made here are no views."""
+        return not self._copies
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder."""
+        make_folder(Path(path))
+
+    def create(self, info: Any) -> None:
+        """Do nothing."""
+
+    def commit(self, info: Any) -> bool:
+        """Do nothing: the checkpoint is committed later, for all ranks at once."""
+        return True
+
+
+def in_host_memory(item: Any, used: Sequence[Tensor] = ()) -> Any:
+    """A copy of ``item``, its tensors in host memory: that of ``used`` tensors where they have the same shapes."""
+    memory = iter(used)
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        into = next(memory, None)
+        if into is not None and (into.shape, into.stride(), into.dtype) == (leaf.shape, leaf.stride(), leaf.dtype):
+            return into.copy_(leaf.detach())
+        return leaf.detach().to("cpu", copy=True)
+
+    return tree_map(copied, item, is_leaf=lambda part: isinstance(part, torch.Size))  # otherwise a plain tuple there
+
+
+def bytes_of(item: Any) -> int:
+    """Bytes of the tensors in ``item`` in a file. Each storage counts once."""
+    storages = [tensor.untyped_storage() for tensor in _tensors(item)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def _tensors(item: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(item) if isinstance(leaf, Tensor)]

@@ -1,0 +1,45 @@
+"""Low-rank adapters, which fine-tuning can train in place of the weights (LoRA)."""
+
+from dataclasses import dataclass
+
+from megatron.config.fields import flag
+
+LORA_TARGETS = {
+    "query_key_value": ("q_proj", "k_proj", "v_proj"),
+    "dense": ("o_proj",),
+    "dense_h_to_4h": ("gate_proj", "up_proj"),
+    "dense_4h_to_h": ("down_proj",),
+}
+"""Linear layers that can have an adapter, and the matrices of Llama's that each of them holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA)."""
+
+    lora_rank: int = flag(
+        0,
+        "Train low-rank adapters of this rank alone (LoRA, arXiv 2106.09685); all other weights are frozen "
+        "(default: no adapters).",
+        within="[1, inf)",
+        masked_lm=False,
+    )
+    lora_alpha: float = flag(
+        16.0, "The output of an adapter is multiplied by this / --lora-rank.", within="(0, inf)", masked_lm=False
+    )
+    lora_dropout: float = flag(0.0, "Dropout probability of the input of adapters.", within="[0, 1)", masked_lm=False)
+    lora_target: tuple[str, ...] = flag(
+        (),
+        "Linear layers that have an adapter: query_key_value, dense, dense_h_to_4h, dense_4h_to_h, or the names of the "
+        "same matrices in models of the Llama family, such as q_proj k_proj v_proj (default: all four).",
+        metavar="NAME ...",
+        masked_lm=False,
+    )
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """The linear layers that have an adapter."""
+        if not self.lora_rank:
+            return ()
+        chosen = set(self.lora_target)
+        return tuple(name for name, parts in LORA_TARGETS.items() if not chosen or chosen & {name, *parts})

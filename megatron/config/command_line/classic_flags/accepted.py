@@ -1,0 +1,169 @@
+"""Flags of the classic suites that are accepted: unchanged, replaced by another, fulfilled in any case, or ignored."""
+
+UNCHANGED = """
+num-layers hidden-size ffn-hidden-size num-attention-heads max-position-embeddings make-vocab-size-divisible-by
+layernorm-epsilon norm-epsilon apply-residual-connection-post-layernorm openai-gelu bias-gelu-fusion
+no-bias-gelu-fusion bias-dropout-fusion no-bias-dropout-fusion gradient-accumulation-fusion
+no-gradient-accumulation-fusion scaled-upper-triang-masked-softmax-fusion attention-dropout hidden-dropout
+init-method-std apply-query-key-layer-scaling no-query-key-layer-scaling attention-softmax-in-fp32
+fp16-lm-cross-entropy fp32-residual-connection use-cpu-initialization shape-order pre-tockens next-tockens lr min-lr
+lr-decay-style lr-decay-iters lr-decay-samples warmup lr-warmup-fraction lr-warmup-iters lr-warmup-samples
+lr-wsd-decay-style lr-wsd-decay-iters weight-decay clip-grad optimizer adam-beta1 adam-beta2 adam-eps sgd-momentum
+muon-momentum muon-nesterov muon-use-nesterov muon-no-nesterov muon-no-use-nesterov muon-num-ns-steps
+muon-coefficient-type muon-scale-mode muon-extra-scale-factor muon-split-qkv muon-no-split-qkv override-lr-scheduler
+use-checkpoint-lr-scheduler override-opt-param-scheduler use-checkpoint-opt-param-scheduler batch-size
+micro-batch-size gas global-batch-size train-iters train-samples exit-interval exit-duration-in-mins eval-iters
+eval-interval seed fp16 bf16 loss-scale initial-loss-scale loss-scale-window hysteresis min-scale min-loss-scale
+fp32-allreduce accumulate-allreduce-grads-in-fp32 zero-stage use-distributed-optimizer zero-reduce-scatter
+zero-contigious-gradients zero-reduce-bucket-size ddp-bucket-size zero-allgather-bucket-size cpu-optimizer
+optimizer-cpu-offload cpu-torch-adam use-torch-optimizer-for-cpu-offload remote-device checkpoint-activations
+deepspeed-activation-checkpointing recompute-activations recompute-granularity checkpoint-num-layers
+recompute-num-layers activations-checkpoint-num-layers partition-activations distribute-checkpointed-activations
+distribute-saved-activations contigious-checkpointing checkpoint-in-cpu synchronize-each-layer profile-backward
+model-parallel-size tensor-model-parallel-size pipe-parallel-size pipeline-model-parallel-size no-pipeline-parallel
+sequence-parallel ds-sequence-parallel-size distributed-backend distributed-timeout-minutes local-rank deepspeed
+deepspeed-config deepscale deepscale-config data-path train-data-path valid-data-path test-data-path split
+data-cache-path mock-data vocab-size
+no-shared-storage data-impl mmap-warmup num-workers seq-length tokenizer-type tokenizer-model vocab-file merge-file
+reset-position-ids reset-attention-mask eod-mask-loss mask-prob short-seq-prob save save-interval
+persistent-save-interval no-save-optim no-save-rng async-save load no-load-optim no-load-rng finetune log-interval
+tensorboard-dir rampup-batch-size step-batch-size-schedule lr-wsd-decay-samples log-params-norm log-num-zeros-in-grad
+timing-log-level log-timers-to-tensorboard normalization swiglu position-embedding-type
+use-rotary-position-embeddings no-position-embedding rotary-base rotary-position-embeddings-theta rotary-percent
+use-rope-scaling rope-scaling-factor group-query-attention num-query-groups num-key-value-heads kv-channels
+disable-bias-linear add-qkv-bias qk-layernorm untie-embeddings-and-output-weights encoder-num-layers
+decoder-num-layers encoder-seq-length decoder-seq-length vocab-extra-ids pipeline-model-parallel-split-rank
+relative-attention-num-buckets relative-attention-max-distance rotary-seq-len-interpolation-factor
+yarn-rotary-scaling-factor yarn-original-max-position-embeddings yarn-beta-fast yarn-beta-slow yarn-mscale
+yarn-mscale-all-dim yarn-correction-range-round-to-int no-yarn-correction-range-round-to-int window-size
+num-experts moe-layer-freq moe-ffn-hidden-size
+moe-router-topk topk moe-router-pre-softmax moe-router-load-balancing-type moe-aux-loss-coeff moe-loss-coeff
+moe-z-loss-coeff moe-router-dtype moe-expert-capacity-factor moe-shared-expert-intermediate-size moe-grouped-gemm
+moe-per-layer-logging
+expert-model-parallel-size moe-expert-parallel-size expert-tensor-parallel-size
+""".split()
+"""Flags of the classic suites that are flags here, or aliases of one."""
+
+REPLACED = {
+    "--checkpoint-activations": "activations-checkpoint-method=uniform",
+    "--normalization LayerNorm": "normalization=layernorm",
+    "--normalization RMSNorm": "normalization=rmsnorm",
+}
+"""The flag that a flag is read as."""
+
+FULFILLED = {
+    "Muon gathers whole matrices over the tensor-parallel ranks": "muon-tp-mode=duplicated",
+    "the parameters that Muon does not update are AdamW's": "muon-scalar-optimizer=adam",
+    "a signal always saves and ends the run": "exit-signal-handler",
+    "the layers that are recomputed together are counted from the first one on": "recompute-method=uniform",
+    "samples are shuffled for each epoch, and epochs repeat until the end of training": "dataloader-type=single",
+    "the loss is averaged over all tokens of the global batch": "calculate-per-token-loss",
+    "throughput is always logged": "log-throughput op-cal-tflops",
+    "offloaded state is page-locked by default": "use-pin-memory",
+    "memory is never emptied": "empty-unused-memory-level=0",
+    "processes of mpirun are recognized": "deepspeed-mpi",
+    "this is the default of both models": (
+        "softmax-type=vanilla transformer-impl=local weight-decay-incr-style=constant"
+    ),
+    "experts receive their tokens by all-to-all": "moe-token-dispatcher-type=alltoall",
+    "the weights of experts are a softmax of the router's logits": "moe-router-score-function=softmax",
+    "tokens with the smallest weights are dropped": "moe-token-drop-policy=probs",
+    "no token is dropped without --moe-expert-capacity-factor": "disable-moe-token-dropping",
+    "experts have a parameter group of their own with expert parallelism": "create-moe-param-group",
+    "this is the size without this kind of parallelism or layer": "vocab-extra-ids=0",
+}
+"""What happens in any case, as a flag asks for it."""
+
+IGNORED = {
+    "attention is torch's fused kernel (FlashAttention on CUDA) unless another flag excludes it; "
+    "--scaled-upper-triang-masked-softmax-fusion requires it": (
+        "use-flash-attn use-flash-attn-v1 use-flash-attn-v2 use-flash-attn-triton use-flash-attn-builder "
+        "attention-backend=flash attention-backend=fused attention-backend=auto scaled-masked-softmax-fusion "
+        "no-masked-softmax-fusion use-fusion-attn-v2"
+    ),
+    "the attention mask follows from --pre-tokens and --reset-attention-mask": (
+        "sparse-mode=0 sparse-mode=2 sparse-mode=3 sparse-mode=4 attention-mask-type=causal "
+        "attention-mask-on-cpu no-create-attention-mask-in-dataloader"
+    ),
+    "kernels are chosen by --fused-kernels, --bias-gelu-fusion, --bias-dropout-fusion and --compile": (
+        "transformer-impl=transformer_engine use-mcore-models use-legacy-models no-persist-layer-norm "
+        "no-bias-swiglu-fusion no-rope-fusion disable-mem-efficient-ln use-te-activation-func "
+        "cross-entropy-loss-fusion cross-entropy-fusion-impl no-clone-scatter-output-in-embedding jit-compile "
+        "optimization-level use-fused-rmsnorm use-fused-swiglu use-fused-rotary-pos-emb"
+    ),
+    "AdamW is torch's or apex's by --fused-kernels": "torch-adam ds-fused-adam optimizer-selection",
+    "Muon's iterations are in bf16 with --bf16, otherwise in fp32": "muon-fp32-matmul-prec",
+    "DeepSpeed reduces gradients, in buckets of --zero-reduce-bucket-size": (
+        "DDP-impl=local DDP-impl=torch use-contiguous-buffers-in-local-ddp no-contiguous-buffers-in-local-ddp "
+        "ddp-num-buckets ddp-pad-buckets-for-high-nccl-busbw ddp-average-in-collective "
+        "no-gradient-reduce-div-fusion no-align-grad-reduce no-align-param-gather delay-grad-reduce "
+        "no-delay-grad-reduce delay-param-gather no-delay-param-gather"
+    ),
+    "tokens are arranged for the experts by torch's kernels": "moe-permute-fusion moe-router-fusion",
+    "--zero-overlap-comm overlaps communication with computation": (
+        "overlap-grad-reduce overlap-param-gather overlap-param-gather-with-optimizer-step "
+        "overlap-cpu-optimizer-d2h-h2d"
+    ),
+    "DeepSpeed's pipeline engine decides how tensors are sent between stages": (
+        "no-scatter-gather-tensors-in-pipeline overlap-p2p-communication no-overlap-p2p-communication "
+        "overlap-p2p-communication-warmup-flush use-ring-exchange-p2p "
+        "microbatch-group-size-per-virtual-pipeline-stage use-multiparameter-pipeline-model-parallel "
+        "optimize-send-recv-comm optimize-vpp-send-recv-comm"
+    ),
+    "tensor-parallel communication is not overlapped": (
+        "no-async-tensor-model-parallel-allreduce tp-comm-* disable-tp-comm-* decoder-tp-comm-overlap "
+        "use-ascend-coc use-ascend-mc2 coc-* enable-overlap-ag-with-matmul enable-overlap-matmul-with-rs "
+        "enable-backward-overlap-ag-with-matmul"
+    ),
+    "process groups and backends are those of the parallel layout": (
+        "enable-gloo-process-groups disable-gloo-process-groups disable-gloo-group high-priority-stream-groups "
+        "nccl-communicator-config-path hccl-slice-size use-nccl-ub use-sharp sharp-enabled-group "
+        "disable-symmetric-registration distributed-timeout-seconds-after-init"
+    ),
+    "ZeRO shards the fp32 copy of the weights: see --zero-stage": "reuse-fp32-param",
+    "the allocator keeps freed memory; against fragmentation set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True": (
+        "empty-unused-memory-level memory-fragmentation"
+    ),
+    "samples are shuffled for each epoch, and epochs repeat until the end of training (data sets of pretrain() are "
+    "not shuffled)": "dataloader-type=cyclic repeated-dataloader",
+    "data sets are memory-mapped, and built by one thread": (
+        "no-mmap-bin-files num-dataset-builder-threads mid-level-dataset-surplus dataloader-fast-cache-load "
+        "dataloader-defer-npy-index-mmap"
+    ),
+    "Python decides when garbage is collected": "manual-gc manual-gc-interval no-manual-gc-eval",
+    "TensorBoard gets every metric of every logged iteration: see --log-interval": (
+        "tensorboard-log-interval tensorboard-queue-size log-batch-size-to-tensorboard "
+        "no-log-learnig-rate-to-tensorboard no-log-learning-rate-to-tensorboard "
+        "no-log-loss-scale-to-tensorboard log-validation-ppl-to-tensorboard log-memory-to-tensorboard "
+        "log-world-size-to-tensorboard"
+    ),
+    "--metrics-file and --run-dir have the progress and the configuration of a run": (
+        "log-progress logging-level config-logger-dir"
+    ),
+    "metrics are written to --metrics-file and --tensorboard-dir": ("wandb-* log-energy"),
+    "the optimizer's state is not logged: see --log-params-norm and --log-num-zeros-in-grad": (
+        "log-optimizer-states-to-tensorboard log-max-attention-logit"
+    ),
+    "--timing-log-level prints the least and the greatest time of all ranks": (
+        "timing-log-option no-barrier-with-level-1-timing"
+    ),
+    "--straggler-report names slow hosts": "log-straggler disable-straggler-on-startup straggler-*",
+    "--rewind-on-spike handles spikes": "check-for-spiky-loss check-for-large-grads",
+    "losses and gradient norms are always checked: see --max-consecutive-bad-steps": (
+        "no-check-for-nan-in-loss-and-grad rerun-mode result-rejected-tracker-filename"
+    ),
+    "checkpoints have DeepSpeed's format, and any layout can load them": (
+        "ckpt-format use-dist-ckpt dist-ckpt-* auto-detect-ckpt-format ckpt-fully-parallel-save "
+        "no-ckpt-fully-parallel-save ckpt-fully-parallel-load ckpt-assume-constant-structure "
+        "use-persistent-ckpt-worker universal-checkpoint distrib-optim-fully-reshardable-mem-efficient "
+        "no-strict-fsdp-dtensor-load checkpoint-io-buffer-size checkpoint-data-parallel "
+        "checkpoint-writer-decoupled aio-intra-op-parallelism"
+    ),
+    "a --load folder without a checkpoint ends the run, unless it is the --save folder": "exit-on-missing-checkpoint",
+    "weights are initialized before a checkpoint is loaded": "no-initialization init-model-with-meta-device",
+    "it is for text generation: see tools/generate.py": (
+        "inference-batch-times-seqlen-threshold max-tokens-to-oom flash-decode"
+    ),
+    "it is a service of NVIDIA's own cluster": "no-one-logger one-logger-* app-tag-*",
+}
+"""What happens instead of what a flag asks for; a warning says so."""

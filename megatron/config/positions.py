@@ -1,0 +1,127 @@
+"""How a model represents positions: a learned table, the rotation of queries and keys, or a bias by distance."""
+
+from dataclasses import dataclass, fields
+
+from megatron.config.fields import flag
+
+ROTARY = ("rope", "yarn")
+"""Kinds of positions that rotate queries and keys."""
+LOW_FREQUENCY_FACTOR = 1.0
+HIGH_FREQUENCY_FACTOR = 4.0
+ORIGINAL_LENGTH = 8192
+"""Constants of Llama 3.1's rule: the sequence length of its pretraining, and the band between short and long waves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionConfig:
+    """How positions are represented."""
+
+    position_embedding_type: str = flag(
+        "learned_absolute",
+        "How positions are represented: a learned table, the rotation of queries and keys (arXiv 2104.09864), that "
+        "rotation extended to longer sequences by YaRN (arXiv 2309.00071), a bias of the scores by distance (relative, "
+        "of T5 alone), or not at all.",
+        choices=("learned_absolute", "rope", "yarn", "relative", "none"),
+        switches={"use-rotary-position-embeddings": "rope", "no-position-embedding": "none"},
+        masked_lm=False,
+        encoder_decoder="also",
+    )
+    relative_attention_num_buckets: int = flag(
+        32, "Distances that relative positions distinguish.", within="[4, inf)", encoder_decoder="only"
+    )
+    relative_attention_max_distance: int = flag(
+        128,
+        "Distance in tokens from which on relative positions are the same.",
+        within="[2, inf)",
+        encoder_decoder="only",
+    )
+    rotary_base: float = flag(
+        10000.0,
+        "Base of the rotation's wavelengths.",
+        aliases=("rotary-position-embeddings-theta",),
+        within="(0, inf)",
+        masked_lm=False,
+    )
+    rotary_percent: float = flag(
+        1.0, "Share of each head's dimensions that is rotated.", within="(0, 1]", masked_lm=False
+    )
+    use_rope_scaling: bool = flag(
+        False, "Scale the long wavelengths of the rotation by Llama 3.1's rule.", masked_lm=False
+    )
+    rope_scaling_factor: float = flag(8.0, "Factor of --use-rope-scaling.", within="[1, inf)", masked_lm=False)
+    rotary_seq_len_interpolation_factor: float = flag(
+        1.0,
+        "Divide positions by this factor before the rotation: linear interpolation (arXiv 2306.15595).",
+        within="[1, inf)",
+        masked_lm=False,
+    )
+    yarn_rotary_scaling_factor: float | None = flag(
+        None,
+        "Factor by which YaRN extends --yarn-original-max-position-embeddings.",
+        within="[1, inf)",
+        masked_lm=False,
+    )
+    yarn_original_max_position_embeddings: int = flag(
+        0, "Sequence length that the model was trained with before YaRN.", within="[1, inf)", masked_lm=False
+    )
+    yarn_beta_fast: float = flag(
+        32.0,
+        "Dimensions that turn this often or more within the original length keep their wavelength.",
+        within="(0, inf)",
+        masked_lm=False,
+    )
+    yarn_beta_slow: float = flag(
+        1.0,
+        "Dimensions that turn this often or less within the original length are interpolated by YaRN's whole factor.",
+        within="(0, inf)",
+        masked_lm=False,
+    )
+    yarn_mscale: float = flag(
+        1.0,
+        "Queries and keys are multiplied by 0.1 x this x ln(factor) + 1, divided by the same of --yarn-mscale-all-dim.",
+        within="[0, inf)",
+        masked_lm=False,
+    )
+    yarn_mscale_all_dim: float = flag(0.0, "See --yarn-mscale.", within="[0, inf)", masked_lm=False)
+    yarn_correction_range_round_to_int: bool = flag(
+        True,
+        "Round the dimensions of --yarn-beta-fast and --yarn-beta-slow to whole ones; enabled by default.",
+        switches={"no-yarn-correction-range-round-to-int": False},
+        masked_lm=False,
+    )
+    max_position_embeddings: int = flag(
+        0,
+        "Longest sequence, and rows of a learned table of positions (default: the sequence length).",
+        within="[1, inf)",
+    )
+
+    @property
+    def has_rotary_embedding(self) -> bool:
+        """Whether attention rotates queries and keys by their positions."""
+        return self.position_embedding_type in ROTARY
+
+    @property
+    def position_weights(self) -> str:
+        """The kind of ``position_embedding_type``; YaRN's weights are those of rope."""
+        return "rope" if self.has_rotary_embedding else self.position_embedding_type
+
+    @property
+    def has_position_table(self) -> bool:
+        """Whether positions are embedded by a learned table."""
+        return self.position_embedding_type == "learned_absolute"
+
+    @property
+    def has_relative_positions(self) -> bool:
+        """Whether the scores of attention have a bias by distance."""
+        return self.position_embedding_type == "relative"
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the learned table of positions; 0 without one."""
+        return self.max_position_embeddings if self.has_position_table else 0
+
+
+ROTATION = tuple(
+    field.name for field in fields(PositionConfig) if field.name.startswith(("rotary_", "use_rope_", "rope_", "yarn_"))
+)
+"""Fields that decide by which angles queries and keys are rotated."""

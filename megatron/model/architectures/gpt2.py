@@ -1,0 +1,47 @@
+"""The spec of GPT-2, which by its flags also is a model of the Llama family, with or without experts. No torch here."""
+
+from dataclasses import replace
+
+from megatron.config import ModelConfig
+from megatron.config.tokenizer_files import GPT2_BPE, PUBLISHED
+from megatron.model.architectures.layers import (
+    WITHOUT_SEGMENT_IDS,
+    embedding_dropout,
+    final_norm,
+    moe_layer,
+    output_layer,
+    position_embedding,
+    transformer_layer,
+    word_embedding,
+    word_logits,
+)
+from megatron.model.spec import ArchitectureSpec, LayerSpec
+
+
+def _gpt2(config: ModelConfig) -> list[LayerSpec]:
+    untied, words = config.untie_embeddings_and_output_weights, word_embedding(config)
+    return [
+        replace(words, tied=None) if untied else words,
+        position_embedding(config) if config.has_position_table else embedding_dropout(config),
+        *_blocks(config),
+        WITHOUT_SEGMENT_IDS,
+        final_norm(config),
+        output_layer(config) if untied else word_logits(config),
+    ]
+
+
+def _blocks(config: ModelConfig) -> list[LayerSpec]:
+    if not config.has_experts:
+        return [transformer_layer(config)] * config.num_layers
+    dense, experts = transformer_layer(config), moe_layer(config)
+    return [experts if config.layer_has_experts(n + 1) else dense for n in range(config.num_layers)]
+
+
+GPT2 = ArchitectureSpec(
+    "GPT-2",
+    "pretrain_gpt2.py",
+    (GPT2_BPE, "WhitespaceTokenizer", *PUBLISHED),
+    _gpt2,
+    torch_layers="megatron.model.gpt2:gpt2_layers",
+    torch_loss="megatron.model.gpt2:gpt2_loss",
+)

@@ -1,0 +1,121 @@
+"""The spec of T5: an encoder and a decoder. No torch here."""
+
+from dataclasses import replace
+from fractions import Fraction
+
+from megatron.config import ModelConfig
+from megatron.config.tokenizer_files import HUGGINGFACE
+from megatron.model.architectures.bert import BERT
+from megatron.model.architectures.layers import (
+    embedding_dropout,
+    final_norm,
+    output_layer,
+    position_embedding,
+    transformer_layer,
+    word_embedding,
+    word_logits,
+)
+from megatron.model.spec import (
+    ArchitectureSpec,
+    KeptActivations,
+    LayerSpec,
+    ParameterSpec,
+    column_parallel,
+    norm_parameters,
+    row_parallel,
+)
+
+
+def _t5(config: ModelConfig) -> list[LayerSpec]:
+    """Costs are per token of the encoder, those of the decoder too, which reads fewer."""
+    untied, words = config.untie_embeddings_and_output_weights, word_embedding(config, "T5Embedding")
+    ratio = _decoder_tokens(config)
+    embedding = replace(words, kept=_times(words.kept, ratio))
+    norm = final_norm(config)
+    head = output_layer(config) if untied else word_logits(config, "T5Embedding")
+    return [
+        words,
+        _stack_positions(config),
+        *_stack(config, encoder_layer(config), config.encoder_num_layers, "encoder"),
+        replace(norm, class_name="EncoderNorm", kept=replace(norm.kept, local=config.hidden_size)),
+        embedding,
+        _stack_positions(config, ratio),
+        *_stack(config, decoder_layer(config), config.decoder_num_layers, "decoder"),
+        LayerSpec("without_encoder_output"),
+        replace(norm, kept=_times(norm.kept, ratio)),
+        replace(head, matmul_flops=round(head.matmul_flops * ratio), kept=_times(head.kept, ratio)),
+    ]
+
+
+def encoder_layer(config: ModelConfig) -> LayerSpec:
+    """``EncoderParallelTransformerLayer``: a transformer layer whose tokens attend to the whole text."""
+    return replace(transformer_layer(config), class_name="EncoderParallelTransformerLayer")
+
+
+def decoder_layer(config: ModelConfig) -> LayerSpec:
+    """``DecoderParallelTransformerLayer``, which also attends to the encoder's output."""
+    h, q, ratio = config.hidden_size, config.num_attention_heads * config.head_size, _decoder_tokens(config)
+    bias, norm, own = config.linear_bias, config.normalization, transformer_layer(config)
+    parameters = (
+        *own.parameters,
+        *column_parallel("inter_attention.query", h, q, bias=bias),
+        *column_parallel("inter_attention.key_value", h, 2 * q, bias=bias),
+        *row_parallel("inter_attention.dense", q, h, bias=bias),
+        *norm_parameters("post_inter_attention_layernorm", h, norm),
+    )
+    statistics = 2 if norm == "LayerNorm" else 1
+    across = KeptActivations(residual=h, local=h, masks=h, statistics=statistics, sharded=2 * q)
+    both = KeptActivations(**{name: value + getattr(across, name) for name, value in vars(own.kept).items()})
+    kept = _times(both, ratio)
+    return LayerSpec(
+        "DecoderParallelTransformerLayer",
+        parameters,
+        round(ratio * (own.matmul_flops + 4 * h * q)) + 4 * h * q,
+        repeated_flops=round(ratio * own.repeated_flops),
+        attention_size=round(q * (ratio * ratio + ratio)),
+        cross_attention_size=round(q * ratio),
+        kept=replace(kept, sharded=kept.sharded + 2 * q),
+        is_block=True,
+    )
+
+
+def _stack(config: ModelConfig, layer: LayerSpec, count: int, name: str) -> list[LayerSpec]:
+    """``count`` times ``layer``, with the table of relative positions that all of them read."""
+    shape = (config.relative_attention_num_buckets, config.num_attention_heads)
+    table = LayerSpec("RelativePositions", (ParameterSpec("weight", shape, shard_dim=1),), tied=f"{name}_positions")
+    return [*((table,) if config.has_relative_positions else ()), layer] * count
+
+
+def _stack_positions(config: ModelConfig, ratio: Fraction = Fraction(1)) -> LayerSpec:
+    """What is added to the embedded tokens of a stack: both read one table of positions."""
+    if not config.has_position_table:
+        layer = embedding_dropout(config)
+        return replace(layer, class_name="StackDropout", kept=_times(layer.kept, ratio))
+    layer = position_embedding(config)
+    return replace(layer, class_name="StackPositions", tied="positions", kept=_times(layer.kept, ratio))
+
+
+def _decoder_tokens(config: ModelConfig) -> Fraction:
+    """Tokens of the decoder for each of the encoder."""
+    return Fraction(config.decoder_seq_length or 1, config.encoder_seq_length or 1)
+
+
+def _times(kept: KeptActivations, ratio: Fraction) -> KeptActivations:
+    return KeptActivations(**{name: round(value * ratio) for name, value in vars(kept).items()})
+
+
+T5 = ArchitectureSpec(
+    "T5",
+    "pretrain_t5.py",
+    (*BERT.tokenizers, HUGGINGFACE),
+    _t5,
+    torch_layers="megatron.model.t5:t5_layers",
+    torch_loss="megatron.model.gpt2:gpt2_loss",
+    masked_lm=True,
+    is_encoder_decoder=True,
+    # T5 1.1 (arXiv 1910.10683, and the notes on its release).
+    defaults=(
+        "--normalization", "RMSNorm", "--layernorm-epsilon", "1e-6", "--position-embedding-type", "relative",
+        "--geglu", "--openai-gelu", "--disable-bias-linear", "--untie-embeddings-and-output-weights",
+    ),
+)  # fmt: skip

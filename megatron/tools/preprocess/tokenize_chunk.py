@@ -1,0 +1,164 @@
+"""The work of one preprocessing process: tokenize the documents of a chunk of text."""
+
+from collections.abc import Sequence
+from functools import cache, partial
+from itertools import chain, islice
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron.config.errors import DataError
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer.base import check_words
+from megatron.tools.preprocess.conversations import (
+    Part,
+    chat_template,
+    check_encodable,
+    document_parts,
+    tokenize_documents,
+)
+from megatron.tools.preprocess.corpus import FORMATS, Chunk, json_object, line_texts
+from megatron.tools.preprocess.indexed_dataset_builder import best_dtype
+from megatron.tools.preprocess.job import LOSS_MASK, TOKENS, Job
+from megatron.tools.preprocess.sentences import split_sentences
+
+
+class LineError(NamedTuple):
+    """An error in a line."""
+
+    line: int
+    message: str
+    is_empty: bool
+    """Whether the line only has no text."""
+
+
+class Tokenized(NamedTuple):
+    """A chunk's documents."""
+
+    tokens: dict[str, np.ndarray]
+    """For each key: all tokens, documents concatenated."""
+    sizes: dict[str, list[list[int]]]
+    """For each key: number of tokens of each sequence of each document."""
+    blank: int
+    unknown: int
+    """Tokens of words that are not in the vocabulary."""
+    errors: list[LineError]
+    text_bytes: int
+    position: tuple[int, int]
+    """That of the chunk."""
+
+
+def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
+    """Read and tokenize the lines of a chunk; runs in a worker."""
+    if job.conversations is not None:
+        return _tokenize_conversations(job, chunk)
+    kind = FORMATS[job.format_of(chunk.path)]
+    texts: dict[str, list[str]] = {key: [] for key in job.json_keys}
+    numbers: list[int] = []
+    errors: list[LineError] = []
+    for number, line in enumerate(chunk.lines, chunk.first_line):
+        try:
+            texts_of_line = line_texts(chunk.path, job.input_format, number, line, job.json_keys)
+            _check_words(f"{chunk.path}:{number}", texts_of_line)
+        except DataError as error:
+            errors.append(LineError(number, str(error), is_empty=False))
+            continue
+        numbers.append(number)
+        for key, text in zip(job.json_keys, texts_of_line, strict=True):
+            texts[key].append(text)
+    tokenizer = tokenizer_of(job)
+    begin = [tokenizer.bos] if job.prepend_bos and tokenizer.bos is not None else []
+    end = [tokenizer.eod] if job.append_eod else []
+    tokens, sizes = {}, {}
+    split = partial(split_sentences, keep_newlines=job.keep_newlines) if job.split_sentences else _whole
+    blank = unknown = 0
+    for key in job.json_keys:
+        tokenized = _tokenized(tokenizer, [split(text) for text in texts[key]])
+        without = [number for number, document in zip(numbers, tokenized, strict=True) if not document]
+        if kind.allows_blank_lines:
+            blank += len(without)
+        else:
+            errors += [
+                LineError(line, f'{chunk.path}:{line}: no text under "{key}"', is_empty=True) for line in without
+            ]
+        documents = [[*document[:-1], document[-1] + end] for document in tokenized if document]
+        if begin:
+            documents = [[begin + document[0], *document[1:]] for document in documents]
+        ids = chain.from_iterable(chain.from_iterable(documents))
+        tokens[key] = np.fromiter(ids, best_dtype(tokenizer.vocab_size))
+        unknown += _unknown(tokenizer, tokens[key])
+        sizes[key] = [[len(ids) for ids in document] for document in documents]
+    return Tokenized(tokens, sizes, blank, unknown, sorted(errors), chunk.size, chunk.position)
+
+
+def _tokenize_conversations(job: Job, chunk: Chunk) -> Tokenized:
+    """The same for documents with a loss mask."""
+    assert job.conversations is not None
+    tokenizer = tokenizer_of(job)
+    template = chat_template(job.chat_template, tokenizer) if job.chat_template is not None else None
+    documents: list[list[Part]] = []
+    numbers: list[int] = []
+    errors: list[LineError] = []
+    for number, line in enumerate(chunk.lines, chunk.first_line):
+        where = f"{chunk.path}:{number}"
+        try:
+            assert isinstance(line, bytes), "a rule refuses Parquet"
+            document = json_object(where, line)
+            parts = [] if document is None else document_parts(where, document, job.conversations, template)
+            check_encodable(where, parts)
+            _check_words(where, [part.text for part in parts])
+        except DataError as error:
+            errors.append(LineError(number, str(error), is_empty=False))
+            continue
+        documents.append(parts)
+        numbers.append(number)
+    tokens: list[int] = []
+    masks: list[int] = []
+    sizes: list[list[int]] = []
+    for number, (ids, mask) in zip(
+        numbers, tokenize_documents(tokenizer, documents, append_eod=job.append_eod), strict=True
+    ):
+        if not any(mask):
+            errors.append(LineError(number, f"{chunk.path}:{number}: no token to train on", is_empty=True))
+            continue
+        tokens += ids
+        masks += mask
+        sizes.append([len(ids)])
+    arrays = {TOKENS: np.array(tokens, best_dtype(tokenizer.vocab_size)), LOSS_MASK: np.array(masks, np.uint8)}
+    unknown = _unknown(tokenizer, arrays[TOKENS])
+    return Tokenized(arrays, dict.fromkeys(arrays, sizes), 0, unknown, sorted(errors), chunk.size, chunk.position)
+
+
+def _check_words(where: str, texts: Sequence[str]) -> None:
+    """Raises DataError beginning with ``where`` for a word that is too long."""
+    try:
+        for text in texts:
+            check_words(text)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def _whole(text: str) -> list[str]:
+    """The one sequence of a document that is not split."""
+    return [text]
+
+
+def _tokenized(tokenizer: Tokenizer, documents: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+    """The tokens of each sequence of each document, without those that have none."""
+    ids = iter(tokenizer.tokenize_batch(list(chain.from_iterable(documents))))
+    return [[tokens for tokens in islice(ids, len(sequences)) if tokens] for sequences in documents]
+
+
+def _unknown(tokenizer: Tokenizer, tokens: np.ndarray) -> int:
+    """Tokens of words that are not in the vocabulary."""
+    return 0 if tokenizer.unk is None else int(np.count_nonzero(tokens == tokenizer.unk))
+
+
+def tokenizer_of(job: Job) -> Tokenizer:
+    """The tokenizer, built once in a process and inherited by forked workers."""
+    return _build_once(job.tokenizer_type, job.vocab_file, job.merge_file, job.eod_token)
+
+
+@cache
+def _build_once(kind: str, vocab_file: str | None, merge_file: str | None, eod_token: str | None) -> Tokenizer:
+    return build_tokenizer(kind, vocab_file, merge_file, eod_token=eod_token)
