@@ -45,6 +45,8 @@ AT_THE_LIMIT = 0.95
 
 
 AT = "at the limit"
+MANY = 8
+"""More results than these are not named one by one in the table of goals."""
 
 
 class Limit(NamedTuple):
@@ -101,8 +103,7 @@ def goals(name: str, rows: Sequence[Row]) -> list[str]:
         if r.goal:
             groups.setdefault((r.peer, r.goal), []).append(r)
     return [
-        f"| {name} | {peer} | {goal} | {'; '.join(_short(r, limit_of(r, rows)) for r in group)} "
-        f"| {_count(group, rows)} |"
+        f"| {name} | {peer} | {goal} | {_ratios(group, rows)} | {_count(group, rows)} |"
         for (peer, goal), group in groups.items()
     ]
 
@@ -181,8 +182,22 @@ def _name(r: Row) -> str:
     return r.what.partition(":")[0]
 
 
-def _short(r: Row, limit: Limit | None) -> str:
-    return f"{_name(r)} **{r.ratio:.2f}**" + (f" (limit {limit.ratio:.2f})" if limit else "")
+def _ratios(group: Sequence[Row], rows: Sequence[Row]) -> str:
+    """Each ratio by name, or the range of many and the missed ones by name, in full where others have the same name."""
+    if len(group) <= MANY:
+        return "; ".join(_short(r, limit_of(r, rows), _name(r)) for r in group)
+    ratios = [r.ratio for r in group]
+    names = [_name(r) for r in group]
+    missed = [
+        _short(r, limit_of(r, rows), r.what if names.count(_name(r)) > 1 else _name(r))
+        for r in group
+        if not r.is_reached
+    ]
+    return "; ".join([f"{len(group)} workloads, **{min(ratios):.2f}** to **{max(ratios):.2f}**", *missed])
+
+
+def _short(r: Row, limit: Limit | None, name: str) -> str:
+    return f"{name} **{r.ratio:.2f}**" + (f" (limit {limit.ratio:.2f})" if limit else "")
 
 
 def _count(group: Sequence[Row], rows: Sequence[Row]) -> str:

@@ -31,9 +31,10 @@ from benchmarks.comparing import Comparison, Quantity, Result, Times, alternate
 from benchmarks.measures.peers import Shape
 from benchmarks.measures.snapshots import of_snapshots
 from benchmarks.measures.suite import run_of
+from megatron.checkpoint.engine_files import EngineFiles, in_host_memory
 from megatron.checkpoint.files import xxh128_of
 from megatron.checkpoint.manifest import write_manifest
-from megatron.checkpoint.save import Checkpointer, EngineFiles, in_host_memory
+from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.tensor_files import ALLOWED, read_checked_file, read_file, write_file
 from megatron.config import RunConfig
 from megatron.data.loader import Batch

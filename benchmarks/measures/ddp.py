@@ -1,10 +1,11 @@
 """Two ranks compared with torch's DistributedDataParallel: same model, same processes, same global batch.
 
 DDP accumulates gradients over its micro-batches, reduces them in the last one, clips, and steps with fused AdamW. This
-project trains data parallel at each ZeRO stage, and as a pipeline of two stages. The same rounds time DeepSpeed without
-this project around it, torch's FSDP2 sharding as much as ZeRO 2 or 3 and reducing as often, and the limit: a step
-without communication plus the collectives of as many bytes by themselves; and DeepSpeed over the same collectives.
-The collectives through shared memory are compared with gloo's.
+project trains data parallel at each ZeRO stage, and as a pipeline of two stages by each schedule. The same rounds time
+DeepSpeed without this project around it, torch's FSDP2 sharding as much as ZeRO 2 or 3 and reducing as often, and the
+limit: a step without communication plus the collectives of as many bytes by themselves, or plus the bubble that the
+schedule has if all parts of a pass take equally long; and DeepSpeed over the same collectives. The collectives through
+shared memory are compared with gloo's.
 """
 
 from typing import NamedTuple
@@ -12,6 +13,8 @@ from typing import NamedTuple
 from benchmarks.comparing import Comparison, Result, Times
 from benchmarks.measures.peers import Shape
 from benchmarks.measures.ranks import measured_by_ranks
+from megatron.parallel.pipeline.schedule import Schedule
+from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
 
 SHAPE = Shape(layers=4, hidden=384, heads=6, sequence=256, batch=1, vocabulary=512)
 MICRO_BATCHES = 8
@@ -31,8 +34,18 @@ class Way(NamedTuple):
     """Of all gradients in a step: reduce-scatters, but all-reduces at ZeRO 0."""
     gathers: int = 0
     """Of all weights in a step."""
+    chunks: int = 0
+    """Model chunks of a stage; 0 if there are no stages."""
+
+    @property
+    def bubble(self) -> float:
+        """The share of a step in which a stage idles."""
+        name = "1f1b" if SCHEDULE not in self.flags else self.flags[self.flags.index(SCHEDULE) + 1]
+        return idle_share(Schedule(name, RANKS, MICRO_BATCHES, self.chunks), PassSeconds())
 
 
+PIPELINE, SCHEDULE = ("--pipe-parallel-size", str(RANKS)), "--pipeline-schedule"
+INTERLEAVED = (SCHEDULE, "interleaved", "--num-virtual-stages-per-pipeline-rank", "2")
 WAYS = {
     "ZeRO 0": Way(("--zero-stage", "0"), 1.0),
     "ZeRO 1": Way(("--zero-stage", "1"), 0.98, gathers=1),
@@ -40,9 +53,15 @@ WAYS = {
     "ZeRO 2, reduced once": Way(("--zero-stage", "2", *ONCE), 0.85, gathers=1),
     "ZeRO 3": Way(("--zero-stage", "3"), 0.75, OF_A_RANK, 2 * OF_A_RANK),
     "ZeRO 3, reduced once": Way(("--zero-stage", "3", *ONCE), 0.75, gathers=2 * OF_A_RANK),
-    "PP 2": Way(("--pipe-parallel-size", "2"), 1.0),
+    "PP 2": Way(PIPELINE, 1.0, chunks=1),
+    "PP 2, interleaved": Way((*PIPELINE, *INTERLEAVED), 1.0, chunks=2),
+    "PP 2, zbh1": Way((*PIPELINE, SCHEDULE, "zbh1"), 1.0, chunks=1),
+    "PP 2, zbv": Way((*PIPELINE, SCHEDULE, "zbv"), 1.0, chunks=2),
 }
-TOGETHER = (("ZeRO 0",), ("ZeRO 1",), ("ZeRO 2", "ZeRO 2, reduced once"), ("ZeRO 3", "ZeRO 3, reduced once"), ("PP 2",))
+TOGETHER = (
+    ("ZeRO 0",), ("ZeRO 1",), ("ZeRO 2", "ZeRO 2, reduced once"), ("ZeRO 3", "ZeRO 3, reduced once"),
+    ("PP 2", "PP 2, interleaved", "PP 2, zbh1", "PP 2, zbv"),
+)  # fmt: skip
 """Those that take turns with each other and with the same DDP."""
 PEERS = {"DDP": "torch's DDP", "bare DeepSpeed": "bare DeepSpeed", "FSDP2": "torch's FSDP2"}
 SAME_COLLECTIVES = "bare DeepSpeed, same collectives"
@@ -69,7 +88,7 @@ def _of_way(name: str, way: Way, times: dict[str, Times]) -> list[Result]:
     if SAME_COLLECTIVES in times:
         theirs = times[SAME_COLLECTIVES]
         rows.append(Comparison(what, SAME_COLLECTIVES, ours, theirs, work, "tokens", is_limit=True))
-    return [*rows, _bubble(name, times) if name.startswith("PP") else _communication(name, way, times)]
+    return [*rows, *(_bubbles(name, way, times) if way.chunks else [_communication(name, way, times)])]
 
 
 def _collective(kind: str, times: dict[str, Times]) -> Comparison:
@@ -79,12 +98,24 @@ def _collective(kind: str, times: dict[str, Times]) -> Comparison:
     return Comparison(what, "gloo's", times[kind], times[f"gloo's {kind}"], size, "B", 1.0)
 
 
-def _bubble(name: str, times: dict[str, Times]) -> Comparison:
-    """A step beside one without communication, plus the pipeline's bubble, in which a rank waits."""
-    alone = times["no communication"]
-    ideal = Times([wall * (MICRO_BATCHES + RANKS - 1) / MICRO_BATCHES for wall in alone.wall], alone.cpu)
-    work, peer = SHAPE.tokens * MICRO_BATCHES, "no communication, and the bubble"
-    return Comparison(f"{name}: the same", peer, times["suite"], ideal, work, "tokens", 0.95, is_limit=True)
+def _bubbles(name: str, way: Way, times: dict[str, Times]) -> list[Comparison]:
+    """A step beside one without communication, plus the pipeline's bubble, in which a rank waits.
+
+    Without communication are half of the batch on each rank, which is goal and limit, and the stages by themselves, of
+    which the slower one counts: there is a layer more to the last stage, the output projection.
+    """
+    bubble, work = way.bubble, SHAPE.tokens * MICRO_BATCHES
+    alone, stages = (
+        Times([wall / (1 - bubble) for wall in times[kind].wall], times[kind].cpu)
+        for kind in ("no communication", "stages")
+    )
+    what = f"{name}: the same; {bubble:.1%} of a step are the bubble"
+    return [
+        Comparison(
+            what, "no communication, and the bubble", times["suite"], alone, work, "tokens", 0.95, is_limit=True
+        ),
+        Comparison(what, "its stages alone, and the bubble", times["suite"], stages, work, "tokens", is_limit=True),
+    ]
 
 
 def _communication(name: str, way: Way, times: dict[str, Times]) -> Comparison:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.comparing import Times, alternate
-from benchmarks.measures.ddp import MICRO_BATCHES, OF_A_RANK, SHAPE, TOGETHER, WAYS
+from benchmarks.measures.ddp import MICRO_BATCHES, OF_A_RANK, PIPELINE, SHAPE, TOGETHER, WAYS
 from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, WithWeights
 from benchmarks.measures.step_profile import profiled
 from benchmarks.measures.suite import bare_step, engine_step, run_of
@@ -41,9 +41,10 @@ def measured_times(rounds: int) -> dict[str, Any]:
         for names in TOGETHER:
             own = {name: _own(name, peers) for name in names}
             ways = {f"{name}|{kind}": step for name, steps in own.items() for kind, step in steps.items()}
-            times = _timed(ways | common, rounds)
+            beside = common | ({"stages": peers.stage(_run(*PIPELINE))} if WAYS[names[0]].chunks else {})
+            times = _timed(ways | beside, rounds)
             for name, steps in own.items():
-                found[name] = {kind: times[f"{name}|{kind}"] for kind in steps} | {kind: times[kind] for kind in common}
+                found[name] = {kind: times[f"{name}|{kind}"] for kind in steps} | {kind: times[kind] for kind in beside}
     return found
 
 
@@ -80,7 +81,9 @@ def _own(name: str, peers: "Peers") -> dict[str, Step]:
     """The steps that train as the way of that name does."""
     run, data = _run(*WAYS[name].flags), (peers.tokens, peers.labels)
     with distributed(run.parallel) as layout:
-        steps = {"suite": engine_step(run, layout, *data), "bare DeepSpeed": bare_step(run, layout, *data)}
+        steps = {"suite": engine_step(run, layout, *data)}
+        if not run.parallel.uses_scheduled_engine:
+            steps["bare DeepSpeed"] = bare_step(run, layout, *data)
         if not run.parallel.uses_pipeline:
             steps["bare DeepSpeed, same collectives"] = bare_step(run, layout, *data, over_gloo=False)
         if run.zero.zero_stage >= 2:
@@ -97,6 +100,26 @@ class Peers:
     def alone(self) -> Step:
         """Without communication."""
         return self._step(self._model())
+
+    def stage(self, run: RunConfig) -> Step:
+        """What the stage of this rank computes in a step, without the other one."""
+        with distributed(run.parallel) as layout:
+            stage, number = build_module(run, layout), layout.pipe_group.rank()
+        optimizer = torch.optim.AdamW(stage.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+        hidden = torch.randn(*self.tokens.shape, SHAPE.hidden, requires_grad=True)  # [b, s, h]
+        targets = self.labels, torch.full(self.labels.shape, 1 / self.labels.numel())
+
+        @patch.object(nn.functional, "linear", LINEAR)
+        def step() -> None:
+            for _ in range(MICRO_BATCHES):
+                hidden.grad = None
+                output = stage(hidden if number else self.tokens)
+                (stage.loss_fn(output, targets) if number else output.sum()).backward()
+            nn.utils.clip_grad_norm_(stage.parameters(), CLIP)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
 
     def ddp(self) -> Step:
         """torch's DDP, which reduces gradients in the last backward pass."""

@@ -6,7 +6,10 @@ engine over the same model without this project around it: the limit of what is 
 """
 
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import repeat
+from typing import Any
 
 import torch
 
@@ -28,32 +31,36 @@ ENGINES = {
     "pipeline engine": (("--pipe-parallel-size", "1"), 0.97),
 }
 """Flags, and the least share of the plain loop's speed that is good enough."""
-
-
-BARE_GOAL = 0.99
+BARE, BARE_GOAL = "bare DeepSpeed", 0.99
 
 
 def measure(rounds: int) -> list[Comparison]:
     """Every engine against the loop, and against DeepSpeed's engine by itself."""
-    silence_known_warnings()
-    tokens, labels = (torch.randint(SHAPE.vocabulary, (SHAPE.batch, SHAPE.sequence)) for _ in range(2))
     comparisons = []
     work = SHAPE.tokens * MICRO_BATCHES
-    for name, (flags, goal) in ENGINES.items():
-        run = run_of(SHAPE, *flags, micro_batches=MICRO_BATCHES)
-        os.environ["MASTER_PORT"] = str(free_port())  # the store of the engine before may still have the other
-        with distributed(run.parallel) as layout, deepspeed_silenced(verbose=False):
-            plain = WithWeights(build_module(run_of(SHAPE), layout), labels)
-            ways = {
-                "suite": engine_step(run, layout, tokens, labels),
-                "plain loop": plain_step(plain, repeat((tokens, labels)), bf16=False, micro_batches=MICRO_BATCHES),
-                "bare DeepSpeed": bare_step(run, layout, tokens, labels),
-            }
+    for name, (_, goal) in ENGINES.items():
+        with steps_of(name) as ways:
             times = alternate(ways, rounds)
         ours = times.pop("suite")
-        goals = {"plain loop": goal, "bare DeepSpeed": BARE_GOAL}
+        goals = {"plain loop": goal, BARE: BARE_GOAL}
         comparisons += [
-            Comparison(f"{name}: {SHAPE}", peer, ours, theirs, work, "tokens", goals[peer], peer == "bare DeepSpeed")
+            Comparison(f"{name}: {SHAPE}", peer, ours, theirs, work, "tokens", goals[peer], peer == BARE)
             for peer, theirs in times.items()
         ]
     return comparisons
+
+
+@contextmanager
+def steps_of(name: str) -> Iterator[dict[str, Callable[[], Any]]]:
+    """A step of that engine, of the loop, and of DeepSpeed's engine by itself."""
+    silence_known_warnings()
+    tokens, labels = (torch.randint(SHAPE.vocabulary, (SHAPE.batch, SHAPE.sequence)) for _ in range(2))
+    run = run_of(SHAPE, *ENGINES[name][0], micro_batches=MICRO_BATCHES)
+    os.environ["MASTER_PORT"] = str(free_port())  # the store of the engine before may still have the other
+    with distributed(run.parallel) as layout, deepspeed_silenced(verbose=False):
+        plain = WithWeights(build_module(run_of(SHAPE), layout), labels)
+        yield {
+            "suite": engine_step(run, layout, tokens, labels),
+            "plain loop": plain_step(plain, repeat((tokens, labels)), bf16=False, micro_batches=MICRO_BATCHES),
+            BARE: bare_step(run, layout, tokens, labels),
+        }

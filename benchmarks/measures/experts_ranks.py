@@ -28,7 +28,7 @@ def main() -> None:
     from benchmarks.measures.suite import engine_step, run_of
     from megatron.config import RunConfig
     from megatron.launch.distributed import distributed
-    from megatron.model.moe import Router
+    from megatron.model.router import Router
     from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
     from megatron.training.engines import build_module
 

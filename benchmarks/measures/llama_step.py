@@ -1,7 +1,8 @@
 """A training step of a Llama on one process: this project's engine, a plain torch model and Llama of transformers.
 
 The plain model is written as in the papers, with the products that a careful author would fuse; transformers runs with
-both of its attention implementations. Loop, clipping and optimizer are those of ``training_step``.
+both of its attention implementations. Loop, clipping and optimizer are those of ``training_step``, and so is the limit:
+torch's operators for such a step by themselves (``llama_operators.py``).
 
 b batch, s sequence, h hidden, n heads, g query groups, d size of a head
 """
@@ -18,6 +19,7 @@ from torch.nn import functional as F
 
 from benchmarks.comparing import Comparison, Result, alternate
 from benchmarks.measures.elsewhere import Elsewhere
+from benchmarks.measures.llama_operators import llama_operators_step, rotations
 from benchmarks.measures.peers import plain_step
 from benchmarks.measures.shapes import LLAMA_SHAPES as SHAPES
 from benchmarks.measures.shapes import LlamaShape
@@ -26,6 +28,7 @@ from megatron.launch.distributed import distributed
 from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 
+LIMIT = "operators alone"
 GOALS = {"bare": 1.0, "transformers": 1.10}
 
 
@@ -44,13 +47,19 @@ def measure(rounds: int, sizes: Sequence[str] = tuple(SHAPES)) -> list[Result]:
 def _compared(what: str, shape: LlamaShape, bf16: bool, rounds: int, layout: ParallelLayout) -> list[Result]:
     tokens, labels = (torch.randint(shape.vocabulary, (shape.batch, shape.sequence)) for _ in range(2))
     flags = ("--bf16", "--zero-stage", "1") if bf16 else ()
-    suite = {"suite": engine_step(run_of(shape, *flags), layout, tokens, labels)}
+    own = {
+        "suite": engine_step(run_of(shape, *flags), layout, tokens, labels),
+        LIMIT: llama_operators_step(shape, bf16=bf16),
+    }
     with closing(Elsewhere(_peers, shape, bf16)) as peers:
-        times = alternate(suite | {name: peers.way(name) for name in PEERS}, rounds, warm_up=3)
-    ours = times.pop("suite")
+        times = alternate(own | {name: peers.way(name) for name in PEERS}, rounds, warm_up=3)
+    ours, alone = times.pop("suite"), times.pop(LIMIT)
     return [
-        Comparison(what, peer, ours, theirs, shape.tokens, "tokens", GOALS[peer.partition(" ")[0]])
-        for peer, theirs in times.items()
+        *(
+            Comparison(what, peer, ours, theirs, shape.tokens, "tokens", GOALS[peer.partition(" ")[0]])
+            for peer, theirs in times.items()
+        ),
+        Comparison(what, LIMIT, ours, alone, shape.tokens, "tokens", is_limit=True),
     ]
 
 
@@ -101,9 +110,7 @@ class BareLlama(nn.Module):
         self.blocks = nn.ModuleList(BareBlock(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, eps=1e-5)
         nn.init.normal_(self.words.weight, std=0.02)
-        d = shape.hidden // shape.heads
-        angles = torch.outer(torch.arange(shape.sequence), 10000.0 ** -(torch.arange(0, d, 2) / d))
-        self.rotation = torch.polar(torch.ones_like(angles), angles)
+        self.rotation = rotations(shape)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         hidden = self.words(tokens)

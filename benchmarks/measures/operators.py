@@ -8,7 +8,7 @@ b batch, s sequence, t tokens (b x s), h hidden, n heads, d size of a head, v vo
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,17 @@ Gradients = dict[Tensor, Tensor]
 
 def operators_step(shape: Shape, *, bf16: bool = False) -> Callable[[], Tensor]:
     """A step over the same tokens again and again. It returns the loss, []."""
-    model = BareGPT2(shape)
+    return step_of(BareGPT2(shape), loss_and_gradients, shape, bf16=bf16)
+
+
+def step_of(
+    model: Any,
+    differentiate: Callable[[Any, Tensor, Tensor], tuple[Tensor, Gradients]],
+    shape: Shape,
+    *,
+    bf16: bool,
+) -> Callable[[], Tensor]:
+    """The same of any model: ``differentiate`` returns loss and gradients of it, of tokens and of labels [b, s]."""
     masters = list(model.parameters())
     optimizer = torch.optim.AdamW(masters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     if bf16:
@@ -35,7 +45,7 @@ def operators_step(shape: Shape, *, bf16: bool = False) -> Callable[[], Tensor]:
 
     @torch.no_grad()
     def step() -> Tensor:
-        loss, gradients = loss_and_gradients(model, tokens, labels)
+        loss, gradients = differentiate(model, tokens, labels)
         for master, weight in zip(masters, weights, strict=True):
             master.grad = gradients.pop(weight).float()
         norm = torch.nn.utils.get_total_norm([master.grad for master in masters])
@@ -60,18 +70,24 @@ def loss_and_gradients(model: BareGPT2, tokens: Tensor, labels: Tensor) -> tuple
         x, of_block = _forward(block, x, tokens.size(0))
         kept.append(of_block)
     normed, mean, scale = _norm(model.norm, x)
-    log_probabilities = aten._log_softmax(normed @ embedding.t(), 1, False)  # [t, v]
-    places, count = labels.view(-1, 1), labels.numel()
-    loss = -log_probabilities.gather(1, places).mean()
-    dlogits = log_probabilities.exp_().scatter_add_(1, places, torch.full_like(places, -1, dtype=x.dtype)).div_(count)
-    gradients = {embedding: dlogits.t() @ normed}
-    dx = _norm_backward(model.norm, dlogits @ embedding, x, mean, scale, gradients)
-    del dlogits, log_probabilities
+    loss, dnormed, dembedding = through_loss(normed, embedding, labels)
+    gradients = {embedding: dembedding}
+    dx = _norm_backward(model.norm, dnormed, x, mean, scale, gradients)
     for block in reversed(model.blocks):
         dx = _backward(block, dx, kept.pop(), gradients)
     gradients[embedding].index_add_(0, tokens.flatten(), dx)
     gradients[positions] = dx.view(*tokens.shape, -1).sum(0)
     return loss, gradients
+
+
+def through_loss(normed: Tensor, embedding: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss [] of hidden states [t, h]; its gradients in them, and in the embedding as output projection."""
+    log_probabilities = aten._log_softmax(normed @ embedding.t(), 1, False)  # [t, v]
+    places, count = labels.view(-1, 1), labels.numel()
+    loss = -log_probabilities.gather(1, places).mean()
+    ones = torch.full_like(places, -1, dtype=normed.dtype)
+    dlogits = log_probabilities.exp_().scatter_add_(1, places, ones).div_(count)
+    return loss, dlogits @ embedding, dlogits.t() @ normed
 
 
 class _Kept(NamedTuple):
@@ -99,7 +115,7 @@ def _forward(block: BareBlock, x: Tensor, b: int) -> tuple[Tensor, _Kept]:
     normed = _norm(block.norm_1, x)
     heads = _linear(block.qkv, normed[0]).view(b, t // b, 3, block.heads, h // block.heads).permute(2, 0, 3, 1, 4)
     context, sums = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
-    middle = _linear(block.out, _rows(context)).add_(x)
+    middle = _linear(block.out, rows_of(context)).add_(x)
     normed_middle = _norm(block.norm_2, middle)
     up = _linear(block.up, normed_middle[0])
     activated = aten.gelu(up)
@@ -112,17 +128,17 @@ def _backward(block: BareBlock, dy: Tensor, kept: _Kept, gradients: Gradients) -
     dup = aten.gelu_backward(dactivated, kept.up)
     dnormed = _linear_backward(block.up, dup, kept.normed_middle[0], gradients)
     dmiddle = _norm_backward(block.norm_2, dnormed, kept.middle, *kept.normed_middle[1:], gradients).add_(dy)
-    rows = _linear_backward(block.out, dmiddle, _rows(kept.context), gradients)
+    rows = _linear_backward(block.out, dmiddle, rows_of(kept.context), gradients)
     b, n, s, d = kept.context.shape
     dcontext = rows.view(b, s, n, d).transpose(1, 2).float()
     tensors = (*kept.heads.float(), kept.context.float(), kept.sums)
     dheads = aten._scaled_dot_product_flash_attention_for_cpu_backward(dcontext, *tensors, 0.0, True)
-    dqkv = torch.cat([_rows(of_kind).to(dy.dtype) for of_kind in dheads], dim=1)  # [t, 3h]
+    dqkv = torch.cat([rows_of(of_kind).to(dy.dtype) for of_kind in dheads], dim=1)  # [t, 3h]
     dnormed = _linear_backward(block.qkv, dqkv, kept.normed[0], gradients)
     return _norm_backward(block.norm_1, dnormed, kept.x, *kept.normed[1:], gradients).add_(dmiddle)
 
 
-def _rows(heads: Tensor) -> Tensor:
+def rows_of(heads: Tensor) -> Tensor:
     """[b, n, s, d] -> [t, h]."""
     b, _, s, _ = heads.shape
     return heads.transpose(1, 2).reshape(b * s, -1)

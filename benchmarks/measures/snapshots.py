@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.comparing import Quantity
-from megatron.checkpoint.save import Checkpointer, in_host_memory
+from megatron.checkpoint.engine_files import in_host_memory
+from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.snapshot_files import SLOTS, planned_bytes, snapshot_folder
 from megatron.checkpoint.snapshots import LiveState, Snapshots
 from megatron.config import RunConfig

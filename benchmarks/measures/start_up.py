@@ -1,6 +1,7 @@
 """Time from the command to the end of the first step, compared with a plain DeepSpeed program and with imports alone.
 
-The plain program (``bare_deepspeed.py``) trains a model of the same size. DeepSpeed's extension is already compiled.
+The plain program (``bare_deepspeed.py``) trains a model of the same size. DeepSpeed compiles its extension
+for inference, which this project does not build, in a start that does not count.
 The answer to a wrong flag is held to a limit in seconds, and to the start of Python by itself.
 """
 

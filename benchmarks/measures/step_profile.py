@@ -1,7 +1,8 @@
 """Where the time of a training step goes, by kind of operator: this project and a plain torch model, at shape A.
 
 torch's profiler adds up what each operator takes by itself. What is left of the step is spent between operators: in
-Python, in autograd and in the engine; the profiler's own work is a part of it. Of two ranks (``profile_ranks.py``) each
+Python, in autograd and in the engine; the profiler's own work is a part of it. The engines at two ZeRO stages are
+compared with DeepSpeed's without this project around it, as in ``engines.py``. Of two ranks (``profile_ranks.py``) each
 ZeRO stage and the pipeline are compared with torch's DDP, on rank 0, whose waiting for the other rank is mostly between
 operators, too.
 """
@@ -18,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.comparing import Quantity, Result, timed
+from benchmarks.measures.engines import BARE, steps_of
 from benchmarks.measures.llama_step import BareLlama
 from benchmarks.measures.peers import BareGPT2, plain_step
 from benchmarks.measures.ranks import measured_by_ranks
@@ -38,10 +40,12 @@ KINDS = {
 """By parts of operators' names; the first that fits."""
 OTHERS, BETWEEN, WHOLE = "other operators", "between operators", "the whole step"
 STEPS, WARM_UP = 3, 3
+ENGINES, MOST_ROUNDS = ("ZeRO 0", "ZeRO 2"), 3
+"""Whose steps are longer, and so profiled in at most so many rounds."""
 
 
 def measure(rounds: int) -> list[Result]:
-    """GPT-2 and Llama, in fp32 and in bf16."""
+    """GPT-2 and Llama, in fp32 and in bf16; two engines; two ranks."""
     silence_known_warnings()
     torch.manual_seed(1)
     results: list[Result] = []
@@ -55,6 +59,11 @@ def measure(rounds: int) -> list[Result]:
                 ours = _suite(model, dtype, layout)
                 pairs = [(profiled(ours), peer.apply(_peer_profiled, (model, dtype))) for _ in range(rounds)]
                 results += _rows(f"{model} A {dtype}", "bare torch", pairs)
+    for name in ENGINES:
+        with steps_of(name) as ways:
+            engine, bare = (_warm(ways[kind]) for kind in ("suite", BARE))
+            pairs = [(profiled(engine), profiled(bare)) for _ in range(min(rounds, MOST_ROUNDS))]
+            results += _rows(f"engine, {name}", BARE, pairs)
     of_ranks = measured_by_ranks(2, "profile_ranks", str(rounds), OMP_NUM_THREADS="1")
     ddp = of_ranks.pop("DDP")
     for name, ours in of_ranks.items():

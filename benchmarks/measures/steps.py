@@ -1,7 +1,7 @@
 """Run on each rank by ``two_cores.py``: a few steps, and the time per step of the slowest rank.
 
-DeepSpeed's all-reduce through shared memory is there if LOCAL_SIZE is set when it starts. It is for inference alone: it
-sums over all ranks only, waits forever for a rank that has ended, and removes none of its files.
+DeepSpeed's all-reduce through shared memory is for inference alone: it sums over all ranks only, waits forever for a
+rank that has ended, and removes none of its files. Training does not build it; this program does.
 """
 
 import os
@@ -19,11 +19,12 @@ STEPS, ALL_REDUCES, ROUNDS = 5, 20, 3
 def main() -> None:
     """Report wall-clock time, and CPU time of all processes together, of a step; and those of an all-reduce."""
     prepare_environment(os.environ)
-    os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]
+    os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]  # without it, DeepSpeed's all-reduce is gloo's
 
     import deepspeed
     import torch
     import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
 
     from benchmarks.comparing import alternate
     from benchmarks.measures.ranks import report
@@ -47,6 +48,12 @@ def main() -> None:
             for name, of_way in times.items()
         }
 
+    def build_deepspeed_all_reduce() -> None:
+        """As the constructor of DeepSpeed's TorchBackend does."""
+        operators = get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+        operators.initialize(dist.get_world_size(), dist.get_rank())
+        deepspeed.comm.comm.cdb.shm_vector_kernel_level = operators.vector_kernel_level()
+
     def repeat(way: Callable[[], object]) -> None:
         for _ in range(ALL_REDUCES):
             way()
@@ -69,7 +76,10 @@ def main() -> None:
             dist.all_reduce(times, op=dist.ReduceOp.MAX)
             work = torch.tensor([cpu])
             dist.all_reduce(work)
-            sums = all_reduces() if layout.tensor_group.size() > 1 else {}
+            sums = {}
+            if layout.tensor_group.size() > 1:
+                build_deepspeed_all_reduce()
+                sums = all_reduces()
         if layout.rank == 0:
             report({"wall": times.item(), "cpu": work.item(), "all_reduces": sums})
             for file in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_*"):

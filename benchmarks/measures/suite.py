@@ -51,6 +51,7 @@ def bare_step(
     if over_gloo and not run.parallel.uses_pipeline:
         layout = replace(layout, data_group=dist.group.WORLD)
     module, micro_batches = build_module(run, layout), run.train.gradient_accumulation_steps
+    groups._WORLD_GROUP = None  # DeepSpeed's copy may be one of ranks that have parted since
     with patch.object(deepspeed.comm.comm.cdb, "new_group", dist.new_group), patch.object(groups, "mpu", None):
         engine, *_ = deepspeed.initialize(
             model=module,

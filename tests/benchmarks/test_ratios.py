@@ -56,6 +56,21 @@ def test_goals_are_grouped_by_peer() -> None:
     ]
 
 
+def test_many_results_of_a_goal_are_a_range_and_the_missed_ones() -> None:
+    reached = row(FASTER)._replace(ratio=1.2, is_reached=True)
+    missed = reached._replace(ratio=0.9, is_reached=False, what="step B: 2 layers")
+    limit = missed._replace(peer="its operators", ratio=0.95, goal="", least=None, is_reached=None, is_limit=True)
+    named_twice = missed._replace(what="step A: 2 layers", ratio=0.8)
+    of_all = "| x | bare torch | at least 1.05 |"
+    assert goals("x", [*[reached] * 9, missed]) == [
+        f"{of_all} 10 workloads, **0.90** to **1.20**; step B **0.90** | 9 of 10 |"
+    ]
+    assert goals("x", [*[reached] * 9, missed, limit, named_twice]) == [
+        f"{of_all} 11 workloads, **0.80** to **1.20**; step B **0.90** (limit 0.95); step A: 2 layers **0.80** | "
+        "9 of 11, 1 at the limit |"
+    ]
+
+
 def limited(ours: float, limit: float) -> list[str]:
     """The line of goals of a save that takes ``ours`` seconds, held to 1 s, beside a limit of ``limit`` seconds."""
     work = Times([ours], [ours])
