@@ -13,39 +13,22 @@ PROCESSES=${PROCESSES:-2}   # data-parallel ranks
 MASTER_PORT=${MASTER_PORT:-29500}
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# shellcheck source=/dev/null
-source tools/output_folder.sh
 
 VOCABULARY=1024 SHORT=2048 ITERATIONS=200 MORE=40 LAYERS=2 HIDDEN=64 MEGABYTES=3
 while (($#)); do
     case "$1" in
     --fast) VOCABULARY=300 SHORT=256 ITERATIONS=40 MORE=10 HIDDEN=32 MEGABYTES=0.3 && shift ;;
-    *) sed -n '2,/^MASTER_PORT/p' "$0" >&2 && exit 2 ;;
+    *) sed -n '2,/^MASTER_PORT/p' "examples/$(basename "$0")" >&2; exit 2 ;;
     esac
 done
 LONG=$((FACTOR * SHORT))
 
-if ((${DRY_RUN:-0})); then
-    # shellcheck disable=SC1091
-    source tools/dry_run.sh
-    source() { quoted source "$@"; }
-    mkdir() { quoted mkdir "$@"; }
-    python() { quoted python "$@"; }
-    deepspeed() { quoted deepspeed "$@"; }
-    hold_out() { :; }
-else
-    hold_out() { # every twentieth document, for evaluation
+# shellcheck source=/dev/null
+source tools/start_example.sh
+hold_out() { # every twentieth document, for evaluation
+    ((${DRY_RUN:-0})) ||
         awk -v kept="$OUT/train.jsonl" -v held="$OUT/held-out.jsonl" '{print > (NR % 20 ? kept : held)}' "$OUT/corpus.jsonl"
-    }
-fi
-
-source tools/environment.sh requirements.txt
-export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
-mkdir -p "$OUT"
-((${DRY_RUN:-0})) || lock_output_folder "$OUT"
-((${DRY_RUN:-0})) || find "$OUT" -mindepth 1 -delete
-
-step() { printf '\n== %s\n' "$*"; }
+}
 
 step "a corpus from the documentation of this Python, a vocabulary of $VOCABULARY tokens, and the data set"
 python tools/make_python_corpus.py --output "$OUT/corpus.jsonl" --max-megabytes "$MEGABYTES"

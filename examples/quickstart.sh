@@ -2,7 +2,7 @@
 # From an empty folder to a trained GPT-2, or a small Llama, on two CPU cores: corpus, tokenizer, data set, training with tensor
 # and pipeline parallelism, a plot of the loss, and a text generated with the trained weights.
 #
-#   bash examples/quickstart.sh          about 4 minutes, installation included
+#   bash examples/quickstart.sh          two minutes on two cores, after installation
 #   bash examples/quickstart.sh --model llama   the same with the layers of Llama, and no more parameters
 #   bash examples/quickstart.sh --fast   half a minute after installation; shows the steps, not a good model
 #   DRY_RUN=1 bash examples/quickstart.sh   prints the commands instead of running them
@@ -16,15 +16,13 @@ MASTER_PORT=${MASTER_PORT:-29500}
 PROMPT=${PROMPT:-Return the}
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# shellcheck source=/dev/null
-source tools/output_folder.sh
 
 VOCABULARY=2048 ITERATIONS=600 LAYERS=4 HIDDEN=128 MEGABYTES=4 MODEL=gpt2
 while (($#)); do
     case "$1 ${2:-}" in
     "--fast "*) VOCABULARY=512 ITERATIONS=200 LAYERS=2 HIDDEN=64 MEGABYTES=0.5 && shift ;;
     "--model gpt2" | "--model llama") MODEL=$2 && shift 2 ;;
-    *) sed -n '2,/^PROMPT/p' "$0" >&2 && exit 2 ;;
+    *) sed -n '2,/^PROMPT/p' "examples/$(basename "$0")" >&2; exit 2 ;;
     esac
 done
 KIND=(--num-attention-heads 4 --max-position-embeddings 128)
@@ -33,25 +31,8 @@ if [ "$MODEL" = llama ]; then # three times the hidden size in each of SwiGLU's 
         --normalization RMSNorm --position-embedding-type rope --disable-bias-linear)
 fi
 
-if ((${DRY_RUN:-0})); then
-    exec 3>&1 # the output of some commands is an argument of another
-    # shellcheck disable=SC1091
-    source tools/dry_run.sh
-    show() { quoted "$@" >&3; }
-    source() { show source "$@"; }
-    find() { show find "$@"; }
-    mkdir() { show mkdir "$@"; }
-    python() { show python "$@"; }
-    deepspeed() { show deepspeed "$@"; }
-fi
-
-source tools/environment.sh requirements.txt
-export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu}
-mkdir -p "$OUT"
-((${DRY_RUN:-0})) || lock_output_folder "$OUT"
-find "$OUT" -mindepth 1 -delete
-
-step() { printf '\n== %s\n' "$*"; }
+# shellcheck source=/dev/null
+source tools/start_example.sh
 
 step "a corpus from the documentation of this Python"
 python tools/make_python_corpus.py --output "$OUT/corpus.jsonl" --max-megabytes "$MEGABYTES"

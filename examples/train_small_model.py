@@ -35,8 +35,8 @@ def main() -> None:
 
     from megatron.checkpoint.save import Checkpointer
     from megatron.parallel.layout import ParallelLayout
-    from megatron.tools.inference.model import load_model
     from megatron.tools.inference.source import open_source
+    from megatron.tools.inference.weights import load_model
     from megatron.training.data_iterators import DataIterators
     from megatron.training.engines import build_engine, train_batch
     from megatron.training.preflight import check

@@ -219,7 +219,7 @@ def test_config_that_contradicts_the_variables_is_refused() -> None:
     [
         *(
             f"examples/{name}"
-            for name in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, "quickstart.sh")
+            for name in (*SCRIPTS, *SCRIPTS_FOR_HOSTS, FINETUNING, EVALUATION, EXTENSION, EXPERTS, "quickstart.sh")
         ),
         *("docker/run.sh", "docker/entrypoint.sh", "docker/check_cpu_image.sh"),
         *("tools/environment.sh", "run_tests.sh", ".ci/run"),
@@ -232,6 +232,13 @@ def test_shellcheck_passes(script) -> None:
     finished = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout
     subprocess.run(["bash", "-n", script], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("script", [EXTENSION, EXPERTS, "quickstart.sh"])
+def test_an_unknown_flag_ends_an_example_that_is_started_from_another_folder(script) -> None:
+    words = ["bash", f"{ROOT.name}/examples/{script}", "--unknown"]
+    finished = subprocess.run(words, cwd=ROOT.parent, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 2 and f"bash examples/{script} --fast" in finished.stderr
 
 
 def test_the_context_is_extended_by_yarn() -> None:
