@@ -2,12 +2,11 @@
 
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from support.command_lines import SMALL
-from support.refusals import COMMAND, ROOT, launched, refusal
+from support.refusals import ROOT, launched, refusal
 
 from megatron.config.errors import ConfigError
 from megatron.tools.cluster.launching import check_arguments, read_launch
@@ -55,6 +54,5 @@ def test_the_launcher_starts_nothing_and_imports_no_torch() -> None:
 
 def test_one_line_for_all_ranks_before_torch(tmp_path: Path) -> None:
     """``refusal`` fails if a rank imports torch."""
-    with ThreadPoolExecutor() as pool:
-        ended = list(pool.map(lambda rank: refusal(tmp_path, "--wrong", launched(rank, 2), command=COMMAND), range(2)))
+    ended = [refusal(tmp_path, "--wrong", launched(rank, 2)) for rank in range(2)]
     assert ended == [(2, ["unknown flag --wrong: see --help"]), (2, [])]
