@@ -57,8 +57,8 @@ class SavedRun:
     @property
     def model(self) -> dict[str, Any]:
         """The fields of the run's ModelConfig. Without an architecture it is GPT-2, which was once the only one."""
-        saved = {name: tuple(value) if isinstance(value, list) else value for name, value in self.config["model"].items()}
-        return {"architecture": GPT2.name, **saved}
+        saved = self.config["model"].items()
+        return {"architecture": GPT2.name} | {key: tuple(v) if isinstance(v, list) else v for key, v in saved}
 
     @property
     def skipped_samples(self) -> tuple[range, ...]:
