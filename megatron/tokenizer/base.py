@@ -2,10 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import tokenizers
 
 from megatron.config.errors import DataError
@@ -17,11 +20,27 @@ UNK = "<unk>"
 """Token for every word that is not in the vocabulary."""
 
 
-class RustTokenizer:
+_Ids = TypeVar("_Ids")
+
+
+class ListTokenizer(ABC):
+    """A tokenizer whose ids are lists first."""
+
+    @abstractmethod
+    def tokenize_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text."""
+
+    def tokenize_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The same as arrays of integers, [tokens of the text]. Raises as ``tokenize_batch``."""
+        return [np.array(ids, np.int32) for ids in self.tokenize_batch(texts)]
+
+
+class RustTokenizer(ListTokenizer):
     """Texts to ids and back.
 
     Args:
-        encoder: has no special tokens, or they would be found in texts.
+        make_encoder: called when the library is first needed. What it returns has no special tokens, or they would be
+            found in texts.
         vocab_size: ids are below it.
     """
 
@@ -30,8 +49,8 @@ class RustTokenizer:
     bos: int | None = None
     """Id that may begin a text; ``tokenize`` does not add it. None if the tokenizer has none."""
 
-    def __init__(self, encoder: tokenizers.Tokenizer, vocab_size: int) -> None:
-        self._encoder, self.vocab_size = encoder, vocab_size
+    def __init__(self, make_encoder: Callable[[], tokenizers.Tokenizer], vocab_size: int) -> None:
+        self._make_encoder, self.vocab_size = make_encoder, vocab_size
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of ``text``. Raises DataError for a text that UTF-8 cannot encode."""
@@ -42,10 +61,14 @@ class RustTokenizer:
 
         Raises DataError for a text that UTF-8 cannot encode, or one with a word of more than ``LONGEST_WORD``.
         """
+        return self._checked(self._ids, texts)
+
+    def _checked(self, encode: Callable[[Sequence[str]], _Ids], texts: Sequence[str]) -> _Ids:
+        """What ``encode(texts)`` returns. Raises DataError as ``tokenize_batch``."""
         for text in texts:
             check_words(text)
         try:
-            return self._ids(texts)
+            return encode(texts)
         except TypeError:
             for text in texts:
                 check_encodable(text)
@@ -55,6 +78,10 @@ class RustTokenizer:
         """The ids of each text, from the library, on all cores."""
         encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    @cached_property
+    def _encoder(self) -> tokenizers.Tokenizer:
+        return self._make_encoder()
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; bytes that are not UTF-8, such as half a character, become U+FFFD.

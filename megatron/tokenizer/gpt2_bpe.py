@@ -1,14 +1,17 @@
 """GPT-2's byte-level BPE (Radford et al., 2019), run by the Rust library ``tokenizers``.
 
-Batches are encoded by the library gigatoken where it is installed, or else through a cache of words: the same ids.
+Texts are encoded by the library gigatoken where it is installed, or else through a cache of words: the same ids.
 """
 
+import json
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -37,6 +40,9 @@ _WORDS_PER_NEW_ONE = 3
 """At most one word in so many may be new: encoding a single word costs more than encoding it within its text."""
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
+Vocabulary = dict[str, int]
+"""Ids of tokens, whose bytes are written as printable characters."""
+Merges = list[tuple[str, str]]
 
 
 class WordCache:
@@ -61,6 +67,23 @@ class WordCache:
         return [list(chain.from_iterable(map(known.__getitem__, words))) for words in cut]
 
 
+class Gigatoken:
+    """The library gigatoken. Any number of threads may use it at once; they take turns."""
+
+    def __init__(self, vocabulary: Vocabulary, merges: Merges) -> None:
+        import gigatoken
+
+        self._library, self._turn = gigatoken.Tokenizer.from_json(tokenizer_json(vocabulary, merges)), Lock()
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, uint32 [tokens of the text].
+
+        The library's methods for batches import the package awkward, which takes longer than encoding a few megabytes.
+        """
+        with self._turn:
+            return [self._library.encode(text) for text in texts]
+
+
 class GPT2BPETokenizer(RustTokenizer):
     """Byte-level BPE from GPT-2's two files. It encodes any text, and ``detokenize`` returns it unchanged.
 
@@ -78,31 +101,53 @@ class GPT2BPETokenizer(RustTokenizer):
         vocab_path, merge_path = require_files("GPT2BPETokenizer", files)
         vocabulary = read_byte_vocabulary(vocab_path)
         merges = read_merges(merge_path, vocabulary)
-        encoder = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
-        encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        encoder.decoder = decoders.ByteLevel()
-        super().__init__(encoder, len(vocabulary))
+        super().__init__(partial(byte_level_bpe, vocabulary, merges), len(vocabulary))
         self.eod = vocabulary[EOD]
-        self._words = WordCache()
+        self._model, self._words = (vocabulary, merges), WordCache()
+
+    def tokenize_arrays(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text as an array of integers, [tokens of the text]. Raises as ``tokenize_batch``."""
+        if self._gigatoken is None:
+            return super().tokenize_arrays(texts)
+        return self._checked(self._gigatoken.encode, texts)
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
-        if self._gigatoken is not None:
-            return self._gigatoken(list(texts))
-        return self._words.tokenize(texts, super()._ids)
+        if self._gigatoken is None:
+            return self._words.tokenize(texts, super()._ids)
+        return [ids.tolist() for ids in self._gigatoken.encode(texts)]
 
     @cached_property
-    def _gigatoken(self) -> Encode | None:
-        """That library's way to encode a batch; None where it is not installed."""
+    def _gigatoken(self) -> "Gigatoken | None":
+        """None where the library is not installed."""
         try:
-            import gigatoken
+            return Gigatoken(*self._model)
         except ImportError:
             return None
-        return gigatoken.Tokenizer(self._encoder).encode_batch_list
+
+
+def byte_level_bpe(vocabulary: Vocabulary, merges: Merges) -> tokenizers.Tokenizer:
+    """The tokenizer of the library ``tokenizers``. Making it takes about as long as reading the files."""
+    encoder = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    return encoder
+
+
+def tokenizer_json(vocabulary: Vocabulary, merges: Merges) -> str:
+    """The content of its tokenizer.json, without making it."""
+    content = json.loads(byte_level_bpe({}, []).to_str())
+    content["model"] |= {"vocab": vocabulary, "merges": merges}
+    return json.dumps(content, ensure_ascii=False)
 
 
 def read_byte_vocabulary(path: str) -> dict[str, int]:
     """The token -> id table of a ``vocab.json`` of bytes. Raises DataError if it is broken, or a byte has no token."""
     vocabulary = read_vocab_json(path)
+    try:
+        "".join(vocabulary).encode("utf-8")
+    except UnicodeEncodeError as error:
+        what = f"U+{ord(error.object[error.start]):04X}, half of a surrogate pair"
+        raise DataError(f"{path}: a token holds {what}; is this the right file?") from None
     check_byte_symbols(path, vocabulary)
     require_tokens(path, vocabulary, (EOD,))
     return vocabulary

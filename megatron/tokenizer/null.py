@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.config.errors import DataError
-from megatron.tokenizer.base import check_known
+from megatron.tokenizer.base import ListTokenizer, check_known
 
 
-class NullTokenizer:
+class NullTokenizer(ListTokenizer):
     """Ids from 0 to ``vocab_size - 1``, written as numbers with blanks between them; the last four are special.
 
     For data whose text is not needed, such as mock data. (In Megatron-LM the end of a document is one more token than

@@ -5,11 +5,11 @@ from typing import Any
 
 from megatron.config.errors import ConfigError, DataError
 from megatron.config.reading import read_bytes
-from megatron.tokenizer.base import check_encodable, check_known, check_words, require_files
+from megatron.tokenizer.base import ListTokenizer, check_encodable, check_known, check_words, require_files
 from megatron.tokenizer.huggingface import checked_size
 
 
-class GPTSentencePieceTokenizer:
+class GPTSentencePieceTokenizer(ListTokenizer):
     """A SentencePiece model, a file such as tokenizer.model. Needs the package ``sentencepiece``.
 
     ``tokenize`` adds no special token, and SentencePiece does not look for control tokens in texts. Control tokens,

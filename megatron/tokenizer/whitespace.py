@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from megatron.tokenizer.base import EOD, UNK, check_known, read_vocab_json, require_files, require_tokens
+from megatron.tokenizer.base import EOD, UNK, ListTokenizer, check_known, read_vocab_json, require_files, require_tokens
 
 
-class WhitespaceTokenizer:
+class WhitespaceTokenizer(ListTokenizer):
     """One token a word, where words are what ``str.split`` finds; words outside the vocabulary are ``<unk>``.
 
     The vocabulary is a ``vocab.json`` with ``<unk>`` and ``<|endoftext|>``. A text that contains

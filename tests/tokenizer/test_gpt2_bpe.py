@@ -3,14 +3,18 @@
 import json
 import random
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
+import numpy as np
 import pytest
 import tokenizers
 
 from megatron.config.errors import DataError
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, tokenizer_json
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe
 
 EOD = "<|endoftext|>"
@@ -73,8 +77,30 @@ def test_batches_equal_those_of_the_library(files: tuple[Path, Path], monkeypatc
         texts = [text * times for text in texts for times in (1, 1, 3, 7)]
         expected = [encoding.ids for encoding in library.encode_batch_fast(texts, add_special_tokens=False)]
         assert tokenizer.tokenize_batch(texts) == expected
+        assert [ids.tolist() for ids in tokenizer.tokenize_arrays(texts)] == expected
     assert (tokenizer._gigatoken is not None) is with_gigatoken
     assert bool(tokenizer._words._ids) is not with_gigatoken, "no word was looked up"
+
+
+def test_threads_use_gigatoken_in_turns(tokenizer: GPT2BPETokenizer) -> None:
+    """It refuses some of them otherwise."""
+    used = Lock()
+
+    class Library:
+        def encode(self, text: str) -> np.ndarray:
+            assert used.acquire(blocking=False), "two at once"
+            time.sleep(1e-3)
+            used.release()
+            return np.array([len(text)])
+
+    tokenizer._gigatoken._library = Library()
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(tokenizer.tokenize, ["a", "of"] * 20)) == [[1], [2]] * 20
+
+
+def test_gigatoken_reads_what_tokenizers_would_write(tokenizer: GPT2BPETokenizer) -> None:
+    written = json.loads(tokenizer_json(*tokenizer._model))
+    assert written == json.loads(tokenizer._encoder.to_str())
 
 
 def test_merges_are_applied_in_order(tokenizer: GPT2BPETokenizer, files: tuple[Path, Path]):
@@ -139,6 +165,7 @@ def broken_vocabularies() -> dict[str, tuple[bytes, str]]:
         ),
         "no end of document": (without(EOD), r"lacks <\|endoftext\|>; add it with the id 299"),
         "a byte without a token": (without("~"), r"1 of the 256 byte symbols have no token, '~'"),
+        "half a character": (json.dumps(vocabulary | {"\ud800": 300}).encode(), r"a token holds U\+D800, half of a"),
         "of other merges": (without("the"), r"merges\.txt:\d+: merge '.*' needs the token 'the'"),
     }
 

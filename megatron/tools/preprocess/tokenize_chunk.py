@@ -67,8 +67,9 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
         for key, text in zip(job.json_keys, texts_of_line, strict=True):
             texts[key].append(text)
     tokenizer = tokenizer_of(job)
-    begin = [tokenizer.bos] if job.prepend_bos and tokenizer.bos is not None else []
-    end = [tokenizer.eod] if job.append_eod else []
+    dtype = best_dtype(tokenizer.vocab_size)
+    begin = [np.array([tokenizer.bos], dtype)] if job.prepend_bos and tokenizer.bos is not None else []
+    end = [np.array([tokenizer.eod], dtype)] if job.append_eod else []
     tokens, sizes = {}, {}
     split = partial(split_sentences, keep_newlines=job.keep_newlines) if job.split_sentences else _whole
     blank = unknown = 0
@@ -81,13 +82,14 @@ def tokenize_chunk(job: Job, chunk: Chunk) -> Tokenized:
             errors += [
                 LineError(line, f'{chunk.path}:{line}: no text under "{key}"', is_empty=True) for line in without
             ]
-        documents = [[*document[:-1], document[-1] + end] for document in tokenized if document]
-        if begin:
-            documents = [[begin + document[0], *document[1:]] for document in documents]
-        ids = chain.from_iterable(chain.from_iterable(documents))
-        tokens[key] = np.fromiter(ids, best_dtype(tokenizer.vocab_size))
+        documents = [document for document in tokenized if document]
+        pieces = chain.from_iterable([*begin, *document, *end] for document in documents)
+        tokens[key] = np.concatenate([np.empty(0, dtype), *pieces], dtype=dtype, casting="unsafe")
         unknown += _unknown(tokenizer, tokens[key])
         sizes[key] = [[len(ids) for ids in document] for document in documents]
+        for of_document in sizes[key]:
+            of_document[0] += len(begin)
+            of_document[-1] += len(end)
     return Tokenized(tokens, sizes, blank, unknown, sorted(errors), chunk.size, chunk.position)
 
 
@@ -143,10 +145,10 @@ def _whole(text: str) -> list[str]:
     return [text]
 
 
-def _tokenized(tokenizer: Tokenizer, documents: Sequence[Sequence[str]]) -> list[list[list[int]]]:
-    """The tokens of each sequence of each document, without those that have none."""
-    ids = iter(tokenizer.tokenize_batch(list(chain.from_iterable(documents))))
-    return [[tokens for tokens in islice(ids, len(sequences)) if tokens] for sequences in documents]
+def _tokenized(tokenizer: Tokenizer, documents: Sequence[Sequence[str]]) -> list[list[np.ndarray]]:
+    """The tokens of each sequence of each document, [tokens], without those that have none."""
+    ids = iter(tokenizer.tokenize_arrays(list(chain.from_iterable(documents))))
+    return [[tokens for tokens in islice(ids, len(sequences)) if len(tokens)] for sequences in documents]
 
 
 def _unknown(tokenizer: Tokenizer, tokens: np.ndarray) -> int:
