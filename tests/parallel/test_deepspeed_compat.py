@@ -62,6 +62,12 @@ def test_a_run_warns_once_about_another_version(run_ranks_once, programs, tmp_pa
     assert [text.count("DeepSpeed 0.99.0 is installed") for text in outputs] == [1, 0]
 
 
+def test_no_reduction_counts_the_devices_of_a_cpu(run_ranks_once, programs) -> None:
+    """They are counted before the ranks meet, and once afterwards."""
+    words = "--train-iters 1 --batch-size 1 --gas 4 --eval-iters 0 --zero-stage 3".split()
+    assert max(run_ranks_once(2, _train_counting, [*_tiny(programs), *words])) <= 2
+
+
 def test_a_report_that_cannot_be_written_is_a_warning(capsys: pytest.CaptureFixture) -> None:
     """The disk is full, for the profile of a step and for the monitors."""
     model = torch.nn.Linear(2, 2)
@@ -116,6 +122,18 @@ def _train_with_version(words: list[str], version: str) -> str:
         code, _ = pretrain(words)
     assert code == 0
     return errors.getvalue()
+
+
+def _train_counting(words: list[str]) -> int:
+    """How often a run asks numactl for the processors of this machine."""
+    from deepspeed.utils import numa
+    from support.training import pretrain
+
+    asked = []
+    numa.get_numa_cores = lambda: asked.append(1) or [[0], [1]]
+    code, _ = pretrain(words)
+    assert code == 0
+    return len(asked)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,17 @@ def nothing_compiled_for_collectives() -> None:
     Test: tests/bad_input/test_extension_cache.py. Remove when ``inference_all_reduce()`` itself compiles it.
     """
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+
+
+def devices_counted_once() -> None:
+    """Let DeepSpeed count the devices of a machine without accelerators once in a process.
+
+    DeepSpeed: accelerator/cpu_accelerator.py, ``device_count()`` starts ``numactl --hardware`` each time, unless the
+    launcher has set LOCAL_SIZE; ``__avg_scatter_grads`` in runtime/zero/stage3.py calls it in every reduction.
+    Test: tests/parallel/test_deepspeed_compat.py. Remove when ``device_count()`` remembers its answer.
+    """
+    numa = importlib.import_module("deepspeed.utils.numa")
+    numa.get_numa_cores = cache(numa.get_numa_cores)  # type: ignore[attr-defined]
 
 
 def cpu_known_at_once() -> None:
