@@ -14,8 +14,9 @@ import pytest
 import torch
 from support.programs import TINY_MODEL, Finished, Programs, read_metrics
 from support.training import RankTraining, pretrain
+from torch import nn
 
-from megatron.checkpoint.engine_files import EngineFiles, bytes_of, in_host_memory
+from megatron.checkpoint.engine_files import _PART, EngineFiles, bytes_of, in_host_memory
 from megatron.checkpoint.tensor_archive import ZipRecord
 from megatron.checkpoint.tensor_files import write_file
 from megatron.config.command_line import parse_run
@@ -152,6 +153,23 @@ def test_copies_share_nothing_with_the_state() -> None:
     assert copy["whole"].tolist() == list(range(10)) and copy["part"].tolist() == [2, 3]
     assert copy["kept"]["deep"][0][1].tolist() == list(range(10))
     assert copy["shapes"] == [torch.Size([2, 3])] and isinstance(copy["shapes"][0], torch.Size)
+
+
+def test_copies_equal_tensors_of_any_size_and_order() -> None:
+    """Some are copied in parts, of which the last is smaller; some are no consecutive bytes."""
+    table = torch.arange(12.0).view(3, 4)
+    state = {
+        "parts": torch.randn(3 * _PART // 4 + 1), "bytes": torch.arange(_PART + 5).to(torch.uint8),
+        "turned": table.t(), "column": table[:, 1], "of a half": torch.arange(9.0).bfloat16()[2:7],
+        "repeated": torch.ones(1).expand(4), "conjugate": torch.tensor([1 + 2j]).conj(),
+        "number": torch.tensor(3), "nothing": torch.zeros(0, 2), "trained": nn.Parameter(torch.ones(2)),
+    }  # fmt: skip
+    copies = in_host_memory(state)
+    again = in_host_memory(state, [torch.full_like(copy, 7) for copy in copies.values()])
+    for name, tensor in state.items():
+        for copy in (copies[name], again[name]):
+            assert torch.equal(copy, tensor) and copy.dtype == tensor.dtype and not copy.requires_grad, name
+    assert copies["turned"].stride() == (1, 4)
 
 
 def test_copies_use_the_memory_of_earlier_ones() -> None:
