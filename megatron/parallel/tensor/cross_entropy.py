@@ -33,8 +33,7 @@ def vocab_parallel_cross_entropy(
     first = logits.size(-1) * group.rank()
     columns = logits.size(-1) if vocab_size is None else min(max(vocab_size - first, 0), logits.size(-1))
     dtype = torch.float32 if in_fp32 else logits.dtype
-    passes = (_compiled(_sums), _compiled(_gradient)) if compiled else (_sums_by_rows, _gradient_by_rows)
-    rows = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten() - first, columns, dtype, group, *passes)
+    rows = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten() - first, columns, dtype, group, compiled)
     return rows.view(labels.shape)
 
 
@@ -49,71 +48,82 @@ class _CrossEntropy(torch.autograd.Function):
         columns: int,
         dtype: torch.dtype,
         group: ProcessGroup,
-        sums_of: Callable[..., Tensor],
-        gradient_of: Callable[..., Tensor],
+        compiled: bool,
     ) -> Tensor:
-        counted = logits[:, :columns]
-        largest = counted.amax(-1).to(dtype) if columns else logits.new_full(labels.shape, -torch.inf, dtype=dtype)
-        if group.size() > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-
         elsewhere = (labels < 0) | (labels >= columns)
         index = labels.masked_fill(elsewhere, 0).unsqueeze(-1)
-        sums = sums_of(counted, largest, index)
-        sums[1].masked_fill_(elsewhere, 0.0)
+        statistics_of = _compiled(_statistics) if compiled else _statistics_by_rows
+        if columns:
+            largest, logarithms, own = statistics_of(logits, index, columns, dtype)
+        else:
+            largest, logarithms, own = logits.new_full((3, len(logits)), -torch.inf, dtype=dtype)
+        overall = largest
+        if group.size() > 1:
+            overall = largest.clone()
+            dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=group)
+
+        in_sum = logarithms + (largest - overall)
+        sums = torch.stack([in_sum.exp(), (own - overall).masked_fill(elsewhere, 0.0)])
         if group.size() > 1:
             dist.all_reduce(sums, group=group)
 
-        logarithms = sums[0].log()
-        ctx.save_for_backward(logits, largest + logarithms, index, elsewhere)
-        ctx.columns, ctx.gradient_of = columns, gradient_of
-        return logarithms - sums[1]
+        normalizers = sums[0].log()
+        ctx.save_for_backward(logits, largest + logarithms, (in_sum - normalizers).exp(), index, elsewhere)
+        ctx.columns, ctx.compiled = columns, compiled
+        return normalizers - sums[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, normalizers, index, elsewhere = ctx.saved_tensors
-        own = elsewhere.unsqueeze(-1).to(grad.dtype) - 1
-        return ctx.gradient_of(logits, normalizers, index, own, grad, ctx.columns), *(None,) * 6
+        logits, normalizers, shares, index, elsewhere = ctx.saved_tensors
+        scale, at_label = (x.unsqueeze(-1) for x in (shares * grad, (-grad).masked_fill(elsewhere, 0.0)))
+        if ctx.compiled:
+            found = _compiled(_gradient)(logits, normalizers, index, scale, at_label, ctx.columns)
+        else:
+            found = _gradient_by_rows(logits, index, scale, at_label, ctx.columns)
+        return found, *(None,) * 5
 
 
-def _sums_by_rows(counted: Tensor, largest: Tensor, index: Tensor) -> Tensor:
-    """Columns that count [r, c] -> the sum of the exponentials, and the label's own logit [2, r], less the largest."""
-    sums = counted.new_zeros((2, len(counted)), dtype=largest.dtype)
-    for rows in _chunks(counted):
-        shifted = counted[rows].to(largest.dtype) - largest[rows].unsqueeze(-1)
-        sums[1, rows] = shifted.gather(-1, index[rows]).squeeze(-1)
-        sums[0, rows] = shifted.exp_().sum(-1)
-        del shifted  # before the next rows take as much
-    return sums
+def _statistics_by_rows(logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """logits [r, v/t], of which ``columns`` count -> by row the largest, the logarithm of the sum of the exponentials
+    less that, and the label's own [3, r]."""
+    found = logits.new_empty((3, len(logits)), dtype=dtype)
+    for rows in _chunks(logits, columns):
+        counted = logits[rows, :columns].to(dtype)
+        found[0, rows] = counted.amax(-1)
+        found[1, rows] = -counted.log_softmax(-1).amax(-1)
+        found[2, rows] = counted.gather(-1, index[rows]).squeeze(-1)
+        del counted  # before the next rows take as much
+    return found
 
 
-def _sums(counted: Tensor, largest: Tensor, index: Tensor) -> Tensor:
+def _statistics(logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """The same, of all rows at once, to be compiled."""
-    if not counted.size(-1):
-        return counted.new_zeros((2, len(counted)), dtype=largest.dtype)
-    shifted = counted.to(largest.dtype) - largest.unsqueeze(-1)
-    return torch.stack([shifted.exp().sum(-1), shifted.gather(-1, index).squeeze(-1)])
+    counted = logits[:, :columns].to(dtype)
+    largest = counted.amax(-1)
+    logarithms = (counted - largest.unsqueeze(-1)).exp().sum(-1).log()
+    return torch.stack([largest, logarithms, counted.gather(-1, index).squeeze(-1)])
 
 
-def _gradient_by_rows(
-    logits: Tensor, normalizers: Tensor, index: Tensor, own: Tensor, grad: Tensor, columns: int
-) -> Tensor:
-    """The gradient of logits [r, v/t], of which ``columns`` count; ``own`` [r, 1] is -1 where the label is of them."""
-    counted, grad_logits = logits[:, :columns], torch.empty_like(logits)
-    grad_logits[:, columns:] = 0
-    for rows in _chunks(counted):
-        probabilities = (counted[rows].to(grad.dtype) - normalizers[rows].unsqueeze(-1)).exp_()
-        probabilities.scatter_add_(-1, index[rows], own[rows])
-        grad_logits[rows, :columns] = probabilities.mul_(grad[rows].unsqueeze(-1))
+def _gradient_by_rows(logits: Tensor, index: Tensor, scale: Tensor, at_label: Tensor, columns: int) -> Tensor:
+    """logits [r, v/t] -> ``scale`` [r, 1] x the softmax of those that count, plus ``at_label`` [r, 1] at the label."""
+    found = torch.empty_like(logits)
+    found[:, columns:] = 0
+    for rows in _chunks(logits, columns):
+        probabilities = logits[rows, :columns].softmax(-1, dtype=scale.dtype)
+        of_label = probabilities.gather(-1, index[rows]).mul_(scale[rows]).add_(at_label[rows])
+        torch.mul(probabilities, scale[rows], out=found[rows, :columns])
+        found[rows].scatter_(-1, index[rows], of_label.to(found.dtype))
         del probabilities  # before the next rows take as much
-    return grad_logits
+    return found
 
 
-def _gradient(logits: Tensor, normalizers: Tensor, index: Tensor, own: Tensor, grad: Tensor, columns: int) -> Tensor:
-    """The same, of all rows at once, to be compiled."""
+def _gradient(
+    logits: Tensor, normalizers: Tensor, index: Tensor, scale: Tensor, at_label: Tensor, columns: int
+) -> Tensor:
+    """The same, of all rows at once, to be compiled; ``normalizers`` [r] are logarithms of the exponentials' sums."""
     column = torch.arange(logits.size(-1), device=logits.device)
-    probabilities = (logits.to(grad.dtype) - normalizers.unsqueeze(-1)).exp()
-    of_logits = (probabilities + torch.where(column == index, own, 0.0)) * grad.unsqueeze(-1)
+    probabilities = (logits.to(scale.dtype) - normalizers.unsqueeze(-1)).exp()
+    of_logits = probabilities * scale + torch.where(column == index, at_label, 0.0)
     return torch.where(column < columns, of_logits, 0.0).to(logits.dtype)
 
 
@@ -122,12 +132,11 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(function)
 
 
-def _chunks(logits: Tensor) -> Iterator[slice]:
+def _chunks(logits: Tensor, columns: int) -> Iterator[slice]:
     """Slices of the rows that are converted together; none without columns."""
-    rows, columns = logits.shape
     if columns:
         step = rows_at_once(columns, logits.device.type)
-        yield from (slice(start, start + step) for start in range(0, rows, step))
+        yield from (slice(start, start + step) for start in range(0, len(logits), step))
 
 
 def vocab_parallel_argmax(logits: Tensor, group: ProcessGroup, vocab_size: int) -> Tensor:

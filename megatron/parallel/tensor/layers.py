@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from megatron.parallel.tensor.deferred import compute_at_once
 from megatron.parallel.tensor.linear import linear
+from megatron.parallel.tensor.lookup import differentiated_before_lookups, lookup
 from megatron.parallel.tensor.mappings import (
     all_reduce,
     gather_from_model_parallel_region,
@@ -199,12 +200,13 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.group.size() == 1:
-            return F.embedding(tokens, self.weight)
+            return lookup(tokens, self.weight)
         local = tokens - self.rows * self.group.rank()
         elsewhere = (local < 0) | (local >= self.rows)
-        found = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        found = lookup(local.masked_fill(elsewhere, 0), self.weight)
         return reduce_output(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group, self.sequence_dim)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The table as the output projection: hidden [b, s, h] -> logits [b, s, v/t]."""
-        return linear(hidden, self.weight, None, self.group, self.sequence_dim)
+        logits = linear(hidden, self.weight, None, self.group, self.sequence_dim)
+        return differentiated_before_lookups(logits, self.weight)
