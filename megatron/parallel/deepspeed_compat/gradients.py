@@ -82,8 +82,9 @@ def counted_once(parameters: Iterable[nn.Parameter], layout: ParallelLayout) -> 
             yield parameter
 
 
-_BLOCK = 1 << 16
-"""Elements of a block: small enough for a core's cache, and for an accurate sum of squares in fp32."""
+_BLOCK, _BLOCKS = 1 << 16, 16
+"""Elements of a block, few enough for an accurate sum of squares in fp32; blocks that are converted together, and fit a
+core's cache."""
 
 
 def block_norms(tensor: Tensor) -> Tensor:
@@ -91,9 +92,12 @@ def block_norms(tensor: Tensor) -> Tensor:
 
     torch on CPU adds squares in fp32 one by one: for 40 million elements the third digit of the norm is wrong.
     """
-    if tensor.device.type != "cpu":  # other devices add in a tree
+    if tensor.device.type != "cpu" or tensor.numel() < _BLOCK:  # other devices add in a tree
         return torch.linalg.vector_norm(tensor, dtype=torch.float32).view(1)
-    return torch.stack([torch.linalg.vector_norm(block.float()) for block in tensor.flatten().split(_BLOCK)])
+    flat, in_blocks = tensor.flatten(), tensor.numel() // _BLOCK * _BLOCK
+    blocks = flat[:in_blocks].view(-1, _BLOCK).split(_BLOCKS)
+    norms = [torch.linalg.vector_norm(some.float(), dim=1) for some in blocks]
+    return torch.cat([*norms, torch.linalg.vector_norm(flat[in_blocks:].float()).view(1)])
 
 
 def measure_norm_by_blocks(optimizer: Any) -> None:

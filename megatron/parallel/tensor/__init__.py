@@ -3,7 +3,7 @@
 Here, without torch since the planner reads it: how many rows of logits the loss converts at a time.
 """
 
-ELEMENTS_AT_ONCE = {"cpu": 1 << 20}
+ELEMENTS_AT_ONCE = {"cpu": 1 << 19}
 """Logits in the loss's type at one time, by kind of device; on a CPU as many as fit its caches."""
 MOST_AT_ONCE = 1 << 27
 """The same on every other device."""

@@ -51,31 +51,23 @@ class _CrossEntropy(torch.autograd.Function):
         compiled: bool,
     ) -> Tensor:
         elsewhere = (labels < 0) | (labels >= columns)
-        index = labels.masked_fill(elsewhere, 0).unsqueeze(-1)
+        index = labels.masked_fill(elsewhere, 0)
         statistics_of = _compiled(_statistics) if compiled else _statistics_by_rows
+        own, normalizers = logits.new_full((2, len(logits)), -torch.inf, dtype=dtype)
         if columns:
-            largest, logarithms, own = statistics_of(logits, index, columns, dtype)
+            own, normalizers = statistics_of(logits, index, columns, dtype, group.size() > 1)
+        if group.size() > 1:
+            losses, shares = _over_ranks(own, normalizers, elsewhere, group)
         else:
-            largest, logarithms, own = logits.new_full((3, len(logits)), -torch.inf, dtype=dtype)
-        overall = largest
-        if group.size() > 1:
-            overall = largest.clone()
-            dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=group)
-
-        in_sum = logarithms + (largest - overall)
-        sums = torch.stack([in_sum.exp(), (own - overall).masked_fill(elsewhere, 0.0)])
-        if group.size() > 1:
-            dist.all_reduce(sums, group=group)
-
-        normalizers = sums[0].log()
-        ctx.save_for_backward(logits, largest + logarithms, (in_sum - normalizers).exp(), index, elsewhere)
+            losses, shares = -own.masked_fill(elsewhere, 0.0), torch.ones_like(own)
+        ctx.save_for_backward(logits, normalizers, shares, index, elsewhere)
         ctx.columns, ctx.compiled = columns, compiled
-        return normalizers - sums[1]
+        return losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, normalizers, shares, index, elsewhere = ctx.saved_tensors
-        scale, at_label = (x.unsqueeze(-1) for x in (shares * grad, (-grad).masked_fill(elsewhere, 0.0)))
+        scale, at_label = shares * grad, (-grad).masked_fill(elsewhere, 0.0)
         if ctx.compiled:
             found = _compiled(_gradient)(logits, normalizers, index, scale, at_label, ctx.columns)
         else:
@@ -83,37 +75,56 @@ class _CrossEntropy(torch.autograd.Function):
         return found, *(None,) * 5
 
 
-def _statistics_by_rows(logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """logits [r, v/t], of which ``columns`` count -> by row the largest, the logarithm of the sum of the exponentials
-    less that, and the label's own [3, r]."""
-    found = logits.new_empty((3, len(logits)), dtype=dtype)
+def _over_ranks(own: Tensor, normalizers: Tensor, elsewhere: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The losses [r], and the share of the exponentials' sum that this rank's columns have [r].
+
+    ``own`` [r] and ``normalizers`` [r] are of these columns alone.
+    """
+    largest = normalizers.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    in_sum = normalizers - largest
+    sums = torch.stack([in_sum.exp(), (own + in_sum).masked_fill(elsewhere, 0.0)])
+    dist.all_reduce(sums, group=group)
+    logarithms = sums[0].log()
+    return logarithms - sums[1], (in_sum - logarithms).exp()
+
+
+def _statistics_by_rows(
+    logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype, has_normalizers: bool
+) -> Tensor:
+    """logits [r, v/t], of which ``columns`` count -> the label's logarithmic probability among them, and the logarithm
+    of the sum of their exponentials, if it is needed [2, r]."""
+    found = logits.new_zeros((2, len(logits)), dtype=dtype)
     for rows in _chunks(logits, columns):
         counted = logits[rows, :columns].to(dtype)
-        found[0, rows] = counted.amax(-1)
-        found[1, rows] = -counted.log_softmax(-1).amax(-1)
-        found[2, rows] = counted.gather(-1, index[rows]).squeeze(-1)
-        del counted  # before the next rows take as much
+        probabilities = counted.log_softmax(-1)
+        found[0, rows] = probabilities.gather(-1, index[rows].unsqueeze(-1)).squeeze(-1)
+        if has_normalizers:
+            found[1, rows] = counted.amax(-1) - probabilities.amax(-1)
+        del counted, probabilities  # before the next rows take as much
     return found
 
 
-def _statistics(logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+def _statistics(logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype, has_normalizers: bool) -> Tensor:
     """The same, of all rows at once, to be compiled."""
     counted = logits[:, :columns].to(dtype)
     largest = counted.amax(-1)
     logarithms = (counted - largest.unsqueeze(-1)).exp().sum(-1).log()
-    return torch.stack([largest, logarithms, counted.gather(-1, index).squeeze(-1)])
+    own = counted.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    return torch.stack([own - largest - logarithms, largest + logarithms])
 
 
 def _gradient_by_rows(logits: Tensor, index: Tensor, scale: Tensor, at_label: Tensor, columns: int) -> Tensor:
-    """logits [r, v/t] -> ``scale`` [r, 1] x the softmax of those that count, plus ``at_label`` [r, 1] at the label."""
+    """logits [r, v/t] -> ``scale`` [r] x the softmax of those that count, plus ``at_label`` [r] at the label."""
     found = torch.empty_like(logits)
     found[:, columns:] = 0
     for rows in _chunks(logits, columns):
         probabilities = logits[rows, :columns].softmax(-1, dtype=scale.dtype)
-        of_label = probabilities.gather(-1, index[rows]).mul_(scale[rows]).add_(at_label[rows])
-        torch.mul(probabilities, scale[rows], out=found[rows, :columns])
-        found[rows].scatter_(-1, index[rows], of_label.to(found.dtype))
+        at_label[rows] += probabilities.gather(-1, index[rows].unsqueeze(-1)).squeeze(-1) * scale[rows]
+        torch.mul(probabilities, scale[rows].unsqueeze(-1), out=found[rows, :columns])
         del probabilities  # before the next rows take as much
+    if columns:  # torch's scatter_ on CPUs would convert all of it to fp32 and back
+        found[torch.arange(len(found), device=found.device), index] = at_label.to(found.dtype)
     return found
 
 
@@ -123,7 +134,8 @@ def _gradient(
     """The same, of all rows at once, to be compiled; ``normalizers`` [r] are logarithms of the exponentials' sums."""
     column = torch.arange(logits.size(-1), device=logits.device)
     probabilities = (logits.to(scale.dtype) - normalizers.unsqueeze(-1)).exp()
-    of_logits = probabilities * scale + torch.where(column == index, at_label, 0.0)
+    at_column = torch.where(column == index.unsqueeze(-1), at_label.unsqueeze(-1), 0.0)
+    of_logits = probabilities * scale.unsqueeze(-1) + at_column
     return torch.where(column < columns, of_logits, 0.0).to(logits.dtype)
 
 

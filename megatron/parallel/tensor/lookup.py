@@ -64,7 +64,7 @@ def _add_before_accumulation(table: Tensor, tokens: Tensor, grad: Tensor) -> Non
     handle = table.register_hook(add)
     hooks: dict[int, Any] = table._backward_hooks  # type: ignore[assignment]  # no None by now
     for number in [number for number in hooks if number != handle.id]:
-        hooks[number] = hooks.pop(number)  # behind it
+        hooks[number] = hooks.pop(number)  # now after it
 
 
 def _add_rows(total: Tensor, tokens: Tensor, grad: Tensor) -> None:
