@@ -81,13 +81,17 @@ def loss_and_gradients(model: BareGPT2, tokens: Tensor, labels: Tensor) -> tuple
 
 
 def through_loss(normed: Tensor, embedding: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss [] of hidden states [t, h]; its gradients in them, and in the embedding as output projection."""
-    log_probabilities = aten._log_softmax(normed @ embedding.t(), 1, False)  # [t, v]
-    places, count = labels.view(-1, 1), labels.numel()
-    loss = -log_probabilities.gather(1, places).mean()
-    ones = torch.full_like(places, -1, dtype=normed.dtype)
-    dlogits = log_probabilities.exp_().scatter_add_(1, places, ones).div_(count)
-    return loss, dlogits @ embedding, dlogits.t() @ normed
+    """The loss [] of hidden states [t, h]; its gradients in them, and in the embedding as output projection.
+
+    One pass over the logits: softmax. Its divisor, the number of tokens, goes to the products' other sides.
+    """
+    probabilities = aten._softmax(normed @ embedding.t(), 1, False)  # [t, v]
+    count = labels.numel()
+    label = torch.arange(count), labels.flatten()
+    own = probabilities[label]  # [t]
+    probabilities[label] = own - 1  # where scatter_ would convert all of bf16 to fp32 and back
+    loss = -own.float().log().mean()
+    return loss, (probabilities @ embedding).div_(count), probabilities.t() @ (normed / count)
 
 
 class _Kept(NamedTuple):
