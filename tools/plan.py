@@ -25,10 +25,11 @@ from megatron.config.presets import PRESETS
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.tools.command_line import ToolParser, read_architecture, run_tool
+from megatron.tools.planning.candidates import Candidate
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.output import SCRIPT, as_json, describe_candidate, describe_plan, files
 from megatron.tools.planning.request import Request, bytes_of_text, make_request, positive, share, whole
-from megatron.tools.planning.search import Candidate, search
+from megatron.tools.planning.search import search
 from megatron.tools.planning.timing import DEVICES, GB, TERA, Machine
 
 PRECISION = {"v100": "fp16", "cpu": "fp32"}

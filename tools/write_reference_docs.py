@@ -20,6 +20,7 @@ from megatron.config.fields import flag_name
 from megatron.config.presets import PRESETS
 from megatron.config.validation import RULES
 from megatron.model.architectures import ARCHITECTURES
+from megatron.parallel.pipeline.held import in_flight
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
 from megatron.tools.command_line import ToolParser, run_tool
@@ -295,7 +296,7 @@ def schedule_row(schedule: Schedule) -> list[str]:
     """The share of the time that is idle, and the micro-batches whose activations the first and last stage keep."""
     part = PassSeconds(*(one / schedule.chunks for one in PassSeconds()))
     idle = [f"{idle_share(replace(schedule, micro_batches=number), part):.1%}" for number in (8, 32)]
-    kept = [f"{sum(schedule.in_flight(stage)) / schedule.chunks:g}" for stage in (0, schedule.stages - 1)]
+    kept = [f"{sum(in_flight(schedule, stage)) / schedule.chunks:g}" for stage in (0, schedule.stages - 1)]
     chunks = f", {schedule.chunks} chunks per stage" if schedule.name == "interleaved" else ""
     return [f"`{schedule.name}`{chunks}", *idle, *kept]
 

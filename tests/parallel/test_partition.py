@@ -9,8 +9,8 @@ from support.command_lines import parse
 from megatron.config import ParallelConfig, RunConfig
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import model_flops
+from megatron.parallel.pipeline.balance import balanced
 from megatron.parallel.pipeline.partition import (
-    balanced,
     inputs_in_flight,
     layers_per_chunk,
     partition_boundaries,

@@ -1,12 +1,17 @@
 """Pipeline schedules against those of torch.distributed.pipelining and DeepSpeed, and their bubbles against theory."""
 
 from collections import Counter
+from itertools import chain, product
+from math import ceil
+from operator import ge
 
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, TrainSchedule
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from megatron.parallel.pipeline.dualpipev import exchanging_steps
+from megatron.parallel.pipeline.held import in_flight
+from megatron.parallel.pipeline.held import peaks as held_peaks
 from megatron.parallel.pipeline.schedule import KINDS, Action, Schedule, has_order
 from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds, idle_share, simulate
 
@@ -80,7 +85,7 @@ def test_the_order_is_deepspeeds(name: str, theirs: type) -> None:
             ]
             if theirs is TrainSchedule:  # it keeps two buffers at least
                 buffers = TrainSchedule(schedule.micro_batches, schedule.stages, stage).num_pipe_buffers()
-                assert buffers == max(2, sum(schedule.in_flight(stage)))
+                assert buffers == max(2, sum(in_flight(schedule, stage)))
             own = schedule.chunks_of(stage)
             assert [(own.index(chunk), kind) for chunk, kind, _ in schedule.actions(stage)] == order
 
@@ -149,7 +154,7 @@ def test_activations_in_flight(name: str, chunks: int) -> None:
     """The papers': 1F1B min(m, p - s), no more of ZB-H1 and ZB-V than of its first stage, DualPipeV p + 1/2."""
     for schedule in every(name, chunks):
         p, m = schedule.stages, schedule.micro_batches
-        kept = [sum(schedule.in_flight(stage)) for stage in range(p)]
+        kept = [sum(in_flight(schedule, stage)) for stage in range(p)]
         if name == "1f1b":
             assert kept == [min(m, p - stage) for stage in range(p)]
         if name == "zbh1":
@@ -161,6 +166,30 @@ def test_activations_in_flight(name: str, chunks: int) -> None:
         if name == "interleaved" and m % p == 0:
             # arXiv 2205.05198, section 4.2.3: 1 + (p - 1) / (p v) of 1F1B's p micro-batches
             assert kept[0] == min(chunks * m, p * chunks + p - 1)
+
+
+@pytest.mark.parametrize(("name", "chunks"), NAMES)
+def test_a_stage_never_keeps_more_than_at_its_peaks(name: str, chunks: int) -> None:
+    """Chunks of the same layers count together: all of them, those but the first, or none."""
+    for schedule in every(name, chunks):
+        for stage, alike in product(range(schedule.stages), ((0,) * chunks, (0, *[1] * (chunks - 1)), range(chunks))):
+            own, held = schedule.chunks_of(stage), Counter[tuple[str, int]]()
+            peaks = {}
+            for one in (found := held_peaks(schedule, stage, tuple(alike))).moments:
+                peaks.setdefault((one.kind, one.phase, one.is_first), []).append(one.held)
+            reached, most, is_first = set(), 0, True
+            for chunk, kind, _ in schedule.actions(stage):
+                phase = alike[own.index(chunk)]
+                if kind != "F":
+                    now = tuple((held["F", number], held["W", number]) for number in range(max(alike) + 1))
+                    above = [all(map(ge, chain(*one), chain(*now))) for one in peaks[kind, phase, is_first]]
+                    assert any(above), (schedule, stage, alike)
+                    reached.add((kind, phase, is_first, now))
+                    most, is_first = max(most, ceil(held.total() / chunks)), False
+                held["F", phase] += {"F": 1, "W": 0}.get(kind, -1)
+                held["W", phase] += {"I": 1, "W": -1}.get(kind, 0)
+            assert {(*key, one) for key, held in peaks.items() for one in held} <= reached
+            assert found.in_flight == most
 
 
 UNEQUAL = PassSeconds(1.0, 1.25, 0.75)

@@ -16,7 +16,7 @@ from megatron.model.spec import ArchitectureSpec
 from megatron.config.validation import layout, pipeline, memory, model, training  # noqa: F401, I001  # isort: skip
 from megatron.config.validation import experts, data, encoder_decoder, output  # noqa: F401, I001  # isort: skip
 
-__all__ = ["RULES", "Rule", "size_problems", "value_problems", "violations", "warnings"]
+__all__ = ["RULES", "Rule", "broken_rule", "size_problems", "value_problems", "violations", "warnings"]
 
 EXCLUSIVE = (
     ("train_iters", "train_samples"),
@@ -90,6 +90,14 @@ ZERO_ONLY = (
 def violations(run: RunConfig) -> list[str]:
     """A message for each rule that ``run`` breaks and that is an error."""
     return [message for rule in RULES if not rule.only_warns and (message := rule.check(run)) is not None]
+
+
+def broken_rule(run: RunConfig) -> tuple[str, str] | None:
+    """The name of the first rule that ``run`` breaks and that is an error, and the message; None without one."""
+    for rule in RULES:
+        if not rule.only_warns and (message := rule.check(run)) is not None:
+            return rule.name, message
+    return None
 
 
 def warnings(run: RunConfig, provided: Mapping[str, Provided]) -> list[str]:

@@ -106,9 +106,11 @@ def lora_targets(run: RunConfig) -> Messages:
 
 @rule("adapters belong to layers of this suite", why="Another model has none, so that nothing would be trained.")
 def lora_model(run: RunConfig) -> Messages:
+    if not run.model.lora_rank:
+        return
     adapted = replace(run.model, lora_target=(), num_layers=1)  # whether targets and layers exist is for other rules
     is_provided = architecture_of(run.model).provider is not None
-    if run.model.lora_rank and (is_provided or not parameter_counts(adapted)[1]):
+    if is_provided or not parameter_counts(adapted)[1]:
         yield f"--lora-rank: {run.model.architecture} has no layer with adapters: remove it"
 
 

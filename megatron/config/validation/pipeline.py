@@ -45,9 +45,8 @@ def partition_fits(run: RunConfig) -> Messages:
         return
     numbers = partition.explicit(method)
     if numbers is None and layers > 0 and method.startswith(partition.BY_TYPE):
-        names = partition.layer_names(run.model)
         if not any(partition.run_weights(run)):
-            yield f"{flag} matches no layer: the layers are {', '.join(dict.fromkeys(names))}"
+            yield f"{flag} matches no layer: the layers are {', '.join(partition.layer_names(run.model))}"
     if numbers is None or layers < 1 or not parallel.uses_pipeline:
         return
     if len(numbers) != parallel.model_chunks:

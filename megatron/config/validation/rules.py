@@ -1,6 +1,7 @@
 """The registry of rules about which settings may be combined. Each rule is one decorated function."""
 
 from collections.abc import Callable, Iterator, Mapping
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from megatron.config import RunConfig, flag_fields
@@ -52,21 +53,21 @@ def needs(other: str, *paths: str, only_warns: bool = False) -> None:
 
 
 def _needs(path: str, other: str, only_warns: bool) -> None:
-    flag, needed = _flag(path), _flag(other)
+    flag, needed, is_set, is_other_set = _flag(path), _flag(other), _question(path), _question(other)
 
     @rule(f"{flag} needs {needed}", why="It would be silently ignored otherwise.", only_warns=only_warns)
     def check(run: RunConfig) -> Messages:
-        if _is_set(run, path) and not _is_set(run, other):
+        if is_set(run) and not is_other_set(run):
             yield f"{flag} has no effect without {needed}: add {needed}, or remove {flag}"
 
 
 def excludes(path: str, other: str, *, why: str, otherwise: str = "") -> None:
     """Register a rule for two settings that cannot both be set. Paths are ``"section.field"``."""
-    flag, rival = _flag(path), _flag(other)
+    flag, rival, is_set, is_other_set = _flag(path), _flag(other), _question(path), _question(other)
 
     @rule(f"{flag} excludes {rival}", why=why, otherwise=otherwise)
     def check(run: RunConfig) -> Messages:
-        if _is_set(run, path) and _is_set(run, other):
+        if is_set(run) and is_other_set(run):
             yield f"{flag} and {rival} exclude each other: remove one"
 
 
@@ -79,8 +80,7 @@ def _flag(path: str) -> str:
     return flag_name(flag_fields()[path.split(".")[1]])
 
 
-def _is_set(run: RunConfig, path: str) -> bool:
+def _question(path: str) -> Callable[[RunConfig], bool]:
     """Whether a field differs from its default."""
-    section, field = path.split(".")
-    config = getattr(run, section)
-    return getattr(config, field) != getattr(type(config)(), field)
+    value, default = attrgetter(path), flag_fields()[path.split(".")[1]].default
+    return lambda run: value(run) != default

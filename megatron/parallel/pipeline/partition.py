@@ -7,26 +7,49 @@ stage holds one chunk or several, as the schedule says.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.errors import ConfigError
 from megatron.config.reading import read_json
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import LayerSpec
+from megatron.parallel.pipeline.balance import balanced
+from megatron.parallel.pipeline.held import kept
 from megatron.parallel.pipeline.schedule import Schedule, chunks_of, has_order
 
 EXPLICIT = re.compile(r"\d{1,9}( *, *\d{1,9})*")
 BY_TYPE = "type:"
 
 LayerGroup = tuple[LayerSpec, ...]
+LayerCounts = tuple[tuple[LayerSpec, int], ...]
+"""Distinct layers, each with how often it is there. Equal layers of an architecture are one object."""
+Value = TypeVar("Value")
 POSITIONS = "RelativePositions"
 """Class name of the layer that each transformer layer of T5 needs in front of it."""
+
+
+class ChunkLayers(NamedTuple):
+    """What the layers of a model chunk come to."""
+
+    counts: LayerCounts
+    num_blocks: int
+    """Transformer layers."""
+    last_elements: int
+    """Elements of the last transformer layer and of what follows it; of all layers without one."""
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerSpec]) -> "ChunkLayers":
+        """Those of ``layers``."""
+        blocks = [index for index, layer in enumerate(layers) if layer.is_block]
+        last = layers[blocks[-1] :] if blocks else layers
+        return cls(counts(layers), len(blocks), sum(layer.numel for layer in last))
 
 
 @dataclass(frozen=True)
@@ -45,18 +68,38 @@ class Stage:
         return tuple(layer for layers in self.layers_of_chunks for layer in layers)
 
     @cached_property
+    def kinds(self) -> tuple[ChunkLayers, ...]:
+        """The layers of its chunks; of chunks with the same layers once."""
+        return tuple(one for number, one in enumerate(self._chunks) if one not in self._chunks[:number])
+
+    @cached_property
+    def kind_of_chunk(self) -> tuple[int, ...]:
+        """For each chunk its place in ``kinds``."""
+        return tuple(map(self.kinds.index, self._chunks))
+
+    @cached_property
+    def _chunks(self) -> list[ChunkLayers]:
+        return list(map(ChunkLayers.of, self.layers_of_chunks))
+
+    @cached_property
+    def counts(self) -> LayerCounts:
+        """The layers of all of its chunks, counted."""
+        return counts(self.layers)
+
+    @cached_property
     def num_blocks(self) -> int:
         """Transformer layers of the stage."""
-        return sum(layer.is_block for layer in self.layers)
+        return sum(count for layer, count in self.counts if layer.is_block)
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of its parameters."""
-        return sum(layer.numel for layer in _without_repeated(self.layers))
+        """Elements of its parameters; of tied layers once."""
+        tied = {layer.tied: layer.numel for layer, _ in self.counts if layer.tied}
+        return sum(tied.values()) + sum(count * layer.numel for layer, count in self.counts if not layer.tied)
 
     def flops(self, seq_length: int) -> int:
         """FLOPs of the forward pass for one token."""
-        return sum(layer.flops(seq_length) for layer in self.layers)
+        return sum(count * layer.flops(seq_length) for layer, count in self.counts)
 
     def distinct_layers(self) -> list[LayerSpec]:
         """Its layers in order; tied layers once."""
@@ -90,14 +133,15 @@ def layer_names(model: ModelConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(layer.class_name for group in layer_groups(model) for layer in group))
 
 
-def group_weights(method: str, model: ModelConfig, seq_length: int) -> list[int]:
+@lru_cache(maxsize=64)
+def group_weights(method: str, model: ModelConfig, seq_length: int) -> tuple[int, ...]:
     """The weight of each layer group by ``method``, which is no explicit list."""
     groups = layer_groups(model)
     if not method.startswith(BY_TYPE):
-        return [METHODS[method](group, seq_length) for group in groups]
+        return tuple(METHODS[method](group, seq_length) for group in groups)
     pattern = re.compile(method.removeprefix(BY_TYPE), re.IGNORECASE)
     matches = {name: bool(pattern.search(name)) for name in {layer.class_name for group in groups for layer in group}}
-    return [sum(matches[layer.class_name] for layer in group) for group in groups]
+    return tuple(sum(matches[layer.class_name] for layer in group) for group in groups)
 
 
 def explicit(method: str) -> tuple[int, ...] | None:
@@ -130,51 +174,6 @@ def run_weights(run: RunConfig) -> list[int]:
     return [front + first, *rest]
 
 
-def balanced(weights: Sequence[int], parts: int) -> list[int]:
-    """Lengths of ``parts`` runs of ``weights``, none of them empty.
-
-    The largest run is as small as possible, and then the sum of squares is. Of equally good partitions the one whose
-    first runs are longer is chosen. (DeepSpeed's ``partition_balanced`` minimizes the largest run alone, and needs
-    torch.)
-    """
-    return list(_balanced(tuple(weights), parts))
-
-
-@lru_cache(maxsize=256)
-def _balanced(weights: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    sums = [0, *accumulate(weights)]
-    lightest, _ = _cheapest(sums, parts, max, lambda weight: weight)
-    _, lengths = _cheapest(sums, parts, sum, lambda weight: weight * weight if weight <= lightest else float("inf"))
-    return tuple(lengths)
-
-
-def _cheapest(
-    sums: Sequence[int], parts: int, join: Callable[[tuple[float, float]], float], price: Callable[[int], float]
-) -> tuple[float, list[int]]:
-    """The cheapest partition of ``sums`` (running sums from 0 on) into ``parts``: its cost, and the parts' lengths.
-
-    The cost is the parts' prices, joined. Dynamic programming over the end of each part.
-    """
-    best: dict[int, tuple[float, list[int]]] = {0: (0, [])}
-    for _ in range(parts):
-        longer = {}
-        for end in range(1, len(sums)):
-            cheapest: tuple[float, int] | None = None
-            for begin in range(end - 1, -1, -1):
-                run = price(sums[end] - sums[begin])
-                if cheapest is not None and run >= cheapest[0]:
-                    break  # a run that is longer still costs no less
-                if begin in best:
-                    cost = join((best[begin][0], run))
-                    if cheapest is None or cost < cheapest[0]:
-                        cheapest = (cost, begin)
-            if cheapest is not None:
-                cost, begin = cheapest
-                longer[end] = (cost, [*best[begin][1], end - begin])
-        best = longer
-    return best[len(sums) - 1]
-
-
 def partition_boundaries(layers_per_chunk: Sequence[int], model: ModelConfig) -> list[int]:
     """The index in the list of layers at which each model chunk begins, and the length of the list."""
     front, *blocks, back = layer_groups(model)
@@ -199,6 +198,12 @@ def _stage(chunks: tuple[range, ...], groups: Sequence[LayerGroup]) -> Stage:
     return Stage(chunks, layers, 0 in held, len(groups) - 1 in held)
 
 
+def counts(values: Sequence[Value]) -> tuple[tuple[Value, int], ...]:
+    """Each object once, with how often it is there."""
+    by_identity = {id(value): value for value in values}
+    return tuple((by_identity[number], count) for number, count in Counter(map(id, values)).items())
+
+
 def _without_repeated(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
     """``layers`` with tied ones once."""
     return list({layer.tied or index: layer for index, layer in enumerate(layers)}.values())
@@ -215,7 +220,7 @@ def inputs_in_flight(run: RunConfig) -> int:
     return max(
         sum(count * layers[chunk] for count, chunk in zip(counts, schedule.chunks_of(stage), strict=True))
         for stage in range(stages)
-        for counts in schedule.kept(stage)
+        for counts in kept(schedule, stage)
     )
 
 

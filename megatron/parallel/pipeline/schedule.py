@@ -15,14 +15,17 @@ before W, even where W follows at once: with both in one pass the bubble of ``zb
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from math import ceil
+from functools import cached_property, lru_cache
+from itertools import compress
 from typing import NamedTuple
 
-from megatron.config import RunConfig
+from megatron.config import ParallelConfig, RunConfig
+
+Passes = list[tuple[int, str]]
+"""Chunk and kind of passes in order; each takes the next micro-batch of its chunk."""
 
 
 class Instruction(NamedTuple):
@@ -60,28 +63,6 @@ class Action(NamedTuple):
         return f"{self.chunk}{self.kind}{self.micro_batch}"  # as torch.distributed.pipelining writes it
 
 
-class Held(NamedTuple):
-    """Micro-batches of which a stage keeps tensors for one of its model chunks."""
-
-    forward: int
-    """Of these its activations."""
-    products: int
-    """Of these what W is computed from, after I."""
-
-
-class Moment(NamedTuple):
-    """What a stage keeps before a pass that is not a forward pass."""
-
-    kind: str
-    """Of the pass."""
-    phase: int
-    """Of its model chunk, among those of the stage."""
-    held: tuple[Held, ...]
-    """For each chunk of the stage."""
-    is_first: bool = False
-    """Whether no backward pass of the stage has run yet, so that there are no gradients of its weights."""
-
-
 @dataclass(frozen=True)
 class Schedule:
     """The passes of all stages for one batch."""
@@ -106,8 +87,13 @@ class Schedule:
         """The model chunks of a stage, in the order of the model."""
         return chunks_of(self.name, stage, self.stages, self.chunks)
 
-    def actions(self, stage: int) -> tuple[Action, ...]:
+    def passes(self, stage: int) -> Passes:
         """The passes of a stage in their order."""
+        passes = KINDS[self.name].order(self, stage)
+        return passes if self.splits_backward else _whole(passes)
+
+    def actions(self, stage: int) -> tuple[Action, ...]:
+        """The same with their micro-batches."""
         return _actions(self, stage)
 
     @property
@@ -115,23 +101,7 @@ class Schedule:
         """Whether there are I and W."""
         return self.splits_backward and KINDS[self.name].splits_backward
 
-    def in_flight(self, stage: int) -> tuple[int, ...]:
-        """Of each chunk of a stage: forward passes whose activations are kept at a time, when most of them are."""
-        return max(self.kept(stage), key=sum)
-
-    def kept(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        """For each chunk of a stage: forward passes whose B or W is not done; all counts before a B, I or W."""
-        return tuple(dict.fromkeys(tuple(map(sum, moment.held)) for moment in self.moments(stage)))
-
-    def moments(self, stage: int) -> tuple[Moment, ...]:
-        """What a stage keeps before each B, I and W; all that occur, each once."""
-        return _moments(self, stage)
-
-    def most_in_flight(self, stage: int) -> int:
-        """Micro-batches of which a stage keeps tensors at a time, at most, in the mean over its chunks."""
-        return _most_in_flight(self, stage)
-
-    @property
+    @cached_property
     def shortened(self) -> "Schedule":
         """The same with as few micro-batches as have the same seconds of idle time, and as many passes in flight."""
         if self.micro_batches <= 4 * self.stages:
@@ -148,56 +118,27 @@ def chunks_of(name: str, stage: int, stages: int, chunks: int) -> tuple[int, ...
 
 @lru_cache(maxsize=256)
 def _actions(schedule: Schedule, stage: int) -> tuple[Action, ...]:
-    passes = KINDS[schedule.name].order(schedule, stage)
-    return tuple(_numbered(passes if schedule.splits_backward else _whole(passes), schedule.micro_batches))
+    return tuple(_numbered(schedule.passes(stage)))
 
 
-@lru_cache(maxsize=4096)
-def _moments(schedule: Schedule, stage: int) -> tuple[Moment, ...]:
-    own = schedule.chunks_of(stage)
-    held = [Held(0, 0) for _ in own]
-    found: dict[Moment, None] = {}
-    for chunk, kind, _ in schedule.actions(stage):
-        phase = own.index(chunk)
-        if kind != FORWARD:
-            found[Moment(kind, phase, tuple(held), is_first=not found)] = None
-        forward, products = _CHANGES[kind]
-        held[phase] = Held(held[phase].forward + forward, held[phase].products + products)
-    return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def _most_in_flight(schedule: Schedule, stage: int) -> int:
-    return max(ceil(sum(map(sum, moment.held)) / len(moment.held)) for moment in _moments(schedule, stage))
-
-
-_CHANGES = {FORWARD: (1, 0), BACKWARD: (-1, 0), INPUT_GRADIENTS: (-1, 1), WEIGHT_GRADIENTS: (0, -1)}
-"""Of what is held, by kind of pass."""
-
-
-_Passes = list[tuple[int, str]]
-"""Chunk and kind of passes in order; each takes the next micro-batch of its chunk."""
-
-
-def _numbered(passes: Iterable[tuple[int, str]], micro_batches: int) -> Iterator[Action]:
-    """The passes with their micro-batches, without those of a micro-batch that is not there."""
+def _numbered(passes: Passes) -> Iterator[Action]:
+    """The passes with their micro-batches."""
     done: Counter[tuple[int, str]] = Counter()
     for chunk, kind in passes:
-        counted = (INPUT_GRADIENTS, WEIGHT_GRADIENTS) if kind == BACKWARD else (kind,)
-        number = done[chunk, counted[0]]
-        done.update((chunk, one) for one in counted)
-        if number < micro_batches:
-            yield Action(chunk, kind, number)
+        counted = INPUT_GRADIENTS + WEIGHT_GRADIENTS if kind == BACKWARD else kind
+        yield Action(chunk, kind, done[chunk, counted[0]])
+        for one in counted:
+            done[chunk, one] += 1
 
 
-def _whole(passes: _Passes) -> _Passes:
+def _whole(passes: Passes) -> Passes:
     """``passes`` with whole backward passes."""
     return [
         (chunk, BACKWARD if kind == INPUT_GRADIENTS else kind) for chunk, kind in passes if kind != WEIGHT_GRADIENTS
     ]
 
 
-def _one_forward_one_backward(schedule: Schedule, stage: int) -> _Passes:
+def _one_forward_one_backward(schedule: Schedule, stage: int) -> Passes:
     """1F1B, interleaved or not: some forward passes, then one forward and one backward pass in turn, then the rest.
 
     Micro-batches go through the chunks of a stage in rounds of about p, which ``per_round`` divides evenly.
@@ -216,9 +157,9 @@ def _one_forward_one_backward(schedule: Schedule, stage: int) -> _Passes:
     return passes
 
 
-def _zbh1(schedule: Schedule, stage: int) -> _Passes:
+def _zbh1(schedule: Schedule, stage: int) -> Passes:
     """1F1B, with W of a micro-batch after I of the one that is as many later as there are stages before this one."""
-    passes: _Passes = []
+    passes: Passes = []
     started = 0
     for chunk, kind in _one_forward_one_backward(schedule, stage):
         if kind == FORWARD:
@@ -231,23 +172,26 @@ def _zbh1(schedule: Schedule, stage: int) -> _Passes:
     return passes + [(stage, WEIGHT_GRADIENTS)] * min(stage, schedule.micro_batches)
 
 
-def _zbv(schedule: Schedule, stage: int) -> _Passes:
+def _zbv(schedule: Schedule, stage: int) -> Passes:
     """ZB-V: all passes of each micro-batch, in an order that leaves no bubble if F, I and W take equally long."""
     out, back = schedule.chunks_of(stage)
     f0, i0, w0 = ((out, kind) for kind in "FIW")
     f1, i1, w1 = ((back, kind) for kind in "FIW")
     to_turn = schedule.stages - stage
-    count = max(schedule.micro_batches, 2 * schedule.stages - 1)  # fewer leave out passes of this order
+    count = max(schedule.micro_batches, 2 * schedule.stages - 1)
     steady = count - schedule.stages
     with_f0 = count - (2 * to_turn - 1) - stage
-    return [
+    passes = [
         *[f0] * (2 * to_turn - 1), *[f1, f0] * stage, *[f1, i1, w1] * to_turn,
         *[f0, i0, w0, f1, i1, w1] * with_f0, *[i0, w0, f1, i1, w1] * (steady - with_f0),
         *[i0, i1] * stage, *[i0, w0] * to_turn, *[w1] * stage, *[w0] * stage,
     ]  # fmt: skip
+    # With fewer micro-batches than that the passes of those that are not there are left out.
+    there = (action.micro_batch < schedule.micro_batches for action in _numbered(passes))
+    return passes if count == schedule.micro_batches else list(compress(passes, there))
 
 
-def _dualpipev(schedule: Schedule, stage: int) -> _Passes:
+def _dualpipev(schedule: Schedule, stage: int) -> Passes:
     """DualPipeV in its eight steps; a pair of a forward and a backward pass is the one after the other."""
     out, back = schedule.chunks_of(stage)
     f0, b0, i0 = ((out, kind) for kind in "FBI")
@@ -269,7 +213,7 @@ def _dualpipev(schedule: Schedule, stage: int) -> _Passes:
 class Kind(NamedTuple):
     """What distinguishes a schedule."""
 
-    order: Callable[[Schedule, int], _Passes]
+    order: Callable[[Schedule, int], Passes]
     chunks: int | None
     """Model chunks of a stage; None: 2 or more."""
     is_v: bool
@@ -289,15 +233,17 @@ KINDS = {
 
 
 def schedule_of(run: RunConfig) -> Schedule:
-    """The schedule of ``run``, whose batch is known; DeepSpeed's DualPipeV does not divide the backward pass."""
-    parallel = run.parallel
-    return Schedule(
-        parallel.pipeline_schedule,
-        parallel.pipe_stages,
-        run.train.gradient_accumulation_steps,
-        parallel.model_chunks // parallel.pipe_stages,
-        splits_backward=not parallel.uses_dualpipev,
-    )
+    """The schedule of ``run``, whose batch is known."""
+    return schedule_with(run.parallel, run.train.gradient_accumulation_steps)
+
+
+def schedule_with(parallel: ParallelConfig, micro_batches: int) -> Schedule:
+    """The schedule of ``parallel``; DeepSpeed's DualPipeV does not divide the backward pass."""
+    name, is_divided = parallel.pipeline_schedule, not parallel.uses_dualpipev
+    return _schedule(name, parallel.pipe_stages, micro_batches, parallel.chunks_per_stage, is_divided)
+
+
+_schedule = lru_cache(maxsize=4096)(Schedule)
 
 
 def rounds(stages: int, micro_batches: int) -> int:

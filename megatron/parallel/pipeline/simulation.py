@@ -55,6 +55,10 @@ def simulate(schedule: Schedule, seconds: PassSeconds, transfer: float = 0.0) ->
 
     A schedule whose stages would wait for each other forever is a mistake of ours, and an AssertionError.
     """
+    return sorted(_timed(schedule, seconds, transfer), key=lambda one: (one.end, one.stage))
+
+
+def _timed(schedule: Schedule, seconds: PassSeconds, transfer: float) -> list[TimedAction]:
     if schedule.name == "dualpipev" and not schedule.splits_backward:
         return _simulate_exchanges(schedule, seconds, transfer)
     orders = [schedule.actions(stage) for stage in range(schedule.stages)]
@@ -84,7 +88,7 @@ def simulate(schedule: Schedule, seconds: PassSeconds, transfer: float = 0.0) ->
                 if output in waiting:
                     runnable.append(waiting.pop(output))
     assert position == [len(order) for order in orders], f"the stages wait for each other: {schedule}"
-    return sorted(timed, key=lambda one: (one.end, one.stage))
+    return timed
 
 
 def _simulate_exchanges(schedule: Schedule, seconds: PassSeconds, transfer: float) -> list[TimedAction]:
@@ -111,7 +115,7 @@ def _simulate_exchanges(schedule: Schedule, seconds: PassSeconds, transfer: floa
                 free[stage] = max(max(begun[output].values()) for output in step) + transfer
             position[stage] += 1
     assert position == [len(order) for order in orders], f"the stages wait for each other: {schedule}"
-    return sorted(timed, key=lambda one: (one.end, one.stage))
+    return timed
 
 
 def _needed(schedule: Schedule, action: Action) -> Output | None:
@@ -137,7 +141,7 @@ def idle_seconds(schedule: Schedule, seconds: PassSeconds, transfer: float = 0.0
     """
     short = schedule.shortened
     useful = short.micro_batches * short.chunks * seconds.total
-    return max(one.end for one in simulate(short, seconds, transfer)) - useful
+    return max(one.end for one in _timed(short, seconds, transfer)) - useful
 
 
 def bubble_ratio(stages: int, micro_batches: int, chunks: int = 1) -> float:

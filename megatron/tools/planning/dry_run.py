@@ -22,7 +22,8 @@ from megatron.parallel.tensor.lora import train_adapters_only
 from megatron.tools.planning.activations import activations
 from megatron.tools.planning.explain import ranks_as_text
 from megatron.tools.planning.memory import Memory, working
-from megatron.tools.planning.states import Weight, numel, states, trained
+from megatron.tools.planning.states import states
+from megatron.tools.planning.weights import Weight, Weights
 from megatron.training.optimizers import weight_decay_groups
 
 
@@ -107,7 +108,7 @@ def first_rank_of_each_stage(parallel: ParallelConfig) -> range:
 def rank_memory(run: RunConfig, rank: int) -> Rank:
     """``rank`` of ``run``, with the parameters of its built layers."""
     with fake_layout(run.parallel, rank) as layout:
-        weights = built_weights(run, layout)
+        weights = Weights([built_weights(run, layout)])
         stage, owner = layout.pipe_group.rank(), layout.get_sequence_data_parallel_rank()
         groups = {
             "tensor": layout.tensor_group,
@@ -118,7 +119,7 @@ def rank_memory(run: RunConfig, rank: int) -> Rank:
         members = {name: dist.get_process_group_ranks(group) for name, group in groups.items() if group is not None}
     held = states(run, weights, owner)
     at_work = working(run, plan(run)[stage], stage, activations(run), held)
-    memory = Memory(numel(weights), numel(trained(weights)), held, at_work)
+    memory = Memory(weights.numel, weights.trained.numel, held, at_work)
     return Rank(rank, stage, members, memory)
 
 

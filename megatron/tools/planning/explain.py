@@ -14,6 +14,7 @@ from megatron.config.summary import describe_config, describe_stages
 from megatron.config.validation import RULES
 from megatron.model.spec import architecture_of
 from megatron.parallel import groups, ring_groups, ulysses_groups
+from megatron.parallel.pipeline.held import in_flight
 from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
 from megatron.tools.planning.pictures import schedule_text
@@ -62,7 +63,7 @@ def _configuration(run: RunConfig) -> Iterator[str]:
 def _schedule(run: RunConfig) -> Iterator[str]:
     """The order of the passes of each stage, and the bubble if F, I and W take equally long."""
     schedule = schedule_of(run)
-    kept = [ceil(sum(schedule.in_flight(stage)) / schedule.chunks) for stage in range(schedule.stages)]
+    kept = [ceil(sum(in_flight(schedule, stage)) / schedule.chunks) for stage in range(schedule.stages)]
     yield (
         f"> schedule  {schedule.name}, {counted(schedule.micro_batches, 'micro-batch')}: "
         f"{idle_share(schedule, PassSeconds()):.1%} of the time idle, "

@@ -2,22 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
 from megatron.config import RunConfig
-from megatron.model.spec import LayerSpec
-from megatron.parallel.pipeline.partition import Stage, plan
-from megatron.parallel.pipeline.schedule import (
-    BACKWARD,
-    INPUT_GRADIENTS,
-    WEIGHT_GRADIENTS,
-    Held,
-    Moment,
-    schedule_of,
-)
+from megatron.parallel.pipeline.held import Held, Moment, peaks
+from megatron.parallel.pipeline.partition import ChunkLayers, Stage, plan
+from megatron.parallel.pipeline.schedule import BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS, schedule_of
 from megatron.tools.planning.activations import Activations, activations, deferred_bytes
-from megatron.tools.planning.states import States, numel, stage_weights, states, trained
+from megatron.tools.planning.states import States, states
+from megatron.tools.planning.weights import stage_weights
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Memory:
             "buffers": self.states.buffers + self.working.buffers + max(self.states.step - backward, 0),
         }
 
-    @property
+    @cached_property
     def total(self) -> int:
         """All of it."""
         return sum(self.parts().values())
@@ -71,7 +66,7 @@ def stage_memory(run: RunConfig, owner: int | None = None) -> list[Memory]:
     for number, stage in enumerate(plan(run)):
         weights = stage_weights(run, stage)
         held = states(run, weights, owner)
-        found.append(Memory(numel(weights), numel(trained(weights)), held, working(run, stage, number, kept, held)))
+        found.append(Memory(weights.numel, weights.trained.numel, held, working(run, stage, number, kept, held)))
     return found
 
 
@@ -79,16 +74,12 @@ def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations,
     """The working memory of a rank of ``stage``, which is the one of that number, beside what is ``held``."""
     if run.parallel.uses_pipeline:
         schedule = schedule_of(run).shortened
-        moments, in_flight = schedule.moments(number), schedule.most_in_flight(number)
+        moments, in_flight = peaks(schedule, number, stage.kind_of_chunk)
+        chunks = _chunks(run, stage, micro_batch, is_divided=schedule.divides_backward)
     else:
         moments = (Moment(BACKWARD, 0, (Held(1, 0),), is_first=run.train.gradient_accumulation_steps == 1),)
-        in_flight = 1
-    chunks = _chunks(run, stage, micro_batch)
-    most: dict[tuple[str, int, bool], int] = {}  # of equal passes the one before which most is kept
-    for moment in moments:
-        key = moment.kind, moment.phase, moment.is_first
-        most[key] = max(most.get(key, 0), _kept(chunks, moment.held))
-    needed = (_needed(run, stage, key, kept, chunks, micro_batch, held.new_gradients) for key, kept in most.items())
+        in_flight, chunks = 1, _chunks(run, stage, micro_batch, is_divided=False)
+    needed = (_needed(run, stage, moment, chunks, micro_batch, held.new_gradients) for moment in moments)
     activations, logits = max(needed, key=sum)
     return Working(
         activations=activations,
@@ -101,26 +92,27 @@ def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations,
 class _Chunk(NamedTuple):
     """A model chunk of a stage, with bytes of one micro-batch."""
 
-    layers: Sequence[LayerSpec]
+    layers: ChunkLayers
     blocks: int
     """Bytes kept by its layers."""
     forward: int
     """Bytes kept after its forward pass: of the layers, of embeddings, and of what is passed to it and on."""
     products: int
     """Bytes kept for deferred weight gradients."""
+    has_head: bool
 
 
-def _chunks(run: RunConfig, stage: Stage, micro_batch: Activations) -> list[_Chunk]:
-    """The model chunks of ``stage``."""
-    found, last = [], len(stage.layers_of_chunks) - 1
-    for phase, layers in enumerate(stage.layers_of_chunks):
-        is_first, is_last = stage.has_embedding and phase == 0, stage.has_head and phase == last
+def _chunks(run: RunConfig, stage: Stage, micro_batch: Activations, *, is_divided: bool) -> list[_Chunk]:
+    """The kinds of model chunks of ``stage``, in a pipeline whose backward passes are divided, or not."""
+    found, first, last = [], stage.kind_of_chunk[0], stage.kind_of_chunk[-1]
+    for kind, layers in enumerate(stage.kinds):
+        has_embedding, has_head = stage.has_embedding and kind == first, stage.has_head and kind == last
         blocks = _of_chunk(run, layers, micro_batch)
-        forward = blocks + is_first * micro_batch.front
+        forward = blocks + has_embedding * micro_batch.front
         if run.parallel.uses_scheduled_engine:  # keeps the input and the output of a chunk, too
-            forward += (2 - is_first - is_last) * micro_batch.hidden
-        products = deferred_bytes(run, layers) if run.parallel.uses_pipeline else 0
-        found.append(_Chunk(layers, blocks, forward, products))
+            forward += (2 - has_embedding - has_head) * micro_batch.hidden
+        products = deferred_bytes(run, layers.counts) if is_divided else 0
+        found.append(_Chunk(layers, blocks, forward, products, has_head))
     return found
 
 
@@ -134,66 +126,59 @@ def _kept(chunks: Sequence[_Chunk], held: Sequence[Held]) -> int:
 def _needed(
     run: RunConfig,
     stage: Stage,
-    key: tuple[str, int, bool],
-    kept: int,
+    moment: Moment,
     chunks: Sequence[_Chunk],
     micro_batch: Activations,
     new_gradients: int,
 ) -> tuple[int, int]:
-    """Activations with what a pass needs beside those that are ``kept`` before it, and logits.
-
-    ``key`` is the pass's kind, its place among the chunks of the stage, and whether it is the first one.
-    """
-    kind, phase, is_first = key
-    if kind == WEIGHT_GRADIENTS:
+    """Activations with what a pass needs beside those that are kept before it, at this ``moment``, and logits."""
+    kept = _kept(chunks, moment.held)
+    if moment.kind == WEIGHT_GRADIENTS:
         return kept, 0
     # What is recomputed before the layer's backward pass.
-    layers, together = max(_blocks(chunk.layers) for chunk in chunks), run.activation.layers_together
-    again = min(together, layers) * micro_batch.layer
+    most = max(chunk.layers.num_blocks for chunk in chunks)
+    again = min(run.activation.layers_together, most) * micro_batch.layer
     if run.model.recomputes_attention:
         again = micro_batch.scores
-    inside, chunk = again + micro_batch.passing, chunks[phase]
-    if kind == INPUT_GRADIENTS:  # before its last layer the others have deferred theirs
-        blocks = max(_blocks(chunk.layers), 1)
+    inside, chunk = again + micro_batch.passing, chunks[moment.phase]
+    if moment.kind == INPUT_GRADIENTS:  # before its last layer the others have deferred theirs
+        blocks = max(chunk.layers.num_blocks, 1)
         inside += max(chunk.products - chunk.forward, 0) * (blocks - 1) // blocks
     points = [(kept + inside, 0)]
-    if stage.has_head and phase == len(chunks) - 1:
+    if chunk.has_head:
         points.append((kept + micro_batch.back, micro_batch.logits))
-    if is_first and kind == BACKWARD:
-        points = _before_gradients(run, stage, phase, points, chunk.blocks, new_gradients)
+    if moment.is_first and moment.kind == BACKWARD:
+        points = _before_gradients(run, stage, points, chunk, new_gradients)
     return max(points, key=sum)
 
 
 def _before_gradients(
-    run: RunConfig, stage: Stage, phase: int, points: list[tuple[int, int]], of_blocks: int, new_gradients: int
+    run: RunConfig, stage: Stage, points: list[tuple[int, int]], chunk: _Chunk, new_gradients: int
 ) -> list[tuple[int, int]]:
     """``points`` of the first backward pass of an iteration, in which gradients come as activations go.
 
     They are that of the last layer, whose gradients and those of the head are there at its end, and that of the loss,
-    before all gradients. There is a third one: the first layer, when ``of_blocks``, the activations of the layers of
-    this model chunk, are gone but for its own.
+    before all gradients. There is a third one: the first layer, when the activations of the layers of this model
+    ``chunk`` are gone but for its own.
     """
-    layers, together = stage.layers_of_chunks[phase], max(run.activation.layers_together, 1)
-    blocks = [number for number, layer in enumerate(layers) if layer.is_block]
-    there = sum(layer.numel for layer in (layers[blocks[-1] :] if blocks else layers)) / max(stage.parameters, 1)
-    groups = max(ceil(len(blocks) / together), 1)
+    there = chunk.layers.last_elements / max(stage.parameters, 1)
+    groups = max(ceil(chunk.layers.num_blocks / max(run.activation.layers_together, 1)), 1)
     (inside, _), *at_the_loss = points
-    found = [(inside - of_blocks * (groups - 1) // groups, 0), (inside - round(new_gradients * (1 - min(there, 1))), 0)]
+    found = [
+        (inside - chunk.blocks * (groups - 1) // groups, 0),
+        (inside - round(new_gradients * (1 - min(there, 1))), 0),
+    ]
     for back, logits in at_the_loss:
         beside = back + logits - new_gradients
         found.append((max(beside - logits, 0), min(logits, max(beside, 0))))
     return found
 
 
-def _of_chunk(run: RunConfig, layers: Sequence[LayerSpec], micro_batch: Activations) -> int:
+def _of_chunk(run: RunConfig, layers: ChunkLayers, micro_batch: Activations) -> int:
     """What a forward pass through these layers of a model chunk keeps of a micro-batch."""
     if together := run.activation.layers_together:
-        return ceil(_blocks(layers) / together) * micro_batch.kept_input
-    return sum(micro_batch.of_layers.get(layer.class_name, 0) for layer in layers)
-
-
-def _blocks(layers: Sequence[LayerSpec]) -> int:
-    return sum(layer.is_block for layer in layers)
+        return ceil(layers.num_blocks / together) * micro_batch.kept_input
+    return sum(count * micro_batch.of_layers.get(layer.class_name, 0) for layer, count in layers.counts)
 
 
 def _pipeline_buffers(

@@ -18,7 +18,6 @@ from megatron.config.tokenizer_files import NULL_TOKENIZER, PUBLISHED, tokenizer
 from megatron.config.validation import value_problems
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
-from megatron.tokenizer import read_vocabulary
 from megatron.tools.planning.timing import Machine
 
 _OF_TOOL = {
@@ -156,8 +155,12 @@ def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
     file, merges = tokenizer_files(kind, *files)
     rows, eod = _value(given, "vocab_size"), _value(given, "eod_text")
     try:
+        if not file or not Path(file).is_file():
+            return None
+        from megatron.tokenizer import read_vocabulary  # with numpy, whose import takes long
+
         extra = _value(given, "vocab_extra_ids") if "decoder_seq_length" in given else 0
-        return read_vocabulary(kind, file, merges, rows, eod, extra).size if file and Path(file).is_file() else None
+        return read_vocabulary(kind, file, merges, rows, eod, extra).size
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}") from None
 
@@ -165,6 +168,12 @@ def _vocabulary_size(given: Mapping[str, Provided]) -> int | None:
 def _value(given: Mapping[str, Provided], name: str) -> Any:
     """The given value of a field, or its default."""
     return given[name].value if name in given else flag_fields()[name].default
+
+
+def as_flag(name: str, value: object) -> Provided:
+    """The value of a field as its flag provides it."""
+    flag = flag_name(flag_fields()[name])
+    return Provided(value, flag if value is True else f"{flag} {value}")
 
 
 def words(given: Mapping[str, Provided]) -> list[str]:

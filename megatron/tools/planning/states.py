@@ -6,7 +6,6 @@ size. At ZeRO 3 every weight is padded by itself. Weights that are frozen beside
 ZeRO 3 divided like the others.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
@@ -14,59 +13,7 @@ from typing import NamedTuple
 
 from megatron.config import RunConfig
 from megatron.config.memory import DEFAULT_REDUCE_BUCKET
-from megatron.model.spec import is_trained
-from megatron.parallel.pipeline.partition import Stage, plan
-
-
-class Weight(NamedTuple):
-    """One parameter as a tensor-parallel rank holds it."""
-
-    name: str
-    numel: int
-    decays: bool
-    """Whether the optimizer's weight decay takes it: matrices, not biases and norms."""
-    shape: tuple[int, ...] = ()
-    """Of the whole parameter."""
-    is_block_matrix: bool = False
-    """Whether it is a matrix of a transformer layer, which Muon updates."""
-    is_trained: bool = True
-    """Whether it has a gradient and optimizer state."""
-    is_divided: bool = False
-    """Whether it is of experts that other data-parallel ranks do not hold."""
-
-
-def stage_weights(run: RunConfig, stage: Stage) -> list[Weight]:
-    """What a tensor-parallel rank of ``stage`` holds; parameters of tied layers once."""
-    t, experts = run.parallel.model_parallel_size, run.parallel.expert_model_parallel_size
-    held = [(layer, spec) for layer in stage.distinct_layers() for spec in layer.parameters]
-    return [
-        Weight(
-            spec.name,
-            spec.local_numel(t, experts),
-            decays=spec.weight_decay and is_trained(run.model, spec.name),
-            shape=spec.shape,
-            is_block_matrix=layer.is_block and len(spec.shape) > 1,
-            is_trained=is_trained(run.model, spec.name),
-            is_divided=spec.is_expert and experts > 1,
-        )
-        for layer, spec in held
-    ]
-
-
-def numel(weights: Sequence[Weight]) -> int:
-    """Elements of all of them."""
-    return sum(weight.numel for weight in weights)
-
-
-def trained(weights: Sequence[Weight]) -> list[Weight]:
-    """Those that training changes."""
-    return [weight for weight in weights if weight.is_trained]
-
-
-def rank_parameters(run: RunConfig) -> list[int]:
-    """Elements that one rank of each stage holds."""
-    return [numel(stage_weights(run, stage)) for stage in plan(run)]
-
+from megatron.tools.planning.weights import Weight, Weights
 
 FP32 = 4
 _ONE_MOMENT = ("lion", "sgd", "adafactor", "adagrad")
@@ -102,12 +49,12 @@ def bytes_of(run: RunConfig) -> int:
     return FP32 if run.precision.dtype == "fp32" else 2
 
 
-def states(run: RunConfig, weights: Sequence[Weight], owner: int | None = None) -> States:
+def states(run: RunConfig, weights: Weights, owner: int | None = None) -> States:
     """What rank ``owner`` of those that hold ``weights`` keeps; without one, the rank that keeps most.
 
     What is offloaded to CPU memory or NVMe is not counted.
     """
-    changing = trained(weights)
+    changing = weights.trained
     return States(
         weights=_weights(run, weights),
         gradients=_gradients(run, changing, owner),
@@ -123,23 +70,23 @@ def owners(run: RunConfig) -> int:
     return run.parallel.data_parallel_size * run.parallel.sequence_ranks
 
 
-def _weights(run: RunConfig, weights: Sequence[Weight]) -> int:
+def _weights(run: RunConfig, weights: Weights) -> int:
     element = bytes_of(run)
     if run.zero.zero_stage == 3:
-        whole = sum(weight.numel for weight in weights if weight.numel <= _persistent(run))
+        whole = sum(count * weight.numel for weight, count in weights.counts if weight.numel <= _persistent(run))
         shards = 0 if run.zero.offload_param != "none" else _shards(run, weights)
         return (shards + whole) * element
     if run.zero.zero_stage == 0:
-        return numel(weights) * element
-    frozen = sum(weight.numel for weight in weights if not weight.is_trained)
-    return (frozen + sum(group.part * group.owners for group in _groups(run, trained(weights)))) * element
+        return weights.numel * element
+    frozen = weights.numel - weights.trained.numel
+    return (frozen + sum(group.part * group.owners for group in _groups(run, weights.trained))) * element
 
 
-def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
+def _gradients(run: RunConfig, weights: Weights, owner: int | None) -> int:
     element = bytes_of(run)
     if _sums_in_fp32(run):
-        return numel(weights) * (FP32 + element)  # the sum, and those of the last micro-batch
-    whole = numel(weights) * element
+        return weights.numel * (FP32 + element)  # the sum, and those of the last micro-batch
+    whole = weights.numel * element
     if run.zero.zero_stage < 2:
         return whole
     reduced = 0 if run.zero.offloads_optimizer else _reduced_gradients(run, weights, owner)
@@ -148,17 +95,17 @@ def _gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> 
     return whole + (reduced if run.zero.zero_stage == 3 else 0)  # ZeRO 3 has a place for its shards at all times
 
 
-def _new_gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
+def _new_gradients(run: RunConfig, weights: Weights, owner: int | None) -> int:
     """Of the gradients those that are not in a tensor of the optimizer's, which would stay."""
     if _sums_in_fp32(run):
         return 0
     if run.zero.zero_stage < 2 or run.coalesces_grad_reduction:
-        return numel(weights) * bytes_of(run)
+        return weights.numel * bytes_of(run)
     is_kept = run.zero.zero_stage == 3 or run.precision.grad_accum_dtype == "fp32"
     return 0 if is_kept else _gradients(run, weights, owner)
 
 
-def _reduced_gradients(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
+def _reduced_gradients(run: RunConfig, weights: Weights, owner: int | None) -> int:
     """What ZeRO 2 and 3 keep of the gradients that they have reduced."""
     element = bytes_of(run)
     if run.zero.zero_stage == 3:
@@ -169,18 +116,17 @@ def _reduced_gradients(run: RunConfig, weights: Sequence[Weight], owner: int | N
     return (max(overlapping) if owner is None else overlapping[owner]) * element
 
 
-def _optimizer(run: RunConfig, weights: Sequence[Weight]) -> int:
+def _optimizer(run: RunConfig, weights: Weights) -> int:
     """The optimizer's moments, and fp32 master weights unless it updates the model's own, as at ZeRO 0."""
     if run.zero.offloads_optimizer:
         return 0
     counter = _COUNTER if run.optim.optimizer in ("adam", "adafactor") else 0
+    moments = sum(count * _moments(run, weight) for weight, count in weights.counts)
     if run.zero.zero_stage == 0:
-        return sum(_moments(run, weight) for weight in weights) * FP32 + len(weights) * counter
-    elements = sum(weight.numel for weight in weights)
-    moments = sum(_moments(run, weight) for weight in weights) / max(elements, 1)
-    groups = [group for group in _groups(run, weights) if group.weights]
+        return moments * FP32 + sum(count for _, count in weights.counts) * counter
+    groups = [group for group in _groups(run, weights) if group.weights.numel]
     part = _shards(run, weights) if run.zero.zero_stage == 3 else sum(group.part for group in groups)
-    return part * FP32 + round(moments * part) * FP32 + len(groups) * counter
+    return part * FP32 + round(moments / max(weights.numel, 1) * part) * FP32 + len(groups) * counter
 
 
 def _moments(run: RunConfig, weight: Weight) -> int:
@@ -198,12 +144,12 @@ def _moments(run: RunConfig, weight: Weight) -> int:
     return weight.numel if has_one else 2 * weight.numel
 
 
-def _buffers(run: RunConfig, weights: Sequence[Weight]) -> int:
+def _buffers(run: RunConfig, weights: Weights) -> int:
     zero = run.zero
     if zero.zero_stage == 0 or _sums_in_fp32(run) or _copies_once(run):
         return 0
     if zero.zero_stage == 3:
-        passing = sum(weight.numel for weight in weights if weight.numel > _persistent(run))
+        passing = sum(count * weight.numel for weight, count in weights.counts if weight.numel > _persistent(run))
         gathered = min(passing, _setting(run, "stage3_max_live_parameters", _LIVE))
         return (_bucket(run, weights) + gathered) * bytes_of(run)
     copies = 2 if zero.zero_overlap_comm else 1
@@ -211,30 +157,30 @@ def _buffers(run: RunConfig, weights: Sequence[Weight]) -> int:
     return copies * _bucket(run, weights) * bytes_of(run) if has_bucket else 0
 
 
-def _bucket(run: RunConfig, weights: Sequence[Weight]) -> int:
+def _bucket(run: RunConfig, weights: Weights) -> int:
     """Elements that are reduced at a time."""
     bucket = int(run.zero.zero_reduce_bucket_size) or _setting(run, "reduce_bucket_size", DEFAULT_REDUCE_BUCKET)
-    return min(bucket, numel(trained(weights)))
+    return min(bucket, weights.trained.numel)
 
 
-def _step(run: RunConfig, weights: Sequence[Weight], owner: int | None) -> int:
+def _step(run: RunConfig, weights: Weights, owner: int | None) -> int:
     """Of the optimizer step; if gradients are reduced after the last backward pass, that of the larger of the two.
 
     What is reduced replaces the unsharded gradients.
     """
     if run.zero.zero_stage == 0:
         is_reduced = owners(run) > 1  # in a copy
-        return is_reduced * min(numel(weights), DEFAULT_REDUCE_BUCKET) * bytes_of(run)
+        return is_reduced * min(weights.numel, DEFAULT_REDUCE_BUCKET) * bytes_of(run)
     step = _optimizer_step(run, weights)
     if not run.coalesces_grad_reduction:
         return step
-    whole, reduced = numel(weights) * bytes_of(run), _reduced_gradients(run, weights, owner)
+    whole, reduced = weights.numel * bytes_of(run), _reduced_gradients(run, weights, owner)
     if run.zero.zero_stage == 3:
         return max(_bucket(run, weights) * bytes_of(run), step - whole)
     return max(_bucket(run, weights) * bytes_of(run) + reduced, step + reduced - whole)
 
 
-def _optimizer_step(run: RunConfig, weights: Sequence[Weight]) -> int:
+def _optimizer_step(run: RunConfig, weights: Weights) -> int:
     """Flat gradients, and a copy in fp32 for half precision or at ZeRO 2, which keeps them by tensor.
 
     Adam steps in place, and norms are those of blocks.
@@ -265,34 +211,35 @@ def _sums_in_fp32(run: RunConfig) -> bool:
 class _Group(NamedTuple):
     """A group of the optimizer, and how many ranks partition it."""
 
-    weights: list[Weight]
+    weights: Weights
     owners: int
 
     @property
     def part(self) -> int:
         """Elements that one owner updates."""
-        return ceil(numel(self.weights) / (_ALIGNMENT * self.owners)) * _ALIGNMENT
+        return ceil(self.weights.numel / (_ALIGNMENT * self.owners)) * _ALIGNMENT
 
 
-def _groups(run: RunConfig, weights: Sequence[Weight]) -> list[_Group]:
+def _groups(run: RunConfig, weights: Weights) -> list[_Group]:
     """Those with and without weight decay, and with expert parallelism the experts."""
-    shared = [weight for weight in weights if not weight.is_divided]
-    groups = [_Group([w for w in shared if w.decays is decays], owners(run)) for decays in (True, False)]
-    experts = [weight for weight in weights if weight.is_divided]
-    alike = owners(run) // run.parallel.expert_model_parallel_size
-    return [*groups, _Group(experts, alike)] if experts else groups
+    of_experts = owners(run) // run.parallel.expert_model_parallel_size
+    return [_Group(*one) for one in zip(weights.groups, (owners(run), owners(run), of_experts), strict=False)]
 
 
-def _shards(run: RunConfig, weights: Sequence[Weight]) -> int:
+def _shards(run: RunConfig, weights: Weights) -> int:
     """Elements of one owner's parts of every weight at ZeRO 3."""
-    return sum(ceil(weight.numel / owners(run)) for weight in weights)
+    return sum(count * ceil(weight.numel / owners(run)) for weight, count in weights.counts)
 
 
-def _overlapping(run: RunConfig, weights: Sequence[Weight]) -> list[int]:
+def _overlapping(run: RunConfig, weights: Weights) -> list[int]:
     """Elements of the weights that overlap each owner's partition: ZeRO 2 keeps their gradients whole."""
     found = [0] * owners(run)
     for group in _groups(run, weights):
-        sizes, ranks, part = [weight.numel for weight in group.weights], len(found) // group.owners, group.part
+        sizes, ranks, part = (
+            [weight.numel for layer in group.weights.layers for weight in layer],
+            len(found) // group.owners,
+            group.part,
+        )
         for size, end in zip(sizes, accumulate(sizes), strict=True):
             # Neighboring ranks of the data-parallel group hold different experts, and so the same part of theirs.
             for owner in range((end - size) // part * ranks, ((end - 1) // part + 1) * ranks):

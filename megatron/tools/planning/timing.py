@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil
 from operator import attrgetter
 from typing import NamedTuple
@@ -187,7 +187,9 @@ def data(run: RunConfig, parameters: int, trained: int) -> float:
 
 def dispatched(run: RunConfig, stage: Stage) -> float:
     """Tokens sent to the ranks of their experts and back, forward and backward, and once more where recomputed."""
-    layers = sum(any(parameter.is_expert for parameter in layer.parameters) for layer in stage.layers)
+    if run.parallel.expert_model_parallel_size == 1:
+        return 0.0
+    layers = sum(count for layer, count in stage.counts if any(weight.is_expert for weight in layer.parameters))
     passes = 6 if run.activation.layers_together else 4
     sent = ring_gather(run.model.moe_router_topk * _hidden_bytes(run), run.parallel.expert_model_parallel_size)
     return run.train.gradient_accumulation_steps * passes * layers * sent
@@ -226,7 +228,7 @@ class Timing:
         names = ("compute", "tensor", "pipeline", "bubble", "data", *(("experts",) if self.experts else ()))
         return {name: getattr(self, name) for name in names}
 
-    @property
+    @cached_property
     def total(self) -> float:
         """All of it."""
         return sum(self.shares.values())
@@ -268,16 +270,16 @@ def pass_seconds(run: RunConfig, machine: Machine, stage: Stage) -> PassSeconds:
     The attention core has no weights, and its gradients take twice as long as its forward pass.
     """
     tokens = run.train.micro_batch_size * run.data.seq_length
-    core = sum(layer.attention_flops(run.data.seq_length) for layer in stage.layers) / _CORE
-    linears = sum(layer.matmul_flops for layer in stage.layers)
-    in_blocks = sum(layer.matmul_flops for layer in stage.layers if layer.is_block)
-    frozen = sum(layer.frozen_flops for layer in stage.layers)
+    core = sum(count * layer.attention_flops(run.data.seq_length) for layer, count in stage.counts) / _CORE
+    linears = sum(count * layer.matmul_flops for layer, count in stage.counts)
+    in_blocks = sum(count * layer.matmul_flops for layer, count in stage.counts if layer.is_block)
+    frozen = sum(count * layer.frozen_flops for layer, count in stage.counts)
     again = bool(run.activation.layers_together)
     core_again = core if again or run.model.recomputes_attention else 0
     per_rank = tokens / (run.parallel.model_parallel_size * run.parallel.sequence_ranks)
     size = per_rank * run.model.hidden_size
     speed = machine.device.flops(run.precision.dtype) * machine.device.efficiency * size / (size + _SMALL)
-    repeated = sum(layer.repeated_flops for layer in stage.layers)
+    repeated = sum(count * layer.repeated_flops for layer, count in stage.counts)
     inputs = linears + repeated + 2 * core + again * in_blocks + core_again
     flops = (linears + core, inputs, linears - frozen)
     return PassSeconds(*(per_rank * one / speed for one in flops))
@@ -292,15 +294,20 @@ def idle_ratio(schedule: Schedule, seconds: PassSeconds) -> float:
     stages, micro_batches = schedule.stages, schedule.micro_batches
     if stages == 1 or schedule.name == "1f1b" or (schedule.name == "interleaved" and micro_batches % stages == 0):
         return bubble_ratio(stages, micro_batches, schedule.chunks)
-    ratios = (round(one / seconds.forward, 1) for one in (seconds.inputs, seconds.weights))
-    passes = PassSeconds(1.0, *ratios)
-    simulated = schedule
+    inputs, weights = (round(one / seconds.forward, 1) for one in (seconds.inputs, seconds.weights))
+    return _idle_ratio(schedule, PassSeconds(1.0, inputs, weights))
+
+
+@lru_cache(maxsize=4096)
+def _idle_ratio(schedule: Schedule, seconds: PassSeconds) -> float:
+    """The same from a simulation."""
+    stages, micro_batches, simulated = schedule.stages, schedule.micro_batches, schedule
     if schedule.name != "interleaved":  # more than two micro-batches for each stage do not change the idle time
         fewer = min(stages, _MOST_STAGES)
         of_fewer = ceil(fewer * min(micro_batches / stages, 2))
         simulated = replace(schedule, stages=fewer, micro_batches=of_fewer)
-    idle = _idle_passes(simulated, passes) * (stages - 1) / (simulated.stages - 1)
-    return idle / (micro_batches * schedule.chunks * passes.total)
+    idle = _idle_passes(simulated, seconds) * (stages - 1) / (simulated.stages - 1)
+    return idle / (micro_batches * schedule.chunks * seconds.total)
 
 
 _idle_passes = lru_cache(maxsize=4096)(idle_seconds)

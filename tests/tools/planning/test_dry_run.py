@@ -61,14 +61,14 @@ def check_ranks(run: RunConfig) -> None:
     """Tensor by tensor, on the first rank of each stage and on the very last rank."""
     from megatron.parallel.pipeline.partition import plan
     from megatron.tools.planning.dry_run import built_weights, fake_layout, first_rank_of_each_stage, rank_memory
-    from megatron.tools.planning.states import stage_weights
+    from megatron.tools.planning.weights import stage_weights
 
     stages = plan(run)
     for rank in (*first_rank_of_each_stage(run.parallel), 47):
         with fake_layout(run.parallel, rank) as layout:
             built, number = built_weights(run, layout), layout.pipe_group.rank()
             owner = layout.get_sequence_data_parallel_rank()
-        counted = stage_weights(run, stages[number])
+        counted = [weight for layer in stage_weights(run, stages[number]).layers for weight in layer]
         assert sorted((one.numel, one.decays) for one in built) == sorted((one.numel, one.decays) for one in counted)
         exact = rank_memory(run, rank)
         assert exact.stage == number

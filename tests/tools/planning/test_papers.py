@@ -11,8 +11,9 @@ from megatron.model.spec import hardware_flops, model_flops
 from megatron.parallel.pipeline.partition import plan
 from megatron.tools.planning.activations import activations, deferred_bytes
 from megatron.tools.planning.memory import stage_memory
-from megatron.tools.planning.states import Weight, rank_parameters, states
+from megatron.tools.planning.states import states
 from megatron.tools.planning.timing import traffic
+from megatron.tools.planning.weights import Weight, Weights, rank_parameters
 
 GPT3 = "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --batch-size 1 --bf16"
 
@@ -27,7 +28,7 @@ def run_of(words: str, ranks: int = 8, vocabulary: int = 51200) -> RunConfig:
 def test_model_states_are_those_of_zero(stage, owners):
     """7.5 billion parameters in tensors of which each owner has whole ones."""
     run = run_of(f"--bf16 --zero-stage {stage}", ranks=owners)
-    weights = [Weight(str(number), 7_500_000_000 // 640, True) for number in range(640)]
+    weights = Weights([[Weight(str(number), 7_500_000_000 // 640, True) for number in range(640)]])
     held = states(run, weights)
     total = held.weights + held.gradients + held.optimizer
     assert total == pytest.approx(formulas.model_state_bytes(7.5e9, owners, stage), rel=1e-5)
@@ -89,7 +90,7 @@ def test_products_of_experts_in_one_kernel_are_not_deferred(more: str, are_defer
     """Each of a layer's 2 x 2048 rows of experts has h + 4h elements for each of two matrices."""
     words = f"{GPT3} --zero-stage 1 --pipe-parallel-size 8 --gas 16 --pipeline-schedule zbh1 --num-experts 4 {more}"
     run = run_of(words)
-    products = deferred_bytes(run, plan(run)[0].layers_of_chunks[0])
+    products = deferred_bytes(run, plan(run)[0].kinds[0].counts)
     of_others = 2048 * 12288 * (1 + 1 + 3 + 1 + 1)  # a gradient of hidden states; QKV and attention's output matrix
     of_experts = 2 * 2048 * 12288 * 2 * 5
     assert products == 12 * 2 * (of_others + are_deferred * of_experts)

@@ -3,12 +3,16 @@
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from megatron.config.command_line import parse_run
+from megatron.config.command_line.resolve import resolve_run
 from megatron.config.errors import ConfigError
+from megatron.config.model import padded_vocabulary
 from megatron.config.presets import PRESETS
+from megatron.tools.planning.memory import stage_memory
 from megatron.tools.planning.request import make_request
 from megatron.tools.planning.search import search
 from megatron.tools.planning.timing import DEVICES, Machine
@@ -53,6 +57,28 @@ def test_listed_layouts_are_legal_and_memory_adds_up():
         assert 0 < one.mfu < 1
     totals = [one.timing.total for one in plan.fitting]
     assert totals == sorted(totals)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--num-experts 4 --zero-stage 1",
+        "--seq-length 16384 --max-position-embeddings 16384 --checkpoint-activations --fp16",
+        "--pipe-parallel-size 2 --rampup-batch-size 8 8 1000 --sequence-parallel",
+    ],
+)
+def test_layouts_are_what_their_flags_resolve_to(words: str) -> None:
+    """Every field of each, and its memory is that of its stages."""
+    request = request_of(*words.split(), devices=4)
+    plan = search(request, any_schedule=True)
+    for one in (*plan.fitting, *plan.too_large):
+        run, problems = resolve_run(one.given, request.environ, request.architecture)
+        padded = padded_vocabulary(request.vocab_size, run.parallel.model_parallel_size, 128)
+        model = replace(run.model, vocab_size=request.vocab_size, padded_vocab_size=padded)
+        assert not problems and replace(run, model=model) == one.run
+        if one.run.parallel.pipeline_schedule == "1f1b":
+            assert one.memory.total == max(memory.total for memory in stage_memory(one.run))
 
 
 def test_long_sequences_are_split_too():

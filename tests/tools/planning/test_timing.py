@@ -10,12 +10,14 @@ from support.command_lines import parse
 
 from megatron.model.partial_attention import PartialAttention
 from megatron.model.ring_attention import RingAttention
+from megatron.parallel.pipeline.held import in_flight
 from megatron.parallel.pipeline.partition import plan
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_seconds, simulate
 from megatron.parallel.sequence import ring
+from megatron.tools.planning.candidates import Candidate
 from megatron.tools.planning.request import make_request
-from megatron.tools.planning.search import Candidate, search
+from megatron.tools.planning.search import search
 from megatron.tools.planning.timing import DEVICES, TERA, Machine, device_of_name, pipeline, tensor
 
 # arXiv 2104.04473, table 1: heads, hidden, layers, TP, PP, micro-batch, GPUs, batch, TFLOP/s of a GPU.
@@ -184,8 +186,8 @@ def test_the_bubble_of_many_micro_batches_is_that_of_few(name: str, chunks: int,
         assert short.micro_batches == 3 * stages
         idle = max(one.end for one in simulate(whole, seconds)) - whole.micro_batches * chunks * seconds.total
         assert idle_seconds(short, seconds) == idle_seconds(whole, seconds) == pytest.approx(idle)
-        assert [whole.in_flight(stage) for stage in range(stages)] == [
-            short.in_flight(stage) for stage in range(stages)
+        assert [in_flight(whole, stage) for stage in range(stages)] == [
+            in_flight(short, stage) for stage in range(stages)
         ]
 
 
