@@ -4,13 +4,14 @@ from collections import Counter
 from itertools import chain, product
 from math import ceil
 from operator import ge
+from random import Random
 
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass, TrainSchedule
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from megatron.parallel.pipeline.dualpipev import exchanging_steps
-from megatron.parallel.pipeline.held import in_flight
+from megatron.parallel.pipeline.held import in_flight, keeping_most
 from megatron.parallel.pipeline.held import peaks as held_peaks
 from megatron.parallel.pipeline.schedule import KINDS, Action, Schedule, has_order
 from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds, idle_share, simulate
@@ -190,6 +191,27 @@ def test_a_stage_never_keeps_more_than_at_its_peaks(name: str, chunks: int) -> N
                 held["W", phase] += {"I": 1, "W": -1}.get(kind, 0)
             assert {(*key, one) for key, held in peaks.items() for one in held} <= reached
             assert found.in_flight == most
+
+
+@pytest.mark.parametrize(("name", "chunks"), NAMES)
+def test_stages_that_keep_most_are_known(name: str, chunks: int) -> None:
+    """Before each kind of pass, whatever the activations and products of a chunk take."""
+    random, dividing = Random(1), name != "dualpipev"  # DeepSpeed's has whole backward passes
+    for schedule in every(name, chunks, splits_backward=dividing):
+        sizes = [[(random.random(), random.random() * often) for _ in range(chunks)] for often in (0, 1, 1, 2, 2)]
+        for sized, begin in product([*sizes, [sizes[-1][0]] * chunks], (1, 2)):
+            most: dict[tuple[str, int, bool], dict[int, float]] = {}
+            equal = range(begin, schedule.stages)
+            for stage in equal:
+                for one in held_peaks(schedule, stage, tuple(range(chunks))).moments:
+                    kept = sum(
+                        a * held.forward + b * held.products for (a, b), held in zip(sized, one.held, strict=True)
+                    )
+                    of_stages = most.setdefault((one.kind, one.phase, one.is_first), {})
+                    of_stages[stage] = max(of_stages.get(stage, 0), kept)
+            for of_stages in most.values():
+                found = max(of_stages.get(stage, 0) for stage in keeping_most(schedule, equal))
+                assert found == pytest.approx(max(of_stages.values())), schedule
 
 
 UNEQUAL = PassSeconds(1.0, 1.25, 0.75)

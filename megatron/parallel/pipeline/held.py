@@ -1,6 +1,6 @@
 """What a pipeline stage keeps of the micro-batches that are under way. No torch here."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
@@ -64,6 +64,17 @@ def peaks(schedule: Schedule, stage: int, alike: tuple[int, ...]) -> Peaks:
             most[:] = [*(other for other in most if not _keeps_as_much(one, other)), one]
     moments = tuple(one for most in of_passes.values() for one in most)
     return Peaks(moments, max(ceil(sum(map(sum, moment.held)) / len(alike)) for moment in moments))
+
+
+def keeping_most(schedule: Schedule, stages: Sequence[int]) -> Sequence[int]:
+    """Of ``stages`` with the same layers, which follow one another, those of which one keeps most.
+
+    With 1F1B the first, where more micro-batches are in flight than later on. Where W is put off, or chunks form a V,
+    the last one may keep more, and with few micro-batches any.
+    """
+    if schedule.name in ("1f1b", "interleaved"):
+        return stages[:1]
+    return sorted({stages[0], stages[-1]}) if schedule.micro_batches >= 2 * schedule.stages else stages
 
 
 def _moments(schedule: Schedule, stage: int, alike: tuple[int, ...]) -> Iterator[Moment]:

@@ -9,7 +9,9 @@ from megatron.config import RunConfig
 from megatron.config.fields import Provided
 from megatron.config.validation import broken_rule
 from megatron.model.spec import model_flops
+from megatron.parallel.pipeline.held import keeping_most
 from megatron.parallel.pipeline.partition import Stage, plan
+from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.tools.planning.activations import Activations, Sizes, activations, sizes
 from megatron.tools.planning.memory import Memory, working
 from megatron.tools.planning.request import Request, words
@@ -135,19 +137,23 @@ class _Grid:
     """What the layouts with the same sizes and model chunks share: distinct stages, their parameters and states."""
 
     def __init__(self, run: RunConfig):
-        kinds: dict[tuple[int, int], tuple[int, Stage]] = {}
+        kinds: dict[tuple[int, int], list[tuple[int, Stage]]] = {}
         for number, stage in enumerate(plan(run)):
-            # Of equal stages the first keeps most: more micro-batches are in flight there.
-            kinds.setdefault((stage.num_blocks, stage.parameters), (number, stage))
-        self._stages = list(kinds.values())
-        self._weights = [stage_weights(run, stage) for _, stage in self._stages]
+            kinds.setdefault((stage.num_blocks, stage.parameters), []).append((number, stage))
+        self._stages = [(equal[0][1], [number for number, _ in equal]) for equal in kinds.values()]
+        self._weights = [stage_weights(run, stage) for stage, _ in self._stages]
         self._parameters = [(weights.numel, weights.trained.numel) for weights in self._weights]
         self._states: dict[tuple[int, bool], list[States]] = {}
 
     def stages_of(self, run: RunConfig, micro_batch: Activations) -> Iterator[tuple[Stage, Memory]]:
         """The distinct stages with the memory of a rank of each."""
-        for (number, stage), counts, held in zip(self._stages, self._parameters, self._states_of(run), strict=True):
-            yield stage, Memory(*counts, held, working(run, stage, number, micro_batch, held))
+        schedule = schedule_of(run)
+        for (stage, equal), counts, held in zip(self._stages, self._parameters, self._states_of(run), strict=True):
+            memories = (
+                Memory(*counts, held, working(run, stage, number, micro_batch, held))
+                for number in keeping_most(schedule, equal)
+            )
+            yield stage, max(memories, key=attrgetter("total"))
 
     def _states_of(self, run: RunConfig) -> list[States]:
         """Model states of each kind of stage: they depend on the ZeRO stage, and on when gradients are reduced."""
