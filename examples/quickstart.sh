@@ -20,7 +20,7 @@ cd "$(dirname "$0")/.."
 VOCABULARY=2048 ITERATIONS=600 LAYERS=4 HIDDEN=128 MEGABYTES=4 MODEL=gpt2
 while (($#)); do
     case "$1 ${2:-}" in
-    "--fast "*) VOCABULARY=512 ITERATIONS=200 LAYERS=2 HIDDEN=64 MEGABYTES=0.5 && shift ;;
+    "--fast "*) VOCABULARY=512 ITERATIONS=120 LAYERS=2 HIDDEN=64 MEGABYTES=0.5 && shift ;;
     "--model gpt2" | "--model llama") MODEL=$2 && shift 2 ;;
     *) sed -n '2,/^PROMPT/p' "examples/$(basename "$0")" >&2; exit 2 ;;
     esac
