@@ -22,7 +22,7 @@ from megatron.launch.processes import die_with_parent
 
 Words = Sequence[str | Path]
 _LOOKS = 0.2
-"""Seconds after the end of a rank in which the others can still read its exit status, as launchers poll."""
+"""Seconds after the end of a rank that failed in which the others can still read its exit status: launchers poll."""
 
 
 def start(words: Words, environ: Mapping[str, str], folder: Path, log: Path) -> BaseProcess:
@@ -88,11 +88,12 @@ def launch(ranks: list[dict[str, str]], words: list[str], folder: str, log: str)
     running = {_fork_rank(place, words, folder, log) for place in ranks}
     code = 0
     while running:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT).si_pid
-        time.sleep(_LOOKS)
-        _, status = os.waitpid(ended, 0)
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+        if ended.si_status:
+            time.sleep(_LOOKS)
+        _, status = os.waitpid(ended.si_pid, 0)
         code = code or os.waitstatus_to_exitcode(status)
-        running.remove(ended)
+        running.remove(ended.si_pid)
     raise SystemExit(128 - code if code < 0 else code)
 
 

@@ -34,7 +34,7 @@ SLOT = 2**26
 
 _LINE = 64
 """Bytes of a cache line: a rank's counter and the sizes of its last two messages have one of their own."""
-_SPIN_SECONDS = 1e-3
+SPIN_SECONDS = 1e-3
 """How long a rank that waits keeps looking before it sleeps. It does not give way meanwhile: on a busy machine others
 would keep the core far longer, while one that sleeps is among the first to run when it is woken."""
 _LOOK_SECONDS = 0.2
@@ -56,7 +56,7 @@ class GroupMemory:
         self.is_broken = False
         """Whether a collective has failed on this rank, so that the others wait for a message that will not come."""
         crowded = (ranks_on_host(os.environ) or self.size) > (os.cpu_count() or 1)
-        self._spin_seconds = 0.0 if crowded else _SPIN_SECONDS
+        self._spin_seconds = 0.0 if crowded else SPIN_SECONDS
         self._files: dict[int, int] = {}
         weakref.finalize(self, _close, self._files)
         for other in self.others:
