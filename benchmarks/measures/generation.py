@@ -14,7 +14,6 @@ from tempfile import TemporaryDirectory
 
 import torch
 from tokenizers import pre_tokenizers
-from torch import Tensor
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -27,6 +26,7 @@ from megatron.tokenizer.base import EOD
 from megatron.tools.convert.huggingface_files import BPE, write_tokenizer
 from megatron.tools.inference.decoding import Sampling
 from megatron.tools.inference.generator import TextGenerator
+from megatron.tools.inference.linear import InferenceLinear, stored_by_inputs
 from megatron.tools.inference.model import LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
 from megatron.tools.inference.source import open_source
@@ -106,13 +106,14 @@ def _limits(size: Size) -> dict[str, Way]:
     h = size.hidden
     shapes = [*[(3 * h, h), (h, h), (4 * h, h), (h, 4 * h)] * size.layers, (size.vocabulary, h)]
     weights = [torch.randn(shape) for shape in shapes]
+    products = [(weight.size(1), InferenceLinear(weight)) for weight in map(stored_by_inputs, weights)]
 
     @torch.inference_mode()
     def multiply(prompts: Tokens) -> Tokens:
         rows = {width: torch.randn(len(prompts), width) for width in (h, 4 * h)}
         for _ in range(size.new):
-            for weight in weights:
-                F.linear(rows[weight.size(1)], weight)
+            for width, product in products:
+                product(rows[width])
         return []
 
     def read(prompts: Tokens) -> Tokens:
@@ -128,10 +129,9 @@ def _operators(size: Size) -> Way:
     """Every operator of GPT-2 in fp32, with keys and values of earlier tokens in place, and nothing between them."""
     h, length, heads = size.hidden, size.prompt + size.new, max(size.hidden // 64, 1)
     shapes = ((3 * h, h), (h, h), (4 * h, h), (h, 4 * h))
-    layers = [[_fastest_product(torch.randn(shape)) for shape in shapes] for _ in range(size.layers)]
+    layers = [[_fastest_product(*shape) for shape in shapes] for _ in range(size.layers)]
     words, positions = torch.randn(size.vocabulary, h), torch.randn(length, h)
-    head = _fastest_product(words, is_tied=True)
-    scale, biases = torch.ones(h), {rows: torch.zeros(rows) for rows in (h, 3 * h, 4 * h)}
+    head, scale, shift = InferenceLinear(words), torch.ones(h), torch.zeros(h)
 
     @torch.inference_mode()
     def generate(prompts: Tokens) -> Tokens:
@@ -141,35 +141,23 @@ def _operators(size: Size) -> Way:
             begin = end - tokens.size(1)
             x = F.embedding(tokens, words) + positions[begin:end]  # [n, s, h]
             for (qkv, out, up, down), kept in zip(layers, keys, strict=True):
-                normed = F.layer_norm(x, (h,), scale, biases[h])
-                query, *new = qkv(normed, biases[3 * h]).view(n, -1, 3, heads, h // heads).unbind(2)
+                normed = F.layer_norm(x, (h,), scale, shift)
+                query, *new = qkv(normed).view(n, -1, 3, heads, h // heads).unbind(2)
                 for cache, of_kind in zip(kept, new, strict=True):
                     cache[:, :, begin:end] = of_kind.transpose(1, 2)
                 known = kept[:, :, :, :end]
                 context = F.scaled_dot_product_attention(query.transpose(1, 2), *known, is_causal=begin == 0)
-                x = x + out(context.transpose(1, 2).flatten(2), biases[h])
-                inner = F.gelu(up(F.layer_norm(x, (h,), scale, biases[h]), biases[4 * h]), approximate="tanh")
-                x = x + down(inner, biases[h])
-            tokens = head(F.layer_norm(x[:, -1:], (h,), scale, biases[h]), None).argmax(-1)  # [n, 1]
+                x = x + out(context.transpose(1, 2).flatten(2))
+                x = x + down(F.gelu(up(F.layer_norm(x, (h,), scale, shift)), approximate="tanh"))
+            tokens = head(F.layer_norm(x[:, -1:], (h,), scale, shift)).argmax(-1)  # [n, 1]
         return []
 
     return generate
 
 
-def _fastest_product(weight: Tensor, *, is_tied: bool = False) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """x, bias -> x weight^T + bias. A large weight [o, i] is packed for several rows.
-
-    For one it is stored by inputs, unless it is the embedding's, too.
-    """
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8) if weight.numel() >= 1 << 19 else None
-    by_inputs = weight if is_tied else weight.t().contiguous().t()
-
-    def multiply(x: Tensor, bias: Tensor | None) -> Tensor:
-        if packed is not None and 2 < x.numel() // x.size(-1) <= 64:
-            return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return F.linear(x, by_inputs, bias)
-
-    return multiply
+def _fastest_product(outputs: int, inputs: int) -> InferenceLinear:
+    """By a weight with a bias, in the order and by the library that are fastest for the numbers of rows here."""
+    return InferenceLinear(stored_by_inputs(torch.randn(outputs, inputs)), torch.zeros(outputs))
 
 
 def _ours(folder: Path, layout: ParallelLayout, new_tokens: int, *, use_cache: bool = True) -> Way:

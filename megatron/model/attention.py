@@ -51,7 +51,7 @@ class ParallelSelfAttention(nn.Module):
         place: dict[str, Any] = {"group": group, "sequence_dim": dim, "init": weight(config, f"{name}.query_key_value")}
         lora = adapter(config, "query_key_value", ColumnParallelAdapter, h, columns, **place)
         self.query_key_value = ColumnParallelLinear(h, columns, has_bias=config.qkv_bias, lora=lora, **place)
-        self.group_sizes = (queries, 1, 1)
+        self.group_sizes, self.heads_per_group = (queries, 1, 1), queries + 2
         self.ranks_per_group = max(group.size() // config.query_groups, 1)
         self.tensor_group = group
         self.head_size = d
@@ -84,34 +84,42 @@ class ParallelSelfAttention(nn.Module):
             self._attend_in_ring = torch.compiler.disable(self._attend_in_ring)  # type: ignore[method-assign]
 
     def forward(self, hidden: Tensor, segment_ids: Tensor | None = None, cache: KeyValueCache | None = None) -> Tensor:
-        query, key, value = self._project(hidden)
+        columns = self.query_key_value(hidden)
+        if cache is not None:
+            return self.dense(self.attend_cached(columns, cache))
+        query, key, value = self._heads(columns)
         if self.ulysses_group:
             query, key, value = _whole_sequence(query, key, value, self.ulysses_group)
         if self.rotary is not None:
-            tables = self._rotation(self.rotary, query, segment_ids, cache)
+            tables = self._rotation(self.rotary, query, segment_ids)
             query, key = rotate(query, tables), rotate(key, tables)
         documents = (segment_ids,) if segment_ids is not None and self.keeps_documents_apart else ()
         tensors = (query, key, value, *documents)
-        if cache is not None:
-            key, value = cache.extend(self.layer_number - 1, key, value)
-            context = self._compute(query, key, value, cache.mask, 0.0, is_causal=cache.is_causal)
-        elif self.recomputes and self.training:
+        if self.recomputes and self.training:
             context = deepspeed.checkpointing.checkpoint(self._core, *tensors)
         else:
             context = self._core(*tensors)
         if self.ulysses_group:
             context = all_to_all(context, self.ulysses_group, split_dim=2, concat_dim=1)
-        return self.dense(context.permute((2, 0, 1, 3) if self.batch_dim else (0, 2, 1, 3)).flatten(2))
+        return self.dense(self._side_by_side(context))
 
-    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """hidden -> query [b, n, s, d], key and value [b, g, s, d] of this rank's heads."""
-        columns = self.query_key_value(hidden)
+    def attend_cached(self, columns: Tensor, cache: KeyValueCache) -> Tensor:
+        """Outputs of ``query_key_value`` for new tokens -> inputs of ``dense``; attends to the cached tokens, too."""
+        query, key, value = self._heads(columns)
+        if self.rotary is not None:
+            cache.rotation = cache.rotation or self.rotary.tables(cache.positions, query.dtype)
+            query, key = rotate(query, cache.rotation), rotate(key, cache.rotation)
+        key, value = cache.extend(self.layer_number - 1, key, value)
+        return self._side_by_side(self._compute(query, key, value, cache.mask, 0.0, cache.is_causal))
+
+    def _heads(self, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """columns [b, s, (n + 2g) d] -> query [b, n, s, d], key and value [b, g, s, d] of this rank's heads."""
         if self.ranks_per_group > 1:  # each rank has a part of a group's rows, and needs its key and value, too
             columns = gather_from_sequence_parallel_region(columns, self.tensor_group, -1)
-        groups = columns.unflatten(-1, (-1, sum(self.group_sizes), self.head_size))
+        groups = columns.view(*columns.shape[:-1], -1, self.heads_per_group, self.head_size)
         if self.ranks_per_group > 1:
             groups = groups.narrow(2, self.tensor_group.rank() // self.ranks_per_group, 1)
-        if sum(self.group_sizes) == 3:
+        if self.heads_per_group == 3:
             query, key, value = groups.unbind(3)
         else:
             query, key, value = (part.flatten(2, 3) for part in groups.split(self.group_sizes, dim=3))
@@ -128,12 +136,12 @@ class ParallelSelfAttention(nn.Module):
             query, key, value = (heads.transpose(0, 1) for heads in (query, key, value))
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
-    def _rotation(
-        self, rotary: RotaryEmbedding, query: Tensor, segment_ids: Tensor | None, cache: KeyValueCache | None
-    ) -> tuple[Tensor, Tensor]:
+    def _side_by_side(self, context: Tensor) -> Tensor:
+        """context [b, n, s, d] -> [b, s, n d]"""
+        return context.permute((2, 0, 1, 3) if self.batch_dim else (0, 2, 1, 3)).flatten(2)
+
+    def _rotation(self, rotary: RotaryEmbedding, query: Tensor, segment_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the tokens' positions."""
-        if cache is not None:
-            return rotary.tables(cache.positions, query.dtype)
         if self.resets_positions and segment_ids is not None:
             tables = rotary.tables(positions_in_segment(segment_ids), query.dtype)
         else:

@@ -28,47 +28,56 @@ class KeyValueCache:
         self._storage = torch.zeros(shape, dtype=dtype, device=device)
         self._pre_tokens = config.pre_tokens
         self._lengths = [0] * rows
-        self._begin = 0
-        """The first new column, if it is the same of all sequences."""
+        # Views of one step, made for all layers at once: for each keys, then values.
+        self._so_far: tuple[Tensor, ...] = ()
+        """All columns including the new ones [b, n, c, d]."""
+        self._new: tuple[Tensor, ...] = ()
+        """The new columns [b, n, q, d], if they are the same of all sequences."""
+        self._vectors: tuple[Tensor, ...] = ()
+        """Otherwise all vectors [all rows x n x all columns, d]."""
         self._index: Tensor | None = None
-        """Otherwise the places of the new tokens among all vectors of a layer [b x n x q]."""
-        self._layers = self._of_layers()
+        """And the places of the new tokens among them [b x n x q]."""
         self.positions = torch.empty(0, 0, device=device)
         """Positions of the new tokens in their sequences [b, q]."""
+        self.rotation: tuple[Tensor, Tensor] | None = None
+        """Cosines and sines of these positions, once a layer has computed them for all."""
         self.mask: Tensor | None = None
         """Added to the scores of the new tokens [b, 1, q, c]: 0, or -inf where a token does not attend to a column."""
-        self._used = 0
-        """c"""
         self.is_causal = True
-        """Without a mask: whether new tokens attend to earlier columns only. Otherwise they attend to all."""
+        """Whether new tokens attend to earlier columns only, and no mask says so. Otherwise they attend to all."""
 
     def advance(self, counts: Sequence[int]) -> None:
         """Reserve columns for so many new tokens of each sequence, all of them followed by padding up to the most.
 
         Padding is stored, too, after the tokens, which do not attend to it, and is replaced in the next step.
         """
-        q, begins = max(counts), self._lengths
+        q, begins, device = max(counts), self._lengths, self._storage.device
         self._lengths = [begin + count for begin, count in zip(begins, counts, strict=True)]
-        end, is_even = max(begins) + q, min(begins) == max(begins)
+        begin, end = max(begins), max(begins) + q
         assert end <= self._storage.size(4), "no columns are left"
-        first = torch.tensor(begins[:1] if is_even else begins, device=self._storage.device)
-        positions = first.unsqueeze(1) + torch.arange(q, device=first.device)  # [b or 1, q]
-        self.positions = positions.expand(len(begins), q)
-        self._begin, self._index = end - q, None if is_even else self._places()
-        self._used, self.is_causal = end, q > 1
+        is_even, used = min(begins) == begin, self._storage[:, :, : len(begins)].flatten(0, 1)
+        self._so_far = used[:, :, :, :end].unbind(0)
+        if is_even:
+            positions = torch.arange(begin, end, device=device).unsqueeze(0)  # [1, q]
+            self._new, self._index = used[:, :, :, begin:end].unbind(0), None
+        else:
+            positions = torch.tensor(begins, device=device).unsqueeze(1) + torch.arange(q, device=device)  # [b, q]
+            self._vectors, self._index = self._storage.flatten(2, 4).flatten(0, 1).unbind(0), self._places(positions)
+        self.positions, self.rotation = positions.expand(len(begins), q), None
         sees_all = is_even and (q == 1 or q == end) and self._pre_tokens >= end - 1
         self.mask = None if sees_all else self._mask(positions, end)
+        self.is_causal = sees_all and q > 1
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values [b, n, q, d]. Returns those of all columns so far, [b, n, c, d] each."""
-        keys, values = self._layers[layer]
+        of_keys, of_values = 2 * layer, 2 * layer + 1
         if self._index is None:
-            keys.narrow(2, self._begin, key.size(2)).copy_(key)
-            values.narrow(2, self._begin, key.size(2)).copy_(value)
+            self._new[of_keys].copy_(key)
+            self._new[of_values].copy_(value)
         else:
-            for kept, new in zip(self._storage[layer], (key, value), strict=True):
-                kept.view(-1, key.size(-1)).index_copy_(0, self._index, new.reshape(-1, key.size(-1)))
-        return keys.narrow(2, 0, self._used), values.narrow(2, 0, self._used)
+            self._vectors[of_keys].index_copy_(0, self._index, key.reshape(-1, key.size(-1)))
+            self._vectors[of_values].index_copy_(0, self._index, value.reshape(-1, key.size(-1)))
+        return self._so_far[of_keys], self._so_far[of_values]
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these sequences, in this order; one may be repeated. Those that stay in their place are not copied."""
@@ -79,7 +88,6 @@ class KeyValueCache:
             to, row = (torch.tensor(each, device=self._storage.device) for each in zip(*moved, strict=True))
             used = slice(0, max(self._lengths))
             self._storage[:, :, to, :, used] = self._storage[:, :, row, :, used]
-        self._layers = self._of_layers()
 
     def clear(self, rows: Sequence[int]) -> None:
         """Make the memory of these sequences 0, as it was at first; they are removed next."""
@@ -92,17 +100,18 @@ class KeyValueCache:
         used = slice(0, max(other._lengths))
         self._storage[:, :, mine:all_rows, :, used] = other._storage[:, :, : len(other._lengths), :, used]
         self._lengths += other._lengths
-        self._layers = self._of_layers()
 
-    def _places(self) -> Tensor:
-        """Where the new tokens are stored, if each layer's keys are [all rows x n x all columns, d]."""
+    def _places(self, positions: Tensor) -> Tensor:
+        """Where tokens of ``positions`` [b, q] are stored among [all rows x n x all columns]."""
         _, _, _, heads, columns, _ = self._storage.shape
-        rows = torch.arange(len(self.positions) * heads, device=self._storage.device)  # and heads [b x n]
-        return (rows.view(-1, heads, 1) * columns + self.positions.unsqueeze(1)).flatten()
+        rows = torch.arange(len(positions) * heads, device=positions.device)  # and heads [b x n]
+        return (rows.view(-1, heads, 1) * columns + positions.unsqueeze(1)).flatten()
 
     def _mask(self, positions: Tensor, end: int) -> Tensor:
         back = positions.unsqueeze(-1) - torch.arange(end, device=positions.device)  # [b, q, c]
-        hidden = (back < 0) | (back > self._pre_tokens)
+        hidden = back < 0
+        if self._pre_tokens < end - 1:
+            hidden |= back > self._pre_tokens
         zeros = torch.zeros(hidden.shape, dtype=self._storage.dtype, device=positions.device)
         return zeros.masked_fill_(hidden, -torch.inf).unsqueeze(1)
 
@@ -116,7 +125,3 @@ class KeyValueCache:
         used = (slice(None), slice(None), slice(0, len(self._lengths)), slice(None), slice(0, max(self._lengths)))
         storage[used] = self._storage[used]
         self._storage = storage
-
-    def _of_layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer, [b, n, all columns, d] each."""
-        return [(keys, values) for keys, values in self._storage[:, :, : len(self._lengths)].unbind(0)]

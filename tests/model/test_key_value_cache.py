@@ -40,12 +40,12 @@ def difference(settings: dict) -> float:
     from megatron.model.gpt2 import GPT2Model
     from megatron.model.key_value_cache import KeyValueCache
     from megatron.parallel.layout import ParallelLayout
-    from megatron.tools.inference.model import LanguageModel, last_hidden
+    from megatron.tools.inference.model import LanguageModel
 
     config = replace(CONFIG, **settings)
     layout = ParallelLayout.create(ParallelConfig())
     model = GPT2Model(config, ActivationConfig(), layout).eval()
-    head = LanguageModel(model, config, layout.tensor_group).head
+    inference = LanguageModel(model, config, layout.tensor_group)
     tokens = torch.randint(0, 49, (4, 16), generator=torch.Generator().manual_seed(1))
 
     def empty(rows: int, columns: int) -> KeyValueCache:
@@ -57,7 +57,7 @@ def difference(settings: dict) -> float:
         new = torch.zeros(len(rows), max(counts), dtype=torch.long)
         for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
             new[place, :count] = tokens[row, done[row] : done[row] + count]
-        kept = head(last_hidden(model, new, cache, counts))
+        kept = inference.head(inference.last_hidden(new, cache, counts))
         ends = [done[row] + count for row, count in zip(rows, counts, strict=True)]
         whole = torch.stack([model(tokens[row : row + 1, :end])[0, -1] for row, end in zip(rows, ends, strict=True)])
         assert whole.std(-1).min() > 0.1

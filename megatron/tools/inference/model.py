@@ -15,18 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn import functional as F
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.launch.distributed import distributed
 from megatron.model.containers import SequentialModel, run_in_order
 from megatron.model.embedding import OutputLayer, without_segment_ids
 from megatron.model.key_value_cache import KeyValueCache
+from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax
 from megatron.parallel.tensor.mappings import gather_from_model_parallel_region
+from megatron.tools.inference.cached_layers import CachedLayer, cached_layer
+from megatron.tools.inference.linear import InferenceLinear
 from megatron.tools.inference.source import Source
-from megatron.tools.inference.weights import HAS_ONEDNN, load_model, pack, packed_product
+from megatron.tools.inference.weights import load_model
 
 NOT_FINITE = -1
 """Instead of the most likely token."""
@@ -40,22 +42,42 @@ class LanguageModel:
     config: ModelConfig
     tensor_group: ProcessGroup
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits [b, v/t] of hidden states [b, h] after the last norm."""
-        if len(hidden) > 2 and hidden.device.type == "cpu" and hidden.dtype == torch.float32 and HAS_ONEDNN:
-            return packed_product(hidden, self._packed_head, None)
-        return F.linear(hidden, self._head_weight)
+    def last_hidden(
+        self, tokens: Tensor, cache: KeyValueCache | None = None, counts: Sequence[int] | None = None
+    ) -> Tensor:
+        """Hidden states [b, h], after the last norm, of the last of ``tokens`` [b, q], which follow those in ``cache``.
 
-    @property
-    def _head_weight(self) -> Tensor:
-        """[v/t, h]"""
-        parts: list[Any] = list(self.module.forward_funcs)
-        return parts[-1].weight if isinstance(parts[-1], OutputLayer) else parts[0].word_embeddings.weight
+        Of each sequence only ``counts`` are tokens, by default all q, and the rest is padding.
+        """
+        parts: list[Any] = list(self.module.forward_funcs)  # of different signatures
+        words, positions, *layers, _, last_norm, _ = parts
+        b, q = tokens.shape
+        counts = counts or [q] * b
+        if cache is None:
+            hidden = run_in_order([words, positions, *layers], tokens)
+        else:
+            cache.advance(counts)
+            hidden = positions(without_segment_ids(words(tokens)), cache.positions)
+            for layer in self._cached_layers:
+                hidden = layer(hidden, cache)
+        hidden = without_segment_ids(hidden).movedim(positions.sequence_dim, 1)  # [b, q, h]
+        if min(counts) == q:
+            last = hidden[:, -1]
+        else:
+            last = hidden[torch.arange(b, device=hidden.device), torch.tensor(counts, device=hidden.device) - 1]
+        return last_norm(last)
 
     @cached_property
-    def _packed_head(self) -> Tensor:
-        """The weight in the order in which oneDNN reads it: for a few rows twice to three times as fast."""
-        return pack(self._head_weight)
+    def _cached_layers(self) -> list[CachedLayer]:
+        return [cached_layer(part) for part in self.module.forward_funcs if isinstance(part, ParallelTransformerLayer)]
+
+    @cached_property
+    def head(self) -> InferenceLinear:
+        """From hidden states [b, h] after the last norm to logits [b, v/t]."""
+        parts: list[Any] = list(self.module.forward_funcs)
+        return InferenceLinear(
+            parts[-1].weight if isinstance(parts[-1], OutputLayer) else parts[0].word_embeddings.weight
+        )
 
     @cached_property
     def device(self) -> torch.device:
@@ -178,14 +200,14 @@ class DecodingBatch:
         """Logits [b, v/t] after the ``new`` tokens of each sequence."""
         if self._cache is not None:
             counts = [len(tokens) for tokens in new]
-            return self._model.head(last_hidden(self._model.module, self._padded(new), self._cache, counts))
+            return self._model.head(self._model.last_hidden(self._padded(new), self._cache, counts))
         windows = [sequence[-self._context :] for sequence in self.sequences]
         logits: dict[int, Tensor] = {}
         in_order = sorted(range(len(windows)), key=lambda row: len(windows[row]))
         for _, group in groupby(in_order, key=lambda row: len(windows[row])):
             rows = list(group)
             tokens = self._padded([windows[row] for row in rows])
-            logits |= zip(rows, self._model.head(last_hidden(self._model.module, tokens)), strict=True)
+            logits |= zip(rows, self._model.head(self._model.last_hidden(tokens)), strict=True)
         return torch.stack([logits[row] for row in range(len(windows))])
 
     def _padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
@@ -199,29 +221,3 @@ def is_reset_within(config: ModelConfig, sequences: Sequence[Sequence[int]]) -> 
     """Whether a document ends in a sequence at which the model resets attention or positions: it cannot be cached."""
     resets = config.reset_attention_mask or config.reset_position_ids
     return resets and any(config.eod_token in sequence for sequence in sequences)
-
-
-def last_hidden(
-    model: SequentialModel, tokens: Tensor, cache: KeyValueCache | None = None, counts: Sequence[int] | None = None
-) -> Tensor:
-    """Hidden states [b, h], after the last norm, of the last of ``tokens`` [b, q], which follow those in ``cache``.
-
-    Of each sequence only ``counts`` are tokens, by default all q, and the rest is padding.
-    """
-    parts: list[Any] = list(model.forward_funcs)  # of different signatures
-    words, positions, *layers, _, last_norm, _ = parts
-    b, q = tokens.shape
-    counts = counts or [q] * b
-    if cache is None:
-        hidden = run_in_order([words, positions, *layers], tokens)
-    else:
-        cache.advance(counts)
-        hidden = positions(without_segment_ids(words(tokens)), cache.positions)
-        for layer in layers:
-            hidden = layer(hidden, cache)
-    hidden = without_segment_ids(hidden).movedim(positions.sequence_dim, 1)  # [b, q, h]
-    if min(counts) == q:
-        last = hidden[:, -1]
-    else:
-        last = hidden[torch.arange(b, device=hidden.device), torch.tensor(counts, device=hidden.device) - 1]
-    return last_norm(last)

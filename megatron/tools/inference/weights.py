@@ -1,6 +1,5 @@
-"""Loads this rank's shard of a model for inference, and stores or packs weights in the layout fastest on a CPU."""
+"""Loads this rank's shard of a model for inference."""
 
-from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -15,16 +14,10 @@ from megatron.model.spec import ParameterSpec
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.tools.convert.load_and_save import read_model
+from megatron.tools.inference.linear import InferenceLinear, stored_by_inputs
 from megatron.tools.inference.source import Source, config_on
 
 Module = TypeVar("Module", bound=nn.Module)
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-_PACKED_ROWS = 8
-"""Rows for which weights are packed; any number may be multiplied with them."""
-_MOST_PACKED_ROWS = 64
-"""Rows up to which the packed weights of layers are used."""
-_LEAST_PACKED = 1 << 19
-"""Elements of such a weight. Smaller ones stay in the processor's caches, where the other library is faster."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -52,52 +45,12 @@ def load_weights(model: Module, source: Source, config: ModelConfig, layout: Par
     model = model.to(get_accelerator().current_device_name(), DTYPES[config.dtype]).eval()
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-            _store_by_inputs(module.weight)
+            module.weight.data = stored_by_inputs(module.weight.data)
             if module.group.size() == 1 and module.lora is None and getattr(module, "activation", None) is None:
-                module.forward = _WholeLinear(module)  # type: ignore[method-assign]
+                weight, bias = module.weight.flatten(0, -2), None if module.bias is None else module.bias.flatten()
+                module.forward = InferenceLinear(weight, bias)  # type: ignore[method-assign]
+                del module.weight  # which is kept by that function, as long as it is needed
     return model
-
-
-def _store_by_inputs(weight: nn.Parameter) -> None:
-    """Keep the elements of ``weight`` [.., o, i] on a CPU in the order [i, .., o]; its shape stays.
-
-    The library that multiplies fp32 matrices reads it up to three times as fast for the few rows of generation.
-    """
-    if weight.device.type == "cpu" and weight.dtype == torch.float32:
-        weight.data = weight.data.flatten(0, -2).t().contiguous().t().unflatten(0, weight.shape[:-1])
-
-
-class _WholeLinear:
-    """The forward pass of a linear layer that is whole on this rank, a product and a bias, without gradients.
-
-    On a CPU in fp32 a packed copy of a large weight takes three quarters of the time for a few rows, such as those of
-    several texts in a step. It is made when it is first used.
-    """
-
-    def __init__(self, layer: ColumnParallelLinear | RowParallelLinear):
-        self._weight = layer.weight.detach().flatten(0, -2)
-        self._bias = None if layer.bias is None else layer.bias.detach().flatten()
-        is_fp32 = self._weight.device.type == "cpu" and self._weight.dtype == torch.float32
-        self._may_pack = HAS_ONEDNN and is_fp32 and self._weight.numel() >= _LEAST_PACKED
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._may_pack and 2 < x.numel() // x.size(-1) <= _MOST_PACKED_ROWS:
-            return packed_product(x, self._packed, self._bias)
-        return F.linear(x, self._weight, self._bias)
-
-    @cached_property
-    def _packed(self) -> Tensor:
-        return pack(self._weight)
-
-
-def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [.., i] times a packed weight, plus the bias: [.., o]."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-
-
-def pack(weight: Tensor) -> Tensor:
-    """weight [o, i] in the order in which oneDNN reads it for a few rows."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _PACKED_ROWS)
 
 
 def _local_shard(whole: Tensor, spec: ParameterSpec, config: ModelConfig, layout: ParallelLayout) -> Tensor:
