@@ -289,5 +289,6 @@ def _mean_over_ranks(losses: list[Tensor], engine: DeepSpeedEngine) -> Tensor:
     """The mean over micro-batches and ranks of each of their values, [n], in one all-reduce."""
     group = engine.mpu.get_sequence_data_parallel_group()
     mean = torch.stack(losses).mean(dim=0)
-    dist.all_reduce(mean, group=group)
+    if group.size() > 1:
+        dist.all_reduce(mean, group=group)
     return mean / group.size()

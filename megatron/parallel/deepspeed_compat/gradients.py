@@ -69,8 +69,9 @@ def sum_over_model(values: Tensor, layout: ParallelLayout) -> Tensor:
     if layout.expert_group is not None:
         dist.all_reduce(values[1], group=layout.expert_group)
     total = values.sum()
-    dist.all_reduce(total, group=layout.tensor_group)
-    dist.all_reduce(total, group=layout.pipe_group)
+    for group in (layout.tensor_group, layout.pipe_group):
+        if group.size() > 1:  # even alone, a rank would wait for the thread that communicates
+            dist.all_reduce(total, group=group)
     return total
 
 
