@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from operator import attrgetter
 
 from megatron.config import RunConfig
@@ -137,23 +138,19 @@ class _Grid:
     """What the layouts with the same sizes and model chunks share: distinct stages, their parameters and states."""
 
     def __init__(self, run: RunConfig):
-        kinds: dict[tuple[int, int], list[tuple[int, Stage]]] = {}
-        for number, stage in enumerate(plan(run)):
-            kinds.setdefault((stage.num_blocks, stage.parameters), []).append((number, stage))
-        self._stages = [(equal[0][1], [number for number, _ in equal]) for equal in kinds.values()]
-        self._weights = [stage_weights(run, stage) for stage, _ in self._stages]
+        alike = groupby(enumerate(plan(run)), key=lambda one: (one[1].num_blocks, one[1].parameters))
+        runs = [list(equal) for _, equal in alike]
+        self._stages = [(equal[0][1], equal[0][0], equal[-1][0]) for equal in runs]
+        self._weights = [stage_weights(run, stage) for stage, *_ in self._stages]
         self._parameters = [(weights.numel, weights.trained.numel) for weights in self._weights]
         self._states: dict[tuple[int, bool], list[States]] = {}
 
     def stages_of(self, run: RunConfig, micro_batch: Activations) -> Iterator[tuple[Stage, Memory]]:
         """The distinct stages with the memory of a rank of each."""
         schedule = schedule_of(run)
-        for (stage, equal), counts, held in zip(self._stages, self._parameters, self._states_of(run), strict=True):
-            memories = (
-                Memory(*counts, held, working(run, stage, number, micro_batch, held))
-                for number in keeping_most(schedule, equal)
-            )
-            yield stage, max(memories, key=attrgetter("total"))
+        for (stage, *ends), counts, held in zip(self._stages, self._parameters, self._states_of(run), strict=True):
+            for number in keeping_most(schedule, *ends):
+                yield stage, Memory(*counts, held, working(run, stage, number, micro_batch, held))
 
     def _states_of(self, run: RunConfig) -> list[States]:
         """Model states of each kind of stage: they depend on the ZeRO stage, and on when gradients are reduced."""

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from operator import mul
 from typing import NamedTuple
 
 from megatron.config import RunConfig
-from megatron.parallel.pipeline.held import Held, Moment, peaks
+from megatron.parallel.pipeline.held import Peak, peaks
 from megatron.parallel.pipeline.partition import ChunkLayers, Stage, plan
 from megatron.parallel.pipeline.schedule import BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS, schedule_of
 from megatron.tools.planning.activations import Activations, activations, deferred_bytes
@@ -74,12 +75,12 @@ def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations,
     """The working memory of a rank of ``stage``, which is the one of that number, beside what is ``held``."""
     if run.parallel.uses_pipeline:
         schedule = schedule_of(run).shortened
-        moments, in_flight = peaks(schedule, number, stage.kind_of_chunk)
+        before, in_flight = peaks(schedule, number, stage.kind_of_chunk)
         chunks = _chunks(run, stage, micro_batch, is_divided=schedule.divides_backward)
     else:
-        moments = (Moment(BACKWARD, 0, (Held(1, 0),), is_first=run.train.gradient_accumulation_steps == 1),)
+        before = (Peak(BACKWARD, 0, run.train.gradient_accumulation_steps == 1, held=((1, 0),)),)
         in_flight, chunks = 1, _chunks(run, stage, micro_batch, is_divided=False)
-    needed = (_needed(run, stage, moment, chunks, micro_batch, held.new_gradients) for moment in moments)
+    needed = (_needed(run, stage, peak, chunks, micro_batch, held.new_gradients) for peak in before)
     activations, logits = max(needed, key=sum)
     return Working(
         activations=activations,
@@ -116,38 +117,32 @@ def _chunks(run: RunConfig, stage: Stage, micro_batch: Activations, *, is_divide
     return found
 
 
-def _kept(chunks: Sequence[_Chunk], held: Sequence[Held]) -> int:
-    """Bytes of the micro-batches ``held`` for each chunk."""
-    return sum(
-        one.forward * chunk.forward + one.products * chunk.products for one, chunk in zip(held, chunks, strict=True)
-    )
-
-
 def _needed(
     run: RunConfig,
     stage: Stage,
-    moment: Moment,
+    peak: Peak,
     chunks: Sequence[_Chunk],
     micro_batch: Activations,
     new_gradients: int,
 ) -> tuple[int, int]:
-    """Activations with what a pass needs beside those that are kept before it, at this ``moment``, and logits."""
-    kept = _kept(chunks, moment.held)
-    if moment.kind == WEIGHT_GRADIENTS:
+    """Activations with what a pass needs beside those that are kept before it, at its ``peak``, and logits."""
+    sizes = [size for chunk in chunks for size in (chunk.forward, chunk.products)]
+    kept = max(sum(map(mul, held, sizes)) for held in peak.held)
+    if peak.kind == WEIGHT_GRADIENTS:
         return kept, 0
     # What is recomputed before the layer's backward pass.
     most = max(chunk.layers.num_blocks for chunk in chunks)
     again = min(run.activation.layers_together, most) * micro_batch.layer
     if run.model.recomputes_attention:
         again = micro_batch.scores
-    inside, chunk = again + micro_batch.passing, chunks[moment.phase]
-    if moment.kind == INPUT_GRADIENTS:  # before its last layer the others have deferred theirs
+    inside, chunk = again + micro_batch.passing, chunks[peak.phase]
+    if peak.kind == INPUT_GRADIENTS:  # before its last layer the others have deferred theirs
         blocks = max(chunk.layers.num_blocks, 1)
         inside += max(chunk.products - chunk.forward, 0) * (blocks - 1) // blocks
     points = [(kept + inside, 0)]
     if chunk.has_head:
         points.append((kept + micro_batch.back, micro_batch.logits))
-    if moment.is_first and moment.kind == BACKWARD:
+    if peak.is_first and peak.kind == BACKWARD:
         points = _before_gradients(run, stage, points, chunk, new_gradients)
     return max(points, key=sum)
 

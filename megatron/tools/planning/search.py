@@ -99,8 +99,9 @@ class _Choice(NamedTuple):
 
     def of(self, shaped: RunConfig) -> RunConfig:
         """``shaped``, which has the sizes of a shape, with these settings."""
-        parallel = replace(shaped.parallel, sequence_parallel=self.run.parallel.sequence_parallel)
-        chosen = self.run
+        chosen, parallel = self.run, shaped.parallel
+        if parallel.sequence_parallel is not chosen.parallel.sequence_parallel:
+            parallel = replace(parallel, sequence_parallel=chosen.parallel.sequence_parallel)
         return replace(shaped, parallel=parallel, model=chosen.model, zero=chosen.zero, activation=chosen.activation)
 
 
