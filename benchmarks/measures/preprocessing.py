@@ -13,19 +13,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import accumulate, takewhile
 from pathlib import Path
+from typing import Any
 
 import gigatoken
 import numpy as np
 import tokenizers
-import torch
 
 from benchmarks.comparing import Comparison, Times, alternate
 from benchmarks.measures.megatron_core import installed
 from megatron.tokenizer import build_tokenizer
-from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
+from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY, BATCH, DOCUMENTS, LENGTH, SOURCES = 8192, 64, 64_000, 200, 32_000_000
@@ -56,51 +57,60 @@ def _documentation(folder: Path) -> list[str]:
 
 def _sources() -> list[str]:
     """The first files of torch's Python sources, ``SOURCES`` characters."""
-    files = sorted(Path(torch.__file__).parent.rglob("*.py"))
+    torch = find_spec("torch")  # which is not imported: the garbage collector would look through its objects
+    assert torch is not None and torch.origin is not None
+    files = sorted(Path(torch.origin).parent.rglob("*.py"))
     texts = [file.read_text("utf-8", errors="replace") for file in files]
     count = sum(1 for _ in takewhile(lambda size: size <= SOURCES, accumulate(map(len, texts))))
     return texts[:count]
 
 
 def _tokenizing(folder: Path, documents: Sequence[str], peers: Sequence[str], rounds: int) -> list[Comparison]:
-    """Each round begins with files of a vocabulary, and ends with arrays of ids; those of ``tokenizers`` are lists."""
-    files = (str(folder / "vocab.json"), str(folder / "merges.txt"))
-    ids = {}
+    """Each round begins with the two files of a tokenizer, and ends with ids: the suite's in the type of a data set.
 
-    def suite() -> None:
-        tokenizer = build_tokenizer("GPT2BPETokenizer", *files)
-        batches = (documents[first : first + BATCH] for first in range(0, len(documents), BATCH))
-        ids["suite"] = [found for batch in batches for found in tokenizer.tokenize_arrays(batch)]
+    None is kept: Python's garbage collector would look through lists of millions, whoever's turn it is.
+    """
+    files = (str(folder / "vocab.json"), str(folder / "merges.txt"))
+    batches = [documents[first : first + BATCH] for first in range(0, len(documents), BATCH)]
+
+    def suite() -> tuple[list[np.ndarray], list[int]]:
+        tokenizer, tokens, sizes = build_tokenizer("GPT2BPETokenizer", *files), [], []
+        for batch in batches:
+            found = tokenizer.tokenize_arrays(batch)
+            tokens.append(np.concatenate(found, dtype=best_dtype(VOCABULARY), casting="unsafe"))
+            sizes += map(len, found)
+        return tokens, sizes
 
     def encoder() -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE.from_file(*files))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         return tokenizer
 
-    def one_batch() -> None:
-        ids[ONE_BATCH] = [encoding.ids for encoding in encoder().encode_batch_fast(documents)]
-
-    def one_by_one() -> None:
+    def one_by_one() -> list[list[int]]:
         tokenizer = encoder()
-        ids[ONE_BY_ONE] = [tokenizer.encode(text).ids for text in documents]
+        return [tokenizer.encode(text).ids for text in documents]
 
-    def fastest() -> None:
-        ids[GIGATOKEN] = gigatoken.Tokenizer(encoder()).encode_batch(documents)
-
-    def lists() -> None:
-        ids[LISTS] = gigatoken.Tokenizer(encoder()).encode_batch_list(documents)
-
+    ways: dict[str, Callable[[], Any]] = {
+        GIGATOKEN: lambda: gigatoken.Tokenizer(encoder()).encode_batch(documents),
+        LISTS: lambda: gigatoken.Tokenizer(encoder()).encode_batch_list(documents),
+        ONE_BATCH: lambda: [encoding.ids for encoding in encoder().encode_batch_fast(documents)],
+        ONE_BY_ONE: one_by_one,
+    }
     os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"] = "false", "1"
-    ways = {GIGATOKEN: fastest, LISTS: lists, ONE_BATCH: one_batch, ONE_BY_ONE: one_by_one}
+    _check_ids(*suite(), [ways[peer]() for peer in peers])
     times = alternate({"suite": suite, **{peer: ways[peer] for peer in peers}}, rounds)
-    for found in ids.values():
-        if not all(map(np.array_equal, found, ids["suite"])) or len(found) != len(documents):
-            raise AssertionError("the ids differ")
     megabytes = sum(len(text.encode("utf-8", "replace")) for text in documents) / 1e6
     return [
         Comparison(f"tokenizing {megabytes:.2g} MB", peer, times["suite"], times[peer], megabytes, "MB", GOALS[peer])
         for peer in peers
     ]
+
+
+def _check_ids(tokens: Sequence[np.ndarray], sizes: Sequence[int], others: Sequence[Any]) -> None:
+    expected = np.split(np.concatenate(tokens), np.cumsum(sizes)[:-1])
+    for found in others:
+        if len(found) != len(expected) or not all(map(np.array_equal, map(np.asarray, found), expected)):
+            raise AssertionError("the ids differ")
 
 
 def _writing(folder: Path, megatron_core: Path, rounds: int) -> Comparison:

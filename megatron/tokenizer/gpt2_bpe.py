@@ -137,7 +137,7 @@ def tokenizer_json(vocabulary: Vocabulary, merges: Merges) -> str:
     """The content of its tokenizer.json, without making it."""
     content = json.loads(byte_level_bpe({}, []).to_str())
     content["model"] |= {"vocab": vocabulary, "merges": merges}
-    return json.dumps(content, ensure_ascii=False)
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"))
 
 
 def read_byte_vocabulary(path: str) -> dict[str, int]:
