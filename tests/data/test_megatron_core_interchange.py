@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -64,24 +64,42 @@ print(json.dumps([[sample[part].tolist() for part in ("text_enc", "text_dec", "l
 """
 
 
-@pytest.fixture(scope="session")
-def megatron_core(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+SERVE = """
+import contextlib, io, json, sys
+with contextlib.redirect_stdout(sys.stderr):
+    import megatron.core.datasets.indexed_dataset, megatron.core.datasets.t5_dataset
+for line in sys.stdin:
+    script, *sys.argv[1:] = json.loads(line)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(script, {})
+    print(json.dumps(printed.getvalue()), flush=True)
+"""
+"""Runs one script after another where megatron-core has been imported, which takes seconds."""
+
+
+@pytest.fixture(scope="module")
+def megatron_core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     """``megatron_core(script, *arguments)``: run a script that imports megatron-core; what it prints."""
     folder = tmp_path_factory.mktemp("megatron-core")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder]
     subprocess.run([*install, "megatron-core==0.16.1"], check=True)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", SERVE],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    requests, answers = process.stdin, process.stdout
 
-    def run(script: str, *arguments: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", script, *arguments],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(folder)},
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        ).stdout
+    def run(*words: str) -> str:
+        requests.write(json.dumps(words) + "\n")
+        requests.flush()
+        answer = answers.readline()
+        assert answer, "the script failed: its traceback is above"
+        return json.loads(answer)
 
-    return run
+    yield run
+    process.communicate()
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("uint16", "u2"), ("int32", "i4")])
