@@ -206,8 +206,8 @@ class _Group:
             return best
         rows = [row for row, needed in enumerate(needs_logits) if needed]
         # Most of the time is for drawing a random number for each token of the vocabulary.
-        mapped = self.threads.map if len(rows) > 1 else map
-        chosen = dict(zip(rows, mapped(self._chosen, logits[rows], rows), strict=True))
+        mapped = self.threads.map if min(len(rows), torch.get_num_threads()) > 1 else map
+        chosen = dict(zip(rows, mapped(self._chosen, [logits[row] for row in rows], rows), strict=True))
         return [chosen[row] if row in chosen else best[row] for row in range(len(self.writers))]
 
     def _chosen(self, logits: Tensor, row: int) -> int:

@@ -4,6 +4,7 @@ v vocabulary
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,13 +56,22 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen:
         if not logits[best].isfinite():
             raise FloatingPointError("the model's logits are not finite")
         return best
-    # By numpy, in this thread: for many tokens torch would start others, and several rows are chosen at a time already.
-    logits = torch.from_numpy(logits.numpy() / np.float32(max(sampling.temperature, _LEAST_TEMPERATURE)))
+    if sampling.temperature != 1:
+        # By numpy, in this thread: for many tokens torch would start others, and rows are chosen at a time already.
+        logits = torch.from_numpy(logits.numpy() / np.float32(max(sampling.temperature, _LEAST_TEMPERATURE)))
     if not 0 < sampling.top_k < logits.numel():
-        return _draw(_nucleus(logits.softmax(-1), sampling.top_p), generator)
+        return _draw(_nucleus(_probabilities(logits), sampling.top_p), generator)
     # In the order of the vocabulary, so that rounding errors do not give random numbers to other tokens.
     index = logits.topk(sampling.top_k, sorted=False).indices.sort().values
-    return int(index[_draw(_nucleus(logits[index].softmax(-1), sampling.top_p), generator)])
+    return int(index[_draw(_nucleus(_probabilities(logits[index]), sampling.top_p), generator)])
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    """Softmax [v]. Raises FloatingPointError if the logits are not finite: then it is NaN everywhere."""
+    probabilities = logits.softmax(-1)
+    if math.isnan(probabilities[0]):
+        raise FloatingPointError("the model's logits are not finite")
+    return probabilities
 
 
 _LIKELY = 256
@@ -86,8 +96,6 @@ def _draw(probabilities: Tensor, generator: torch.Generator) -> int:
     the index only if two numbers are equal but for these bits. (A number within the sum of probabilities would move
     with the errors of all.) As ``torch.multinomial`` does it, in a third of its time.
     """
-    if not probabilities.sum().isfinite():
-        raise FloatingPointError("the model's logits are not finite")
     uniform = torch.rand(len(probabilities), generator=generator, dtype=torch.float64).numpy()
     with np.errstate(divide="ignore"):
         return int(np.divide(np.log(uniform, out=uniform), probabilities.numpy(), out=uniform).argmax())

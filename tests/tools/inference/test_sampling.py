@@ -42,9 +42,13 @@ def test_the_most_likely_tokens_of_a_large_vocabulary(spread: float):
     assert _nucleus(probabilities, 1.0) is probabilities
 
 
-def test_logits_that_are_not_finite_are_an_error():
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 2}, {"top_k": 2, "top_p": 0.9}, {"greedy": True}])
+def test_logits_that_are_not_finite_are_an_error(settings: dict, wrong: float):
+    logits = LOGITS.clone()
+    logits[3] = wrong
     with pytest.raises(FloatingPointError, match="not finite"):
-        choose(torch.full((5,), torch.nan), Sampling(), torch.Generator())
+        choose(logits, Sampling(**settings), torch.Generator())
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-320, 1e-7, 1e300])
