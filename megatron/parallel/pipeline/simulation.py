@@ -77,7 +77,7 @@ def _timed(schedule: Schedule, seconds: PassSeconds, transfer: float) -> list[Ti
                 break
             arrived = 0.0
             if needed is not None:
-                arrived = ends[needed] + (transfer if schedule.stage_of(needed[0]) != stage else 0.0)
+                arrived = ends[needed] + (transfer and transfer * (schedule.stage_of(needed[0]) != stage))
             begin = max(free[stage], arrived)
             free[stage] = begin + durations[action.kind]
             timed.append(TimedAction(stage, action, begin, free[stage]))

@@ -138,7 +138,7 @@ class _Grid:
     """What the layouts with the same sizes and model chunks share: distinct stages, their parameters and states."""
 
     def __init__(self, run: RunConfig):
-        alike = groupby(enumerate(plan(run)), key=lambda one: (one[1].num_blocks, one[1].parameters))
+        alike = groupby(enumerate(plan(run)), key=lambda one: one[1].layers_of_chunks)
         runs = [list(equal) for _, equal in alike]
         self._stages = [(equal[0][1], equal[0][0], equal[-1][0]) for equal in runs]
         self._weights = [stage_weights(run, stage) for stage, *_ in self._stages]

@@ -16,8 +16,7 @@ from megatron.tools.planning.states import States, states
 from megatron.tools.planning.weights import stage_weights
 
 
-@dataclass(frozen=True)
-class Working:
+class Working(NamedTuple):
     """Memory of the micro-batches at the peak of a step."""
 
     activations: int
@@ -80,8 +79,15 @@ def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations,
     else:
         before = (Peak(BACKWARD, 0, run.train.gradient_accumulation_steps == 1, held=((1, 0),)),)
         in_flight, chunks = 1, _chunks(run, stage, micro_batch, is_divided=False)
-    needed = (_needed(run, stage, peak, chunks, micro_batch, held.new_gradients) for peak in before)
-    activations, logits = max(needed, key=sum)
+    sizes = [size for chunk in chunks for size in (chunk.forward, chunk.products)]
+    inside = _recomputed(run, chunks, micro_batch) + micro_batch.passing
+    points: list[tuple[int, int]] = []
+    for peak in before:
+        kept, chunk = max(sum(map(mul, state, sizes)) for state in peak.held), chunks[peak.phase]
+        of_pass = _needed(peak, kept, inside, chunk, micro_batch)
+        is_first = peak.is_first and peak.kind == BACKWARD
+        points += _before_gradients(run, stage, of_pass, chunk, held.new_gradients) if is_first else of_pass
+    activations, logits = max(points, key=sum)
     return Working(
         activations=activations,
         logits=logits,
@@ -117,34 +123,26 @@ def _chunks(run: RunConfig, stage: Stage, micro_batch: Activations, *, is_divide
     return found
 
 
-def _needed(
-    run: RunConfig,
-    stage: Stage,
-    peak: Peak,
-    chunks: Sequence[_Chunk],
-    micro_batch: Activations,
-    new_gradients: int,
-) -> tuple[int, int]:
-    """Activations with what a pass needs beside those that are kept before it, at its ``peak``, and logits."""
-    sizes = [size for chunk in chunks for size in (chunk.forward, chunk.products)]
-    kept = max(sum(map(mul, held, sizes)) for held in peak.held)
-    if peak.kind == WEIGHT_GRADIENTS:
-        return kept, 0
-    # What is recomputed before the layer's backward pass.
-    most = max(chunk.layers.num_blocks for chunk in chunks)
-    again = min(run.activation.layers_together, most) * micro_batch.layer
+def _recomputed(run: RunConfig, chunks: Sequence[_Chunk], micro_batch: Activations) -> int:
+    """What is recomputed before a layer's backward pass."""
     if run.model.recomputes_attention:
-        again = micro_batch.scores
-    inside, chunk = again + micro_batch.passing, chunks[peak.phase]
+        return micro_batch.scores
+    together = run.activation.layers_together
+    return together and min(together, max(chunk.layers.num_blocks for chunk in chunks)) * micro_batch.layer
+
+
+def _needed(peak: Peak, kept: int, inside: int, chunk: _Chunk, micro_batch: Activations) -> list[tuple[int, int]]:
+    """Activations at the points of a pass at which most is needed, and logits.
+
+    ``kept`` are bytes before the pass, at its ``peak``, and ``inside`` those that a layer needs besides.
+    """
+    if peak.kind == WEIGHT_GRADIENTS:
+        return [(kept, 0)]
     if peak.kind == INPUT_GRADIENTS:  # before its last layer the others have deferred theirs
         blocks = max(chunk.layers.num_blocks, 1)
         inside += max(chunk.products - chunk.forward, 0) * (blocks - 1) // blocks
-    points = [(kept + inside, 0)]
-    if chunk.has_head:
-        points.append((kept + micro_batch.back, micro_batch.logits))
-    if peak.is_first and peak.kind == BACKWARD:
-        points = _before_gradients(run, stage, points, chunk, new_gradients)
-    return max(points, key=sum)
+    at_the_loss = [(kept + micro_batch.back, micro_batch.logits)] if chunk.has_head else []
+    return [(kept + inside, 0), *at_the_loss]
 
 
 def _before_gradients(

@@ -12,8 +12,9 @@ from megatron.config.command_line.resolve import resolve_run
 from megatron.config.errors import ConfigError
 from megatron.config.model import padded_vocabulary
 from megatron.config.presets import PRESETS
+from megatron.model.architectures import T5
 from megatron.tools.planning.memory import stage_memory
-from megatron.tools.planning.request import make_request
+from megatron.tools.planning.request import Request, make_request
 from megatron.tools.planning.search import search
 from megatron.tools.planning.timing import DEVICES, Machine
 
@@ -71,8 +72,18 @@ def test_listed_layouts_are_legal_and_memory_adds_up():
 )
 def test_layouts_are_what_their_flags_resolve_to(words: str) -> None:
     """Every field of each, and its memory is that of its stages."""
-    request = request_of(*words.split(), devices=4)
+    check_layouts(request_of(*words.split(), devices=4))
+
+
+def test_layouts_of_an_encoder_and_a_decoder_are_what_their_flags_resolve_to() -> None:
+    """The decoder's first stage has as many layers and parameters as its last one, and no head."""
+    sizes = "--num-layers 4 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --decoder-seq-length 512"
+    check_layouts(request_of(*sizes.split(), devices=4, model=None, architecture=T5))
+
+
+def check_layouts(request: Request) -> None:
     plan = search(request, any_schedule=True)
+    assert plan.fitting
     for one in (*plan.fitting, *plan.too_large):
         run, problems = resolve_run(one.given, request.environ, request.architecture)
         padded = padded_vocabulary(request.vocab_size, run.parallel.model_parallel_size, 128)
