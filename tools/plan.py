@@ -44,8 +44,9 @@ def main() -> None:
     """Read the request, search, and print the plan."""
     args, words = _parser().parse_known_args()
     request = _request(args, words)
-    gc.disable()  # no layout is part of a cycle, and looking at all of them again and again takes a fifth of the time
+    gc.disable()  # no layout is part of a cycle, and walking over all of them, here and at the end, takes long
     plan = search(request, any_schedule=True)
+    gc.freeze()
     gc.enable()
     if args.choose > max(len(plan.fitting), 1):
         raise ConfigError(f"--choose {args.choose}: {counted(len(plan.fitting), 'layout')} fit; choose one of them")

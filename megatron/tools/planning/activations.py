@@ -237,8 +237,8 @@ def _scores(run: RunConfig, z: Sizes, *, has_bias: bool = True) -> int:
     model, ring = run.model, run.parallel.ring_size
     if ring > 1:  # only the logarithms of sums
         return z.b * z.n * z.s // ring * FP32
-    without_bias = replace(model, position_embedding_type="none")
-    kernel = attention_kernel(model if has_bias else without_bias, DeviceFacts(run.parallel.device), seq_length=z.s)
+    biased = model if has_bias else replace(model, position_embedding_type="none")
+    kernel = attention_kernel(biased, DeviceFacts(run.parallel.device), seq_length=z.s)
     of_head, queries = computed_scores(model, kernel, z.s), z.b * z.n * z.s * model.head_size
     scores = z.b * z.n * of_head
     in_chunks = of_head < z.s**2
