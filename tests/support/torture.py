@@ -145,9 +145,13 @@ def _unfinished(folder: Path) -> set[tuple[str, int]]:
 
 
 def _whole_iteration(folder: Path) -> int:
-    """The newest checkpoint's, all of whose files are what was saved; 0 where there is none at all."""
+    """The newest checkpoint's, all of whose files are what was saved; 0 where there is none at all.
+
+    A kill may come between the first checkpoint and the file that names it.
+    """
+    whole = [path for path in folder.glob("global_step*") if path.suffix != ".partial"]
     try:
-        saved = newest(folder, strict=True)
+        saved = newest(folder, strict=len(whole) != 1)
     except CheckpointError as error:
         assert "no checkpoint there" in str(error)
         return 0
