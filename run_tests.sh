@@ -6,6 +6,4 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 source tools/environment.sh requirements-test.txt
-# Hundreds of processes import this checkout; none should have to compile it.
-unset PYTHONDONTWRITEBYTECODE
 exec python -m pytest -n 3 --dist worksteal "$@"

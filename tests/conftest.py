@@ -17,6 +17,9 @@ from support.ranks import RankPools  # noqa: E402
 from support.training import RankTraining, pretrain_bert, pretrain_in_blocks, pretrain_t5  # noqa: E402
 
 os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+# Hundreds of processes import this checkout; none should have to compile it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 if hasattr(os, "sched_setscheduler"):
     # A thread that wakes up does not take the core from one that runs. Otherwise gloo's threads often take it from a
     # thread that holds the lock they want, and ask for that lock until their time is over: a tenth of the whole suite.
