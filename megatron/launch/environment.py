@@ -14,7 +14,8 @@ import random
 import socket
 import sys
 import sysconfig
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.config.environment import (
@@ -92,6 +93,17 @@ def free_port() -> int:
             return port
 
 
+@contextmanager
+def never_collected() -> Iterator[None]:
+    """Python's garbage collector never looks at what is made in the block."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def import_backend(*modules: str) -> None:
     """Import ``modules``, which import torch, and spare Python's garbage collector all that they have made.
 
@@ -100,13 +112,9 @@ def import_backend(*modules: str) -> None:
     """
     if all(module in sys.modules for module in modules):
         return
-    gc.disable()
-    try:
+    with never_collected():
         for module in modules:
             importlib.import_module(module)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def divide_cores(environ: MutableMapping[str, str], ranks: int) -> None:

@@ -81,3 +81,20 @@ def difference(settings: dict) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_cached_generation_equals_uncached(kind, run_ranks):
     assert run_ranks(1, difference, KINDS[kind])[0] < 1e-4
+
+
+def test_a_layer_of_ones_own_computes_the_same_with_a_cache(run_ranks):
+    assert run_ranks(1, _difference_of_own_layers)[0] < 1e-4
+
+
+def _difference_of_own_layers() -> float:
+    from megatron.model import gpt2
+    from megatron.model.transformer import ParallelTransformerLayer
+
+    class HalvedLayer(ParallelTransformerLayer):
+        def _join(self, output, *others):
+            return super()._join(output / 2, *others)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(gpt2, "layer_class", lambda config, layer_number: HalvedLayer)
+        return difference({})

@@ -20,7 +20,7 @@ SIZES = (1, 3, 1000, 600_001)
 """Elements; the last are more than a message of any type."""
 
 
-@pytest.mark.parametrize(("ranks", "spin_seconds"), [(2, 1e-3), (4, 0.0)])
+@pytest.mark.parametrize(("ranks", "spin_seconds"), [(2, 1e-3), (2, 0.0), (4, 0.0)])
 def test_collectives_are_those_of_gloo(run_ranks, ranks: int, spin_seconds: float) -> None:
     """For ranks that keep looking before they sleep, and for such that sleep at once."""
     assert len(set(run_ranks(ranks, _collectives_agree, spin_seconds))) == 1, "each rank has the same bits"

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 
 import pytest
 import yaml
 from support.programs import BIN
+from support.refusals import ROOT
 
 from megatron.config.command_line import parse_run
 from megatron.config.summary import with_prefix
@@ -163,3 +165,13 @@ def test_bad_arguments_are_one_line_errors(programs, words, message):
 )
 def test_sizes_have_units(text, size):
     assert bytes_of_text(text) == size
+
+
+def test_the_page_shows_what_the_tool_prints(programs) -> None:
+    """docs/planning.md: the command, and the beginning of its table."""
+    page = (ROOT / "docs" / "planning.md").read_text()
+    words = re.search(r"python (tools/plan\.py .*--devices 1024 .*)", page)[1].split()
+    shown = page.partition("\n1,024 devices, ")[2].partition("\n```")[0].splitlines()
+    printed = programs.python(*words).ok().output.partition("1,024 devices, ")[2].splitlines()[: len(shown)]
+    assert len(shown) == 9
+    assert [line.split() for line in printed] == [line.split() for line in shown]

@@ -18,12 +18,22 @@ CachedLayer = Callable[[Tensor, KeyValueCache], Tensor]
 
 
 def cached_layer(layer: ParallelTransformerLayer) -> CachedLayer:
-    """What ``layer`` computes in evaluation, without calls of modules as far as it is of the usual kind."""
+    """What ``layer`` computes in evaluation, without calls of modules; the module itself if it computes anything else.
+
+    As in ``ParallelTransformerLayer._compute``, ``ParallelMLP._compute`` and the attention's ``forward``.
+    """
     attention = layer.attention
-    if layer.residual_is_normed or not isinstance(attention, ParallelSelfAttention):
+    own = _defines(layer, ParallelTransformerLayer, "forward", "_compute", "_join")
+    if own or layer.residual_is_normed or not isinstance(attention, ParallelSelfAttention):
         return layer
-    input_norm, output_norm = _function(layer.input_layernorm), _function(layer.post_attention_layernorm)
-    project, attend, dense = _function(attention.query_key_value), attention.attend_cached, _function(attention.dense)
+    if _defines(attention, ParallelSelfAttention, "forward"):
+        return layer
+    input_norm, output_norm = _without_call(layer.input_layernorm), _without_call(layer.post_attention_layernorm)
+    project, attend, dense = (
+        _without_call(attention.query_key_value),
+        attention.attend_cached,
+        _without_call(attention.dense),
+    )
     mlp = _mlp(layer.mlp)
 
     def compute(hidden: Tensor, cache: KeyValueCache) -> Tensor:
@@ -33,15 +43,24 @@ def cached_layer(layer: ParallelTransformerLayer) -> CachedLayer:
     return compute
 
 
+def _defines(module: nn.Module, base: type[nn.Module], *methods: str) -> bool:
+    """Whether the class of ``module`` has one of these methods of its own, instead of that of ``base``."""
+    return any(getattr(type(module), name) is not getattr(base, name) for name in methods)
+
+
 def _mlp(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
     if type(mlp) is not ParallelMLP or mlp.config.tiled_mlp:
         return mlp.forward
-    up, activation, down = _function(mlp.dense_h_to_4h), _function(mlp.activation), _function(mlp.dense_4h_to_h)
+    up, activation, down = (
+        _without_call(mlp.dense_h_to_4h),
+        _without_call(mlp.activation),
+        _without_call(mlp.dense_4h_to_h),
+    )
     return lambda normed: down(activation(up(normed)))
 
 
-def _function(part: Any) -> Callable[[Tensor], Tensor]:
-    """A module's forward pass; of torch's norm the operator itself."""
+def _without_call(part: Any) -> Callable[[Tensor], Tensor]:
+    """A module's forward pass, without its hooks; of torch's norm the operator itself."""
     if type(part) is nn.LayerNorm:
         shape, eps = part.normalized_shape, part.eps
         weight, bias = part.weight.detach(), part.bias.detach()

@@ -86,6 +86,11 @@ class Candidate:
         return words(self.given)
 
 
+def rules_count_micro_batches(run: RunConfig) -> bool:
+    """Whether another micro-batch may break a rule that ``run`` keeps; otherwise all sizes break the same ones."""
+    return run.parallel.pipeline_schedule in ("interleaved", "dualpipev") or bool(run.train.batch_steps)
+
+
 class Candidates:
     """Makes the candidates of a request."""
 
@@ -110,8 +115,8 @@ class Candidates:
         return Candidate(self._request, run, given, stages, micro_batch.hidden)
 
     def is_legal(self, run: RunConfig) -> bool:
-        """Whether ``run`` breaks no rule. Those of other micro-batches break the same, but for rules about sizes."""
-        if run.parallel.uses_dualpipev or run.train.batch_steps:
+        """Whether ``run`` breaks no rule."""
+        if rules_count_micro_batches(run):
             return broken_rule(run) is None
         key = run.parallel, run.zero, run.activation
         if key not in self._legal:

@@ -16,7 +16,7 @@ from megatron.config.fields import Provided
 from megatron.config.model import padded_vocabulary
 from megatron.config.validation import broken_rule
 from megatron.tools.planning.best_schedule import with_schedule
-from megatron.tools.planning.candidates import Candidate, Candidates
+from megatron.tools.planning.candidates import Candidate, Candidates, rules_count_micro_batches
 from megatron.tools.planning.request import Request, as_flag
 
 RECOMPUTE = (None, "selective", "full")
@@ -146,8 +146,7 @@ def _valid(
         batches = batches or list(_with_micro_batches(of_shape))
         for train in batches:
             sized = replace(run, train=train)
-            depends_on_size = sized.parallel.uses_dualpipev or train.batch_steps
-            if depends_on_size and (broken := broken_rule(sized)):
+            if rules_count_micro_batches(sized) and (broken := broken_rule(sized)):
                 _count(rejected, *broken)
                 continue
             yield (

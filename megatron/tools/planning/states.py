@@ -235,11 +235,8 @@ def _overlapping(run: RunConfig, weights: Weights) -> list[int]:
     """Elements of the weights that overlap each owner's partition: ZeRO 2 keeps their gradients whole."""
     found = [0] * owners(run)
     for group in _groups(run, weights):
-        sizes, ranks, part = (
-            [weight.numel for layer in group.weights.layers for weight in layer],
-            len(found) // group.owners,
-            group.part,
-        )
+        sizes = [weight.numel for layer in group.weights.layers for weight in layer]
+        ranks, part = len(found) // group.owners, group.part
         for size, end in zip(sizes, accumulate(sizes), strict=True):
             # Neighboring ranks of the data-parallel group hold different experts, and so the same part of theirs.
             for owner in range((end - size) // part * ranks, ((end - 1) // part + 1) * ranks):

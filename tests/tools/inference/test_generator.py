@@ -29,6 +29,7 @@ def greedy_with_ours(path: Path, length: int) -> dict[str, Any]:
             with _generator(path) as packing:
                 packed.append(_tokens(packing.complete(PROMPTS, greedy, limits)))
                 layers = [vars(part.forward) for part in packing.model.module.modules() if "forward" in vars(part)]
+                assert "_packed" in vars(packing.model.head)
             assert all("_packed" in layer for layer in layers) and bool(layers) == (os.environ["WORLD_SIZE"] == "1")
         return {
             "packed": packed[0],

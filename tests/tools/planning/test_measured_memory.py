@@ -17,8 +17,8 @@ LLAMA = (
     "--untie-embeddings-and-output-weights"
 )
 BUCKET = "--zero-reduce-bucket-size 5000"
-FEW_STEPS, MORE_STEPS = 1, 5
-"""A peak is that of one step, and the least of more where it is too high, since gloo's threads ran late."""
+FEW_STEPS, MORE_STEPS = 2, 5
+"""A peak is the least of so many steps, and of more where it is too high, since gloo's threads ran late."""
 
 ON_ONE = [
     STILL,

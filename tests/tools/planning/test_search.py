@@ -12,6 +12,7 @@ from megatron.config.command_line.resolve import resolve_run
 from megatron.config.errors import ConfigError
 from megatron.config.model import padded_vocabulary
 from megatron.config.presets import PRESETS
+from megatron.config.validation import broken_rule
 from megatron.model.architectures import T5
 from megatron.tools.planning.memory import stage_memory
 from megatron.tools.planning.request import Request, make_request
@@ -68,6 +69,7 @@ def test_listed_layouts_are_legal_and_memory_adds_up():
         "--seq-length 16384 --max-position-embeddings 16384 --checkpoint-activations --fp16",
         "--pipe-parallel-size 4 --num-layers 26 --recompute-granularity selective",
         "--pipe-parallel-size 2 --rampup-batch-size 8 8 1000 --sequence-parallel",
+        "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 20",
     ],
 )
 def test_layouts_are_what_their_flags_resolve_to(words: str) -> None:
@@ -89,6 +91,7 @@ def check_layouts(request: Request) -> None:
         padded = padded_vocabulary(request.vocab_size, run.parallel.model_parallel_size, 128)
         model = replace(run.model, vocab_size=request.vocab_size, padded_vocab_size=padded)
         assert not problems and replace(run, model=model) == one.run
+        assert broken_rule(one.run) is None
         assert one.memory.total == max(memory.total for memory in stage_memory(one.run))
 
 
