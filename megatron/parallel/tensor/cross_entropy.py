@@ -119,7 +119,7 @@ def _gradient_by_rows(logits: Tensor, index: Tensor, scale: Tensor, at_label: Te
     found = torch.empty_like(logits)
     found[:, columns:] = 0
     for rows in _chunks(logits, columns):
-        probabilities = logits[rows, :columns].softmax(-1, dtype=scale.dtype)
+        probabilities = logits[rows, :columns].to(scale.dtype).softmax(-1)
         at_label[rows] += probabilities.gather(-1, index[rows].unsqueeze(-1)).squeeze(-1) * scale[rows]
         torch.mul(probabilities, scale[rows].unsqueeze(-1), out=found[rows, :columns])
         del probabilities  # before the next rows take as much
