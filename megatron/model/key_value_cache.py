@@ -32,19 +32,20 @@ class KeyValueCache:
         self._so_far: tuple[Tensor, ...] = ()
         """All columns including the new ones [b, n, c, d]."""
         self._new: tuple[Tensor, ...] = ()
-        """The new columns [b, n, q, d], if they are the same of all sequences."""
+        """The new columns [b, n, q, d], in a step in which they are the same of all sequences."""
         self._vectors: tuple[Tensor, ...] = ()
-        """Otherwise all vectors [all rows x n x all columns, d]."""
+        """All vectors of the memory [all rows x n x all columns, d], in a step in which new columns differ."""
         self._index: Tensor | None = None
-        """And the places of the new tokens among them [b x n x q]."""
+        """Places of the new tokens in ``_vectors`` [b x n x q]; None in a step in which new columns are the same."""
         self.positions = torch.empty(0, 0, device=device)
         """Positions of the new tokens in their sequences [b, q]."""
         self.rotation: tuple[Tensor, Tensor] | None = None
-        """Cosines and sines of these positions, once a layer has computed them for all."""
+        """Cosines and sines of ``positions``, once a layer has computed them for all."""
         self.mask: Tensor | None = None
         """Added to the scores of the new tokens [b, 1, q, c]: 0, or -inf where a token does not attend to a column."""
         self.is_causal = True
-        """Whether new tokens attend to earlier columns only, and no mask says so. Otherwise they attend to all."""
+        """Whether new tokens attend to earlier columns only, and no mask says so. False where they attend to all that
+        ``mask`` does not hide."""
 
     def advance(self, counts: Sequence[int]) -> None:
         """Reserve columns for so many new tokens of each sequence, all of them followed by padding up to the most.
@@ -116,7 +117,10 @@ class KeyValueCache:
         return zeros.masked_fill_(hidden, -torch.inf).unsqueeze(1)
 
     def _reserve(self, rows: int, columns: int) -> None:
-        """Make room for so many rows and columns; for twice as many rows if they are not enough."""
+        """Make room for so many rows and columns; for twice as many rows if they are not enough.
+
+        Views of the memory before it are dropped, or it would not be freed.
+        """
         layers, two, has_rows, heads, has_columns, d = self._storage.shape
         if rows <= has_rows and columns <= has_columns:
             return
@@ -125,3 +129,4 @@ class KeyValueCache:
         used = (slice(None), slice(None), slice(0, len(self._lengths)), slice(None), slice(0, max(self._lengths)))
         storage[used] = self._storage[used]
         self._storage = storage
+        self._so_far = self._new = self._vectors = ()

@@ -98,3 +98,20 @@ def _difference_of_own_layers() -> float:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(gpt2, "layer_class", lambda config, layer_number: HalvedLayer)
         return difference({})
+
+
+@pytest.mark.parametrize("first", [[3, 3], [3, 2]])
+@pytest.mark.parametrize("second", [[1, 1, 1, 1], [1, 1, 1, 3]])
+def test_memory_before_more_sequences_is_freed(first: list[int], second: list[int]):
+    """Whether new columns are the same of all sequences, before and after."""
+    from megatron.model.key_value_cache import KeyValueCache
+
+    place = {"heads": 4, "dtype": torch.float32, "device": torch.device("cpu")}
+    cache, late = (KeyValueCache(CONFIG, 2, columns, **place) for columns in (8, 10))
+    for _ in range(2):
+        cache.advance(first)
+    late.advance([6, 6])
+    cache.join(late)
+    cache.advance(second)
+    kept = [tensor for value in vars(cache).values() if isinstance(value, tuple) for tensor in value]
+    assert kept and {tensor.untyped_storage()._cdata for tensor in kept} == {cache._storage.untyped_storage()._cdata}
