@@ -4,7 +4,6 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,8 +38,8 @@ class RustTokenizer(ListTokenizer):
     """Texts to ids and back.
 
     Args:
-        make_encoder: called when the library is first needed. What it returns has no special tokens, or they would be
-            found in texts.
+        encoder: of the library. It has no special tokens, or they would be found in texts. None if a subclass makes
+            it when it is first needed.
         vocab_size: ids are below it.
     """
 
@@ -49,8 +48,8 @@ class RustTokenizer(ListTokenizer):
     bos: int | None = None
     """Id that may begin a text; ``tokenize`` does not add it. None if the tokenizer has none."""
 
-    def __init__(self, make_encoder: Callable[[], tokenizers.Tokenizer], vocab_size: int) -> None:
-        self._make_encoder, self.vocab_size = make_encoder, vocab_size
+    def __init__(self, encoder: tokenizers.Tokenizer | None, vocab_size: int) -> None:
+        self._given, self.vocab_size = encoder, vocab_size
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of ``text``. Raises DataError for a text that UTF-8 cannot encode."""
@@ -79,9 +78,10 @@ class RustTokenizer(ListTokenizer):
         encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
-    @cached_property
+    @property
     def _encoder(self) -> tokenizers.Tokenizer:
-        return self._make_encoder()
+        assert self._given is not None, "a subclass makes it"
+        return self._given
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """The text of ``ids``; bytes that are not UTF-8, such as half a character, become U+FFFD.

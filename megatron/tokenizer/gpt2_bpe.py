@@ -6,7 +6,7 @@ Texts are encoded by the library gigatoken where it is installed, or else throug
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -101,7 +101,7 @@ class GPT2BPETokenizer(RustTokenizer):
         vocab_path, merge_path = require_files("GPT2BPETokenizer", files)
         vocabulary = read_byte_vocabulary(vocab_path)
         merges = read_merges(merge_path, vocabulary)
-        super().__init__(partial(byte_level_bpe, vocabulary, merges), len(vocabulary))
+        super().__init__(None, len(vocabulary))
         self.eod = vocabulary[EOD]
         self._model, self._words = (vocabulary, merges), WordCache()
 
@@ -115,6 +115,11 @@ class GPT2BPETokenizer(RustTokenizer):
         if self._gigatoken is None:
             return self._words.tokenize(texts, super()._ids)
         return [ids.tolist() for ids in self._gigatoken.encode(texts)]
+
+    @cached_property
+    def _encoder(self) -> tokenizers.Tokenizer:
+        """Not needed to encode texts where gigatoken is installed."""
+        return byte_level_bpe(*self._model)
 
     @cached_property
     def _gigatoken(self) -> "Gigatoken | None":

@@ -56,7 +56,7 @@ class HuggingFaceTokenizer(RustTokenizer):
         added = encoder.get_added_tokens_decoder()
         self.special_tokens = {token.content: id for id, token in sorted(added.items()) if token.special}
         size = max(self.pieces.values(), default=-1) + 1
-        super().__init__(lambda: encoder, checked_size(self.path, size, vocab_size))
+        super().__init__(encoder, checked_size(self.path, size, vocab_size))
         self.tokens = size
         self.bos = self._special("bos", configs, None)
         eod = self._special("eos", configs, eod_token)

@@ -1,5 +1,6 @@
 """WordPiece against transformers' BERT tokenizer, and vocabularies that cannot be read."""
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,9 @@ def test_broken_vocabularies_are_named(tmp_path: Path, text: str, message: str):
 def test_merges_are_refused(tmp_path: Path):
     with pytest.raises(DataError, match="WordPiece has no merges"):
         build_tokenizer("BertWordPieceCase", "vocab.txt", "merges.txt")
+
+
+def test_a_copy_in_another_process_is_equal(kind: str, vocab_file: Path):
+    tokenizer = build_tokenizer(kind, str(vocab_file), None)
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.tokenize_batch(TEXTS) == tokenizer.tokenize_batch(TEXTS)
