@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel.tensor.linear import accumulate_in_place, linear
-from megatron.parallel.tensor.lookup import differentiated_before_lookups, lookup
+from megatron.parallel.tensor.lookup import lookup, share_gradient_with_lookups
 
 ROWS, HIDDEN = 30, 8
 Model = Callable[[nn.Parameter], Tensor]
@@ -28,7 +28,7 @@ def _loss(table: nn.Parameter, find: Callable[..., Tensor] = lookup, *, lookups:
     hidden = sum(find(_tokens(seed), table) for seed in range(lookups)).tanh()
     if not tied:
         return hidden.square().sum()
-    return differentiated_before_lookups(linear(hidden, table), table).square().mean()
+    return share_gradient_with_lookups(linear(hidden, table), table).square().mean()
 
 
 def _gradient(table: nn.Parameter, **options) -> Tensor:
@@ -86,7 +86,7 @@ def test_logits_and_lookups_of_several_passes_in_turn():
     table.grad = None
     hidden = [lookup(_tokens(seed), table) for seed in range(2)]
     received = sum(hidden).detach().requires_grad_()
-    differentiated_before_lookups(linear(received.tanh(), table), table).square().mean().backward()
+    share_gradient_with_lookups(linear(received.tanh(), table), table).square().mean().backward()
     torch.autograd.backward(hidden, [received.grad] * 2)
     assert_close(table.grad, expected)
 
@@ -107,10 +107,17 @@ def test_a_pass_that_fails_leaves_nothing_for_the_next():
 
     first, second = lookup(_tokens(0), table), lookup(_tokens(1), table)  # the second is differentiated first
     first.register_hook(fail)
-    logits = differentiated_before_lookups(linear(first + second, table), table)
+    logits = share_gradient_with_lookups(linear(first + second, table), table)
     with pytest.raises(RuntimeError, match="out of memory"):
         logits.sum().backward()
     assert table._backward_hooks
     table.grad = None
     assert_close(_gradient(table), expected)
     assert not table._backward_hooks
+
+
+def test_no_hook_where_lookups_are_those_of_torch():
+    """As on a GPU, where a hook would be called for nothing."""
+    table = nn.Parameter(torch.empty(ROWS, HIDDEN, device="meta"))
+    logits = share_gradient_with_lookups(linear(torch.empty(2, HIDDEN, device="meta"), table), table)
+    assert logits.requires_grad and not logits._backward_hooks

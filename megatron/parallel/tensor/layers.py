@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from megatron.parallel.tensor.deferred import compute_at_once
 from megatron.parallel.tensor.linear import linear
-from megatron.parallel.tensor.lookup import differentiated_before_lookups, lookup
+from megatron.parallel.tensor.lookup import lookup, share_gradient_with_lookups
 from megatron.parallel.tensor.mappings import (
     all_reduce,
     gather_from_model_parallel_region,
@@ -209,4 +209,4 @@ class VocabParallelEmbedding(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """The table as the output projection: hidden [b, s, h] -> logits [b, s, v/t]."""
         logits = linear(hidden, self.weight, None, self.group, self.sequence_dim)
-        return differentiated_before_lookups(logits, self.weight)
+        return share_gradient_with_lookups(logits, self.weight)

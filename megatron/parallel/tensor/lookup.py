@@ -17,16 +17,21 @@ from torch.nn import functional as F
 
 def lookup(tokens: Tensor, table: Tensor) -> Tensor:
     """tokens [..], table [v, h] -> hidden [.., h]."""
-    if table.device.type != "cpu" or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return F.embedding(tokens, table)
-    return _Lookup.apply(tokens, table)
+    if _adds_rows(table):
+        return _Lookup.apply(tokens, table)
+    return F.embedding(tokens, table)
 
 
-def differentiated_before_lookups(logits: Tensor, table: Tensor) -> Tensor:
-    """``logits``, of which a backward pass gives ``table`` a gradient before it reaches the lookups."""
-    if logits.requires_grad:
+def share_gradient_with_lookups(logits: Tensor, table: Tensor) -> Tensor:
+    """``logits``, which a backward pass reaches before the lookups: these add to the gradient of ``table``."""
+    if _adds_rows(table) and logits.requires_grad:
         logits.register_hook(partial(_note_pass, table))
     return logits
+
+
+def _adds_rows(table: Tensor) -> bool:
+    """Whether lookups add rows to a gradient of ``table``, and make none of its size."""
+    return table.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _note_pass(table: Any, grad: Tensor) -> None:
@@ -36,13 +41,14 @@ def _note_pass(table: Any, grad: Tensor) -> None:
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, table: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens, table)
+        ctx.save_for_backward(tokens)
+        ctx.table = table  # of which no value is read
         ctx.size = table.size(0)  # at ZeRO 3 the table may be elsewhere when this is called
         return F.embedding(tokens, table)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
-        tokens, table = ctx.saved_tensors
+        (tokens,), table = ctx.saved_tensors, ctx.table
         if getattr(table, "accumulates_in_place", False) and table.grad is not None:
             _add_rows(table.grad, tokens, grad)
             return None, None
@@ -53,18 +59,22 @@ class _Lookup(torch.autograd.Function):
 
 
 def _add_before_accumulation(table: Tensor, tokens: Tensor, grad: Tensor) -> None:
-    """Add the rows to the gradient that autograd accumulates at the end of this pass, before hooks of others see it."""
+    """Add the rows to the gradient that autograd accumulates at the end of this pass.
+
+    A hook of the table does so. It is called before all hooks that were registered earlier, which see the whole
+    gradient.
+    """
     this_pass = torch._C._current_graph_task_id()
 
     def add(total: Tensor) -> None:
         handle.remove()
-        if torch._C._current_graph_task_id() == this_pass:  # or that one failed
+        if torch._C._current_graph_task_id() == this_pass:  # not if this pass failed, and left the hook
             _add_rows(total, tokens, grad)
 
     handle = table.register_hook(add)
-    hooks: dict[int, Any] = table._backward_hooks  # type: ignore[assignment]  # no None by now
+    hooks: dict[int, Any] = table._backward_hooks  # type: ignore[assignment]  # has the one above
     for number in [number for number in hooks if number != handle.id]:
-        hooks[number] = hooks.pop(number)  # now after it
+        hooks[number] = hooks.pop(number)  # hooks are called in the order of this table
 
 
 def _add_rows(total: Tensor, tokens: Tensor, grad: Tensor) -> None:
