@@ -244,6 +244,50 @@ def half_precision_cross_entropy(elements: int, compiled: bool):
     assert_close(part.grad, _part(serial.grad, -1).bfloat16(), atol=1e-3, rtol=1e-2)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_labels_outside_the_vocabulary(run_ranks, size, compiled):
+    run_ranks(size, labels_outside, compiled)
+
+
+def labels_outside(compiled: bool):
+    """Their loss is the logarithm of the exponentials' sum, which is NaN if a logit is."""
+    vocab, whole = 13, _input(2, 5, 16)
+    with torch.no_grad():
+        whole[1, 4, 5] = torch.nan
+    labels = torch.tensor([[-1, 3, vocab, 0, 2], [1, -100, 12, 16, -1]])
+    part = _part(whole, -1).detach().requires_grad_()
+    with patch("torch.compile", lambda function: function):
+        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, vocab, compiled=compiled)
+    counted = whole[..., :vocab]
+    inside = (labels >= 0) & (labels < vocab)
+    own = counted.gather(-1, (labels * inside).unsqueeze(-1)).squeeze(-1) * inside
+    expected = counted.logsumexp(-1) - own
+    assert_close(losses, expected, equal_nan=True)
+    assert losses.isnan().sum() == 1
+    losses[:, :4].sum().backward()
+    expected[:, :4].sum().backward()
+    assert_close(part.grad[:, :4], _part(whole.grad, -1)[:, :4])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cross_entropy_in_half_precision(run_ranks, size, compiled):
+    run_ranks(size, cross_entropy_in_half_precision, compiled)
+
+
+def cross_entropy_in_half_precision(compiled: bool):
+    """Logarithms of probabilities are rounded, but not those of sums, on any number of ranks."""
+    whole = (30 + 3 * _input(2, 50, 64).detach()).bfloat16()
+    labels = torch.randint(0, 64, (2, 50), generator=torch.Generator().manual_seed(1))
+    part = _part(whole, -1).clone().requires_grad_()
+    with patch("torch.compile", lambda function: function):
+        losses = mpu.vocab_parallel_cross_entropy(part, labels, dist.group.WORLD, in_fp32=False, compiled=compiled)
+    expected = F.cross_entropy(whole.float().flatten(0, 1), labels.flatten(), reduction="none").view(2, 50)
+    assert losses.dtype == torch.bfloat16
+    assert_close(losses.float(), expected, atol=0.03, rtol=0.01)
+    losses.sum().backward()
+    assert part.grad.dtype == torch.bfloat16
+
+
 def test_broadcast_data(run_ranks, size):
     for received in run_ranks(size, broadcast):
         assert received == {"tokens": [[1, 2], [3, 4]], "labels": [5]}

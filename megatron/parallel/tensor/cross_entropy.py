@@ -27,24 +27,28 @@ def vocab_parallel_cross_entropy(
     """logits [b, s, v/t], labels [b, s] -> loss [b, s], or of rows alone, without gathering the logits.
 
     Columns from ``vocab_size`` on are padding and do not count. With ``in_fp32`` the loss is fp32 for logits of any
-    type; they are converted some rows at a time, so that never all of them are in fp32. ``compiled`` makes one kernel
+    type; they are converted some rows at a time, so that never all of them are in fp32. The loss of a label outside the
+    vocabulary is the logarithm of the sum of the exponentials, as if its logit were 0. ``compiled`` makes one kernel
     of each pass over the logits, by torch's compiler, which converts what it reads.
     """
     first = logits.size(-1) * group.rank()
     columns = logits.size(-1) if vocab_size is None else min(max(vocab_size - first, 0), logits.size(-1))
     dtype = torch.float32 if in_fp32 else logits.dtype
-    rows = _CrossEntropy.apply(logits.flatten(0, -2), labels.flatten() - first, columns, dtype, group, compiled)
+    outside = (labels < 0) | (labels >= (vocab_size or logits.size(-1) * group.size()))
+    own_labels = labels.flatten() - first
+    rows = _CrossEntropy.apply(logits.flatten(0, -2), own_labels, outside.flatten(), columns, dtype, group, compiled)
     return rows.view(labels.shape)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """logits [r, v/t], labels [r] as columns of this rank -> loss [r]."""
+    """logits [r, v/t], labels [r] as columns of this rank, and whether each is ``outside`` all ranks' -> loss [r]."""
 
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
+        outside: Tensor,
         columns: int,
         dtype: torch.dtype,
         group: ProcessGroup,
@@ -53,32 +57,35 @@ class _CrossEntropy(torch.autograd.Function):
         elsewhere = (labels < 0) | (labels >= columns)
         index = labels.masked_fill(elsewhere, 0)
         statistics_of = _compiled(_statistics) if compiled else _statistics_by_rows
-        own, normalizers = logits.new_full((2, len(logits)), -torch.inf, dtype=dtype)
+        own, normalizers = logits.new_full((2, len(logits)), -torch.inf, dtype=torch.float32)
         if columns:
             own, normalizers = statistics_of(logits, index, columns, dtype, group.size() > 1)
         if group.size() > 1:
-            losses, shares = _over_ranks(own, normalizers, elsewhere, group)
+            losses, shares = _over_ranks(own, normalizers, elsewhere, outside, group)
         else:
-            losses, shares = -own.masked_fill(elsewhere, 0.0), torch.ones_like(own)
+            losses, shares = torch.where(outside, normalizers, -own), torch.ones_like(own)
         ctx.save_for_backward(logits, normalizers, shares, index, elsewhere)
         ctx.columns, ctx.compiled = columns, compiled
-        return losses
+        return losses.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, normalizers, shares, index, elsewhere = ctx.saved_tensors
-        scale, at_label = shares * grad, (-grad).masked_fill(elsewhere, 0.0)
+        scale, at_label = (shares * grad).to(grad.dtype), (-grad).masked_fill(elsewhere, 0.0)
         if ctx.compiled:
             found = _compiled(_gradient)(logits, normalizers, index, scale, at_label, ctx.columns)
         else:
             found = _gradient_by_rows(logits, index, scale, at_label, ctx.columns)
-        return found, *(None,) * 5
+        return found, *(None,) * 6
 
 
-def _over_ranks(own: Tensor, normalizers: Tensor, elsewhere: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+def _over_ranks(
+    own: Tensor, normalizers: Tensor, elsewhere: Tensor, outside: Tensor, group: ProcessGroup
+) -> tuple[Tensor, Tensor]:
     """The losses [r], and the share of the exponentials' sum that this rank's columns have [r].
 
-    ``own`` [r] and ``normalizers`` [r] are of these columns alone.
+    ``own`` [r] and ``normalizers`` [r] are of these columns alone; labels may be ``elsewhere`` [r] than among them, or
+    ``outside`` [r] of all.
     """
     largest = normalizers.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -86,28 +93,32 @@ def _over_ranks(own: Tensor, normalizers: Tensor, elsewhere: Tensor, group: Proc
     sums = torch.stack([in_sum.exp(), (own + in_sum).masked_fill(elsewhere, 0.0)])
     dist.all_reduce(sums, group=group)
     logarithms = sums[0].log()
-    return logarithms - sums[1], (in_sum - logarithms).exp()
+    return torch.where(outside, largest + logarithms, logarithms - sums[1]), (in_sum - logarithms).exp()
 
 
-def _statistics_by_rows(
-    logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype, has_normalizers: bool
-) -> Tensor:
+def _statistics_by_rows(logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype, from_largest: bool) -> Tensor:
     """logits [r, v/t], of which ``columns`` count -> the label's logarithmic probability among them, and the logarithm
-    of the sum of their exponentials, if it is needed [2, r]."""
-    found = logits.new_zeros((2, len(logits)), dtype=dtype)
+    of the sum of their exponentials [2, r], in fp32.
+
+    That is accurate for every row ``from_largest`` logits; otherwise it is computed from what is read of the label.
+    """
+    found = logits.new_empty((2, len(logits)), dtype=torch.float32)
     for rows in _chunks(logits, columns):
         counted = logits[rows, :columns].to(dtype)
         probabilities = counted.log_softmax(-1)
-        found[0, rows] = probabilities.gather(-1, index[rows].unsqueeze(-1)).squeeze(-1)
-        if has_normalizers:
-            found[1, rows] = counted.amax(-1) - probabilities.amax(-1)
+        at_label = index[rows].unsqueeze(-1)
+        found[0, rows] = probabilities.gather(-1, at_label).squeeze(-1)
+        if from_largest:
+            found[1, rows] = counted.amax(-1).float() - probabilities.amax(-1)
+        else:
+            found[1, rows] = counted.gather(-1, at_label).squeeze(-1) - found[0, rows]
         del counted, probabilities  # before the next rows take as much
     return found
 
 
-def _statistics(logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype, has_normalizers: bool) -> Tensor:
-    """The same, of all rows at once, to be compiled."""
-    counted = logits[:, :columns].to(dtype)
+def _statistics(logits: Tensor, index: Tensor, columns: int, dtype: torch.dtype, from_largest: bool) -> Tensor:
+    """The same, of all rows at once and accurate in any type, to be compiled."""
+    counted = logits[:, :columns].float()
     largest = counted.amax(-1)
     logarithms = (counted - largest.unsqueeze(-1)).exp().sum(-1).log()
     own = counted.gather(-1, index.unsqueeze(-1)).squeeze(-1)

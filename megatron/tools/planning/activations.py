@@ -204,11 +204,13 @@ def _gathered(run: RunConfig, z: Sizes) -> int:
 
 
 def _loss_rows(run: RunConfig, z: Sizes) -> int:
-    """The rows of logits that the loss converts together, and a copy in their own type."""
+    """The rows of logits that the loss takes together: their softmax, and a copy that is converted to the loss's type,
+    or that torch makes of them where columns that pad the vocabulary lie between."""
     columns = min(run.model.vocab_size, z.v) // z.t or 1  # without those that pad the vocabulary
     element = z.element if run.model.fp16_lm_cross_entropy else FP32
     rows = min(z.tokens, rows_at_once(columns, run.parallel.device))
-    return rows * columns * element * (1 if element == z.element else 2)
+    has_copy = element != z.element or z.v != run.model.vocab_size
+    return rows * columns * element * (2 if has_copy else 1)
 
 
 def _kept_input(run: RunConfig, hidden: int, t: int) -> int:
