@@ -83,7 +83,8 @@ def loss_and_gradients(model: BareGPT2, tokens: Tensor, labels: Tensor) -> tuple
 def through_loss(normed: Tensor, embedding: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The loss [] of hidden states [t, h]; its gradients in them, and in the embedding as output projection.
 
-    One pass over the logits: softmax. Its divisor, the number of tokens, goes to the products' other sides.
+    One pass over the logits: softmax, in their own precision, in which the loss is taken, too. Its divisor, the number
+    of tokens, goes to the products' other sides.
     """
     probabilities = aten._softmax(normed @ embedding.t(), 1, False)  # [t, v]
     count = labels.numel()

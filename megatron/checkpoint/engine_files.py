@@ -100,14 +100,13 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             parts += [(into.data_ptr() + n, leaf.data_ptr() + n, min(_PART, leaf.nbytes - n)) for n in begins]
         else:
             into.copy_(leaf)
-    remaining = iter(parts)
 
-    def copy_parts() -> None:
-        for part in remaining:
+    def copy_parts(first: int) -> None:
+        for part in parts[first::_COPYING]:
             ctypes.memmove(*part)
 
     with ThreadPoolExecutor(_COPYING, "copy") as threads:
-        for thread in [threads.submit(copy_parts) for _ in range(_COPYING)]:
+        for thread in [threads.submit(copy_parts, first) for first in range(_COPYING)]:
             thread.result()
 
 

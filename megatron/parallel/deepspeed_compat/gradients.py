@@ -83,9 +83,10 @@ def counted_once(parameters: Iterable[nn.Parameter], layout: ParallelLayout) -> 
             yield parameter
 
 
-_BLOCK, _BLOCKS = 1 << 16, 16
-"""Elements of a block, few enough for an accurate sum of squares in fp32; blocks that are converted together, and fit a
-core's cache."""
+_BLOCK = 1 << 16
+"""Elements of a block, few enough for an accurate sum of squares in fp32."""
+_BLOCKS = 16
+"""Blocks that are converted together, and fit a core's cache."""
 
 
 def block_norms(tensor: Tensor) -> Tensor:
