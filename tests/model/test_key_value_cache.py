@@ -100,18 +100,20 @@ def _difference_of_own_layers() -> float:
         return difference({})
 
 
-@pytest.mark.parametrize("first", [[3, 3], [3, 2]])
-@pytest.mark.parametrize("second", [[1, 1, 1, 1], [1, 1, 1, 3]])
-def test_memory_before_more_sequences_is_freed(first: list[int], second: list[int]):
-    """Whether new columns are the same of all sequences, before and after."""
+@pytest.mark.parametrize(
+    ("steps", "joined"),
+    [pytest.param([[3, 3]], 5, id="even, then uneven"), pytest.param([[3, 2], [1, 2]], 4, id="uneven, then even")],
+)
+def test_memory_before_more_sequences_is_freed(steps: list[list[int]], joined: int):
+    """Steps in which new columns are the same of all sequences, and others, have views of their own."""
     from megatron.model.key_value_cache import KeyValueCache
 
     place = {"heads": 4, "dtype": torch.float32, "device": torch.device("cpu")}
     cache, late = (KeyValueCache(CONFIG, 2, columns, **place) for columns in (8, 10))
-    for _ in range(2):
-        cache.advance(first)
-    late.advance([6, 6])
+    for counts in steps:
+        cache.advance(counts)
+    late.advance([joined, joined])
     cache.join(late)
-    cache.advance(second)
+    cache.advance([1, 1, 1, 1])
     kept = [tensor for value in vars(cache).values() if isinstance(value, tuple) for tensor in value]
     assert kept and {tensor.untyped_storage()._cdata for tensor in kept} == {cache._storage.untyped_storage()._cdata}
