@@ -17,7 +17,7 @@ def draw(found: Mapping[str, Sequence[Row]], title: str, file: Path) -> None:
     from matplotlib.figure import Figure
 
     lines = [(name, row) for name, rows in found.items() for row in rows]
-    figure = Figure(figsize=(9, 0.28 * len(lines) + 1.2), layout="constrained")
+    figure = Figure(figsize=(14, 0.28 * len(lines) + 1.2), layout="constrained")
     axes = figure.subplots()
     for place, (_, row) in enumerate(lines):
         spread, goals = _numbers(row.spread), _numbers(row.goal)
@@ -28,7 +28,8 @@ def draw(found: Mapping[str, Sequence[Row]], title: str, file: Path) -> None:
     axes.set_yticks(range(len(lines)), [f"{name}: {row.what.partition(':')[0]} / {row.peer}" for name, row in lines])
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.set(xlabel="ratio; black marks are goals", title=title)
+    axes.set_xlabel("ratio; black marks are goals")
+    figure.suptitle(title)
     figure.savefig(file)
 
 
