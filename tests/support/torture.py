@@ -14,7 +14,7 @@ from support.programs import TINY_MODEL, Programs
 from support.warm import exit_code, start_ranks
 
 from megatron.checkpoint.manifest import check_content, read_manifest
-from megatron.checkpoint.tracker import newest
+from megatron.checkpoint.tracker import LATEST, newest
 from megatron.config.errors import CheckpointError
 
 RANKS = 2
@@ -94,7 +94,7 @@ class Victim:
 
 def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) -> Found:
     """Kill ``victim`` so many times, let it end, and compare its losses with those of the undisturbed ``whole``."""
-    found = Found()
+    found, is_named = Found(), False
     for _ in range(kills):
         instant = INSTANTS[sum(found.kills.values()) % len(INSTANTS)]
         before = _unfinished(victim.checkpoints)
@@ -105,7 +105,8 @@ def torture(victim: Victim, whole: Victim, kills: int, chance: random.Random) ->
         victim.kill(chance.randrange(RANKS), chance.uniform(0, 0.5) if instant == "one rank first" else 0)
         found.kills[instant] += 1
         found.left_unfinished += bool(_unfinished(victim.checkpoints) - before)
-        found.resumed_at.append(_whole_iteration(victim.checkpoints))
+        found.resumed_at.append(_whole_iteration(victim.checkpoints, is_named))
+        is_named = is_named or (victim.checkpoints / LATEST).exists()
         assert found.resumed_at == sorted(found.resumed_at), "a checkpoint was lost"
     victim.wait()
     victim.run()
@@ -144,14 +145,14 @@ def _unfinished(folder: Path) -> set[tuple[str, int]]:
     return found
 
 
-def _whole_iteration(folder: Path) -> int:
+def _whole_iteration(folder: Path, is_named: bool) -> int:
     """The newest checkpoint's, all of whose files are what was saved; 0 where there is none at all.
 
-    A kill may come between the first checkpoint and the file that names it.
+    A kill may come between the first checkpoint and the file that names it; once that ``is_named``, the file stays.
     """
     whole = [path for path in folder.glob("global_step*") if path.suffix != ".partial"]
     try:
-        saved = newest(folder, strict=len(whole) != 1)
+        saved = newest(folder, strict=is_named or len(whole) != 1)
     except CheckpointError as error:
         assert "no checkpoint there" in str(error)
         return 0

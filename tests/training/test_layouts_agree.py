@@ -5,10 +5,10 @@ from support.layouts import LayoutRuns, compare_metrics, compare_runs
 from support.programs import read_metrics
 from support.training import RankTraining
 
-ITERATIONS = 4
+ITERATIONS = 6
 SETTINGS = (
     f"--train-iters {ITERATIONS} --batch-size 2 --global-batch-size 8 --attention-dropout 0 --hidden-dropout 0"
-    " --clip-grad 0.4 --eval-iters 1 --eval-interval 2 --eod-mask-loss"
+    " --clip-grad 0.4 --eval-iters 1 --eval-interval 3 --eod-mask-loss"
 ).split()
 
 LLAMA = (
@@ -143,9 +143,9 @@ def test_layout_agrees_with_one_process(runs: LayoutRuns, runs_in_blocks: Layout
 
 def test_llama_resumes_on_another_layout(runs: LayoutRuns) -> None:
     """From tensor parallel 2 to two pipeline stages after half of the iterations."""
-    saved = runs(2, f"{LLAMA} --model-parallel-size 2 --exit-interval 2")
+    saved = runs(2, f"{LLAMA} --model-parallel-size 2 --exit-interval 3")
     resumed = runs(2, f"{LLAMA} --pipe-parallel-size 2 --load {saved / 'checkpoint'}")
     found = read_metrics(resumed / "metrics")
-    expected = [line for line in read_metrics(runs.on_one_process(LLAMA) / "metrics") if line["iteration"] > 2]
-    assert len(found) == 4
+    expected = [line for line in read_metrics(runs.on_one_process(LLAMA) / "metrics") if line["iteration"] > 3]
+    assert len(found) == 5
     compare_metrics(expected, found)
