@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.measures.operators import Gradients, rows_of, step_of, through_loss
+from benchmarks.measures.operators import Gradients, attend, attention_gradients, rows_of, step_of, through_loss
 from benchmarks.measures.shapes import LlamaShape
+from megatron.parallel.tensor.products import affine, product
 
 aten = torch.ops.aten
 
@@ -84,8 +85,8 @@ class _Kept(NamedTuple):
     """Query [b, n, s, d], key and value [b, g, s, d]."""
     context: Tensor
     """[b, n, s, d]"""
-    sums: Tensor
-    """Logarithms of attention's sums, [b, n, s]."""
+    sums: Tensor | None
+    """Logarithms of attention's sums, [b, n, s], if they are kept."""
     middle: Tensor
     """Between attention and MLP, [t, h]."""
     normed_middle: tuple[Tensor, Tensor]
@@ -99,16 +100,16 @@ def _forward(block: FusedBlock, x: Tensor, rotations: Tensor) -> tuple[Tensor, _
     t, h = x.shape
     s, n, g = len(rotations), block.heads, block.groups
     normed = _norm(block.norm_1, x)
-    columns = (normed[0] @ block.qkv.weight.t()).view(t // s, s, n + 2 * g, h // n)
+    columns = affine(normed[0], block.qkv.weight).view(t // s, s, n + 2 * g, h // n)
     turned = _turned(columns[:, :, : n + g], rotations)
     heads = tuple(part.transpose(1, 2) for part in (*turned.split([n, g], dim=2), columns[:, :, n + g :]))
-    context, sums = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
-    middle = (rows_of(context) @ block.out.weight.t()).add_(x)
+    context, sums = attend(*heads)
+    middle = affine(rows_of(context), block.out.weight).add_(x)
     normed_middle = _norm(block.norm_2, middle)
-    gate_up = normed_middle[0] @ block.gate_up.weight.t()
+    gate_up = affine(normed_middle[0], block.gate_up.weight)
     gate, up = gate_up.chunk(2, dim=1)
     activated = F.silu(gate).mul_(up)
-    output = (activated @ block.down.weight.t()).add_(middle)
+    output = affine(activated, block.down.weight).add_(middle)
     return output, _Kept(x, normed, heads, context, sums, middle, normed_middle, gate_up, activated)
 
 
@@ -123,9 +124,8 @@ def _backward(block: FusedBlock, dy: Tensor, kept: _Kept, rotations: Tensor, gra
     dmiddle = _norm_backward(block.norm_2, dnormed, kept.middle, kept.normed_middle[1], gradients).add_(dy)
     drows = _product_backward(block.out, dmiddle, rows_of(kept.context), gradients)
     b, n, s, d = kept.context.shape
-    tensors = (*(part.float() for part in (*kept.heads, kept.context)), kept.sums)
-    dcontext = drows.view(b, s, n, d).transpose(1, 2).float()
-    dquery, dkey, dvalue = aten._scaled_dot_product_flash_attention_for_cpu_backward(dcontext, *tensors, 0.0, True)
+    dcontext = drows.view(b, s, n, d).transpose(1, 2)
+    dquery, dkey, dvalue = attention_gradients(dcontext, kept.heads, kept.context, kept.sums)
     dturned = torch.cat([dquery, dkey], dim=1).transpose(1, 2)  # [b, s, n + g, d]
     dheads = torch.cat([_turned(dturned, rotations.conj()), dvalue.transpose(1, 2)], dim=2)
     dnormed = _product_backward(block.qkv, dheads.view(b * s, -1).to(dy.dtype), kept.normed[0], gradients)
@@ -139,8 +139,8 @@ def _turned(x: Tensor, rotations: Tensor) -> Tensor:
 
 
 def _product_backward(layer: nn.Linear, dy: Tensor, x: Tensor, gradients: Gradients) -> Tensor:
-    gradients[layer.weight] = dy.t() @ x
-    return dy @ layer.weight
+    gradients[layer.weight] = product(dy.t(), x)
+    return product(dy, layer.weight)
 
 
 def _norm(layer: nn.RMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,13 @@
 
 Forward, backward, gradient norm and fused AdamW of the plain model in ``peers.py``, without autograd, engine and data.
 In bf16 every operator but AdamW is in bf16, gradients are converted once to fp32 and weights once back; the backward
-pass of attention is in fp32, which is faster on a CPU.
+pass of attention is in fp32 where that is faster. Of the libraries that multiply, the faster one is taken, and this
+project's attention by products where it is faster than torch's fused one.
 
 b batch, s sequence, t tokens (b x s), h hidden, n heads, d size of a head, v vocabulary
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,11 @@ from torch import Tensor
 
 from benchmarks.measures.peers import BareBlock, BareGPT2
 from benchmarks.measures.shapes import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
+from megatron.model.bf16_attention import attend_by_products, gradients_by_products
+from megatron.parallel.tensor.products import ONEDNN_IS_FASTER, affine, product
 
 aten = torch.ops.aten
+Heads = tuple[Tensor, Tensor, Tensor]
 Gradients = dict[Tensor, Tensor]
 """By weight. Those of a weight that is used twice are added up."""
 
@@ -86,13 +90,13 @@ def through_loss(normed: Tensor, embedding: Tensor, labels: Tensor) -> tuple[Ten
     One pass over the logits: softmax, in their own precision, in which the loss is taken, too. Its divisor, the number
     of tokens, goes to the products' other sides.
     """
-    probabilities = aten._softmax(normed @ embedding.t(), 1, False)  # [t, v]
+    probabilities = aten._softmax(affine(normed, embedding), 1, False)  # [t, v]
     count = labels.numel()
     label = torch.arange(count), labels.flatten()
     own = probabilities[label]  # [t]
     probabilities[label] = own - 1  # where scatter_ would convert all of bf16 to fp32 and back
     loss = -own.float().log().mean()
-    return loss, (probabilities @ embedding).div_(count), probabilities.t() @ (normed / count)
+    return loss, product(probabilities, embedding).div_(count), product(probabilities.t(), normed / count)
 
 
 class _Kept(NamedTuple):
@@ -105,8 +109,8 @@ class _Kept(NamedTuple):
     """Query, key and value, [3, b, n, s, d]."""
     context: Tensor
     """[b, n, s, d]"""
-    sums: Tensor
-    """Logarithms of attention's sums, [b, n, s]."""
+    sums: Tensor | None
+    """Logarithms of attention's sums, [b, n, s], if they are kept."""
     middle: Tensor
     """Between attention and MLP, [t, h]."""
     normed_middle: tuple[Tensor, Tensor, Tensor]
@@ -119,7 +123,7 @@ def _forward(block: BareBlock, x: Tensor, b: int) -> tuple[Tensor, _Kept]:
     t, h = x.shape
     normed = _norm(block.norm_1, x)
     heads = _linear(block.qkv, normed[0]).view(b, t // b, 3, block.heads, h // block.heads).permute(2, 0, 3, 1, 4)
-    context, sums = aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True)
+    context, sums = attend(*heads)
     middle = _linear(block.out, rows_of(context)).add_(x)
     normed_middle = _norm(block.norm_2, middle)
     up = _linear(block.up, normed_middle[0])
@@ -135,12 +139,26 @@ def _backward(block: BareBlock, dy: Tensor, kept: _Kept, gradients: Gradients) -
     dmiddle = _norm_backward(block.norm_2, dnormed, kept.middle, *kept.normed_middle[1:], gradients).add_(dy)
     rows = _linear_backward(block.out, dmiddle, rows_of(kept.context), gradients)
     b, n, s, d = kept.context.shape
-    dcontext = rows.view(b, s, n, d).transpose(1, 2).float()
-    tensors = (*kept.heads.float(), kept.context.float(), kept.sums)
-    dheads = aten._scaled_dot_product_flash_attention_for_cpu_backward(dcontext, *tensors, 0.0, True)
+    dheads = attention_gradients(rows.view(b, s, n, d).transpose(1, 2), kept.heads, kept.context, kept.sums)
     dqkv = torch.cat([rows_of(of_kind).to(dy.dtype) for of_kind in dheads], dim=1)  # [t, 3h]
     dnormed = _linear_backward(block.qkv, dqkv, kept.normed[0], gradients)
     return _norm_backward(block.norm_1, dnormed, kept.x, *kept.normed[1:], gradients).add_(dmiddle)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Context [b, n, s, d] of query [b, n, s, d], key and value [b, g, s, d]; logarithms of sums, if they are kept."""
+    if query.dtype == torch.bfloat16 and ONEDNN_IS_FASTER:
+        return attend_by_products(query, key, value, True), None
+    context, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
+    return context, sums
+
+
+def attention_gradients(dcontext: Tensor, heads: Sequence[Tensor], context: Tensor, sums: Tensor | None) -> Heads:
+    """Those of query, key and value."""
+    if sums is None:
+        return gradients_by_products(dcontext, *heads, True)
+    tensors = (*(part.float() for part in (*heads, context)), sums)
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(dcontext.float(), *tensors, 0.0, True)
 
 
 def rows_of(heads: Tensor) -> Tensor:
@@ -150,12 +168,12 @@ def rows_of(heads: Tensor) -> Tensor:
 
 
 def _linear(layer: torch.nn.Linear, x: Tensor) -> Tensor:
-    return torch.addmm(layer.bias, x, layer.weight.t())
+    return affine(x, layer.weight, layer.bias)
 
 
 def _linear_backward(layer: torch.nn.Linear, dy: Tensor, x: Tensor, gradients: Gradients) -> Tensor:
-    gradients[layer.weight], gradients[layer.bias] = dy.t() @ x, dy.sum(0)
-    return dy @ layer.weight
+    gradients[layer.weight], gradients[layer.bias] = product(dy.t(), x), dy.sum(0)
+    return product(dy, layer.weight)
 
 
 def _norm(layer: torch.nn.LayerNorm, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.attention_kernel import AttentionKernel, attention_kernel
+from megatron.model.bf16_attention import bf16_attention, is_bf16_on_cpu
 from megatron.model.kernels import adapter, device_facts, head_norm_class, residual_weight, weight
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.packed_attention import attend_in_blocks, attend_varlen, dense_mask, window_mask
@@ -227,8 +228,8 @@ class ParallelSelfAttention(nn.Module):
         if shares and not self._kernel(query, dropout).shares_keys:
             (key, value), shares = _for_each_head(query, key, value), False
         is_causal = mask is None and (self.causal if is_causal is None else is_causal)
-        if mask is None and not dropout and _is_slow_in_bf16(query):
-            return _Bf16Attention.apply(query, key, value, is_causal)
+        if mask is None and not dropout and is_bf16_on_cpu(query):
+            return bf16_attention(query, key, value, is_causal)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, enable_gqa=shares
         )
@@ -254,44 +255,6 @@ class ParallelSelfAttention(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         return F.dropout(scores.softmax(-1).to(value.dtype), dropout) @ value
-
-
-def _is_slow_in_bf16(query: Tensor) -> bool:
-    """Whether the backward pass of torch's kernel takes longer for queries [b, n, s, d] in bf16 than in fp32."""
-    of_cpu = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.size(2) <= _SHORT
-    return of_cpu and query.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
-_SHORT = 256
-"""Tokens up to which it does: by a fifth, and by half for 128 (torch 2.13, with and without AMX)."""
-
-
-class _Bf16Attention(torch.autograd.Function):
-    """torch's fused attention on CPUs, with a backward pass in fp32, which is also more accurate.
-
-    [b, n, s, d], [b, g, s, d] twice -> [b, n, s, d]. A sample at a time, so that little is kept in fp32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        context, logarithms = kernel(query, key, value, 0.0, is_causal)
-        ctx.save_for_backward(query, key, value, context, logarithms)
-        ctx.is_causal = is_causal
-        return context
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        *tensors, logarithms = ctx.saved_tensors
-        gradients = [torch.empty_like(tensor) for tensor in tensors[:3]]
-        for sample in range(grad.size(0)):
-            one = slice(sample, sample + 1)
-            wide = (tensor[one].float() for tensor in (grad, *tensors))
-            found = kernel(*wide, logarithms[one], 0.0, ctx.is_causal)
-            for gradient, of_sample in zip(gradients, found, strict=True):
-                gradient[one] = of_sample
-        return *gradients, None
 
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

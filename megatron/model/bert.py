@@ -29,6 +29,7 @@ from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import first_token
 from megatron.parallel.tensor.layers import all_reduce_gradient, mark_sharded
+from megatron.parallel.tensor.linear import linear
 
 
 class PairHead(nn.Module):
@@ -77,7 +78,7 @@ class ReplicatedLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(output_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias)
 
 
 def bert_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:

@@ -1,6 +1,7 @@
 """Attention against an account of it token by token: windows, documents, the softmax's type, what is recomputed."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import deepspeed
 import pytest
@@ -11,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.model import bf16_attention
 from megatron.model.attention import ParallelSelfAttention
 from megatron.model.gpt2 import GPT2Model
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
@@ -196,22 +198,48 @@ def test_gradients_of_bf16_are_those_of_torch(run_ranks, groups: int, tokens: in
         assert ours <= 1.01 * of_torch < 0.01
 
 
-def errors_of_bf16(groups: int, tokens: int) -> list[tuple[float, float]]:
-    """Of query, key and value: the distances from the gradient in fp64, relative, of ours and of torch's in bf16."""
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [64, 320])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_in_bf16_by_products(run_ranks, groups: int, tokens: int, causal: bool) -> None:
+    """As near to fp64 as bf16 is: its numbers are 1/256 apart."""
+    (errors,) = run_ranks(1, errors_of_bf16, groups, tokens, causal, True)
+    for ours, of_torch in errors:
+        assert ours < max(0.006, of_torch)
+
+
+def test_lengths_that_are_not_for_products_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN compiles kernels for each length, and documents have any."""
+    monkeypatch.setattr(bf16_attention, "ONEDNN_IS_FASTER", True)
+    called = []
+    monkeypatch.setattr(bf16_attention, "attend_by_products", lambda *tensors: called.append(tensors) or tensors[0])
+    for tokens, of_keys in ((64, 64), (65, 65), (2048, 2048), (64, 128)):
+        query, key = (torch.randn(1, 2, length, 16).bfloat16() for length in (tokens, of_keys))
+        bf16_attention.bf16_attention(query, key, key, True)
+    assert len(called) == 1
+
+
+def errors_of_bf16(
+    groups: int, tokens: int, causal: bool = True, by_products: bool = False
+) -> list[tuple[float, float]]:
+    """Of context, query, key and value: the distances from the gradient in fp64, of ours and of torch's in bf16."""
     config = replace(CONFIG, num_query_groups=groups)
-    core, generator = _attention(config)._core, torch.Generator().manual_seed(5)
+    attention, generator = _attention(config), torch.Generator().manual_seed(5)
     draws = [torch.randn(3, heads, tokens, 16, generator=generator) for heads in (HEADS, HEADS, groups, groups)]
     grad, *tensors = (draw.bfloat16() for draw in draws)
 
     def gradients(attend, dtype: torch.dtype) -> list[Tensor]:
         leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in tensors]
-        attend(*leaves).backward(grad.to(dtype))
-        return [leaf.grad.double() for leaf in leaves]
+        context = attend(*leaves)
+        context.backward(grad.to(dtype))
+        return [context.detach().double(), *(leaf.grad.double() for leaf in leaves)]
 
     def of_torch(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
 
     exact = gradients(of_torch, torch.float64)
-    ways = gradients(core, torch.bfloat16), gradients(of_torch, torch.bfloat16)
+    with patch.object(bf16_attention, "ONEDNN_IS_FASTER", by_products):
+        ours = gradients(lambda *heads: attention._compute(*heads, None, 0.0, causal), torch.bfloat16)
+    ways = ours, gradients(of_torch, torch.bfloat16)
     found = [[((g - e).norm() / e.norm()).item() for g, e in zip(way, exact, strict=True)] for way in ways]
     return list(zip(*found, strict=True))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from megatron.parallel.tensor.deferred import open_products
 from megatron.parallel.tensor.mappings import all_gather, async_all_gather, async_all_reduce, async_reduce_scatter
+from megatron.parallel.tensor.products import affine, is_for_onednn, product
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of x, weight and bias."""
@@ -42,12 +43,14 @@ def linear(
     """
     if group is None or group.size() == 1:
         group = sequence_dim = None
+    by_onednn = is_for_onednn(x, weight)
     if torch.compiler.is_compiling():
-        if group is None:
+        if group is None and not by_onednn:
             return F.linear(x, weight, bias)
-        return _linear_operator(x, weight, bias, group.group_name, sequence_dim)
+        return _linear_operator(x, weight, bias, group.group_name if group is not None else "", sequence_dim)
     if (
-        group is not None
+        by_onednn
+        or group is not None
         or getattr(weight, "accumulates_in_place", False)
         or getattr(weight, "deferred_products", None)
     ):
@@ -85,7 +88,7 @@ def _forward(
 ) -> Tensor:
     if group is not None and sequence_dim is not None:
         x = all_gather(x, group, sequence_dim)
-    return F.linear(x, weight, bias)
+    return affine(x, weight, bias)
 
 
 def _backward(
@@ -109,7 +112,7 @@ def _backward(
     if x is not None and group is not None and sequence_dim is not None:
         gathered = async_all_gather(x, group, sequence_dim)
     if needed[0]:
-        summed = _async_sum((rows @ weight).view(*grad.shape[:-1], -1), group, sequence_dim)
+        summed = _async_sum(product(rows, weight).view(*grad.shape[:-1], -1), group, sequence_dim)
     if gathered is not None:
         x, gathered = gathered(), None
     if x is not None:
@@ -138,13 +141,16 @@ def _start_product(
 def _weight_gradient(rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
     """rows [r, o], x [r, i] -> [o, i]; None if it was added to ``weight.grad``."""
     if not getattr(weight, "accumulates_in_place", False) or weight.grad is None:
-        return rows.t() @ x
-    weight.grad.addmm_(rows.t(), x)
+        return product(rows.t(), x)
+    if is_for_onednn(rows.t(), x.t()):
+        weight.grad += product(rows.t(), x)
+    else:
+        weight.grad.addmm_(rows.t(), x)
     return None
 
 
-def _group(name: str) -> ProcessGroup:
-    return _resolve_process_group(GroupName(name))
+def _group(name: str) -> ProcessGroup | None:
+    return None if not name else _resolve_process_group(GroupName(name))
 
 
 # ``_Linear`` as an operator that the compiler does not look into: it supports no asynchronous collectives, and keeps
@@ -160,7 +166,7 @@ def _linear_operator(x: Tensor, weight: Tensor, bias: Tensor | None, group: str,
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, sequence_dim: int | None) -> Tensor:
     shape = [*x.shape[:-1], weight.size(0)]
     if sequence_dim is not None:
-        shape[sequence_dim] *= _group(group).size()
+        shape[sequence_dim] *= _resolve_process_group(GroupName(group)).size()
     return x.new_empty(shape)
 
 
@@ -178,7 +184,7 @@ def _gradient_shapes(
 ) -> list[Tensor]:
     shape = [*grad.shape[:-1], weight.size(1)]
     if sequence_dim is not None:
-        shape[sequence_dim] //= _group(group).size()
+        shape[sequence_dim] //= _resolve_process_group(GroupName(group)).size()
     shapes = (shape, weight.shape, weight.shape[:1])
     return [grad.new_empty(one) for one, is_needed in zip(shapes, needed, strict=True) if is_needed]
 

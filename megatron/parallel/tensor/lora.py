@@ -80,7 +80,7 @@ class ColumnParallelAdapter(_Adapter):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = F.linear(self.drop(x), self.A) * self.settings.scale
+        inner = linear(self.drop(x), self.A) * self.settings.scale
         return linear(inner, self.B.flatten(0, -2), None, self.group, self.sequence_dim)
 
 
@@ -109,7 +109,7 @@ class RowParallelAdapter(_Adapter):
         inner = linear(self.drop(x), self.A) * self.settings.scale
         if self.group.size() > 1:
             inner = reduce_output(inner, self.group, self.sequence_dim)
-        return F.linear(inner, self.B)
+        return linear(inner, self.B)
 
 
 def _draw(init: WeightInit, rank: int, inputs: int) -> Tensor:

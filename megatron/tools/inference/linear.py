@@ -7,14 +7,14 @@ i inputs, o outputs
 """
 
 import sys
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+from megatron.parallel.tensor.products import HAS_ONEDNN, ONEDNN_IS_FASTER
+
 _LARGE = 1 << 19
 """Elements of a weight from which on it does not stay in the processor's caches from step to step."""
 _FEW = 64
@@ -48,7 +48,7 @@ def packed_rows(weight: Tensor) -> range:
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or not HAS_ONEDNN:
         return range(0)
     is_large = weight.numel() >= _LARGE
-    if _is_by_amd():
+    if ONEDNN_IS_FASTER:
         return range(1 if is_large else 2, sys.maxsize)
     return range(3, _FEW + 1) if is_large else range(0)
 
@@ -58,10 +58,3 @@ def stored_by_inputs(weight: Tensor) -> Tensor:
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return weight
     return weight.flatten(0, -2).t().contiguous().t().unflatten(0, weight.shape[:-1])
-
-
-@cache
-def _is_by_amd() -> bool:
-    """Whether the processor is, as far as the kernel says."""
-    facts = Path("/proc/cpuinfo")
-    return facts.exists() and "AuthenticAMD" in facts.read_text()

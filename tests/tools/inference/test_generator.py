@@ -23,8 +23,8 @@ def greedy_with_ours(path: Path, length: int) -> dict[str, Any]:
     limits = StoppingCriteria(context=128, new_tokens=length)
     with pytest.MonkeyPatch.context() as patch, _generator(path) as kept, _generator(path, use_cache=False) as anew:
         packed = []
-        for is_by_amd in (False, True):
-            patch.setattr(linear, "_is_by_amd", lambda is_by_amd=is_by_amd: is_by_amd)
+        for is_faster in (False, True):
+            patch.setattr(linear, "ONEDNN_IS_FASTER", is_faster)
             patch.setattr(linear, "_LARGE", 0)
             with _generator(path) as packing:
                 packed.append(_tokens(packing.complete(PROMPTS, greedy, limits)))
