@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,7 +28,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from xxhash import xxh3_128
 
-from benchmarks.comparing import Comparison, Quantity, Result, Times, alternate
+from benchmarks.comparing import Comparison, Quantity, Result, Seconds, Times, alternate, timed
 from benchmarks.measures.peers import Shape
 from benchmarks.measures.snapshots import of_snapshots
 from benchmarks.measures.suite import run_of
@@ -78,22 +79,19 @@ def _of_files(engine: Any, folder: Path, rounds: int) -> list[Comparison]:
     place = _Files(path, state, {name: tensor.contiguous() for name, tensor in tensors.items()})
     place.write_suite()
     place.content = path.read_bytes()
-    place.other.write_bytes(b"")
     size = len(place.content)
-    written = alternate(
-        {
-            "suite": place.write_suite,
-            "raw bytes and fsync": place.write_raw,
-            HASHES: place.write_hashed,
-            "safetensors and fsync": place.write_safetensors,
-            "torch.save and fsync": place.write_torch,
-            "torch.save alone, without a disk": lambda: torch.save(state, _Nowhere()),
-            "SHA-256 alone": lambda: hashlib.sha256(place.content),
-            "CRC-32 alone": lambda: zlib.crc32(place.content),
-        },
-        rounds,
-        settle=os.sync,
-    )
+    writers: dict[str, Callable[[], Any]] = {
+        "suite": place.write_suite,
+        "raw bytes and fsync": place.write_raw,
+        HASHES: place.write_hashed,
+        "safetensors and fsync": place.write_safetensors,
+        "torch.save and fsync": place.write_torch,
+        "torch.save alone, without a disk": lambda: torch.save(state, _Nowhere()),
+        "SHA-256 alone": lambda: hashlib.sha256(place.content),
+        "CRC-32 alone": lambda: zlib.crc32(place.content),
+    }
+    written = alternate({name: partial(place.time, write) for name, write in writers.items()}, rounds)
+    place.clear()
     place.write_suite()
     place.write_safetensors()
     readers = {
@@ -123,19 +121,25 @@ class _Files:
         self.other = path.with_suffix(".safetensors")
         self.into = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
 
-    def write_suite(self) -> None:
+    def clear(self) -> None:
+        """Delete what was written."""
         for file in self.path.parent.glob("*"):
             file.unlink()
+
+    def time(self, write: Callable[[], Any]) -> Seconds:
+        """What ``write`` takes in an empty folder, as a save has it."""
+        self.clear()
+        return timed(write, settle=os.sync)
+
+    def write_suite(self) -> None:
         write_manifest(self.path.parent, {self.path.name: write_file(self.path, self.state)})
 
     def write_raw(self) -> None:
-        self.path.unlink()
         self.path.write_bytes(self.content)
         sync(self.path)
 
     def write_hashed(self) -> None:
         """Every checksum of a save, and its bytes: SHA-256 in one thread, CRC-32 and xxHash in the one that writes."""
-        self.path.unlink()
         whole, check, digest = memoryview(self.content), 0, xxh3_128()
         with ThreadPoolExecutor(1) as thread, open(self.path, "wb", buffering=0) as file:
             sha256 = thread.submit(hashlib.sha256, whole)
@@ -148,12 +152,10 @@ class _Files:
             sha256.result()
 
     def write_safetensors(self) -> None:
-        self.other.unlink(missing_ok=True)
         save_file(self.tensors, self.other)
         sync(self.other)
 
     def write_torch(self) -> None:
-        self.path.unlink()
         torch.save(self.state, self.path)
         sync(self.path)
 
