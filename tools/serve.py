@@ -56,12 +56,19 @@ def main() -> None:
     prepare_environment(os.environ)
     import_backend("deepspeed")
 
+    import torch
+
     from megatron.tools.inference.generator import TextGenerator
     from megatron.tools.inference.model import opened_model
     from megatron.tools.serving.app import build_app, serve, serve_worker
     from megatron.tools.serving.request_queue import RequestQueue
     from megatron.tools.serving.scheduler import RankBroadcast, RequestBatch
 
+    threads = torch.get_num_threads()
+    if listener is not None:
+        # Another thread generates. GNU's OpenMP lets all threads sleep after each operator, which doubles the time of
+        # a token, once more of them exist than cores: two for each core, if this thread had some as well.
+        torch.set_num_threads(1)
     with opened_model(source, ranks, args.dtype) as model:
         batch = RequestBatch(TextGenerator(model, source.tokenizer), args.max_batch_size)
         rank_broadcast = RankBroadcast(model.tensor_group)
@@ -78,7 +85,8 @@ def main() -> None:
                 file=sys.stderr,
             )
         print(f"{service.model} at {listen(listener)}", flush=True)
-        serve(build_app(service, queue), listener, queue, batch, rank_broadcast, grace=args.grace_seconds)
+        app = build_app(service, queue)
+        serve(app, listener, queue, batch, rank_broadcast, grace=args.grace_seconds, threads=threads)
 
 
 def _service(args: argparse.Namespace, source: Source, key: str | None, *, local_only: bool) -> "Service":

@@ -1,15 +1,13 @@
 """Continuous batching: completions of several requests, computed together, that join and leave between tokens."""
 
 from collections.abc import Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from megatron.tokenizer import Tokenizer
-from megatron.tools.inference.decoding import Sampling, choose, sample_generator
+from megatron.tools.inference.decoding import Row, Sampling, choose, sample_generator
 from megatron.tools.inference.detokenizer import Detokenizer
 from megatron.tools.inference.model import NOT_FINITE, DecodingBatch, LanguageModel
 from megatron.tools.inference.prompts import StoppingCriteria
@@ -58,7 +56,7 @@ class Writer:
     request: Hashable = None
     """The request that it belongs to."""
     sampling: Sampling = Sampling()
-    generator: torch.Generator = field(default_factory=torch.Generator)
+    generator: np.random.Generator = field(default_factory=np.random.default_rng)
     """Random numbers for sampling."""
 
     def take(self, token: int, eod: int) -> Piece:
@@ -89,7 +87,6 @@ class ContinuousBatch:
         self._model, self._tokenizer, self._use_cache = model, tokenizer, use_cache
         self._groups: list[_Group] = []
         """The first holds everything that can be cached; others are computed by themselves."""
-        self._threads = ThreadPoolExecutor(torch.get_num_threads(), "choose")
 
     def __len__(self) -> int:
         """Number of completions in progress."""
@@ -118,7 +115,7 @@ class ContinuousBatch:
             batch.select(rows)
         group = next((group for group in self._groups if group.batch.can_join(batch)), None)
         if group is None:
-            self._groups.append(_Group(batch, writers, self._threads))
+            self._groups.append(_Group(batch, writers))
         else:
             group.batch.join(batch)
             group.writers += writers
@@ -160,8 +157,6 @@ class _Group:
     batch: DecodingBatch
     writers: list[Writer]
     """One for each row."""
-    threads: ThreadPoolExecutor
-    """For choosing the tokens of several rows at a time."""
     chosen: list[int] = field(default_factory=list)
     """The tokens of the rows that are not computed yet."""
 
@@ -205,14 +200,8 @@ class _Group:
         if logits is None:
             return best
         rows = [row for row, needed in enumerate(needs_logits) if needed]
-        # Most of the time is for drawing a random number for each token of the vocabulary.
-        mapped = self.threads.map if min(len(rows), torch.get_num_threads()) > 1 else map
-        chosen = dict(zip(rows, mapped(self._chosen, [logits[row] for row in rows], rows), strict=True))
+        drawing = [
+            Row(self.writers[row].sampling, self.writers[row].generator, self.batch.sequences[row]) for row in rows
+        ]
+        chosen = dict(zip(rows, choose(logits[rows], drawing), strict=True))
         return [chosen[row] if row in chosen else best[row] for row in range(len(self.writers))]
-
-    def _chosen(self, logits: Tensor, row: int) -> int:
-        writer = self.writers[row]
-        try:
-            return choose(logits, writer.sampling, writer.generator, self.batch.sequences[row])
-        except FloatingPointError:
-            return NOT_FINITE

@@ -7,12 +7,13 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.tools.inference.model import LanguageModel
+from megatron.tools.inference.model import NOT_FINITE, LanguageModel
 from megatron.tools.inference.text_to_text import decoding_batch
 
 _LEAST_TEMPERATURE = 1e-30
@@ -39,39 +40,47 @@ class Sampling:
         return self.greedy and self.repetition_penalty == 1.0
 
 
-def sample_generator(seed: int, prompt: Sequence[int], sample: int) -> torch.Generator:
+def sample_generator(seed: int, prompt: Sequence[int], sample: int) -> np.random.Generator:
     """The random generator of one sample, which does not depend on the rest of the batch."""
     digest = hashlib.sha256(repr((seed, sample, list(prompt))).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return np.random.default_rng(int.from_bytes(digest[:8], "little"))
 
 
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator, seen: Sequence[int] = ()) -> int:
-    """Choose a token by logits [v] on the CPU, which are not modified, for a sequence that has the tokens ``seen``.
+class Row(NamedTuple):
+    """What the next token of a sequence depends on besides its logits."""
 
-    Raises FloatingPointError if the logits are not finite.
-    """
-    logits = penalized(logits, seen, sampling.repetition_penalty)
-    if sampling.greedy:
-        best = int(logits.numpy().argmax())  # several times as fast as torch's; the first NaN, if there is one
-        if not logits[best].isfinite():
-            raise FloatingPointError("the model's logits are not finite")
-        return best
-    if sampling.temperature != 1:
-        # By numpy, in this thread: for many tokens torch would start others, and rows are chosen at a time already.
-        logits = torch.from_numpy(logits.numpy() / np.float32(max(sampling.temperature, _LEAST_TEMPERATURE)))
-    if not 0 < sampling.top_k < logits.numel():
-        return _draw(_nucleus(_probabilities(logits), sampling.top_p), generator)
+    sampling: Sampling
+    generator: np.random.Generator
+    seen: Sequence[int] = ()
+    """The tokens that the sequence has."""
+
+
+def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+    """The next token of each row, by logits [b, v] on the CPU, which are not modified; NOT_FINITE if its are not."""
+    scores = [_scores(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)]
+    size = logits.size(1)
+    from_all = [n for n, row in enumerate(rows) if not row.sampling.greedy and not 0 < row.sampling.top_k < size]
+    tokens = {}
+    if from_all:
+        of_rows = torch.stack([scores[n] for n in from_all])
+        tokens = dict(zip(from_all, _draw(of_rows.softmax(-1), [rows[n] for n in from_all]), strict=True))
+    return [tokens[n] if n in tokens else _choose_one(scores[n], row) for n, row in enumerate(rows)]
+
+
+def _scores(logits: Tensor, row: Row) -> Tensor:
+    """Logits [v] after the repetition penalty and the temperature."""
+    scores, temperature = penalized(logits, row.seen, row.sampling.repetition_penalty), row.sampling.temperature
+    return scores if row.sampling.greedy or temperature == 1 else scores / max(temperature, _LEAST_TEMPERATURE)
+
+
+def _choose_one(scores: Tensor, row: Row) -> int:
+    if row.sampling.greedy:
+        best = int(scores.numpy().argmax())  # several times as fast as torch's; the first NaN, if there is one
+        return best if scores[best].isfinite() else NOT_FINITE
     # In the order of the vocabulary, so that rounding errors do not give random numbers to other tokens.
-    index = logits.topk(sampling.top_k, sorted=False).indices.sort().values
-    return int(index[_draw(_nucleus(_probabilities(logits[index]), sampling.top_p), generator)])
-
-
-def _probabilities(logits: Tensor) -> Tensor:
-    """Softmax [v]. Raises FloatingPointError if the logits are not finite: then it is NaN everywhere."""
-    probabilities = logits.softmax(-1)
-    if math.isnan(probabilities[0]):
-        raise FloatingPointError("the model's logits are not finite")
-    return probabilities
+    index = scores.topk(row.sampling.top_k, sorted=False).indices.sort().values
+    (drawn,) = _draw(scores[index].softmax(-1).unsqueeze(0), [row])
+    return drawn if drawn == NOT_FINITE else int(index[drawn])
 
 
 _LIKELY = 256
@@ -80,8 +89,6 @@ _LIKELY = 256
 
 def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     """Probabilities [v], 0 for all but the most likely tokens that total ``top_p``."""
-    if not 0 < top_p < 1:
-        return probabilities
     values, index = probabilities.topk(min(_LIKELY, probabilities.numel()))
     if values.sum() <= top_p:
         values, index = probabilities.sort(descending=True)
@@ -89,16 +96,21 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(probabilities).index_copy_(0, index[within], values[within])
 
 
-def _draw(probabilities: Tensor, generator: torch.Generator) -> int:
-    """A random index, with probabilities [v] that need not total 1.
+def _draw(probabilities: Tensor, rows: Sequence[Row]) -> list[int]:
+    """A random index of each row, with probabilities [b, v] that need not total 1; NOT_FINITE where they are NaN.
 
     The index with the least exponential random number of that rate: an error in the last bits of a probability changes
     the index only if two numbers are equal but for these bits. (A number within the sum of probabilities would move
-    with the errors of all.) As ``torch.multinomial`` does it, in a third of its time.
+    with the errors of all.) As ``torch.multinomial`` does it, in a fraction of its time.
     """
-    uniform = torch.rand(len(probabilities), generator=generator, dtype=torch.float64).numpy()
-    with np.errstate(divide="ignore"):
-        return int(np.divide(np.log(uniform, out=uniform), probabilities.numpy(), out=uniform).argmax())
+    numbers, are_finite = np.empty(probabilities.shape), [not math.isnan(first) for first in probabilities[:, 0]]
+    for row, of_row, own in zip(rows, probabilities, numbers, strict=True):
+        if 0 < row.sampling.top_p < 1:
+            of_row.copy_(_nucleus(of_row, row.sampling.top_p))
+        row.generator.random(out=own)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        drawn = np.divide(np.log(numbers, out=numbers), probabilities.numpy(), out=numbers).argmax(1).tolist()
+    return [index if is_finite else NOT_FINITE for index, is_finite in zip(drawn, are_finite, strict=True)]
 
 
 def penalized(scores: Tensor, seen: Sequence[int], penalty: float) -> Tensor:

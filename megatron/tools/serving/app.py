@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -198,8 +199,11 @@ def serve(
     ranks: RankBroadcast,
     *,
     grace: float,
+    threads: int,
 ) -> None:
     """Answer on ``listener`` until SIGTERM or SIGINT, then finish open requests for at most ``grace`` seconds.
+
+    A thread generates, with ``threads`` of torch's.
 
     Raises the error that ended the generator's thread, if that ended first.
     """
@@ -216,7 +220,12 @@ def serve(
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # uvicorn handles them, and raises them again after its shutdown
-    generator = _GeneratorThread(lambda: run_driver(queue, batch, ranks))
+
+    def generate() -> None:
+        torch.set_num_threads(threads)
+        run_driver(queue, batch, ranks)
+
+    generator = _GeneratorThread(generate)
     _Server(config, queue, generator, grace).run([listener])
     if generator.error:
         raise generator.error

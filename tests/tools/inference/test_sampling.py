@@ -1,16 +1,18 @@
 """How a token is chosen from logits."""
 
+import numpy as np
 import pytest
 import torch
 
-from megatron.tools.inference.decoding import Sampling, _nucleus, choose, penalized, sample_generator
+from megatron.tools.inference.decoding import Row, Sampling, _nucleus, choose, penalized, sample_generator
+from megatron.tools.inference.model import NOT_FINITE
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 
 
 def _chosen(sampling: Sampling, draws: int = 400, seen: tuple[int, ...] = ()) -> set[int]:
-    generator = torch.Generator().manual_seed(0)
-    return {choose(LOGITS, sampling, generator, seen) for _ in range(draws)}
+    rows = [Row(sampling, np.random.default_rng(0), seen)] * draws
+    return set(choose(LOGITS.expand(draws, -1), rows))
 
 
 def test_top_k_and_top_p():
@@ -24,8 +26,8 @@ def test_top_k_and_top_p():
 
 
 def test_frequencies_are_the_probabilities():
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.tensor([choose(LOGITS, Sampling(), generator) for _ in range(4000)])
+    row = Row(Sampling(), np.random.default_rng(0))
+    draws = torch.tensor(choose(LOGITS.expand(4000, -1), [row] * 4000))
     shares = torch.bincount(draws, minlength=5) / 4000
     torch.testing.assert_close(shares, LOGITS.softmax(0), atol=0.03, rtol=0)
 
@@ -39,16 +41,33 @@ def test_the_most_likely_tokens_of_a_large_vocabulary(spread: float):
     assert expected.count_nonzero() in {0.0: range(899, 903), 1.0: range(300, 700), 20.0: range(1, 20)}[spread]
     kept = _nucleus(probabilities, 0.9)
     assert kept.count_nonzero() == expected.count_nonzero() and (spread == 0 or kept.equal(expected))
-    assert _nucleus(probabilities, 1.0) is probabilities
+
+
+SETTINGS = [{}, {"top_p": 0.9}, {"top_k": 2}, {"top_k": 2, "top_p": 0.9}, {"greedy": True}, {"repetition_penalty": 1.3}]
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
-@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"top_k": 2}, {"top_k": 2, "top_p": 0.9}, {"greedy": True}])
-def test_logits_that_are_not_finite_are_an_error(settings: dict, wrong: float):
-    logits = LOGITS.clone()
-    logits[3] = wrong
-    with pytest.raises(FloatingPointError, match="not finite"):
-        choose(logits, Sampling(**settings), torch.Generator())
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_logits_that_are_not_finite_are_known(settings: dict, wrong: float):
+    """And do no harm to other rows."""
+    logits = torch.stack([LOGITS, LOGITS])
+    logits[0, 3] = wrong
+    rows = [Row(Sampling(**settings), np.random.default_rng(0), (1,)) for _ in range(2)]
+    bad, good = choose(logits, rows)
+    assert bad == NOT_FINITE and good in range(5)
+
+
+def test_a_token_does_not_depend_on_other_rows():
+    """Each row has its own parameters, random numbers and tokens before."""
+    logits = torch.randn(2 * len(SETTINGS), 1000, generator=torch.Generator().manual_seed(1))
+    every = [Sampling(**settings, temperature=0.8) for settings in SETTINGS for _ in range(2)]
+
+    def rows() -> list[Row]:
+        return [Row(each, np.random.default_rng(n), range(n)) for n, each in enumerate(every)]
+
+    alone = [choose(logits[n : n + 1], [row])[0] for n, row in enumerate(rows())]
+    before = logits.clone()
+    assert choose(logits, rows()) == alone and logits.equal(before)
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-320, 1e-7, 1e300])
@@ -65,5 +84,5 @@ def test_repetition_penalty():
 @pytest.mark.parametrize("other", [(2, [5, 6], 0), (1, [5, 7], 0), (1, [5, 6], 1)], ids=["seed", "prompt", "sample"])
 def test_random_numbers_depend_on_seed_prompt_and_sample(other):
     first, again, another = (sample_generator(*key) for key in ((1, [5, 6], 0), (1, [5, 6], 0), other))
-    drawn = [torch.rand(4, generator=stream).tolist() for stream in (first, again, another)]
+    drawn = [stream.random(4).tolist() for stream in (first, again, another)]
     assert drawn[0] == drawn[1] != drawn[2]
