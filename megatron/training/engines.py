@@ -54,6 +54,7 @@ from megatron.parallel.deepspeed_compat.gradients import (
     reduce_to_owners,
 )
 from megatron.parallel.deepspeed_compat.schedules import scheduled_pipeline_engine
+from megatron.parallel.deepspeed_compat.sends import send_without_waiting
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook, schedule_of
@@ -118,6 +119,8 @@ def build_engine(run: RunConfig, layout: ParallelLayout) -> DeepSpeedEngine:
     start_backward_timers_once(engine)
     if architecture_of(run.model).is_encoder_decoder and not run.parallel.uses_scheduled_engine:
         differentiate_outputs_together(engine)
+    if run.parallel.uses_pipeline and not (run.parallel.uses_scheduled_engine or run.parallel.uses_dualpipev):
+        send_without_waiting(engine)
     continue_without_reports(engine)
     engine.coalesces_grad_reduction = run.coalesces_grad_reduction
     engine.routers = routers(module)
