@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.measures.peers import BareBlock, BareGPT2
 from benchmarks.measures.shapes import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
 from megatron.model.bf16_attention import attend_by_products, gradients_by_products
-from megatron.parallel.tensor.products import ONEDNN_IS_FASTER, affine, product
+from megatron.parallel.tensor.products import ONEDNN_HAS_BF16, affine, product
 
 aten = torch.ops.aten
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -147,7 +147,7 @@ def _backward(block: BareBlock, dy: Tensor, kept: _Kept, gradients: Gradients) -
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
     """Context [b, n, s, d] of query [b, n, s, d], key and value [b, g, s, d]; logarithms of sums, if they are kept."""
-    if query.dtype == torch.bfloat16 and ONEDNN_IS_FASTER:
+    if query.dtype == torch.bfloat16 and ONEDNN_HAS_BF16:
         return attend_by_products(query, key, value, True), None
     context, sums = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
     return context, sums

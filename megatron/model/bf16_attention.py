@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron.parallel.tensor.products import ONEDNN_IS_FASTER
+from megatron.parallel.tensor.products import ONEDNN_HAS_BF16
 
 _SHORT = 256
 """Tokens up to which the backward pass of torch's kernel takes longer in bf16 than in fp32: by a fifth, and by half for
@@ -22,14 +22,14 @@ _ROWS, _SCORES = 128, 1 << 20
 
 
 def is_bf16_on_cpu(query: Tensor) -> bool:
-    """Whether ``bf16_attention`` is for it."""
+    """Whether ``bf16_attention`` is for it, which the compiler cannot look into."""
     return query.device.type == "cpu" and query.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
 
 
 def bf16_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
     """[b, n, s, d], [b, g, s, d] twice -> [b, n, s, d]."""
     length = query.size(2)
-    if ONEDNN_IS_FASTER and length == key.size(2) <= _LONG and length % _MULTIPLE == 0:
+    if ONEDNN_HAS_BF16 and 0 < length == key.size(2) <= _LONG and length % _MULTIPLE == 0:
         return _ByProducts.apply(query, key, value, is_causal)
     if length <= _SHORT and query.requires_grad and torch.is_grad_enabled():
         return _BackwardInFp32.apply(query, key, value, is_causal)

@@ -12,7 +12,7 @@ from support.fuzzing import NUMBERS, TEXTS, VALUES, altered, damaged
 
 from megatron.config.errors import DataError
 from megatron.tools.inference.continuous_batch import Piece
-from megatron.tools.inference.decoding import Sampling, choose, sample_generator
+from megatron.tools.inference.decoding import Row, Sampling, choose, sample_generator
 from megatron.tools.serving.app import Service, build_app
 from megatron.tools.serving.request import RequestLimits
 from megatron.tools.serving.request_queue import RequestQueue
@@ -93,7 +93,8 @@ class Chosen:
         self._pieces[number] = []
         for prompt, tokens in enumerate(request.prompts):
             for logits in (torch.zeros(10), torch.linspace(-1e4, 1e4, 10)):
-                token = choose(logits, sampling, sample_generator(sampling.seed, tokens, 0), tokens)
+                row = Row(sampling, sample_generator(sampling.seed, tokens, 0), tokens)
+                (token,) = choose(logits.unsqueeze(0), [row])
                 self._pieces[number].append(Piece(prompt, 0, token, "x"))
 
     def leave(self, number):

@@ -210,7 +210,7 @@ def test_attention_in_bf16_by_products(run_ranks, groups: int, tokens: int, caus
 
 def test_lengths_that_are_not_for_products_go_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN compiles kernels for each length, and documents have any."""
-    monkeypatch.setattr(bf16_attention, "ONEDNN_IS_FASTER", True)
+    monkeypatch.setattr(bf16_attention, "ONEDNN_HAS_BF16", True)
     called = []
     monkeypatch.setattr(bf16_attention, "attend_by_products", lambda *tensors: called.append(tensors) or tensors[0])
     for tokens, of_keys in ((64, 64), (65, 65), (2048, 2048), (64, 128)):
@@ -238,7 +238,7 @@ def errors_of_bf16(
         return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=True)
 
     exact = gradients(of_torch, torch.float64)
-    with patch.object(bf16_attention, "ONEDNN_IS_FASTER", by_products):
+    with patch.object(bf16_attention, "ONEDNN_HAS_BF16", by_products):
         ours = gradients(lambda *heads: attention._compute(*heads, None, 0.0, causal), torch.bfloat16)
     ways = ours, gradients(of_torch, torch.bfloat16)
     found = [[((g - e).norm() / e.norm()).item() for g, e in zip(way, exact, strict=True)] for way in ways]

@@ -38,6 +38,16 @@ def test_micro_batches_add_up_in_place(bias: bool):
     assert [gradient is not None for gradient in seen] == [True, False, False]
 
 
+def test_hooks_of_a_weight_receive_every_gradient():
+    """Such as the sum over the ranks that have shards of the sequence: with them nothing is added in place."""
+    weight, seen = nn.Parameter(torch.randn(3, 5)), list[torch.Tensor]()
+    weight.register_hook(seen.append)
+    accumulate_in_place(weight)
+    for _ in range(2):
+        linear(torch.ones(2, 5), weight).sum().backward()
+    assert [gradient.tolist() for gradient in seen] == [[[2.0] * 5] * 3] * 2
+
+
 def test_products_that_are_put_off_give_the_same_gradients():
     """Of several micro-batches, with the gradients of inputs and biases at once, and hooks of the weights."""
     torch.manual_seed(1)

@@ -4,6 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from deepspeed.profiling.flops_profiler import profiler
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -56,17 +57,28 @@ def test_a_product_in_any_order(called: list, x: Tensor, y: Tensor) -> None:
 
 
 @needs_onednn
-def test_blocks_of_a_tall_transposed_matrix(called: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_transposed_matrix(called: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the gradient of an output projection has it: one row for each token of the vocabulary."""
-    monkeypatch.setattr(products, "_TALL", 50)
-    monkeypatch.setattr(products, "_BLOCK", 16)
+    monkeypatch.setattr(products, "_BLOCK", 16 * INPUTS)
     x, y = _draw(INPUTS, 50).t(), _draw(INPUTS, OUTPUTS)
-    assert_close(product(x, y), (x.double() @ y.double()).float())
+    expected = (x.double() @ y.double()).float()
+    assert_close(product(x, y), expected)
     assert called == [(16, INPUTS)] * 3 + [(2, INPUTS)]
+    total = torch.ones_like(expected)
+    products.add_product(total, x, y)
+    assert_close(total, expected + 1)
+    assert called == ([(16, INPUTS)] * 3 + [(2, INPUTS)]) * 2
     called.clear()
-    product(x.contiguous(), y)
-    product(x[:49], y)
+    assert_close(product(x.contiguous(), y), expected)
+    assert_close(product(x[:16], y), expected[:16])
     assert len(called) == 2
+
+
+@needs_onednn
+def test_a_bias_that_is_not_contiguous(called: list) -> None:
+    x, weight, bias = _draw(ROWS, INPUTS), _draw(OUTPUTS, INPUTS), _draw(2 * OUTPUTS)[::2]
+    assert_close(affine(x, weight, bias), F.linear(x, weight, bias))
+    assert called
 
 
 @needs_onednn
@@ -122,6 +134,11 @@ def test_only_what_is_large_in_fp32_is_for_onednn(monkeypatch: pytest.MonkeyPatc
     assert not products.is_for_onednn(x[:8], weight)
     assert not products.is_for_onednn(x.bfloat16(), weight.bfloat16())
     assert not products.is_for_onednn(x.to("meta"), weight.to("meta"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not products.is_for_onednn(x, weight)
+    with patch.object(F, "linear", profiler.wrapFunc(F.linear, lambda *_, **__: (0, 0))):
+        assert not products.is_for_onednn(x, weight), "DeepSpeed counts the operations of F.linear alone"
+    assert products.is_for_onednn(x, weight)
     monkeypatch.setattr(products, "ONEDNN_IS_FASTER", False)
     assert not products.is_for_onednn(x, weight)
     assert_close(affine(x, weight), F.linear(x, weight))

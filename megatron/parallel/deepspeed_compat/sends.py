@@ -7,6 +7,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
+from torch.distributed import Work
 
 from megatron.parallel.deepspeed_compat.engine import replaced
 
@@ -14,13 +15,15 @@ from megatron.parallel.deepspeed_compat.engine import replaced
 def send_without_waiting(engine: PipelineEngine) -> None:
     """Let a stage compute on while what it has sent is on its way. All of it has arrived at the end of a batch.
 
+    A stage keeps the last tensors that it has sent, as many as there are stages.
+
     DeepSpeed 0.19.8: runtime/pipe/p2p.py calls ``dist.send``, which over gloo returns when the other stage has received
     the tensor: a stage waits for another one that still computes. NCCL does not wait.
     Test: tests/parallel/test_sends.py. Remove when DeepSpeed sends with ``isend``.
     """
     if dist.get_backend() != "gloo":
         return
-    execute, sends = engine._exec_schedule, _Sends(engine.grid.stage_to_global, most=2 * engine.num_stages)
+    execute, sends = engine._exec_schedule, _Sends(engine.grid.stage_to_global, most=engine.num_stages)
 
     def execute_and_finish(schedule: object) -> None:
         with replaced(p2p, send=sends.send):
@@ -36,13 +39,14 @@ class _Sends:
     def __init__(self, rank_of: Callable[..., int], most: int):
         self._rank_of, self._most = rank_of, most
         self._blocking = p2p.send
-        self._leaving = deque[tuple[dist.Work, Tensor]]()
+        self._leaving = deque[tuple[Work, Tensor]]()
 
     def send(self, tensor: Tensor, dest_stage: int, async_op: bool = False) -> None:
         """Instead of ``p2p.send``. The tensor must not change any more."""
         if not tensor.is_cpu:
             self._blocking(tensor, dest_stage, async_op)
             return
+        tensor = tensor.detach()  # without the graph that made it
         work = dist.isend(tensor, self._rank_of(stage_id=dest_stage))
         assert work is not None, "this rank is in the default group"
         self._leaving.append((work, tensor))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from megatron.parallel.tensor.deferred import open_products
 from megatron.parallel.tensor.mappings import all_gather, async_all_gather, async_all_reduce, async_reduce_scatter
-from megatron.parallel.tensor.products import affine, is_for_onednn, product
+from megatron.parallel.tensor.products import add_product, affine, is_for_onednn, product
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Of x, weight and bias."""
@@ -23,10 +23,11 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def accumulate_in_place(weight: nn.Parameter) -> None:
     """Let ``linear`` add to ``weight.grad`` from the second micro-batch of a step on.
 
-    Hooks of the weight then receive no gradient, so this is for engines that do not touch ``weight.grad`` before the
-    step.
+    Hooks would then receive no gradient: a weight that has any is left as it is, and this is for engines that do not
+    touch ``weight.grad`` before the step.
     """
-    weight.accumulates_in_place = True  # type: ignore[attr-defined]  # a mark of ours on the parameter
+    if not weight._backward_hooks:
+        weight.accumulates_in_place = True  # type: ignore[attr-defined]  # a mark of ours on the parameter
 
 
 def linear(
@@ -142,10 +143,7 @@ def _weight_gradient(rows: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
     """rows [r, o], x [r, i] -> [o, i]; None if it was added to ``weight.grad``."""
     if not getattr(weight, "accumulates_in_place", False) or weight.grad is None:
         return product(rows.t(), x)
-    if is_for_onednn(rows.t(), x.t()):
-        weight.grad += product(rows.t(), x)
-    else:
-        weight.grad.addmm_(rows.t(), x)
+    add_product(weight.grad, rows.t(), x)
     return None
 
 

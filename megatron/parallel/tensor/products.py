@@ -6,6 +6,7 @@ itself passes it no products in fp32.
 r rows, i inputs, o outputs
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,15 +22,20 @@ def _is_by_amd() -> bool:
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 ONEDNN_IS_FASTER = HAS_ONEDNN and _is_by_amd()
+ONEDNN_HAS_BF16 = ONEDNN_IS_FASTER and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+"""Whether it is faster in bf16, too, for which processors need AVX-512: others would take a multiple of MKL's time."""
 _SMALL = 1 << 21
 """Multiplications, r i o, below which MKL is faster everywhere: a call of oneDNN takes longer."""
-_TALL, _BLOCK = 8192, 2048
-"""Rows of a transposed matrix from which on oneDNN takes half the time for blocks of so many rows."""
+_BLOCK = 1 << 22
+"""Elements of a transposed matrix that are multiplied at a time: oneDNN copies them first."""
+_FLOPS_PROFILER = "deepspeed.profiling.flops_profiler.profiler"
+"""The module whose function takes the place of ``F.linear`` while DeepSpeed counts operations; it sees no others."""
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: x [.., i], weight [o, i], bias [o] -> [.., o]. Like ``product``, without a gradient of its own."""
     if is_for_onednn(x, weight):
+        bias = None if bias is None else bias.contiguous()  # torch reads another one wrongly
         return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
 
@@ -38,15 +44,34 @@ def product(x: Tensor, y: Tensor) -> Tensor:
     """x [r, i] times y [i, o] -> [r, o]."""
     if not is_for_onednn(x, y.t()):
         return x @ y
-    if x.size(0) < _TALL or x.is_contiguous():
+    if _is_one_block(x):
         return affine(x, y.t())
-    result = x.new_empty(x.size(0), y.size(1))
-    for rows, block in zip(x.split(_BLOCK), result.split(_BLOCK), strict=True):
-        block.copy_(affine(rows, y.t()))
-    return result
+    return _by_blocks(x, y, x.new_empty(x.size(0), y.size(1)), Tensor.copy_)
+
+
+def add_product(total: Tensor, x: Tensor, y: Tensor) -> None:
+    """Add x [r, i] times y [i, o] to ``total`` [r, o]."""
+    if is_for_onednn(x, y.t()):
+        _by_blocks(x, y, total, Tensor.add_)
+    else:
+        total.addmm_(x, y)
 
 
 def is_for_onednn(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN is faster for x [.., i] times the transpose of weight [o, i]."""
-    is_fp32_on_cpu = x.dtype == torch.float32 and x.device.type == "cpu"
-    return ONEDNN_IS_FASTER and is_fp32_on_cpu and x.numel() * weight.size(0) >= _SMALL
+    if not (ONEDNN_IS_FASTER and x.dtype == torch.float32 and x.device.type == "cpu"):
+        return False
+    is_counted = getattr(F.linear, "__module__", "") == _FLOPS_PROFILER
+    return x.numel() * weight.size(0) >= _SMALL and not (is_counted or torch.is_autocast_enabled("cpu"))
+
+
+def _is_one_block(x: Tensor) -> bool:
+    return x.is_contiguous() or x.numel() <= _BLOCK
+
+
+def _by_blocks(x: Tensor, y: Tensor, result: Tensor, put: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """``put`` every block of rows of the product into its place in ``result``."""
+    size = len(x) if _is_one_block(x) else max(1, _BLOCK // x.size(1))
+    for rows, place in zip(x.split(size), result.split(size), strict=True):
+        put(place, affine(rows, y.t()))
+    return result

@@ -56,7 +56,7 @@ class Writer:
     request: Hashable = None
     """The request that it belongs to."""
     sampling: Sampling = Sampling()
-    generator: np.random.Generator = field(default_factory=np.random.default_rng)
+    generator: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     """Random numbers for sampling."""
 
     def take(self, token: int, eod: int) -> Piece:

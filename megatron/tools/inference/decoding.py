@@ -56,7 +56,10 @@ class Row(NamedTuple):
 
 
 def choose(logits: Tensor, rows: Sequence[Row]) -> list[int]:
-    """The next token of each row, by logits [b, v] on the CPU, which are not modified; NOT_FINITE if its are not."""
+    """The next token of each row, by logits [b, v] on the CPU, which are not modified.
+
+    NOT_FINITE where the logits are not finite.
+    """
     scores = [_scores(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)]
     size = logits.size(1)
     from_all = [n for n, row in enumerate(rows) if not row.sampling.greedy and not 0 < row.sampling.top_k < size]
@@ -98,6 +101,8 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
 
 def _draw(probabilities: Tensor, rows: Sequence[Row]) -> list[int]:
     """A random index of each row, with probabilities [b, v] that need not total 1; NOT_FINITE where they are NaN.
+
+    ``probabilities`` are modified.
 
     The index with the least exponential random number of that rate: an error in the last bits of a probability changes
     the index only if two numbers are equal but for these bits. (A number within the sum of probabilities would move

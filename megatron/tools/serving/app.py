@@ -203,7 +203,7 @@ def serve(
 ) -> None:
     """Answer on ``listener`` until SIGTERM or SIGINT, then finish open requests for at most ``grace`` seconds.
 
-    A thread generates, with ``threads`` of torch's.
+    A thread of its own generates, and computes with ``threads`` of torch's threads.
 
     Raises the error that ended the generator's thread, if that ended first.
     """
