@@ -22,16 +22,16 @@ _ROWS, _SCORES = 128, 1 << 20
 
 
 def is_bf16_on_cpu(query: Tensor) -> bool:
-    """Whether ``bf16_attention`` is for it, which the compiler cannot look into."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16 and not torch.compiler.is_compiling()
+    """Whether ``bf16_attention`` is for it."""
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16
 
 
 def bf16_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
     """[b, n, s, d], [b, g, s, d] twice -> [b, n, s, d]."""
-    length = query.size(2)
+    length, is_compiled = query.size(2), torch.compiler.is_compiling()
     if ONEDNN_HAS_BF16 and 0 < length == key.size(2) <= _LONG and length % _MULTIPLE == 0:
-        return _ByProducts.apply(query, key, value, is_causal)
-    if length <= _SHORT and query.requires_grad and torch.is_grad_enabled():
+        return (_operator if is_compiled else _ByProducts.apply)(query, key, value, is_causal)
+    if not is_compiled and length <= _SHORT and query.requires_grad and torch.is_grad_enabled():
         return _BackwardInFp32.apply(query, key, value, is_causal)
     return F.scaled_dot_product_attention(
         query, key, value, is_causal=is_causal, enable_gqa=query.size(1) != key.size(1)
@@ -138,3 +138,42 @@ def _weights(query: Tensor, key: Tensor, begin: int | None) -> Tensor:
 def _by_group(heads: Tensor, groups: int) -> Tensor:
     """[b, n, c, d] -> [b g, n/g c, d]: rows of all heads that share a key, one after the other."""
     return heads.unflatten(1, (groups, -1)).flatten(2, 3).flatten(0, 1)
+
+
+# ``_ByProducts`` as an operator that the compiler does not look into.
+
+
+@torch.library.custom_op("megatron::attention_by_products", mutates_args=())
+def _operator(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    return attend_by_products(query, key, value, is_causal)
+
+
+@_operator.register_fake
+def _context_like(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Tensor:
+    return torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+@torch.library.custom_op("megatron::attention_by_products_backward", mutates_args=())
+def _gradients(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return gradients_by_products(grad, query, key, value, is_causal)
+
+
+@_gradients.register_fake
+def _gradients_like(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    *heads, ctx.is_causal = inputs
+    ctx.save_for_backward(*heads)
+
+
+def _operator_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_gradients(grad, *ctx.saved_tensors, ctx.is_causal), None
+
+
+_operator.register_autograd(_operator_backward, setup_context=_keep)

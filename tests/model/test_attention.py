@@ -219,6 +219,23 @@ def test_lengths_that_are_not_for_products_go_to_torch(monkeypatch: pytest.Monke
     assert len(called) == 1
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_compilers_operator_of_attention_by_products(causal: bool) -> None:
+    """It equals the function, and its results have the shapes and strides that the compiler expects."""
+    qkv = torch.randn(2, 64, 8 * 16, generator=torch.Generator().manual_seed(1)).bfloat16()  # [b, s, (n + 2g) d]
+    heads = [part.unflatten(-1, (-1, 16)).transpose(1, 2) for part in qkv.split([64, 32, 32], dim=-1)]
+    leaves = [head.detach().requires_grad_() for head in heads]
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
+    torch.library.opcheck(torch.ops.megatron.attention_by_products, (*leaves, causal), test_utils=tests)
+    with patch.object(bf16_attention, "ONEDNN_HAS_BF16", True):
+        eager = bf16_attention.bf16_attention(*leaves, causal)
+        with patch.object(torch.compiler, "is_compiling", return_value=True):
+            compiled = bf16_attention.bf16_attention(*leaves, causal)
+    grad = torch.randn_like(eager)
+    found = [torch.autograd.grad(context, leaves, grad) for context in (eager, compiled)]
+    assert compiled.equal(eager) and all(map(torch.equal, *found))
+
+
 def errors_of_bf16(
     groups: int, tokens: int, causal: bool = True, by_products: bool = False
 ) -> list[tuple[float, float]]:

@@ -118,6 +118,8 @@ class Change(NamedTuple):
 
 
 _HEARTBEAT_SECONDS = 60.0
+_TOGETHER_SECONDS, _MOST_TOGETHER = 0.002, 16
+"""How soon after each other requests arrive that start together where nothing runs; more are not waited for."""
 _MOST_PROMPT_TOKENS = 512
 """In the prompts of requests that join together, unless a single one has more."""
 _ERROR = "the server failed on this request: see its log"
@@ -177,15 +179,16 @@ class _Driver:
     def _receive(self) -> bool:
         """Take what has arrived; wait for it if there is nothing to do. Returns False at the end of the queue."""
         is_idle = not (self._running or self._waiting)
+        seconds = _HEARTBEAT_SECONDS
         while True:
             try:
-                job = self._queue.jobs.get(is_idle, _HEARTBEAT_SECONDS)
+                job = self._queue.jobs.get(is_idle, seconds)
             except Empty:
                 return True  # to a step without changes, since the broadcast of the other ranks would time out
             if job is None:
                 return False
             self._waiting.append(job)
-            is_idle = False
+            is_idle, seconds = is_idle and len(self._waiting) < _MOST_TOGETHER, _TOGETHER_SECONDS
 
     def _next(self) -> list[Job]:
         """The requests that join, as far as there is room. Those that are given up are forgotten."""

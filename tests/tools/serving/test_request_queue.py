@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from queue import Empty
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +100,25 @@ def test_requests_that_wait_join_together():
     assert driver._receive()
     driver._join(dict(enumerate(driver._next())))
     assert batch.joined == [[1, 2, 3]] and not driver._next() and len(driver._waiting) == 2
+
+
+def test_the_first_request_waits_for_others_that_arrive_soon():
+    """For each as long, but not for a stream of them that does not end; and never while completions are in progress."""
+    queue = RequestQueue(most_waiting=100, seconds=60)
+    driver = _Driver(queue, _Numbers(most=3), RankBroadcast(_Alone()))
+    waits: list[float] = []
+
+    def get(block: bool, timeout: float):
+        waits.append(timeout if block else 0)
+        if len(waits) > 20:
+            raise Empty
+        return SimpleNamespace(is_wanted=True, request=1)
+
+    queue.jobs = SimpleNamespace(get=get)
+    assert driver._receive() and len(driver._waiting) == 20
+    assert waits == [60.0, *[0.002] * 15, *[0] * 5]
+    waits.clear()
+    assert driver._receive() and set(waits) == {0}
 
 
 def test_timeout_of_running_and_waiting_requests():
