@@ -26,8 +26,9 @@ ONEDNN_HAS_BF16 = ONEDNN_IS_FASTER and torch.ops.mkldnn._is_mkldnn_bf16_supporte
 """Whether it is faster in bf16, too, for which processors need AVX-512: others would take a multiple of MKL's time."""
 _SMALL = 1 << 21
 """Multiplications, r i o, below which MKL is faster everywhere: a call of oneDNN takes longer."""
-_BLOCK = 1 << 22
-"""Elements of a transposed matrix that are multiplied at a time: oneDNN copies them first."""
+_TALL, _BLOCK = 8192, 512
+"""Rows from which on a transposed matrix, such as the gradient of all logits, is multiplied in blocks of so many rows:
+oneDNN copies what it multiplies."""
 _FLOPS_PROFILER = "deepspeed.profiling.flops_profiler.profiler"
 """The module whose function takes the place of ``F.linear`` while DeepSpeed counts operations; it sees no others."""
 
@@ -66,12 +67,12 @@ def is_for_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def _is_one_block(x: Tensor) -> bool:
-    return x.is_contiguous() or x.numel() <= _BLOCK
+    return x.is_contiguous() or len(x) < _TALL
 
 
 def _by_blocks(x: Tensor, y: Tensor, result: Tensor, put: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """``put`` every block of rows of the product into its place in ``result``."""
-    size = len(x) if _is_one_block(x) else max(1, _BLOCK // x.size(1))
+    size = len(x) if _is_one_block(x) else _BLOCK
     for rows, place in zip(x.split(size), result.split(size), strict=True):
         put(place, affine(rows, y.t()))
     return result
