@@ -105,6 +105,12 @@ class ExitSignal:
                 os._exit(128 + number)
 
 
+def has_received(handler: object) -> bool:
+    """Whether a handler of signals is that of an ``ExitSignal`` that has received one."""
+    owner = getattr(handler, "__self__", None)
+    return isinstance(owner, ExitSignal) and bool(owner.number)
+
+
 def ignore_exit_signals() -> None:
     """For helper processes, which end with the process they help."""
     for number in EXIT_SIGNALS:

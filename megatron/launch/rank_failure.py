@@ -25,6 +25,7 @@ from megatron.config.errors import LaunchError
 from megatron.launch.backend_errors import exit_when_watchdog_fails, failure_of_nccl, is_connection_lost, is_timeout
 from megatron.launch.distributed import connect
 from megatron.launch.flight_recorder import recorded_file
+from megatron.launch.processes import has_received
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank import print_error
 from megatron.parallel.shared_memory import pid_namespace
@@ -115,11 +116,11 @@ class _RankFailureMonitor:
         """
         if not self._known.wait(_LAUNCHER_SECONDS):  # no rank of this host, which its launcher would have to see first
             raise LaunchError(f"lost a rank of another host in iteration {self._progress.iteration}")
-        # The launcher, once it has seen a rank end, ends this one, too.
+        # The launcher, once it has seen a rank end, ends this one, too, and may have done so before this rank noticed.
         received: list[int] = []
-        signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+        before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
         deadline = time.monotonic() + _LAUNCHER_SECONDS
-        while not received and time.monotonic() < deadline:
+        while not (received or has_received(before)) and time.monotonic() < deadline:
             time.sleep(0.05)
         raise LaunchError([])
 

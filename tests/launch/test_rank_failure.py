@@ -6,13 +6,18 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.bare_ranks import BareRanks, await_processes
 from support.programs import TINY_MODEL, read_metrics
 
+from megatron.config.errors import LaunchError
+from megatron.launch import rank_failure
 from megatron.launch.environment import free_port
+from megatron.launch.processes import EXIT_SIGNALS, ExitSignal
 from megatron.launch.rank_failure import _cause
 
 SETTINGS = "--train-iters 5 --batch-size 2 --gas 4 --eval-iters 0".split()
@@ -55,6 +60,32 @@ def test_all_exit_and_the_cause_comes_last(
     expected[rank] = code
     assert ranks.ended() == expected, ranks.output
     assert ranks.output.splitlines()[-1].endswith(last), ranks.output
+
+
+def test_a_rank_whose_launcher_ended_it_before_it_noticed_does_not_wait_for_that(monkeypatch) -> None:
+    """torchrun sees the end of a rank within a tenth of a second, one that waits in shared memory within two."""
+    before = {number: signal.getsignal(number) for number in EXIT_SIGNALS}
+    monitor = SimpleNamespace(_known=threading.Event(), _progress=SimpleNamespace(iteration=1))
+    monitor._known.set()
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(rank_failure.time, "sleep", sleep)
+    try:
+        for is_early in (False, True):
+            ExitSignal().defer()
+            if is_early:
+                os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(LaunchError):
+                rank_failure._RankFailureMonitor.exit_after_failure(monitor)
+            assert len(slept) == 1, "it waits for the signal, but only if there was none"
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", "python")
