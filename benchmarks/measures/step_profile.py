@@ -31,8 +31,8 @@ from megatron.parallel.layout import ParallelLayout
 
 MODELS = {"GPT-2": (SHAPES["A"], BareGPT2), "Llama": (LLAMA_SHAPES["A"], BareLlama)}
 KINDS = {
+    "attention": ("flash_attention", "scaled_dot_product", "bmm", "softmax_backward"),
     "matrix products": ("mm", "linear"),
-    "attention": ("flash_attention", "scaled_dot_product"),
     "AdamW": ("fused_adam",),
     "copies and casts": ("copy_", "cat"),
     "communication": ("c10d::",),
@@ -123,6 +123,6 @@ def _by_kind(microseconds: Mapping[str, float], whole: float) -> dict[str, float
     found: dict[str, float] = defaultdict(float, dict.fromkeys((*KINDS, OTHERS), 0.0))
     for name, time_of_all in microseconds.items():
         kinds = (kind for kind, parts in KINDS.items() if any(part in name for part in parts))
-        if name.startswith(("aten::", "c10d::")):
+        if name.startswith(("aten::", "c10d::", "mkldnn::")):
             found[next(kinds, OTHERS)] += time_of_all / STEPS / 1e6
     return {**found, BETWEEN: whole - sum(found.values())}

@@ -12,7 +12,7 @@ from megatron.parallel.deepspeed_compat.sends import send_without_waiting
 TENSORS, STAGES = 6, 2
 
 
-def test_a_stage_goes_on_before_its_tensors_are_received(run_ranks) -> None:
+def test_a_stage_continues_before_its_tensors_are_received(run_ranks) -> None:
     """They arrive in order, and with the engine's batch all of them have."""
     (_, under_way), (received, _) = run_ranks(2, exchange)
     assert received == [float(number) for number in range(TENSORS)]
