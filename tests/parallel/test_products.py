@@ -14,7 +14,6 @@ from megatron.parallel.tensor import products
 from megatron.parallel.tensor.linear import accumulate_in_place, linear
 from megatron.parallel.tensor.products import affine, product
 
-needs_onednn = pytest.mark.skipif(not products.HAS_ONEDNN, reason="this torch has no oneDNN")
 ROWS, INPUTS, OUTPUTS = 24, 40, 56
 
 
@@ -38,7 +37,6 @@ def _draw(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@needs_onednn
 @pytest.mark.parametrize(
     "x, y",
     [
@@ -56,7 +54,6 @@ def test_a_product_in_any_order(called: list, x: Tensor, y: Tensor) -> None:
     assert len(called) == 1
 
 
-@needs_onednn
 def test_blocks_of_a_transposed_matrix(called: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the gradient of an output projection has it: one row for each token of the vocabulary."""
     monkeypatch.setattr(products, "_TALL", 50)
@@ -75,14 +72,12 @@ def test_blocks_of_a_transposed_matrix(called: list, monkeypatch: pytest.MonkeyP
     assert len(called) == 2
 
 
-@needs_onednn
 def test_a_bias_that_is_not_contiguous(called: list) -> None:
     x, weight, bias = _draw(ROWS, INPUTS), _draw(OUTPUTS, INPUTS), _draw(2 * OUTPUTS)[::2]
     assert_close(affine(x, weight, bias), F.linear(x, weight, bias))
     assert called
 
 
-@needs_onednn
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_layer_and_its_gradients(called: list, bias: bool, in_place: bool) -> None:
@@ -107,14 +102,12 @@ def test_a_layer_and_its_gradients(called: list, bias: bool, in_place: bool) -> 
     assert len(called) == 6
 
 
-@needs_onednn
 def test_the_gradient_of_a_frozen_weight_is_not_computed(called: list) -> None:
     layer = nn.Linear(INPUTS, OUTPUTS).requires_grad_(False)
     linear(torch.randn(ROWS, INPUTS).requires_grad_(), layer.weight, layer.bias).sum().backward()
     assert len(called) == 2
 
 
-@needs_onednn
 def test_a_compiled_layer_calls_the_operator(called: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Since the compiler would choose MKL."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -127,7 +120,6 @@ def test_a_compiled_layer_calls_the_operator(called: list, monkeypatch: pytest.M
     assert_close(x.grad, layer.weight.sum(0).expand_as(x))
 
 
-@needs_onednn
 def test_only_what_is_large_in_fp32_is_for_onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "ONEDNN_IS_FASTER", True)
     x, weight = torch.randn(1024, 64), torch.randn(64, 64)

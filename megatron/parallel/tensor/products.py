@@ -26,7 +26,7 @@ ONEDNN_HAS_BF16 = ONEDNN_IS_FASTER and torch.ops.mkldnn._is_mkldnn_bf16_supporte
 """Whether it is faster in bf16, too, for which processors need AVX-512: others would take a multiple of MKL's time."""
 _SMALL = 1 << 21
 """Multiplications, r i o, below which MKL is faster everywhere: a call of oneDNN takes longer."""
-_TALL, _BLOCK = 8192, 512
+_TALL, _BLOCK = 4096, 512
 """Rows from which on a transposed matrix, such as the gradient of all logits, is multiplied in blocks of so many rows:
 oneDNN copies what it multiplies."""
 _FLOPS_PROFILER = "deepspeed.profiling.flops_profiler.profiler"

@@ -6,7 +6,6 @@ C library keeps some back.
 """
 
 import os
-from unittest.mock import patch
 
 from support.programs import TINY_MODEL
 
@@ -135,15 +134,8 @@ Bytes = tuple[dict[str, int], dict[str, int]]
 
 
 def measure_all(common: list[str], layouts: list[str], model: str, steps: int) -> list[Bytes]:
-    """On each rank: planned and measured bytes of each layout.
-
-    The plan is for products without copies of what they multiply: MKL's, and those of GPUs.
-    """
-    from megatron.model import bf16_attention
-    from megatron.parallel.tensor import products
-
-    with patch.object(products, "ONEDNN_IS_FASTER", False), patch.object(bf16_attention, "ONEDNN_HAS_BF16", False):
-        return [measure([*common, *layout.split()], model, steps) for layout in layouts]
+    """On each rank: planned and measured bytes of each layout."""
+    return [measure([*common, *layout.split()], model, steps) for layout in layouts]
 
 
 def measure(words: list[str], model: str, steps: int) -> Bytes:
