@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron.cli import read_run
+from megatron.common.environment import rank
 from megatron.config import RunConfig
-from megatron.config.command_line import read_run
-from megatron.config.environment import rank
 from megatron.launch.environment import import_backend, prepare_environment
 from megatron.launch.rank import print_warning, run_rank
 from megatron.model.architectures import GPT2
@@ -71,10 +71,10 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.checkpoint.save import Checkpointer, lock_folder
     from megatron.checkpoint.snapshot_recovery import select_newest
     from megatron.checkpoint.snapshots import requested_snapshots
-    from megatron.parallel.deepspeed_compat import deepspeed_silenced
+    from megatron.engines import deepspeed_silenced
+    from megatron.engines.build import build_engine
     from megatron.tools.reporting.tracing import requested_traces
     from megatron.training.data_iterators import data_iterators
-    from megatron.training.engines import build_engine
     from megatron.training.exit_conditions import ExitConditions
     from megatron.training.measurements import requested_measurements
     from megatron.training.metrics import MetricsLogger

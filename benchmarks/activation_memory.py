@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.resident import RETURNED_AT_ONCE, highest_since_lowered, lower_mark, resident_now  # noqa: E402
+from megatron.common.errors import ConfigError, LaunchError  # noqa: E402
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig  # noqa: E402
-from megatron.config.errors import ConfigError, LaunchError  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
@@ -116,9 +116,9 @@ def _measure_on_this_rank(arguments: argparse.Namespace, attention: str, kind: s
     import torch.distributed as dist
     from deepspeed.accelerator import get_accelerator
 
+    from megatron.engines import deepspeed_silenced, silence_known_warnings
     from megatron.launch.distributed import distributed
     from megatron.model.gpt2 import GPT2Model
-    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
     from megatron.parallel.tensor.random import model_parallel_manual_seed
 
     activation, config = KINDS[kind], _model_config(arguments, attention, kind)

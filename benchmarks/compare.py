@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.config.errors import ConfigError  # noqa: E402
+from megatron.common.errors import ConfigError  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 SLOWER = 1

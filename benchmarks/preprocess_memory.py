@@ -19,7 +19,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from megatron.config.errors import LaunchError  # noqa: E402
+from megatron.common.errors import LaunchError  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 WORDS = [f"w{n}" for n in range(1000)]

@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.measures.gpu_step import SHAPES  # noqa: E402
 from benchmarks.picture import draw  # noqa: E402
 from benchmarks.tables import as_json, markdown, read_json, row  # noqa: E402
-from megatron.config.errors import ConfigError  # noqa: E402
+from megatron.common.errors import ConfigError  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 

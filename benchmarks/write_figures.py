@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.picture import draw_growth, draw_long_sequences  # noqa: E402
 from benchmarks.run import GPU_MEASURES, MEASURES  # noqa: E402
 from benchmarks.tables import Row, goals, markdown, read_json  # noqa: E402
-from megatron.config.errors import ConfigError  # noqa: E402
+from megatron.common.errors import ConfigError  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 PICTURE = ROOT / "docs" / "images" / "growth.png"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.common.environment import rank, world_size
 from megatron.config import ParallelConfig
-from megatron.config.environment import rank, world_size
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 
@@ -26,8 +26,8 @@ def main() -> None:
     import torch
 
     from megatron import mpu
+    from megatron.engines import silence_known_warnings
     from megatron.launch.distributed import distributed
-    from megatron.parallel.deepspeed_compat import silence_known_warnings
 
     silence_known_warnings()
     size = world_size(os.environ)

@@ -15,9 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.config.command_line import parse_run
-from megatron.config.environment import rank, world_size
-from megatron.config.errors import ConfigError
+from megatron.cli import parse_run
+from megatron.common.environment import rank, world_size
+from megatron.common.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 
@@ -34,11 +34,11 @@ def main() -> None:
     prepare_environment(os.environ)  # before torch is imported
 
     from megatron.checkpoint.save import Checkpointer
+    from megatron.engines.build import build_engine, train_batch
     from megatron.parallel.layout import ParallelLayout
     from megatron.tools.inference.source import open_source
     from megatron.tools.inference.weights import load_model
     from megatron.training.data_iterators import DataIterators
-    from megatron.training.engines import build_engine, train_batch
     from megatron.training.preflight import check
     from megatron.training.setup import initialized_ranks
 

@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from megatron.config.command_line import ParsedRun  # noqa: E402
-from megatron.config.environment import rank  # noqa: E402
+from megatron.cli import ParsedRun  # noqa: E402
+from megatron.common.environment import rank  # noqa: E402
 from megatron.launch.environment import import_backend, prepare_environment  # noqa: E402
 from megatron.launch.rank import print_warning, run_rank  # noqa: E402
 from megatron.tools.finetuning.request import EVALUATION_TASKS, build_parser, read_task  # noqa: E402

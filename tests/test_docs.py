@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.pages import PAGES, ROOT, commands_in_blocks, help_of, words_of
 
-from megatron.config.command_line.classic_flags import OUTCOMES
+from megatron.cli.classic_flags import OUTCOMES
 
 PYTHON = ("python", "python3")
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate")

@@ -24,15 +24,15 @@ from support.command_lines import CUDA, SMALL, latest
 from support.pages import PAGES, ROOT, Command, commands_in_blocks
 from support.programs import Finished, Programs
 
-from megatron.config.command_line import read_run
-from megatron.config.command_line.flags import read_flags
-from megatron.config.errors import ConfigError
+from megatron.cli import read_run
+from megatron.cli.flags import read_flags
+from megatron.common.errors import ConfigError
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.tools.cluster.launching import chosen_hosts, read_launch
 from megatron.tools.command_line import ToolParser
 
 ELSEWHERE = {
-    r"docs/coming-from-megatron.md: ": "tests/config/test_classic_flags.py reads them, with the JSON of their section",
+    r"docs/coming-from-megatron.md: ": "tests/cli/test_classic_flags.py reads them, with the JSON of their section",
     r": (DRY_RUN=1 )?bash examples/quickstart.sh": "tests/test_quickstart.py runs it",
     r": bash examples/extend_context.sh": "a run of minutes; tests/test_shipped_files.py reads what it starts",
     r": .*bash examples/mixture_of_experts.sh": "a run of minutes; tests/test_shipped_files.py reads what it starts",

@@ -12,7 +12,7 @@ import pytest
 from support.command_lines import CPU
 from support.programs import Programs, read_metrics
 
-from megatron.config.command_line import parse_run
+from megatron.cli import parse_run
 from megatron.launch.environment import free_port
 from megatron.model.architectures import GPT2
 

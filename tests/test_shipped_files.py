@@ -13,9 +13,9 @@ import pytest
 from support.command_lines import CPU, CUDA
 from support.programs import BIN, Programs, read_metrics
 
+from megatron.cli import parse_run
+from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
-from megatron.config.command_line import parse_run
-from megatron.config.errors import ConfigError
 from megatron.launch.environment import free_port
 from megatron.model.architectures import ARCHITECTURES
 from megatron.model.spec import active_parameters, parameter_counts
@@ -72,7 +72,7 @@ def test_no_script_goes_untested() -> None:
     # Their tests: tests/test_examples.py, tests/training/test_model_provider.py.
     programs = {path.name for path in (ROOT / "examples").glob("*.py")}
     assert programs == {"pretrain_my_model.py", "show_communication.py", "train_small_model.py"}
-    # Their tests: tests/config/test_settings_file.py, tests/test_docs_commands.py.
+    # Their tests: tests/cli/test_settings_file.py, tests/test_docs_commands.py.
     others = {path.name for path in (ROOT / "examples").iterdir()} - scripts - programs
     assert others - {"__pycache__"} == {"run.yaml", "chat_template.jinja"}
 

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from megatron.config.errors import ConfigError, ResourceError
-from megatron.launch.files import UNFINISHED, replace_file, sync, sync_folder
+from megatron.common.errors import ConfigError, ResourceError
+from megatron.common.files import UNFINISHED, replace_file, sync, sync_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from _atomic_file import atomic_path, check_vacant
 
 from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked
 from megatron.checkpoint.tracker import holds_checkpoint
-from megatron.config.errors import ConfigError, ResourceError
+from megatron.common.errors import ConfigError, ResourceError
 from megatron.tools.convert.inspection import KINDS, Found, find, verify_weights
 
 if TYPE_CHECKING:

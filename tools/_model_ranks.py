@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from _atomic_file import atomic_file
 
+from megatron.common.environment import world_size
+from megatron.common.errors import ConfigError, counted
 from megatron.config import ParallelConfig
-from megatron.config.environment import world_size
-from megatron.config.errors import ConfigError, counted
 from megatron.launch.environment import import_backend
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
@@ -90,8 +90,8 @@ def opened(source: Source, args: argparse.Namespace) -> Iterator["ForwardModel"]
     Raises CheckpointError if its weights are incomplete.
     """
     import_backend("deepspeed")
+    from megatron.engines import deepspeed_silenced, silence_known_warnings
     from megatron.launch.distributed import distributed
-    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
     from megatron.tools.evaluation.scoring import open_forward
 
     silence_known_warnings()

@@ -25,10 +25,10 @@ from typing import Any
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file, check_picture_name, write_picture
 
+from megatron.cli.flags import read_flags
+from megatron.common.errors import ConfigError
 from megatron.config import DataConfig
-from megatron.config.command_line.flags import read_flags
 from megatron.config.data import read_blend
-from megatron.config.errors import ConfigError
 from megatron.config.fields import Provided
 from megatron.config.tokenizer_files import check_tokenizer_folder, tokenizer_files, tokenizer_kind
 from megatron.data.splits import all_sources

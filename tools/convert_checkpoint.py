@@ -35,7 +35,7 @@ from megatron.checkpoint.files import replace_text
 from megatron.checkpoint.folder_lock import check_unlocked
 from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.tracker import newest, tag_at
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.config.tokenizer_files import GPT2_BPE, tokenizer_files
 from megatron.tools.command_line import ToolParser, run_tool
 
@@ -130,7 +130,7 @@ def _from_hf(args: argparse.Namespace) -> None:
     """
     found = find_source(args, "huggingface")
 
-    from megatron.config.huggingface import read_config
+    from megatron.model.huggingface import read_config
     from megatron.tools.convert.huggingface_files import carried_files, count_tokens, read_folder_tokenizer
 
     tokenizer = read_folder_tokenizer(found.path, read_config(found.path))

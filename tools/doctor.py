@@ -15,10 +15,10 @@ from pathlib import Path
 
 import _project_root  # noqa: F401
 
-from megatron.config.command_line import parse_run
-from megatron.config.command_line.flags import read_flags
-from megatron.config.command_line.parser import CONFIG_FILE
-from megatron.config.errors import ConfigError, LaunchError, counted
+from megatron.cli import parse_run
+from megatron.cli.flags import read_flags
+from megatron.cli.parser import CONFIG_FILE
+from megatron.common.errors import ConfigError, LaunchError, counted
 from megatron.tools.cluster.doctor import (
     Examination,
     all_reduce_lines,

@@ -22,7 +22,7 @@ from typing import Any
 import _project_root  # noqa: F401
 from _model_ranks import add_rank_flags, find_model, opened, write_result
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.launch.environment import prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, T5

@@ -20,8 +20,8 @@ from typing import IO, TYPE_CHECKING
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.config.environment import rank
-from megatron.config.errors import ConfigError
+from megatron.common.environment import rank
+from megatron.common.errors import ConfigError
 from megatron.launch.environment import import_backend, prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2, T5

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import _project_root  # noqa: F401
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.tools.command_line import ToolParser, read_architecture, run_tool
 from megatron.tools.convert.inspection import Found, facts, find, integrity, read_config, read_description
 

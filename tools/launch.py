@@ -16,7 +16,7 @@ from pathlib import Path
 
 import _project_root  # noqa: F401
 
-from megatron.launch.screen import ignore_lost_output
+from megatron.common.screen import ignore_lost_output
 from megatron.tools.cluster.elastic import Parts, Policy, TooFewHostsError, announce, run_elastic
 from megatron.tools.cluster.elastic_parts import ElasticRun
 from megatron.tools.cluster.launching import check_arguments, checkpoint_watch, launcher_words, read_launch

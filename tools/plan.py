@@ -20,7 +20,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.config.errors import ConfigError, counted
+from megatron.common.errors import ConfigError, counted
 from megatron.config.presets import PRESETS
 from megatron.launch.environment import never_collected
 from megatron.model.architectures import BERT, GPT2, T5

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import _project_root  # noqa: F401
 from _atomic_file import PICTURES, check_picture_name, write_picture
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.tools.cluster.elastic_parts import STARTS
 from megatron.tools.cluster.recovery import SHARES, Events
 from megatron.tools.command_line import ToolParser, read_named_number, run_tool

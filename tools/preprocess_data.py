@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import _project_root  # noqa: F401
 from tqdm import tqdm
 
-from megatron.config.errors import ConfigError, counted
+from megatron.common.errors import ConfigError, counted
 from megatron.config.tokenizer_files import (
     GPT2_BPE,
     PUBLISHED,

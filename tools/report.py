@@ -9,9 +9,9 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.config.command_line.resolve import METRICS
-from megatron.config.errors import ConfigError, DataError
-from megatron.parallel.pipeline.partition import TRACE
+from megatron.cli.resolve import METRICS
+from megatron.common.errors import ConfigError, DataError
+from megatron.model.partition import TRACE
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.reporting.files import RECORD, read_expert_loads, read_record, read_series, read_timeline
 from megatron.tools.reporting.page import KEYS, page

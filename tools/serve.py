@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import _project_root  # noqa: F401
 
-from megatron.config.environment import rank
-from megatron.config.errors import ConfigError
+from megatron.common.environment import rank
+from megatron.common.errors import ConfigError
 from megatron.launch.environment import import_backend, prepare_environment
 from megatron.launch.rank import run_rank
 from megatron.tools.command_line import ToolParser

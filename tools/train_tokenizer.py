@@ -11,7 +11,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.config.errors import ConfigError, DataError, counted
+from megatron.common.errors import ConfigError, DataError, counted
 from megatron.tokenizer.base import EOD
 from megatron.tokenizer.wordpiece import SEP
 from megatron.tools.command_line import ToolParser, run_tool

@@ -3,7 +3,7 @@
 import _project_root  # noqa: F401
 import numpy as np
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tools.command_line import ToolParser, run_tool
 

@@ -28,7 +28,7 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.tools.command_line import ToolParser, run_tool
 from megatron.tools.planning.explain import explain
 from megatron.tools.verify.request import PROGRAM, illegal, legal_layouts, make_request, parse_layout

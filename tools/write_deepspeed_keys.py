@@ -1,4 +1,4 @@
-"""Write megatron/config/deepspeed_json/keys.json: the keys and types of the installed DeepSpeed's config models.
+"""Write megatron/cli/deepspeed_json/keys.json: the keys and types of the installed DeepSpeed's config models.
 
 The file lets a config be checked before DeepSpeed is imported. Run this after an upgrade of DeepSpeed.
 Schemas follow a small part of the JSON Schema standard. Below are those of keys that DeepSpeed reads without
@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from megatron.tools.command_line import ToolParser, run_tool
 
-FILE = Path(__file__).resolve().parent.parent / "megatron" / "config" / "deepspeed_json" / "keys.json"
+FILE = Path(__file__).resolve().parent.parent / "megatron" / "cli" / "deepspeed_json" / "keys.json"
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string"}
 

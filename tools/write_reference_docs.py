@@ -10,15 +10,15 @@ from pathlib import Path
 import _project_root  # noqa: F401
 from _atomic_file import atomic_file
 
+from megatron.cli.classic_flags import OUTCOMES
+from megatron.cli.classic_flags.accepted import UNCHANGED
+from megatron.cli.flags import read_flags
+from megatron.cli.parser import build_parser
+from megatron.cli.resolve import resolve_run
+from megatron.cli.validation import RULES
 from megatron.config import ModelConfig, default_ffn_hidden_size, flag_fields
-from megatron.config.command_line.classic_flags import OUTCOMES
-from megatron.config.command_line.classic_flags.accepted import UNCHANGED
-from megatron.config.command_line.flags import read_flags
-from megatron.config.command_line.parser import build_parser
-from megatron.config.command_line.resolve import resolve_run
 from megatron.config.fields import flag_name
 from megatron.config.presets import PRESETS
-from megatron.config.validation import RULES
 from megatron.model.architectures import ARCHITECTURES
 from megatron.parallel.pipeline.held import in_flight
 from megatron.parallel.pipeline.schedule import Schedule

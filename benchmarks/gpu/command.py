@@ -40,9 +40,9 @@ from benchmarks.gpu.report import FORMAT, PAGE, RESULTS, read_results, render, s
 from benchmarks.gpu.stages import GROUPS, stages  # noqa: E402
 from benchmarks.measures.gpu_step import DEFAULT, SHAPES  # noqa: E402
 from benchmarks.tables import measured_on  # noqa: E402
-from megatron.config.errors import ConfigError, ResourceError  # noqa: E402
+from megatron.common.errors import ConfigError, ResourceError  # noqa: E402
+from megatron.common.files import replace_file  # noqa: E402
 from megatron.launch.environment import prepare_environment  # noqa: E402
-from megatron.launch.files import replace_file  # noqa: E402
 from megatron.tools.command_line import ToolParser, run_tool  # noqa: E402
 
 FIGURES = "gpu_step.json"

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gpu.plan import SECONDS, Failed, Plan, run
 from benchmarks.measures.ranks import measured_by_ranks
-from megatron.config.errors import LaunchError
+from megatron.common.errors import LaunchError
 from megatron.tools.reporting.files import read_metrics
 
 BOUNDS = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 2e-3}

@@ -19,8 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:1] = [str(ROOT)]  # instead of this folder
 
-from megatron.config.environment import expected_device  # noqa: E402
-from megatron.config.errors import ConfigError, LaunchError, ResourceError, UserError  # noqa: E402
+from megatron.common.environment import expected_device  # noqa: E402
+from megatron.common.errors import ConfigError, LaunchError, ResourceError, UserError  # noqa: E402
 
 PACKAGES = ("torch", "deepspeed", "transformers", "apex", "megatron-core", "triton", "numpy")
 DRIVERS = {"12": 525, "13": 580}

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.measures.ranks import outside
-from megatron.config.errors import LaunchError, UserError
-from megatron.launch.processes import die_with_parent
+from megatron.common.errors import LaunchError, UserError
+from megatron.common.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 3600

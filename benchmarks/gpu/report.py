@@ -7,9 +7,9 @@ from typing import Any
 from jinja2 import Environment
 
 from benchmarks.gpu.machine import from_json
-from megatron.config.errors import ConfigError, DataError, counted
-from megatron.config.reading import read_json
-from megatron.parallel.pipeline.partition import TRACE
+from megatron.common.errors import ConfigError, DataError, counted
+from megatron.common.reading import read_json
+from megatron.model.partition import TRACE
 from megatron.tools.reporting.files import RECORD, read_record, read_series, read_timeline
 from megatron.tools.reporting.page import KEYS, frame, sections
 

@@ -15,7 +15,7 @@ from benchmarks.gpu.plan import SECONDS, Failed, Plan, Stage, gpus, run
 from benchmarks.measures.gpu_step import PAIRS, SHAPES, compared, fitting
 from benchmarks.measures.ranks import measured_by_ranks
 from benchmarks.tables import rows_of
-from megatron.config.errors import LaunchError, ResourceError
+from megatron.common.errors import LaunchError, ResourceError
 from megatron.tools.reporting.files import read_metrics
 
 GROUPS = ("correctness", "speed", "scaling", "run", "profile")

@@ -37,14 +37,14 @@ from megatron.checkpoint.files import xxh128_of
 from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.tensor_files import ALLOWED, read_checked_file, read_file, write_file
+from megatron.common.files import sync
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
+from megatron.engines import deepspeed_silenced, silence_known_warnings
+from megatron.engines.build import build_engine, train_batch
+from megatron.engines.engine import use_checkpoint_engine
 from megatron.launch.distributed import distributed
-from megatron.launch.files import sync
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
-from megatron.parallel.deepspeed_compat.engine import use_checkpoint_engine
 from megatron.parallel.tensor.random import model_parallel_manual_seed
-from megatron.training.engines import build_engine, train_batch
 
 SHAPE = Shape(layers=12, hidden=512, heads=8, sequence=64, batch=1, vocabulary=1024)
 HASHES, MAPPED, HASHED = "hashes beside writing", "torch.load, mapped", "torch.load, mapped, after xxHash"

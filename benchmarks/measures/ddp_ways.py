@@ -19,11 +19,11 @@ from benchmarks.measures.peers import CLIP, LEARNING_RATE, WEIGHT_DECAY, WithWei
 from benchmarks.measures.step_profile import profiled
 from benchmarks.measures.suite import bare_step, engine_step, run_of
 from megatron.config import RunConfig
+from megatron.engines import deepspeed_silenced, silence_known_warnings
+from megatron.engines.build import build_module
 from megatron.launch.distributed import distributed
 from megatron.model.transformer import ParallelTransformerLayer
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
-from megatron.training.engines import build_module
 
 Step = Callable[[], Any]
 BeforePass = Callable[[bool], AbstractContextManager | None]

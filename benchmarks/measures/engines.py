@@ -16,10 +16,10 @@ import torch
 from benchmarks.comparing import Comparison, alternate
 from benchmarks.measures.peers import Shape, WithWeights, plain_step
 from benchmarks.measures.suite import bare_step, engine_step, run_of
+from megatron.engines import deepspeed_silenced, silence_known_warnings
+from megatron.engines.build import build_module
 from megatron.launch.distributed import distributed
 from megatron.launch.environment import free_port
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
-from megatron.training.engines import build_module
 
 SHAPE = Shape(layers=6, hidden=384, heads=6, sequence=256, batch=2, vocabulary=512)
 MICRO_BATCHES = 4

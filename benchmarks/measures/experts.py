@@ -22,12 +22,12 @@ from benchmarks.measures.peers import WithWeights, plain_step
 from benchmarks.measures.ranks import measured_by_ranks
 from benchmarks.measures.shapes import Shape
 from benchmarks.measures.suite import engine_step, run_of
+from megatron.engines import deepspeed_silenced, silence_known_warnings
+from megatron.engines.build import build_module
 from megatron.launch.distributed import distributed
 from megatron.model.moe import ParallelMoE
 from megatron.model.transformer import ParallelTransformerLayer
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
-from megatron.training.engines import build_module
 
 
 @dataclass(frozen=True)

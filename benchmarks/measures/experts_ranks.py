@@ -27,10 +27,10 @@ def main() -> None:
     from benchmarks.measures.ranks import report
     from benchmarks.measures.suite import engine_step, run_of
     from megatron.config import RunConfig
+    from megatron.engines import deepspeed_silenced, silence_known_warnings
+    from megatron.engines.build import build_module
     from megatron.launch.distributed import distributed
     from megatron.model.router import Router
-    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
-    from megatron.training.engines import build_module
 
     forward = Router.forward
 

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from benchmarks.comparing import Quantity
-from megatron.config.errors import LaunchError
+from megatron.common.errors import LaunchError
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 ROOT = Path(__file__).parents[2]

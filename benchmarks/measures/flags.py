@@ -5,8 +5,8 @@ import torch
 from benchmarks.comparing import Comparison, alternate
 from benchmarks.measures.shapes import SHAPES, Shape
 from benchmarks.measures.suite import engine_step, run_of
+from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.launch.distributed import distributed
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 
 FEW_TOKENS = Shape(layers=4, hidden=768, heads=12, sequence=128, batch=1, vocabulary=512)

@@ -19,8 +19,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.comparing import Comparison, alternate
 from megatron.config import ParallelConfig
+from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.launch.distributed import distributed
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 from megatron.tokenizer.base import EOD
 from megatron.tools.convert.huggingface_files import BPE, write_tokenizer

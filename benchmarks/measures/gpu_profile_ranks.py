@@ -20,8 +20,8 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from benchmarks.measures.ranks import report
 from benchmarks.measures.shapes import Shape
 from benchmarks.measures.suite import engine_step, run_of
+from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.launch.distributed import distributed
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 
 WARM_UP, LONGEST = 5, 15
 KINDS = {

@@ -22,7 +22,7 @@ from benchmarks.comparing import Comparison, Quantity, Result, Times
 from benchmarks.gpu.machine import Machine, checked, probe
 from benchmarks.measures.ranks import measured_by_ranks
 from benchmarks.measures.shapes import Shape
-from megatron.config.errors import ResourceError, UserError
+from megatron.common.errors import ResourceError, UserError
 from megatron.tools.planning.timing import TERA, device_of_name
 
 SHAPES = {

@@ -27,8 +27,8 @@ from benchmarks.measures.suite import engine_step, run_of
 from megatron.checkpoint.tensor_files import read_file, write_file
 from megatron.data.index_maps import sample_starts
 from megatron.data.loader import Batch
+from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.launch.distributed import distributed
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 from megatron.tools.planning.memory import stage_memory
 

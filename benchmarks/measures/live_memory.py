@@ -17,10 +17,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
+from megatron.engines.build import build_engine, train_batch
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction
 from megatron.parallel.tensor.random import model_parallel_manual_seed
-from megatron.training.engines import build_engine, train_batch
 
 STEPS = 5
 

@@ -24,8 +24,8 @@ from benchmarks.measures.peers import plain_step
 from benchmarks.measures.shapes import LLAMA_SHAPES as SHAPES
 from benchmarks.measures.shapes import LlamaShape
 from benchmarks.measures.suite import engine_step, run_of
+from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.launch.distributed import distributed
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 
 LIMIT = "operators alone"

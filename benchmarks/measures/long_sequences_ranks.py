@@ -22,8 +22,8 @@ def main() -> None:
     from benchmarks.measures.ranks import report
     from benchmarks.measures.suite import engine_step, run_of
     from megatron.data.loader import Batch
+    from megatron.engines import deepspeed_silenced, silence_known_warnings
     from megatron.launch.distributed import distributed
-    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
     from megatron.parallel.layout import ParallelLayout
     from megatron.tools.planning.memory import stage_memory
 

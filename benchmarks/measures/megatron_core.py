@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.comparing import Seconds
 from benchmarks.measures.ranks import outside
 from benchmarks.measures.shapes import Shape
-from megatron.config.errors import LaunchError
+from megatron.common.errors import LaunchError
 from megatron.launch.environment import free_port
 
 VERSION = "0.16.1"

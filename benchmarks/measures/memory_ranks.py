@@ -23,8 +23,8 @@ def main() -> None:
     from benchmarks.measures.suite import engine_step, run_of
     from benchmarks.resident import highest_since_lowered, lower_mark, resident_now
     from megatron.data.loader import Batch
+    from megatron.engines import deepspeed_silenced, silence_known_warnings
     from megatron.launch.distributed import distributed
-    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
     from megatron.tools.planning.memory import stage_memory
 
     silence_known_warnings()

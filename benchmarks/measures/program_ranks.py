@@ -39,7 +39,7 @@ class Clock(Callback):
 
 def suite(dtype: str, prefix: str, iterations: int) -> None:
     """This project's program, with the callbacks that its script registers."""
-    from megatron.config.command_line import parse_run
+    from megatron.cli import parse_run
     from megatron.launch.environment import prepare_environment
     from megatron.tools.reporting.callbacks import default_callbacks
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import LaunchError
+from megatron.common.errors import LaunchError
 
 ROOT = Path(__file__).parents[2]
 

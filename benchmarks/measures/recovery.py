@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.comparing import Quantity
 from benchmarks.measures.faults import ROOT, START_LIMIT, TINY, _data
-from megatron.config.errors import ConfigError, LaunchError
+from megatron.common.errors import ConfigError, LaunchError
 from megatron.tools.cluster.recovery import SHARES
 
 sys.path.append(str(ROOT / "tests"))

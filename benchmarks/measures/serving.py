@@ -27,8 +27,8 @@ from benchmarks.comparing import Comparison, Seconds, alternate
 from benchmarks.measures.generation import Size, write_model
 from benchmarks.measures.whole_program import OF_THIS_PROCESS
 from megatron.config import ParallelConfig
+from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.launch.distributed import distributed
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 from megatron.tools.inference.continuous_batch import Joining
 from megatron.tools.inference.decoding import Sampling

@@ -12,8 +12,8 @@ from functools import partial
 from multiprocessing.queues import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from megatron.common.processes import exit_with_parent
 from megatron.launch.environment import prepare_environment
-from megatron.launch.processes import exit_with_parent
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,7 +31,7 @@ def main() -> None:
     # Imported after the environment is prepared, which torch and DeepSpeed read, and once for all forks.
     import deepspeed.pipe  # noqa: F401
 
-    import megatron.training.engines  # noqa: F401
+    import megatron.engines.build  # noqa: F401
     from benchmarks.measures.ranks import report
 
     context = multiprocessing.get_context("fork")
@@ -55,14 +55,14 @@ def train(settings: Mapping[str, Any], queue: "SimpleQueue[float]") -> None:
     from deepspeed.pipe import LayerSpec
     from torch.nn.functional import mse_loss
 
-    from megatron.config.command_line import parse_run
+    from megatron.cli import parse_run
+    from megatron.engines import deepspeed_silenced, silence_known_warnings
+    from megatron.engines.build import train_batch
+    from megatron.engines.schedules import scheduled_pipeline_engine
     from megatron.launch.distributed import distributed
     from megatron.model.containers import ChunkedModel, DualPipeVModel, PipelinedModel
-    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
-    from megatron.parallel.deepspeed_compat.schedules import scheduled_pipeline_engine
     from megatron.parallel.pipeline.schedule import schedule_of
     from megatron.tools.reporting.tracing import Tracer
-    from megatron.training.engines import train_batch
 
     silence_known_warnings()
     # A store of its own: torchrun's has the keys of the pipeline before.

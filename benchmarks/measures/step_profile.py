@@ -25,8 +25,8 @@ from benchmarks.measures.peers import BareGPT2, plain_step
 from benchmarks.measures.ranks import measured_by_ranks
 from benchmarks.measures.shapes import LLAMA_SHAPES, SHAPES
 from benchmarks.measures.suite import engine_step, run_of
+from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.launch.distributed import distributed
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 
 MODELS = {"GPT-2": (SHAPES["A"], BareGPT2), "Llama": (LLAMA_SHAPES["A"], BareLlama)}

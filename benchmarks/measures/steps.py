@@ -30,8 +30,8 @@ def main() -> None:
     from benchmarks.measures.ranks import report
     from benchmarks.measures.suite import engine_step, run_of
     from benchmarks.measures.two_cores import MICRO_BATCHES, SHAPE
+    from megatron.engines import deepspeed_silenced, silence_known_warnings
     from megatron.launch.distributed import distributed
-    from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 
     def all_reduces() -> dict[str, dict[str, list[float]]]:
         """Of the hidden states of a micro-batch: seconds of each."""

@@ -14,12 +14,12 @@ from deepspeed.utils import groups
 from torch import Tensor
 
 from benchmarks.measures.shapes import CLIP, LEARNING_RATE, WEIGHT_DECAY, Shape
+from megatron.cli import parse_run
 from megatron.config import RunConfig
-from megatron.config.command_line import parse_run
 from megatron.data.loader import Batch
+from megatron.engines.build import build_engine, build_module, train_batch
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import model_parallel_manual_seed
-from megatron.training.engines import build_engine, build_module, train_batch
 
 
 def run_of(shape: Shape, *flags: str, micro_batches: int = 1) -> RunConfig:

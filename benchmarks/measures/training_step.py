@@ -21,8 +21,8 @@ from benchmarks.measures.operators import operators_step
 from benchmarks.measures.peers import BareGPT2, plain_step, transformers_gpt2
 from benchmarks.measures.shapes import SHAPES, Shape
 from benchmarks.measures.suite import engine_step, run_of
+from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.launch.distributed import distributed
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.products import product
 

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.comparing import Comparison, Result, Seconds, alternate
 from benchmarks.measures.ranks import ROOT, reported
 from benchmarks.measures.shapes import SHAPES, Shape
-from megatron.config.errors import LaunchError
+from megatron.common.errors import LaunchError
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 
 ITERATIONS, WARM_UP, LOG_INTERVAL = 5, 3, 5

@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron.config.errors import UserError
+from megatron.common.errors import UserError
 
 T = TypeVar("T")
 

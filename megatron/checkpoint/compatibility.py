@@ -12,8 +12,8 @@ from typing import Any
 from megatron.checkpoint.run_file import rotation_of, schedule_of, settings_of
 from megatron.checkpoint.saved_layout import SavedLayout
 from megatron.checkpoint.saved_run import SavedRun
+from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
-from megatron.config.errors import CheckpointError
 from megatron.model.spec import architecture_of
 
 _SHAPE_FIELDS = {

@@ -1,7 +1,7 @@
 """New files that are on disk when they are closed, with their hashes; and disk space. No torch here.
 
 Files are created, never opened: an existing name, even a symbolic link, is an error. Permissions are those of
-``megatron.launch.files``.
+``megatron.common.files``.
 """
 
 import errno
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_digest
 
-from megatron.config.errors import CheckpointError, ResourceError
-from megatron.config.reading import regular
-from megatron.launch.files import file_mode, folder_mode, replace_file, sync_folder
+from megatron.common.errors import CheckpointError, ResourceError
+from megatron.common.files import file_mode, folder_mode, replace_file, sync_folder
+from megatron.common.reading import regular
 
 SAVE_ADVICE = "free some space, keep fewer checkpoints with --keep-last, or name another folder"
 _BLOCK = 1 << 20

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.config.reading import read_bytes, regular
+from megatron.common.reading import read_bytes, regular
 from megatron.config.tokenizer_files import PUBLISHED
 
 BLOCK = 1 << 16

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.files import make_folder
-from megatron.config.errors import CheckpointError
-from megatron.launch.files import UNFINISHED, file_mode
+from megatron.common.errors import CheckpointError
+from megatron.common.files import UNFINISHED, file_mode
 from megatron.launch.rank import print_warning
 
 LOCK = ".writer.lock"

@@ -16,10 +16,10 @@ from megatron.checkpoint.load import Loaded
 from megatron.checkpoint.parameter_state import WEIGHT, State
 from megatron.checkpoint.reshard import load_states
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of
+from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
-from megatron.config.errors import CheckpointError
-from megatron.config.huggingface import format_of, gpt2, read_config, shape_problems, source_shapes
 from megatron.model.architectures import architecture_of
+from megatron.model.huggingface import format_of, gpt2, read_config, shape_problems, source_shapes
 from megatron.parallel.expert import local_experts
 from megatron.parallel.layout import ParallelLayout
 

@@ -22,8 +22,8 @@ from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import check_structure, noted_files, read_checked_file
 from megatron.checkpoint.tracker import resolve
 from megatron.checkpoint.universal import cached
+from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
-from megatron.config.errors import CheckpointError
 from megatron.launch.backend_errors import failure_of_nccl, is_connection_lost, is_timeout
 from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout

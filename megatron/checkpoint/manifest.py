@@ -16,9 +16,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron.checkpoint.files import Record, record_of, sha256_of, write_text, xxh128_of
-from megatron.config.errors import CheckpointError
-from megatron.config.reading import read_bytes
-from megatron.launch.files import sync, sync_folder
+from megatron.common.errors import CheckpointError
+from megatron.common.files import sync, sync_folder
+from megatron.common.reading import read_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -31,7 +31,7 @@ from megatron.checkpoint.expert_files import WEIGHT, State
 from megatron.checkpoint.saved_layout import SavedLayout
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import read_file
-from megatron.config.errors import CheckpointError
+from megatron.common.errors import CheckpointError
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import parameter_prefix
 

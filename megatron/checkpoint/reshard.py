@@ -21,7 +21,7 @@ from megatron.checkpoint.optimizer_state import set_step
 from megatron.checkpoint.parameter_state import WEIGHT, State
 from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.universal import OPTIMIZER_FILE, SHARED_FILE, read_state
-from megatron.config.errors import CheckpointError
+from megatron.common.errors import CheckpointError
 from megatron.parallel.expert import expert_group_of
 
 

@@ -11,8 +11,8 @@ from typing import Any, Union, get_args, get_origin
 
 from megatron.checkpoint.sample_history import Segment, extended
 from megatron.checkpoint.saved_layout import SavedLayout, layout_keys
+from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig, RunConfig
-from megatron.config.errors import CheckpointError
 from megatron.config.positions import ROTATION
 
 RUN_FILE = "run.json"

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import safetensors
 
-from megatron.config.errors import CheckpointError, first_line
-from megatron.config.huggingface import read_json
+from megatron.common.errors import CheckpointError, first_line
+from megatron.model.huggingface import read_json
 
 SAFETENSORS = "model.safetensors"
 INDEX_SUFFIX = ".index.json"

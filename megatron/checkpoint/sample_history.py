@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
-from megatron.config.errors import CheckpointError
 
 _NUMBERS = ("finished", "last", "first_place", "end_place", "global_batch_size")
 _AXES = ("PP", "DP", "SP", "TP")

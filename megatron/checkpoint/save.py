@@ -33,13 +33,13 @@ from megatron.checkpoint.run_file import describe
 from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.tensor_files import write_file
 from megatron.checkpoint.universal import conversion_info
+from megatron.cli.settings_file import KEPT, settings_text
+from megatron.common.errors import CheckpointError, UserError, first_line
 from megatron.config import RunConfig
-from megatron.config.command_line.settings_file import KEPT, settings_text
-from megatron.config.errors import CheckpointError, UserError, first_line
+from megatron.engines.engine import optimizer_shards_not_saved, replaced, use_checkpoint_engine
+from megatron.engines.experts import experts_saved_apart
 from megatron.launch.rank import exit_now
 from megatron.model.spec import architecture_of
-from megatron.parallel.deepspeed_compat.engine import optimizer_shards_not_saved, replaced, use_checkpoint_engine
-from megatron.parallel.deepspeed_compat.experts import experts_saved_apart
 
 
 @dataclass(frozen=True)

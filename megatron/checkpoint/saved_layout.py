@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron.config import RunConfig
-from megatron.parallel.pipeline.partition import layers_per_chunk
+from megatron.model.partition import layers_per_chunk
 
 
 def _saved_as(key: str, **options: Any) -> Any:

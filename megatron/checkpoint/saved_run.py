@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron.checkpoint.sample_history import Segment, read_history
 from megatron.checkpoint.saved_layout import SavedLayout
+from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError
 from megatron.model.architectures import GPT2
 
 

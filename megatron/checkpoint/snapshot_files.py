@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.checkpoint.folder_lock import machine_id
+from megatron.common.errors import CheckpointError, ResourceError, counted
+from megatron.common.units import with_prefix
 from megatron.config import CheckpointConfig, RunConfig
-from megatron.config.errors import CheckpointError, ResourceError, counted
-from megatron.config.summary import with_prefix
+from megatron.model.partition import Stage, plan
 from megatron.model.spec import is_trained
 from megatron.parallel import AXES, axis_sizes
-from megatron.parallel.pipeline.partition import Stage, plan
 
 START_FILE = ".snapshots"
 SLOTS = ("0", "1")

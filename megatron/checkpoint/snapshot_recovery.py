@@ -25,8 +25,8 @@ from megatron.checkpoint.snapshot_files import (
     this_host,
 )
 from megatron.checkpoint.tensor_files import read_checked_file, write_file
+from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
-from megatron.config.errors import CheckpointError
 
 
 def select_newest(run: RunConfig, lock: FolderLock | None) -> SavedRun | None:

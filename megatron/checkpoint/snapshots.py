@@ -35,8 +35,8 @@ from megatron.checkpoint.snapshot_files import (
     this_host,
 )
 from megatron.checkpoint.tensor_files import write_archive
+from megatron.common.errors import ResourceError, UserError
 from megatron.config import RunConfig
-from megatron.config.errors import ResourceError, UserError
 
 _PART = 1 << 23
 """Bytes that a thread copies at a time."""

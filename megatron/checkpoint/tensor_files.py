@@ -20,7 +20,7 @@ from megatron.checkpoint.files import NewFile, Record
 from megatron.checkpoint.manifest import MANIFEST, check_content, read_manifest
 from megatron.checkpoint.safetensors_files import broken, read_entries
 from megatron.checkpoint.tensor_archive import ArchiveFile, TensorArchive
-from megatron.config.errors import CheckpointError, first_line
+from megatron.common.errors import CheckpointError, first_line
 
 ALLOWED = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
 """Classes in DeepSpeed's files besides tensors and plain values. Creating them has no effects."""

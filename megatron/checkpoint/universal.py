@@ -26,9 +26,9 @@ from megatron.checkpoint.parameter_state import WEIGHT, State, model_file, optim
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import read_file
 from megatron.checkpoint.tracker import UNIVERSAL
+from megatron.common.errors import ResourceError, first_line
+from megatron.common.files import UNFINISHED, sync, sync_folder
 from megatron.config import ModelConfig, RunConfig
-from megatron.config.errors import ResourceError, first_line
-from megatron.launch.files import UNFINISHED, sync, sync_folder
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import ParameterSpec
 

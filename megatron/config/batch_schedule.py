@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 
 Steps = tuple[tuple[int, int], ...]
 """(samples, batch size): from so many consumed samples on, global batches have this size. The first begins at 0."""

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
 
 GPT2_BPE = "GPT2BPETokenizer"
 HUGGINGFACE = "HuggingFaceTokenizer"

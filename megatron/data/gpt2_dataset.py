@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.config.errors import DataError
 from megatron.data.index_maps import IndexMaps, SampleStream, WindowedMaps
 from megatron.data.indexed_dataset import IndexedDataset, Span
 from megatron.data.map_cache import Arrays, cache_folder, cached_window, digest

@@ -26,8 +26,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config.errors import DataError
-from megatron.config.reading import regular
+from megatron.common.errors import DataError
+from megatron.common.reading import regular
 from megatron.data.mapped_files import check_mapped
 
 MAGIC = b"MMIDIDX\x00\x00"

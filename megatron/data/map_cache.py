@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 from filelock import FileLock
 
+from megatron.common.errors import ResourceError
+from megatron.common.files import replace_file
 from megatron.config import DataConfig
-from megatron.config.errors import ResourceError
-from megatron.launch.files import replace_file
 
 Arrays = Mapping[str, np.ndarray]
 

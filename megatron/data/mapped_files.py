@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
 
 
 def check_mapped(*arrays: np.ndarray) -> None:

@@ -10,9 +10,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS, target_prefix
-from megatron.config.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import SPLIT_NAMES, Source
 from megatron.data.t5_dataset import Shape, padded

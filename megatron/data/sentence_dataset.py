@@ -17,9 +17,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.config.errors import DataError
 from megatron.data.index_maps import window_epochs
 from megatron.data.indexed_dataset import IndexedDataset, Span
 from megatron.data.map_cache import cache_folder, cached, cached_window, digest

@@ -11,9 +11,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS, loss_mask_prefix
-from megatron.config.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import SPLIT_NAMES, Source
 

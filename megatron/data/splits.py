@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron.common.errors import ConfigError, DataError
 from megatron.config import DataConfig
 from megatron.config.data import SPLITS
-from megatron.config.errors import ConfigError, DataError
 from megatron.data.indexed_dataset import IndexedDataset
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.config.errors import DataError
 from megatron.data.sentence_dataset import Run, SentenceDataset, SentenceMaps, read_sentences, sentence_maps
 from megatron.data.splits import SPLIT_NAMES, Source
 from megatron.tokenizer import SpanVocabulary, span_vocabulary

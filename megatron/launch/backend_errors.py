@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable
 
-from megatron.config.errors import LaunchError
+from megatron.common.errors import LaunchError
 
 _LOST = (
     "Connection closed by peer",  # gloo

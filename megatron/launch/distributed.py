@@ -13,11 +13,10 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import TCPStore
 
+from megatron.common.environment import check_place, on_one_host, rank, world_size
+from megatron.common.errors import ConfigError, LaunchError, counted
 from megatron.config import ParallelConfig
-from megatron.config.environment import check_place, on_one_host, rank, world_size
-from megatron.config.errors import ConfigError, LaunchError, counted
-from megatron.launch.environment import hosts_store, listen
-from megatron.parallel.deepspeed_compat import (
+from megatron.engines import (
     deepspeed_silenced,
     devices_counted_once,
     discover_mpi_ranks,
@@ -25,6 +24,7 @@ from megatron.parallel.deepspeed_compat import (
     set_groups_of_deepspeed,
     silence_known_warnings,
 )
+from megatron.launch.environment import hosts_store, listen
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.shared_memory import backend_of_groups
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.config.environment import (
+from megatron.common.environment import (
     check_place,
     expected_device,
     on_one_host,
@@ -27,7 +27,7 @@ from megatron.config.environment import (
     threads_per_rank,
     world_size,
 )
-from megatron.config.errors import LaunchError
+from megatron.common.errors import LaunchError
 
 LISTEN = "MASTER_LISTEN"
 """Environment variable: another address for rank 0 to listen at, such as 0.0.0.0 (all). MASTER_ADDR must lead there."""

@@ -16,9 +16,9 @@ import psutil
 from deepspeed.accelerator import get_accelerator
 from filelock import FileLock
 
+from megatron.common.errors import ResourceError, first_line
 from megatron.config import RunConfig
-from megatron.config.errors import ResourceError, first_line
-from megatron.parallel.deepspeed_compat import cpu_known_at_once, deepspeed_silenced
+from megatron.engines import cpu_known_at_once, deepspeed_silenced
 
 _MOMENT = 0.5  # seconds
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.launch.files import file_mode
+from megatron.common.files import file_mode
 
 PREFIX = "flight-recorder-rank"
 _VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")

@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megatron.config.environment import check_place, local_rank
-from megatron.config.environment import rank as rank_of
-from megatron.config.errors import ConfigError, LaunchError, UserError
+from megatron.common.environment import check_place, local_rank
+from megatron.common.environment import rank as rank_of
+from megatron.common.errors import ConfigError, LaunchError, UserError
+from megatron.common.files import restrict_new_files
+from megatron.common.processes import exit_with_launcher
+from megatron.common.screen import ignore_lost_output
 from megatron.launch.backend_errors import failure_of_nccl, is_connection_lost, is_timeout
-from megatron.launch.files import restrict_new_files
-from megatron.launch.processes import exit_with_launcher
-from megatron.launch.screen import ignore_lost_output
 
 EXIT_CODE_FOLDER = "RANK_EXIT_CODES"
 """Environment variable: a folder in which each rank leaves its exit code."""

@@ -20,10 +20,10 @@ from typing import NoReturn
 
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
+from megatron.common.errors import LaunchError
+from megatron.common.files import file_mode, folder_mode
 from megatron.config import RunConfig
-from megatron.config.errors import LaunchError
 from megatron.launch.distributed import connect
-from megatron.launch.files import file_mode, folder_mode
 from megatron.launch.flight_recorder import PREFIX, recorded_file, write_recorded
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank import print_error

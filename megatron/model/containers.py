@@ -13,10 +13,10 @@ from deepspeed.pipe import DualPipeVModule, LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from megatron.config import ActivationConfig
+from megatron.engines.chunks import ChunkedPipelineModule
+from megatron.engines.engine import ExplicitPipelineModule
 from megatron.model.relative_positions import RelativePositions, with_bias_apart, without_bias
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
-from megatron.parallel.deepspeed_compat.chunks import ChunkedPipelineModule
-from megatron.parallel.deepspeed_compat.engine import ExplicitPipelineModule
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Schedule
 

@@ -12,8 +12,8 @@ from functools import cached_property
 from pkgutil import resolve_name
 from typing import Any
 
+from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig, RunConfig
-from megatron.config.errors import ConfigError
 
 
 @dataclass(frozen=True)

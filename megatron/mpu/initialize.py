@@ -7,8 +7,8 @@ and never imports this package.
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron.common.errors import ConfigError, LaunchError
 from megatron.config import ParallelConfig
-from megatron.config.errors import ConfigError, LaunchError
 from megatron.parallel.layout import ParallelLayout
 
 _layouts: list[ParallelLayout] = []

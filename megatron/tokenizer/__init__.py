@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron.common.errors import ConfigError, DataError
 from megatron.config.data import DataConfig
-from megatron.config.errors import ConfigError, DataError
 from megatron.config.tokenizer_files import HUGGINGFACE, NULL_TOKENIZER, PUBLISHED, SENTENCEPIECE
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 from megatron.tokenizer.huggingface import HuggingFaceTokenizer

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 import tokenizers
 
-from megatron.config.errors import DataError
-from megatron.config.reading import parse_json, read_bytes
+from megatron.common.errors import DataError
+from megatron.common.reading import parse_json, read_bytes
 
 EOD = "<|endoftext|>"
 """Token that ends a document."""

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
 from megatron.tokenizer.base import EOD, RustTokenizer, read_text, read_vocab_json, require_files, require_tokens
 
 _BLANK = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"

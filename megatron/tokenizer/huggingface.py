@@ -9,8 +9,8 @@ from typing import Any
 
 import tokenizers
 
-from megatron.config.errors import DataError
-from megatron.config.reading import read_json
+from megatron.common.errors import DataError
+from megatron.common.reading import read_json
 from megatron.tokenizer.base import RustTokenizer, read_text, require_files
 
 CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
 from megatron.tokenizer.base import ListTokenizer, check_known
 
 

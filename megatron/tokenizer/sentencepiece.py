@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megatron.config.errors import ConfigError, DataError
-from megatron.config.reading import read_bytes
+from megatron.common.errors import ConfigError, DataError
+from megatron.common.reading import read_bytes
 from megatron.tokenizer.base import ListTokenizer, check_encodable, check_known, check_words, require_files
 from megatron.tokenizer.huggingface import checked_size
 

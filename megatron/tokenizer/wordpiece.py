@@ -8,7 +8,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
 from megatron.tokenizer.base import RustTokenizer, check_known, read_text, vocabulary_file
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.config.errors import ConfigError, UserError
-from megatron.config.reading import unreadable_words
-from megatron.launch.files import restrict_new_files
-from megatron.launch.screen import open_closed_streams
+from megatron.common.errors import ConfigError, UserError
+from megatron.common.files import restrict_new_files
+from megatron.common.reading import unreadable_words
+from megatron.common.screen import open_closed_streams
 from megatron.model.spec import ArchitectureSpec
 
 
@@ -102,7 +102,7 @@ class ToolParser(argparse.ArgumentParser):
 def run_tool(main: Callable[[], None]) -> NoReturn:
     """Run ``main`` and exit: with 0 when it returns, with the error's exit code after a ``UserError``.
 
-    Other users get no access to new files, unless the environment grants it, see ``megatron.launch.files``.
+    Other users get no access to new files, unless the environment grants it, see ``megatron.common.files``.
 
     Each message of a ``UserError`` is one line on stderr. After Ctrl-C the exit code is 130, after the reader of
     stdout has closed it 141, without a message, as a shell reports these signals.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.data.loader import Batch
+from megatron.engines.build import StepStatus, eval_batch
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer, unpack
-from megatron.training.engines import StepStatus, eval_batch
 
 SPIKE_WINDOW = 20
 """Number of previous good steps whose mean loss a spike is compared with."""

@@ -4,8 +4,8 @@ import signal
 import time
 from typing import NamedTuple, NoReturn
 
+from megatron.common.processes import ExitSignal
 from megatron.config import RunConfig
-from megatron.launch.processes import ExitSignal
 from megatron.launch.rank import exit_now
 
 PREEMPTED = 75

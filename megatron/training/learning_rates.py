@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import _LRScheduler
 
-from megatron.config.errors import CheckpointError, ConfigError
+from megatron.common.errors import CheckpointError, ConfigError
 
 EXPONENTIAL_FLOOR = 1e-3
 """Least fraction of the peak that the exponential curve aims at, for a geometric curve never reaches 0."""

@@ -12,8 +12,8 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
+from megatron.engines.gradients import block_norms, counted_once, sum_over_model
 from megatron.model.router import routers
-from megatron.parallel.deepspeed_compat.gradients import block_norms, counted_once, sum_over_model
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 from megatron.training.callbacks import Callback

@@ -12,8 +12,8 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from megatron.common.errors import ResourceError
 from megatron.config import RunConfig
-from megatron.config.errors import ResourceError
 from megatron.launch.progress import ProgressState
 from megatron.parallel.layout import ParallelLayout
 from megatron.training.callbacks import Callback, MemoryPlan, warn_if_unwritable

@@ -14,12 +14,12 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from megatron.common.units import duration, with_prefix
 from megatron.config import RunConfig
-from megatron.config.summary import duration, with_prefix
+from megatron.engines.build import StepStatus
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import hardware_flops
 from megatron.training.callbacks import warn_if_unwritable
-from megatron.training.engines import StepStatus
 
 
 class HostCopy:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron.common.errors import ConfigError, DataError
 from megatron.config import ModelConfig, RunConfig
-from megatron.config.errors import ConfigError, DataError
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec, LayerSpec, register
 

@@ -12,16 +12,16 @@ from megatron.checkpoint.safetensors_files import FLOATS, read_entries
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.snapshot_files import check_memory
 from megatron.checkpoint.tracker import resolve
+from megatron.common.environment import ranks_on_host
+from megatron.common.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
 from megatron.config import RunConfig
 from megatron.config.data import MOCK_DATA
-from megatron.config.environment import ranks_on_host
-from megatron.config.errors import CheckpointError, ConfigError, DataError, ResourceError, UserError
-from megatron.config.huggingface import read_config, shape_problems
 from megatron.config.model import padded_vocabulary
 from megatron.config.tokenizer_files import check_tokenizer_folder, used_merges
 from megatron.data.datasets import check_data
 from megatron.data.splits import check_token_type
 from megatron.model.architectures import architecture_of
+from megatron.model.huggingface import read_config, shape_problems
 from megatron.tokenizer import read_vocabulary, span_vocabulary
 
 T = TypeVar("T")

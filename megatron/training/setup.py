@@ -18,9 +18,9 @@ from torch import nn
 from megatron.checkpoint.load import Loaded
 from megatron.checkpoint.optimizer_state import optimizer_name
 from megatron.checkpoint.saved_run import SavedRun
+from megatron.common.errors import counted
 from megatron.config import RunConfig
-from megatron.config.errors import counted
-from megatron.config.summary import describe_config, describe_stages
+from megatron.engines import warn_if_untested_version
 from megatron.launch.distributed import distributed
 from megatron.launch.extensions import build_extensions, check_device
 from megatron.launch.flight_recorder import record_into
@@ -29,12 +29,12 @@ from megatron.launch.rank_failure import rank_failure_monitor
 from megatron.launch.watchdog import hang_watchdog
 from megatron.model.kernels import device_facts, uses_apex
 from megatron.model.spec import architecture_of
-from megatron.parallel.deepspeed_compat import warn_if_untested_version
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.callbacks import Callback
 from megatron.training.memory import out_of_memory_reported
 from megatron.training.metrics import MetricsLogger
+from megatron.training.summary import describe_config, describe_stages
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from deepspeed.accelerator import get_accelerator
 
 from megatron.checkpoint.files import replace_text
 from megatron.config import RunConfig
+from megatron.model.partition import plan
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.pipeline.partition import plan
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 from megatron.training.callbacks import Callback, warn_if_unwritable
 from megatron.training.metrics import TIMER

@@ -16,17 +16,17 @@ from megatron.checkpoint.load import load_checkpoint, select_checkpoint
 from megatron.checkpoint.save import Checkpointer
 from megatron.checkpoint.snapshots import Snapshots
 from megatron.checkpoint.tracker import holds_checkpoint
+from megatron.common.errors import NumericsError
 from megatron.config import RunConfig
-from megatron.config.errors import NumericsError
 from megatron.data.loader import Batch
+from megatron.engines.build import StepStatus, eval_batch, step_status, train_batch
+from megatron.engines.engine import set_global_batch_size
 from megatron.launch.progress import ProgressState
-from megatron.parallel.deepspeed_compat.engine import set_global_batch_size
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import InstructionHook
 from megatron.training.anomaly_detection import AnomalyDetector, StepResult, find_origin, max_across_ranks
 from megatron.training.callbacks import Callback
 from megatron.training.data_iterators import DataIterators
-from megatron.training.engines import StepStatus, eval_batch, step_status, train_batch
 from megatron.training.exit_conditions import Exit, ExitConditions, due
 from megatron.training.metrics import HostCopy, MetricsLogger
 

@@ -10,9 +10,9 @@ from support.command_lines import complaints, parse, read
 from megatron.checkpoint.compatibility import overridden_settings
 from megatron.checkpoint.run_file import describe
 from megatron.checkpoint.saved_run import SavedRun
+from megatron.common.environment import check_place
+from megatron.common.errors import ConfigError, ResourceError
 from megatron.config import RunConfig
-from megatron.config.environment import check_place
-from megatron.config.errors import ConfigError, ResourceError
 from megatron.training.preflight import _check_outputs, _check_sizes
 
 
@@ -63,7 +63,7 @@ def test_the_length_of_a_run_takes_no_memory(words: str) -> None:
 
 
 def test_monitors_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.config.deepspeed_json.compile.find_spec", lambda name: None)
+    monkeypatch.setattr("megatron.cli.deepspeed_json.compile.find_spec", lambda name: None)
     (path := tmp_path / "ds.json").write_text('{"wandb": {"enabled": true}}')
     (line,) = complaints(f"--deepspeed_config {path}")
     assert line.startswith("wandb.enabled true needs wandb, which is not installed: ")

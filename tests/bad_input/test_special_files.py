@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from support.command_lines import complaints
 
-from megatron.config.command_line.settings_file import read_settings_file
-from megatron.config.deepspeed_json.file import read_config_file
-from megatron.config.environment import world_size
-from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
-from megatron.config.huggingface import read_json
-from megatron.config.reading import unreadable_words
+from megatron.cli.deepspeed_json.file import read_config_file
+from megatron.cli.settings_file import read_settings_file
+from megatron.common.environment import world_size
+from megatron.common.errors import CheckpointError, ConfigError, DataError, UserError
+from megatron.common.reading import unreadable_words
+from megatron.model.huggingface import read_json
 from megatron.tokenizer.base import read_text, read_vocab_json
 from megatron.tools.cluster.hostfile import read_hostfile
 from megatron.tools.finetuning.tables import content_hash

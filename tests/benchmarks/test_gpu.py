@@ -24,7 +24,7 @@ from benchmarks.measures.gpu_step import PAIRS, SHAPES, fitting, missing, result
 from benchmarks.measures.ranks import outside
 from benchmarks.measures.shapes import Shape
 from benchmarks.tables import read_json, rows_of
-from megatron.config.errors import ConfigError, LaunchError, ResourceError
+from megatron.common.errors import ConfigError, LaunchError, ResourceError
 from megatron.tools.verify.request import illegal, make_request, parse_layout
 
 TINY = Shape(layers=2, hidden=32, heads=2, sequence=16, batch=2, vocabulary=64)

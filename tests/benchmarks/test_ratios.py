@@ -7,7 +7,7 @@ import pytest
 from benchmarks.comparing import Comparison, Quantity, Times, alternate
 from benchmarks.tables import as_json, goals, markdown, read_json, row
 from benchmarks.write_figures import with_figures
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 
 FASTER = Comparison(
     "step A: 6 layers", "bare torch", Times([1.0, 2.0, 4.0], [1.0, 1.0, 1.0]), Times([2.0, 2.0, 2.0], [3.0, 3.0, 3.0]),

@@ -12,7 +12,7 @@ from support.programs import TINY_MODEL, Programs
 
 from megatron.checkpoint.manifest import write_manifest
 from megatron.checkpoint.tensor_files import check_harmless, check_structure, read_file
-from megatron.config.errors import CheckpointError
+from megatron.common.errors import CheckpointError
 
 LAYOUT = "--pipe-parallel-size 2 --zero-stage 1 --bf16".split()
 SETTINGS = "--train-iters 4 --batch-size 2 --gas 2 --eval-iters 0".split()
@@ -83,8 +83,8 @@ def choose(run_ranks: Callable[..., list], programs: Programs) -> Callable[..., 
 
 def choose_on_a_rank(command: list[str]) -> tuple[str, tuple[str, ...]]:
     from megatron.checkpoint.load import select_checkpoint
-    from megatron.config.command_line import parse_run
-    from megatron.config.errors import CheckpointError
+    from megatron.cli import parse_run
+    from megatron.common.errors import CheckpointError
     from megatron.training.preflight import check
 
     try:

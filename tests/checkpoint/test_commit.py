@@ -15,8 +15,8 @@ from megatron.checkpoint import tracker
 from megatron.checkpoint.files import NewFile, Record, record_of, replace_text, write_text, xxh128_of
 from megatron.checkpoint.manifest import check_content, read_manifest
 from megatron.checkpoint.tracker import newest
+from megatron.common.errors import CheckpointError
 from megatron.config import CheckpointConfig
-from megatron.config.errors import CheckpointError
 
 KEEP_ALL = CheckpointConfig()
 ONE_PROCESS = {"--model-parallel-size": 1, "--pipe-parallel-size": 0, "data-parallel size": 1, "--zero-stage": 0}

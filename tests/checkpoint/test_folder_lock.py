@@ -16,7 +16,7 @@ from support.programs import Programs
 
 from megatron.checkpoint import folder_lock
 from megatron.checkpoint.folder_lock import LOCK, FolderLock, check_unlocked, displace, owner_of
-from megatron.config.errors import CheckpointError
+from megatron.common.errors import CheckpointError
 
 HOLD = (
     "import sys, time; from pathlib import Path; from megatron.checkpoint.folder_lock import FolderLock; "

@@ -9,7 +9,7 @@ from support.command_lines import parse
 
 from megatron.checkpoint.run_file import describe
 from megatron.checkpoint.saved_run import SavedRun
-from megatron.parallel.pipeline.partition import layer_groups
+from megatron.model.partition import layer_groups
 
 
 @pytest.mark.parametrize("words", ["", "--lora-rank 4 --lora-target query_key_value dense", "--num-experts 4"])

@@ -19,7 +19,7 @@ from torch import nn
 from megatron.checkpoint.engine_files import _PART, EngineFiles, bytes_of, in_host_memory
 from megatron.checkpoint.tensor_archive import ZipRecord
 from megatron.checkpoint.tensor_files import write_file
-from megatron.config.command_line import parse_run
+from megatron.cli import parse_run
 
 SETTINGS = "--batch-size 2 --gas 2 --eval-iters 0 --save-interval 1".split()
 
@@ -217,7 +217,7 @@ def test_records_beyond_4_gib_are_zip64(size: int, offset: int) -> None:
 def with_a_writer_that_fails(words: list[str]) -> str:
     """The error that ends a run whose files cannot be written for a reason that is not the disk's."""
     from megatron.checkpoint import save
-    from megatron.config.errors import CheckpointError
+    from megatron.common.errors import CheckpointError
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
         patch.setattr(save, "write_file", lambda path, state: 1 // 0)

@@ -33,8 +33,8 @@ from megatron.checkpoint.snapshot_files import (
 )
 from megatron.checkpoint.snapshots import MemoryFile
 from megatron.checkpoint.tensor_files import read_checked_file, write_archive
-from megatron.config.command_line import parse_run
-from megatron.config.errors import CheckpointError, ConfigError, ResourceError
+from megatron.cli import parse_run
+from megatron.common.errors import CheckpointError, ConfigError, ResourceError
 from megatron.tools.cluster.idle_memory import moving
 from megatron.training.preflight import check
 

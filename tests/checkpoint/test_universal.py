@@ -13,7 +13,7 @@ from support.programs import Programs
 from megatron.checkpoint import universal
 from megatron.checkpoint.tracker import newest, remove_unfinished
 from megatron.checkpoint.universal import cached, convert, read_state
-from megatron.config.errors import ResourceError
+from megatron.common.errors import ResourceError
 
 MOMENTS = ("fp32", "exp_avg", "exp_avg_sq")
 

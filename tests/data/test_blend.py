@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.config.errors import DataError
 from megatron.data.blend_order import BlendOrder, BlendPlan
 from megatron.data.datasets import BlendedDataset, build_datasets, check_data
 from megatron.data.map_cache import cached

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.common.errors import ConfigError, DataError
 from megatron.config import DataConfig
-from megatron.config.errors import ConfigError, DataError
 from megatron.data.datasets import Datasets, build_datasets, check_data
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder

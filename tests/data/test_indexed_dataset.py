@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.common.errors import DataError
 from megatron.config.batch_schedule import BatchSchedule
-from megatron.config.errors import DataError
 from megatron.data.loader import Batch, MicroBatches, batches, next_token_batch
 
 SAMPLES = 64

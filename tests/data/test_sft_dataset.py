@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron.common.errors import DataError
 from megatron.config import DataConfig
 from megatron.config.data import loss_mask_prefix
-from megatron.config.errors import DataError
 from megatron.data.datasets import build_datasets, check_data
 from megatron.data.sft_dataset import SFTDataset, pack
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.config.errors import DataError
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.t5_dataset import Shape, T5Dataset, framed

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron.common.errors import ResourceError
 from megatron.config import DataConfig
-from megatron.config.errors import ResourceError
 from megatron.data import blend_order, index_maps
 from megatron.data.blend_order import BlendOrder, BlendPlan
 from megatron.data.datasets import build_datasets

@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PARENT = """
 import multiprocessing, os, time
-from megatron.launch.processes import exit_with_parent
+from megatron.common.processes import exit_with_parent
 
 def work():
     exit_with_parent()
@@ -24,7 +24,7 @@ time.sleep(600)
 
 ORPHAN = """
 import os, time
-from megatron.launch.processes import exit_with_parent
+from megatron.common.processes import exit_with_parent
 
 parent = os.getpid()
 if os.fork() == 0:

@@ -21,11 +21,11 @@ from megatron.checkpoint.run_file import RUN_FILE, describe
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import check_structure, read_checked_file
 from megatron.checkpoint.tracker import LATEST, newest
+from megatron.common.errors import DataError
 from megatron.config import DataConfig
-from megatron.config.errors import DataError
-from megatron.config.huggingface import config_of, read_json
 from megatron.data.datasets import build_datasets
 from megatron.data.indexed_dataset import HEADER, IndexedDataset
+from megatron.model.huggingface import config_of, read_json
 from megatron.tools.convert.huggingface_files import read_folder_bpe
 from megatron.tools.convert.inspection import facts, find, read_config, read_description
 from megatron.tools.convert.whole_model import check_sizes as check_model

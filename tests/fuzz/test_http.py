@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzzing import NUMBERS, TEXTS, VALUES, altered, damaged
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
 from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.inference.decoding import Row, Sampling, choose, sample_generator
 from megatron.tools.serving.app import Service, build_app

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from support.command_lines import CPU, SMALL, latest
 from support.fuzzing import NUMBERS, TEXTS, VALUES, altered, damaged, outcome, scratch, unchanged
 
+from megatron.cli import parse_run
+from megatron.cli.deepspeed_json.file import TOP_KEYS
+from megatron.cli.parser import names_of, value_type
+from megatron.common.errors import ConfigError
 from megatron.config import sections
-from megatron.config.command_line import parse_run
-from megatron.config.command_line.parser import names_of, value_type
-from megatron.config.deepspeed_json.file import TOP_KEYS
-from megatron.config.errors import ConfigError
-from megatron.config.summary import describe_config, describe_stages
 from megatron.model.architectures import BERT, GPT2
 from megatron.tools.cluster.hostfile import read_hostfile, select
 from megatron.tools.command_line import ToolParser
 from megatron.tools.inference.model_flags import check_values
+from megatron.training.summary import describe_config, describe_stages
 
 FLAGS = {
     name: field

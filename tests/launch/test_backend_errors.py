@@ -16,12 +16,12 @@ from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
 from support.hosts import ROOT
 from torch.distributed import DistBackendError, DistNetworkError
 
+from megatron.engines.transfers import Transfers, _Arriving
 from megatron.launch import progress as progress_module
 from megatron.launch.backend_errors import failure_of_nccl, is_connection_lost, is_timeout
 from megatron.launch.flight_recorder import record_into, recorded_file
 from megatron.launch.progress import Position, ProgressState
 from megatron.launch.rank import run_rank
-from megatron.parallel.deepspeed_compat.transfers import Transfers, _Arriving
 from megatron.parallel.sequence import ring
 from megatron.parallel.tensor import mappings
 
@@ -151,24 +151,24 @@ def test_a_rank_that_waits_for_its_device_does_not_count_as_hung(monkeypatch, de
     assert ("waiting for the device at " in position.text) is waits and "(read_loss)" in position.text
 
 
-@pytest.mark.parametrize("file", ["sequence/ring.py", "tensor/mappings.py", "deepspeed_compat/transfers.py"])
+@pytest.mark.parametrize("file", ["parallel/sequence/ring.py", "parallel/tensor/mappings.py", "engines/transfers.py"])
 def test_a_rank_that_waits_for_what_it_has_started_does_not_count_as_hung(monkeypatch, file: str) -> None:
     """Keys of a ring, a sum while products are computed, the input of a stage: the wait itself has no frame."""
     tensor, transfers = torch.zeros(1), Transfers(int, torch.device("cpu"), 2)
 
     def wait(acquire: Callable) -> None:
         work = SimpleNamespace(wait=acquire)
-        if file == "sequence/ring.py":
+        if file == "parallel/sequence/ring.py":
             monkeypatch.setattr(ring, "dist", MagicMock(batch_isend_irecv=lambda operations: [work]))
             ring._pass_on(tensor, MagicMock(**{"size.return_value": 2}), 1)()
-        elif file == "tensor/mappings.py":
+        elif file == "parallel/tensor/mappings.py":
             mappings._when_done(tensor, work)
         else:
             transfers._arriving[True, 0, 0] = _Arriving([work], [tensor], False)
             transfers.take(True, 0, 0)
 
     position = position_of_main_thread(monkeypatch, wait)
-    assert position.in_collective and f"megatron/parallel/{file}:" in position.text and "in wait, at /" in position.text
+    assert position.in_collective and f"megatron/{file}:" in position.text and "in wait, at /" in position.text
 
 
 def position_of_main_thread(monkeypatch, waits: Callable[[Callable], None]) -> Position:

@@ -10,8 +10,8 @@ import pytest
 from support.programs import TINY_MODEL, Programs
 from support.training import pretrain
 
-from megatron.config.errors import ConfigError
-from megatron.launch.files import UMASK, replace_file, restrict_new_files
+from megatron.common.errors import ConfigError
+from megatron.common.files import UMASK, replace_file, restrict_new_files
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -9,7 +9,7 @@ import pytest
 from support.programs import TINY_MODEL, Programs, read_metrics
 from support.warm import exit_code, start
 
-from megatron.launch.screen import LossyStream
+from megatron.common.screen import LossyStream
 
 SETTINGS = "--batch-size 2 --train-iters 2 --eval-iters 0".split()
 

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from megatron.config.errors import LaunchError
+from megatron.common.errors import LaunchError
 from megatron.launch import rank
 from megatron.launch.environment import free_port, listen, prepare_environment
 

@@ -14,10 +14,10 @@ import pytest
 from support.bare_ranks import BareRanks, await_processes
 from support.programs import TINY_MODEL, read_metrics
 
-from megatron.config.errors import LaunchError
+from megatron.common.errors import LaunchError
+from megatron.common.processes import EXIT_SIGNALS, ExitSignal
 from megatron.launch import rank_failure
 from megatron.launch.environment import free_port
-from megatron.launch.processes import EXIT_SIGNALS, ExitSignal
 from megatron.launch.rank_failure import _cause
 
 SETTINGS = "--train-iters 5 --batch-size 2 --gas 4 --eval-iters 0".split()

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from support.bare_ranks import BareRanks
 
+from megatron.common.errors import ConfigError, LaunchError
 from megatron.config import ParallelConfig
-from megatron.config.errors import ConfigError, LaunchError
 
 PLACE = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SETTINGS = "--train-iters 1 --batch-size 2 --gas 4 --eval-iters 0".split()

@@ -108,7 +108,7 @@ helper.kill()
 
 @pytest.mark.parametrize(("parent", "code"), [("os.getppid()", 0), ("os.getppid() + 1", 6)])
 def test_a_process_whose_parent_has_ended_before_it_asked_to_end_with_it(parent: str, code: int) -> None:
-    program = f"import os; from megatron.launch.processes import die_with_parent; die_with_parent({parent})"
+    program = f"import os; from megatron.common.processes import die_with_parent; die_with_parent({parent})"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == code
 
 
@@ -166,7 +166,7 @@ def test_any_signal_to_the_runner_ends_the_launchers(monkeypatch) -> None:
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from megatron.launch.processes import exit_with_launcher
+from megatron.common.processes import exit_with_launcher
 exit_with_launcher(os.environ)
 code = Path(os.environ["RANK_EXIT_CODES"], "rank 0")
 def save(*_):

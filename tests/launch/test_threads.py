@@ -5,7 +5,7 @@ import os
 import pytest
 from support.command_lines import CPU, CUDA
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.launch.environment import divide_cores, prepare_environment
 
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "0"}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron.config import ParallelConfig
+from megatron.engines import silence_known_warnings
 from megatron.launch import distributed as distributed_module
 from megatron.launch.distributed import prepare_nccl
 from megatron.launch.environment import free_port
-from megatron.parallel.deepspeed_compat import silence_known_warnings
 
 
 def test_every_group_has_the_timeout(run_ranks_once) -> None:

@@ -10,12 +10,12 @@ from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import their_weights
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.engines.optimizers import weight_decay_groups
 from megatron.model.architectures import BERT, CLASSIFIER, architecture_of
 from megatron.model.containers import SequentialModel
 from megatron.mpu import ParallelLayout
 from megatron.tools.convert.huggingface import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import WholeModel, without_padding
-from megatron.training.optimizers import weight_decay_groups
 
 CONFIG = ModelConfig(
     architecture=BERT.name,

@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.engines.optimizers import weight_decay_groups
 from megatron.model.containers import PipelinedModel
 from megatron.model.gpt2 import GPT2Model, gpt2_layers, gpt2_loss
+from megatron.model.partition import partition_boundaries
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
-from megatron.parallel.pipeline.partition import partition_boundaries
-from megatron.training.optimizers import weight_decay_groups
 
 EOD = 4
 CONFIG = ModelConfig(

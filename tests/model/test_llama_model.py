@@ -14,9 +14,9 @@ from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import divided, joined
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.config.huggingface.llama import family_of, read_config, source_shapes, write_config
 from megatron.config.model import padded_vocabulary
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.huggingface.llama import family_of, read_config, source_shapes, write_config
 from megatron.model.rotary import RotaryEmbedding
 from megatron.parallel.layout import ParallelLayout
 from megatron.tools.convert.inspection import find

@@ -11,9 +11,9 @@ from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import joined
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.config.huggingface.llama import read_config, source_shapes
 from megatron.model.architectures import architecture_of
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.huggingface.llama import read_config, source_shapes
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.lora import train_adapters_only
 from megatron.tools.convert.lora import merged, write_peft

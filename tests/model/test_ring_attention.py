@@ -15,6 +15,7 @@ from benchmarks.measures.shapes import Shape
 from benchmarks.measures.suite import run_of
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.data.loader import Batch
+from megatron.engines.build import build_engine, step_status, train_batch
 from megatron.launch.distributed import distributed
 from megatron.model import packed_attention, ring_attention
 from megatron.model.gpt2 import GPT2Model
@@ -23,7 +24,6 @@ from megatron.model.partial_attention import PartialAttention, merge
 from megatron.model.ring_attention import RingAttention, attending
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 from megatron.parallel.sequence.ring import chunks_of, zigzag
-from megatron.training.engines import build_engine, step_status, train_batch
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.command_lines import parse
 
+from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig, RunConfig
-from megatron.config.errors import ConfigError
 from megatron.model.architectures import architecture_of
 
 LAYOUTS = [
@@ -52,8 +52,8 @@ LAYOUTS_OF_T5 = [
 )
 def test_built_parameters_are_those_of_the_spec(program: str, words: str) -> None:
     """Names, shapes, sharded dimension and weight decay, on the first rank of each stage."""
+    from megatron.engines.optimizers import weight_decay_groups
     from megatron.tools.planning.dry_run import built_stage, fake_layout, first_rank_of_each_stage
-    from megatron.training.optimizers import weight_decay_groups
 
     run = settled(f"{program} {words}")
     t, seen = run.parallel.model_parallel_size, {}

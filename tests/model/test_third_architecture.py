@@ -9,8 +9,8 @@ import pytest
 from support.command_lines import CUDA, SMALL
 from support.programs import TINY_MODEL, Programs, read_metrics
 
+from megatron.cli import parse_run
 from megatron.config import RunConfig
-from megatron.config.command_line import parse_run
 from megatron.tools.command_line import read_architecture
 
 PROGRAM = Path(__file__).parents[1] / "support" / "toy_pretrain.py"

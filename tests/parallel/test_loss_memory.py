@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.programs import TINY_MODEL
 
-from megatron.config.command_line import parse_run
+from megatron.cli import parse_run
 from megatron.parallel.tensor import rows_at_once
 from megatron.tools.planning.activations import _loss_rows, sizes
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron import mpu
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.parallel import tensor as chunks
 
 TENSOR_PARALLEL_SIZES = [1, 2, 4]

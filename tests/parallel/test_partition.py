@@ -8,14 +8,14 @@ from support.command_lines import parse
 
 from megatron.config import ParallelConfig, RunConfig
 from megatron.model.architectures import architecture_of
-from megatron.model.spec import model_flops
-from megatron.parallel.pipeline.balance import balanced
-from megatron.parallel.pipeline.partition import (
+from megatron.model.partition import (
     inputs_in_flight,
     layers_per_chunk,
     partition_boundaries,
     plan,
 )
+from megatron.model.spec import model_flops
+from megatron.parallel.pipeline.balance import balanced
 
 
 def best_by_trial(weights: list[int], parts: int) -> tuple[int, int]:
@@ -109,10 +109,10 @@ def test_built_stages_equal_the_plan(run_ranks, schedule: str, partition: str, p
 
 def built_stage(schedule: str, partition: str, program: str) -> tuple[tuple[range, ...], int]:
     """The pieces of this rank's stage and its parameters, by what is in it."""
+    from megatron.engines.build import build_module
     from megatron.model.embedding import WordEmbedding
     from megatron.model.transformer import ParallelTransformerLayer
     from megatron.mpu import ParallelLayout
-    from megatron.training.engines import build_module
 
     run = tiny(schedule, partition, program)
     module = build_module(run, ParallelLayout.create(run.parallel))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.data.splits import all_sources
 from megatron.tools.audit.case import open_case
 from megatron.tools.audit.proof import prove

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from megatron.cli import ParsedRun, read_run
+from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
-from megatron.config.command_line import ParsedRun, read_run
-from megatron.config.errors import ConfigError
 from megatron.model.architectures import BERT, CLASSIFIER, GPT2, T5
 
 CPU = {"DS_ACCELERATOR": "cpu"}

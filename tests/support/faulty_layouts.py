@@ -51,7 +51,7 @@ def doubled_gradient():
 
 
 def wrong_norm():
-    from megatron.parallel.deepspeed_compat import gradients
+    from megatron.engines import gradients
 
     gradients.is_model_parallel_parameter = lambda parameter: True
 
@@ -91,7 +91,7 @@ def wrong_learning_rate():
 
 
 def wrong_norm_of_experts():
-    from megatron.parallel.deepspeed_compat import gradients
+    from megatron.engines import gradients
 
     right = gradients.sum_over_model
     gradients.sum_over_model = lambda values, layout: right(values, dataclasses.replace(layout, expert_group=None))

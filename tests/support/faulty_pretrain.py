@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.data.gpt2_dataset import GPT2Dataset
+from megatron.engines import build as engines
 from megatron.model import gpt2 as gpt2_model
 from megatron.model.transformer import ParallelTransformerLayer
-from megatron.training import engines
 from megatron.training import trainer as training
 
 MARK = 7

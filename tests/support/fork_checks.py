@@ -15,7 +15,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).res
 
 from support.warm import be  # noqa: E402
 
-import megatron.config.command_line  # noqa: E402, F401
+import megatron.cli  # noqa: E402, F401
 import megatron.training.preflight  # noqa: E402, F401
 import pretrain_gpt2  # noqa: E402, F401
 

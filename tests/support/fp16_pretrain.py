@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import pretrain_gpt2
-from megatron.config.validation import RULES
+from megatron.cli.validation import RULES
 from megatron.launch.rank import run_rank
 from megatron.model.architectures import GPT2
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from megatron.config.errors import UserError
+from megatron.common.errors import UserError
 
 T = TypeVar("T")
 

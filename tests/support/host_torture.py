@@ -21,7 +21,7 @@ from support.hosts import INTERFACE, Hosts
 from support.programs import TINY_MODEL, Programs, read_metrics
 
 from megatron.checkpoint.tracker import newest
-from megatron.config.errors import CheckpointError
+from megatron.common.errors import CheckpointError
 
 _SETTINGS = (
     *TINY_MODEL,

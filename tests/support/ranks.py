@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
+from megatron.common.processes import exit_with_parent
 from megatron.launch.environment import free_port
-from megatron.launch.processes import exit_with_parent
 
 TIME_LIMIT = 240.0
 """Seconds for one call, the first with offload included, which may have to compile DeepSpeed's Adam."""
@@ -175,7 +175,7 @@ def _start() -> None:
     import deepspeed
     import torch
 
-    from megatron.parallel.deepspeed_compat import (
+    from megatron.engines import (
         deepspeed_silenced,
         nothing_compiled_for_collectives,
         silence_known_warnings,

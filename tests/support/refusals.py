@@ -66,7 +66,7 @@ def refusal(
         assert said.read_text() == ""
     prefix = f"{program}: error: "
     assert all(line.startswith(prefix) for line in lines), "\n".join(lines)
-    assert "megatron.config.command_line" in imported and not imported & {"torch", "deepspeed"}
+    assert "megatron.cli" in imported and not imported & {"torch", "deepspeed"}
     assert _contents(place) == before
     return code, [line.removeprefix(prefix) for line in lines]
 

@@ -15,7 +15,7 @@ from support.warm import exit_code, start_ranks
 
 from megatron.checkpoint.manifest import check_content, read_manifest
 from megatron.checkpoint.tracker import LATEST, newest
-from megatron.config.errors import CheckpointError
+from megatron.common.errors import CheckpointError
 
 RANKS = 2
 TIME_LIMIT = 240.0

@@ -36,7 +36,7 @@ class RankTraining:
 
 def pretrain(words: list[str], architecture: str = "GPT-2") -> tuple[int, str]:
     """Exit code and output of a run with these arguments, on this rank."""
-    from megatron.config.command_line import parse_run
+    from megatron.cli import parse_run
     from megatron.model.architectures import ARCHITECTURES
     from megatron.tools.reporting.callbacks import default_callbacks
     from megatron.training.preflight import check

@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from support.ranks import fork_server
 
+from megatron.common.processes import die_with_parent
 from megatron.launch.environment import free_port
-from megatron.launch.processes import die_with_parent
 
 Words = Sequence[str | Path]
 _LOOKS = 0.2

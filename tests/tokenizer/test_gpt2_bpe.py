@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, tokenizer_json
 from megatron.tools.preprocess.tokenizer_training import train_gpt2_bpe

@@ -14,8 +14,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from megatron.checkpoint.fingerprint import tokenizer_hash
-from megatron.config.command_line import parse_run
-from megatron.config.errors import DataError
+from megatron.cli import parse_run
+from megatron.common.errors import DataError
 from megatron.config.tokenizer_files import HUGGINGFACE, SENTENCEPIECE, TOKENIZER_FILES
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import build_tokenizer

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.errors import ConfigError, DataError
+from megatron.common.errors import ConfigError, DataError
 from megatron.config.tokenizer_files import unused_merges, used_merges
 from megatron.tokenizer import Vocabulary, build_tokenizer, read_vocabulary
 from megatron.tokenizer.whitespace import WhitespaceTokenizer

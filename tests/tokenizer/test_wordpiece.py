@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.errors import ConfigError, DataError
+from megatron.common.errors import ConfigError, DataError
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.wordpiece import SPECIAL
 from megatron.tools.preprocess.tokenizer_training import train_wordpiece

@@ -10,8 +10,8 @@ from support.command_lines import CPU, complaints
 from support.programs import TINY_MODEL, Programs, read_metrics
 from support.training import RankTraining
 
-from megatron.config.environment import check_place, expected_device
-from megatron.config.errors import ConfigError
+from megatron.common.environment import check_place, expected_device
+from megatron.common.errors import ConfigError
 
 TOOL = "tools/convert_checkpoint.py"
 SETTINGS = (
@@ -93,7 +93,7 @@ def train_with_accelerator(words: list[str], model_folder: Path, config: Path, o
     from torch.nn import functional as F
     from transformers import GPT2LMHeadModel
 
-    from megatron.config.command_line import parse_run
+    from megatron.cli import parse_run
     from megatron.parallel.layout import ParallelLayout
     from megatron.training.data_iterators import DataIterators
     from megatron.training.preflight import check

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.tools.command_line import ToolParser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(body: str, **options: object) -> subprocess.CompletedProcess[str]:
     """Run a tool whose ``main`` has this body."""
-    imports = "from megatron.tools.command_line import run_tool\nfrom megatron.config import errors\n"
+    imports = "from megatron.tools.command_line import run_tool\nfrom megatron.common import errors\n"
     script = f"{imports}def main():\n    {body}\nrun_tool(main)"
     return subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, **options

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.common.errors import ConfigError, DataError
 from megatron.config.data import loss_mask_prefix
-from megatron.config.errors import ConfigError, DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tools.preprocess.conversations import ChatTemplate, find_chat_template
 from megatron.tools.preprocess.job import Job

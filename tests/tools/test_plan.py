@@ -11,8 +11,8 @@ import yaml
 from support.programs import BIN
 from support.refusals import ROOT
 
-from megatron.config.command_line import parse_run
-from megatron.config.summary import with_prefix
+from megatron.cli import parse_run
+from megatron.common.units import with_prefix
 from megatron.tools.planning.output import files
 from megatron.tools.planning.request import bytes_of_text, make_request
 from megatron.tools.planning.search import search

@@ -52,7 +52,7 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch, capsys, content, fla
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import plot_recovery
 
-    from megatron.config.errors import ConfigError
+    from megatron.common.errors import ConfigError
 
     if content is not None:
         (tmp_path / "elastic.jsonl").write_text(content)

@@ -15,7 +15,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from megatron.config.errors import ConfigError, DataError
+from megatron.common.errors import ConfigError, DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer.base import check_words
 from megatron.tools.preprocess.job import Job, Summary

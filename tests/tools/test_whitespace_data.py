@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.programs import TINY_MODEL, Programs, read_metrics
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tools.preprocess.job import Job
 from megatron.tools.preprocess.preprocess import preprocess

@@ -4,10 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron.cli.validation import RULES
 from megatron.config import flag_fields
 from megatron.config.fields import flag_name
 from megatron.config.presets import PRESETS
-from megatron.config.validation import RULES
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUTS = ROOT / "docs" / "layouts.md"

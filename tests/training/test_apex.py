@@ -120,8 +120,8 @@ def _recorded(words: list[str]) -> tuple[dict[str, str], list[Call]]:
     from support import apex_stub
     from support.training import pretrain
 
+    from megatron.engines import optimizers
     from megatron.model import kernels
-    from megatron.training import optimizers
 
     apex_stub.install()
     optimizers.uses_apex = kernels.uses_apex = lambda fused_kernels: fused_kernels == "auto"

@@ -14,7 +14,7 @@ def builds_of(shared: bool, local_ranks: list[int], cache: str, words: list[str]
 
     import torch.distributed as dist
 
-    from megatron.config.command_line import parse_run
+    from megatron.cli import parse_run
     from megatron.data.index_maps import SampleStream
     from megatron.training.data_iterators import DataIterators
 

@@ -8,7 +8,7 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from support.programs import TINY_MODEL, Programs, read_metrics
 
-from megatron.parallel.deepspeed_compat.gradients import block_norms, keep_gradients_of_one_rank
+from megatron.engines.gradients import block_norms, keep_gradients_of_one_rank
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -66,7 +66,7 @@ def train_both_ways(common: list[str], layouts: list[str], folder: Path) -> list
     """Of each layout: whether a bucket was filled, as DeepSpeed is, and as it is replaced."""
     from support.training import pretrain
 
-    from megatron.training import engines
+    from megatron.engines import build as engines
 
     ours = {name: getattr(engines, name) for name in ("keep_gradients_of_one_rank", "clip_within_adam")}
     found = []

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import _LRScheduler
 
+from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import OptimConfig
-from megatron.config.errors import CheckpointError, ConfigError
 from megatron.training.learning_rates import DECAYS, EXPONENTIAL_FLOOR, WSD_DECAYS, AnnealingLR, Schedule
 
 PEAK, FLOOR, WARMUP, END = 8e-4, 2e-5, 20, 120

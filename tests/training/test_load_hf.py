@@ -11,9 +11,9 @@ from support.programs import read_metrics
 from support.training import pretrain
 from torch.nn import functional as F
 
+from megatron.cli import parse_run
+from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import DataConfig
-from megatron.config.command_line import parse_run
-from megatron.config.errors import CheckpointError, ConfigError
 from megatron.data.datasets import build_datasets
 from megatron.model.architectures import ARCHITECTURES
 from megatron.training.model_provider import ModelProvider, provided_architecture

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from support.programs import Programs, read_metrics
 
+from megatron.cli import read_run
+from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
-from megatron.config.command_line import read_run
-from megatron.config.errors import ConfigError
 from megatron.model.spec import ARCHITECTURES
 from megatron.training.model_provider import ModelProvider, provided_architecture
 

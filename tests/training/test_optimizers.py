@@ -11,7 +11,7 @@ from support.training import RankTraining
 from torch import nn
 
 from megatron.checkpoint.tracker import publish
-from megatron.training.optimizers.muon import Matrix, Muon
+from megatron.engines.optimizers.muon import Matrix, Muon
 
 SAVED = 3
 SETTINGS = (

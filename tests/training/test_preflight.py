@@ -13,9 +13,9 @@ from support.command_lines import CPU
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly
 from megatron.checkpoint.run_file import describe
 from megatron.checkpoint.tracker import publish, write_description
+from megatron.cli import parse_run
+from megatron.common.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.config import RunConfig
-from megatron.config.command_line import parse_run
-from megatron.config.errors import CheckpointError, ConfigError, DataError, UserError
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.training.preflight import check
 
@@ -206,7 +206,7 @@ def test_errors_of_parsing_leave_no_traceback() -> None:
 
 
 _PROGRAM = (
-    "import os, sys; from megatron.config.command_line import parse_run; "
+    "import os, sys; from megatron.cli import parse_run; "
     "from megatron.tools.command_line import run_tool; "
     "run_tool(lambda: parse_run(sys.argv[1:], os.environ))"
 )

@@ -16,10 +16,10 @@ from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import joined
 from megatron.config import ActivationConfig, DataConfig, ModelConfig, ParallelConfig
-from megatron.config.huggingface.llama import read_config, source_shapes
 from megatron.data.datasets import build_datasets
 from megatron.data.loader import sft_batch
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.huggingface.llama import read_config, source_shapes
 from megatron.parallel.layout import ParallelLayout
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.tools.preprocess.job import Job

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from support.programs import TINY_MODEL
 
-from megatron.config.command_line import parse_run
+from megatron.cli import parse_run
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Instruction
 from megatron.training.timers import STRAGGLERS, RankTime, StragglerReport, slow_hosts

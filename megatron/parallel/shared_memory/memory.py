@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Store, Work
 
-from megatron.config.environment import ranks_on_host
+from megatron.common.environment import ranks_on_host
 
 NAME = "shared_memory"
 """Of the backend, as ``torch.distributed.new_group(backend=NAME)`` takes it."""

@@ -9,8 +9,8 @@ from typing import Any
 from megatron.checkpoint.fingerprint import blend_hash, tokenizer_hash
 from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.saved_run import SavedRun
+from megatron.common.errors import CheckpointError, ConfigError, DataError
 from megatron.config import DataConfig, TrainConfig
-from megatron.config.errors import CheckpointError, ConfigError, DataError
 from megatron.data.datasets import BlendedDataset, PretrainingSamples, build_datasets
 from megatron.data.index_maps import sample_at
 from megatron.model.architectures import ARCHITECTURES

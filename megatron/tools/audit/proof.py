@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.sample_history import Segment
-from megatron.config.errors import counted
+from megatron.common.errors import counted
 from megatron.tools.reporting.files import read_metrics
 
 

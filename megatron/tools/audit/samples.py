@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron.checkpoint.sample_history import Segment
-from megatron.config.errors import ConfigError, DataError, counted
+from megatron.common.errors import ConfigError, DataError, counted
 from megatron.data.datasets import BlendedDataset, IndexedSamples
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.index_maps import IndexMaps, rank_sample_indices, sample_at

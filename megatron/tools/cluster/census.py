@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.checkpoint.folder_lock import Owner
-from megatron.config.errors import counted
+from megatron.common.errors import counted
 from megatron.tools.cluster.doctor import Examination, examine_hosts
 from megatron.tools.cluster.hostfile import Host
 from megatron.tools.cluster.probe_hosts import CheckResult, HostReport, Unknown

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron.config.errors import counted
+from megatron.common.errors import counted
 from megatron.tools.cluster.file_checks import SHORT, check_arguments, check_data, check_disk, check_folders
 from megatron.tools.cluster.probe_hosts import CheckResult, HostContext, Unknown
 

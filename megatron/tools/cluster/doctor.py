@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.common.errors import counted
 from megatron.config import RunConfig
-from megatron.config.errors import counted
 from megatron.tools.cluster.checks import check_host
 from megatron.tools.cluster.hostfile import Host, runs_here_alone
 from megatron.tools.cluster.probe_hosts import (

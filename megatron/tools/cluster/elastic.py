@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.config.errors import LaunchError, counted
+from megatron.common.errors import LaunchError, counted
 from megatron.launch.rank import print_error
 from megatron.tools.cluster.census import HostState
 from megatron.tools.cluster.hostfile import Host

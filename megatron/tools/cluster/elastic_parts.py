@@ -11,11 +11,11 @@ from pathlib import Path
 
 from megatron.checkpoint.folder_lock import RUN_VARIABLE, FolderLock, displace, owner_of, remove_lock
 from megatron.checkpoint.tracker import LATEST
+from megatron.cli import parse_run
+from megatron.cli.flags import read_flags
+from megatron.cli.parser import CONFIG_FILE
+from megatron.common.errors import ConfigError, LaunchError, ResourceError
 from megatron.config import RunConfig
-from megatron.config.command_line import parse_run
-from megatron.config.command_line.flags import read_flags
-from megatron.config.command_line.parser import CONFIG_FILE
-from megatron.config.errors import ConfigError, LaunchError, ResourceError
 from megatron.tools.cluster.census import HostState, look_at_hosts, take_census
 from megatron.tools.cluster.doctor import Examination
 from megatron.tools.cluster.elastic import Ended, Start, failed_first, is_complete, pick_hosts

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.config.errors import ConfigError, did_you_mean
-from megatron.config.reading import read_bytes
+from megatron.common.errors import ConfigError, did_you_mean
+from megatron.common.reading import read_bytes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]*")
 _LONGEST_NAME = 253

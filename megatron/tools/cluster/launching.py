@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron.checkpoint.tracker import LATEST
-from megatron.config.command_line import parse_run
-from megatron.config.command_line.flags import read_flags
-from megatron.config.command_line.parser import CONFIG_FILE
-from megatron.config.errors import ConfigError
-from megatron.config.validation import value_problems
+from megatron.cli import parse_run
+from megatron.cli.flags import read_flags
+from megatron.cli.parser import CONFIG_FILE
+from megatron.cli.validation import value_problems
+from megatron.common.errors import ConfigError
 from megatron.model.architectures import BERT, GPT2, T5
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.cluster.hostfile import Host, name_problem, read_hostfile, runs_here_alone, select

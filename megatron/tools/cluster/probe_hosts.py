@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron.checkpoint import fingerprint, folder_lock
-from megatron.config import RunConfig, reading
+from megatron.common import reading
+from megatron.config import RunConfig
 from megatron.launch.environment import extensions_folder
 from megatron.tools.cluster import allreduce, leftovers, probe
 from megatron.tools.cluster.hostfile import Host, is_this_host

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron.config.environment import expected_device
+from megatron.common.environment import expected_device
 
 CONNECT_SECONDS = 5
 _PLAIN = re.compile(r"[A-Za-z0-9@_+=:,./-]+")

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import psutil
 
-from megatron.config.errors import CheckpointError, ConfigError, DataError, LaunchError, NumericsError, ResourceError
-from megatron.launch.processes import die_with_parent
+from megatron.common.errors import CheckpointError, ConfigError, DataError, LaunchError, NumericsError, ResourceError
+from megatron.common.processes import die_with_parent
 from megatron.launch.rank import EXIT_CODE_FOLDER, print_error
 
 HELPER = "MEGATRON_SUPERVISOR_HELPER"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron.checkpoint.huggingface import our_weights, their_weights
 from megatron.checkpoint.tensor_files import outlines_of
-from megatron.config.huggingface import HF_CONFIG, read_config, read_json, write_config
+from megatron.model.huggingface import HF_CONFIG, read_config, read_json, write_config
 from megatron.tools.convert.huggingface_files import Vocabulary, write_tokenizer
 from megatron.tools.convert.whole_model import (
     WholeModel,

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+from megatron.common.errors import CheckpointError, DataError
 from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError, DataError
-from megatron.config.huggingface import HF_CONFIG, bert, format_of, gpt2, read_json, t5
 from megatron.config.tokenizer_files import GPT2_BPE, tokenizer_files
 from megatron.model.architectures import BERT
+from megatron.model.huggingface import HF_CONFIG, bert, format_of, gpt2, read_json, t5
 from megatron.tokenizer.base import EOD, check_ids
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer, read_byte_vocabulary, read_merges
 from megatron.tokenizer.wordpiece import PAD, WordPieceTokenizer, check_special, read_pieces

@@ -14,14 +14,14 @@ from megatron.checkpoint.run_file import RUN_FILE
 from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, broken, shards_of
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import LATEST, TRACKER, newest, tag_at
+from megatron.common.errors import CheckpointError, counted
 from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError, counted
-from megatron.config.huggingface import HF_CONFIG
-from megatron.config.huggingface import read_config as read_folder_config
-from megatron.config.summary import layer_kinds
 from megatron.model.architectures import GPT2, T5, architecture_of
+from megatron.model.huggingface import HF_CONFIG
+from megatron.model.huggingface import read_config as read_folder_config
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.progress import progress_bar
+from megatron.training.summary import layer_kinds
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatron.checkpoint.run_file import describe
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import LazyTensors, outlines_of, read_checked_file, read_file
 from megatron.checkpoint.tracker import publish, write_description
+from megatron.common.errors import CheckpointError
 from megatron.config import (
     ActivationConfig,
     CheckpointConfig,
@@ -33,7 +34,6 @@ from megatron.config import (
     TrainConfig,
     ZeroConfig,
 )
-from megatron.config.errors import CheckpointError
 from megatron.config.tokenizer_files import HUGGINGFACE, PUBLISHED, SENTENCEPIECE
 from megatron.model.architectures import architecture_of
 from megatron.tools.convert.huggingface import read_huggingface

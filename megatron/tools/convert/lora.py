@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoint.huggingface import divided
+from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig
 from megatron.config.adapters import LORA_TARGETS
-from megatron.config.errors import ConfigError
-from megatron.config.huggingface.llama import family_of, source_shapes
+from megatron.model.huggingface.llama import family_of, source_shapes
 from megatron.tools.convert.whole_model import WholeModel
 
 

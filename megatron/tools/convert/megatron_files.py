@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.run_file import RUN_FILE
-from megatron.config.errors import CheckpointError, first_line
+from megatron.common.errors import CheckpointError, first_line
 
 _STUBBED = ("megatron.", "deepspeed.", "apex.", "numpy.")
 """Packages whose objects are in the files: enumerations, loss scalers, random states. None of them is needed."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError, ConfigError
 from megatron.model.architectures import GPT2
 from megatron.tools.convert.megatron_files import HEAD, Shards, State
 from megatron.tools.convert.whole_model import WholeModel, gpt2_names, in_order

@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron.checkpoint.files import check_disk_space
 from megatron.checkpoint.safetensors_files import INDEX_SUFFIX, SAFETENSORS, shards_of
 from megatron.checkpoint.tensor_files import LazyTensors, SafetensorsFiles, outlines_of, read_file
+from megatron.common.errors import CheckpointError
 from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError
-from megatron.config.huggingface import read_json
 from megatron.model.architectures import GPT2, architecture_of
+from megatron.model.huggingface import read_json
 from megatron.tools.progress import progress_bar
 
 

@@ -11,7 +11,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.model.containers import SequentialModel
 from megatron.tokenizer import Tokenizer
 from megatron.tools.evaluation.samples import Sample, Scores, last_inputs

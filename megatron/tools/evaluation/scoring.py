@@ -17,11 +17,11 @@ from megatron.config import ActivationConfig, ModelConfig
 from megatron.model.containers import PipelinedModel, SequentialModel, run_in_order
 from megatron.model.embedding import segment_ids_of
 from megatron.model.gpt2 import gpt2_layers, gpt2_loss
+from megatron.model.partition import partition_boundaries
 from megatron.model.spec import architecture_of
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.balance import balanced
-from megatron.parallel.pipeline.partition import partition_boundaries
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from megatron.tools.evaluation.samples import Sample, Scores
 from megatron.tools.inference.source import Source, config_on

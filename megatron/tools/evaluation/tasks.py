@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config.errors import ConfigError, NumericsError, counted
+from megatron.common.errors import ConfigError, NumericsError, counted
 from megatron.tokenizer import Tokenizer
 from megatron.tools.evaluation.samples import Sample, Scores, Windows, last_inputs
 from megatron.tools.evaluation.texts import data_errors_as_usage, read_lines, read_pairs, read_text, read_tokens

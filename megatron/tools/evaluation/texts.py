@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config.errors import ConfigError, DataError
-from megatron.config.reading import read_bytes
+from megatron.common.errors import ConfigError, DataError
+from megatron.common.reading import read_bytes
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tools.preprocess.corpus import FORMATS, format_of, read_chunks
 

@@ -9,14 +9,14 @@ from megatron.checkpoint.load import FRESH, Loaded, load_checkpoint, load_pretra
 from megatron.checkpoint.save import Checkpointer, lock_folder
 from megatron.checkpoint.snapshot_recovery import select_newest
 from megatron.checkpoint.snapshots import requested_snapshots
-from megatron.config.errors import CheckpointError, counted
+from megatron.common.errors import CheckpointError, counted
+from megatron.engines import deepspeed_silenced
+from megatron.engines.build import build_engine, eval_batch
 from megatron.model.classifier import correct_answers
-from megatron.parallel.deepspeed_compat import deepspeed_silenced
 from megatron.tools.finetuning.request import TaskData, TaskRun
 from megatron.tools.finetuning.rows import RowIterators
 from megatron.tools.reporting.tracing import requested_traces
 from megatron.training.callbacks import Callback
-from megatron.training.engines import build_engine, eval_batch
 from megatron.training.exit_conditions import ExitConditions, due
 from megatron.training.measurements import requested_measurements
 from megatron.training.metrics import MetricsLogger

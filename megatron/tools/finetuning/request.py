@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import holds_checkpoint, newest
+from megatron.cli import parse_run, read_run
+from megatron.cli.flags import read_flags
+from megatron.common.errors import CheckpointError, ConfigError, DataError, counted
 from megatron.config import RunConfig, flag_fields
-from megatron.config.command_line import parse_run, read_run
-from megatron.config.command_line.flags import read_flags
-from megatron.config.errors import CheckpointError, ConfigError, DataError, counted
 from megatron.config.fields import Provided, flag_name
 from megatron.model.architectures import BERT, CLASSIFIER
 from megatron.tools.command_line import ToolParser

@@ -9,8 +9,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.config.errors import DataError, counted, did_you_mean
-from megatron.config.reading import read_bytes, regular
+from megatron.common.errors import DataError, counted, did_you_mean
+from megatron.common.reading import read_bytes, regular
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from megatron.config.errors import NumericsError
+from megatron.common.errors import NumericsError
 from megatron.tokenizer import Tokenizer
 from megatron.tools.inference.continuous_batch import ContinuousBatch, Joining, Piece, Writer
 from megatron.tools.inference.decoding import BeamSearch, Sampling, search_beams

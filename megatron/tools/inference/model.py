@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.config import ModelConfig, ParallelConfig
+from megatron.engines import deepspeed_silenced, silence_known_warnings
 from megatron.launch.distributed import distributed
 from megatron.model.containers import SequentialModel, run_in_order
 from megatron.model.embedding import OutputLayer, without_segment_ids
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.transformer import ParallelTransformerLayer
-from megatron.parallel.deepspeed_compat import deepspeed_silenced, silence_known_warnings
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_argmax
 from megatron.parallel.tensor.mappings import gather_from_model_parallel_region
 from megatron.tools.inference.cached_layers import CachedLayer, cached_layer

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.config.environment import check_place, rank, world_size
-from megatron.config.errors import ConfigError
+from megatron.common.environment import check_place, rank, world_size
+from megatron.common.errors import ConfigError
 from megatron.config.fields import inside, interval_as_text
 from megatron.config.tokenizer_files import TOKENIZER_TYPES, tokenizer_kind, unused_merges
 from megatron.model.architectures import GPT2

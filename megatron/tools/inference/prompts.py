@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import ConfigError, UserError, counted
-from megatron.config.reading import read_bytes
+from megatron.common.errors import ConfigError, UserError, counted
+from megatron.common.reading import read_bytes
 from megatron.tokenizer import Tokenizer
 
 NEW_TOKENS = 64

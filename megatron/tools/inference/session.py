@@ -11,7 +11,7 @@ from typing import IO, TypeVar
 
 import torch.distributed as dist
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.tools.inference.decoding import BeamSearch, Sampling
 from megatron.tools.inference.generator import Completion, TextGenerator
 from megatron.tools.inference.prompts import Prompt, StoppingCriteria, tokenized

@@ -7,10 +7,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megatron.checkpoint.fingerprint import tokenizer_hash
+from megatron.common.errors import ConfigError
 from megatron.config import ModelConfig
-from megatron.config.errors import ConfigError
-from megatron.config.huggingface import format_of, llama, t5
-from megatron.config.huggingface import read_config as read_folder_config
 from megatron.config.tokenizer_files import (
     HUGGINGFACE,
     PUBLISHED,
@@ -20,6 +18,8 @@ from megatron.config.tokenizer_files import (
     used_merges,
 )
 from megatron.model.architectures import GPT2, T5
+from megatron.model.huggingface import format_of, llama, t5
+from megatron.model.huggingface import read_config as read_folder_config
 from megatron.model.spec import ArchitectureSpec
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer

@@ -6,7 +6,7 @@ from functools import lru_cache
 from operator import itemgetter
 
 from megatron.config import ParallelConfig
-from megatron.parallel.pipeline.partition import explicit
+from megatron.model.partition import explicit
 from megatron.parallel.pipeline.schedule import has_order, schedule_with
 from megatron.tools.planning.candidates import Candidate, Candidates
 from megatron.tools.planning.request import as_flag

@@ -6,12 +6,12 @@ from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 
+from megatron.cli.validation import broken_rule
 from megatron.config import RunConfig
 from megatron.config.fields import Provided
-from megatron.config.validation import broken_rule
+from megatron.model.partition import Stage, plan
 from megatron.model.spec import model_flops
 from megatron.parallel.pipeline.held import keeping_most
-from megatron.parallel.pipeline.partition import Stage, plan
 from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.tools.planning.activations import Activations, Sizes, activations, sizes
 from megatron.tools.planning.memory import Memory, working

@@ -10,13 +10,14 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.common.units import with_prefix
 from megatron.config import ParallelConfig, RunConfig
-from megatron.config.summary import describe_config, describe_stages, with_prefix
+from megatron.engines import deepspeed_silenced
+from megatron.engines.optimizers import weight_decay_groups
 from megatron.model.architectures import architecture_of
-from megatron.parallel.deepspeed_compat import deepspeed_silenced
+from megatron.model.partition import layers_per_chunk, partition_boundaries, plan
 from megatron.parallel.expert import expert_group_of
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.pipeline.partition import layers_per_chunk, partition_boundaries, plan
 from megatron.parallel.pipeline.schedule import chunks_of
 from megatron.parallel.tensor.lora import train_adapters_only
 from megatron.tools.planning.activations import activations
@@ -24,7 +25,7 @@ from megatron.tools.planning.explain import ranks_as_text
 from megatron.tools.planning.memory import Memory, working
 from megatron.tools.planning.states import states
 from megatron.tools.planning.weights import Weight, Weights
-from megatron.training.optimizers import weight_decay_groups
+from megatron.training.summary import describe_config, describe_stages
 
 
 def dry_run(run: RunConfig) -> None:

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from megatron.checkpoint.snapshot_files import describe_snapshots
+from megatron.cli import ParsedRun
+from megatron.cli.validation import RULES
+from megatron.common.environment import ranks_on_host
+from megatron.common.errors import ConfigError, UserError, counted
 from megatron.config import RunConfig
-from megatron.config.command_line import ParsedRun
-from megatron.config.environment import ranks_on_host
-from megatron.config.errors import ConfigError, UserError, counted
-from megatron.config.summary import describe_config, describe_stages
-from megatron.config.validation import RULES
 from megatron.model.spec import architecture_of
 from megatron.parallel import groups, ring_groups, ulysses_groups
 from megatron.parallel.pipeline.held import in_flight
@@ -19,6 +18,7 @@ from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
 from megatron.tools.planning.pictures import schedule_text
 from megatron.training.preflight import check
+from megatron.training.summary import describe_config, describe_stages
 
 _SHOWN = 8
 """Groups of one axis, and ranks of a group, that are printed."""

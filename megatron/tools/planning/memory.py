@@ -8,8 +8,8 @@ from operator import mul
 from typing import NamedTuple
 
 from megatron.config import RunConfig
+from megatron.model.partition import ChunkLayers, Stage, plan
 from megatron.parallel.pipeline.held import Peak, peaks
-from megatron.parallel.pipeline.partition import ChunkLayers, Stage, plan
 from megatron.parallel.pipeline.schedule import BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS, schedule_of
 from megatron.tools.planning.activations import Activations, activations, deferred_bytes
 from megatron.tools.planning.states import States, states

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
-from megatron.config.errors import counted
+from megatron.common.errors import counted
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share, simulate
 from megatron.tools.planning.memory import Memory

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from megatron.cli.resolve import resolve_run
+from megatron.cli.validation import broken_rule
 from megatron.config import ModelConfig, RunConfig, TrainConfig
-from megatron.config.command_line.resolve import resolve_run
 from megatron.config.fields import Provided
 from megatron.config.model import padded_vocabulary
-from megatron.config.validation import broken_rule
 from megatron.tools.planning.best_schedule import with_schedule
 from megatron.tools.planning.candidates import Candidate, Candidates, rules_count_micro_batches
 from megatron.tools.planning.request import Request, as_flag

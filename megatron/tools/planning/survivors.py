@@ -5,11 +5,11 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from megatron.cli.flags import read_flags
+from megatron.cli.resolve import resolve_run
+from megatron.common.environment import ranks_on_host
+from megatron.common.errors import ConfigError, counted
 from megatron.config import RunConfig
-from megatron.config.command_line.flags import read_flags
-from megatron.config.command_line.resolve import resolve_run
-from megatron.config.environment import ranks_on_host
-from megatron.config.errors import ConfigError, counted
 from megatron.config.fields import Provided
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec

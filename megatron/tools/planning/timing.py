@@ -9,9 +9,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from megatron.config import RunConfig
+from megatron.model.partition import Stage
 from megatron.model.spec import architecture_of
 from megatron.parallel import steps_within
-from megatron.parallel.pipeline.partition import Stage
 from megatron.parallel.pipeline.schedule import Schedule, schedule_of
 from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds
 from megatron.tools.planning.activations import heads, sizes

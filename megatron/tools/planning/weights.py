@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megatron.config import RunConfig
+from megatron.model.partition import Stage, counts, plan
 from megatron.model.spec import LayerSpec, is_trained
-from megatron.parallel.pipeline.partition import Stage, counts, plan
 
 
 class Weight(NamedTuple):

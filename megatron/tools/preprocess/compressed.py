@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 
 _BLOCK = 1 << 14
 """Compressed bytes taken at a time: what they hold may be very much more."""

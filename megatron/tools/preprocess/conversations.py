@@ -16,8 +16,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatron.config.errors import ConfigError, DataError, did_you_mean
-from megatron.config.reading import read_json
+from megatron.common.errors import ConfigError, DataError, did_you_mean
+from megatron.common.reading import read_json
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import EOD, read_text
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
 from megatron.tools.preprocess.compressed import open_lines
 from megatron.tools.preprocess.parquet import Row, read_rows
 

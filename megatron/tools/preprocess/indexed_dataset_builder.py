@@ -12,9 +12,9 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
+from megatron.common.files import file_mode, sync_folder
 from megatron.data.indexed_dataset import DTYPES, HEADER, MAGIC, VERSION
-from megatron.launch.files import file_mode, sync_folder
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BLOCK = 1 << 16

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.common.errors import DataError
+from megatron.common.files import replace_file
+from megatron.common.reading import read_json
 from megatron.config.data import loss_mask_prefix
-from megatron.config.errors import DataError
-from megatron.config.reading import read_json
 from megatron.config.tokenizer_files import HUGGINGFACE
-from megatron.launch.files import replace_file
 from megatron.tokenizer.huggingface import CONFIG_FILES
 from megatron.tools.preprocess.corpus import format_of
 from megatron.tools.preprocess.indexed_dataset_builder import Written

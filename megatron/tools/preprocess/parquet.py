@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.errors import ConfigError, DataError
+from megatron.common.errors import ConfigError, DataError
 
 Row = tuple[bytes | None, ...]
 """The requested columns of a row, UTF-8; None for null."""

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.config.errors import ConfigError, DataError, ResourceError
-from megatron.launch.processes import exit_with_parent
+from megatron.common.errors import ConfigError, DataError, ResourceError
+from megatron.common.processes import exit_with_parent
 from megatron.tools.preprocess.conversations import chat_template
 from megatron.tools.preprocess.corpus import Chunk, read_chunks
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder, best_dtype

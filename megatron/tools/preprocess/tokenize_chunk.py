@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron.config.errors import DataError
+from megatron.common.errors import DataError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tokenizer.base import check_words
 from megatron.tools.preprocess.conversations import (

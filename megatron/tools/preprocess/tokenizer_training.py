@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.tokenizer.base import EOD, UNK
 from megatron.tokenizer.wordpiece import CONTINUES, SPECIAL, normalizer
 

@@ -77,7 +77,7 @@ class MemoryAdvice(Callback):
 
 def smallest_change(run: RunConfig, stage: int, available: float) -> str:
     """The smallest change of the flags that by plan lets a rank of ``stage`` need at most ``available`` bytes."""
-    from megatron.config.validation import violations
+    from megatron.cli.validation import violations
     from megatron.tools.planning.memory import stage_memory
 
     for flags, changed in _changes(run):

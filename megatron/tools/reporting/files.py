@@ -14,16 +14,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.common.errors import ConfigError, DataError
+from megatron.common.files import replace_file
+from megatron.common.reading import parse_json, read_json, regular
 from megatron.config import RunConfig
-from megatron.config.errors import ConfigError, DataError
-from megatron.config.reading import parse_json, read_json, regular
-from megatron.config.summary import describe_config
-from megatron.launch.files import replace_file
-from megatron.parallel.pipeline.partition import TRACE, plan
+from megatron.model.partition import TRACE, plan
 from megatron.tools.planning.activations import activations
 from megatron.tools.planning.memory import Memory, stage_memory
 from megatron.tools.planning.timing import Machine, device_of_name, timing, traffic
 from megatron.tools.reporting.timeline import EVENT_DETAILS, FORMAT, Event, Shape, Timeline
+from megatron.training.summary import describe_config
 
 Points = Mapping[int, float]
 """Iteration -> value, in order."""

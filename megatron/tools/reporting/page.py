@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from jinja2 import Environment
 
-from megatron.config.summary import duration, prefix_of, with_prefix
+from megatron.common.units import duration, prefix_of, with_prefix
 from megatron.tools.reporting.expert_picture import draw_expert_loads
 from megatron.tools.reporting.files import Points, Record
 from megatron.tools.reporting.schedule_picture import draw

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
-from megatron.config.errors import counted
+from megatron.common.errors import counted
 from megatron.parallel.pipeline.simulation import simulate
 from megatron.tools.reporting.timeline import Event, Timeline
 from megatron.tools.reporting.timeline_summary import SHARES, Measures, pass_seconds

@@ -15,10 +15,10 @@ from torch import Tensor, nn, profiler
 
 from megatron.config import RunConfig
 from megatron.config.output import steps
+from megatron.engines.engine import collectives_timed
+from megatron.model.partition import TRACE
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
-from megatron.parallel.deepspeed_compat.engine import collectives_timed
 from megatron.parallel.layout import ParallelLayout
-from megatron.parallel.pipeline.partition import TRACE
 from megatron.parallel.pipeline.schedule import Instruction, InstructionHook
 from megatron.tools.reporting.timeline import Event, Shape, Timeline, to_json
 from megatron.tools.reporting.timeline_summary import measure, unit_seconds

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from megatron.config.errors import ConfigError, LaunchError
-from megatron.config.reading import regular
+from megatron.common.errors import ConfigError, LaunchError
+from megatron.common.reading import regular
 from megatron.tools.serving.request import RequestError
 
 KEY_VARIABLE = "SERVE_API_KEY"

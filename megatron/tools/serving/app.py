@@ -17,7 +17,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from megatron.launch.processes import ExitSignal
+from megatron.common.processes import ExitSignal
 from megatron.tokenizer import Tokenizer
 from megatron.tools.inference.continuous_batch import Piece
 from megatron.tools.serving.access import check_host, check_key

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 
-from megatron.config.errors import DataError, one_line
+from megatron.common.errors import DataError, one_line
 from megatron.tokenizer import Tokenizer
 
 _NEUTRAL: Mapping[str, Any] = {

@@ -20,8 +20,8 @@ from torch import Tensor
 from megatron.checkpoint.parameter_state import WEIGHT, stage_states
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tracker import newest, tag_at, tag_name
+from megatron.common.errors import CheckpointError
 from megatron.config import OptimConfig
-from megatron.config.errors import CheckpointError
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import ParameterSpec, is_trained
 from megatron.tools.verify.request import checkpoint_folder, metrics_file

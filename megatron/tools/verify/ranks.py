@@ -15,10 +15,10 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 
-from megatron.config.environment import threads_per_rank
+from megatron.common.environment import threads_per_rank
+from megatron.common.files import file_mode
+from megatron.common.processes import die_with_parent
 from megatron.launch.environment import divide_cores, free_port
-from megatron.launch.files import file_mode
-from megatron.launch.processes import die_with_parent
 
 _PRELOADED = [
     "deepspeed",

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron.cli import ParsedRun, read_run
+from megatron.cli.flags import read_flags
+from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
-from megatron.config.command_line import ParsedRun, read_run
-from megatron.config.command_line.flags import read_flags
-from megatron.config.errors import ConfigError
 from megatron.model.architectures import GPT2
 from megatron.model.spec import ArchitectureSpec
 from megatron.tools.command_line import read_architecture

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
-from megatron.config.errors import CheckpointError
 from megatron.launch.environment import prepare_environment
 from megatron.tools.verify.compare import Bounds, Differences, Result, compare, first_step, read_result
 from megatron.tools.verify.ranks import rank_context, run_ranks

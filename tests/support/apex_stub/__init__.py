@@ -19,6 +19,6 @@ def install(*, auto: bool = False) -> None:
 
     utils.ZERO_SUPPORTED_OPTIMIZERS.append(FusedAdam)  # which DeepSpeed does if it finds apex
     if auto:
-        from megatron.training import optimizers
+        from megatron.engines import optimizers
 
         optimizers.uses_apex = lambda fused_kernels: fused_kernels == "auto"

@@ -1,4 +1,4 @@
-"""Command lines that break one rule each, in a file for each module of megatron/config/validation.
+"""Command lines that break one rule each, in a file for each module of megatron/cli/validation.
 
 A row is the name of the rule, a command line that breaks it alone, the start of its message, and what fixes it.
 """

@@ -1,4 +1,4 @@
-"""Command lines that break a rule of megatron/config/validation/encoder_decoder.py."""
+"""Command lines that break a rule of megatron/cli/validation/encoder_decoder.py."""
 
 SPLIT = "--pipeline-model-parallel-split-rank"
 _RANGE = "the split rank leaves stages with layers to encoder and decoder"

@@ -1,4 +1,4 @@
-"""Command lines that break a rule of megatron/config/validation/layout.py."""
+"""Command lines that break a rule of megatron/cli/validation/layout.py."""
 
 BROKEN = [
     ("heads divide the hidden size", "--hidden-size 66", "--hidden-size 66 is not a multiple", "--hidden-size 68"),

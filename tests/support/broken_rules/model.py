@@ -1,4 +1,4 @@
-"""Command lines that break a rule of megatron/config/validation/model.py."""
+"""Command lines that break a rule of megatron/cli/validation/model.py."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""Command lines that break a rule of megatron/config/validation/pipeline.py."""
+"""Command lines that break a rule of megatron/cli/validation/pipeline.py."""
 
 BROKEN = [
     ("each stage has a layer", "--pipe-parallel-size 8", "--num-layers 4 is less than", "--num-layers 8"),

@@ -1,4 +1,4 @@
-"""Command lines that break a rule of megatron/config/validation/training.py."""
+"""Command lines that break a rule of megatron/cli/validation/training.py."""
 
 BROKEN = [
     (

@@ -202,10 +202,11 @@ def fake_ranks(run: Any) -> Iterator[None]:
     from deepspeed.runtime.pipe.engine import PipelineEngine
     from deepspeed.runtime.zero import partitioned_param_coordinator, utils
 
+    from megatron.engines import build as engines
     from megatron.launch.progress import ProgressState
     from megatron.parallel.layout import ParallelLayout
     from megatron.parallel.tensor.random import model_parallel_manual_seed
-    from megatron.training import engines, setup
+    from megatron.training import setup
 
     build_module = engines.build_module
 
@@ -253,7 +254,7 @@ def fake_ranks(run: Any) -> Iterator[None]:
 
 def main(report: str, *words: str) -> int:
     """Train one rank, and write the synchronizations of each iteration."""
-    from megatron.config.command_line import read_run
+    from megatron.cli import read_run
     from megatron.launch.environment import prepare_environment
     from megatron.training.preflight import check
     from megatron.training.trainer import Trainer

@@ -7,7 +7,7 @@ import pytest
 from support.command_lines import parse
 
 from megatron.checkpoint.sample_history import Segment, extended, read_history
-from megatron.config.errors import CheckpointError, DataError
+from megatron.common.errors import CheckpointError, DataError
 from megatron.tools.audit.proof import as_text, prove
 
 LAYOUT = {"PP": 1, "DP": 2, "SP": 1, "TP": 1}

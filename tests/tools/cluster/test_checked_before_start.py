@@ -8,7 +8,7 @@ import pytest
 from support.command_lines import SMALL
 from support.refusals import ROOT, launched, refusal
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.tools.cluster.launching import check_arguments, read_launch
 
 PROGRAM = str(ROOT / "pretrain_gpt2.py")

@@ -11,8 +11,8 @@ import psutil
 import pytest
 from support.programs import TINY_MODEL
 
-from megatron.config.command_line import parse_run
-from megatron.config.errors import ConfigError, LaunchError
+from megatron.cli import parse_run
+from megatron.common.errors import ConfigError, LaunchError
 from megatron.launch.rank import EXIT_CODE_FOLDER, _write_exit_code
 from megatron.tools.cluster import elastic_parts, elastic_watch
 from megatron.tools.cluster.census import HostState

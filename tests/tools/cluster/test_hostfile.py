@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.tools.cluster.hostfile import Host, read_hostfile, select
 
 HOSTS = [Host("a", (0, 1, 2, 3)), Host("b", (0, 1)), Host("c", (0,))]

@@ -15,7 +15,7 @@ import pytest
 from support.local_hosts import LocalHosts
 from support.programs import Programs
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.launch.environment import free_port
 from megatron.tools.cluster.hostfile import Host
 from megatron.tools.cluster.launching import chosen_hosts, launcher_words, read_launch

@@ -17,8 +17,8 @@ from support.whole_models import logits_and_weights, made_up_weights
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron.common.errors import CheckpointError, ConfigError, UserError
 from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError, ConfigError, UserError
 from megatron.tools.convert.load_and_save import write_checkpoint
 from megatron.tools.convert.megatron_files import read_shards
 from megatron.tools.convert.megatron_model import GivenModel, whole_model

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError, ConfigError
-from megatron.config.huggingface import config_of as from_huggingface
-from megatron.config.huggingface import write_config as to_huggingface
+from megatron.model.huggingface import config_of as from_huggingface
+from megatron.model.huggingface import write_config as to_huggingface
 from megatron.tools.convert.huggingface import read_huggingface
 from megatron.tools.convert.whole_model import read_tensors
 

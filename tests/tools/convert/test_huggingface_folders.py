@@ -14,8 +14,8 @@ from support.programs import Programs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.tracker import newest
-from megatron.config.errors import CheckpointError
-from megatron.config.huggingface import config_of, source_shapes
+from megatron.common.errors import CheckpointError
+from megatron.model.huggingface import config_of, source_shapes
 from megatron.tools.convert.huggingface import read_huggingface, write_huggingface
 from megatron.tools.convert.huggingface_files import WordPieces, read_folder_word_pieces, write_tokenizer
 from megatron.tools.convert.load_and_save import lazy_weights, write_checkpoint

@@ -7,7 +7,7 @@ import pytest
 from support.evaluating import load_tool
 from support.programs import Programs
 
-from megatron.config.errors import UserError
+from megatron.common.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ def logits_of_stages() -> torch.Tensor | None:
     """Logits of TOKENS, whose documents restart rotary positions without being kept apart, with a stage a rank."""
     from megatron.model.containers import PipelinedModel
     from megatron.model.gpt2 import GPT2Model, gpt2_layers, gpt2_loss
+    from megatron.model.partition import partition_boundaries
     from megatron.parallel.layout import ParallelLayout
-    from megatron.parallel.pipeline.partition import partition_boundaries
     from megatron.tools.evaluation.scoring import ForwardModel
 
     stages = torch.distributed.get_world_size()

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.errors import NumericsError
+from megatron.common.errors import NumericsError
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.tools.evaluation.samples import Scores
 from megatron.tools.evaluation.tasks import Request, Task, make_task

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.programs import Programs
 
-from megatron.config.errors import ConfigError, DataError, UserError
+from megatron.common.errors import ConfigError, DataError, UserError
 from megatron.tools.finetuning.request import TaskRun, build_parser, read_task
 from megatron.tools.finetuning.tables import GLUE, read_table
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.tools.inference.model_flags import add_model_flags, source_of
 from megatron.tools.inference.source import Source
 

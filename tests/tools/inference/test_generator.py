@@ -117,7 +117,7 @@ def together(path: Path) -> list[list[list[int]]]:
 
 def with_one_that_fails(path: Path) -> dict[str, Any]:
     """What a batch of an untied model writes for requests, of which the one with a certain token has no logits."""
-    from megatron.config.errors import NumericsError
+    from megatron.common.errors import NumericsError
     from megatron.tools.inference.continuous_batch import Joining
     from megatron.tools.inference.decoding import Sampling
     from megatron.tools.inference.prompts import StoppingCriteria

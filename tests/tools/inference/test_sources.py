@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.common.errors import CheckpointError, ConfigError
 from megatron.config import ModelConfig
-from megatron.config.errors import CheckpointError, ConfigError
 from megatron.tools.inference.source import TokenizerFiles, config_on, open_source
 
 

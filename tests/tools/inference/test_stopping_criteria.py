@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.tools.inference.prompts import StoppingCriteria, checked_length
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from support.programs import TINY_MODEL
 
+from megatron.cli import parse_run
 from megatron.config import RunConfig
-from megatron.config.command_line import parse_run
 from megatron.model.architectures import BERT
 from megatron.tools.planning.memory import stage_memory
 from megatron.training.preflight import check
@@ -59,7 +59,7 @@ def test_built_layers_of_bert_have_the_planned_memory(words):
 
 def check_ranks(run: RunConfig) -> None:
     """Tensor by tensor, on the first rank of each stage and on the very last rank."""
-    from megatron.parallel.pipeline.partition import plan
+    from megatron.model.partition import plan
     from megatron.tools.planning.dry_run import built_weights, fake_layout, first_rank_of_each_stage, rank_memory
     from megatron.tools.planning.weights import stage_weights
 

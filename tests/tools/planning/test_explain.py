@@ -10,13 +10,13 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from support.command_lines import CPU, CUDA, SMALL, parse, read
 from support.programs import TINY_MODEL, Programs
 
+from megatron.cli import parse_run
+from megatron.cli.validation import RULES
+from megatron.common.errors import UserError
 from megatron.config import ParallelConfig
-from megatron.config.command_line import parse_run
-from megatron.config.errors import UserError
-from megatron.config.summary import describe_config
-from megatron.config.validation import RULES
 from megatron.parallel import groups
 from megatron.tools.planning.explain import explain
+from megatron.training.summary import describe_config
 
 SIZES = "--batch-size 2 --gas 4 --train-iters 10 --explain".split()
 

@@ -140,7 +140,7 @@ def measure_all(common: list[str], layouts: list[str], model: str, steps: int) -
 
 def measure(words: list[str], model: str, steps: int) -> Bytes:
     from benchmarks.measures.live_memory import measured_memory
-    from megatron.config.command_line import parse_run
+    from megatron.cli import parse_run
     from megatron.launch.distributed import distributed
     from megatron.model.architectures import ARCHITECTURES
     from megatron.tools.planning.memory import stage_memory

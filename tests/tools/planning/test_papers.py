@@ -7,8 +7,8 @@ from support import formulas
 from support.command_lines import CUDA, parse
 
 from megatron.config import RunConfig
+from megatron.model.partition import plan
 from megatron.model.spec import hardware_flops, model_flops
-from megatron.parallel.pipeline.partition import plan
 from megatron.tools.planning.activations import activations, deferred_bytes
 from megatron.tools.planning.memory import stage_memory
 from megatron.tools.planning.states import states

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.config.command_line import parse_run
-from megatron.config.command_line.resolve import resolve_run
-from megatron.config.errors import ConfigError
+from megatron.cli import parse_run
+from megatron.cli.resolve import resolve_run
+from megatron.cli.validation import broken_rule
+from megatron.common.errors import ConfigError
 from megatron.config.model import padded_vocabulary
 from megatron.config.presets import PRESETS
-from megatron.config.validation import broken_rule
 from megatron.model.architectures import T5
 from megatron.tools.planning.memory import stage_memory
 from megatron.tools.planning.request import Request, make_request

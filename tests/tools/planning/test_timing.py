@@ -9,9 +9,9 @@ from support import formulas
 from support.command_lines import parse
 
 from megatron.model.partial_attention import PartialAttention
+from megatron.model.partition import plan
 from megatron.model.ring_attention import RingAttention
 from megatron.parallel.pipeline.held import in_flight
-from megatron.parallel.pipeline.partition import plan
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_seconds, simulate
 from megatron.parallel.sequence import ring

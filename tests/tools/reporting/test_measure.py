@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.timelines import BACKWARD, FORWARD, by_theory
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.parallel.pipeline.simulation import bubble
 from megatron.tools.reporting.files import read_timeline
 from megatron.tools.reporting.schedule_picture import draw

@@ -12,7 +12,7 @@ import pytest
 from support.programs import BIN, TIME_LIMIT
 from support.served import events, served
 
-from megatron.config.errors import UserError
+from megatron.common.errors import UserError
 from megatron.launch.environment import free_port
 
 SAMPLED = {"prompt": ["Hello", "World!"], "n": 2, "max_tokens": 12, "seed": 5, "temperature": 1.2}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support.command_lines import CPU, SMALL
 
-from megatron.config.errors import ConfigError
+from megatron.common.errors import ConfigError
 from megatron.tools.verify.request import (
     ONE_PROCESS,
     Layout,

@@ -1,0 +1,92 @@
+"""From a command line to a run: reads the flags and the files, merges them, and checks the result."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from megatron.cli.deepspeed_json.compile import compile_config, conflicts
+from megatron.cli.deepspeed_json.file import ConfigFile, read_config_file
+from megatron.cli.deepspeed_json.settings import read_settings
+from megatron.cli.flags import read_extra_args, read_flags
+from megatron.cli.parser import CONFIG_FILE
+from megatron.cli.resolve import resolve_run
+from megatron.cli.validation import size_problems, value_problems, violations, warnings
+from megatron.cli.validation.accelerate import accelerate_conflicts
+from megatron.common.errors import ConfigError
+from megatron.config import RunConfig, flag_fields
+from megatron.config.fields import Provided, flag_name
+from megatron.model.architectures import GPT2
+from megatron.model.spec import ArchitectureSpec
+
+
+class ParsedRun(NamedTuple):
+    """A run as configured by a command line, and everything that is wrong with it."""
+
+    run: RunConfig
+    """Without its DeepSpeed config if there are problems."""
+    problems: list[str]
+    warnings: list[str]
+    """Provided settings that have no effect; the run starts all the same."""
+
+    def checked(self) -> RunConfig:
+        """The run. Raises ConfigError with one line for each problem."""
+        if self.problems:
+            raise ConfigError(self.problems)
+        return self.run
+
+
+def parse_run(argv: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2) -> RunConfig:
+    """The run that ``argv`` configures in the environment ``environ``. Does not import torch.
+
+    The flags are those of the program that trains ``architecture``. Fields that depend on the tokenizer
+    (``vocab_size``, ``padded_vocab_size``, ``eod_token``) keep their defaults.
+
+    Raises:
+        ConfigError: with one line for each problem. If a value or the file cannot be read, the rules
+            are not checked.
+    """
+    return read_run(argv, environ, architecture).checked()
+
+
+def read_run(argv: Sequence[str], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2) -> ParsedRun:
+    """Like ``parse_run``, with the problems in the result. Raises ConfigError if a value or the file cannot be read."""
+    flags, problems, ignored = read_flags(argv, architecture)
+    settings = {name: provided.value for name, provided in flags.items()}
+    file = ConfigFile("", {})
+    config_file = flags.pop(CONFIG_FILE).value if CONFIG_FILE in flags else None
+    if config_file is not None:
+        try:
+            file, file_problems = read_config_file(config_file)
+        except ConfigError as error:
+            raise ConfigError([*problems, *error.messages]) from None
+        problems += file_problems
+    provided, contradictions = _merge(flags, read_settings(file))
+    if oversized := size_problems(provided):
+        raise ConfigError([*problems, *contradictions, *oversized])
+    run, unresolved = resolve_run(provided, environ, architecture)
+    problems += contradictions + value_problems(provided, architecture) + unresolved
+    problems += violations(run) + conflicts(run, file.tree, provided)
+    problems += accelerate_conflicts(run, environ, config_file)
+    if not problems:
+        run = replace(run, ds_config=compile_config(run, provided, file.tree))
+        extra_args = read_extra_args(argv, architecture)
+        run = replace(run, extra_args=extra_args, settings=_settings(settings, extra_args))
+    return ParsedRun(run, problems, ignored + warnings(run, provided))
+
+
+def _settings(values: Mapping[str, Any], extra_args: Mapping[str, Any]) -> dict[str, Any]:
+    """What a settings file needs to repeat a run: the value of each flag, by its name, but not the launcher's."""
+    names = {name: flag_name(field).removeprefix("--") for name, field in flag_fields().items()}
+    given = {names.get(name, name): value for name, value in values.items() if name != "local_rank"}
+    return {**given, **{name: value for name, value in extra_args.items() if value not in (None, False)}}
+
+
+def _merge(flags: Mapping[str, Provided], file: Mapping[str, Provided]) -> tuple[dict[str, Provided], list[str]]:
+    """The values of both sources, and a message for each field on which they differ."""
+    contradictions = [
+        f"{flags[name].source} and {file[name].source} contradict each other: delete {file[name].words[0]} from the "
+        "file to use the flag, or delete the flag"
+        for name in flags
+        if name in file and flags[name].value != file[name].value
+    ]
+    return {**file, **flags}, contradictions

@@ -1,0 +1,247 @@
+"""Reads a DeepSpeed config file and checks it key by key. Each message names the file and the line."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from megatron.common.errors import ConfigError, did_you_mean
+from megatron.common.reading import parse_json, read_bytes
+
+Schema: TypeAlias = Mapping[str, Any]
+"""A JSON schema of one value (a small part of the standard). An object without properties accepts any keys."""
+
+# Generated from the installed DeepSpeed by tools/write_deepspeed_keys.py, to check a config without it.
+_KEYS = json.loads(Path(__file__).with_name("keys.json").read_text())
+TOP_KEYS: Mapping[str, Schema] = _KEYS["keys"]
+OPTIMIZERS: Mapping[str, Mapping[str, Schema]] = _KEYS["optimizers"]
+"""The parameters of each optimizer that a config may name."""
+DEFAULT_OPTIMIZER = "AdamW"
+MAX_GRAD_NORM = "max_grad_norm"
+"""The early name of "gradient_clipping", among the parameters of the optimizer."""
+
+_WRITER = "checkpoints have their own writer: remove it; --async-save writes during training"
+_ONE_FOLDER = "a checkpoint is saved in one folder: remove it, and name a folder that all hosts share with --save"
+
+REFUSED_KEYS: dict[str, str] = dict.fromkeys(_KEYS["removed"], "DeepSpeed no longer supports it: remove it") | {
+    "scheduler": "the learning-rate schedule is set on the command line: use --lr, --min-lr, --lr-decay-style, "
+    "--lr-decay-iters and --warmup",
+    "bfloat16": 'the old name of "bf16": rename it',
+    "tensor_parallel": "the model has tensor-parallel layers of its own: use --model-parallel-size",
+    "sequence_parallel_size": "it is set on the command line: use --ds-sequence-parallel-size",
+    "expert_parallel": "the model has no experts: remove it",
+    "data_efficiency": "the data loader of pretrain_gpt2.py does not support it: remove it",
+    "hybrid_engine": "it is for generation during training, which pretrain_gpt2.py does not support: remove it",
+    "weight_quantization": "it is for inference: remove it",
+    "autotuning": "not supported by pretrain_gpt2.py: remove it",
+    "allgather_size": 'outdated: write "allgather_bucket_size" inside "zero_optimization"',
+    "fp32_allreduce": 'outdated: write "communication_data_type": "fp32"',
+    "gradient_accumulation_dtype": 'outdated: write "data_types": {"grad_accum_dtype": "fp32"}',
+    "amp": 'DeepSpeed no longer supports it: use "fp16" or "bf16"',
+    "zero_optimization.cpu_offload": 'outdated: write "offload_optimizer": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'outdated: write "offload_param": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_use_pin_memory": 'outdated: write "pin_memory" inside "offload_optimizer"',
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": 'outdated: write "stage3_gather_16bit_weights_on'
+    '_model_save"',
+    "checkpoint.writer": _WRITER,
+    "checkpoint.checkpoint_serialization": _WRITER,
+    "checkpoint.use_node_local_storage": _ONE_FOLDER,
+    "datastates_ckpt": _WRITER,
+    "pipeline.stages": "the stages are set on the command line: use --pipe-parallel-size",
+    "pipeline.partition": "the partition is set on the command line: use --pipeline-partition",
+    "pipeline.seed_layers": "the model seeds its own layers: remove it",
+    "pipeline.activation_checkpoint_interval": "use --checkpoint-activations and --checkpoint-num-layers",
+}
+"""Path of a key, joined by dots, to the reason why it is refused."""
+
+KeyPath: TypeAlias = tuple[str, ...]
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]')
+_LARGEST = 1 << 18
+"""Bytes of a config file: far more than all keys have."""
+_DIGITS = 18
+"""Digits of a whole number: as many as surely fit into 64 bits."""
+_TOO_LARGE = 2**63
+_KEEPS_AUTO = ("data_types", "keep_in_fp32_modules")
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """A DeepSpeed config file, without the values that are wrong or ``"auto"``."""
+
+    path: str
+    tree: dict[str, Any]
+
+
+def read_config_file(path: str) -> tuple[ConfigFile, list[str]]:
+    """The config in ``path``, and a message for each key that is unknown, refused, duplicate or of a wrong value.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, or not a JSON object.
+    """
+    try:
+        text = read_bytes(path, largest=_LARGEST).decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"--deepspeed_config {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+    tree = _parse(path, text)
+    lines: dict[KeyPath, int] = {}
+    check = _Check(path, lines)
+    for key, line in _keys_with_lines(text):
+        if key in lines:
+            check.problems.append(f"{path}, line {line}: {'.'.join(key)} was already given in line {lines[key]}")
+        lines.setdefault(key, line)
+    tree = check.section(tree, TOP_KEYS, ())
+    check.optimizer(tree)
+    return ConfigFile(path, tree), check.problems
+
+
+def _parse(path: str, text: str) -> dict[str, Any]:
+    def refuse(constant: str) -> NoReturn:
+        raise ConfigError(f"{path}: {constant} is not JSON")
+
+    try:
+        tree = parse_json(text, parse_constant=refuse, parse_int=_whole)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno}, column {error.colno}: not JSON: {error.msg}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: must hold a JSON object, which begins with an opening brace")
+    return tree
+
+
+def _whole(text: str) -> int:
+    if len(text) > _DIGITS:
+        raise ValueError(f"a number of {len(text):,} digits: write at most {_DIGITS}")
+    return int(text)
+
+
+def _keys_with_lines(text: str) -> Iterator[tuple[KeyPath, int]]:
+    """The path and the line of each key of a JSON text, in order. The items of a list have the keys 0, 1, ..."""
+    position: list[str] = []
+    in_list: list[bool] = []
+    previous: re.Match[str] | None = None
+    for token in _TOKEN.finditer(text):
+        mark = token.group()
+        if mark in "{[":
+            position.append("0")
+            in_list.append(mark == "[")
+        elif mark in "}]":
+            position.pop()
+            in_list.pop()
+        elif mark == "," and in_list[-1]:
+            position[-1] = str(int(position[-1]) + 1)
+        elif mark == ":" and previous is not None:
+            position[-1] = json.loads(previous.group())
+            yield tuple(position), text.count("\n", 0, previous.start()) + 1
+        previous = token
+
+
+class _Check:
+    """Compares a config with the legal keys, and collects messages."""
+
+    def __init__(self, path: str, lines: Mapping[KeyPath, int]):
+        self.path = path
+        self.lines = lines
+        self.problems: list[str] = []
+
+    def section(self, tree: Mapping[str, Any], keys: Mapping[str, Schema], prefix: KeyPath) -> dict[str, Any]:
+        """The legal settings of ``tree``. The others are reported, and ``"auto"`` is dropped."""
+        legal: dict[str, Any] = {}
+        for name, value in tree.items():
+            key = (*prefix, name)
+            if ".".join(key) in REFUSED_KEYS:
+                self._problem(key, REFUSED_KEYS[".".join(key)])
+            elif name not in keys:
+                candidates = [known for known in keys if ".".join((*prefix, known)) not in REFUSED_KEYS]
+                guess = did_you_mean(name, candidates, otherwise="DeepSpeed has no such setting")
+                self._problem(key, f"unknown key, {guess}")
+            elif value == "auto" and key != _KEEPS_AUTO:
+                continue
+            elif "properties" in (schema := keys[name]):
+                if isinstance(value, dict):
+                    legal[name] = self.section(value, schema["properties"], key)
+                elif value is not None:
+                    self._problem(key, f"{json.dumps(value)} must be an object")
+            elif _is_number(value) and abs(value) >= _TOO_LARGE:
+                self._problem(key, f"{value:g} must be less than 2^63")
+            elif not accepts(schema, value):
+                self._problem(key, f"{json.dumps(value)} must be {expected(schema)}")
+            else:
+                legal[name] = int(value) if schema.get("type") == "integer" else value
+        return legal
+
+    def optimizer(self, tree: dict[str, Any]) -> None:
+        """Check the parameters of the optimizer that ``tree`` names, or of the default one."""
+        optimizer = tree.get("optimizer", {})
+        name = optimizer_name(optimizer.get("type", DEFAULT_OPTIMIZER))
+        if name is None:
+            known = ", ".join(OPTIMIZERS)
+            self._problem(("optimizer", "type"), f"{json.dumps(optimizer.pop('type'))} must be one of {known}")
+            optimizer.pop("params", None)
+        elif "params" in optimizer:
+            keys = {**OPTIMIZERS[name], MAX_GRAD_NORM: TOP_KEYS["gradient_clipping"]}
+            optimizer["params"] = self.section(optimizer["params"], keys, ("optimizer", "params"))
+
+    def _problem(self, key: KeyPath, text: str) -> None:
+        self.problems.append(f"{self.path}, line {self.lines[key]}: {'.'.join(key)}: {text}")
+
+
+_CHECKS: dict[str, Callable[[Any, Any], bool]] = {
+    "type": lambda value, name: _TYPES[name][1](value),
+    "anyOf": lambda value, options: any(accepts(option, value) for option in options),
+    "enum": lambda value, choices: not isinstance(value, bool) and value in choices,
+    "minimum": lambda value, limit: value >= limit,
+    "maximum": lambda value, limit: value <= limit,
+    "exclusiveMaximum": lambda value, limit: value < limit,
+    "items": lambda value, schema: all(accepts(schema, item) for item in value),
+    "minItems": lambda value, limit: len(value) >= limit,
+    "maxItems": lambda value, limit: len(value) <= limit,
+    "pattern": lambda value, pattern: re.fullmatch(pattern, value) is not None,
+}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "boolean": ("true or false", lambda value: isinstance(value, bool)),
+    # 5e8 is a usual bucket size.
+    "integer": ("a whole number", lambda value: _is_number(value) and value == int(value)),
+    "number": ("a number", _is_number),
+    "string": ("a string", lambda value: isinstance(value, str)),
+    "array": ("a list", lambda value: isinstance(value, list)),
+    "object": ("an object", lambda value: isinstance(value, dict)),
+    "null": ("null", lambda value: value is None),
+}
+"""Name of a type to its description and the check of a value."""
+
+
+def accepts(schema: Schema, value: Any) -> bool:
+    """Whether ``value`` is legal. The type comes first in each schema, so that the other checks apply to it."""
+    return all(_CHECKS[name](value, limit) for name, limit in schema.items() if name in _CHECKS)
+
+
+def expected(schema: Schema) -> str:
+    """A description of the legal values, such as ``a whole number from 1 on``."""
+    if "description" in schema:
+        return schema["description"]
+    if "anyOf" in schema:
+        return ", or ".join(map(expected, schema["anyOf"]))
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    words, _ = _TYPES[schema["type"]]
+    if "maximum" in schema:
+        return f"{words} from {schema['minimum']:g} to {schema['maximum']:g}"
+    return f"{words} from {schema['minimum']:g} on" if "minimum" in schema else words
+
+
+def optimizer_name(text: str) -> str | None:
+    """The key of OPTIMIZERS that equals ``text`` but for case, or None."""
+    return next((name for name in OPTIMIZERS if name.lower() == text.lower()), None)

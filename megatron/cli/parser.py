@@ -1,0 +1,165 @@
+"""The argument parser of a program, built from the fields of the config, and its help."""
+
+import argparse
+from dataclasses import MISSING, Field, fields, is_dataclass
+from inspect import get_annotations
+from typing import Any, NoReturn, get_args, get_origin
+
+from megatron.common.errors import ConfigError
+from megatron.config import sections
+from megatron.config.fields import flag_name
+from megatron.model.architectures import GPT2
+from megatron.model.spec import ArchitectureSpec
+
+CONFIG_FILE = "deepspeed_config"
+"""The key of ``--deepspeed_config`` in the result of ``read_flags``; the only one that is not a config field."""
+SETTINGS_FILE = "config"
+"""The name of ``--config``, whose settings are a layer below the command line."""
+
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+def build_parser(architecture: ArchitectureSpec = GPT2) -> argparse.ArgumentParser:
+    """The parser of all flags of the program that trains ``architecture``.
+
+    Each section of the config is a group, and so is a class that a section inherits from.
+    """
+    model = architecture.name if architecture.provider is None else f"the model of {architecture.program}"
+    parser = _Parser(
+        usage="%(prog)s --num-layers N --hidden-size N ... [flags]",
+        description=f"Trains {model} with tensor, pipeline and data parallelism on DeepSpeed.",
+        epilog="Flags may be written with hyphens or underscores. Of a flag that is repeated the last value "
+        "counts, with a warning. --no-FLAG switches off what --config switches on.",
+        formatter_class=_Help,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument_group("Settings file").add_argument(
+        f"--{SETTINGS_FILE}",
+        action=_Record,
+        dest=SETTINGS_FILE,
+        metavar="FILE",
+        help="File of settings (YAML): a line FLAG: VALUE for each flag. Flags on the command line win.",
+    )
+    launch = parser.add_argument_group("DeepSpeed")
+    launch.add_argument(
+        "--deepspeed",
+        "--deepscale",
+        action="store_true",
+        help="Accepted for compatibility: training always uses DeepSpeed.",
+    )
+    launch.add_argument(
+        "--deepspeed-config",
+        "--deepscale-config",
+        action=_Record,
+        dest=CONFIG_FILE,
+        metavar="FILE",
+        help="DeepSpeed config file (JSON). A setting with a flag may be given in either place, or with the same value "
+        "in both.",
+    )
+    for section in sections().values():
+        for part in filter(is_dataclass, section.__mro__):
+            group = parser.add_argument_group((part.__doc__ or "").rstrip("."))
+            own = get_annotations(part)
+            for field in fields(part):
+                if field.name in own and "flag" in field.metadata and has_flag(field, architecture):
+                    _add_flag(group, field)
+    if architecture.provider is not None and architecture.provider.add_flags is not None:
+        parser.argument_default = None  # flags that the program adds have argparse's own default
+        try:
+            architecture.provider.add_flags(parser)
+        except argparse.ArgumentError as error:
+            raise ConfigError(f"extra_args_provider adds a flag that exists already: {error}") from None
+    return parser
+
+
+def has_flag(field: Field, architecture: ArchitectureSpec) -> bool:
+    """Whether the program that trains ``architecture`` has the flag of ``field``."""
+    metadata = field.metadata["flag"]
+    if not architecture.is_language_model:
+        return not metadata["pretraining"]
+    kind = metadata["encoder_decoder"]
+    if architecture.is_encoder_decoder and kind:
+        return kind != "not"
+    return kind != "only" and metadata["masked_lm"] in (None, architecture.masked_lm)
+
+
+def _add_flag(group: argparse._ArgumentGroup, field: Field) -> None:
+    metadata = field.metadata["flag"]
+    names = names_of(field)
+    if value_type(field) is bool:
+        group.add_argument(*names, action=_Record, dest=field.name, nargs=0, const=True, help=_help(field))
+    else:
+        metavar = metadata["metavar"] or "|".join(metadata["choices"] or ()) or _METAVARS[value_type(field)]
+        nargs = "+" if get_origin(field.type) is tuple else None
+        group.add_argument(*names, action=_Record, dest=field.name, nargs=nargs, metavar=metavar, help=_help(field))
+    for value in dict.fromkeys(metadata["switches"].values()):
+        names_of_value = [f"--{name}" for name in metadata["switches"] if metadata["switches"][name] == value]
+        text = f"Same as {names[0]} {value}." if value_type(field) is not bool else f"Disable {names[0]}."
+        group.add_argument(*names_of_value, action=_Record, dest=field.name, nargs=0, const=value, help=text)
+    if value_type(field) is bool and negative_flag(field).removeprefix("--") not in metadata["switches"]:
+        hidden = negative_flag(field)
+        group.add_argument(hidden, action=_Record, dest=field.name, nargs=0, const=False, help=argparse.SUPPRESS)
+
+
+def names_of(field: Field) -> list[str]:
+    """The flag of a field and its aliases."""
+    return [flag_name(field), *("--" + alias.replace("_", "-") for alias in field.metadata["flag"]["aliases"])]
+
+
+def negative_flag(field: Field) -> str:
+    """The flag that switches off the switch of ``field``: one of its own, or ``--no-`` and its name."""
+    own = [name for name, value in field.metadata["flag"]["switches"].items() if value is False]
+    return f"--{own[0] if own else 'no-' + flag_name(field).removeprefix('--')}"
+
+
+def _help(field: Field) -> str:
+    metadata = field.metadata["flag"]
+    text = metadata["help"].replace("%", "%%")
+    if metadata["required"]:
+        return f"{text} (required)"
+    # The defaults "off" and "not set" are obvious, and some texts explain their default themselves.
+    omitted = field.default in (None, MISSING, ()) or isinstance(field.default, bool) or "(default" in text
+    if omitted or (metadata["within"] == "[1, inf)" and not field.default):
+        return text
+    return f"{text} (default: {field.default})"
+
+
+def value_type(field: Field) -> Any:
+    """The type of a field's value, without None for an optional field."""
+    return next((kind for kind in get_args(field.type) if kind is not type(None)), field.type)
+
+
+_MESSAGES = {
+    "expected one argument": "needs a value",
+    "expected at least one argument": "needs a value",
+    "ignored explicit argument": "takes no value: remove",
+}
+
+
+class _Record(argparse.Action):
+    """Records each occurrence of a flag. Values are parsed afterwards, so that all errors are reported at once."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        is_switch = self.nargs == 0
+        if values == [] and not is_switch:  # argparse removes the value of --flag=--
+            parser.error(f"{option_string} needs a value")
+        namespace.occurrences.append((self.dest, option_string, self.const if is_switch else values, is_switch))
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises ConfigError with one line, instead of printing the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        for theirs, ours in _MESSAGES.items():
+            message = message.replace(theirs, ours)
+        raise ConfigError(message.removeprefix("argument "))
+
+
+class _Help(argparse.HelpFormatter):
+    """Lists all names of a flag on one line, followed by its metavar once."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(action.option_strings)
+        default = "|".join(map(str, action.choices or ())) or action.dest.upper()  # for flags that a program adds
+        return names if action.nargs == 0 else f"{names} {action.metavar or default}"

@@ -1,0 +1,230 @@
+"""The final value of every field of a run: fields that are not provided follow from others and the environment."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+
+from megatron.cli.batch_sizes import GLOBAL, solve_batch
+from megatron.common.environment import expected_device, local_rank, world_size
+from megatron.common.errors import ConfigError
+from megatron.config import (
+    ActivationConfig,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+    ZeroConfig,
+    default_ffn_hidden_size,
+    sections,
+)
+from megatron.config.batch_schedule import Steps, ramp_up, read_steps
+from megatron.config.data import DEFAULT_VOCABULARY
+from megatron.config.fields import Provided
+from megatron.config.tokenizer_files import NULL_TOKENIZER, tokenizer_files, tokenizer_kind
+from megatron.model.architectures import GPT2
+from megatron.model.partition import explicit, repartitioned
+from megatron.model.spec import ArchitectureSpec
+
+METRICS = "metrics.jsonl"
+"""Name of the metrics file in --run-dir."""
+_EMPTY: Steps = ()
+_VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
+
+
+def resolve_run(
+    provided: Mapping[str, Provided], environ: Mapping[str, str], architecture: ArchitectureSpec = GPT2
+) -> tuple[RunConfig, list[str]]:
+    """The run with the final value of every field, and a message for each field that cannot be resolved.
+
+    The vocabulary sizes and the DeepSpeed config are set later.
+    """
+    problems: list[str] = []
+    run = _with_provided(provided)
+    try:
+        run = replace(run, parallel=_parallel(run, provided, environ))
+    except ConfigError as error:
+        problems += error.messages
+    run = replace(run, activation=_activation(run.activation), logging=_logging(run))
+    run = replace(run, data=_data(run.data, provided, architecture))
+    run = replace(run, model=_model(run, architecture), zero=_zero(run))
+    run = replace(run, observe=replace(run.observe, profile_dir=run.observe.profile_dir or run.observe.trace))
+    try:
+        run = replace(run, parallel=_virtual_stages(run, provided))
+        run = replace(run, parallel=_repartitioned(run, provided))
+    except ConfigError as error:
+        problems += error.messages
+    # The batch sizes are known only if the processes form whole replicas.
+    replica = run.parallel.replica_size
+    if not problems and replica >= 1 and run.parallel.world_size % replica == 0:
+        try:
+            run = replace(run, train=_train(run, provided))
+        except ConfigError as error:
+            problems += error.messages
+    return run, problems
+
+
+def _with_provided(provided: Mapping[str, Provided]) -> RunConfig:
+    parts = {}
+    for name, section in sections().items():
+        names = [field.name for field in fields(section) if "flag" in field.metadata and field.name in provided]
+        parts[name] = section(**{field: provided[field].value for field in names})
+    return RunConfig(**parts, ds_config={})
+
+
+def _parallel(run: RunConfig, provided: Mapping[str, Provided], environ: Mapping[str, str]) -> ParallelConfig:
+    device, parallel = expected_device(environ), run.parallel
+    pretended = "world_size" in provided
+    if pretended and not (run.logging.explain or run.logging.dry_run):
+        raise ConfigError(
+            f"{provided['world_size'].source} is for --explain and --dry-run: the launcher starts the processes of a "
+            "run"
+        )
+    return replace(
+        parallel,
+        world_size=parallel.world_size if pretended else world_size(environ),
+        device=device,
+        distributed_backend=parallel.distributed_backend or _BACKENDS.get(device),
+        local_rank=local_rank(environ) if parallel.local_rank is None else parallel.local_rank,
+    )
+
+
+def _virtual_stages(run: RunConfig, provided: Mapping[str, Provided]) -> ParallelConfig:
+    """With the number of model chunks per stage of the interleaved schedule, which the flags for them select."""
+    parallel, numbers = run.parallel, explicit(run.parallel.pipeline_partition)
+    flags = [provided[name].source for name in _VIRTUAL_STAGES if name in provided]
+    if not parallel.uses_pipeline or (parallel.pipeline_schedule != "interleaved" and not flags):
+        return parallel
+    if flags and "pipeline_schedule" in provided and parallel.pipeline_schedule != "interleaved":
+        given = provided["pipeline_schedule"].source
+        raise ConfigError(f"{flags[0]} is for --pipeline-schedule interleaved, and {given} is given: remove one")
+    if len(flags) == 2:
+        raise ConfigError(f"{flags[0]} and {flags[1]} exclude each other: give one")
+    per_chunk, chunks = parallel.num_layers_per_virtual_pipeline_stage, parallel.num_virtual_stages_per_pipeline_rank
+    if per_chunk is not None:
+        if numbers is not None:
+            raise ConfigError(f"{flags[0]} and {provided['pipeline_partition'].source} exclude each other: give one")
+        chunks, rest = divmod(run.model.num_layers, max(per_chunk * parallel.pipe_stages, 1))
+        if rest or chunks < 2:
+            raise ConfigError(
+                f"--num-layers {run.model.num_layers} is not two or more times {flags[0]} x --pipe-parallel-size "
+                f"{parallel.pipe_stages}: change one of them, or use --num-virtual-stages-per-pipeline-rank"
+            )
+    elif chunks is None:
+        chunks, rest = divmod(len(numbers or ()), parallel.pipe_stages)
+        if rest or chunks < 2:
+            raise ConfigError(
+                "--pipeline-schedule interleaved needs model chunks: give --num-layers-per-virtual-pipeline-stage, "
+                "--num-virtual-stages-per-pipeline-rank, or --pipeline-partition with a number for each chunk"
+            )
+    return replace(parallel, pipeline_schedule="interleaved", num_virtual_stages_per_pipeline_rank=chunks)
+
+
+def _repartitioned(run: RunConfig, provided: Mapping[str, Provided]) -> ParallelConfig:
+    parallel = run.parallel
+    if parallel.repartition_from is None or not parallel.uses_pipeline:
+        return parallel
+    if "pipeline_partition" in provided:
+        sources = f"{provided['repartition_from'].source} and {provided['pipeline_partition'].source}"
+        raise ConfigError(f"{sources} exclude each other: give one")
+    return replace(parallel, pipeline_partition=repartitioned(parallel, run.model))
+
+
+def _logging(run: RunConfig) -> LoggingConfig:
+    if run.observe.run_dir is None or run.logging.metrics_file is not None:
+        return run.logging
+    return replace(run.logging, metrics_file=str(Path(run.observe.run_dir) / METRICS))
+
+
+def _data(data: DataConfig, provided: Mapping[str, Provided], architecture: ArchitectureSpec) -> DataConfig:
+    if "tokenizer_type" not in provided:
+        is_null = data.mock_data and data.vocab_file is data.tokenizer_model is None
+        kind = NULL_TOKENIZER if is_null else tokenizer_kind(None, data.tokenizer_model, architecture.tokenizers[0])
+    else:
+        kind = tokenizer_kind(data.tokenizer_type, data.tokenizer_model)
+    data = replace(data, tokenizer_type=kind)
+    files = tokenizer_files(data.tokenizer_type, data.vocab_file, data.merge_file, data.tokenizer_model)
+    data = replace(data, vocab_file=files[0], merge_file=files[1])
+    if not data.mock_data:
+        return data
+    if data.tokenizer_type != NULL_TOKENIZER or data.vocab_size is not None:
+        return data
+    return replace(data, vocab_size=DEFAULT_VOCABULARY[architecture.masked_lm is not False])
+
+
+def _model(run: RunConfig, architecture: ArchitectureSpec) -> ModelConfig:
+    model = _both_stacks(run) if architecture.is_encoder_decoder else run.model
+    packs = run.data.sft and not architecture.is_encoder_decoder
+    if not model.has_experts:
+        model = replace(model, num_experts=0)
+    return replace(
+        model,
+        architecture=architecture.name,
+        ffn_hidden_size=model.ffn_hidden_size or default_ffn_hidden_size(model),
+        max_position_embeddings=model.max_position_embeddings or max(run.data.seq_length, run.data.decoder_seq_length),
+        reset_position_ids=run.data.reset_position_ids or packs,
+        reset_attention_mask=run.data.reset_attention_mask or packs,
+        dtype=run.precision.dtype,
+        seed=run.train.seed,
+        recomputes_attention=run.activation.recompute_granularity == "selective",
+    )
+
+
+def _both_stacks(run: RunConfig) -> ModelConfig:
+    """The model with the layers and lengths of encoder and decoder; ``num_layers`` is from here on of both."""
+    model, encoder = run.model, run.model.num_layers
+    decoder = model.decoder_num_layers or encoder
+    return replace(
+        model,
+        num_layers=encoder + decoder,
+        encoder_num_layers=encoder,
+        decoder_num_layers=decoder,
+        encoder_seq_length=run.data.seq_length,
+        decoder_seq_length=run.data.decoder_seq_length,
+    )
+
+
+def _activation(activation: ActivationConfig) -> ActivationConfig:
+    if activation.recompute_granularity:
+        return replace(activation, checkpoint_activations=True)
+    return replace(activation, recompute_granularity="full") if activation.checkpoint_activations else activation
+
+
+def _zero(run: RunConfig) -> ZeroConfig:
+    """Half precision at stage 0, by default or provided, is stage 1, which computes what stage 0 should.
+
+    DeepSpeed 0.19.8 without ZeRO clips by the gradient norm of one tensor-parallel rank; in fp16 it does not scale
+    the loss, but divides the gradient by the scale; in bf16 on the plain engine it keeps no fp32 weights.
+    """
+    if run.precision.dtype == "fp32" or run.zero.zero_stage > 0:
+        return run.zero
+    return replace(run.zero, zero_stage=1)
+
+
+def _train(run: RunConfig, provided: Mapping[str, Provided]) -> TrainConfig:
+    train, steps = run.train, _EMPTY
+    if train.step_batch_size_schedule is not None:
+        steps = read_steps(train.step_batch_size_schedule, run.data.seq_length)
+        largest = max(size for _, size in steps)
+        provided = {**provided, GLOBAL: provided["step_batch_size_schedule"]._replace(value=largest)}
+    batch = solve_batch(provided, run.parallel.data_parallel_size)
+    if train.rampup_batch_size:
+        steps = ramp_up(train.rampup_batch_size, batch.global_size)
+    train = replace(
+        train,
+        micro_batch_size=batch.micro_size,
+        gradient_accumulation_steps=batch.accumulation,
+        global_batch_size=batch.global_size,
+        batch_steps=steps if len(steps) > 1 else _EMPTY,
+    )
+    if train.train_samples is not None:
+        iterations = train.batches.iterations(train.train_samples)
+        if iterations < 1:
+            size = train.batches.size(1)
+            raise ConfigError(f"--train-samples {train.train_samples} is less than one global batch of {size}")
+        train = replace(train, train_iters=iterations)
+    if "eval_iters" in provided:
+        return train
+    return replace(train, eval_iters=min(max(train.train_iters // 10, 1), train.eval_iters))

@@ -1,0 +1,81 @@
+"""From the texts of a command line or a settings file to the values of the config's fields."""
+
+import math
+from collections.abc import Callable
+from dataclasses import Field
+from typing import Any
+
+from megatron.cli.parser import value_type
+from megatron.common.errors import did_you_mean
+from megatron.config.experts import as_runs, layer_list
+
+REFUSED_VALUES: dict[tuple[str, str], str] = {
+    ("data_impl", "lazy"): "convert the data with tools/preprocess_data.py",
+    ("data_impl", "cached"): "convert the data with tools/preprocess_data.py",
+}
+"""Field and value to the reason why that value of an accepted flag is refused."""
+
+
+def read_value(field: Field | None, text: str | list[str]) -> Any:
+    """The value of ``text`` for ``field``, or for a flag that is no field. Raises ValueError if it cannot be parsed."""
+    if field is None:
+        return _text(str(text))
+    if isinstance(text, list):
+        return tuple(map(_READERS[value_type(field)], text))
+    choices = field.metadata["flag"]["choices"]
+    if (field.name, text) in REFUSED_VALUES:
+        raise ValueError(REFUSED_VALUES[field.name, text])
+    if choices and text not in choices:
+        raise ValueError(did_you_mean(text, choices, otherwise=f"choose from {', '.join(choices)}"))
+    reader = _layer_freq if field.name == "moe_layer_freq" else _READERS[value_type(field)]
+    return reader(_first_of_window(text) if field.name == "pre_tokens" else text)
+
+
+def _layer_freq(text: str) -> int | str:
+    """The number of ``--moe-layer-freq``, or its list in the form of ``as_runs``."""
+    if "[" in text:
+        return as_runs(layer_list(text))
+    if (number := _whole(text)) < 1:
+        raise ValueError("must be 1 or more")
+    return number
+
+
+def _first_of_window(text: str) -> str:
+    """The tokens before each, of Megatron-LM's ``--window-size`` with those before and after: N of N,0 or (N, 0)."""
+    before, comma, after = text.strip("()").partition(",")
+    if comma and after.strip() != "0":
+        raise ValueError(f"a causal model sees no token after its own: give {before},0")
+    return before
+
+
+_LARGEST = 2**53
+"""Up to here, whole numbers are exact as floats."""
+
+
+def _whole(text: str) -> int:
+    number = _number(text)
+    if abs(number) > _LARGEST:
+        raise ValueError(f"must be {_LARGEST} at most")
+    if number != int(number):
+        raise ValueError("must be a whole number")
+    # Through float only if there is a point or an exponent: large seeds would lose digits.
+    return int(text) if text.strip("+-").isdecimal() else int(number)
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        raise ValueError("must be a number") from None
+    if not math.isfinite(number):
+        raise ValueError("must be a finite number")
+    return number
+
+
+def _text(text: str) -> str:
+    if not text:
+        raise ValueError("must not be empty")
+    return text
+
+
+_READERS: dict[type, Callable[[str], Any]] = {int: _whole, float: _number, str: _text}

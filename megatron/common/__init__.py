@@ -1,0 +1,1 @@
+"""What every package may use: errors, environment variables, files and processes. No torch here."""

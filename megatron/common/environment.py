@@ -1,0 +1,165 @@
+"""The launcher's environment variables: number of processes, ranks, and the accelerator of this host."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron.common.errors import ConfigError
+
+_SIZES = (
+    ("WORLD_SIZE", ()),  # deepspeed, torchrun
+    # A size counts only with a rank: inside an allocation, Slurm also sets one for a process without srun.
+    ("OMPI_COMM_WORLD_SIZE", ("OMPI_COMM_WORLD_RANK",)),
+    ("PMI_SIZE", ("PMI_RANK",)),
+    ("SLURM_NTASKS", ("SLURM_PROCID", "SLURM_STEP_ID")),
+)
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "LOCAL_SIZE")
+_COMPANIONS_OF_RANK = ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_START = "start with deepspeed, torchrun or mpirun"
+
+
+def world_size(environ: Mapping[str, str]) -> int:
+    """Number of processes of the run, as set by deepspeed, torchrun, mpirun or srun; 1 without a launcher.
+
+    Raises ConfigError if the variable is not a positive whole number.
+    """
+    for variable, companions in _SIZES:
+        if variable in environ and all(name in environ for name in companions):
+            return _number(environ, variable, minimum=1)
+    return 1
+
+
+def rank(environ: Mapping[str, str]) -> int | None:
+    """The global rank of this process; None without a launcher. Raises ConfigError if it is not a whole number."""
+    return _first(environ, _RANKS, minimum=0)
+
+
+def local_rank(environ: Mapping[str, str]) -> int | None:
+    """The local rank of this process on its host; None if no launcher sets it.
+
+    Raises ConfigError if the variable is not a whole number.
+    """
+    return _first(environ, _LOCAL_RANKS, minimum=0)
+
+
+def ranks_on_host(environ: Mapping[str, str]) -> int | None:
+    """Number of processes of the run on this host; None if no launcher sets it.
+
+    Raises ConfigError if the variable is not a positive whole number.
+    """
+    return _first(environ, _LOCAL_SIZES, minimum=1)
+
+
+_MOST_THREADS = 1024
+
+
+def threads_per_rank(environ: Mapping[str, str]) -> int | None:
+    """The value of OMP_NUM_THREADS, of a list the first; None if it is not set.
+
+    Raises ConfigError if it is not a whole number from 1 to 1024. OpenMP would ignore such a value or start as many
+    threads.
+    """
+    text = environ.get("OMP_NUM_THREADS", "").strip()
+    if not text:
+        return None
+    levels = [int(level) if re.fullmatch(r" *[0-9]{1,9} *", level) else 0 for level in text.split(",")]
+    if not all(1 <= level <= _MOST_THREADS for level in levels):
+        raise ConfigError(
+            f"environment variable OMP_NUM_THREADS={text}: set a whole number from 1 to {_MOST_THREADS}, or unset it "
+            "to divide the cores of this host among its ranks"
+        )
+    return levels[0]
+
+
+def on_one_host(environ: Mapping[str, str]) -> bool:
+    """Whether all processes of the run are on this host, according to the launcher.
+
+    Raises ConfigError if a variable is not a number.
+    """
+    return world_size(environ) in (1, ranks_on_host(environ))
+
+
+def check_place(environ: Mapping[str, str]) -> None:
+    """Check that the launcher's variables are consistent, and complete if there are several processes.
+
+    Raises:
+        ConfigError: a world size without a rank, a rank beyond the last one, a rank without the rendezvous address,
+            or one process in place of the several that ``accelerate launch`` was asked for.
+    """
+    size, number = world_size(environ), rank(environ)
+    if number is None and "MASTER_ADDR" in environ and _on_cpu_by_accelerate(environ):
+        raise ConfigError(
+            "accelerate launch --cpu starts several processes only with --mpirun_hostfile: use --use_deepspeed, which "
+            "needs no GPU, or --num_processes 1"
+        )
+    if number is None and size > 1:
+        raise ConfigError(
+            f"the environment sets {size} processes, but not the rank of this one (RANK): {_START}, or unset WORLD_SIZE"
+        )
+    if number is not None and number >= size:
+        raise ConfigError(f"the environment sets rank {number} of {size} processes, counted from 0: {_START}")
+    local, of_host = local_rank(environ), ranks_on_host(environ) or size
+    if local is not None and local >= of_host:
+        raise ConfigError(
+            f"the environment sets local rank {local} of {of_host} on this host, counted from 0: {_START}"
+        )
+    # Under mpirun DeepSpeed gets the rest from MPI.
+    if "RANK" in environ:
+        missing = [variable for variable in _COMPANIONS_OF_RANK if variable not in environ]
+        if missing:
+            raise ConfigError(f"the environment has RANK without {', '.join(missing)}: {_START}, or unset RANK")
+        if _number(environ, "MASTER_PORT", minimum=1) > 65535:
+            raise ConfigError(f"environment variable MASTER_PORT={environ['MASTER_PORT']}: ports end at 65535")
+
+
+def _first(environ: Mapping[str, str], variables: tuple[str, ...], *, minimum: int) -> int | None:
+    return next((_number(environ, variable, minimum=minimum) for variable in variables if variable in environ), None)
+
+
+def _number(environ: Mapping[str, str], variable: str, *, minimum: int) -> int:
+    text = environ[variable]
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < minimum:
+        raise ConfigError(f"environment variable {variable}={text}: set a whole number from {minimum} on, or unset it")
+    return int(text)
+
+
+def _on_cpu_by_accelerate(environ: Mapping[str, str]) -> bool:
+    """Whether ``accelerate launch --cpu`` has started this process."""
+    return environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
+
+
+ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
+"""Names of DeepSpeed's accelerators."""
+
+
+_WSL_LIBRARIES = Path("/usr/lib/wsl/lib"), Path("/usr/lib/x86_64-linux-gnu")
+"""Where Windows' driver puts its library: under WSL2, and in a container there."""
+
+
+def expected_device(
+    environ: Mapping[str, str], dev: Path = Path("/dev"), libraries: Sequence[Path] = _WSL_LIBRARIES
+) -> str:
+    """The accelerator that DeepSpeed will choose on this host: ``"cuda"``, ``"cpu"``, or that of DS_ACCELERATOR.
+
+    Args:
+        environ: the process's environment.
+        dev: folder of device files. An NVIDIA GPU shows as ``nvidia0``, ..., an AMD one as ``kfd``. Under WSL2
+            ``dxg`` stands for GPUs of any maker.
+        libraries: folders of which one has CUDA's library if one of those is NVIDIA's.
+
+    Raises:
+        ConfigError: DS_ACCELERATOR is unknown.
+    """
+    if name := environ.get("DS_ACCELERATOR"):
+        if name not in ACCELERATORS:
+            raise ConfigError(f"environment variable DS_ACCELERATOR={name}: choose from {', '.join(ACCELERATORS)}")
+        return name
+    if _on_cpu_by_accelerate(environ) or environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return "cpu"
+    if (dev / "kfd").exists() or any(dev.glob("nvidia[0-9]*")):
+        return "cuda"
+    if (dev / "dxg").exists() and any((folder / "libcuda.so.1").exists() for folder in libraries):
+        return "cuda"
+    return "cpu"

@@ -1,0 +1,129 @@
+"""Processes that end with the one that started them, and exit signals: no rank trains on without a launcher."""
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron.common.errors import LaunchError
+
+if TYPE_CHECKING:
+    import psutil
+
+_PR_SET_PDEATHSIG = 1
+_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+"""Variables that torchrun, deepspeed and the kinds of mpirun set for their processes, and a shell does not."""
+_DEEPSPEED_RUNNERS = ("deepspeed.launcher.runner", "deepspeed", "_deepspeed_runner.py")
+"""Names of the deepspeed command; the last is that of ``tools/launch.py``."""
+
+EXIT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What schedulers send before they take the machine away."""
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Where the kernel offers it (Linux), end this process with the one that started it, however that ends.
+
+    ``parent`` is the other's process id, if it is known: it may have ended before this call.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if parent not in (None, os.getppid()):
+            os._exit(LaunchError.exit_code)
+
+
+def exit_with_launcher(environ: Mapping[str, str]) -> None:
+    """End this process with the launcher that started it, if one did; a shell may end before what it started.
+
+    A launcher that is killed would otherwise leave its ranks training, with nothing to stop them.
+    """
+    if not any(name in environ for name in _LAUNCHERS):
+        return
+    die_with_parent()
+    if "CROSS_RANK" in environ and (runner := _deepspeed_runner()) is not None:
+        threading.Thread(target=_exit_after, args=(runner,), name="launcher", daemon=True).start()
+
+
+def _deepspeed_runner() -> "psutil.Process | None":
+    """The deepspeed command of this host: it starts a process per host, and that one the ranks. None elsewhere."""
+    import psutil
+
+    with suppress(psutil.Error):
+        runner = psutil.Process(psutil.Process(os.getppid()).ppid())
+        if any(os.path.basename(word) in _DEEPSPEED_RUNNERS for word in runner.cmdline()):
+            return runner
+    return None
+
+
+def _exit_after(process: "psutil.Process") -> None:
+    """Wait until ``process`` has ended, then end this one. psutil's own wait lasts until it has also been reaped."""
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(process.pid)], [], [])
+    os._exit(LaunchError.exit_code)
+
+
+class ExitSignal:
+    """The first of ``EXIT_SIGNALS`` that this process has received since this was made; the second ends it at once.
+
+    Until ``defer()`` the first one calls ``exit_at_start`` with its number, in a thread: the main thread may be inside
+    of a library, where Python handles no signal.
+    """
+
+    def __init__(self, exit_at_start: Callable[[int], NoReturn] | None = None) -> None:
+        self.number = 0
+        self._exit_at_start = exit_at_start
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        for number in EXIT_SIGNALS:
+            signal.signal(number, self._receive)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch, args=(reader,), name="exit signals", daemon=True).start()
+
+    def defer(self) -> None:
+        """From here on ``number`` is all that the first signal changes."""
+        self._exit_at_start = None
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self.number:
+            os._exit(128 + number)
+        self.number = number
+
+    def _watch(self, reader: int) -> None:
+        received = 0
+        while number := os.read(reader, 1)[0]:
+            if number not in EXIT_SIGNALS or signal.getsignal(number) != self._receive:
+                continue
+            received += 1
+            if exit_at_start := self._exit_at_start:
+                exit_at_start(number)
+            if received > 1:
+                os._exit(128 + number)
+
+
+def has_received(handler: object) -> bool:
+    """Whether a handler of signals is that of an ``ExitSignal`` that has received one."""
+    owner = getattr(handler, "__self__", None)
+    return isinstance(owner, ExitSignal) and bool(owner.number)
+
+
+def ignore_exit_signals() -> None:
+    """For helper processes, which end with the process they help."""
+    for number in EXIT_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def exit_with_parent(parent: int | None = None) -> None:
+    """End this process with the one that started it, whose id is ``parent``: it may have ended already.
+
+    Ctrl-C reaches every process of a terminal; only the parent handles it. A helper that outlived its parent would
+    wait for work forever and hold the parent's locks and connections open.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,129 @@
+"""The parameter groups of each optimizer, and the optimizers that DeepSpeed does not make by itself."""
+
+from typing import Any
+
+import torch
+from deepspeed.moe.utils import is_moe_param
+from torch import nn
+
+from megatron.config import ModelConfig, RunConfig
+from megatron.engines.optimizers.lion import Lion
+from megatron.engines.optimizers.muon import Matrix, Muon
+from megatron.model.architectures import architecture_of
+from megatron.model.kernels import uses_apex
+from megatron.model.spec import ArchitectureSpec
+from megatron.parallel.layout import ParallelLayout
+
+Groups = list[dict[str, Any]]
+QKV = "attention.query_key_value.weight"
+"""End of the name of the matrix of queries, keys and values."""
+
+
+def parameter_groups(module: nn.Module, run: RunConfig) -> Groups:
+    """The groups of ``weight_decay_groups``; for Muon, a group of its matrices before them."""
+    groups = weight_decay_groups(module, run.model)
+    if run.optim.optimizer != "muon":
+        return groups
+    names = block_matrices(architecture_of(run.model), run.model)
+    matrices = [parameter for name, parameter in module.named_parameters() if name in names]
+    numbers = set(map(id, matrices))
+    rest = [{**group, "params": [p for p in group["params"] if id(p) not in numbers]} for group in groups]
+    return [group for group in ({"params": matrices, "orthogonalize": True}, *rest) if group["params"]]
+
+
+def weight_decay_groups(module: nn.Module, model: ModelConfig) -> Groups:
+    """Parameter groups with and without weight decay, by the spec of ``model``; with expert parallelism one of experts.
+
+    Without a spec vectors and scalars, such as biases, are without, and no group is empty.
+    """
+    architecture = architecture_of(model)
+    if architecture.provider is not None:
+        return _groups_by_shape(module)
+    specs = architecture.named_parameters(model)
+    parameters = [(specs[name].weight_decay, parameter) for name, parameter in module.named_parameters()]
+    if model.lora_rank:  # matrices alone, all of which decay; a frozen weight is not the optimizer's
+        return [{"params": [parameter for _, parameter in parameters if parameter.requires_grad]}]
+    groups: Groups = [
+        {"params": [parameter for decays, parameter in parameters if decays and not is_moe_param(parameter)]},
+        {"params": [parameter for decays, parameter in parameters if not decays], "weight_decay": 0.0},
+    ]
+    experts = [parameter for _, parameter in parameters if is_moe_param(parameter)]
+    if experts:  # those that other data-parallel ranks do not hold
+        groups.append({"params": experts, "moe": True, "name": experts[0].group_name})  # type: ignore[attr-defined]
+    return groups
+
+
+def block_matrices(architecture: ArchitectureSpec, model: ModelConfig) -> set[str]:
+    """Names of the matrices of the transformer's layers, which Muon updates: no embedding, no head, no vector."""
+    return {
+        prefix + spec.name
+        for prefix, layer in architecture.prefixed_layers(model)
+        for spec in layer.parameters
+        if layer.is_block and len(spec.shape) > 1
+    }
+
+
+def _groups_by_shape(module: nn.Module) -> Groups:
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for parameter in module.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # under zero.Init the parameter itself is flat
+        (matrices if len(shape) > 1 else vectors).append(parameter)
+    groups: Groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def client_optimizer(
+    run: RunConfig, module: nn.Module, groups: Groups, layout: ParallelLayout
+) -> torch.optim.Optimizer | None:
+    """The optimizer of ``run`` if DeepSpeed has none that fits: Muon, Lion that steps on the CPU, apex's fused Adam.
+
+    None for the optimizer of the DeepSpeed config, which DeepSpeed makes.
+    """
+    optimizer = run.ds_config.get("optimizer", {})
+    kind, params = optimizer.get("type"), optimizer.get("params", {})
+    if kind == "Muon":
+        return _muon(run, module, groups, layout, params)
+    if kind == "Lion" and (run.parallel.device == "cpu" or run.zero.offloads_optimizer):
+        return Lion(groups, **params)
+    if kind in ("Adam", "AdamW"):
+        return _apex_adam(run, groups, kind, params)
+    return None
+
+
+def _muon(
+    run: RunConfig, module: nn.Module, groups: Groups, layout: ParallelLayout, params: dict[str, Any]
+) -> torch.optim.Optimizer:
+    model, optim = run.model, run.optim
+    names = block_matrices(architecture_of(model), model)
+    rows = (model.query_groups, model.num_attention_heads // model.query_groups, model.head_size)
+    matrices = [
+        Matrix(parameter, qkv=rows if name.endswith(QKV) and optim.muon_split_qkv else None)
+        for name, parameter in module.named_parameters()
+        if name in names
+    ]
+    return Muon(
+        groups,
+        matrices,
+        **params,
+        nesterov=optim.muon_nesterov,
+        ns_steps=optim.muon_num_ns_steps,
+        coefficients=optim.muon_coefficient_type,
+        scale_mode=optim.muon_scale_mode,
+        scale_factor=optim.muon_extra_scale_factor,
+        dtype=torch.bfloat16 if run.precision.bf16 else torch.float32,
+        tensor_group=layout.tensor_group,
+        data_group=layout.get_sequence_data_parallel_group(),
+    )
+
+
+def _apex_adam(run: RunConfig, groups: Groups, kind: str, params: dict[str, Any]) -> torch.optim.Optimizer | None:
+    """apex's fused Adam if apex is requested, the state stays on the device, and apex has all settings."""
+    if not uses_apex(run.model.fused_kernels) or run.zero.offloads_optimizer or params.get("amsgrad"):
+        return None
+    from apex.optimizers import FusedAdam
+
+    names = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+    known = {name: value for name, value in params.items() if name in names}
+    # DeepSpeed's meaning: Adam decouples weight decay as well, unless adam_w_mode is false.
+    return FusedAdam(groups, adam_w_mode=kind == "AdamW" or params.get("adam_w_mode", True), **known)

@@ -1,0 +1,270 @@
+"""How a model is divided into pipeline stages. No torch here.
+
+A *layer group* is never divided: the layers before the transformer layers (the embeddings), each
+transformer layer, and those after them (final norm and head). A *model chunk* is a run of groups. A
+stage holds one chunk or several, as the schedule says.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from megatron.common.errors import ConfigError
+from megatron.common.reading import read_json
+from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.model.architectures import architecture_of
+from megatron.model.spec import LayerSpec
+from megatron.parallel.pipeline.balance import balanced
+from megatron.parallel.pipeline.held import kept
+from megatron.parallel.pipeline.schedule import Schedule, chunks_of, has_order
+
+EXPLICIT = re.compile(r"\d{1,9}( *, *\d{1,9})*")
+BY_TYPE = "type:"
+
+LayerGroup = tuple[LayerSpec, ...]
+LayerCounts = tuple[tuple[LayerSpec, int], ...]
+"""Distinct layers, each with how often it is there. Equal layers of an architecture are one object."""
+Value = TypeVar("Value")
+POSITIONS = "RelativePositions"
+"""Class name of the layer that each transformer layer of T5 needs in front of it."""
+
+
+class ChunkLayers(NamedTuple):
+    """What the layers of a model chunk come to."""
+
+    counts: LayerCounts
+    num_blocks: int
+    """Transformer layers."""
+    last_elements: int
+    """Elements of the last transformer layer and of what follows it; of all layers without one."""
+
+    @classmethod
+    def of(cls, layers: Sequence[LayerSpec]) -> "ChunkLayers":
+        """Those of ``layers``."""
+        blocks = [index for index, layer in enumerate(layers) if layer.is_block]
+        last = layers[blocks[-1] :] if blocks else layers
+        return cls(counts(layers), len(blocks), sum(layer.numel for layer in last))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one pipeline stage holds, all of its tensor-parallel ranks together."""
+
+    chunks: tuple[range, ...]
+    """Its runs of layer groups: 0 is the embeddings, n transformer layer n, the last one the head."""
+    layers_of_chunks: tuple[tuple[LayerSpec, ...], ...]
+    has_embedding: bool
+    has_head: bool
+
+    @cached_property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The layers of all of its chunks."""
+        return tuple(layer for layers in self.layers_of_chunks for layer in layers)
+
+    @cached_property
+    def kinds(self) -> tuple[ChunkLayers, ...]:
+        """The layers of its chunks; of chunks with the same layers once."""
+        return tuple(one for number, one in enumerate(self._chunks) if one not in self._chunks[:number])
+
+    @cached_property
+    def kind_of_chunk(self) -> tuple[int, ...]:
+        """For each chunk its place in ``kinds``."""
+        return tuple(map(self.kinds.index, self._chunks))
+
+    @cached_property
+    def _chunks(self) -> list[ChunkLayers]:
+        return list(map(ChunkLayers.of, self.layers_of_chunks))
+
+    @cached_property
+    def counts(self) -> LayerCounts:
+        """The layers of all of its chunks, counted."""
+        return counts(self.layers)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Transformer layers of the stage."""
+        return sum(count for layer, count in self.counts if layer.is_block)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Elements of its parameters; of tied layers once."""
+        tied = {layer.tied: layer.numel for layer, _ in self.counts if layer.tied}
+        return sum(tied.values()) + sum(count * layer.numel for layer, count in self.counts if not layer.tied)
+
+    def flops(self, seq_length: int) -> int:
+        """FLOPs of the forward pass for one token."""
+        return sum(count * layer.flops(seq_length) for layer, count in self.counts)
+
+    def distinct_layers(self) -> list[LayerSpec]:
+        """Its layers in order; tied layers once."""
+        return list(_without_repeated(self.layers))
+
+
+METHODS: dict[str, Callable[[LayerGroup, int], int]] = {
+    "uniform": lambda group, seq_length: 1,
+    "parameters": lambda group, seq_length: sum(layer.numel for layer in group),
+    "flops": lambda group, seq_length: sum(layer.flops(seq_length) for layer in group),
+}
+"""The weight of a layer group, for stages of equal weight."""
+
+
+@lru_cache(maxsize=64)
+def layer_groups(model: ModelConfig) -> tuple[LayerGroup, ...]:
+    """The layers of ``model`` in groups that are never divided, from the embeddings to the head.
+
+    What stands between two transformer layers belongs to the later one, as do the relative positions of the first.
+    """
+    layers = tuple(architecture_of(model).layers(model))
+    blocks = [index for index, layer in enumerate(layers) if layer.is_block]
+    assert len(blocks) == model.num_layers
+    first = blocks[0] - (layers[blocks[0] - 1].class_name == POSITIONS)
+    begins = [first, *(index + 1 for index in blocks)]
+    return (layers[:first], *(layers[begin:end] for begin, end in pairwise(begins)), layers[begins[-1] :])
+
+
+def layer_names(model: ModelConfig) -> tuple[str, ...]:
+    """The class names in the list of layers of ``model``, each once."""
+    return tuple(dict.fromkeys(layer.class_name for group in layer_groups(model) for layer in group))
+
+
+@lru_cache(maxsize=64)
+def group_weights(method: str, model: ModelConfig, seq_length: int) -> tuple[int, ...]:
+    """The weight of each layer group by ``method``, which is no explicit list."""
+    groups = layer_groups(model)
+    if not method.startswith(BY_TYPE):
+        return tuple(METHODS[method](group, seq_length) for group in groups)
+    pattern = re.compile(method.removeprefix(BY_TYPE), re.IGNORECASE)
+    matches = {name: bool(pattern.search(name)) for name in {layer.class_name for group in groups for layer in group}}
+    return tuple(sum(matches[layer.class_name] for layer in group) for group in groups)
+
+
+def explicit(method: str) -> tuple[int, ...] | None:
+    """The numbers of an explicit list such as ``3,5,4``; None where ``method`` is another one."""
+    return tuple(int(number) for number in method.split(",")) if EXPLICIT.fullmatch(method) else None
+
+
+def layers_per_chunk(run: RunConfig) -> tuple[int, ...]:
+    """Transformer layers of each model chunk, in the order of the model."""
+    if (numbers := explicit(run.parallel.pipeline_partition)) is not None:
+        return numbers
+    weights, split = run_weights(run), run.parallel.pipeline_model_parallel_split_rank
+    if split is None:
+        *sizes, last = balanced(weights, run.parallel.model_chunks)
+    else:
+        encoder = run.model.encoder_num_layers
+        sizes = balanced(weights[:encoder], split)
+        *later, last = balanced(weights[encoder:], run.parallel.model_chunks - split)
+        sizes += later
+    return (*sizes, last - 1)  # the head is no layer
+
+
+def run_weights(run: RunConfig) -> list[int]:
+    """The weight of each transformer layer, the embeddings added to the first one, and of the head.
+
+    For partitions that are no explicit list: only such a list may part the embeddings from the first layer, since
+    some optimizers need parameters without weight decay on every stage.
+    """
+    front, first, *rest = group_weights(run.parallel.pipeline_partition, run.model, run.data.seq_length)
+    return [front + first, *rest]
+
+
+def partition_boundaries(layers_per_chunk: Sequence[int], model: ModelConfig) -> list[int]:
+    """The index in the list of layers at which each model chunk begins, and the length of the list."""
+    front, *blocks, back = layer_groups(model)
+    before = [0, *accumulate(map(len, blocks))]
+    inner = [len(front) + before[layers] for layers in accumulate(layers_per_chunk)]
+    return [0, *inner[:-1], inner[-1] + len(back)]
+
+
+def plan(run: RunConfig) -> list[Stage]:
+    """What each stage of ``run`` holds."""
+    groups = layer_groups(run.model)
+    ends = [1 + layers for layers in accumulate(layers_per_chunk(run))]
+    chunks = [range(begin, end) for begin, end in pairwise([0, *ends[:-1], len(groups)])]
+    schedule, stages = run.parallel.pipeline_schedule, run.parallel.pipe_stages
+    own = [chunks_of(schedule, stage, stages, run.parallel.model_chunks // stages) for stage in range(stages)]
+    return [_stage(tuple(chunks[number] for number in numbers), groups) for numbers in own]
+
+
+def _stage(chunks: tuple[range, ...], groups: Sequence[LayerGroup]) -> Stage:
+    held = [number for chunk in chunks for number in chunk]
+    layers = tuple(tuple(layer for number in chunk for layer in groups[number]) for chunk in chunks)
+    return Stage(chunks, layers, 0 in held, len(groups) - 1 in held)
+
+
+def counts(values: Sequence[Value]) -> tuple[tuple[Value, int], ...]:
+    """Each object once, with how often it is there."""
+    by_identity = {id(value): value for value in values}
+    return tuple((by_identity[number], count) for number, count in Counter(map(id, values)).items())
+
+
+def _without_repeated(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
+    """``layers`` with tied ones once."""
+    return list({layer.tied or index: layer for index, layer in enumerate(layers)}.values())
+
+
+def inputs_in_flight(run: RunConfig) -> int:
+    """Most transformer layers whose inputs one rank keeps at a time, with any number of micro-batches."""
+    parallel, method = run.parallel, run.parallel.pipeline_partition
+    stages, chunks = parallel.pipe_stages, parallel.model_chunks // parallel.pipe_stages
+    if method in ("parameters", "flops") or not has_order(parallel.pipeline_schedule, stages, 4 * stages, chunks):
+        # They depend on the vocabulary, which is not read yet; nothing a stage can hold is more than this.
+        return (parallel.model_chunks + 1) * run.model.num_layers
+    schedule, layers = Schedule(parallel.pipeline_schedule, stages, 4 * stages, chunks), layers_per_chunk(run)
+    return max(
+        sum(count * layers[chunk] for count, chunk in zip(counts, schedule.chunks_of(stage), strict=True))
+        for stage in range(stages)
+        for counts in kept(schedule, stage)
+    )
+
+
+TRACE = "trace.json"
+"""Name of the trace of all ranks in its folder."""
+
+
+def repartitioned(parallel: ParallelConfig, model: ModelConfig) -> str:
+    """Stages of equal time by the trace in ``--repartition-from``, as layers per chunk for ``--pipeline-partition``.
+
+    Raises:
+        ConfigError: The trace cannot be read, has another number of layers, or fewer layers than model chunks.
+    """
+    flag = f"--repartition-from {parallel.repartition_from}"
+    front, *layers, back = _costs(flag, Path(str(parallel.repartition_from)))
+    if len(layers) != model.num_layers:
+        raise ConfigError(
+            f"{flag} has the times of {len(layers)} layers, and --num-layers is {model.num_layers}: trace this model"
+        )
+    if len(layers) + 1 < parallel.model_chunks:
+        raise ConfigError(
+            f"{flag}: {len(layers)} layers and the head are fewer than the {parallel.model_chunks} model chunks"
+        )
+    # The embeddings stay with the first layer, and the head is no layer.
+    weights = [round(seconds * 1e9) for seconds in (front + layers[0], *layers[1:], back)]
+    *sizes, last = balanced(weights, parallel.model_chunks)
+    return ",".join(map(str, (*sizes, last - 1)))
+
+
+def _costs(flag: str, place: Path) -> list[float]:
+    """Seconds of a micro-batch in each layer group, forward and backward: embeddings, layers, head."""
+    path = place / TRACE if place.is_dir() else place
+    try:
+        trace = read_json(path)
+    except OSError as error:
+        raise ConfigError(f"{flag}: {path} cannot be read ({error.strerror}); name a folder of --trace") from error
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {path} is not JSON; name a folder of --trace") from error
+    metadata = trace.get("otherData") if isinstance(trace, dict) else None
+    costs = metadata.get("unit_seconds") if isinstance(metadata, dict) else None
+    if not isinstance(costs, list) or len(costs) < 3 or not all(map(_is_time, costs)):
+        raise ConfigError(f"{flag}: {path} holds no times of layers; name a folder that --trace wrote")
+    return costs
+
+
+def _is_time(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value >= 0

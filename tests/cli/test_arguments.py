@@ -1,0 +1,288 @@
+"""Command lines: every classic argument, every alias, and mistakes."""
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.command_lines import CPU, CUDA, SMALL, complaints, parse
+
+from megatron.cli import parse_run, read_run
+from megatron.cli.classic_flags import outcome_of
+from megatron.cli.flags import read_flags
+from megatron.cli.parser import build_parser
+from megatron.cli.values import REFUSED_VALUES
+from megatron.common.errors import ConfigError
+from megatron.config import flag_fields
+from megatron.config.fields import flag_name
+from megatron.config.presets import PRESETS
+from megatron.model.architectures import ARCHITECTURES, GPT2
+from megatron.model.partition import layers_per_chunk
+
+CLASSIC = """
+num-layers num-unique-layers param-sharing-style hidden-size num-attention-heads max-position-embeddings
+make-vocab-size-divisible-by layernorm-epsilon apply-residual-connection-post-layernorm openai-gelu onnx-safe
+attention-dropout hidden-dropout weight-decay clip-grad adam-beta1 adam-beta2 adam-eps
+batch-size gas checkpoint-activations distribute-checkpointed-activations checkpoint-num-layers train-iters
+log-interval exit-interval tensorboard-dir scaled-upper-triang-masked-softmax-fusion scaled-masked-softmax-fusion
+bias-gelu-fusion bias-dropout-fusion cpu-optimizer cpu_torch_adam
+seed init-method-std
+lr lr-decay-style lr-decay-iters min-lr warmup override-lr-scheduler use-checkpoint-lr-scheduler
+save save-interval no-save-optim no-save-rng load no-load-optim no-load-rng finetune
+fp16 apply-query-key-layer-scaling attention-softmax-in-fp32 fp32-allreduce hysteresis loss-scale loss-scale-window
+min-scale fp16-lm-cross-entropy
+model-parallel-size pipe-parallel-size distributed-backend DDP-impl local_rank lazy-mpu-init use-cpu-initialization
+eval-iters eval-interval
+data-path split vocab-file merge-file seq-length mask-prob short-seq-prob mmap-warmup num-workers tokenizer-type
+data-impl reset-position-ids reset-attention-mask eod-mask-loss
+adlr-autoresume adlr-autoresume-interval
+ict-head-size ict-load bert-load titles-data-path query-in-block-prob use-one-sent-docs report-topk-accuracies
+faiss-use-gpu block-data-path indexer-batch-size indexer-log-interval
+zero-stage zero-reduce-scatter zero-contigious-gradients zero-reduce-bucket-size zero-allgather-bucket-size
+deepspeed-activation-checkpointing partition-activations contigious-checkpointing checkpoint-in-cpu
+synchronize-each-layer profile-backward
+""".split()
+
+
+def test_train_samples_are_counted_in_whole_iterations() -> None:
+    words = SMALL.replace("--train-iters 100", "--train-samples 41").split()
+    run = parse_run(words, CPU)
+    assert (run.train.train_samples, run.train.train_iters) == (41, 20)
+    assert "exclude each other" in complaints("--train-samples 41")[0]
+    with pytest.raises(ConfigError, match="--train-samples 1 is less than one global batch of 2"):
+        parse_run(SMALL.replace("--train-iters 100", "--train-samples 1").split(), CPU)
+
+
+def test_provided_values_are_command_line_arguments_again() -> None:
+    words = "--data-path 0.3 a 0.7 b --split 1,1 --bf16 --lr 0.1".split()
+    assert [word for provided in read_flags(words).values.values() for word in provided.words] == words
+
+
+def test_a_repeated_data_path_replaces_the_earlier_one() -> None:
+    result = read_flags("--data-path 1 a --lr 1 --data-path 2 b".split())
+    assert result.values["data_path"] == (("2", "b"), "--data-path 2 b")
+    assert result.warnings == ["--data-path 1 a has no effect: --data-path 2 b follows it"]
+
+
+def test_a_replaced_value_is_announced() -> None:
+    parsed = read_run(f"{SMALL} --local_rank 3 --local_rank 3 --lr 0.2".split(), CPU)
+    assert parsed.run.optim.lr == 0.2
+    assert parsed.warnings == ["--lr 0.001 has no effect: --lr 0.2 follows it"]
+
+
+REFUSED = {
+    name: outcome.text
+    for name in (classic.replace("_", "-") for classic in CLASSIC)
+    if (outcome := outcome_of(name, [])) and outcome.kind == "refused"
+}
+
+
+def test_classic_arguments_are_flags_or_have_an_outcome() -> None:
+    assert len(CLASSIC) == len(set(CLASSIC)) == 106
+    programs = [build_parser(architecture) for architecture in ARCHITECTURES.values()]
+    flags = {name for parser in programs for action in parser._actions for name in action.option_strings}
+    for name in CLASSIC:
+        name = name.replace("_", "-")
+        assert ("--" + name in flags) != (outcome_of(name, ["local"]) is not None), name
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused_arguments_give_their_reason(name: str) -> None:
+    assert complaints(f"--{name} value") == complaints(f"--{name.replace('-', '_')}") == [f"--{name}: {REFUSED[name]}"]
+
+
+@pytest.mark.parametrize("field, value", sorted(REFUSED_VALUES))
+def test_refused_values_give_their_reason(field: str, value: str) -> None:
+    flag = f"{flag_name(flag_fields()[field])} {value}"
+    assert complaints(flag) == [f"{flag}: {REFUSED_VALUES[field, value]}"]
+
+
+@pytest.mark.parametrize(
+    "classic, other",
+    [
+        ("--model-parallel-size 2", "--tensor-model-parallel-size 2"),
+        ("--pipe-parallel-size 2", "--pipeline-model-parallel-size 2"),
+        ("--pipe-parallel-size 0", "--no-pipeline-parallel"),
+        ("--gas 3", "--gradient-accumulation-steps 3"),
+        ("--gas 3", "--global-batch-size 6"),
+        ("--batch-size 2", "--micro-batch-size 2"),
+        ("--warmup 0.2", "--lr-warmup-fraction 0.2"),
+        ("--override-lr-scheduler", "--override-opt_param-scheduler"),
+        ("--use-checkpoint-lr-scheduler", "--use-checkpoint-opt_param-scheduler"),
+        ("--vocab-file vocab.json", "--vocab vocab.json"),
+        ("--local_rank 1", "--local-rank=1"),
+        ("--zero-stage 1", "--zero_stage 1.0"),
+        ("--zero-contigious-gradients", "--zero-contiguous-gradients"),
+        ("--zero-stage 1 --cpu-optimizer", "--zero-stage 1 --offload-optimizer cpu"),
+        ("--checkpoint-activations", "--deepspeed-activation-checkpointing"),
+        ("--checkpoint-activations", "--recompute-granularity full"),
+        ("--checkpoint-activations --recompute-granularity selective", "--recompute-activations"),
+        (
+            "--checkpoint-activations --partition-activations --contigious-checkpointing",
+            "--checkpoint_activations --distribute-checkpointed-activations --contiguous-checkpointing",
+        ),
+        ("", "--deepspeed --deepscale"),
+    ],
+)
+def test_other_names_mean_the_same(classic: str, other: str) -> None:
+    ranks = 2 if "size 2" in classic and "batch" not in classic else 1
+    assert parse(classic, ranks=ranks) == parse(other, ranks=ranks)
+
+
+def test_classic_script_parses_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(
+        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "steps_per_print": 10, "gradient_clipping": 1.0,'
+        ' "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},'
+        ' "wall_clock_breakdown": true, "zero_allow_untested_optimizer": false}'
+    )
+    words = f"""
+        --local_rank=1 --model-parallel-size 2 --num-layers 24 --hidden-size 1024 --num-attention-heads 16
+        --seq-length 1024 --max-position-embeddings 1024 --batch-size 8 --train-iters 320000 --lr-decay-iters 320000
+        --save checkpoints/gpt2_345m_ds --load checkpoints/gpt2_345m_ds --data-path X --vocab-file V --merge-file M
+        --data-impl mmap --split 949,50,1 --distributed-backend nccl --lr 1.5e-4 --lr-decay-style cosine
+        --min-lr 1.0e-5 --weight-decay 1e-2 --clip-grad 1.0 --warmup 0.01 --checkpoint-activations --log-interval 100
+        --save-interval 10000 --eval-interval 1000 --eval-iters 10 --fp16 --deepspeed --deepspeed_config {file}
+        --zero-stage 2 --zero-reduce-bucket-size 50000000 --zero-allgather-bucket-size 5000000000
+        --zero-contigious-gradients --zero-reduce-scatter --deepspeed-activation-checkpointing
+        --checkpoint-num-layers 1 --partition-activations --contigious-checkpointing --synchronize-each-layer
+    """
+    run = parse_run(words.split(), {**CUDA, "WORLD_SIZE": "2"})
+    assert run.optim.warmup_steps(run.train) == 3200
+    assert run.ds_config["zero_optimization"] == {
+        "stage": 2,
+        "reduce_scatter": True,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": 50_000_000,
+        "allgather_bucket_size": 5_000_000_000,
+    }
+    assert run.ds_config["activation_checkpointing"]["number_checkpoints"] == 24
+
+    flags = "--zero-stage 0 --zero-reduce-scatter --zero-contigious-gradients --zero-reduce-bucket-size 50000000"
+    assert parse(flags).ds_config["zero_optimization"]["reduce_bucket_size"] == 50_000_000
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--hiden-size 64", "unknown flag --hiden-size: did you mean --hidden-size?"),
+        ("--zzzzzzzzzz 1", "unknown flag --zzzzzzzzzz: see --help"),
+        ("--lr", "--lr: needs a value"),
+        ("--data-path", "--data-path: needs a value"),
+        ("--num-layers four", "--num-layers four: must be a number"),
+        ("--num-layers 4.5", "--num-layers 4.5: must be a whole number"),
+        ("--lr nan", "--lr nan: must be a finite number"),
+        ("--lr-decay-style cosin", "--lr-decay-style cosin: did you mean cosine?"),
+        ("--data-impl zip", "--data-impl zip: choose from mmap, infer"),
+        ("--mask-prob 0.1", "--mask-prob: pretrain_gpt2.py has no such flag: it is BERT's, for pretrain_bert.py"),
+        (
+            "bert --reset-position-ids",
+            "--reset-position-ids: pretrain_bert.py has no such flag: it is GPT-2's, for pretrain_gpt2.py",
+        ),
+        ("bert --top-k 3", "--top-k: it is for text generation: use tools/generate.py"),
+        ("--fp16 --bf16 yes", "unexpected argument 'yes': every value follows its flag"),
+        (
+            "--batch-size 2 --micro-batch-size 3",
+            "--batch-size 2 and --micro-batch-size 3 set the same thing: remove one",
+        ),
+    ],
+)
+def test_mistakes_are_reported(words: str, message: str) -> None:
+    assert message in complaints(words)
+
+
+def test_the_last_value_of_a_repeated_flag_counts() -> None:
+    assert parse("--lr 0.5 --lr 0.25").optim.lr == 0.25
+
+
+def test_a_misspelt_flag_hides_no_error_and_is_not_read_as_another() -> None:
+    assert complaints("--zero-stag 1 --cpu-optimizer --min-lr 1") == [
+        "unknown flag --zero-stag: did you mean --zero-stage?",
+        "--offload-optimizer cpu needs ZeRO, which partitions what is offloaded: add --zero-stage 1",
+        "--min-lr 1 is more than --lr 0.001: lower it",
+    ]
+
+
+def test_help_lists_every_flag_with_its_section() -> None:
+    text = build_parser().format_help()
+    flags = {flag_name(field): field.metadata["flag"] for field in flag_fields().values()}
+    every = {name: flag["masked_lm"] for name, flag in flags.items() if flag["encoder_decoder"] != "only"}
+    assert {name for name in every if name in re.findall(r"--[\w-]+", text)} == {
+        name for name in every if every[name] in (None, False)
+    }
+    assert "--model-parallel-size, --tensor-model-parallel-size N" in text
+    assert "(default: 128)" in text
+
+
+def test_parsing_imports_no_torch() -> None:
+    program = (
+        "import sys; from megatron.cli import parse_run; import megatron.training.preflight; "
+        "parse_run(sys.argv[1:], {}); print([m for m in ('torch', 'deepspeed') if m in sys.modules])"
+    )
+    root = Path(__file__).resolve().parents[2]
+    words = [sys.executable, "-c", program, *SMALL.split()]
+    assert subprocess.run(words, cwd=root, capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_preset_gives_what_is_not_given() -> None:
+    words = "--model-preset llama3.1-8b --num-layers 4 --mock-data --lr 1e-4 --train-iters 10 --batch-size 1".split()
+    run = parse_run(words, CPU)
+    assert (run.model.num_layers, run.model.hidden_size, run.model.query_groups) == (4, 4096, 8)
+    assert (run.model.ffn_hidden_size, run.model.rotary_base, run.data.seq_length) == (14336, 500000.0, 8192)
+    assert run.model.swiglu and not run.model.linear_bias and run.model.attention_dropout == 0
+    assert not parse_run([*words, "--no-swiglu"], CPU).model.swiglu
+    with pytest.raises(ConfigError, match="--model-preset bert-base is a model of pretrain_bert.py, and this is"):
+        parse_run([*words, "--model-preset", "bert-base"], CPU)
+    with pytest.raises(ConfigError, match="--model-preset llama3-8b: did you mean llama3.1-8b"):
+        parse_run([*words, "--model-preset", "llama3-8b"], CPU)
+
+
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.parameters])
+def test_presets_have_the_published_number_of_parameters(name: str) -> None:
+    preset = PRESETS[name]
+    words = f"--model-preset {name} --mock-data --lr 1e-4 --train-iters 10 --batch-size 1".split()
+    model = replace(parse_run(words, CPU).model, vocab_size=preset.vocab_size, padded_vocab_size=preset.vocab_size)
+    assert sum(spec.numel for spec in GPT2.named_parameters(model).values()) == preset.parameters
+
+
+@pytest.mark.parametrize(
+    "words, chunks",
+    [
+        ("--num-layers-per-virtual-pipeline-stage 1", (1, 1, 1, 1)),
+        ("--num-virtual-stages-per-pipeline-rank 2 --pipeline-schedule interleaved", (1, 1, 1, 1)),
+        ("--pipeline-schedule interleaved --pipeline-partition 1,1,2,0", (1, 1, 2, 0)),
+        ("--enable-zbh1-pipeline", (2, 2)),
+        ("--pipeline-schedule zbv", (1, 1, 1, 1)),
+    ],
+)
+def test_a_schedule_has_model_chunks(words: str, chunks: tuple[int, ...]) -> None:
+    """The flags of Megatron-LM for virtual stages select the interleaved schedule."""
+    run = parse(f"--pipe-parallel-size 2 --gas 4 {words}", ranks=2)
+    assert layers_per_chunk(run) == chunks and run.parallel.model_chunks == len(chunks)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--pipeline-schedule interleaved", "--pipeline-schedule interleaved needs model chunks: give --num-layers-"),
+        ("--num-layers-per-virtual-pipeline-stage 3", "--num-layers 4 is not two or more times --num-layers-per-"),
+        ("--num-layers-per-virtual-pipeline-stage 2", "--num-layers 4 is not two or more times --num-layers-per-"),
+        (
+            "--num-layers-per-virtual-pipeline-stage 1 --pipeline-schedule zbv",
+            "--num-layers-per-virtual-pipeline-stage 1 is for --pipeline-schedule interleaved, and --pipeline-schedule",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 1 --num-virtual-stages-per-pipeline-rank 2",
+            "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 exclude each other",
+        ),
+        (
+            "--num-layers-per-virtual-pipeline-stage 1 --pipeline-partition 2,2",
+            "--num-layers-per-virtual-pipeline-stage 1 and --pipeline-partition 2,2 exclude each other: give one",
+        ),
+    ],
+)  # fmt: skip
+def test_virtual_stages_that_cannot_be(words: str, message: str) -> None:
+    (found,) = complaints(f"--pipe-parallel-size 2 --gas 4 {words}", ranks=2)
+    assert found.startswith(message)

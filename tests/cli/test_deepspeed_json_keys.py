@@ -1,0 +1,95 @@
+"""The legal keys of a config, compared with the installed DeepSpeed."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.cli.deepspeed_json.file import OPTIMIZERS, REFUSED_KEYS, TOP_KEYS, accepts, expected
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Recorder(dict):
+    """A config that records the keys that are read."""
+
+    def __init__(self) -> None:
+        super().__init__(train_batch_size=1)
+        self.read: set[str] = set()
+
+    def __contains__(self, key: object) -> bool:
+        self.read.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def keys(self) -> Any:
+        return self
+
+    def __copy__(self) -> "Recorder":
+        return self
+
+
+def test_top_keys_are_those_deepspeed_reads() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = Recorder()
+    DeepSpeedConfig(config)
+    refused = {key for key in REFUSED_KEYS if "." not in key}
+    assert config.read - set(TOP_KEYS) - refused == set()
+    assert set(TOP_KEYS) - config.read == set()
+
+
+def test_keys_file_is_that_of_the_installed_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upgrade of DeepSpeed that changes its config models fails here."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
+    import write_deepspeed_keys
+
+    installed = write_deepspeed_keys.as_text(write_deepspeed_keys.deepspeed_keys())
+    assert write_deepspeed_keys.FILE.read_text() == installed, "run python tools/write_deepspeed_keys.py"
+
+
+def test_keys_that_deepspeed_removed_are_refused() -> None:
+    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    assert set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) <= set(REFUSED_KEYS)
+    assert {f"zero_optimization.{key}" for key in _REMOVED_ZERO_CONFIG_KEYS} <= set(REFUSED_KEYS)
+    unknown = set(DeepSpeedZeroConfig.model_fields) - set(TOP_KEYS["zero_optimization"]["properties"])
+    assert {f"zero_optimization.{key}" for key in unknown} <= set(REFUSED_KEYS), "deprecated fields have a remedy"
+
+
+def test_every_key_describes_its_legal_values() -> None:
+    def schemas(properties: dict[str, Any]) -> list[Any]:
+        inner = [schemas(schema["properties"]) for schema in properties.values() if "properties" in schema]
+        return [*(schema for schema in properties.values() if "properties" not in schema), *sum(inner, [])]
+
+    for schema in schemas(TOP_KEYS):
+        assert expected(schema)
+        assert any(accepts(schema, value) for value in (True, 1, "auto", "cpu", "mean", "fp32", "Warn", [], {}, None))
+
+
+@pytest.mark.parametrize(
+    "schema, legal, illegal, words",
+    [
+        ({"type": "integer", "minimum": 1}, [1, 5e8], [0, 1.5, True, "1", None], "a whole number from 1 on"),
+        ({"type": "number", "minimum": 0, "maximum": 1}, [0, 0.5, 1.0], [-1, 2, float("nan")], "a number from 0 to 1"),
+        ({"type": "integer", "enum": [0, 1]}, [0, 1.0], [2, True], "one of 0, 1"),
+        (TOP_KEYS["steps_per_print"], [None, 3], [0, "3"], "a whole number from 1 on, or null"),
+        (TOP_KEYS["checkpoint"]["properties"]["tag_validation"], ["WARN", "Fail"], ["off", 1], "Ignore, Warn or Fail"),
+        (OPTIMIZERS["Adam"]["betas"], [[0, 0.9]], [[0.9], [0, 1], 0.9], "a list of two numbers from 0 to 1, 1 "),
+    ],
+)
+def test_schema_accepts_and_describes_values(schema: Any, legal: list[Any], illegal: list[Any], words: str) -> None:
+    assert [accepts(schema, value) for value in (*legal, *illegal)] == [True] * len(legal) + [False] * len(illegal)
+    assert expected(schema).startswith(words)
+
+
+def test_optimizers_are_ones_that_deepspeed_builds() -> None:
+    import torch
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    for name in OPTIMIZERS:
+        assert name.lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, name)

@@ -1,0 +1,183 @@
+"""``--config``: a settings file is the command line in another form, and a layer below it."""
+
+from pathlib import Path
+
+import pytest
+from support.command_lines import CPU, CUDA, SMALL, SMALL_T5, latest
+from test_flag_effects import EFFECTS
+
+from megatron.cli import parse_run, read_run
+from megatron.cli.flags import layered
+from megatron.cli.settings_file import KEPT, settings_text
+from megatron.common.errors import ConfigError
+from megatron.config import RunConfig
+from megatron.config.fields import Provided, Source
+from megatron.model.architectures import BERT, GPT2, T5
+from megatron.tools.planning.request import make_request as planned
+from megatron.tools.planning.timing import DEVICES, Machine
+from megatron.tools.verify.request import make_request as verified
+
+ROOT = Path(__file__).resolve().parents[2]
+LINES = "\n".join(
+    f"{name}: {value}" for name, value in zip(SMALL.replace("--", "").split()[::2], SMALL.split()[1::2], strict=True)
+)
+"""SMALL as a settings file of 11 lines."""
+
+
+@pytest.fixture
+def run_of(tmp_path: Path):
+    """The run of a settings file with ``text``, and of ``words`` after ``--config``."""
+
+    def run(text: str, words: str = "", environ=CPU) -> RunConfig:
+        (file := tmp_path / "run.yaml").write_text(text)
+        return parse_run(["--config", str(file), *words.split()], {**environ, "WORLD_SIZE": "1"})
+
+    return run
+
+
+@pytest.fixture
+def messages(run_of, tmp_path: Path):
+    """What a settings file is refused with, without its folder."""
+
+    def found(text: str, words: str = "") -> list[str]:
+        with pytest.raises(ConfigError) as caught:
+            run_of(text, words)
+        return [message.replace(f"{tmp_path}/", "") for message in caught.value.messages]
+
+    return found
+
+
+def test_the_file_that_a_run_keeps_repeats_it(tmp_path: Path) -> None:
+    """Every flag, written to a file and read from it."""
+    for name, (words, needed) in EFFECTS.items():
+        is_t5 = needed.startswith("t5")
+        architecture, small = (T5, SMALL_T5) if is_t5 else (BERT if "bert" in needed else GPT2, SMALL)
+        environ = {**(CUDA if "gpu" in needed else CPU), "WORLD_SIZE": "4"}
+        needed = needed.removeprefix("t5").replace("gpu", "").replace("bert", "")
+        line = latest(f"{small} {needed} {words}".split())
+        run = read_run(line, environ, architecture).checked()
+        (file := tmp_path / KEPT).write_text(settings_text(run.settings, "a program"))
+        again = read_run(["--config", str(file)], environ, architecture).checked()
+        assert name == "local_rank" or (again == run and again.settings == run.settings), name
+
+
+def test_a_file_is_read_as_its_flags_are(run_of) -> None:
+    flags = "--bf16 --loss-scale 1e4 --lr 1e-4 --no-zero-reduce-scatter --zero-stage 1 --split 9,1,0 --seed 18446744"
+    file = """
+# Comments, hyphens and underscores, aliases, and numbers as YAML 1.1 does not know them.
+bf16: true
+loss_scale: 1e4
+lr: 1e-4   # not 0.001
+zero_reduce_scatter: false
+zero-stage: 1
+split: 9,1,0
+seed: 18446744
+fp32_allreduce: False
+no_bias_gelu_fusion: true
+tensor_model_parallel_size: 1
+data_path: [0.3, no, 0.7, "null"]
+save: 'on'
+"""
+    small = "\n".join(line for line in LINES.splitlines() if not line.startswith(("lr:", "data-path:")))
+    words = " ".join(latest(f"{SMALL} {flags} --save on --data-path 0.3 no 0.7 null".split()))
+    assert run_of(small + file) == parse_run(words.split(), {**CPU, "WORLD_SIZE": "1"})
+
+
+def test_the_command_line_wins(run_of, tmp_path: Path) -> None:
+    text = LINES + "\nbf16: true\n"
+    run = run_of(text, "--lr 0.5 --train-samples 64 --no-bf16 --mock-data")
+    assert (run.optim.lr, run.train.train_samples, run.train.train_iters) == (0.5, 64, 32)
+    assert run.data.mock_data and not run.data.data_path and run.precision.dtype == "fp32"
+    assert run_of(text, "--fp16", CUDA).precision.dtype == "fp16"
+
+
+def test_later_layers_replace_values_and_what_they_exclude() -> None:
+    def layer(**values) -> dict[str, Provided]:
+        return {name: Provided(value, Source(f"--{name} {value}", "a file")) for name, value in values.items()}
+
+    preset = layer(lr=1, bf16=True, train_iters=10, mock_data=True, zero_reduce_scatter=True)
+    file = layer(lr=2, fp16=True, data_path=("a",))
+    flags = layer(train_samples=5, zero_reduce_scatter=False, fp16=False, checkpoint_activations=False)
+    values = {name: provided.value for name, provided in layered([preset, file, flags]).items()}
+    # A DeepSpeed config could switch on fp16.
+    assert values == {"lr": 2, "data_path": ("a",), "train_samples": 5, "zero_reduce_scatter": False, "fp16": False}
+    assert layered([preset]) == preset and layered([]) == {}
+
+
+WRONG = {
+    "hiden-size: 64": "run.yaml, line 1: there is no flag --hiden-size: did you mean --hidden-size?",
+    "lr: 1\n\nlr: 1": "run.yaml, line 3: lr was already given in line 1",
+    "zero-stage: 1\nzero_stage: 1": "run.yaml, line 2: zero_stage was already given in line 1",
+    "batch-size: 2\nmicro-batch-size: 3": "run.yaml, line 1: --batch-size 2 and run.yaml, line 2: --micro-batch-size 3 "
+    "set the same thing: remove one",
+    "lr: much": "run.yaml, line 1: --lr much: must be a number",
+    "num-layers: 1.5": "run.yaml, line 1: --num-layers 1.5: must be a whole number",
+    "num-layers: true": "run.yaml, line 1: --num-layers needs a value, not true",
+    "data-impl: mmapp": "run.yaml, line 1: --data-impl mmapp: did you mean mmap?",
+    "bf16: yes": "run.yaml, line 1: --bf16 is a switch: write true or false",
+    'bf16: "true"': "run.yaml, line 1: --bf16 is a switch: write true or false",
+    "lr: [1, 2]": "run.yaml, line 1: --lr takes one value, not a list",
+    "lr:": "run.yaml, line 1: lr has no value: write one, or remove the line",
+    "save: ~": "run.yaml, line 1: save has no value: write one, or remove the line",
+    "data-path: []": "run.yaml, line 1: data-path has no value: write one, or remove the line",
+    "save: ''": "run.yaml, line 1: --save '': must not be empty",
+    'save: "a\\0b"': "run.yaml, line 1: save: 'a\\x00b' has a character that is not printable: remove it",
+    "save: " + "a" * 5000: "run.yaml, line 1: save: 5,000 characters: write at most 4,096",
+    "data-path: [a, --save]": "run.yaml, line 1: --data-path: '--save' looks like a flag; write a value",
+    "data-path: [[a]]": "run.yaml, line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",
+    "model:\n  num-layers: 4": "run.yaml, line 2: sections are not supported: write each flag in a line of its own, "
+    "not indented",
+    "save: &x a": "run.yaml, line 1: anchors and aliases are not supported: write the value",
+    "save: !!python/object/apply:os.system [id]": "run.yaml, line 1: the tag "
+    "'tag:yaml.org,2002:python/object/apply:os.system' is not supported: write the value alone",
+    "lr: 1\n---\nlr: 2": "run.yaml, line 2: a second document begins here: write one",
+    "--lr: 1": "run.yaml, line 1: '--lr' is not the name of a flag: write it without --, then a colon and a space",
+    "lr=5: 3": "run.yaml, line 1: 'lr=5' is not the name of a flag: write it without --, then a colon and a space",
+    "lr 5": "run.yaml, line 1: not a setting: write lines of FLAG: VALUE",
+    "- lr": "run.yaml, line 1: not a setting: write lines of FLAG: VALUE",
+    "# nothing\n": "run.yaml: holds no settings: write lines of FLAG: VALUE",
+    "config: other.yaml": "run.yaml, line 1: --config is for the command line: remove it",
+    "mask-prob: 0.1": "run.yaml, line 1: --mask-prob: pretrain_gpt2.py has no such flag: it is BERT's, for "
+    "pretrain_bert.py",
+    "lr: -1": "run.yaml, line 1: --lr -1 must be more than 0",
+    "[" * 100_000: "run.yaml, line 1: not a setting: write lines of FLAG: VALUE",
+    "lr: " + "[" * 100_000: "run.yaml, line 1: a list is the value of one flag: write FLAG: [VALUE, VALUE]",
+}
+
+
+@pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
+def test_a_wrong_file_is_one_line_with_its_place(messages, text: str) -> None:
+    assert messages(text, SMALL if "must be more" not in WRONG[text] else SMALL.replace("--lr 0.001 ", "")) == [
+        WRONG[text]
+    ]
+
+
+def test_text_that_is_not_yaml_is_one_line(messages, tmp_path: Path) -> None:
+    for text in ("lr: 'a", "a: b: c", "\tlr: 1", "lr: 1\n - 2", "lr: {", "lr: *x", "lr: \x07", "%YAML 9.9\n---\nlr: 1"):
+        (line,) = messages(text)
+        assert line.startswith("run.yaml, line ") and "\n" not in line
+    for size in (1 << 19, 1):
+        (tmp_path / "bytes").write_bytes(b"\xff" * size)
+        with pytest.raises(ConfigError, match="524,288 bytes, more than|not UTF-8 at byte 0"):
+            parse_run(["--config", str(tmp_path / "bytes")], CPU)
+
+
+def test_classic_flags_have_their_outcome_in_a_file_too(run_of, messages) -> None:
+    assert run_of(LINES + "\nrecompute_activations: true").activation.recompute_granularity == "selective"
+    (line,) = messages("yaml-cfg: a", SMALL)
+    assert line.startswith("run.yaml, line 1: --yaml-cfg: ")
+
+
+def test_tools_that_describe_runs_read_it(tmp_path: Path) -> None:
+    (file := tmp_path / "run.yaml").write_text(LINES + "\nglobal-batch-size: 8\nbf16: true\n")
+    request = planned(["--config", str(file), "--lr", "2"], Machine(DEVICES["a100"], 2), 2)
+    assert (request.given["hidden_size"].value, request.given["lr"].value) == (64, 2)
+    words = verified(["--config", str(file)], 4, None, CPU).words
+    assert "--config" not in words and words[words.index("--hidden-size") + 1] == "64" and "--bf16" in words
+
+
+def test_the_example_is_a_legal_run() -> None:
+    example = ROOT / "examples" / "run.yaml"
+    parsed = read_run(["--config", str(example)], {**CUDA, "WORLD_SIZE": "8"})
+    assert (parsed.problems, parsed.warnings) == ([], [])
+    assert example.read_text().strip() in (ROOT / "docs" / "training.md").read_text()

@@ -1,0 +1,203 @@
+"""What this suite replaces of DeepSpeed is there in the tested version; another version is warned about once."""
+
+import os
+import types
+
+import cpuinfo
+import deepspeed
+import pytest
+import torch
+from deepspeed.comm.torch import TorchBackend
+from deepspeed.pipe import PipelineModule
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from megatron.engines import (
+    TESTED_VERSION,
+    cpu_known_at_once,
+    discover_mpi_ranks,
+    warn_if_untested_version,
+)
+from megatron.engines.engine import (
+    collectives_timed,
+    continue_without_reports,
+    optimizer_shards_not_saved,
+    skip_reduction_of_one_rank,
+)
+from megatron.engines.gradients import joined
+
+
+def test_the_installed_version_is_the_tested_one(capsys: pytest.CaptureFixture) -> None:
+    assert deepspeed.__version__ == TESTED_VERSION
+    warn_if_untested_version(is_main_rank=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_kernel_names_the_cpu_as_py_cpuinfo_does(monkeypatch) -> None:
+    """As far as DeepSpeed's builders and its Adam ask; they would compile again for another answer."""
+    asked = cpuinfo.get_cpu_info()
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", cpuinfo.get_cpu_info)
+    cpu_known_at_once()
+    known = cpuinfo.get_cpu_info()
+    vectors = {"avx512", "avx512f", "avx2", "sve"}
+    assert [known[name] for name in ("arch", "vendor_id_raw")] == [asked[name] for name in ("arch", "vendor_id_raw")]
+    assert vectors & set(known["flags"]) == vectors & set(asked["flags"])
+
+
+def test_another_version_is_one_warning_on_the_main_rank(monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(deepspeed, "__version__", "0.99.0")
+    warn_if_untested_version(is_main_rank=False)
+    assert capsys.readouterr().err == ""
+    warn_if_untested_version(is_main_rank=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: DeepSpeed 0.99.0 is installed") and TESTED_VERSION in line
+
+
+def test_a_run_warns_once_about_another_version(run_ranks_once, programs, tmp_path) -> None:
+    words = "--train-iters 1 --batch-size 1 --eval-iters 0".split()
+    outputs = run_ranks_once(2, _train_with_version, [*_tiny(programs), *words], "0.99.0")
+    assert [text.count("DeepSpeed 0.99.0 is installed") for text in outputs] == [1, 0]
+
+
+def test_no_reduction_counts_the_devices_of_a_cpu(run_ranks_once, programs) -> None:
+    """They are counted before the ranks meet, and once afterwards."""
+    words = "--train-iters 1 --batch-size 1 --gas 4 --eval-iters 0 --zero-stage 3".split()
+    assert max(run_ranks_once(2, _train_counting, [*_tiny(programs), *words])) <= 2
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(capsys: pytest.CaptureFixture) -> None:
+    """The disk is full, for the profile of a step and for the monitors."""
+    model = torch.nn.Linear(2, 2)
+    profiler = FlopsProfiler(model)
+
+    def write_events(events: list) -> None:
+        with open("/dev/full", "w", buffering=1) as file:
+            file.write("loss\n")
+
+    engine = types.SimpleNamespace(flops_profiler=profiler, monitor=types.SimpleNamespace(write_events=write_events))
+    continue_without_reports(engine)
+    for _ in range(2):
+        profiler.start_profile()
+        model(torch.ones(1, 2))
+        profiler.print_model_profile(output_file="/dev/full")
+        profiler.end_profile()
+        engine.monitor.write_events([])
+    assert capsys.readouterr().out.splitlines() == [
+        f"  warning: {what} cannot be written (No space left on device); continuing without"
+        for what in ("the profile of flops_profiler", "the files of DeepSpeed's monitors")
+    ]
+
+
+def test_the_local_rank_under_mpirun_is_that_of_open_mpi(monkeypatch) -> None:
+    from deepspeed.comm import comm
+
+    def discovery(distributed_port: int, verbose: bool) -> None:
+        os.environ.update(RANK="2", LOCAL_RANK="2", MASTER_PORT=str(distributed_port))
+
+    monkeypatch.setattr(comm, "mpi_discovery", discovery)
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    discover_mpi_ranks(29501)
+    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "MASTER_PORT")] == ["2", "1", "29501"]
+
+
+def _tiny(programs) -> list[str]:
+    from support.programs import TINY_MODEL
+
+    return [str(word) for word in (*TINY_MODEL, *programs.data_arguments)]
+
+
+def _train_with_version(words: list[str], version: str) -> str:
+    import contextlib
+    import io
+
+    from support.training import pretrain
+
+    deepspeed.__version__ = version
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        code, _ = pretrain(words)
+    assert code == 0
+    return errors.getvalue()
+
+
+def _train_counting(words: list[str]) -> int:
+    """How often a run asks numactl for the processors of this machine."""
+    from deepspeed.utils import numa
+    from support.training import pretrain
+
+    asked = []
+    numa.get_numa_cores = lambda: asked.append(1) or [[0], [1]]
+    code, _ = pretrain(words)
+    assert code == 0
+    return len(asked)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (PipelineModule, "_partition_layers"),
+        (PipelineModule, "_set_bounds"),
+        (PipelineEngine, "_INSTRUCTION_MAP"),
+        (DeepSpeedEngine, "allreduce_gradients"),
+        (DeepSpeedEngine, "buffered_allreduce_fallback"),
+        (DeepSpeedEngine, "_flush_coalesced_reduction_zero12"),
+        (DeepSpeedEngine, "_flush_coalesced_reduction_zero3"),
+        (DeepSpeedEngine, "clip_fp32_gradients"),
+        (DeepSpeedEngine, "_copy_recovery_script"),
+        (TorchBackend, "new_group"),
+        (DeepSpeedZeroOptimizer, "allreduce_and_scatter"),
+        (DeepSpeedZeroOptimizer, "_add_to_grad_partition_buffer"),
+        (DeepSpeedZeroOptimizer, "get_grad_norm_direct"),
+        (DeepSpeedZeroOptimizer, "_update_scale"),
+        (DeepSpeedZeroOptimizer, "get_gradient_for_reduction"),
+        (DeepSpeedZeroOptimizer_Stage3, "get_grad_norm_direct"),
+        (DeepSpeedZeroOptimizer_Stage3, "_update_scale"),
+    ],
+)
+def test_replaced_attributes_exist(owner: type, name: str) -> None:
+    assert hasattr(owner, name)
+
+
+@pytest.mark.parametrize(("ranks", "reductions"), [(1, 0), (2, 1)])
+def test_one_rank_reduces_nothing(ranks: int, reductions: int) -> None:
+    calls: list[int] = []
+    engine = types.SimpleNamespace(buffered_allreduce_fallback=lambda elements_per_buffer: calls.append(1))
+    skip_reduction_of_one_rank(engine, ranks)
+    engine.buffered_allreduce_fallback(elements_per_buffer=10)
+    assert len(calls) == reductions
+
+
+def test_slices_of_a_bucket_are_joined_without_a_copy() -> None:
+    bucket, other = torch.arange(10.0), torch.arange(10.0)
+    whole = joined(list(bucket[2:].split([3, 1, 4])))
+    assert torch.equal(whole, bucket[2:]) and whole.data_ptr() == bucket[2:].data_ptr()
+    for apart in ([bucket[:2], bucket[3:]], [bucket[5:], bucket[:5]], [bucket[:5], other[5:]]):
+        copy = joined(apart)
+        assert torch.equal(copy, torch.cat(apart)) and copy.data_ptr() != apart[0].data_ptr()
+
+
+def test_optimizer_shards_are_saved_again_afterwards() -> None:
+    engine = types.SimpleNamespace(save_zero_checkpoint=True)
+    with optimizer_shards_not_saved(engine):
+        assert not engine.save_zero_checkpoint
+    assert engine.save_zero_checkpoint
+
+
+def test_a_trace_shows_the_collectives_of_deepspeed(run_ranks) -> None:
+    """Which keeps its own references to two of torch's functions."""
+    assert run_ranks(2, _traced) == [["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"]] * 2
+
+
+def _traced() -> list[str]:
+    from deepspeed import comm
+
+    names: list[str] = []
+    with collectives_timed(lambda: 0.0, lambda name, begin, end: names.append(name)):
+        comm.all_gather_into_tensor(torch.empty(2), torch.ones(1))
+        comm.reduce_scatter_tensor(torch.empty(1), torch.ones(2))
+        comm.all_reduce(torch.ones(1))
+    return names
