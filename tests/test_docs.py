@@ -52,32 +52,28 @@ def test_the_readme_is_short_and_has_the_two_commands() -> None:
         assert re.search(f"^{command}", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_paths_in_pages_exist(page) -> None:
+def test_paths_in_pages_exist() -> None:
     """Every path of this repository that a page names in code style, such as `megatron/mpu/`."""
-    spans = re.findall(r"`([^`\n]+)`", _without_fences(page.read_text()))
-    paths = [
-        span
-        for span in spans
-        if re.fullmatch(r"(?:megatron|tools|examples|tests|docs|ds_configs|docker|benchmarks)/[\w./-]*", span)
-    ]
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    folders = r"(?:megatron|tools|examples|tests|docs|ds_configs|docker|benchmarks)/[\w./-]*"
+    paths = [(page.name, span) for page in PAGES for span in code_spans(page) if re.fullmatch(folders, span)]
+    assert [(page, path) for page, path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_in_pages_exist(page) -> None:
+def test_commands_in_pages_exist() -> None:
     """Scripts of commands exist, and each flag is known to the script's parser."""
-    problems = [problem for words in commands_of(page) for problem in check(words)]
+    problems = [(page.name, problem) for page in PAGES for words in commands_of(page) for problem in check(words)]
     assert problems == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_flags_in_pages_exist(page) -> None:
+def test_flags_in_pages_exist() -> None:
     """A flag that the text names belongs to some program of this repository, to a launcher or to a known tool."""
-    named = {
-        flag for span in re.findall(r"`([^`\n]+)`", _without_fences(page.read_text())) for flag in _flags(span.split())
-    }
-    assert sorted(flag for flag in named if flag not in all_flags()) == []
+    named = {(page.name, flag) for page in PAGES for span in code_spans(page) for flag in _flags(span.split())}
+    assert sorted((page, flag) for page, flag in named if flag not in all_flags()) == []
+
+
+def code_spans(page: Path) -> list[str]:
+    """What the text of a page says in code style."""
+    return re.findall(r"`([^`\n]+)`", _without_fences(page.read_text()))
 
 
 def commands_of(page: Path) -> Iterator[list[str]]:
