@@ -71,6 +71,7 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
     from megatron.checkpoint.save import Checkpointer, lock_folder
     from megatron.checkpoint.snapshot_recovery import select_newest
     from megatron.checkpoint.snapshots import requested_snapshots
+    from megatron.cli.settings_file import settings_text
     from megatron.engines import deepspeed_silenced
     from megatron.engines.build import build_engine
     from megatron.tools.reporting.tracing import requested_traces
@@ -96,7 +97,8 @@ def train(run: RunConfig, callbacks: Sequence[Callback]) -> int:
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)
             resumed = None if run.checkpoint.finetune else saved
-            checkpointer = Checkpointer(engine, run, log.info, resumed.history if resumed else (), lock)
+            history = resumed.history if resumed else ()
+            checkpointer = Checkpointer(engine, run, log.info, history, lock, settings=settings_text(run))
             if saved:
                 loaded = load_checkpoint(engine, run, layout, saved)
             else:

@@ -16,6 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.checkpoint.tensor_files import read_file
 from megatron.config import RunConfig
+from megatron.engines.state import parameter_states
 from megatron.model.architectures import architecture_of
 from megatron.parallel import coordinates
 from megatron.parallel.expert import expert_group_of
@@ -41,11 +42,7 @@ def own_experts(engine: DeepSpeedEngine, run: RunConfig, folder: Path) -> tuple[
     if replica > 0 or expert_rank == 0:
         return None
     has_state = run.zero.zero_stage == 0 and not run.checkpoint.no_save_optim
-    states: dict[str, State] = {}
-    for group in engine.optimizer.param_groups if has_state else ():
-        step = {"step": group["step"]} if "step" in group else {}
-        for parameter in group["params"]:
-            states[engine.param_names[parameter]] = {**step, **engine.optimizer.state[parameter]}
+    states = parameter_states(engine) if has_state else {}
     content = {
         name: {**states.get(name, {}), WEIGHT: parameter.detach().clone()}
         for name, parameter in engine.module.named_parameters()

@@ -16,14 +16,14 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from megatron.checkpoint.collective_errors import on_all_ranks, on_rank_0
 from megatron.checkpoint.compatibility import has_same_ranks, loads_directly, overridden_settings
 from megatron.checkpoint.manifest import check_content, read_manifest
-from megatron.checkpoint.optimizer_state import optimizer_name
-from megatron.checkpoint.reshard import load_progress, load_weights_and_optimizer
+from megatron.checkpoint.reshard import load_weights_and_optimizer
 from megatron.checkpoint.saved_run import SavedRun
-from megatron.checkpoint.tensor_files import check_structure, noted_files, read_checked_file
+from megatron.checkpoint.tensor_files import check_structure, noted_files, read_checked_file, read_file
 from megatron.checkpoint.tracker import resolve
-from megatron.checkpoint.universal import cached
+from megatron.checkpoint.universal import SHARED_FILE, cached
 from megatron.common.errors import CheckpointError
 from megatron.config import RunConfig
+from megatron.engines.state import optimizer_name, restore_progress
 from megatron.launch.backend_errors import failure_of_nccl, is_connection_lost, is_timeout
 from megatron.model.architectures import architecture_of
 from megatron.parallel.layout import ParallelLayout
@@ -188,7 +188,7 @@ def _load_converted(engine: DeepSpeedEngine, run: RunConfig, layout: ParallelLay
     with_optimizer = not (config.finetune or config.no_load_optim)
     load_weights_and_optimizer(engine, folder, layout.tensor_group, optimizer=with_optimizer)
     if not config.finetune:
-        load_progress(engine, folder)
+        restore_progress(engine, read_file(folder / SHARED_FILE))
     return _source(saved, folder, is_new)
 
 

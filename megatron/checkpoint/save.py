@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,18 +28,18 @@ from megatron.checkpoint.files import Record, check_disk_space, disk_errors, mak
 from megatron.checkpoint.folder_lock import LOCK, FolderLock
 from megatron.checkpoint.load import CHECKPOINT_VERSION, random_states, rng_file
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.optimizer_state import optimizer_name
 from megatron.checkpoint.run_file import describe
 from megatron.checkpoint.sample_history import Segment
 from megatron.checkpoint.tensor_files import write_file
 from megatron.checkpoint.universal import conversion_info
-from megatron.cli.settings_file import KEPT, settings_text
 from megatron.common.errors import CheckpointError, UserError, first_line
 from megatron.config import RunConfig
-from megatron.engines.engine import optimizer_shards_not_saved, replaced, use_checkpoint_engine
-from megatron.engines.experts import experts_saved_apart
+from megatron.engines.engine import use_checkpoint_engine
+from megatron.engines.state import optimizer_name, save_state
 from megatron.launch.rank import exit_now
-from megatron.model.spec import architecture_of
+
+SETTINGS_FILE = "run.yaml"
+"""Name of the settings file in ``--save``."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Checkpointer:
     ``finish()`` unless a later save succeeds.
 
     ``log`` is called with lines for the user; ``history`` is that of the checkpoint that the run resumed. ``lock`` is
-    that of the folder, on the rank that holds it.
+    that of the folder, on the rank that holds it. ``settings`` is a settings file for ``--config``, which is kept.
     """
 
     def __init__(
@@ -93,9 +93,10 @@ class Checkpointer:
         log: Callable[[str], None],
         history: Sequence[Segment] = (),
         lock: FolderLock | None = None,
+        settings: str = "",
     ):
         self._engine, self._run, self._log, self._history = engine, run, log, history
-        self._lock = lock
+        self._lock, self._settings = lock, settings
         self._folder = Path(run.checkpoint.save or "")  # without --save nothing uses it
         self._files = EngineFiles(copies=run.checkpoint.async_save)
         self._writer = ThreadPoolExecutor(1, "checkpoint")
@@ -147,8 +148,8 @@ class Checkpointer:
         make_folder(self._folder)
         tracker.remove_unfinished(self._folder)
         replace_text(self._folder / "ds_config.json", json.dumps(self._run.ds_config, indent=2) + "\n")
-        program = architecture_of(self._run.model).program
-        replace_text(self._folder / KEPT, settings_text(self._run.settings, program))
+        if self._settings:
+            replace_text(self._folder / SETTINGS_FILE, self._settings)
 
     def _begin(self, iteration: int, skipped_samples: Sequence[range]) -> None:
         """Collect the state, and start the writer."""
@@ -188,9 +189,7 @@ class Checkpointer:
         }
         if run.checkpoint.no_save_optim:
             client_state["optimizer"] = None  # replaces DeepSpeed's own entry
-        shards = optimizer_shards_not_saved(engine) if run.checkpoint.no_save_optim else nullcontext()
-        with shards, experts_saved_apart(engine), replaced(engine, checkpoint_engine=files):
-            engine.save_checkpoint(str(path.parent), tag=path.name, client_state=client_state, save_latest=False)
+        save_state(engine, files, path, client_state, optimizer=not run.checkpoint.no_save_optim)
         if (experts := own_experts(engine, run, path)) is not None:
             file, states = experts
             files.save(states, str(file))

@@ -29,6 +29,7 @@ from megatron.checkpoint.tracker import UNIVERSAL
 from megatron.common.errors import ResourceError, first_line
 from megatron.common.files import UNFINISHED, sync, sync_folder
 from megatron.config import ModelConfig, RunConfig
+from megatron.engines.state import parameter_shapes
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import ParameterSpec
 
@@ -46,7 +47,7 @@ def conversion_info(engine: DeepSpeedEngine, run: RunConfig) -> dict[str, Any]:
         **parameter_patterns(run.model),
     }
     # Only with ZeRO DeepSpeed itself saves which parameters the optimizer's tensors are.
-    shapes = {} if run.zero.zero_stage else {"param_shapes": _parameter_shapes(engine)}
+    shapes = {} if run.zero.zero_stage else {"param_shapes": parameter_shapes(engine)}
     return {"universal_checkpoint_info": info, **shapes}
 
 
@@ -60,12 +61,6 @@ def parameter_patterns(model: ModelConfig) -> dict[str, list[str]]:
         "parameter_with_row_parallelism_patterns": [name for name, spec in specs.items() if spec.shard_dim == 1],
         "pipeline_replicated_parameter_patterns": [name for name in specs if name.startswith("tied_modules")],
     }
-
-
-def _parameter_shapes(engine: DeepSpeedEngine) -> list[dict[str, torch.Size]]:
-    """Name and shape of the parameters in each of the optimizer's groups, in its order; without ZeRO."""
-    groups = [group["params"] for group in engine.optimizer.param_groups]
-    return [{engine.param_names[parameter]: parameter.shape for parameter in group} for group in groups]
 
 
 def read_state(folder: Path, name: str, *, optimizer: bool = True) -> State:

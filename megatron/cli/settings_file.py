@@ -5,7 +5,7 @@ written, so that none of YAML's guesses apply: ``1e-4`` is a number where the fl
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import yaml
@@ -13,9 +13,9 @@ import yaml
 from megatron.cli.layer import Setting
 from megatron.common.errors import ConfigError
 from megatron.common.reading import read_bytes
+from megatron.config import RunConfig
+from megatron.model.spec import architecture_of
 
-KEPT = "run.yaml"
-"""Name of the settings file in ``--save``: all that a run was given, from its own settings file and its flags."""
 _LARGEST = 1 << 18
 """Bytes of a settings file: far more than all flags have."""
 _LONGEST = 4096
@@ -129,8 +129,9 @@ def _refuse(path: str, line: int, problem: str) -> NoReturn:
     raise ConfigError(f"{path}, line {line}: {problem}")
 
 
-def settings_text(settings: Mapping[str, Any], program: str) -> str:
-    """A settings file with ``settings``, those of a run of ``program``."""
-    values = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+def settings_text(run: RunConfig) -> str:
+    """A settings file with the flags that ``run`` was given."""
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in run.settings.items()}
+    program = architecture_of(run.model).program
     head = f"# The flags of this run of {program}, from --config and the command line; --config reads them again.\n"
     return head + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, default_flow_style=False, width=1 << 20)

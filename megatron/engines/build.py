@@ -13,8 +13,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
-from megatron.checkpoint.optimizer_state import accept_any_adam
-from megatron.checkpoint.reshard import master_weights
 from megatron.config import OptimConfig, RunConfig, TrainConfig
 from megatron.config.memory import DEFAULT_REDUCE_BUCKET
 from megatron.data.loader import Batch
@@ -45,6 +43,7 @@ from megatron.engines.optimizers import client_optimizer, parameter_groups
 from megatron.engines.optimizers.muon import Muon
 from megatron.engines.schedules import scheduled_pipeline_engine
 from megatron.engines.sends import send_without_waiting
+from megatron.engines.state import accept_any_adam, master_weights
 from megatron.model.architectures import architecture_of
 from megatron.model.containers import (
     ChunkedModel,

@@ -298,14 +298,3 @@ def use_checkpoint_engine(engine: DeepSpeedEngine, checkpoint_engine: Checkpoint
     """
     engine.checkpoint_engine = checkpoint_engine
     engine._copy_recovery_script = lambda save_path: None
-
-
-@contextmanager
-def optimizer_shards_not_saved(engine: DeepSpeedEngine) -> Iterator[None]:
-    """While inside, ``engine.save_checkpoint`` writes no optimizer shards of ZeRO.
-
-    DeepSpeed: runtime/engine.py, ``save_checkpoint`` has no option for it.
-    Test: tests/checkpoint/test_checkpoint_files.py (``--no-save-optim``). Remove when it has one.
-    """
-    with replaced(engine, save_zero_checkpoint=False):
-        yield

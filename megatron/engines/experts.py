@@ -1,10 +1,9 @@
-"""Expert parallelism in DeepSpeed's engines: which parameters are of experts, and what checkpoints hold of them."""
+"""Expert parallelism in DeepSpeed's engines: which parameters are of experts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import deepspeed.runtime.engine
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups
 from torch import nn
 
@@ -35,16 +34,4 @@ def experts_recognized(layer: type[nn.Module], layout: ParallelLayout) -> Iterat
         known.clear()
         known[name] = group
     with replaced(deepspeed.runtime.engine, MoE=layer):
-        yield
-
-
-@contextmanager
-def experts_saved_apart(engine: DeepSpeedEngine) -> Iterator[None]:
-    """While inside, ``engine.save_checkpoint`` writes what it writes of any model.
-
-    DeepSpeed: runtime/engine.py, ``save_checkpoint`` of a model with experts writes files by the names of the modules
-    of its own class, whose layers are counted from each pipeline stage on, and none of optimizer states at ZeRO 0.
-    Test: tests/training/test_moe_layouts_agree.py. Remove when expert files are named by layers of the whole model.
-    """
-    with replaced(engine, has_moe_layers=False):
         yield

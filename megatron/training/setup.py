@@ -16,11 +16,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
 from megatron.checkpoint.load import Loaded
-from megatron.checkpoint.optimizer_state import optimizer_name
 from megatron.checkpoint.saved_run import SavedRun
 from megatron.common.errors import counted
 from megatron.config import RunConfig
 from megatron.engines import warn_if_untested_version
+from megatron.engines.state import optimizer_name
 from megatron.launch.distributed import distributed
 from megatron.launch.extensions import build_extensions, check_device
 from megatron.launch.flight_recorder import record_into

@@ -8,7 +8,7 @@ from test_flag_effects import EFFECTS
 
 from megatron.cli import parse_run, read_run
 from megatron.cli.flags import layered
-from megatron.cli.settings_file import KEPT, settings_text
+from megatron.cli.settings_file import settings_text
 from megatron.common.errors import ConfigError
 from megatron.config import RunConfig
 from megatron.config.fields import Provided, Source
@@ -56,7 +56,7 @@ def test_the_file_that_a_run_keeps_repeats_it(tmp_path: Path) -> None:
         needed = needed.removeprefix("t5").replace("gpu", "").replace("bert", "")
         line = latest(f"{small} {needed} {words}".split())
         run = read_run(line, environ, architecture).checked()
-        (file := tmp_path / KEPT).write_text(settings_text(run.settings, "a program"))
+        (file := tmp_path / "kept.yaml").write_text(settings_text(run))
         again = read_run(["--config", str(file)], environ, architecture).checked()
         assert name == "local_rank" or (again == run and again.settings == run.settings), name
 

@@ -24,7 +24,6 @@ from megatron.engines import (
 from megatron.engines.engine import (
     collectives_timed,
     continue_without_reports,
-    optimizer_shards_not_saved,
     skip_reduction_of_one_rank,
 )
 from megatron.engines.gradients import joined
@@ -178,13 +177,6 @@ def test_slices_of_a_bucket_are_joined_without_a_copy() -> None:
     for apart in ([bucket[:2], bucket[3:]], [bucket[5:], bucket[:5]], [bucket[:5], other[5:]]):
         copy = joined(apart)
         assert torch.equal(copy, torch.cat(apart)) and copy.data_ptr() != apart[0].data_ptr()
-
-
-def test_optimizer_shards_are_saved_again_afterwards() -> None:
-    engine = types.SimpleNamespace(save_zero_checkpoint=True)
-    with optimizer_shards_not_saved(engine):
-        assert not engine.save_zero_checkpoint
-    assert engine.save_zero_checkpoint
 
 
 def test_a_trace_shows_the_collectives_of_deepspeed(run_ranks) -> None:

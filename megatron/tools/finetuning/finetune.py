@@ -9,6 +9,7 @@ from megatron.checkpoint.load import FRESH, Loaded, load_checkpoint, load_pretra
 from megatron.checkpoint.save import Checkpointer, lock_folder
 from megatron.checkpoint.snapshot_recovery import select_newest
 from megatron.checkpoint.snapshots import requested_snapshots
+from megatron.cli.settings_file import settings_text
 from megatron.common.errors import CheckpointError, counted
 from megatron.engines import deepspeed_silenced
 from megatron.engines.build import build_engine, eval_batch
@@ -119,7 +120,8 @@ def finetune(task: TaskRun, callbacks: Sequence[Callback]) -> int:
         resumed = None if run.checkpoint.finetune else saved
         with deepspeed_silenced(run.logging.verbose):
             engine = build_engine(run, layout)
-            checkpointer = Checkpointer(engine, run, log.info, resumed.history if resumed else (), lock)
+            history = resumed.history if resumed else ()
+            checkpointer = Checkpointer(engine, run, log.info, history, lock, settings=settings_text(run))
             loaded = FRESH
             if saved:
                 loaded = load_checkpoint(engine, run, layout, saved)
