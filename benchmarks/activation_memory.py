@@ -117,8 +117,8 @@ def _measure_on_this_rank(arguments: argparse.Namespace, attention: str, kind: s
     from deepspeed.accelerator import get_accelerator
 
     from megatron.engines import deepspeed_silenced, silence_known_warnings
+    from megatron.engines.containers import sequential_model
     from megatron.launch.distributed import distributed
-    from megatron.model.gpt2 import GPT2Model
     from megatron.parallel.tensor.random import model_parallel_manual_seed
 
     activation, config = KINDS[kind], _model_config(arguments, attention, kind)
@@ -136,7 +136,7 @@ def _measure_on_this_rank(arguments: argparse.Namespace, attention: str, kind: s
             )
         model_parallel_manual_seed(1, layout)
         device = get_accelerator().current_device_name()
-        model = GPT2Model(config, activation, layout).to(device).train()
+        model = sequential_model(config, activation, layout).to(device).train()
         tokens = torch.randint(0, config.vocab_size, (arguments.batch_size, arguments.seq_length), device=device)
         targets = (tokens, torch.full(tokens.shape, 1 / tokens.numel(), device=device))  # [b, s] each
         with deepspeed_silenced(verbose=False):  # when profiling, DeepSpeed prints each layer's time

@@ -26,11 +26,11 @@ from megatron.launch.distributed import distributed
 from megatron.model.architectures import GPT2
 from megatron.model.attention_kernel import attention_kernel
 from megatron.model.flex_attention import attend_flex
-from megatron.model.gpt2 import layer_class
 from megatron.model.kernels import bias_gelu, device_facts, dropout_add, rms_norm, swiglu
-from megatron.model.moe import StackedLinear
+from megatron.model.moe import MoEParallelTransformerLayer, StackedLinear
 from megatron.model.packed_attention import attend_in_blocks, attend_varlen, dense_mask
 from megatron.model.partial_attention import PartialAttention, merge
+from megatron.model.transformer import ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.tensor.random import model_parallel_manual_seed
@@ -175,10 +175,11 @@ def _layers(name: str, config: ModelConfig, dtype: str, layout: ParallelLayout) 
     config = replace(config, dtype=dtype)
     hidden = _randn(dtype, B, S, H)
     ids = _documents() if config.reset_attention_mask else None
+    layer_class = MoEParallelTransformerLayer if config.has_experts else ParallelTransformerLayer
     for compiled in (False, True) if dtype in COMPILED else (False,):
-        layer = layer_class(config, 1)(replace(config, compile=compiled), layout, layer_number=1)
+        layer = layer_class(replace(config, compile=compiled), layout, layer_number=1)
         layer = layer.to(hidden.device, DTYPES[dtype])
-        wide = layer_class(config, 1)(replace(config, moe_grouped_gemm=False), layout, layer_number=1)
+        wide = layer_class(replace(config, moe_grouped_gemm=False), layout, layer_number=1)
         wide = wide.to(hidden.device, torch.float64)
         wide.load_state_dict(layer.state_dict())
         title = f"{name}, {'compiled' if compiled else 'as it is'}"

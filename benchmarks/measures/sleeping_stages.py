@@ -58,9 +58,9 @@ def train(settings: Mapping[str, Any], queue: "SimpleQueue[float]") -> None:
     from megatron.cli import parse_run
     from megatron.engines import deepspeed_silenced, silence_known_warnings
     from megatron.engines.build import train_batch
+    from megatron.engines.containers import ChunkedModel, DualPipeVModel, PipelinedModel
     from megatron.engines.schedules import scheduled_pipeline_engine
     from megatron.launch.distributed import distributed
-    from megatron.model.containers import ChunkedModel, DualPipeVModel, PipelinedModel
     from megatron.parallel.pipeline.schedule import schedule_of
     from megatron.tools.reporting.tracing import Tracer
 

@@ -18,6 +18,15 @@ from megatron.config.memory import DEFAULT_REDUCE_BUCKET
 from megatron.data.loader import Batch
 from megatron.engines.chunks import ChunkedPipelineModule
 from megatron.engines.compiler import import_compiler_late
+from megatron.engines.containers import (
+    ChunkedModel,
+    DualPipeVModel,
+    Layers,
+    PipelinedModel,
+    SequentialModel,
+    build_layers,
+    loss_parts,
+)
 from megatron.engines.engine import (
     continue_without_reports,
     differentiate_outputs_together,
@@ -45,15 +54,7 @@ from megatron.engines.schedules import scheduled_pipeline_engine
 from megatron.engines.sends import send_without_waiting
 from megatron.engines.state import accept_any_adam, master_weights
 from megatron.model.architectures import architecture_of
-from megatron.model.containers import (
-    ChunkedModel,
-    DualPipeVModel,
-    Layers,
-    LossFn,
-    PipelinedModel,
-    SequentialModel,
-    loss_parts,
-)
+from megatron.model.loss import LossFn
 from megatron.model.moe import ParallelMoE
 from megatron.model.partition import layers_per_chunk, partition_boundaries
 from megatron.model.router import routers
@@ -143,7 +144,8 @@ def build_module(run: RunConfig, layout: ParallelLayout) -> nn.Module:
     def layers_and_loss() -> tuple[Layers, LossFn]:
         if provider is not None:
             return provider.layers(run, layout)
-        return architecture.build_layers(run.model, layout), architecture.build_loss(run.model, layout)
+        layers = build_layers(architecture.layers(run.model), run.model, layout)
+        return layers, architecture.build_loss(run.model, layout)
 
     if run.parallel.uses_pipeline:
         layers, loss_fn = layers_and_loss()

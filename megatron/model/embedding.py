@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
-from megatron.model.kernels import weight
+from megatron.model.kernels import norm_class, weight
 from megatron.model.rotary import positions_in_segment
 from megatron.model.transformer import HiddenStates, unpack
 from megatron.parallel.layout import ParallelLayout
@@ -160,6 +160,11 @@ class TokenTypeEmbedding(nn.Module):
         types = token_types.clamp(min=0).movedim(1, self.sequence_dim)
         types = sequence_shard(types, self.layout, self.sequence_dim, of_tensor_group=True)
         return hidden + self.tokentype_embeddings(types), token_types.lt(0).int()
+
+
+def final_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
+    """The norm after the last transformer layer: hidden [b, s, h] -> hidden."""
+    return norm_class(config, layout)(config.hidden_size, eps=config.layernorm_epsilon)
 
 
 def _replicated_table(config: ModelConfig, layout: ParallelLayout, name: str, rows: int) -> nn.Embedding:

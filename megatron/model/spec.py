@@ -2,12 +2,12 @@
 
 An ``ArchitectureSpec`` lists the layers of a model with their parameters, cost and activations. The partition into
 pipeline stages, weight decay, the planner, the FLOPs in the metrics, resharding and conversion all follow from it. The
-torch modules of the same layers are named by import path, and imported only when a model is built.
+torch module of each layer is named by its import path, and imported only when a model is built.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pkgutil import resolve_name
 from typing import Any
@@ -67,8 +67,15 @@ class KeptActivations:
 class LayerSpec:
     """One entry of the list of layers."""
 
-    class_name: str
-    """Class of the module, or name of the function; what ``--pipeline-partition type:REGEX`` is matched with."""
+    module: str = ""
+    """``path:name`` of its module's class, or of a function that returns the module, called with (config, layout,
+    **arguments), and for a block with its ``layer_number``, from 1 on. Empty for a layer that is a function."""
+    forward: str = ""
+    """``path:name`` of what runs in place of the module's forward, of (module, hidden states); without a module of the
+    hidden states."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    """In place of the name of the class or function."""
     parameters: tuple[ParameterSpec, ...] = ()
     matmul_flops: int = 0
     """FLOPs of the forward pass per token in products with weights; 2 for each weight."""
@@ -85,6 +92,11 @@ class LayerSpec:
     """Key that it shares with the other layers of the same parameters; None if it shares none."""
     is_block: bool = False
     """Whether it is one of the ``num_layers`` repeated layers, which the pipeline divides and recomputation repeats."""
+
+    @property
+    def class_name(self) -> str:
+        """What ``--pipeline-partition type:REGEX`` is matched with."""
+        return self.name or (self.module or self.forward).rpartition(":")[2]
 
     @cached_property
     def numel(self) -> int:
@@ -111,10 +123,8 @@ class ArchitectureSpec:
     """The kinds of tokenizer whose vocabulary has the tokens that it needs; the first one is the default."""
     layers: Callable[[ModelConfig], Sequence[LayerSpec]]
     """The layers of a model of these sizes, in order: those before the blocks, the blocks, those after them."""
-    torch_layers: str
-    """``module:function`` of (config, layout) that returns the same list as DeepSpeed ``LayerSpec``s and functions."""
-    torch_loss: str
-    """``module:function`` of (config, layout) that returns loss(output of the last layer, targets)."""
+    loss: str
+    """``path:name`` of a function of (config, layout) that returns loss(output of the last layer, targets)."""
     masked_lm: bool | None = False
     """Whether samples are pairs of sentences with masked tokens (BERT), instead of runs of tokens. None for a model
     that is no language model: its samples are rows of a table, each with a class."""
@@ -131,13 +141,9 @@ class ArchitectureSpec:
         """Whether it is pretrained, on indexed data sets."""
         return self.masked_lm is not None
 
-    def build_layers(self, config: ModelConfig, layout: Any) -> Sequence[Any]:
-        """The list of layers for DeepSpeed's containers, not yet built. Imports torch."""
-        return resolve_name(self.torch_layers)(config, layout)
-
     def build_loss(self, config: ModelConfig, layout: Any) -> Callable[..., Any]:
         """The loss function of the last layer's output and the targets. Imports torch."""
-        return resolve_name(self.torch_loss)(config, layout)
+        return resolve_name(self.loss)(config, layout)
 
     def prefixed_layers(self, config: ModelConfig) -> Iterator[tuple[str, LayerSpec]]:
         """Each layer with the prefix of its parameters' names: its index, or its tied key; tied layers once."""

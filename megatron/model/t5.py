@@ -1,4 +1,4 @@
-"""T5's list of layers: an encoder and a decoder that reads its output (arXiv 1910.10683).
+"""The layers of T5: an encoder, and a decoder that reads its output (arXiv 1910.10683).
 
 Between layers of the encoder travel (hidden [b, s, h], segment ids, int32 [b, s], tokens of the decoder, int32 [b, r]);
 between those of the decoder (hidden [b, r, h], output of the encoder [b, s, h], segment ids). Within a stage the bias
@@ -7,22 +7,18 @@ of the stack, [1, n, q, k], is a last one.
 b batch, s sequence of the encoder, r of the decoder, h hidden, n heads of this rank, d size of a head
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.model.containers import Layers
 from megatron.model.embedding import (
     EmbeddingDropout,
-    OutputLayer,
     PositionEmbedding,
     WordEmbedding,
-    to_logits,
     without_segment_ids,
 )
 from megatron.model.kernels import norm_class
@@ -127,56 +123,10 @@ class StackPositions(_OfHidden, PositionEmbedding):  # type: ignore[misc]
     """Adds learned positions to the embedded tokens of a stack, then applies dropout."""
 
 
-def t5_layers(config: ModelConfig, layout: ParallelLayout) -> Layers:
-    """The layers in order, not yet built; the same list as in the spec.
-
-    Checkpoints have a file for the first use of a tied layer; the others are functions of it.
-    """
-    embedding = partial(TiedLayerSpec, "embed", T5Embedding, config, layout, tied_weight_attr="word_embeddings.weight")
-    head = embedding(forward_fn=to_logits)
-    if config.untie_embeddings_and_output_weights:
-        head = LayerSpec(OutputLayer, config, layout)
-    positions = partial(LayerSpec, StackDropout, config, layout, passes_segment_ids=False)
-    again = positions
-    if config.has_position_table:
-        table: Any = partial(TiedLayerSpec, "positions", StackPositions, config, layout, passes_segment_ids=False)
-        positions = partial(table, tied_weight_attr="position_embeddings.weight")
-        again = partial(positions, forward_fn=called)
+def encoder_norm(config: ModelConfig, layout: ParallelLayout) -> nn.Module:
+    """The norm after the last layer of the encoder."""
     norm = norm_class(config, layout)
-    encoder_norm = type("EncoderNorm", (_OfHidden, norm), {})
-    encoder, decoder = range(config.encoder_num_layers), range(config.encoder_num_layers, config.num_layers)
-    return [
-        embedding(),  # tokens [b, s + r] -> state of the encoder
-        positions(),
-        *_stack(config, layout, encoder, EncoderParallelTransformerLayer, "encoder"),
-        LayerSpec(encoder_norm, config.hidden_size, eps=config.layernorm_epsilon),
-        embedding(forward_fn=called),  # -> state of the decoder
-        again(),
-        *_stack(config, layout, decoder, DecoderParallelTransformerLayer, "decoder"),
-        without_encoder_output,
-        LayerSpec(norm, config.hidden_size, eps=config.layernorm_epsilon),
-        head,  # hidden -> logits [b, r, v/t]
-    ]
-
-
-def _stack(
-    config: ModelConfig, layout: ParallelLayout, numbers: range, kind: type[nn.Module], name: str
-) -> Iterator[LayerSpec]:
-    """The transformer layers of these ``numbers``, from 0 on, each after the relative positions of its stack."""
-    for number in numbers:
-        if config.has_relative_positions:
-            again = {} if number == numbers[0] else {"forward_fn": called}
-            causal = kind is DecoderParallelTransformerLayer
-            yield TiedLayerSpec(
-                f"{name}_positions", RelativePositions, config, layout, name=name, causal=causal,
-                tied_weight_attr="weight", **again,
-            )  # fmt: skip
-        yield LayerSpec(kind, config, layout, layer_number=number + 1)
-
-
-def called(module: nn.Module, state: State) -> State:
-    """A further use of a tied layer, as it is."""
-    return module(state)
+    return type("EncoderNorm", (_OfHidden, norm), {})(config.hidden_size, eps=config.layernorm_epsilon)
 
 
 def without_encoder_output(state: State) -> Tensor:
@@ -198,7 +148,7 @@ class Parts(NamedTuple):
 
 
 def parts_of(layers: Sequence[Any], config: ModelConfig) -> Parts:
-    """The parts of the list of layers that ``t5_layers`` has made, built."""
+    """The parts of a model's built layers."""
     each = 2 if config.has_relative_positions else 1
     after = 2 + each * config.encoder_num_layers + 1
     _, *rest = layers[after:]

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron.data.loader import Batch
-    from megatron.model.containers import Layers, LossFn
+    from megatron.engines.containers import Layers
+    from megatron.model.loss import LossFn
     from megatron.parallel.layout import ParallelLayout
 
 
@@ -36,7 +37,7 @@ class ModelProvider:
 
     def module(self, run: RunConfig, layout: "ParallelLayout") -> "nn.Module":
         """The whole model for the plain engine. Raises ConfigError for settings that need layers."""
-        from megatron.model.containers import ProvidedModel, SequentialModel
+        from megatron.engines.containers import ProvidedModel, SequentialModel
 
         model = self.model(run, layout)
         if isinstance(model, list | tuple):
@@ -120,14 +121,11 @@ def provided_batch(parts: Sequence["Tensor"]) -> "Batch":
 def provided_architecture(provider: ModelProvider) -> ArchitectureSpec:
     """The architecture of this program, by whose name its checkpoints are known."""
     program = Path(sys.argv[0]).name
-    spec = ArchitectureSpec(
-        program, program, GPT2.tokenizers, _layers, torch_layers="", torch_loss="", provider=provider
-    )
-    return register(spec)
+    return register(ArchitectureSpec(program, program, GPT2.tokenizers, _layers, loss="", provider=provider))
 
 
 def _layers(config: ModelConfig) -> list[LayerSpec]:
     """Layers that the pipeline divides evenly; nothing else is known of them. By their name the default method of
     ``--pipeline-partition`` counts them.
     """
-    return [LayerSpec("ParallelTransformerLayer", is_block=True)] * config.num_layers
+    return [LayerSpec(name="ParallelTransformerLayer", is_block=True)] * config.num_layers

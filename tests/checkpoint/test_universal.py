@@ -130,14 +130,14 @@ def test_patterns_for_deepspeed_match_each_parameter(program: str):
 
 def _whole_model(padded_vocab_size: int) -> torch.nn.Module:
     from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-    from megatron.model.gpt2 import GPT2Model
+    from megatron.engines.containers import sequential_model
     from megatron.mpu import ParallelLayout
 
     config = ModelConfig(
         num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=128, max_position_embeddings=32,
         vocab_size=92, padded_vocab_size=padded_vocab_size,
     )  # fmt: skip
-    return GPT2Model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig(world_size=1)))
+    return sequential_model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig(world_size=1)))
 
 
 def test_the_tool_converts_once(programs: Programs, saved_on):

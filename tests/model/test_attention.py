@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.engines.containers import sequential_model
 from megatron.model import bf16_attention
 from megatron.model.attention import ParallelSelfAttention
-from megatron.model.gpt2 import GPT2Model
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 
 B, S, H, HEADS = 2, 9, 16, 4
@@ -107,7 +107,7 @@ def test_a_window_is_the_same_on_every_tensor_parallel_size(run_ranks):
 
 def windowed_loss(pre_tokens: int = 3) -> float:
     config = replace(CONFIG, pre_tokens=pre_tokens)
-    return GPT2Model(config, ActivationConfig(), _layout())(TOKENS, TARGETS).item()
+    return sequential_model(config, ActivationConfig(), _layout())(TOKENS, TARGETS).item()
 
 
 def test_the_softmax_in_fp32_is_closer_to_fp32(run_ranks):
@@ -137,7 +137,7 @@ def selective_recomputation(changes: dict):
     layout, results = _layout(), []
     for recomputes in (False, True):
         config = replace(CONFIG, attention_dropout=0.3, hidden_dropout=0.2, recomputes_attention=recomputes, **changes)
-        model = GPT2Model(config, ActivationConfig(), layout).train()
+        model = sequential_model(config, ActivationConfig(), layout).train()
         cores, linears = [], []
         for module in model.modules():
             if isinstance(module, ParallelSelfAttention):

@@ -10,9 +10,9 @@ from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import their_weights
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.engines.optimizers import weight_decay_groups
-from megatron.model.architectures import BERT, CLASSIFIER, architecture_of
-from megatron.model.containers import SequentialModel
+from megatron.model.architectures import BERT, CLASSIFIER
 from megatron.mpu import ParallelLayout
 from megatron.tools.convert.huggingface import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import WholeModel, without_padding
@@ -38,8 +38,7 @@ TARGETS = (TOKENS.roll(3, 1), REAL / REAL.sum(), torch.tensor([1, 0]))
 
 
 def _bert(config: ModelConfig = CONFIG) -> SequentialModel:
-    layout, spec = ParallelLayout.create(ParallelConfig(world_size=1)), architecture_of(config)
-    model = SequentialModel(spec.build_layers(config, layout), spec.build_loss(config, layout), ActivationConfig())
+    model = sequential_model(config, ActivationConfig(), ParallelLayout.create(ParallelConfig(world_size=1)))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # none shall be mistaken for another

@@ -10,9 +10,10 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.engines.containers import PipelinedModel, SequentialModel, build_layers, sequential_model
 from megatron.engines.optimizers import weight_decay_groups
-from megatron.model.containers import PipelinedModel
-from megatron.model.gpt2 import GPT2Model, gpt2_layers, gpt2_loss
+from megatron.model.architectures import GPT2
+from megatron.model.loss import lm_loss
 from megatron.model.partition import partition_boundaries
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
@@ -42,8 +43,8 @@ def _layout(tensor: int = 1, pipe: int = 0) -> ParallelLayout:
     )
 
 
-def _model(config: ModelConfig = CONFIG, activation: ActivationConfig = KEEP) -> GPT2Model:
-    return GPT2Model(config, activation, _layout(dist.get_world_size()))
+def _model(config: ModelConfig = CONFIG, activation: ActivationConfig = KEEP) -> SequentialModel:
+    return sequential_model(config, activation, _layout(dist.get_world_size()))
 
 
 def plain_gpt2(weights: dict[str, Tensor], tokens: Tensor, config: ModelConfig) -> Tensor:
@@ -116,9 +117,9 @@ def test_both_containers_name_their_parameters_alike(run_ranks):
 
 def parameter_names() -> dict[str, list[str]]:
     pipe = _layout(pipe=2)
-    parts = gpt2_layers(CONFIG, pipe), gpt2_loss(CONFIG, pipe)
+    parts = build_layers(GPT2.layers(CONFIG), CONFIG, pipe), lm_loss(CONFIG, pipe)
     models = {
-        "plain": GPT2Model(CONFIG, KEEP, _layout()),
+        "plain": sequential_model(CONFIG, KEEP, _layout()),
         "pipe": PipelinedModel(*parts, KEEP, pipe, partition_boundaries=partition_boundaries([2, 1], CONFIG)),
     }
     return {kind: [name for name, _ in model.named_parameters()] for kind, model in models.items()}
@@ -197,7 +198,7 @@ def recomputation(together: int, documents: bool):
     layout = _layout(2)
     results = []
     for activation in (KEEP, replace(RECOMPUTE, checkpoint_num_layers=together)):
-        model = GPT2Model(config, activation, layout).train()
+        model = sequential_model(config, activation, layout).train()
         runs = []
         for layer in model.modules():
             if isinstance(layer, ParallelTransformerLayer):
@@ -233,13 +234,10 @@ def weight_decay():
     assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
 
 
-def test_layer_numbers_match_checkpoint_files(run_ranks):
-    assert run_ranks(1, layer_names) == [["WordEmbedding", "PositionEmbedding", *["ParallelTransformerLayer"] * 3,
-        "without_segment_ids", "LayerNorm", "WordEmbedding"]]  # fmt: skip
-
-
-def layer_names() -> list[str]:
-    return [getattr(spec, "typename", spec).__name__ for spec in gpt2_layers(CONFIG, _layout())]
+def test_layer_numbers_match_checkpoint_files():
+    names = [layer.class_name for layer in GPT2.layers(CONFIG)]
+    assert names == ["WordEmbedding", "PositionEmbedding", *["ParallelTransformerLayer"] * 3,
+        "without_segment_ids", "LayerNorm", "WordEmbedding"]  # fmt: skip
 
 
 def test_an_infinite_loss_leaves_no_finite_gradient(run_ranks):
@@ -249,7 +247,7 @@ def test_an_infinite_loss_leaves_no_finite_gradient(run_ranks):
 def infinite_loss_leaves_no_finite_gradient() -> None:
     """A label whose logit is minus infinity has an infinite loss; its softmax alone has a finite gradient."""
     logits = torch.zeros(1, 2, 8).index_fill_(-1, torch.tensor(3), -torch.inf).requires_grad_()
-    loss_fn = gpt2_loss(replace(CONFIG, vocab_size=8), _layout())
+    loss_fn = lm_loss(replace(CONFIG, vocab_size=8), _layout())
     for label, finite in ((2, True), (3, False)):
         loss = loss_fn(logits, (torch.full((1, 2), label), torch.full((1, 2), 0.5)))
         (gradient,) = torch.autograd.grad(loss, logits)

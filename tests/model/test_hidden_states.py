@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.model.gpt2 import GPT2Model
+from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.transformer import ParallelTransformerLayer, unpack
 from megatron.mpu import ParallelLayout
 
@@ -34,13 +34,13 @@ TARGETS = (TOKENS.roll(-1, 1), torch.full((B, S), 1 / (B * S)))
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
 
 
-def _model(config: ModelConfig) -> GPT2Model:
+def _model(config: ModelConfig) -> SequentialModel:
     size = dist.get_world_size()
     layout = ParallelLayout.create(ParallelConfig(model_parallel_size=size, world_size=size))
-    return GPT2Model(config, ActivationConfig(), layout)
+    return sequential_model(config, ActivationConfig(), layout)
 
 
-def _streams(model: GPT2Model) -> list[Tensor]:
+def _streams(model: SequentialModel) -> list[Tensor]:
     """Filled with the hidden states that each layer gives, as the model runs."""
     found: list[Tensor] = []
     for layer in model.modules():

@@ -37,14 +37,14 @@ BEGINNINGS = [7, 3, 5]
 
 def difference(settings: dict) -> float:
     """The largest between logits of sequences of several lengths that grow in steps, and those of each alone."""
-    from megatron.model.gpt2 import GPT2Model
+    from megatron.engines.containers import sequential_model
     from megatron.model.key_value_cache import KeyValueCache
     from megatron.parallel.layout import ParallelLayout
     from megatron.tools.inference.model import LanguageModel
 
     config = replace(CONFIG, **settings)
     layout = ParallelLayout.create(ParallelConfig())
-    model = GPT2Model(config, ActivationConfig(), layout).eval()
+    model = sequential_model(config, ActivationConfig(), layout).eval()
     inference = LanguageModel(model, config, layout.tensor_group)
     tokens = torch.randint(0, 49, (4, 16), generator=torch.Generator().manual_seed(1))
 
@@ -88,15 +88,14 @@ def test_a_layer_of_ones_own_computes_the_same_with_a_cache(run_ranks):
 
 
 def _difference_of_own_layers() -> float:
-    from megatron.model import gpt2
-    from megatron.model.transformer import ParallelTransformerLayer
+    from megatron.model import transformer
 
-    class HalvedLayer(ParallelTransformerLayer):
+    class HalvedLayer(transformer.ParallelTransformerLayer):
         def _join(self, output, *others):
             return super()._join(output / 2, *others)
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(gpt2, "layer_class", lambda config, layer_number: HalvedLayer)
+        patches.setattr(transformer, "ParallelTransformerLayer", HalvedLayer)
         return difference({})
 
 

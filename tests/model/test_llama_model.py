@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from megatron.checkpoint.huggingface import divided, joined
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.config.model import padded_vocabulary
-from megatron.model.gpt2 import GPT2Model
+from megatron.engines.containers import sequential_model
 from megatron.model.huggingface.llama import family_of, read_config, source_shapes, write_config
 from megatron.model.rotary import RotaryEmbedding
 from megatron.parallel.layout import ParallelLayout
@@ -150,7 +150,7 @@ def compare(references: dict[str, Reference]):
 def _compare(name: str, reference: Reference, layout: ParallelLayout):
     rows = padded_vocabulary(reference.config.vocab_size, dist.get_world_size(), 1)
     config = replace(reference.config, padded_vocab_size=rows)
-    model = GPT2Model(config, ActivationConfig(), layout)
+    model = sequential_model(config, ActivationConfig(), layout)
     parameters = dict(model.named_parameters())
     assert parameters.keys() == reference.weights.keys(), name
     for key, parameter in parameters.items():
@@ -257,7 +257,7 @@ def logits_on_rank(reference: Reference, tokens: Tensor) -> Tensor:
     size = dist.get_world_size()
     parallel = ParallelConfig(model_parallel_size=size, world_size=size, sequence_parallel=True)
     layout, rows = ParallelLayout.create(parallel), padded_vocabulary(reference.config.vocab_size, size, 1)
-    model = GPT2Model(replace(reference.config, padded_vocab_size=rows), ActivationConfig(), layout)
+    model = sequential_model(replace(reference.config, padded_vocab_size=rows), ActivationConfig(), layout)
     for key, parameter in model.named_parameters():
         parameter.data.copy_(_shard(key, reference.weights[key], parameter, rows))
     return torch.cat(_gathered(model(tokens), layout), -1)[..., : reference.config.vocab_size]

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import joined
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
+from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.architectures import architecture_of
-from megatron.model.gpt2 import GPT2Model
 from megatron.model.huggingface.llama import read_config, source_shapes
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.lora import train_adapters_only
@@ -39,13 +39,13 @@ MODELS = {
 }
 
 
-def built(config: ModelConfig, layout: ParallelLayout, weights: dict[str, Tensor] | None = None) -> GPT2Model:
+def built(config: ModelConfig, layout: ParallelLayout, weights: dict[str, Tensor] | None = None) -> SequentialModel:
     """The model with random adapters, or this rank's shards of ``weights``; only adapters are trained."""
     t = layout.tensor_group.size()
     config = replace(
         config, padded_vocab_size=-(-53 // t) * t, attention_dropout=0.0, hidden_dropout=0.0, init_method_std=0.2
     )
-    model = GPT2Model(config, ActivationConfig(), layout)
+    model = sequential_model(config, ActivationConfig(), layout)
     specs = architecture_of(config).named_parameters(config)
     assert [*specs] == [name for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():

@@ -16,9 +16,9 @@ from benchmarks.measures.suite import run_of
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
 from megatron.data.loader import Batch
 from megatron.engines.build import build_engine, step_status, train_batch
+from megatron.engines.containers import sequential_model
 from megatron.launch.distributed import distributed
 from megatron.model import packed_attention, ring_attention
-from megatron.model.gpt2 import GPT2Model
 from megatron.model.packed_attention import dense_mask
 from megatron.model.partial_attention import PartialAttention, merge
 from megatron.model.ring_attention import RingAttention, attending
@@ -231,7 +231,7 @@ def context_parallel_models_equal_one_rank():
         whole = ParallelLayout.create(ParallelConfig(world_size=world, **tensor))
         layout = ParallelLayout.create(parallel)
         for config in MODELS:
-            models = [GPT2Model(config, ActivationConfig(), place).train() for place in (whole, layout)]
+            models = [sequential_model(config, ActivationConfig(), place).train() for place in (whole, layout)]
             losses = [model(TOKENS, TARGETS) for model in models]
             sum(losses).backward()
             assert losses[1].isfinite()

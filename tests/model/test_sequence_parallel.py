@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.model.gpt2 import GPT2Model
+from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.mpu import ParallelLayout, model_parallel_manual_seed
 
@@ -36,8 +36,8 @@ def _layout(sequence_parallel: bool) -> ParallelLayout:
     )
 
 
-def _model(config: ModelConfig, layout: ParallelLayout, activation: ActivationConfig | None = None) -> GPT2Model:
-    return GPT2Model(config, activation or ActivationConfig(), layout).train()
+def _model(config: ModelConfig, layout: ParallelLayout, activation: ActivationConfig | None = None) -> SequentialModel:
+    return sequential_model(config, activation or ActivationConfig(), layout).train()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -80,13 +80,10 @@ def test_parameters_are_in_the_order_of_the_layers(run_ranks, program: str) -> N
 
 def whole_model_names(run: RunConfig) -> list[str]:
     from megatron.config import ActivationConfig, ParallelConfig
-    from megatron.model.containers import SequentialModel
+    from megatron.engines.containers import sequential_model
     from megatron.mpu import ParallelLayout
 
-    spec, layout = architecture_of(run.model), ParallelLayout.create(ParallelConfig())
-    model = SequentialModel(
-        spec.build_layers(run.model, layout), spec.build_loss(run.model, layout), ActivationConfig()
-    )
+    model = sequential_model(run.model, ActivationConfig(), ParallelLayout.create(ParallelConfig()))
     return [name for name, _ in model.named_parameters()]
 
 

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from megatron.checkpoint.huggingface import their_weights
 from megatron.config import ActivationConfig, ModelConfig, ParallelConfig
-from megatron.model.architectures import T5, architecture_of
-from megatron.model.containers import SequentialModel
+from megatron.engines.containers import SequentialModel, sequential_model
+from megatron.model.architectures import T5
 from megatron.mpu import ParallelLayout
 from megatron.tools.convert.huggingface import read_huggingface, write_huggingface
 from megatron.tools.convert.whole_model import WholeModel, without_padding
@@ -59,9 +59,8 @@ WEIGHTS = torch.full((2, 7), 1 / 14)
 
 
 def _t5(config: ModelConfig = CONFIG, activation: ActivationConfig | None = None) -> SequentialModel:
-    layout, spec = ParallelLayout.create(ParallelConfig(world_size=1)), architecture_of(config)
-    layers, loss = spec.build_layers(config, layout), spec.build_loss(config, layout)
-    return SequentialModel(layers, loss, activation or ActivationConfig())
+    layout = ParallelLayout.create(ParallelConfig(world_size=1))
+    return sequential_model(config, activation or ActivationConfig(), layout)
 
 
 def test_logits_and_gradients_are_those_of_transformers(run_ranks, tmp_path: Path):

@@ -7,11 +7,9 @@ import pytest
 from support.command_lines import parse
 
 from megatron.config import ParallelConfig, RunConfig
-from megatron.model.architectures import architecture_of
 from megatron.model.partition import (
     inputs_in_flight,
     layers_per_chunk,
-    partition_boundaries,
     plan,
 )
 from megatron.model.spec import model_flops
@@ -128,23 +126,6 @@ def built_stage(schedule: str, partition: str, program: str) -> tuple[tuple[rang
     return tuple(pieces), sum(parameter.numel() for parameter in module.parameters())
 
 
-@pytest.mark.parametrize("program", ["", "bert"])
-def test_names_and_numbers_are_those_of_the_list(run_ranks, program: str) -> None:
-    (names,) = run_ranks(1, names_of_layers, program)
-    model = tiny("1f1b", "uniform", program).model
-    spec = [layer.class_name for layer in architecture_of(model).layers(model)]
-    assert [name.rpartition("LayerNorm")[1] or name for name in names] == spec
-    assert partition_boundaries([4], model)[-1] == len(names)
-
-
-def names_of_layers(program: str) -> list[str]:
-    from megatron.mpu import ParallelLayout
-
-    model = tiny("1f1b", "uniform", program).model
-    layers = architecture_of(model).build_layers(model, ParallelLayout.create(ParallelConfig(world_size=1)))
-    return [getattr(layer, "typename", layer).__name__ for layer in layers]
-
-
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_flops_equal_those_of_the_flop_counter(run_ranks, lora_rank: int) -> None:
     """By torch's own counter, which knows matrix products and attention: of a forward pass, and of an iteration."""
@@ -160,13 +141,16 @@ def counted_operations(run: RunConfig) -> tuple[int, int]:
     from torch.utils.flop_counter import FlopCounterMode
 
     from megatron.config import ActivationConfig
-    from megatron.model.gpt2 import GPT2Model
+    from megatron.engines.containers import sequential_model
     from megatron.mpu import ParallelLayout
     from megatron.parallel.tensor.lora import train_adapters_only
 
     softmax_by_steps = replace(run.model, attention_softmax_in_fp32=True)  # products that the counter sees
     layout = ParallelLayout.create(ParallelConfig(world_size=1))
-    model, tokens = GPT2Model(softmax_by_steps, ActivationConfig(), layout), torch.zeros(1, run.data.seq_length).long()
+    model, tokens = (
+        sequential_model(softmax_by_steps, ActivationConfig(), layout),
+        torch.zeros(1, run.data.seq_length).long(),
+    )
     with FlopCounterMode(display=False) as forward:
         model.eval()(tokens)
     if run.model.lora_rank:

@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.engines import build as engines
-from megatron.model import gpt2 as gpt2_model
+from megatron.model import loss as losses
 from megatron.model.transformer import ParallelTransformerLayer
 from megatron.training import trainer as training
 
@@ -46,7 +46,7 @@ kind, *words = os.environ["FAULT"].split()
 numbers = [float(word) for word in (words[:2] if kind == "command" else words) if not word.startswith("SIG")]
 real_train_batch, real_eval_batch = training.train_batch, training.eval_batch
 real_build_engine = engines.build_engine
-real_loss, real_take = gpt2_model.gpt2_loss, GPT2Dataset.take
+real_loss, real_take = losses.lm_loss, GPT2Dataset.take
 
 
 def fail():
@@ -106,7 +106,7 @@ def weights(engine):
     return [getattr(weight, "ds_tensor", weight).detach().clone() for weight in engine.module.parameters()]
 
 
-def gpt2_loss(config, layout):
+def lm_loss(config, layout):
     loss_fn = real_loss(config, layout)
 
     def faulty_loss(logits, targets):
@@ -130,6 +130,6 @@ def take(dataset, indices):
 
 engines.build_engine = build_engine
 training.train_batch, training.eval_batch = train_batch, eval_batch
-gpt2_model.gpt2_loss, GPT2Dataset.take = gpt2_loss, take
+losses.lm_loss, GPT2Dataset.take = lm_loss, take
 sys.argv[0] = "pretrain_gpt2.py"
 runpy.run_path("pretrain_gpt2.py", run_name="__main__")

@@ -34,10 +34,10 @@ def overflows_planted(overflows: Mapping[int, int]) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from megatron.model import gpt2
+    from megatron.model import loss
     from megatron.training import trainer
 
-    iteration, train_batch, make_loss = 0, trainer.train_batch, gpt2.gpt2_loss
+    iteration, train_batch, make_loss = 0, trainer.train_batch, loss.lm_loss
 
     def counted_train_batch(*arguments):
         nonlocal iteration
@@ -48,16 +48,16 @@ def overflows_planted(overflows: Mapping[int, int]) -> Iterator[None]:
         loss_fn = make_loss(config, layout)
 
         def overflowing_loss(logits, targets):
-            loss = loss_fn(logits, targets)
-            if loss.requires_grad and overflows.get(iteration) == dist.get_rank():
-                loss.register_hook(lambda gradient: gradient * torch.inf)
-            return loss
+            value = loss_fn(logits, targets)
+            if value.requires_grad and overflows.get(iteration) == dist.get_rank():
+                value.register_hook(lambda gradient: gradient * torch.inf)
+            return value
 
         return overflowing_loss
 
-    trainer.train_batch, gpt2.gpt2_loss = counted_train_batch, loss_with_overflow
+    trainer.train_batch, loss.lm_loss = counted_train_batch, loss_with_overflow
     yield
-    trainer.train_batch, gpt2.gpt2_loss = train_batch, make_loss
+    trainer.train_batch, loss.lm_loss = train_batch, make_loss
 
 
 if __name__ == "__main__":

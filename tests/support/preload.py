@@ -12,7 +12,8 @@ import torch
 import torch._dynamo  # noqa: F401, which the first optimizer imports
 import torch.utils.cpp_extension  # noqa: F401, setuptools, which DeepSpeed's Adam for offload imports
 
-from megatron.model import bert, gpt2  # noqa: F401
+from megatron.engines import containers  # noqa: F401
+from megatron.model import heads, loss, moe  # noqa: F401
 from megatron.parallel.shared_memory import memory
 from megatron.tools.reporting import callbacks, tracing  # noqa: F401
 from megatron.training import data_iterators, measurements, preflight, setup, trainer  # noqa: F401

@@ -11,14 +11,14 @@ TOKENS = torch.tensor([[3, 90, 41, 7, 0, 91, 12, 12], [60, 1, 2, 3, 4, 5, 6, 7]]
 
 
 def logits_and_weights(folder: Path) -> tuple[Tensor, dict[str, Tensor]]:
-    """What GPT2Model makes of ``TOKENS`` with the newest checkpoint of ``folder``, and its weights."""
+    """What the model makes of ``TOKENS`` with the newest checkpoint of ``folder``, and its weights."""
     from megatron.checkpoint.tracker import newest
     from megatron.config import ActivationConfig, ParallelConfig
-    from megatron.model.gpt2 import GPT2Model
+    from megatron.engines.containers import sequential_model
     from megatron.parallel.layout import ParallelLayout
 
     saved = newest(folder)
-    model = GPT2Model(saved.whole_model_config(), ActivationConfig(), ParallelLayout.create(ParallelConfig()))
+    model = sequential_model(saved.whole_model_config(), ActivationConfig(), ParallelLayout.create(ParallelConfig()))
     load_weights(model, saved)
     with torch.no_grad():
         logits = model.eval()(TOKENS)

@@ -58,11 +58,11 @@ def norm_of_checkpoint(folder: str) -> float:
 
     from megatron.checkpoint.tracker import newest
     from megatron.config import ActivationConfig, ParallelConfig
-    from megatron.model.gpt2 import GPT2Model
+    from megatron.engines.containers import sequential_model
     from megatron.mpu import ParallelLayout
 
     saved = newest(folder)
-    model = GPT2Model(saved.whole_model_config(), ActivationConfig(), ParallelLayout.create(ParallelConfig()))
+    model = sequential_model(saved.whole_model_config(), ActivationConfig(), ParallelLayout.create(ParallelConfig()))
     load_weights(model, saved)
     return torch.nn.utils.get_total_norm([weight.double() for weight in model.parameters()]).item()
 

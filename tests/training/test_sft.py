@@ -18,7 +18,7 @@ from megatron.checkpoint.huggingface import joined
 from megatron.config import ActivationConfig, DataConfig, ModelConfig, ParallelConfig
 from megatron.data.datasets import build_datasets
 from megatron.data.loader import sft_batch
-from megatron.model.gpt2 import GPT2Model
+from megatron.engines.containers import sequential_model
 from megatron.model.huggingface.llama import read_config, source_shapes
 from megatron.parallel.layout import ParallelLayout
 from megatron.tools.preprocess.indexed_dataset_builder import IndexedDatasetBuilder
@@ -92,7 +92,7 @@ def compare(prefix: str, expected: Reference) -> None:
     from megatron.training.data_iterators import weighted
 
     layout = ParallelLayout.create(ParallelConfig())
-    ours = GPT2Model(expected.config, ActivationConfig(), layout)
+    ours = sequential_model(expected.config, ActivationConfig(), layout)
     ours.load_state_dict(expected.weights)
     data = DataConfig(data_path=(prefix,), seq_length=16, split="1", sft=True)
     sizes = {"global_batch_size": 1, "train_iters": 1, "eval_interval": 1, "eval_iters": 0}

@@ -1,10 +1,12 @@
 """The specs of BERT, and of BERT with a classifier as its head. No torch here."""
 
+from dataclasses import replace
+
 from megatron.config import ModelConfig
 from megatron.model.architectures.layers import (
     WITHOUT_SEGMENT_IDS,
     final_norm,
-    position_embedding,
+    positions,
     transformer_layer,
     word_embedding,
     word_logits,
@@ -18,32 +20,38 @@ from megatron.model.spec import (
     replicated_linear,
 )
 
+PAIRS = "megatron.model.embedding:PairEmbedding"
+
 
 def _bert(config: ModelConfig) -> list[LayerSpec]:
+    """tokens and token types [b, 2, s] -> logits [b, s, v/t], and the logits of the sentences' order [b, 2]."""
     bias = ParameterSpec("word_bias", (config.padded_vocab_size,), 0, weight_decay=False, is_vocabulary=True)
     return [
         *_encoder(config),
         _pair_head(config),
-        word_logits(config, "PairEmbedding"),
-        LayerSpec("WordBias", (bias,)),
+        replace(word_logits(config, PAIRS), forward="megatron.model.heads:words_to_logits"),
+        LayerSpec("megatron.model.heads:WordBias", parameters=(bias,)),
     ]
 
 
 def _encoder(config: ModelConfig) -> list[LayerSpec]:
-    """BERT without its head."""
+    """BERT without its head: tokens and token types [b, 2, s] -> hidden [b, s, h].
+
+    Padding is a segment, to which the sentences do not attend.
+    """
     table = ParameterSpec("tokentype_embeddings.weight", (2, config.hidden_size))
     return [
-        word_embedding(config, "PairEmbedding"),
-        LayerSpec("TokenTypeEmbedding", (table,)),
-        position_embedding(config),
-        *[transformer_layer(config)] * config.num_layers,
+        word_embedding(config, PAIRS),
+        LayerSpec("megatron.model.embedding:TokenTypeEmbedding", parameters=(table,)),
+        positions(config, passes_segment_ids=True),
+        *[replace(transformer_layer(config), arguments={"causal": False})] * config.num_layers,
         WITHOUT_SEGMENT_IDS,
         final_norm(config),
     ]
 
 
 def _pair_head(config: ModelConfig) -> LayerSpec:
-    """``PairHead``. Kept: input and output of its linear and of GELU; the pooler sees one token of each sample."""
+    """Kept: input and output of its linear and of GELU; the pooler sees one token of each sample."""
     h = config.hidden_size
     parameters = (
         *replicated_linear("dense", h, h),
@@ -51,14 +59,19 @@ def _pair_head(config: ModelConfig) -> LayerSpec:
         *replicated_linear("pooler", h, h),
         *replicated_linear("order", h, 2),
     )
-    return LayerSpec("PairHead", parameters, 2 * h * h, kept=KeptActivations(local=3 * h, statistics=2))
+    return LayerSpec(
+        "megatron.model.heads:PairHead",
+        parameters=parameters,
+        matmul_flops=2 * h * h,
+        kept=KeptActivations(local=3 * h, statistics=2),
+    )
 
 
 def _classifier(config: ModelConfig) -> list[LayerSpec]:
-    """BERT's layers with another head, whose pooler has the place and the name of the pretrained one."""
+    """BERT's layers with another head, whose pooler has the index and the name of the pretrained one."""
     h = config.hidden_size
     parameters = (*replicated_linear("pooler", h, h), *replicated_linear("classifier", h, len(config.classes)))
-    return [*_encoder(config), LayerSpec("ClassifierHead", parameters)]
+    return [*_encoder(config), LayerSpec("megatron.model.heads:ClassifierHead", parameters=parameters)]
 
 
 BERT = ArchitectureSpec(
@@ -66,8 +79,7 @@ BERT = ArchitectureSpec(
     "pretrain_bert.py",
     ("BertWordPieceLowerCase", "BertWordPieceCase"),
     _bert,
-    torch_layers="megatron.model.bert:bert_layers",
-    torch_loss="megatron.model.bert:BertLoss",
+    loss="megatron.model.loss:BertLoss",
     masked_lm=True,
 )
 CLASSIFIER = ArchitectureSpec(
@@ -75,7 +87,6 @@ CLASSIFIER = ArchitectureSpec(
     "tasks/main.py",
     BERT.tokenizers,
     _classifier,
-    torch_layers="megatron.model.classifier:classifier_layers",
-    torch_loss="megatron.model.classifier:classifier_loss",
+    loss="megatron.model.loss:classifier_loss",
     masked_lm=None,
 )

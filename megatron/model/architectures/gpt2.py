@@ -6,11 +6,10 @@ from megatron.config import ModelConfig
 from megatron.config.tokenizer_files import GPT2_BPE, PUBLISHED
 from megatron.model.architectures.layers import (
     WITHOUT_SEGMENT_IDS,
-    embedding_dropout,
     final_norm,
     moe_layer,
     output_layer,
-    position_embedding,
+    positions,
     transformer_layer,
     word_embedding,
     word_logits,
@@ -19,10 +18,11 @@ from megatron.model.spec import ArchitectureSpec, LayerSpec
 
 
 def _gpt2(config: ModelConfig) -> list[LayerSpec]:
+    """tokens [b, s] -> hidden [b, s, h] -> logits [b, s, v/t]."""
     untied, words = config.untie_embeddings_and_output_weights, word_embedding(config)
     return [
         replace(words, tied=None) if untied else words,
-        position_embedding(config) if config.has_position_table else embedding_dropout(config),
+        positions(config, passes_segment_ids=config.layers_need_segment_ids),
         *_blocks(config),
         WITHOUT_SEGMENT_IDS,
         final_norm(config),
@@ -42,6 +42,5 @@ GPT2 = ArchitectureSpec(
     "pretrain_gpt2.py",
     (GPT2_BPE, "WhitespaceTokenizer", *PUBLISHED),
     _gpt2,
-    torch_layers="megatron.model.gpt2:gpt2_layers",
-    torch_loss="megatron.model.gpt2:gpt2_loss",
+    loss="megatron.model.loss:lm_loss",
 )

@@ -22,9 +22,11 @@ from megatron.model.spec import (
 EMBED = "embed"
 """Key of the layers that share the word embedding: the first, and the head."""
 
+BLOCK = "megatron.model.transformer:ParallelTransformerLayer"
 
-def transformer_layer(config: ModelConfig) -> LayerSpec:
-    """``ParallelTransformerLayer``. Kept: inputs of norms and linears, query, key, value, context, inside the MLP."""
+
+def transformer_layer(config: ModelConfig, module: str = BLOCK) -> LayerSpec:
+    """Attention and MLP. Kept: inputs of norms and linears, query, key, value, context, inside the MLP."""
     h, f, norm, bias = config.hidden_size, config.ffn_hidden_size, config.normalization, config.linear_bias
     q, k = config.num_attention_heads * config.head_size, config.query_groups * config.head_size
     matrices = 2 if config.is_gated else 1
@@ -64,11 +66,11 @@ def transformer_layer(config: ModelConfig) -> LayerSpec:
     in_mlp = 2 * (matrices + 1) * h * f
     linears = 2 * h * (2 * q + 2 * k) + in_mlp
     return LayerSpec(
-        "ParallelTransformerLayer",
-        parameters,
-        linears + 2 * sum(parameter.numel for parameter in parameters if ".lora." in parameter.name),
-        linears if config.lora_rank else 0,
-        in_mlp if config.tiled_mlp else 0,
+        module,
+        parameters=parameters,
+        matmul_flops=linears + 2 * sum(parameter.numel for parameter in parameters if ".lora." in parameter.name),
+        frozen_flops=linears if config.lora_rank else 0,
+        repeated_flops=in_mlp if config.tiled_mlp else 0,
         attention_size=q,
         kept=kept,
         is_block=True,
@@ -76,7 +78,7 @@ def transformer_layer(config: ModelConfig) -> LayerSpec:
 
 
 def moe_layer(config: ModelConfig) -> LayerSpec:
-    """``MoEParallelTransformerLayer``: the same with experts in place of the MLP, and perhaps one for all tokens.
+    """The same with experts in place of the MLP, and perhaps one for all tokens.
 
     Kept besides what attention keeps: the router's input in fp32 and its probabilities, and of each chosen expert its
     input, what is inside it, and its output.
@@ -99,7 +101,7 @@ def moe_layer(config: ModelConfig) -> LayerSpec:
     products = chosen * f + shared - config.ffn_hidden_size
     return replace(
         dense,
-        class_name="MoEParallelTransformerLayer",
+        module="megatron.model.moe:MoEParallelTransformerLayer",
         parameters=parameters,
         matmul_flops=dense.matmul_flops + 2 * h * ((matrices + 1) * products + experts),
         kept=replace(
@@ -128,47 +130,64 @@ def _with_adapters(kept: KeptActivations, config: ModelConfig) -> KeptActivation
     return replace(kept, local=inputs + config.lora_rank * len(chosen), sharded=kept.sharded + inside_mlp + context)
 
 
-def word_embedding(config: ModelConfig, class_name: str = "WordEmbedding") -> LayerSpec:
+WORDS = "megatron.model.embedding:WordEmbedding"
+
+
+def word_embedding(config: ModelConfig, module: str = WORDS) -> LayerSpec:
     """The table of tokens. Kept: the tokens, and which of them another tensor-parallel rank looks up."""
     table = ParameterSpec(
         "word_embeddings.weight", (config.padded_vocab_size, config.hidden_size), shard_dim=0, is_vocabulary=True
     )
-    return LayerSpec(class_name, (table,), kept=KeptActivations(index_bytes=9), tied=EMBED)
+    return LayerSpec(module, parameters=(table,), kept=KeptActivations(index_bytes=9), tied=EMBED)
 
 
-def word_logits(config: ModelConfig, class_name: str = "WordEmbedding") -> LayerSpec:
+def word_logits(config: ModelConfig, module: str = WORDS) -> LayerSpec:
     """The same table as the output projection. Kept: its input; the logits are counted with the loss."""
-    h, table = config.hidden_size, word_embedding(config, class_name)
+    h, table = config.hidden_size, word_embedding(config, module)
     flops = 2 * table.numel
     frozen = flops if config.lora_rank else 0
-    return replace(table, matmul_flops=flops, frozen_flops=frozen, kept=KeptActivations(local=0 if frozen else h))
+    return replace(
+        table,
+        forward="megatron.model.embedding:to_logits",
+        matmul_flops=flops,
+        frozen_flops=frozen,
+        kept=KeptActivations(local=0 if frozen else h),
+    )
 
 
 def output_layer(config: ModelConfig) -> LayerSpec:
     """An output projection of its own."""
     (table,) = word_embedding(config).parameters
     return replace(
-        word_logits(config), class_name="OutputLayer", parameters=(replace(table, name="weight"),), tied=None
+        word_logits(config, "megatron.model.embedding:OutputLayer"),
+        forward="",
+        parameters=(replace(table, name="weight"),),
+        tied=None,
     )
 
 
-def position_embedding(config: ModelConfig) -> LayerSpec:
-    """The table of positions. Kept: the mask of the dropout that follows."""
+def positions(config: ModelConfig, *, passes_segment_ids: bool = False) -> LayerSpec:
+    """The table of positions if the model has one, and the dropout of the embedded tokens. Kept: its mask."""
     h = config.hidden_size
     table = ParameterSpec("position_embeddings.weight", (config.max_position_embeddings, h))
-    return LayerSpec("PositionEmbedding", (table,), kept=KeptActivations(masks=h))
-
-
-def embedding_dropout(config: ModelConfig) -> LayerSpec:
-    """The dropout after the word embedding of a model without a table of positions. Kept: its mask."""
-    return LayerSpec("EmbeddingDropout", kept=KeptActivations(masks=config.hidden_size))
+    return LayerSpec(
+        f"megatron.model.embedding:{'PositionEmbedding' if config.has_position_table else 'EmbeddingDropout'}",
+        arguments={"passes_segment_ids": passes_segment_ids},
+        parameters=(table,) if config.has_position_table else (),
+        kept=KeptActivations(masks=h),
+    )
 
 
 def final_norm(config: ModelConfig) -> LayerSpec:
     """The norm after the last block. Kept: its input."""
     h, kind = config.hidden_size, config.normalization
     statistics = 2 if kind == "LayerNorm" else 1
-    return LayerSpec(kind, norm_parameters("", h, kind), kept=KeptActivations(residual=h, statistics=statistics))
+    return LayerSpec(
+        "megatron.model.embedding:final_norm",
+        name=kind,
+        parameters=norm_parameters("", h, kind),
+        kept=KeptActivations(residual=h, statistics=statistics),
+    )
 
 
-WITHOUT_SEGMENT_IDS = LayerSpec("without_segment_ids")
+WITHOUT_SEGMENT_IDS = LayerSpec(forward="megatron.model.embedding:without_segment_ids")

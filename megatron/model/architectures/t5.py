@@ -7,10 +7,9 @@ from megatron.config import ModelConfig
 from megatron.config.tokenizer_files import HUGGINGFACE
 from megatron.model.architectures.bert import BERT
 from megatron.model.architectures.layers import (
-    embedding_dropout,
     final_norm,
     output_layer,
-    position_embedding,
+    positions,
     transformer_layer,
     word_embedding,
     word_logits,
@@ -25,35 +24,45 @@ from megatron.model.spec import (
     row_parallel,
 )
 
+T5_LAYERS = "megatron.model.t5"
+
 
 def _t5(config: ModelConfig) -> list[LayerSpec]:
-    """Costs are per token of the encoder, those of the decoder too, which reads fewer."""
-    untied, words = config.untie_embeddings_and_output_weights, word_embedding(config, "T5Embedding")
+    """Tokens of both [b, s + r] -> logits of the decoder [b, r, v/t].
+
+    Costs are per token of the encoder, for the decoder, too, which reads fewer.
+    """
+    untied, words = config.untie_embeddings_and_output_weights, word_embedding(config, f"{T5_LAYERS}:T5Embedding")
     ratio = _decoder_tokens(config)
     embedding = replace(words, kept=_times(words.kept, ratio))
     norm = final_norm(config)
-    head = output_layer(config) if untied else word_logits(config, "T5Embedding")
+    head = output_layer(config) if untied else word_logits(config, words.module)
     return [
         words,
         _stack_positions(config),
         *_stack(config, encoder_layer(config), config.encoder_num_layers, "encoder"),
-        replace(norm, class_name="EncoderNorm", kept=replace(norm.kept, local=config.hidden_size)),
+        replace(
+            norm,
+            module=f"{T5_LAYERS}:encoder_norm",
+            name="EncoderNorm",
+            kept=replace(norm.kept, local=config.hidden_size),
+        ),
         embedding,
         _stack_positions(config, ratio),
         *_stack(config, decoder_layer(config), config.decoder_num_layers, "decoder"),
-        LayerSpec("without_encoder_output"),
+        LayerSpec(forward=f"{T5_LAYERS}:without_encoder_output"),
         replace(norm, kept=_times(norm.kept, ratio)),
         replace(head, matmul_flops=round(head.matmul_flops * ratio), kept=_times(head.kept, ratio)),
     ]
 
 
 def encoder_layer(config: ModelConfig) -> LayerSpec:
-    """``EncoderParallelTransformerLayer``: a transformer layer whose tokens attend to the whole text."""
-    return replace(transformer_layer(config), class_name="EncoderParallelTransformerLayer")
+    """A transformer layer whose tokens attend to the entire text."""
+    return transformer_layer(config, f"{T5_LAYERS}:EncoderParallelTransformerLayer")
 
 
 def decoder_layer(config: ModelConfig) -> LayerSpec:
-    """``DecoderParallelTransformerLayer``, which also attends to the encoder's output."""
+    """A transformer layer that also attends to the encoder's output."""
     h, q, ratio = config.hidden_size, config.num_attention_heads * config.head_size, _decoder_tokens(config)
     bias, norm, own = config.linear_bias, config.normalization, transformer_layer(config)
     parameters = (
@@ -68,9 +77,9 @@ def decoder_layer(config: ModelConfig) -> LayerSpec:
     both = KeptActivations(**{name: value + getattr(across, name) for name, value in vars(own.kept).items()})
     kept = _times(both, ratio)
     return LayerSpec(
-        "DecoderParallelTransformerLayer",
-        parameters,
-        round(ratio * (own.matmul_flops + 4 * h * q)) + 4 * h * q,
+        f"{T5_LAYERS}:DecoderParallelTransformerLayer",
+        parameters=parameters,
+        matmul_flops=round(ratio * (own.matmul_flops + 4 * h * q)) + 4 * h * q,
         repeated_flops=round(ratio * own.repeated_flops),
         attention_size=round(q * (ratio * ratio + ratio)),
         cross_attention_size=round(q * ratio),
@@ -82,17 +91,20 @@ def decoder_layer(config: ModelConfig) -> LayerSpec:
 def _stack(config: ModelConfig, layer: LayerSpec, count: int, name: str) -> list[LayerSpec]:
     """``count`` times ``layer``, with the table of relative positions that all of them read."""
     shape = (config.relative_attention_num_buckets, config.num_attention_heads)
-    table = LayerSpec("RelativePositions", (ParameterSpec("weight", shape, shard_dim=1),), tied=f"{name}_positions")
+    table = LayerSpec(
+        "megatron.model.relative_positions:RelativePositions",
+        arguments={"name": name, "causal": name == "decoder"},
+        parameters=(ParameterSpec("weight", shape, shard_dim=1),),
+        tied=f"{name}_positions",
+    )
     return [*((table,) if config.has_relative_positions else ()), layer] * count
 
 
 def _stack_positions(config: ModelConfig, ratio: Fraction = Fraction(1)) -> LayerSpec:
     """What is added to the embedded tokens of a stack: both read one table of positions."""
-    if not config.has_position_table:
-        layer = embedding_dropout(config)
-        return replace(layer, class_name="StackDropout", kept=_times(layer.kept, ratio))
-    layer = position_embedding(config)
-    return replace(layer, class_name="StackPositions", tied="positions", kept=_times(layer.kept, ratio))
+    layer, has_table = positions(config), config.has_position_table
+    module = f"{T5_LAYERS}:{'StackPositions' if has_table else 'StackDropout'}"
+    return replace(layer, module=module, tied="positions" if has_table else None, kept=_times(layer.kept, ratio))
 
 
 def _decoder_tokens(config: ModelConfig) -> Fraction:
@@ -109,8 +121,7 @@ T5 = ArchitectureSpec(
     "pretrain_t5.py",
     (*BERT.tokenizers, HUGGINGFACE),
     _t5,
-    torch_layers="megatron.model.t5:t5_layers",
-    torch_loss="megatron.model.gpt2:gpt2_loss",
+    loss="megatron.model.loss:lm_loss",
     masked_lm=True,
     is_encoder_decoder=True,
     # T5 1.1 (arXiv 1910.10683, and the notes on its release).

@@ -12,7 +12,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows
 
 from megatron.common.errors import ConfigError
-from megatron.model.containers import SequentialModel
+from megatron.engines.containers import SequentialModel
 from megatron.tokenizer import Tokenizer
 from megatron.tools.evaluation.samples import Sample, Scores, last_inputs
 from megatron.tools.evaluation.scoring import ForwardModel, score

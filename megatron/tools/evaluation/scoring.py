@@ -14,9 +14,14 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from megatron.config import ActivationConfig, ModelConfig
-from megatron.model.containers import PipelinedModel, SequentialModel, run_in_order
+from megatron.engines.containers import (
+    PipelinedModel,
+    SequentialModel,
+    build_layers,
+    run_in_order,
+    sequential_model,
+)
 from megatron.model.embedding import segment_ids_of
-from megatron.model.gpt2 import gpt2_layers, gpt2_loss
 from megatron.model.partition import partition_boundaries
 from megatron.model.spec import architecture_of
 from megatron.model.transformer import HiddenStates, unpack
@@ -82,13 +87,11 @@ def open_forward(source: Source, layout: ParallelLayout, dtype: str, *, pipeline
     module: SequentialModel | PipelinedModel
     if pipeline:
         layers = balanced([1] * config.num_layers, layout.pipe_group.size())
-        parts = gpt2_layers(config, layout), gpt2_loss(config, layout)
-        module = PipelinedModel(
-            *parts, ActivationConfig(), layout, partition_boundaries=partition_boundaries(layers, config)
-        )
+        spec, boundaries = architecture_of(config), partition_boundaries(layers, config)
+        parts = build_layers(spec.layers(config), config, layout), spec.build_loss(config, layout)
+        module = PipelinedModel(*parts, ActivationConfig(), layout, partition_boundaries=boundaries)
     else:
-        spec = architecture_of(config)
-        module = SequentialModel(spec.build_layers(config, layout), spec.build_loss(config, layout), ActivationConfig())
+        module = sequential_model(config, ActivationConfig(), layout)
     return ForwardModel(load_weights(module, source, config, layout), config, layout)
 
 

@@ -13,7 +13,7 @@ from megatron.cli.settings_file import settings_text
 from megatron.common.errors import CheckpointError, counted
 from megatron.engines import deepspeed_silenced
 from megatron.engines.build import build_engine, eval_batch
-from megatron.model.classifier import correct_answers
+from megatron.model.loss import correct_answers
 from megatron.tools.finetuning.request import TaskData, TaskRun
 from megatron.tools.finetuning.rows import RowIterators
 from megatron.tools.reporting.tracing import requested_traces

@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.engines import deepspeed_silenced, silence_known_warnings
+from megatron.engines.containers import SequentialModel, run_in_order
 from megatron.launch.distributed import distributed
-from megatron.model.containers import SequentialModel, run_in_order
 from megatron.model.embedding import OutputLayer, without_segment_ids
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.transformer import ParallelTransformerLayer

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron.model.containers import run_in_order
+from megatron.engines.containers import run_in_order
 from megatron.model.embedding import WordEmbedding
 from megatron.model.t5 import (
     DecoderParallelTransformerLayer,

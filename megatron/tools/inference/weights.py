@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.config import ActivationConfig, ModelConfig
+from megatron.engines.containers import SequentialModel, sequential_model
 from megatron.model.architectures import architecture_of
-from megatron.model.containers import SequentialModel
 from megatron.model.spec import ParameterSpec
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
@@ -28,9 +28,7 @@ def load_model(source: Source, layout: ParallelLayout, dtype: str = "fp32") -> S
     Raises ConfigError if the tensor group cannot share the model, CheckpointError if weights are incomplete.
     """
     config = config_on(source.config, layout.tensor_group.size(), dtype)
-    spec = architecture_of(config)
-    module = SequentialModel(spec.build_layers(config, layout), spec.build_loss(config, layout), ActivationConfig())
-    return load_weights(module, source, config, layout)
+    return load_weights(sequential_model(config, ActivationConfig(), layout), source, config, layout)
 
 
 def load_weights(model: Module, source: Source, config: ModelConfig, layout: ParallelLayout) -> Module:

@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.common.units import with_prefix
 from megatron.config import ParallelConfig, RunConfig
 from megatron.engines import deepspeed_silenced
+from megatron.engines.containers import SequentialModel, build_layers
 from megatron.engines.optimizers import weight_decay_groups
 from megatron.model.architectures import architecture_of
+from megatron.model.embedding import without_segment_ids
 from megatron.model.partition import layers_per_chunk, partition_boundaries, plan
 from megatron.parallel.expert import expert_group_of
 from megatron.parallel.layout import ParallelLayout
@@ -72,23 +72,17 @@ def fake_layout(parallel: ParallelConfig, rank: int) -> Iterator[ParallelLayout]
         dist.destroy_process_group()
 
 
-def built_stage(run: RunConfig, layout: ParallelLayout) -> nn.ModuleDict:
+def built_stage(run: RunConfig, layout: ParallelLayout) -> SequentialModel:
     """The layers of a rank's stage that have parameters, on the meta device."""
     ends, stage = partition_boundaries(layers_per_chunk(run), run.model), layout.pipe_group.rank()
     schedule, stages = run.parallel.pipeline_schedule, run.parallel.pipe_stages
     chunks = chunks_of(schedule, stage, stages, run.parallel.chunks_per_stage)
-    held = [number for chunk in chunks for number in range(ends[chunk], ends[chunk + 1])]
-    tied, built = nn.ModuleDict(), nn.ModuleDict()
+    held = {number for chunk in chunks for number in range(ends[chunk], ends[chunk + 1])}
+    architecture = architecture_of(run.model)
+    layers = build_layers(architecture.layers(run.model), run.model, layout)
+    of_stage = [layer if number in held else without_segment_ids for number, layer in enumerate(layers)]
     with torch.device("meta"):
-        specs = architecture_of(run.model).build_layers(run.model, layout)
-        for number in held:
-            spec = specs[number]
-            if isinstance(spec, TiedLayerSpec):
-                if spec.key not in tied:
-                    tied[spec.key] = spec.build()
-            elif isinstance(spec, LayerSpec):
-                built[str(number)] = spec.build()
-    return nn.ModuleDict({**({"tied_modules": tied} if tied else {}), **built})
+        return SequentialModel(of_stage, architecture.build_loss(run.model, layout), run.activation)
 
 
 class Rank(NamedTuple):

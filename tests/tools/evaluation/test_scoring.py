@@ -10,8 +10,10 @@ TOKENS = torch.tensor([[3, 1, 4, 49, 5, 9, 2, 49, 6], [5, 3, 49, 5, 8, 9, 7, 9, 
 
 def logits_of_stages() -> torch.Tensor | None:
     """Logits of TOKENS, whose documents restart rotary positions without being kept apart, with a stage a rank."""
-    from megatron.model.containers import PipelinedModel
-    from megatron.model.gpt2 import GPT2Model, gpt2_layers, gpt2_loss
+
+    from megatron.engines.containers import PipelinedModel, build_layers, sequential_model
+    from megatron.model.architectures import GPT2
+    from megatron.model.loss import lm_loss
     from megatron.model.partition import partition_boundaries
     from megatron.parallel.layout import ParallelLayout
     from megatron.tools.evaluation.scoring import ForwardModel
@@ -23,11 +25,11 @@ def logits_of_stages() -> torch.Tensor | None:
         reset_position_ids=True,
     )  # fmt: skip
     layout = ParallelLayout.create(ParallelConfig(pipe_parallel_size=stages, world_size=stages))
-    layers, loss = gpt2_layers(config, layout), gpt2_loss(config, layout)
+    layers, loss = build_layers(GPT2.layers(config), config, layout), lm_loss(config, layout)
     bounds = partition_boundaries([2 // stages] * stages, config)
     module = PipelinedModel(layers, loss, ActivationConfig(), layout, partition_boundaries=bounds)
     if stages == 1:
-        return GPT2Model(config, ActivationConfig(), layout).eval()(TOKENS).detach().flatten(0, 1)
+        return sequential_model(config, ActivationConfig(), layout).eval()(TOKENS).detach().flatten(0, 1)
     with torch.no_grad():
         logits = ForwardModel(module.eval(), config, layout).logits(TOKENS, torch.ones_like(TOKENS, dtype=torch.bool))
     return None if logits is None else logits[0]

@@ -6,28 +6,70 @@ b batch, s sequence, v padded vocabulary, t tensor-parallel size
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
+from pkgutil import resolve_name
 from typing import Any
 
 import deepspeed
-from deepspeed.pipe import DualPipeVModule, LayerSpec, TiedLayerSpec
+from deepspeed.pipe import DualPipeVModule
+from deepspeed.pipe import LayerSpec as UnbuiltLayer
+from deepspeed.pipe import TiedLayerSpec as UnbuiltTiedLayer
 from torch import Tensor, nn
 
-from megatron.config import ActivationConfig
+from megatron.config import ActivationConfig, ModelConfig
 from megatron.engines.chunks import ChunkedPipelineModule
 from megatron.engines.engine import ExplicitPipelineModule
+from megatron.model.architectures import architecture_of
+from megatron.model.loss import LossFn
 from megatron.model.relative_positions import RelativePositions, with_bias_apart, without_bias
+from megatron.model.spec import LayerSpec
 from megatron.model.transformer import HiddenStates, ParallelTransformerLayer
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.pipeline.schedule import Schedule
 
 Layer = Callable[[HiddenStates], HiddenStates]
-Layers = Sequence[LayerSpec | Layer]
+Layers = Sequence[UnbuiltLayer | Layer]
 """A model in order, not yet built. A layer's index is its number in parameter names and checkpoint files."""
-LossFn = Callable[[Any, tuple[Tensor, ...]], Tensor]
-"""(output of the last layer, targets of the batch) -> loss.
 
-An attribute ``parts``, if it has one, maps names to the terms of the last loss, [], which are logged by themselves.
-"""
+
+def build_layers(specs: Sequence[LayerSpec], config: ModelConfig, layout: ParallelLayout) -> Layers:
+    """The layers of ``specs`` for a container, which builds those of its pipeline stage.
+
+    Transformer layers are numbered from 1 on. Of a tied layer, the first use builds the module and has a file in
+    checkpoints; the others are functions of it.
+    """
+    layers: list[UnbuiltLayer | Layer] = []
+    number, tied = 0, set[str]()
+    for spec in specs:
+        if not spec.module:
+            layers.append(resolve_name(spec.forward))
+            continue
+        number += spec.is_block
+        arguments = {**spec.arguments, "layer_number": number} if spec.is_block else spec.arguments
+        build = partial(resolve_name(spec.module), config, layout, **arguments)
+        if spec.tied is None:
+            layers.append(_SpecifiedLayer(nn.Module, build))
+            continue
+        forward = resolve_name(spec.forward) if spec.forward else _call if spec.tied in tied else None
+        shared = [parameter.name for parameter in spec.parameters]
+        layers.append(_SpecifiedTiedLayer(spec.tied, nn.Module, build, forward_fn=forward, tied_weight_attr=shared))
+        tied.add(spec.tied)
+    return layers
+
+
+class _SpecifiedLayer(UnbuiltLayer):
+    """A layer that a function builds. DeepSpeed's own takes classes only, and the class of a norm is chosen late."""
+
+    def build(self, log: bool = False) -> nn.Module:
+        (build,) = self.module_args
+        return build()
+
+
+class _SpecifiedTiedLayer(_SpecifiedLayer, UnbuiltTiedLayer):
+    """The same, of a layer whose parameters other layers share."""
+
+
+def _call(module: nn.Module, hidden_states: HiddenStates) -> HiddenStates:
+    return module(hidden_states)
 
 
 def loss_parts(container: nn.Module) -> dict[str, Tensor]:
@@ -86,12 +128,12 @@ class SequentialModel(nn.Module):
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs = [self._build(index, spec) for index, spec in enumerate(layers)]
 
-    def _build(self, index: int, spec: LayerSpec | Layer) -> Layer:
+    def _build(self, index: int, spec: UnbuiltLayer | Layer) -> Layer:
         if isinstance(spec, nn.Module):
             self.add_module(str(index), spec)
-        if not isinstance(spec, LayerSpec):
+        if not isinstance(spec, UnbuiltLayer):
             return spec
-        if not isinstance(spec, TiedLayerSpec):
+        if not isinstance(spec, UnbuiltTiedLayer):
             self.add_module(str(index), spec.build())
             return self.get_submodule(str(index))
         if spec.key not in self.tied_modules:
@@ -103,6 +145,13 @@ class SequentialModel(nn.Module):
         """The loss, or without targets the output of the last layer: for GPT-2 the logits [b, s, v/t]."""
         outputs = run_layers(self.forward_funcs, inputs, self.layers_per_checkpoint if self.training else 0)
         return outputs if targets is None else self.loss_fn(outputs, targets)
+
+
+def sequential_model(config: ModelConfig, activation: ActivationConfig, layout: ParallelLayout) -> SequentialModel:
+    """The model of ``config`` without pipeline stages."""
+    architecture = architecture_of(config)
+    layers = build_layers(architecture.layers(config), config, layout)
+    return SequentialModel(layers, architecture.build_loss(config, layout), activation)
 
 
 class ProvidedModel(nn.Module):

@@ -1,0 +1,92 @@
+"""The losses of the architectures, each made from (config, layout) and called with (output of the last layer, targets).
+
+If a loss is not finite, neither is any gradient.
+
+b batch, s sequence, v padded vocabulary, t tensor-parallel size, c classes
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron.config import ModelConfig
+from megatron.parallel.layout import ParallelLayout
+from megatron.parallel.sequence import sequence_shard
+from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
+
+LossFn = Callable[[Any, tuple[Tensor, ...]], Tensor]
+"""(output of the last layer, targets of the batch) -> loss.
+
+An attribute ``parts``, if it has one, maps names to the terms of the last loss, [], which are logged by themselves.
+"""
+
+
+def lm_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
+    """The weighted sum of the tokens' cross entropies.
+
+    loss(logits [b, s, v/t], (labels, weights)): labels [b, s], and weights [b, s] that add up to 1 over the tokens of
+    the global batch. With a sequence group the logits are of this rank's shard; the loss is the mean over the group.
+    """
+    sequence_group = layout.sequence_group
+
+    def loss(logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+        labels, weights = (sequence_shard(target, layout, 1) for target in targets)
+        if sequence_group:
+            weights = weights * sequence_group.size()
+        losses = vocab_parallel_cross_entropy(
+            logits,
+            labels,
+            layout.tensor_group,
+            config.vocab_size,
+            in_fp32=not config.fp16_lm_cross_entropy,
+            compiled=config.compile and logits.is_cuda,
+        )
+        return without_gradient_unless_finite((losses.float() * weights).sum())
+
+    return loss
+
+
+class BertLoss:
+    """The weighted sum of the masked tokens' cross entropies, plus the mean cross entropy of the sentences' order.
+
+    loss(outputs, targets): both logits; and labels [b, s], weights [b, s] and whether sentences were swapped [b].
+    """
+
+    def __init__(self, config: ModelConfig, layout: ParallelLayout):
+        self._words_loss = lm_loss(config, layout)
+        self.parts = {"masked_lm_loss": torch.zeros(()), "sop_loss": torch.zeros(())}
+        """Both terms of the last loss, [], as they are logged; Megatron-LM calls them "lm loss" and "sop loss"."""
+
+    def __call__(self, outputs: tuple[Tensor, Tensor], targets: tuple[Tensor, ...]) -> Tensor:
+        (logits, order), (labels, weights, swapped) = outputs, targets
+        words, order_loss = self._words_loss(logits, (labels, weights)), F.cross_entropy(order.float(), swapped)
+        self.parts = {"masked_lm_loss": words.detach(), "sop_loss": order_loss.detach()}
+        return without_gradient_unless_finite(words + order_loss)
+
+
+def classifier_loss(config: ModelConfig, layout: ParallelLayout) -> LossFn:
+    """The weighted sum of the samples' cross entropies.
+
+    loss(logits [b, c], (labels, weights)): labels [b], and weights [b] that add up to 1 over the global batch.
+    """
+
+    def loss(logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+        labels, weights = targets
+        losses = F.cross_entropy(logits.float(), labels, reduction="none")
+        return without_gradient_unless_finite((losses * weights).sum())
+
+    return loss
+
+
+def correct_answers(logits: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
+    """The sum of the weights of those samples whose largest logit is that of their label; in place of the loss."""
+    labels, weights = targets
+    return (weights * (logits.argmax(-1) == labels)).sum()
+
+
+def without_gradient_unless_finite(loss: Tensor) -> Tensor:
+    """``loss``, with gradients that are all NaN if it is not finite: an infinite loss can have finite gradients."""
+    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan)
