@@ -26,11 +26,12 @@ from megatron.launch.distributed import distributed
 from megatron.model.architectures import GPT2
 from megatron.model.attention_kernel import attention_kernel
 from megatron.model.flex_attention import attend_flex
-from megatron.model.kernels import bias_gelu, device_facts, dropout_add, rms_norm, swiglu
 from megatron.model.moe import MoEParallelTransformerLayer, StackedLinear
 from megatron.model.packed_attention import attend_in_blocks, attend_varlen, dense_mask
 from megatron.model.partial_attention import PartialAttention, merge
 from megatron.model.transformer import ParallelTransformerLayer
+from megatron.ops.activation import bias_gelu, dropout_add, swiglu
+from megatron.ops.cuda import device_facts
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.tensor.random import model_parallel_manual_seed
@@ -146,7 +147,7 @@ def _attention(dtype: str) -> Iterator[Case]:
 
 def _parts(dtype: str, layout: ParallelLayout) -> Iterator[Case]:
     hidden, weight = _randn(dtype, B, S, H), 1 + 0.1 * _randn(dtype, H)
-    yield Case("RMSNorm", dtype, [hidden, weight], partial(rms_norm, eps=1e-5), _rms_norm)
+    yield Case("RMSNorm", dtype, [hidden, weight], lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), _rms_norm)
     yield Case("SwiGLU", dtype, [hidden], swiglu, lambda x: F.silu(x[..., : H // 2]) * x[..., H // 2 :])
     fused = replace(LAYER, bias_gelu_fusion=True, bias_dropout_fusion=True)
     yield Case("--bias-gelu-fusion", dtype, [hidden, weight], bias_gelu(fused), lambda x, b: F.gelu(x + b))

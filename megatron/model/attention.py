@@ -16,12 +16,13 @@ from torch.nn import functional as F
 from megatron.config import ModelConfig
 from megatron.model.attention_kernel import AttentionKernel, attention_kernel
 from megatron.model.bf16_attention import bf16_attention, is_bf16_on_cpu
-from megatron.model.kernels import adapter, device_facts, head_norm_class, residual_weight, weight
 from megatron.model.key_value_cache import KeyValueCache
 from megatron.model.packed_attention import attend_in_blocks, attend_varlen, dense_mask, window_mask
 from megatron.model.partial_attention import PartialAttention
 from megatron.model.ring_attention import RingAttention, tables_of_ring
 from megatron.model.rotary import RotaryEmbedding, positions_in_segment, rotate
+from megatron.model.weights import adapter, head_norm_class, residual_weight, weight
+from megatron.ops.cuda import device_facts
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import all_to_all, sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 from megatron.config import ModelConfig
 from megatron.model.spec import architecture_of
+from megatron.ops.device import DeviceFacts
 
 SHORTEST_BLOCK, LONGEST_CHUNK = 128, 512
 """Tokens: documents up to the first are computed together, and windows in chunks up to the second."""
@@ -13,19 +14,6 @@ _STEP_BY_STEP = {
     "apply_query_key_layer_scaling": "--apply-query-key-layer-scaling",
 }
 """Options that no fused kernel has."""
-
-
-class DeviceFacts(NamedTuple):
-    """What the kernel depends on besides the model."""
-
-    kind: str
-    """cpu, cuda, rocm or another type of torch's devices."""
-    capability: tuple[int, int] | None = None
-    """CUDA's compute capability, such as (8, 0); None if it is not known, which counts as a new one."""
-    has_fused_kernels: bool = True
-    """Whether torch was built with them for this device."""
-    has_varlen: bool = True
-    """Whether torch has a ``varlen_attn`` with windows: 2.11 or later."""
 
 
 class AttentionKernel(NamedTuple):

@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from megatron.config import ModelConfig
 from megatron.model.embedding import PairEmbedding, to_logits
-from megatron.model.kernels import gelu, norm_class, weight
+from megatron.model.weights import norm_class, weight
+from megatron.ops.activation import gelu
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import first_token
 from megatron.parallel.tensor.layers import all_reduce_gradient, mark_sharded

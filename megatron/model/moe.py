@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megatron.config import ModelConfig
-from megatron.model.kernels import mlp_activation, residual_weight, weight
 from megatron.model.router import Router
 from megatron.model.transformer import ParallelMLP, ParallelTransformerLayer
+from megatron.model.weights import residual_weight, weight
+from megatron.ops.activation import mlp_activation
 from megatron.parallel.expert import Route, local_experts, mark_expert
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim

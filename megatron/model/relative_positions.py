@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
-from megatron.model.kernels import weight
+from megatron.model.weights import weight
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import sharded_parameter
 

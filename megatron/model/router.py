@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
-from megatron.model.kernels import weight
+from megatron.model.weights import weight
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import all_reduce_gradient
 from megatron.parallel.tensor.mappings import all_reduce

@@ -21,10 +21,10 @@ from megatron.model.embedding import (
     WordEmbedding,
     without_segment_ids,
 )
-from megatron.model.kernels import norm_class
 from megatron.model.relative_positions import RelativePositions
 from megatron.model.t5_attention import CrossAttention, DecoderCache, MaskedSelfAttention
 from megatron.model.transformer import ParallelTransformerLayer
+from megatron.model.weights import norm_class
 from megatron.parallel.layout import ParallelLayout
 
 State = tuple[Tensor, ...]

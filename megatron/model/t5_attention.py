@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron.config import ModelConfig
-from megatron.model.kernels import residual_weight, weight
+from megatron.model.weights import residual_weight, weight
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.parallel.tensor.random import random_stream

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.model.attention import ParallelSelfAttention
-from megatron.model.kernels import adapter, bias_gelu, dropout_add, mlp_activation, norm_class, residual_weight, weight
 from megatron.model.key_value_cache import KeyValueCache
+from megatron.model.weights import adapter, norm_class, residual_weight, weight
+from megatron.ops.activation import bias_gelu, dropout_add, mlp_activation
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.sequence import sequence_parallel_dim
 from megatron.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear

@@ -27,8 +27,9 @@ from megatron.launch.flight_recorder import record_into
 from megatron.launch.progress import ProgressState
 from megatron.launch.rank_failure import rank_failure_monitor
 from megatron.launch.watchdog import hang_watchdog
-from megatron.model.kernels import device_facts, uses_apex
 from megatron.model.spec import architecture_of
+from megatron.ops.apex import uses_apex
+from megatron.ops.cuda import device_facts
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.random import model_parallel_manual_seed
 from megatron.training.callbacks import Callback

@@ -6,9 +6,10 @@ from megatron.common.errors import counted
 from megatron.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from megatron.config.data import Part
 from megatron.model.architectures import architecture_of
-from megatron.model.attention_kernel import DeviceFacts, attention_kernel
+from megatron.model.attention_kernel import attention_kernel
 from megatron.model.partition import plan
 from megatron.model.spec import active_parameters, parameter_counts
+from megatron.ops.device import DeviceFacts
 
 
 def describe_config(run: RunConfig, device: DeviceFacts | None = None) -> dict[str, str]:

@@ -8,8 +8,9 @@ from torch.torch_version import TorchVersion
 
 from megatron.config import ModelConfig
 from megatron.model.architectures import BERT, GPT2
-from megatron.model.attention_kernel import DeviceFacts, attention_kernel, computed_scores
+from megatron.model.attention_kernel import attention_kernel, computed_scores
 from megatron.model.packed_attention import attend_in_blocks
+from megatron.ops.device import DeviceFacts
 
 MODEL = ModelConfig(
     num_layers=2, hidden_size=1024, num_attention_heads=16, attention_dropout=0.0, dtype="bf16", architecture=GPT2.name
@@ -80,7 +81,7 @@ def test_scores_of_a_window_are_those_of_its_chunks() -> None:
 
 
 def test_the_facts_of_a_device(monkeypatch) -> None:
-    from megatron.model.kernels import device_facts
+    from megatron.ops.cuda import device_facts
 
     assert device_facts(torch.device("cpu")) == CPU
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

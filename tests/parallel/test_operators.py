@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from megatron import mpu
 from megatron.common.errors import ConfigError
-from megatron.parallel import tensor as chunks
+from megatron.ops import device as chunks
 
 TENSOR_PARALLEL_SIZES = [1, 2, 4]
 INIT = {"std": 0.3, "seed": 7}

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.model.kernels import weight
+from megatron.model.weights import weight
 from megatron.parallel.layout import ParallelLayout
 from megatron.parallel.tensor.layers import VocabParallelEmbedding
 

@@ -121,10 +121,10 @@ def _recorded(words: list[str]) -> tuple[dict[str, str], list[Call]]:
     from support.training import pretrain
 
     from megatron.engines import optimizers
-    from megatron.model import kernels
+    from megatron.ops import apex as apex_variants
 
     apex_stub.install()
-    optimizers.uses_apex = kernels.uses_apex = lambda fused_kernels: fused_kernels == "auto"
+    optimizers.uses_apex = apex_variants.uses_apex = lambda fused_kernels: fused_kernels == "auto"
     import apex
 
     stub, calls = {}, set()

@@ -10,8 +10,8 @@ from megatron.config import ModelConfig, RunConfig
 from megatron.engines.optimizers.lion import Lion
 from megatron.engines.optimizers.muon import Matrix, Muon
 from megatron.model.architectures import architecture_of
-from megatron.model.kernels import uses_apex
 from megatron.model.spec import ArchitectureSpec
+from megatron.ops.apex import uses_apex
 from megatron.parallel.layout import ParallelLayout
 
 Groups = list[dict[str, Any]]

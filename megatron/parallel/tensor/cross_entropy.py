@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.parallel.tensor import rows_at_once
+from megatron.ops.device import rows_at_once
 
 
 def vocab_parallel_cross_entropy(

@@ -86,6 +86,18 @@ def reduce_output(x: Tensor, group: ProcessGroup, sequence_dim: int | None) -> T
     return reduce_scatter_to_sequence_parallel_region(x, group, sequence_dim)
 
 
+def sharded_norm(norm: type[nn.Module], group: ProcessGroup) -> type[nn.Module]:
+    """``norm`` for a rank's part of the sequence or of the heads: gradients of its replicated weights are summed."""
+
+    class ShardedNorm(norm):  # type: ignore[valid-type, misc]  # a class that is chosen at run time
+        def __init__(self, size: int, eps: float):
+            super().__init__(size, eps=eps)
+            for parameter in self.parameters():
+                all_reduce_gradient(parameter, group)
+
+    return ShardedNorm
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with W sharded by rows (outputs): [.., i] -> [.., o/t], or [.., o] with ``gather_output``.
 

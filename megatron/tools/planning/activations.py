@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.config import RunConfig
-from megatron.model.attention_kernel import SHORTEST_BLOCK, DeviceFacts, attention_kernel, chunk_size, computed_scores
+from megatron.model.attention_kernel import SHORTEST_BLOCK, attention_kernel, chunk_size, computed_scores
 from megatron.model.partition import LayerCounts, layer_groups
 from megatron.model.spec import LayerSpec
-from megatron.parallel.tensor import rows_at_once
+from megatron.ops.device import DeviceFacts, rows_at_once
 from megatron.tools.planning.states import FP32, bytes_of
 
 

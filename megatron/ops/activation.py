@@ -1,0 +1,83 @@
+"""Activations of the MLP and the residual connection with dropout, plain or as a kernel of torch's compiler.
+
+f columns of the MLP
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron.config import ModelConfig
+
+
+def mlp_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """SwiGLU or GEGLU of gate and up [.., 2f] -> [.., f], or GELU."""
+    if config.geglu:
+        return partial(geglu, approximate=_gelu_kind(config))
+    return swiglu if config.swiglu else gelu(config)
+
+
+def gelu(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """GELU, exact or OpenAI's tanh approximation."""
+    return partial(F.gelu, approximate=_gelu_kind(config))
+
+
+def bias_gelu(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """GELU(x + bias) as one compiled kernel, or None without ``--bias-gelu-fusion``."""
+    return partial(_compiled(_bias_gelu), approximate=_gelu_kind(config)) if config.bias_gelu_fusion else None
+
+
+def dropout_add(config: ModelConfig) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """residual + dropout(x), as one compiled kernel with ``--bias-dropout-fusion``."""
+    return _compiled(_dropout_add) if config.bias_dropout_fusion else _dropout_add
+
+
+def geglu(x: Tensor, approximate: str) -> Tensor:
+    """GELU(gate) x up of both in one tensor (arXiv 2002.05202): [.., 2f] -> [.., f]."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """SiLU(gate) x up of both in one tensor (arXiv 2002.05202): [.., 2f] -> [.., f]. Saves only its input."""
+    if torch.compiler.is_compiling():
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    return _SwiGLU.apply(x)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate, up = x.chunk(2, dim=-1)
+        grads = torch.empty_like(x)
+        of_gate, of_up = grads.chunk(2, dim=-1)
+        torch.mul(F.silu(gate), grad, out=of_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=of_gate)
+        return grads
+
+
+def _gelu_kind(config: ModelConfig) -> str:
+    return "tanh" if config.openai_gelu else "none"
+
+
+def _bias_gelu(x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    return F.gelu(x + bias, approximate=approximate)
+
+
+def _dropout_add(x: Tensor, residual: Tensor, dropout: float) -> Tensor:
+    return residual + (F.dropout(x, dropout) if dropout else x)
+
+
+_compiled = cache(torch.compile)
