@@ -20,7 +20,7 @@ from megatron.config import ModelConfig, default_ffn_hidden_size, flag_fields
 from megatron.config.fields import flag_name
 from megatron.config.presets import PRESETS
 from megatron.model.architectures import ARCHITECTURES
-from megatron.parallel.pipeline.held import in_flight
+from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
 from megatron.tools.command_line import ToolParser, run_tool

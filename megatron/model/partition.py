@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from megatron.common.errors import ConfigError
 from megatron.common.reading import read_json
@@ -21,7 +21,7 @@ from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.model.architectures import architecture_of
 from megatron.model.spec import LayerSpec
 from megatron.parallel.pipeline.balance import balanced
-from megatron.parallel.pipeline.held import kept
+from megatron.parallel.pipeline.in_flight import counts_in_flight
 from megatron.parallel.pipeline.schedule import Schedule, chunks_of, has_order
 
 EXPLICIT = re.compile(r"\d{1,9}( *, *\d{1,9})*")
@@ -35,26 +35,9 @@ POSITIONS = "RelativePositions"
 """Class name of the layer that each transformer layer of T5 needs in front of it."""
 
 
-class ChunkLayers(NamedTuple):
-    """What the layers of a model chunk come to."""
-
-    counts: LayerCounts
-    num_blocks: int
-    """Transformer layers."""
-    last_elements: int
-    """Elements of the last transformer layer and of what follows it; of all layers without one."""
-
-    @classmethod
-    def of(cls, layers: Sequence[LayerSpec]) -> "ChunkLayers":
-        """Those of ``layers``."""
-        blocks = [index for index, layer in enumerate(layers) if layer.is_block]
-        last = layers[blocks[-1] :] if blocks else layers
-        return cls(counts(layers), len(blocks), sum(layer.numel for layer in last))
-
-
 @dataclass(frozen=True)
 class Stage:
-    """What one pipeline stage holds, all of its tensor-parallel ranks together."""
+    """What one pipeline stage has, all of its tensor-parallel ranks together."""
 
     chunks: tuple[range, ...]
     """Its runs of layer groups: 0 is the embeddings, n transformer layer n, the last one the head."""
@@ -66,20 +49,6 @@ class Stage:
     def layers(self) -> tuple[LayerSpec, ...]:
         """The layers of all of its chunks."""
         return tuple(layer for layers in self.layers_of_chunks for layer in layers)
-
-    @cached_property
-    def kinds(self) -> tuple[ChunkLayers, ...]:
-        """The layers of its chunks; of chunks with the same layers once."""
-        return tuple(one for number, one in enumerate(self._chunks) if one not in self._chunks[:number])
-
-    @cached_property
-    def kind_of_chunk(self) -> tuple[int, ...]:
-        """For each chunk its place in ``kinds``."""
-        return tuple(map(self.kinds.index, self._chunks))
-
-    @cached_property
-    def _chunks(self) -> list[ChunkLayers]:
-        return list(map(ChunkLayers.of, self.layers_of_chunks))
 
     @cached_property
     def counts(self) -> LayerCounts:
@@ -94,8 +63,7 @@ class Stage:
     @cached_property
     def parameters(self) -> int:
         """Elements of its parameters; of tied layers once."""
-        tied = {layer.tied: layer.numel for layer, _ in self.counts if layer.tied}
-        return sum(tied.values()) + sum(count * layer.numel for layer, count in self.counts if not layer.tied)
+        return sum(layer.numel for layer in self.distinct_layers())
 
     def flops(self, seq_length: int) -> int:
         """FLOPs of the forward pass for one token."""
@@ -103,7 +71,7 @@ class Stage:
 
     def distinct_layers(self) -> list[LayerSpec]:
         """Its layers in order; tied layers once."""
-        return list(_without_repeated(self.layers))
+        return list({layer.tied or index: layer for index, layer in enumerate(self.layers)}.values())
 
 
 METHODS: dict[str, Callable[[LayerGroup, int], int]] = {
@@ -193,20 +161,14 @@ def plan(run: RunConfig) -> list[Stage]:
 
 
 def _stage(chunks: tuple[range, ...], groups: Sequence[LayerGroup]) -> Stage:
-    held = [number for chunk in chunks for number in chunk]
     layers = tuple(tuple(layer for number in chunk for layer in groups[number]) for chunk in chunks)
-    return Stage(chunks, layers, 0 in held, len(groups) - 1 in held)
+    return Stage(chunks, layers, chunks[0].start == 0, chunks[-1].stop == len(groups))
 
 
 def counts(values: Sequence[Value]) -> tuple[tuple[Value, int], ...]:
     """Each object once, with how often it is there."""
     by_identity = {id(value): value for value in values}
     return tuple((by_identity[number], count) for number, count in Counter(map(id, values)).items())
-
-
-def _without_repeated(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
-    """``layers`` with tied ones once."""
-    return list({layer.tied or index: layer for index, layer in enumerate(layers)}.values())
 
 
 def inputs_in_flight(run: RunConfig) -> int:
@@ -220,7 +182,7 @@ def inputs_in_flight(run: RunConfig) -> int:
     return max(
         sum(count * layers[chunk] for count, chunk in zip(counts, schedule.chunks_of(stage), strict=True))
         for stage in range(stages)
-        for counts in kept(schedule, stage)
+        for counts in counts_in_flight(schedule, stage)
     )
 
 

@@ -11,8 +11,7 @@ from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, For
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from megatron.parallel.pipeline.dualpipev import exchanging_steps
-from megatron.parallel.pipeline.held import in_flight, keeping_most
-from megatron.parallel.pipeline.held import peaks as held_peaks
+from megatron.parallel.pipeline.in_flight import in_flight, micro_batches_in_flight, peaks, stages_that_keep_most
 from megatron.parallel.pipeline.schedule import KINDS, Action, Schedule, has_order
 from megatron.parallel.pipeline.simulation import PassSeconds, bubble_ratio, idle_seconds, idle_share, simulate
 
@@ -171,29 +170,28 @@ def test_activations_in_flight(name: str, chunks: int) -> None:
 
 @pytest.mark.parametrize(("name", "chunks"), NAMES)
 def test_a_stage_never_keeps_more_than_at_its_peaks(name: str, chunks: int) -> None:
-    """Chunks of the same layers count together: all of them, those but the first, or none."""
     for schedule in every(name, chunks):
-        for stage, alike in product(range(schedule.stages), ((0,) * chunks, (0, *[1] * (chunks - 1)), range(chunks))):
-            own, held = schedule.chunks_of(stage), Counter[tuple[str, int]]()
-            before, in_flight_at_most = held_peaks(schedule, stage, tuple(alike))
-            peaks = {tuple(passes): states for *passes, states in before}
+        for stage in range(schedule.stages):
+            own, kept = schedule.chunks_of(stage), Counter[tuple[str, int]]()
+            found = peaks(schedule, stage)
             reached, most, is_first = set(), 0, True
             for chunk, kind, _ in schedule.actions(stage):
-                phase = alike[own.index(chunk)]
+                number = own.index(chunk)
                 if kind != "F":
-                    now = tuple(held[part, number] for number in range(max(alike) + 1) for part in "FW")
-                    assert any(all(map(ge, one, now)) for one in peaks[kind, phase, is_first]), (schedule, stage, alike)
-                    reached.add((kind, phase, is_first, now))
-                    most, is_first = max(most, ceil(held.total() / chunks)), False
-                held["F", phase] += {"F": 1, "W": 0}.get(kind, -1)
-                held["W", phase] += {"I": 1, "W": -1}.get(kind, 0)
-            assert {(*key, one) for key, held in peaks.items() for one in held} <= reached
-            assert in_flight_at_most == most
+                    now = tuple(kept[part, number] for number in range(chunks) for part in "FW")
+                    alike = [one.counts for one in found if one[:3] == (kind, number, is_first)]
+                    assert any(all(map(ge, counts, now)) for counts in alike), (schedule, stage)
+                    reached.add((kind, number, is_first, now))
+                    most, is_first = max(most, ceil(kept.total() / chunks)), False
+                kept["F", number] += {"F": 1, "W": 0}.get(kind, -1)
+                kept["W", number] += {"I": 1, "W": -1}.get(kind, 0)
+            assert set(found) <= reached
+            assert micro_batches_in_flight(schedule, stage) == most
 
 
 @pytest.mark.parametrize(("name", "chunks"), NAMES)
 def test_stages_that_keep_most_are_known(name: str, chunks: int) -> None:
-    """Before each kind of pass, whatever the activations and products of a chunk take."""
+    """Before each kind of pass, whatever the activations and deferred gradients of a chunk take."""
     random = Random(1)
     sizes = [[(random.random(), random.random() * often) for _ in range(chunks)] for often in (0, 1, 1, 2, 2)]
     for stages, micro_batches in product((3, 5, 8), range(1, 20)):
@@ -201,17 +199,14 @@ def test_stages_that_keep_most_are_known(name: str, chunks: int) -> None:
             continue
         # DeepSpeed's DualPipeV has whole backward passes.
         schedule = Schedule(name, stages, micro_batches, chunks, splits_backward=name != "dualpipev")
-        found = [held_peaks(schedule, stage, tuple(range(chunks))).before for stage in range(stages)]
+        found = [peaks(schedule, stage) for stage in range(stages)]
         for sized in (*sizes, [sizes[-1][0]] * chunks):
-            most = [
-                {
-                    tuple(passes): max(sum(map(mul, held, chain(*sized))) for held in states)
-                    for *passes, states in before
-                }
-                for before in found
-            ]
+            most = [Counter[tuple]() for _ in found]
+            for stage, (*passes, counts) in ((stage, moment) for stage, of in enumerate(found) for moment in of):
+                kept = sum(map(mul, counts, chain(*sized)))
+                most[stage][tuple(passes)] = max(most[stage][tuple(passes)], kept)
             for first, last in combinations(range(1, stages), 2):
-                chosen = [most[stage] for stage in keeping_most(schedule, first, last)]
+                chosen = [most[stage] for stage in stages_that_keep_most(schedule, first, last)]
                 for passes, kept in chain(*(one.items() for one in most[first : last + 1])):
                     limit = max(one.get(passes, 0.0) for one in chosen)
                     assert kept <= limit * (1 + 1e-9), (schedule, first, last)

@@ -11,7 +11,7 @@ from megatron.config import RunConfig
 from megatron.config.fields import Provided
 from megatron.model.partition import Stage, plan
 from megatron.model.spec import model_flops
-from megatron.parallel.pipeline.held import keeping_most
+from megatron.parallel.pipeline.in_flight import stages_that_keep_most
 from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.tools.planning.activations import Activations, Sizes, activations, sizes
 from megatron.tools.planning.memory import Memory, working
@@ -154,7 +154,7 @@ class _Grid:
         """The distinct stages with the memory of a rank of each."""
         schedule = schedule_of(run)
         for (stage, *ends), counts, held in zip(self._stages, self._parameters, self._states_of(run), strict=True):
-            for number in keeping_most(schedule, *ends):
+            for number in stages_that_keep_most(schedule, *ends):
                 yield stage, Memory(*counts, held, working(run, stage, number, micro_batch, held))
 
     def _states_of(self, run: RunConfig) -> list[States]:

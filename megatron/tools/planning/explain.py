@@ -13,7 +13,7 @@ from megatron.common.errors import ConfigError, UserError, counted
 from megatron.config import RunConfig
 from megatron.model.spec import architecture_of
 from megatron.parallel import groups, ring_groups, ulysses_groups
-from megatron.parallel.pipeline.held import in_flight
+from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import schedule_of
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_share
 from megatron.tools.planning.pictures import schedule_text

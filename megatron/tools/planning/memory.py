@@ -8,8 +8,8 @@ from operator import mul
 from typing import NamedTuple
 
 from megatron.config import RunConfig
-from megatron.model.partition import ChunkLayers, Stage, plan
-from megatron.parallel.pipeline.held import Peak, peaks
+from megatron.model.partition import LayerCounts, Stage, counts, plan
+from megatron.parallel.pipeline.in_flight import Moment, micro_batches_in_flight, peaks
 from megatron.parallel.pipeline.schedule import BACKWARD, INPUT_GRADIENTS, WEIGHT_GRADIENTS, schedule_of
 from megatron.tools.planning.activations import Activations, activations, deferred_bytes
 from megatron.tools.planning.states import States, states
@@ -74,18 +74,18 @@ def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations,
     """The working memory of a rank of ``stage``, which is the one of that number, beside what is ``held``."""
     if run.parallel.uses_pipeline:
         schedule = schedule_of(run).shortened
-        before, in_flight = peaks(schedule, number, stage.kind_of_chunk)
+        moments, in_flight = peaks(schedule, number), micro_batches_in_flight(schedule, number)
         chunks = _chunks(run, stage, micro_batch, is_divided=schedule.divides_backward)
     else:
-        before = (Peak(BACKWARD, 0, run.train.gradient_accumulation_steps == 1, held=((1, 0),)),)
+        moments = (Moment(BACKWARD, 0, run.train.gradient_accumulation_steps == 1, counts=(1, 0)),)
         in_flight, chunks = 1, _chunks(run, stage, micro_batch, is_divided=False)
-    sizes = [size for chunk in chunks for size in (chunk.forward, chunk.products)]
+    sizes = [size for chunk in chunks for size in (chunk.forward, chunk.deferred)]
     inside = _recomputed(run, chunks, micro_batch) + micro_batch.passing
     points: list[tuple[int, int]] = []
-    for peak in before:
-        kept, chunk = max(sum(map(mul, state, sizes)) for state in peak.held), chunks[peak.phase]
-        of_pass = _needed(peak, kept, inside, chunk, micro_batch)
-        is_first = peak.is_first and peak.kind == BACKWARD
+    for moment in moments:
+        kept, chunk = sum(map(mul, moment.counts, sizes)), chunks[moment.chunk]
+        of_pass = _needed(moment.kind, kept, inside, chunk, micro_batch)
+        is_first = moment.is_first and moment.kind == BACKWARD
         points += _before_gradients(run, stage, of_pass, chunk, held.new_gradients) if is_first else of_pass
     activations, logits = max(points, key=sum)
     return Working(
@@ -99,27 +99,32 @@ def working(run: RunConfig, stage: Stage, number: int, micro_batch: Activations,
 class _Chunk(NamedTuple):
     """A model chunk of a stage, with bytes of one micro-batch."""
 
-    layers: ChunkLayers
+    num_blocks: int
+    """Transformer layers."""
+    last_elements: int
+    """Elements of the last transformer layer and of what follows it; of all layers without one."""
     blocks: int
     """Bytes kept by its layers."""
     forward: int
     """Bytes kept after its forward pass: of the layers, of embeddings, and of what is passed to it and on."""
-    products: int
+    deferred: int
     """Bytes kept for deferred weight gradients."""
     has_head: bool
 
 
 def _chunks(run: RunConfig, stage: Stage, micro_batch: Activations, *, is_divided: bool) -> list[_Chunk]:
-    """The kinds of model chunks of ``stage``, in a pipeline whose backward passes are divided, or not."""
-    found, first, last = [], stage.kind_of_chunk[0], stage.kind_of_chunk[-1]
-    for kind, layers in enumerate(stage.kinds):
-        has_embedding, has_head = stage.has_embedding and kind == first, stage.has_head and kind == last
-        blocks = _of_chunk(run, layers, micro_batch)
+    """The model chunks of ``stage``, in a pipeline whose backward passes are split, or not."""
+    found, last = [], len(stage.chunks) - 1
+    for number, layers in enumerate(stage.layers_of_chunks):
+        has_embedding, has_head = stage.has_embedding and number == 0, stage.has_head and number == last
+        indices, counted = [index for index, layer in enumerate(layers) if layer.is_block], counts(layers)
+        blocks = _of_chunk(run, len(indices), counted, micro_batch)
         forward = blocks + has_embedding * micro_batch.front
         if run.parallel.uses_scheduled_engine:  # keeps the input and the output of a chunk, too
             forward += (2 - has_embedding - has_head) * micro_batch.hidden
-        products = deferred_bytes(run, layers.counts) if is_divided else 0
-        found.append(_Chunk(layers, blocks, forward, products, has_head))
+        deferred = deferred_bytes(run, counted) if is_divided else 0
+        last_elements = sum(layer.numel for layer in layers[indices[-1] if indices else 0 :])
+        found.append(_Chunk(len(indices), last_elements, blocks, forward, deferred, has_head))
     return found
 
 
@@ -128,19 +133,19 @@ def _recomputed(run: RunConfig, chunks: Sequence[_Chunk], micro_batch: Activatio
     if run.model.recomputes_attention:
         return micro_batch.scores
     together = run.activation.layers_together
-    return together and min(together, max(chunk.layers.num_blocks for chunk in chunks)) * micro_batch.layer
+    return together and min(together, max(chunk.num_blocks for chunk in chunks)) * micro_batch.layer
 
 
-def _needed(peak: Peak, kept: int, inside: int, chunk: _Chunk, micro_batch: Activations) -> list[tuple[int, int]]:
+def _needed(kind: str, kept: int, inside: int, chunk: _Chunk, micro_batch: Activations) -> list[tuple[int, int]]:
     """Activations at the points of a pass at which most is needed, and logits.
 
-    ``kept`` are bytes before the pass, at its ``peak``, and ``inside`` those that a layer needs besides.
+    ``kept`` are bytes before the pass of that ``kind``, and ``inside`` the bytes that a layer needs besides.
     """
-    if peak.kind == WEIGHT_GRADIENTS:
+    if kind == WEIGHT_GRADIENTS:
         return [(kept, 0)]
-    if peak.kind == INPUT_GRADIENTS:  # before its last layer the others have deferred theirs
-        blocks = max(chunk.layers.num_blocks, 1)
-        inside += max(chunk.products - chunk.forward, 0) * (blocks - 1) // blocks
+    if kind == INPUT_GRADIENTS:  # before its last layer the others have deferred theirs
+        blocks = max(chunk.num_blocks, 1)
+        inside += max(chunk.deferred - chunk.forward, 0) * (blocks - 1) // blocks
     at_the_loss = [(kept + micro_batch.back, micro_batch.logits)] if chunk.has_head else []
     return [(kept + inside, 0), *at_the_loss]
 
@@ -154,8 +159,8 @@ def _before_gradients(
     before all gradients. There is a third one: the first layer, when the activations of the layers of this model
     ``chunk`` are gone but for its own.
     """
-    there = chunk.layers.last_elements / max(stage.parameters, 1)
-    groups = max(ceil(chunk.layers.num_blocks / max(run.activation.layers_together, 1)), 1)
+    there = chunk.last_elements / max(stage.parameters, 1)
+    groups = max(ceil(chunk.num_blocks / max(run.activation.layers_together, 1)), 1)
     (inside, _), *at_the_loss = points
     found = [
         (inside - chunk.blocks * (groups - 1) // groups, 0),
@@ -167,11 +172,11 @@ def _before_gradients(
     return found
 
 
-def _of_chunk(run: RunConfig, layers: ChunkLayers, micro_batch: Activations) -> int:
-    """What a forward pass through these layers of a model chunk keeps of a micro-batch."""
+def _of_chunk(run: RunConfig, num_blocks: int, layers: LayerCounts, micro_batch: Activations) -> int:
+    """What a forward pass through the ``layers`` of a model chunk keeps of a micro-batch."""
     if together := run.activation.layers_together:
-        return ceil(layers.num_blocks / together) * micro_batch.kept_input
-    return sum(count * micro_batch.of_layers.get(layer.class_name, 0) for layer, count in layers.counts)
+        return ceil(num_blocks / together) * micro_batch.kept_input
+    return sum(count * micro_batch.of_layers.get(layer.class_name, 0) for layer, count in layers)
 
 
 def _pipeline_buffers(

@@ -90,7 +90,7 @@ def test_products_of_experts_in_one_kernel_are_not_deferred(more: str, are_defer
     """Each of a layer's 2 x 2048 rows of experts has h + 4h elements for each of two matrices."""
     words = f"{GPT3} --zero-stage 1 --pipe-parallel-size 8 --gas 16 --pipeline-schedule zbh1 --num-experts 4 {more}"
     run = run_of(words)
-    products = deferred_bytes(run, plan(run)[0].kinds[0].counts)
+    products = deferred_bytes(run, plan(run)[0].counts)
     of_others = 2048 * 12288 * (1 + 1 + 3 + 1 + 1)  # a gradient of hidden states; QKV and attention's output matrix
     of_experts = 2 * 2048 * 12288 * 2 * 5
     assert products == 12 * 2 * (of_others + are_deferred * of_experts)

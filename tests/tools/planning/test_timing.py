@@ -11,7 +11,7 @@ from support.command_lines import parse
 from megatron.model.partial_attention import PartialAttention
 from megatron.model.partition import plan
 from megatron.model.ring_attention import RingAttention
-from megatron.parallel.pipeline.held import in_flight
+from megatron.parallel.pipeline.in_flight import in_flight
 from megatron.parallel.pipeline.schedule import Schedule
 from megatron.parallel.pipeline.simulation import PassSeconds, idle_seconds, simulate
 from megatron.parallel.sequence import ring
